@@ -1,0 +1,44 @@
+# Every target works alone on a fresh machine with Python 3.11+ and make: `make install` is the first step of each.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+EXTRAS ?= cpu,dev
+STAMP  := $(VENV)/.installed-$(EXTRAS)
+
+# A CPU build of torch: from the find-links folder of pip's own configuration where there is one, else from
+# PyTorch's CPU index.
+FIND_LINKS = $(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null)
+TORCH_FROM = $(if $(FIND_LINKS),--find-links "$(FIND_LINKS)",$(if $(findstring cpu,$(EXTRAS)),--torch-backend cpu))
+
+.PHONY: install demo test fast check format clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "uv>=0.5"
+	$(BIN)/uv pip install --quiet --python $(BIN)/python $(TORCH_FROM) -e ".[$(EXTRAS)]"
+	touch $@
+
+demo: install
+	$(BIN)/agentrl train examples/frozen_lake.yaml
+
+fast: install
+	$(BIN)/python -m pytest
+
+test: install
+	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "vllm or slow" -o addopts="-q --strict-markers --strict-config --durations=10"
+
+check: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(MAKE) test
+
+format: install
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,85 @@
+"""The exceptions of agentrl.
+
+    AgentRLError
+    ├── ConfigError                a setting, a name or a file is wrong; nothing was started (the CLI exits with 2)
+    │   └── PluginError            a plug-in cannot be found or loaded
+    ├── RolloutError               an episode could not go on; becomes the trajectory's `Failed(layer, error)`
+    │   ├── EnvError               reset, step or close raised, or broke the protocol
+    │   ├── EngineError            the engine refused or died
+    │   ├── RewardError            the reward could not be computed
+    │   └── DeadlineError          something outside did not answer in time
+    ├── RetriesExhaustedError      too many tasks failed for good: the run ends instead of training on luck
+    ├── StalenessError             the staleness bound would be broken (a defect: the rule makes it impossible)
+    ├── CheckpointError            a checkpoint is missing, incomplete or of another run
+    └── ConformanceError           `agentrl.testing` found that a plug-in breaks its contract
+
+A failed rollout is data, not a crash: `RolloutError` is caught in one place (`rollout/episode.py`), where it becomes
+a value. Every other error ends the run and says the way out.
+"""
+
+from typing import Literal
+
+Layer = Literal["environment", "engine", "reward", "data"]
+"""Whose fault a failed episode is. Retry budgets and the ledger count by it."""
+
+
+class AgentRLError(Exception):
+    """Base of everything agentrl raises on purpose."""
+
+
+class ConfigError(AgentRLError):
+    """A setting is wrong. Says which, what would be right, and where it was written."""
+
+
+class PluginError(ConfigError):
+    """No plug-in of that name, or its import failed. Lists what exists."""
+
+
+class RolloutError(AgentRLError):
+    """An episode cannot go on."""
+
+    layer: Layer = "data"
+
+
+class EnvError(RolloutError):
+    """The environment raised or broke the protocol."""
+
+    layer: Layer = "environment"
+
+
+class EngineError(RolloutError):
+    """The engine refused a request or died."""
+
+    layer: Layer = "engine"
+
+
+class RewardError(RolloutError):
+    """A reward could not be computed. It is never replaced by a number."""
+
+    layer: Layer = "reward"
+
+
+class DeadlineError(RolloutError):
+    """`phase` of `layer` did not answer within `seconds` of loop time."""
+
+    def __init__(self, layer: Layer, phase: str, seconds: float) -> None:
+        super().__init__(f"{phase} did not answer within its deadline of {seconds:g} s (rollout.deadlines.{phase})")
+        self.layer = layer
+        self.phase = phase
+        self.seconds = seconds
+
+
+class RetriesExhaustedError(AgentRLError):
+    """More tasks failed for good than the run allows."""
+
+
+class StalenessError(AgentRLError):
+    """A group older than the bound was about to be trained on."""
+
+
+class CheckpointError(AgentRLError):
+    """A checkpoint cannot be used."""
+
+
+class ConformanceError(AgentRLError):
+    """A plug-in breaks the contract of its seam."""

@@ -1,0 +1,279 @@
+"""The seams. A plug-in is any object of one of these shapes; no base class is needed.
+
+Each plug-in class that takes settings has a nested pydantic `Config` (strict), which the run's config validates
+before anything starts. Dimension suffixes: N loss tokens of a micro-batch, flattened; G members of a group.
+"""
+
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
+
+from pydantic import BaseModel, ConfigDict
+
+from agentrl.batch import TrainBatch
+from agentrl.trajectory import Completion, Group, Message, Score, Task, Trajectory
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Settings(BaseModel):
+    """Base of every component's `Config`: frozen, and an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+ResetResult = tuple[str, dict[str, Any]]
+"""(observation, info)"""
+StepResult = tuple[str, float, bool, bool, dict[str, Any]]
+"""(observation, reward, terminated, truncated, info)"""
+
+
+@runtime_checkable
+class Env(Protocol):
+    """A Gymnasium environment with text in and out. Methods may be sync or async.
+
+    One instance plays one episode at a time; `reset` may be called again for the next. All randomness comes from
+    `seed`. An environment never sees a token. Three attributes are read where they exist:
+
+    - `system_prompt: str`, the system message of every episode;
+    - `tools: Sequence[Mapping]`, JSON schemas of callable functions, passed to the chat template;
+    - `isolation: "inline" | "thread"`: where a sync environment runs. Inline ones must answer in microseconds; one
+      that may block runs in a thread of its own, which is the default.
+
+    `info["success"]`, where given, says whether the episode reached its goal.
+    """
+
+    def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetResult | Awaitable[ResetResult]:
+        """Start an episode; the same seed and options give the same episode."""
+        ...
+
+    def step(self, action: str) -> StepResult | Awaitable[StepResult]:
+        """Take the model's message, whole, as the action. A malformed one is answered by an observation."""
+        ...
+
+    def close(self) -> None | Awaitable[None]:
+        """Give back what the environment holds. May be called at any time, more than once."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to sample. `temperature=0` is greedy; `stop_token_ids` end a completion and are its last token."""
+
+    max_tokens: int = 64
+    temperature: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One completion to sample. `id` is unique among live requests.
+
+    `seed` makes sampling reproducible: the token at position i depends on the seed, i and the logits alone.
+    A lower `priority` number is served first when the engine is full (the deadline step of the request's group).
+    """
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    seed: int = 0
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot: live requests, those not yet in the batch, and counts since the engine started."""
+
+    running: int
+    waiting: int
+    generated_tokens: int
+    prefilled_tokens: int
+    cached_tokens: int
+
+
+class Engine(Protocol):
+    """Samples tokens: token ids in, token ids out. An async context manager: entering loads, leaving frees all.
+
+    Cancelling the task that awaits `generate` aborts the request and frees its place within one engine step.
+    """
+
+    @property
+    def policy_version(self) -> int:
+        """The version of the weights that the next token is sampled from; 0 are the weights it was started with."""
+        ...
+
+    @property
+    def max_context(self) -> int:
+        """Largest prompt plus completion, in tokens."""
+        ...
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, *exc: object) -> None: ...
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Sample one completion.
+
+        Raises:
+            EngineError: the prompt does not fit into `max_context`, or the engine is not running.
+        """
+        ...
+
+    async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
+        """Replace all weights at a token boundary. Requests in flight go on under the new ones.
+
+        Their KV cache is recomputed, so each later token's logprob equals a plain forward pass of the new weights
+        over all tokens before it, and no cached prefix of an older version is served again. When this returns, every
+        token sampled from now on is stamped `version`. `weights` has Hugging Face names; tied weights may be absent.
+        """
+        ...
+
+    def stats(self) -> EngineStats:
+        """What the engine is doing now."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What to show the model next. `ids` is the whole prompt, `new_ids` its part after the last turn's last token."""
+
+    ids: tuple[int, ...]
+    new_ids: tuple[int, ...]
+    forked: bool
+
+
+class Conversation(Protocol):
+    """One episode's messages and exact tokens, in step."""
+
+    def prompt(self, messages: Sequence[Message]) -> Prompt:
+        """Append `messages` (system, user or tool) and return the prompt for the next assistant turn."""
+        ...
+
+    def answer(self, completion: Completion) -> str:
+        """Append what the model sampled and return its text (without the stop token)."""
+        ...
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """All messages so far."""
+        ...
+
+
+class Renderer(Protocol):
+    """Messages to tokens by the model's own chat template."""
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end an assistant turn."""
+        ...
+
+    def conversation(self, tools: Sequence[Mapping[str, Any]] = ()) -> Conversation:
+        """A new, empty conversation."""
+        ...
+
+
+class Reward(Protocol):
+    """Scores a trajectory. What it cannot score it raises `RewardError` for, or returns `Score.failed(...)`."""
+
+    async def score(self, trajectory: Trajectory) -> Score:
+        """The verdict on one trajectory."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LossTokens:
+    """What a loss may look at: one entry per loss token of the micro-batch, so nothing masked can leak in.
+
+    `old_logprobs_N`: the trainer's own, before the first update on this batch; `rollout_logprobs_N`: the engine's;
+    `segments_N`: the training sample a token belongs to, numbered over the batch.
+    """
+
+    old_logprobs_N: "Tensor"
+    rollout_logprobs_N: "Tensor"
+    advantages_N: "Tensor"
+    segments_N: "Tensor"
+
+
+@dataclass(frozen=True, slots=True)
+class LossOutput:
+    """`loss_N`: one loss per token, differentiable; the trainer sums it and divides by the batch's normaliser.
+
+    `metrics`: named per-token values of shape N (detached), reported as their mean over the batch's loss tokens.
+    """
+
+    loss_N: "Tensor"
+    metrics: Mapping[str, "Tensor"]
+
+
+class Loss(Protocol):
+    """A pure function of the trainer's logprobs and what stands beside them."""
+
+    def __call__(self, logprobs_N: "Tensor", tokens: LossTokens) -> LossOutput:
+        """The loss of each token."""
+        ...
+
+
+class Algorithm(Protocol):
+    """An advantage and a loss."""
+
+    def advantages(self, group: Group) -> Sequence[float]:
+        """One advantage per member of the group."""
+        ...
+
+    def loss(self, logprobs_N: "Tensor", tokens: LossTokens) -> LossOutput:
+        """The loss of each token."""
+        ...
+
+    def normalizer(self, batch: TrainBatch) -> float:
+        """What the summed token losses of a whole batch are divided by."""
+        ...
+
+
+class Trainer(Protocol):
+    """Owns weights and optimizer. An async context manager, as `Engine`."""
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, *exc: object) -> None: ...
+
+    async def step(self, batch: TrainBatch, loss: Loss, normalizer: float) -> Mapping[str, float]:
+        """Train on a batch, once through, and return its metrics (loss, grad_norm, lr, logprob gaps, ...)."""
+        ...
+
+    async def weights(self) -> Mapping[str, "Tensor"]:
+        """The weights now, by Hugging Face names; valid until the next `step`."""
+        ...
+
+    async def save(self, folder: Path) -> None:
+        """Write weights (a Hugging Face folder with the tokenizer), optimizer and schedule into a new folder."""
+        ...
+
+    async def load(self, folder: Path) -> None:
+        """Take up exactly where `save` left off.
+
+        Raises:
+            CheckpointError: the folder is missing or incomplete.
+        """
+        ...
+
+
+class TaskSource(Protocol):
+    """The tasks of a run, by index: the same config gives the same tasks in every launch."""
+
+    def task(self, index: int) -> Task:
+        """The task of this index."""
+        ...
+
+
+class Tracker(Protocol):
+    """Where metrics go."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the metrics of one step."""
+        ...
+
+    def close(self) -> None:
+        """Flush."""
+        ...

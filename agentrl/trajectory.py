@@ -1,0 +1,201 @@
+"""The values of a rollout: frozen, typed, and complete from birth.
+
+Each stage takes values and returns new ones; nothing is `None` until somebody fills it. Times are seconds of the
+running event loop's clock. Dimension suffixes: G members of a group.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from agentrl.errors import Layer
+
+Role = Literal["system", "user", "assistant", "tool"]
+FinishReason = Literal["stop", "length", "abort"]
+"""Why an engine ended a completion: a stop token (which is its last token), the length limit, or an abort."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One problem: which environment, which seed, which options.
+
+    `Task(env="frozen_lake", seed=17, options={"size": 4}, id="train-000003")` is the fourth training task of a run.
+    """
+
+    env: str
+    seed: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+    id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of the conversation, as text. Tool calls stand in `content` as the model wrote them."""
+
+    role: Role
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What the engine sampled: equally long tuples, one entry per token.
+
+    `logprobs` are of the distribution that was sampled from (temperature applied), in nats. `policy_versions` are
+    stamped by the engine at the moment each token was sampled. A stop token is part of the completion.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    policy_versions: tuple[int, ...]
+    finish_reason: FinishReason
+
+    def __post_init__(self) -> None:
+        if not len(self.token_ids) == len(self.logprobs) == len(self.policy_versions):
+            raise ValueError(
+                f"a completion needs one logprob and one version per token, got {len(self.token_ids)} tokens, "
+                f"{len(self.logprobs)} logprobs, {len(self.policy_versions)} versions"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One exchange: what the model was shown anew, what it answered, what the environment made of it.
+
+    `prompt_ids` holds only the tokens after the last token of the turn before. When `forked`, the prompt could not
+    extend that turn token for token, and `prompt_ids` is the whole prompt: the start of a new training sample.
+    """
+
+    prompt_ids: tuple[int, ...]
+    completion: Completion
+    reward: float
+    info: Mapping[str, Any]
+    forked: bool = False
+    generate_seconds: float = 0.0
+    env_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Terminated:
+    """The environment reached an end of its own."""
+
+    name: ClassVar[str] = "terminated"
+
+
+@dataclass(frozen=True, slots=True)
+class Truncated:
+    """A limit cut the episode: the environment's own ("env"), `max_turns` ("turns") or the context ("context")."""
+
+    limit: str
+    name: ClassVar[str] = "truncated"
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The episode broke. Never turned into a reward."""
+
+    layer: Layer
+    error: str
+    name: ClassVar[str] = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """The scheduler ended the episode before its end."""
+
+    why: str
+    name: ClassVar[str] = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class Stale:
+    """The episode was given up because its weights were too old (only rules that drop do this)."""
+
+    name: ClassVar[str] = "stale"
+
+
+Status = Terminated | Truncated | Failed | Cancelled | Stale
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One finished episode as data. `messages` is the conversation as text, `turns` the same as exact tokens."""
+
+    id: str
+    task: Task
+    turns: tuple[Turn, ...]
+    status: Status
+    messages: tuple[Message, ...] = ()
+
+    @property
+    def trainable(self) -> bool:
+        """Whether the episode came to an end that means something: terminated or truncated, with a turn."""
+        return isinstance(self.status, Terminated | Truncated) and bool(self.turns)
+
+    @property
+    def env_return(self) -> float:
+        """Sum of the environment's rewards over all turns, undiscounted."""
+        return sum(turn.reward for turn in self.turns)
+
+    @property
+    def success(self) -> bool:
+        """`info["success"]` of the last turn where the environment says so, else whether the return is above zero."""
+        if not self.turns:
+            return False
+        said = self.turns[-1].info.get("success")
+        return bool(said) if said is not None else self.env_return > 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled tokens."""
+        return sum(len(turn.completion.token_ids) for turn in self.turns)
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest policy version that sampled a token of this episode; `None` without tokens."""
+        return min((v for turn in self.turns for v in turn.completion.policy_versions), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """The reward was computed."""
+
+    name: ClassVar[str] = "scored"
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A reward's verdict on a trajectory: the value, its named parts, and whether it could be computed at all.
+
+    A failed score has no value: it is NaN, so that one that slips into a mean cannot pass for a number.
+    """
+
+    value: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+    status: Scored | Failed = field(default_factory=Scored)
+
+    @staticmethod
+    def failed(error: str, layer: Layer = "reward") -> "Score":
+        """A score that could not be computed."""
+        return Score(float("nan"), {}, Failed(layer, error))
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The scored trajectories of one task, all from the same start; what an advantage is computed over.
+
+    `admitted_version` is the policy version that was live when the group was admitted: no token in it is older.
+    """
+
+    task: Task
+    trajectories: tuple[Trajectory, ...]
+    scores: tuple[Score, ...]
+    admitted_version: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.trajectories) != len(self.scores):
+            raise ValueError(f"{len(self.trajectories)} trajectories but {len(self.scores)} scores")
+
+    @property
+    def rewards_G(self) -> Sequence[float]:
+        """One reward per member."""
+        return [score.value for score in self.scores]
