@@ -1,0 +1,26 @@
+"""`EventLog`: what happened, in order, as one hash."""
+
+import hashlib
+
+from agentrl.flow.clock import now
+
+
+class EventLog:
+    """A running SHA-256 over (loop time, event, subject) lines.
+
+    Two runs under virtual time with the same seed have the same digest; the first differing decision shows.
+    Nothing is kept but the hash and the count, so that a million events cost no memory.
+    """
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+        self.count = 0
+
+    def record(self, event: str, subject: str) -> None:
+        """Add one event at the loop's present time."""
+        self._hash.update(f"{now():.6f} {event} {subject}\n".encode())
+        self.count += 1
+
+    def digest(self) -> str:
+        """The hash so far, in hex."""
+        return self._hash.hexdigest()
