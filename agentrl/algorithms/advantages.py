@@ -1,0 +1,63 @@
+"""Advantages: how much better than its group a trajectory was. Pure functions of a group's rewards.
+
+All raise `ValueError` on a reward that is not a finite number (a failed score is NaN: it must have been filtered
+before), and all give exact zeros when every reward is the same, a group of one included: there is nothing to compare.
+
+Dimension suffix: G members of a group.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+STD_EPSILON = 1e-6
+"""Added to the standard deviation, so that rewards that differ by rounding alone give advantages near zero."""
+
+Advantage = Callable[[Sequence[float]], list[float]]
+"""Rewards of a group's members to their advantages."""
+
+
+def group_std(rewards_G: Sequence[float]) -> list[float]:
+    """(r_i - mean r) / std r, with the population's standard deviation.
+
+    GRPO with outcome supervision: DeepSeekMath (arXiv:2402.03300), section 4.1.2.
+    """
+    centred_G = group_mean(rewards_G)
+    std = math.sqrt(math.fsum(a * a for a in centred_G) / len(centred_G)) if centred_G else 0.0
+    return [a / (std + STD_EPSILON) for a in centred_G]
+
+
+def group_mean(rewards_G: Sequence[float]) -> list[float]:
+    """r_i - mean r: no division by the spread, which favours tasks that are nearly always or nearly never solved.
+
+    Dr. GRPO: "Understanding R1-Zero-Like Training" (arXiv:2503.20783), section 3.2.
+    """
+    _check(rewards_G)
+    if _constant(rewards_G):
+        return [0.0] * len(rewards_G)
+    mean = math.fsum(rewards_G) / len(rewards_G)
+    return [r - mean for r in rewards_G]
+
+
+def leave_one_out(rewards_G: Sequence[float]) -> list[float]:
+    """r_i - mean of the other members' rewards: an unbiased baseline.
+
+    RLOO: "Back to Basics" (arXiv:2402.14740), section 3.3.
+    """
+    _check(rewards_G)
+    if _constant(rewards_G):
+        return [0.0] * len(rewards_G)
+    total, others = math.fsum(rewards_G), len(rewards_G) - 1
+    return [r - (total - r) / others for r in rewards_G]
+
+
+def _constant(rewards_G: Sequence[float]) -> bool:
+    return len(set(rewards_G)) <= 1
+
+
+def _check(rewards_G: Sequence[float]) -> None:
+    for member, reward in enumerate(rewards_G):
+        if not math.isfinite(reward):
+            raise ValueError(
+                f"member {member} of the group has reward {reward}: a score that failed has no value and no "
+                f"advantage; drop the member or its group before this (rewards: {list(rewards_G)})"
+            )

@@ -1,0 +1,60 @@
+"""Losses of single tokens: pure functions of the trainer's logprobs and what stands beside them.
+
+Dimension suffix: N loss tokens of a micro-batch, flattened.
+"""
+
+import torch
+from torch import Tensor
+
+from agentrl.protocols import LossOutput, LossTokens
+
+
+def policy_gradient(
+    logprobs_N: Tensor,
+    tokens: LossTokens,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+    importance_cap: float | None = None,
+) -> LossOutput:
+    """The clipped policy gradient, negated: -w * min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A).
+
+    - ratio = exp(logprobs - old_logprobs): PPO (arXiv:1707.06347), equation 7; unequal clips are DAPO's clip-higher
+      (arXiv:2503.14476), equation 10.
+    - With `dual_clip` = c, the value is not below c * A where A < 0: dual-clip PPO (arXiv:1912.09729), equation 5.
+    - w = min(exp(old_logprobs - rollout_logprobs), importance_cap), without gradient, corrects for tokens that the
+      engine sampled from other numbers or older weights: the decoupled objective of AReaL (arXiv:2505.24298),
+      equation 5, with a truncated weight. `None` leaves w = 1.
+
+    Metrics: `clipped_low`, `clipped_high` (share of tokens whose gradient the clip cut), `ratio`,
+    `importance_weight` (before the cap), `importance_truncated`, `entropy` (-logprob of the sampled token, an
+    unbiased estimate under the policy that sampled) and `kl` (of old to new, the k3 estimate: ratio - 1 - log ratio).
+    """
+    log_ratio_N = logprobs_N - tokens.old_logprobs_N
+    ratio_N = log_ratio_N.exp()
+    gain_N = tokens.advantages_N
+    surrogate_N = torch.minimum(ratio_N * gain_N, ratio_N.clamp(1 - clip_low, 1 + clip_high) * gain_N)
+    if dual_clip is not None:
+        surrogate_N = torch.where(gain_N < 0, torch.maximum(surrogate_N, dual_clip * gain_N), surrogate_N)
+    weight_N = (tokens.old_logprobs_N - tokens.rollout_logprobs_N).exp().detach()
+    used_N = torch.ones_like(weight_N) if importance_cap is None else weight_N.clamp(max=importance_cap)
+    ratio_N, log_ratio_N = ratio_N.detach(), log_ratio_N.detach()
+    return LossOutput(
+        loss_N=-used_N * surrogate_N,
+        metrics={
+            "clipped_low": ((ratio_N < 1 - clip_low) & (gain_N < 0)).float(),
+            "clipped_high": ((ratio_N > 1 + clip_high) & (gain_N > 0)).float(),
+            "ratio": ratio_N,
+            "importance_weight": weight_N,
+            "importance_truncated": (weight_N > used_N).float(),
+            "entropy": -logprobs_N.detach(),
+            "kl": ratio_N - 1 - log_ratio_N,
+        },
+    )
+
+
+def cross_entropy(logprobs_N: Tensor, tokens: LossTokens) -> LossOutput:
+    """-logprob of each token, times its advantage as a weight: maximum likelihood where every advantage is 1."""
+    nll_N = -logprobs_N
+    return LossOutput(loss_N=nll_N * tokens.advantages_N, metrics={"nll": nll_N.detach()})
