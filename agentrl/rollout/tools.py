@@ -1,0 +1,350 @@
+"""Tools: a class's typed public methods as functions that a model may call, and the model's message read as calls.
+
+The schema is OpenAI's ({"type": "function", "function": {"name", "description", "parameters"}}), the calls are those
+of the Hermes and Qwen chat templates (`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`), or plain JSON.
+What a model writes is never trusted: reading it raises nothing, and a bad call becomes a text that says what is wrong.
+"""
+
+import difflib
+import inspect
+import json
+import re
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic.errors import PydanticUserError
+from pydantic.json_schema import GenerateJsonSchema
+
+from agentrl.errors import AgentRLError, ConfigError
+
+
+class ToolError(AgentRLError):
+    """What a tool tells the model when it cannot do what was asked. It is an observation, never a failed episode."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call as the model wrote it; neither the name nor the arguments are checked yet."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+    def render(self) -> str:
+        """The call as the Hermes and Qwen chat templates write it; `parse_tool_calls` reads it back unchanged."""
+        body = json.dumps({"name": self.name, "arguments": dict(self.arguments)}, ensure_ascii=False, allow_nan=False)
+        return f"{_OPEN}\n{body}\n{_CLOSE}"
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedReply:
+    """A model's message: the text around its calls, the calls in order, and what was wrong with the malformed ones."""
+
+    text: str
+    calls: tuple[ToolCall, ...] = ()
+    errors: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSpec:
+    """One tool: its name, what it does, and the pydantic model its arguments must fit.
+
+    `parameters` maps each Python parameter to its field in `arguments` (fields are numbered, so that a parameter may
+    have any name, `schema` or `copy` too).
+    """
+
+    name: str
+    description: str
+    arguments: type[BaseModel]
+    parameters: Mapping[str, str]
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The OpenAI-style JSON schema that chat templates expect."""
+        parameters = self.arguments.model_json_schema(schema_generator=_TerseJsonSchema)
+        del parameters["title"]
+        return {
+            "type": "function",
+            "function": {"name": self.name, "description": self.description, "parameters": parameters},
+        }
+
+    def validate(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments as keywords for the method; those not given are left to its own defaults.
+
+        Strict, as JSON is: a number is not read out of a string, nor an integer out of a boolean.
+
+        Raises:
+            ToolError: they do not fit; says which, and what the tool takes.
+        """
+        try:
+            fitted = self.arguments.model_validate_json(json.dumps(dict(arguments)), strict=True)
+        except ValidationError as error:
+            raise ToolError(f"{self.name}: {_what_is_wrong(error)}. {self._takes()}") from error
+        except (RecursionError, TypeError, ValueError) as error:
+            raise ToolError(f"{self.name}: the arguments are not plain JSON ({error}). {self._takes()}") from error
+        return {name: getattr(fitted, at) for name, at in self.parameters.items() if at in fitted.model_fields_set}
+
+    def _takes(self) -> str:
+        fields = self.arguments.model_fields
+        named = [
+            name if fields[at].is_required() else f"{name} (optional, default {fields[at].default!r:.40})"
+            for name, at in self.parameters.items()
+        ]
+        return f"{self.name} takes {', '.join(named) or 'no arguments'}"
+
+
+class _TerseJsonSchema(GenerateJsonSchema):
+    """Without the titles that pydantic derives from names: they cost prompt tokens and say nothing new."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+
+def tools_of(obj: object, *, base: type = object) -> tuple[ToolSpec, ...]:
+    """The tools of a class or an instance: its public methods, in the order of their definition.
+
+    A method of `base` is no tool, nor is a name that starts with an underscore. Google-style `Args:` lines of the
+    docstring become the descriptions of the parameters.
+
+    Raises:
+        ConfigError: a public method has a parameter without a type, or one that JSON cannot express.
+    """
+    cls = obj if isinstance(obj, type) else type(obj)
+    names = dict.fromkeys(name for owner in reversed(cls.__mro__) for name in vars(owner))
+    return tuple(
+        _spec(cls, name)
+        for name in names
+        if not name.startswith("_")
+        and not hasattr(base, name)
+        and isinstance(inspect.getattr_static(cls, name), types.FunctionType | staticmethod)
+    )
+
+
+def find_tool(specs: Sequence[ToolSpec], name: str) -> ToolSpec:
+    """The tool of that name.
+
+    Raises:
+        ToolError: there is none; names the nearest and lists all.
+    """
+    by_name = {spec.name: spec for spec in specs}
+    if name in by_name:
+        return by_name[name]
+    near = difflib.get_close_matches(name[:64], by_name, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ToolError(f"there is no tool {name[:64]!r}{hint} Tools: {', '.join(by_name)}")
+
+
+def parse_tool_calls(text: str) -> ParsedReply:
+    """Read a model's message.
+
+    Calls stand in `<tool_call>` tags; without any tag, JSON objects with "name" and "arguments" (or "parameters")
+    count, bare, fenced, or in a list. `arguments` may be JSON inside a string. Raises nothing, whatever the text is.
+    """
+    prose: list[str] = []
+    calls: list[ToolCall] = []
+    errors: list[str] = []
+    for piece in _tagged(text) if _OPEN in text else _bare(text):
+        match piece:
+            case ToolCall():
+                calls.append(piece)
+            case _Malformed():
+                errors.append(piece.why)
+            case str():
+                prose.append(piece)
+    return ParsedReply(_EMPTY_FENCE.sub("", "".join(prose)).strip(), tuple(calls), tuple(errors))
+
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_END_OF_TAG = re.compile(rf"\s*(?:{_CLOSE}|(?={_OPEN})|\Z)")
+_START_OF_JSON = re.compile(r'\{\s*"|\[\s*\{\s*"')
+_START_OF_CALL = re.compile(r'(?:\[\s*)?\{\s*"name"\s*:')
+_EMPTY_FENCE = re.compile(r"```\w*\s*```")
+_WHITESPACE = re.compile(r"\s*")
+_ARGUMENT_KEYS = ("arguments", "parameters")
+_EXAMPLE = '{"name": "...", "arguments": {...}}'
+
+
+@dataclass(frozen=True, slots=True)
+class _Malformed:
+    """What was meant as a call and is none; reading goes on at `resume`."""
+
+    why: str
+    resume: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Decoded:
+    value: Any
+    end: int
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+# Not strict: models write line breaks into strings as they are.
+_DECODER = json.JSONDecoder(strict=False, parse_constant=_no_constant)
+
+
+def _decode(text: str, start: int) -> _Decoded | _Malformed:
+    """The JSON value that starts at `start`, after white space."""
+    blank = _WHITESPACE.match(text, start)
+    begin = blank.end() if blank else start
+    try:
+        value, end = _DECODER.raw_decode(text, begin)
+    except json.JSONDecodeError as error:
+        near = text[max(begin, error.pos - 20) : error.pos + 20]
+        where = f"near {near!r}" if near else "nothing is there"
+        return _Malformed(f"the tool call is not valid JSON: {error.msg}, {where}. Write {_EXAMPLE}", error.pos)
+    except ValueError as error:
+        return _Malformed(f"the tool call is not valid JSON: {error}", begin + 1)
+    except RecursionError:
+        return _Malformed("the tool call is not usable: its JSON is nested too deeply", len(text))
+    return _Decoded(value, end)
+
+
+def _tagged(text: str) -> Iterator[str | ToolCall | _Malformed]:
+    at = 0
+    while (tag := text.find(_OPEN, at)) >= 0:
+        yield text[at:tag]
+        found = _decode(text, tag + len(_OPEN))
+        if isinstance(found, _Malformed):
+            yield found
+            at = _next_call(text, tag + len(_OPEN))
+        elif (end := _END_OF_TAG.match(text, found.end)) is None:
+            yield _Malformed(f"a {_OPEN} holds one JSON object and nothing after it. Write {_EXAMPLE}")
+            at = _next_call(text, found.end)
+        else:
+            yield from _calls_in(found.value)
+            at = end.end()
+    yield text[at:]
+
+
+def _next_call(text: str, start: int) -> int:
+    """Where reading goes on after a malformed tag: behind its end, or at the next beginning."""
+    close, begin = text.find(_CLOSE, start), text.find(_OPEN, start)
+    if close >= 0 and (begin < 0 or close < begin):
+        return close + len(_CLOSE)
+    return begin if begin >= 0 else len(text)
+
+
+def _bare(text: str) -> Iterator[str | ToolCall | _Malformed]:
+    at = 0
+    while (start := _START_OF_JSON.search(text, at)) is not None:
+        yield text[at : start.start()]
+        found = _decode(text, start.start())
+        if isinstance(found, _Malformed):
+            at = max(found.resume, start.start() + 1)
+            # What parsed so far holds no call of its own; prose may well hold braces.
+            yield found if _START_OF_CALL.match(text, start.start()) else text[start.start() : at]
+        else:
+            at = found.end
+            if _is_call(found.value) or (isinstance(found.value, list) and all(map(_is_call, found.value))):
+                yield from _calls_in(found.value)
+            else:
+                yield text[start.start() : at]
+    yield text[at:]
+
+
+def _is_call(value: Any) -> bool:
+    return isinstance(value, dict) and "name" in value and any(key in value for key in _ARGUMENT_KEYS)
+
+
+def _calls_in(value: Any) -> Iterator[ToolCall | _Malformed]:
+    if isinstance(value, list) and value:
+        for item in value:
+            yield _call(item)
+    else:
+        yield _call(value)
+
+
+def _call(value: Any) -> ToolCall | _Malformed:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return _Malformed(f'a tool call is a JSON object with a "name" that is a text. Write {_EXAMPLE}')
+    arguments: Any = next((value[key] for key in _ARGUMENT_KEYS if value.get(key) is not None), {})
+    if isinstance(arguments, str):
+        decoded = _decode(arguments, 0)
+        if isinstance(decoded, _Malformed):
+            return decoded
+        arguments = decoded.value
+    if not isinstance(arguments, dict):
+        return _Malformed(f'the "arguments" of {value["name"][:64]!r} must be a JSON object. Write {_EXAMPLE}')
+    return ToolCall(value["name"], arguments)
+
+
+def _spec(cls: type, name: str) -> ToolSpec:
+    where = f"{cls.__module__}.{cls.__qualname__}.{name}"
+    static = inspect.getattr_static(cls, name)
+    function: Callable[..., Any] = getattr(cls, name)
+    parameters = list(inspect.signature(function).parameters.values())
+    if not isinstance(static, staticmethod):
+        parameters = parameters[1:]
+    try:
+        hints = typing.get_type_hints(function, include_extras=True)
+    except NameError as error:
+        raise ConfigError(f"{where}: a type is not known where the class is defined: {error}") from error
+    description, described = _read_docstring(inspect.getdoc(function) or "")
+    fields: dict[str, Any] = {}
+    for number, parameter in enumerate(parameters):
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise ConfigError(f"{where}: {parameter} cannot be filled from JSON; a tool's parameters have names")
+        if parameter.name not in hints:
+            raise ConfigError(
+                f"{where}: parameter {parameter.name!r} has no type. A public method is a tool: write "
+                f"`{parameter.name}: int` (or another type), or name the method `_{name}` if it is none"
+            )
+        default: Any = ... if parameter.default is parameter.empty else parameter.default
+        extra: dict[str, Any] = {"description": described[parameter.name]} if parameter.name in described else {}
+        fields[f"argument_{number}"] = (hints[parameter.name], Field(default, alias=parameter.name, **extra))
+    config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    try:
+        model = create_model(name, __config__=config, **fields)
+        model.model_json_schema()
+    except PydanticUserError as error:
+        raise ConfigError(f"{where}: a parameter's type cannot be expressed in JSON: {error.message}") from error
+    return ToolSpec(name, description, model, {p.name: f"argument_{n}" for n, p in enumerate(parameters)})
+
+
+_SECTION = re.compile(r"^(Args|Arguments|Returns|Raises|Yields|Examples?|Notes?):\s*$")
+_ARGUMENT = re.compile(r"^(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
+
+
+def _read_docstring(doc: str) -> tuple[str, dict[str, str]]:
+    """The text before the first section, and what the `Args:` section says of each parameter."""
+    section = ""
+    description: list[str] = []
+    arguments: dict[str, str] = {}
+    indent, name = 0, ""
+    for line in doc.splitlines():
+        text = line.strip()
+        if heading := _SECTION.match(line):
+            section, indent, name = heading[1], 0, ""
+        elif not section:
+            description.append(text)
+        elif section in ("Args", "Arguments") and text:
+            depth = len(line) - len(line.lstrip())
+            indent = indent or depth
+            if depth == indent and (entry := _ARGUMENT.match(text)):
+                name = entry[1]
+                arguments[name] = entry[2]
+            elif name:
+                arguments[name] = f"{arguments[name]} {text}".strip()
+    return "\n".join(description).strip(), arguments
+
+
+def _what_is_wrong(error: ValidationError) -> str:
+    """Up to five of pydantic's findings, in one line."""
+    findings = []
+    for item in error.errors(include_url=False, include_context=False)[:5]:
+        where = ".".join(str(part) for part in item["loc"])[:80]
+        if item["type"] == "missing":
+            findings.append(f"{where!r} is missing")
+        elif item["type"] == "extra_forbidden":
+            findings.append(f"there is no argument {where!r}")
+        else:
+            message = item["msg"][0].lower() + item["msg"][1:]
+            findings.append(f"{where!r}: {message}, got {item['input']!r:.60}")
+    return "; ".join(findings)

@@ -1,0 +1,214 @@
+"""What an author builds an environment on. No base class is needed (`agentrl.protocols.Env`); these two save lines.
+
+class Safe(ToolEnv):
+    system_prompt = "Open the safe. Its code is a number from 0 to 99."
+
+    def start(self, seed: int, options: Mapping[str, Any]) -> str:
+        self.code = self.rng.randrange(100)
+        return "The safe is closed."
+
+    def compare(self, number: int) -> str:
+        \"\"\"Say whether the code is higher or lower than a number.\"\"\"
+        return "higher" if self.code > number else "lower or equal"
+
+    def open(self, code: int) -> ToolResult:
+        \"\"\"Try a code. There is only one try.\"\"\"
+        right = code == self.code
+        return ToolResult("open" if right else "locked", reward=float(right), terminated=True, success=right)
+"""
+
+import difflib
+import inspect
+import json
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeVar
+
+from pydantic import ValidationError
+
+from agentrl.errors import ConfigError, EnvError
+from agentrl.protocols import Env, ResetResult, Settings, StepResult
+from agentrl.rollout.tools import ToolCall, ToolError, ToolSpec, find_tool, parse_tool_calls, tools_of
+
+__all__ = ["Player", "TextEnv", "ToolEnv", "ToolError", "ToolResult", "read_options"]
+
+Player = Callable[[Env, random.Random], str]
+"""A scripted player: given a live episode and a source of randomness, the next message. Used for warm starts."""
+
+_Options = TypeVar("_Options", bound=Settings)
+
+
+def read_options(shape: type[_Options], options: Mapping[str, Any]) -> _Options:
+    """The options of `reset` as a typed value.
+
+    Raises:
+        ConfigError: an option is unknown or does not fit; says which exist.
+    """
+    try:
+        return shape.model_validate(dict(options))
+    except ValidationError as error:
+        wrong = [_wrong_option(shape, item["loc"], item["msg"]) for item in error.errors(include_url=False)]
+        raise ConfigError(f"options: {'; '.join(wrong)}. Options are: {', '.join(shape.model_fields)}") from error
+
+
+def _wrong_option(shape: type[Settings], loc: tuple[int | str, ...], message: str) -> str:
+    name = ".".join(map(str, loc))
+    near = difflib.get_close_matches(name, shape.model_fields, n=1)
+    if name in shape.model_fields or not near:
+        return f"{name!r}: {message}"
+    return f"{name!r}: {message}; did you mean {near[0]!r}?"
+
+
+class TextEnv(ABC):
+    """An environment in text: write `start` and `step`.
+
+    `rng` is the episode's only source of randomness, seeded anew by each `reset`.
+    """
+
+    system_prompt: str = ""
+    tools: Sequence[Mapping[str, Any]] = ()
+    isolation: Literal["inline", "thread"] = "thread"
+    rng: random.Random
+
+    @abstractmethod
+    def start(self, seed: int, options: Mapping[str, Any]) -> str | Awaitable[str]:
+        """Begin an episode, forget the last one, and return the first observation. May be async."""
+
+    @abstractmethod
+    def step(self, action: str) -> StepResult | Awaitable[StepResult]:
+        """Answer the model's message: (observation, reward, terminated, truncated, info). May be async."""
+
+    def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetResult | Awaitable[ResetResult]:
+        """Seed `rng` and begin an episode with `start`."""
+        self.rng = random.Random(seed)
+        observation = self.start(seed, options)
+        return (observation, {}) if isinstance(observation, str) else _first(observation)
+
+    def close(self) -> None | Awaitable[None]:
+        """Give back what the environment holds; nothing here."""
+        return None
+
+
+async def _first(observation: Awaitable[str]) -> ResetResult:
+    return await observation, {}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """What a tool call did: the text for the model, the reward, and whether the episode is over.
+
+    `success` says whether the goal was reached; `None` says nothing about it.
+    """
+
+    observation: str
+    reward: float = 0.0
+    terminated: bool = False
+    truncated: bool = False
+    success: bool | None = None
+
+    @property
+    def over(self) -> bool:
+        """Whether the episode ends here."""
+        return self.terminated or self.truncated
+
+
+class ToolEnv(TextEnv):
+    """An environment whose tools are its typed public methods, sync or async (see the head of this module).
+
+    A tool returns the observation (text, or a number, list or dict, which is written as JSON), or a `ToolResult` that
+    can also reward and end the episode. It raises `ToolError` to tell the model that something cannot be done; any
+    other exception is a failure of the environment. A call that cannot be read, names no tool or does not fit costs a
+    turn and is answered by a text. The calls of a message run in order until one ends the episode.
+
+    Where any tool is async, the whole environment runs on the event loop, and its sync tools must not block.
+    """
+
+    _specs: ClassVar[tuple[ToolSpec, ...]] = ()
+    _is_async: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls._specs = tools_of(cls, base=ToolEnv)
+        cls.tools = tuple(spec.schema for spec in cls._specs)
+        cls._is_async = any(
+            inspect.iscoroutinefunction(getattr(cls, name)) for name in ("reply", *(spec.name for spec in cls._specs))
+        )
+
+    def reply(self, text: str) -> str | ToolResult | Awaitable[str | ToolResult]:
+        """Answer a message without any call; override it where plain text means something. May be async."""
+        names = ", ".join(spec.name for spec in self._specs)
+        example = ToolCall("...", {}).render().replace("{}", "{...}")
+        return f"Call a tool ({names}) like this:\n{example}"
+
+    def step(self, action: str) -> StepResult | Awaitable[StepResult]:
+        """Run the calls in the model's message and return what they say."""
+        playing = self._play(action)
+        return playing if self._is_async else _run_without_waiting(playing)
+
+    async def _play(self, action: str) -> StepResult:
+        message = parse_tool_calls(action)
+        results: list[tuple[str, ToolResult]] = []
+        for call in message.calls:
+            result = await self._run(call)
+            results.append((call.name, result))
+            if result.over:
+                break
+        else:
+            results += [("", ToolResult(f"Error: {error}")) for error in message.errors]
+        if not results:
+            results = [("", _as_result(await _now(self.reply(message.text)), "reply"))]
+        return _merge(results)
+
+    async def _run(self, call: ToolCall) -> ToolResult:
+        try:
+            spec = find_tool(self._specs, call.name)
+            arguments = spec.validate(call.arguments)
+            return _as_result(await _now(getattr(self, spec.name)(**arguments)), spec.name)
+        except ToolError as error:
+            return ToolResult(f"Error: {error}")
+
+
+async def _now(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
+
+
+def _run_without_waiting(playing: Coroutine[Any, Any, StepResult]) -> StepResult:
+    """Run a coroutine that awaits nothing to its end, without an event loop."""
+    try:
+        playing.send(None)
+    except StopIteration as done:
+        result: StepResult = done.value
+        return result
+    playing.close()
+    raise EnvError("a tool declared with `def` waited for something; declare it with `async def`")
+
+
+def _as_result(value: Any, tool: str) -> ToolResult:
+    if isinstance(value, ToolResult):
+        return value
+    if isinstance(value, str):
+        return ToolResult(value)
+    if isinstance(value, bool | int | float | list | dict):
+        return ToolResult(json.dumps(value, ensure_ascii=False))
+    raise EnvError(
+        f"tool {tool!r} returned {type(value).__name__}; return a text, a number, a list or dict of such, "
+        "or a ToolResult(observation, reward=..., terminated=..., success=...)"
+    )
+
+
+def _merge(results: Sequence[tuple[str, ToolResult]]) -> StepResult:
+    """One step of all calls of a message; with more than one, each line says which tool it is of."""
+    parts = [result for _, result in results]
+    many = len(results) > 1
+    lines = [f"{name[:64]}: {part.observation}" if many and name else part.observation for name, part in results]
+    said = [part.success for part in parts if part.success is not None]
+    info: dict[str, Any] = {"success": said[-1]} if said else {}
+    return (
+        "\n".join(lines),
+        float(sum(part.reward for part in parts)),
+        any(part.terminated for part in parts),
+        any(part.truncated for part in parts),
+        info,
+    )

@@ -1,0 +1,138 @@
+"""Gymnasium's FrozenLake as text, with a new solvable map for every seed, made for tiny models.
+
+The observation is the grid and nothing else: one letter per cell, cells parted by a space, rows by a line break, so
+that a byte-level tokenizer makes one token of each cell. P is the player, S the start, F frozen, H a hole, G the goal.
+"""
+
+import random
+from collections import deque
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import gymnasium
+from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
+from pydantic import Field
+
+from agentrl.envs.base import TextEnv, read_options
+from agentrl.errors import EnvError
+from agentrl.protocols import Env, Settings, StepResult
+
+ACTIONS = ("left", "down", "right", "up")
+"""The legal messages, in Gymnasium's order."""
+
+_HINT = "Say left, down, right or up."
+
+Map = tuple[str, ...]
+"""Rows of S, F, H and G."""
+
+
+class FrozenLake(TextEnv):
+    """Walk from the start to the goal (reward 1) without falling into a hole (reward 0); either ends the episode.
+
+    A message that is not exactly one legal word costs a turn and is answered by the same grid and a hint. There is no
+    limit of turns but the run's.
+    """
+
+    system_prompt = "You are P. Reach G, avoid H. Say left, down, right or up."
+    isolation = "inline"
+
+    class Options(Settings):
+        """What `reset(options=...)` takes."""
+
+        size: int = Field(4, ge=2, le=16)
+        """Cells per side."""
+        p: float = Field(0.8, ge=0.6, le=1.0)
+        """Probability that a cell is frozen. Below 0.6 a large map almost never has a way through."""
+        slippery: bool = False
+        """Whether two moves of three go sideways, as in Gymnasium's default."""
+
+    def __init__(self) -> None:
+        self._lake: gymnasium.Env[int, int] | None = None
+        self._desc: Map = ()
+        self._slippery = False
+        self._state = 0
+        self._over = True
+
+    def start(self, seed: int, options: Mapping[str, Any]) -> str:
+        """Take the map of this seed."""
+        chosen = read_options(self.Options, options)
+        desc = _map(chosen.size, chosen.p, seed)
+        if self._lake is None or (desc, chosen.slippery) != (self._desc, self._slippery):
+            # The environment itself: gymnasium.make would add only its time limit and its checks, at several times
+            # the price. It keeps nothing of an episode but what reset sets anew.
+            self._lake = FrozenLakeEnv(desc=list(desc), is_slippery=chosen.slippery)
+            self._desc, self._slippery = desc, chosen.slippery
+        self._state, _ = self._lake.reset(seed=seed)
+        self._over = False
+        return self._grid()
+
+    def step(self, action: str) -> StepResult:
+        """Move, where the message is a legal word.
+
+        Raises:
+            EnvError: no episode is being played.
+        """
+        if self._lake is None or self._over:
+            raise EnvError("no episode is being played; call reset first")
+        word = action.strip().lower()
+        if word not in ACTIONS:
+            return f"{self._grid()}\n{_HINT}", 0.0, False, False, {"success": False}
+        self._state, reward, self._over, _, _ = self._lake.step(ACTIONS.index(word))
+        return self._grid(), float(reward), self._over, False, {"success": float(reward) > 0}
+
+    def shortest_moves(self) -> list[str]:
+        """The legal words that begin a shortest way from the player to the goal (on ice that is not slippery)."""
+        to_goal = _distances(self._desc)
+        far = len(to_goal)
+        moves = {word: to_goal.get(_move(self._desc, self._state, index), far) for index, word in enumerate(ACTIONS)}
+        return [word for word, distance in moves.items() if distance == min(moves.values())]
+
+    def _grid(self) -> str:
+        row, column = divmod(self._state, len(self._desc))
+        rows = [" ".join(cells) for cells in self._desc]
+        rows[row] = rows[row][: 2 * column] + "P" + rows[row][2 * column + 1 :]
+        return "\n".join(rows)
+
+
+def weak_player(env: Env, rng: random.Random, skill: float = 0.3) -> str:
+    """With probability `skill` a first word of a shortest way, else any legal word. A `Player` for warm starts.
+
+    Raises:
+        TypeError: `env` is not a `FrozenLake`.
+    """
+    if not isinstance(env, FrozenLake):
+        raise TypeError(f"this player plays FrozenLake, not {type(env).__name__}")
+    return rng.choice(env.shortest_moves() if rng.random() < skill else ACTIONS)
+
+
+@lru_cache(maxsize=4096)
+def _map(size: int, p: float, seed: int) -> Map:
+    """A solvable map; all members of a group share it."""
+    return tuple(generate_random_map(size, p, seed))
+
+
+def _move(desc: Map, state: int, action: int) -> int:
+    """Where a move leads; a wall stops it."""
+    row, column = divmod(state, len(desc))
+    down, right = ((0, -1), (1, 0), (0, 1), (-1, 0))[action]
+    last = len(desc) - 1
+    return min(max(row + down, 0), last) * len(desc) + min(max(column + right, 0), last)
+
+
+@lru_cache(maxsize=4096)
+def _distances(desc: Map) -> dict[int, int]:
+    """Moves to the goal from each cell that has a way to it, by breadth-first search from the goal."""
+    cells = "".join(desc)
+    goal = cells.index("G")
+    distances = {goal: 0}
+    queue = deque([goal])
+    while queue:
+        state = queue.popleft()
+        for action in range(len(ACTIONS)):
+            # Moves are symmetric, so the cells that lead here are those that one can go to from here.
+            neighbour = _move(desc, state, action)
+            if cells[neighbour] != "H" and neighbour not in distances:
+                distances[neighbour] = distances[state] + 1
+                queue.append(neighbour)
+    return distances

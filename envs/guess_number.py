@@ -1,0 +1,73 @@
+"""Guess a number: the smallest complete environment without tools. Copy it to begin one of your own."""
+
+import random
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field
+
+from agentrl.envs.base import TextEnv, read_options
+from agentrl.protocols import Env, Settings, StepResult
+
+
+class GuessNumber(TextEnv):
+    """A secret number from 1 to `high`; after each guess a hint, higher or lower. Reward 1 for the right guess."""
+
+    system_prompt = "Guess the secret number. Answer with one number."
+    # It answers in microseconds, so it needs no thread of its own.
+    isolation = "inline"
+
+    class Options(Settings):
+        """What `reset(options=...)` takes."""
+
+        high: int = Field(16, ge=1)
+        """The secret lies in 1..high."""
+        max_turns: int = Field(8, ge=1)
+        """Guesses before the episode is truncated; a message without a number counts as one."""
+
+    def start(self, seed: int, options: Mapping[str, Any]) -> str:
+        """Draw the secret. Everything the episode keeps is set here, so nothing is left over from the last one."""
+        self.options = read_options(self.Options, options)
+        # The base class has seeded `rng`: never use the global `random`.
+        self.secret = self.rng.randint(1, self.options.high)
+        self.turns = 0
+        # The numbers not yet ruled out; only the scripted player below looks at them.
+        self.low, self.high = 1, self.options.high
+        return f"Guess a number from 1 to {self.options.high}."
+
+    def step(self, action: str) -> StepResult:
+        """Compare the guess with the secret."""
+        self.turns += 1
+        hint = self._hint(action)
+        right = hint == "right"
+        truncated = not right and self.turns >= self.options.max_turns
+        # A number for the reward, always; "success" is what evaluations count.
+        return hint, float(right), right, truncated, {"success": right}
+
+    def _hint(self, action: str) -> str:
+        # A message is free text. What cannot be used is answered, never raised.
+        numbers = re.findall(r"(?<![\w.-])\d{1,9}(?![\w.])", action, re.ASCII)
+        if len(numbers) != 1:
+            return f"Answer with one number from 1 to {self.options.high}."
+        guess = int(numbers[0])
+        if guess == self.secret:
+            return "right"
+        if guess < self.secret:
+            self.low = max(self.low, guess + 1)
+            return "higher"
+        self.high = min(self.high, guess - 1)
+        return "lower"
+
+
+def weak_player(env: Env, rng: random.Random, skill: float = 0.3) -> str:
+    """With probability `skill` halve what is left, else guess anything. A `Player` for warm starts.
+
+    Raises:
+        TypeError: `env` is not a `GuessNumber`.
+    """
+    if not isinstance(env, GuessNumber):
+        raise TypeError(f"this player plays GuessNumber, not {type(env).__name__}")
+    if rng.random() < skill:
+        return str((env.low + env.high) // 2)
+    return str(rng.randint(1, env.options.high))
