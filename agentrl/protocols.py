@@ -234,6 +234,11 @@ class Algorithm(Protocol):
 class Trainer(Protocol):
     """Owns weights and optimizer. An async context manager, as `Engine`."""
 
+    @property
+    def row_tokens(self) -> int:
+        """How long the rows are that a batch should be packed into."""
+        ...
+
     async def __aenter__(self) -> Self: ...
 
     async def __aexit__(self, *exc: object) -> None: ...

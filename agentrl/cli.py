@@ -1,0 +1,220 @@
+"""The `agentrl` command. What is wrong with the input is said in red on stderr, with exit status 2."""
+
+import asyncio
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from agentrl import plugins
+from agentrl.config import LoadedConfig, load_config
+from agentrl.errors import AgentRLError, ConfigError, ConformanceError
+from agentrl.tiny_model import ModelSize
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+model_app = typer.Typer(no_args_is_help=True, help="Make models.")
+app.add_typer(model_app, name="model")
+console = Console()
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[a.b=c ...]", help="Settings that replace the file's, such as engine=vllm."),
+]
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file.", show_default=False)]
+
+
+def main() -> None:
+    """Run the command line; turn what is wrong into one message and an exit status."""
+    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    errors = Console(stderr=True)
+    try:
+        app()
+    except ConfigError as error:
+        errors.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
+        sys.exit(2)
+    except AgentRLError as error:
+        errors.print(f"[red]{type(error).__name__}:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        errors.print("stopped; `agentrl train --resume RUN` goes on from the last checkpoint")
+        sys.exit(130)
+
+
+@app.command()
+def train(
+    config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="A YAML file.", show_default=False)] = None,
+    overrides: Overrides = None,
+    resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Go on with the run in this folder.")] = None,
+) -> None:
+    """Train an agent: [bold]agentrl train examples/frozen_lake.yaml trainer.lr=1e-3[/bold]."""
+    if resume is not None:
+        # Without a CONFIG, the first free argument is an override of the run's own config.
+        given = [*([str(config)] if config is not None else []), *(overrides or [])]
+        loaded = load_config(_run_config(resume), [*given, f"run_dir={resume}"])
+    elif config is None:
+        raise ConfigError("which run? Give a CONFIG file, or --resume RUN")
+    else:
+        loaded = load_config(config, overrides or [])
+    summary = _run(loaded, resume=resume is not None)
+    if summary is not None:
+        _print_summary(loaded.config.run_dir, summary)
+
+
+def _run_config(folder: Path) -> Path:
+    path = folder / "config.yaml"
+    if not path.exists():
+        known = sorted(str(found.parent) for found in Path("runs").glob("*/config.yaml"))
+        raise ConfigError(
+            f"{str(folder)!r} holds no run.{plugins.nearest(str(folder), known)} Runs: {', '.join(known)}"
+        )
+    return path
+
+
+def _run(loaded: LoadedConfig, *, resume: bool) -> dict[str, Any] | None:
+    from agentrl.run import Run
+
+    recipe = plugins.load("recipes", loaded.config.recipe)
+    with Run(loaded, console, resume=resume) as run:
+        asyncio.run(recipe(run))
+    path = loaded.config.run_dir / "summary.json"
+    summary: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
+    return summary
+
+
+def _print_summary(folder: Path, summary: dict[str, Any]) -> None:
+    if summary["success_before"] is not None:
+        console.print(
+            f"\nheld-out success [bold]{summary['success_before']:.1%}[/bold] before reinforcement learning, "
+            f"[bold green]{summary['success_after']:.1%}[/bold green] after {summary['steps']} steps",
+            highlight=False,
+        )
+    console.print(
+        f"largest staleness {summary['largest_staleness']:.0f} (bound {summary['max_staleness']}); "
+        f"{summary['tasks']['trained']} of {summary['tasks']['total']} tasks trained, "
+        f"{summary['tasks']['failed']} failed\n"
+        f"\nWhere to look next, in {folder}:\n"
+        "  reward_curve.png   the curve\n"
+        "  summary.json       this, and the fates of all episodes\n"
+        "  metrics.jsonl      every step;  tensorboard --logdir " + str(folder) + "\n"
+        "  trajectories/      every episode, as text and as tokens (Parquet)\n"
+        f"  checkpoints/       the trained model;  agentrl eval {folder}",
+        highlight=False,
+    )
+
+
+@app.command("eval")
+def evaluate(
+    run: Annotated[Path, typer.Argument(metavar="RUN|CONFIG", help="The folder of a run, or a YAML file.")],
+    overrides: Overrides = None,
+    tasks: Annotated[int | None, typer.Option(help="Held-out tasks to play; by default the config's number.")] = None,
+    show: Annotated[int, typer.Option(help="Episodes to print.")] = 1,
+) -> None:
+    """Play held-out tasks with a run's newest checkpoint, or with a config's model."""
+    from agentrl.recipes.evaluate import evaluate as evaluate_players
+    from agentrl.recipes.workers import start_players
+
+    loaded = load_config(_run_config(run) if run.is_dir() else run, overrides or [])
+    model = _model_to_evaluate(run, loaded)
+
+    async def play() -> Any:
+        async with start_players(loaded.config, model) as players:
+            return await evaluate_players(players, tasks)
+
+    evaluation = asyncio.run(play())
+    for trajectory, score in evaluation.scored[:show]:
+        console.rule(f"{trajectory.id}: {trajectory.status.name}, score {score.value:g}")
+        for message in trajectory.messages:
+            console.print(f"[bold cyan]{message.role}[/bold cyan] {escape(message.content)}", highlight=False)
+    console.rule()
+    for name, value in evaluation.metrics().items():
+        console.print(f"{name.removeprefix('eval/'):10} {value:.4g}", highlight=False)
+    for trajectory in evaluation.failed[:5]:
+        console.print(f"[red]{trajectory.id}[/red] {escape(str(trajectory.status))}", highlight=False)
+
+
+def _model_to_evaluate(run: Path, loaded: LoadedConfig) -> Path:
+    from agentrl.checkpoint import Checkpoints
+
+    if run.is_dir():
+        newest = Checkpoints(run / "checkpoints", keep=1).latest()
+        if newest is None:
+            raise ConfigError(f"{run} has no checkpoint yet")
+        return newest[1]
+    folder = Path(loaded.config.model.name)
+    if not (folder / "config.json").exists():
+        raise ConfigError(
+            f"model.name: {str(folder)!r} is no folder of a Hugging Face model; give a run, or model=FOLDER"
+        )
+    return folder
+
+
+@app.command()
+def envs() -> None:
+    """List the environments, with where they come from."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("name", "what it is", "class", "from"):
+        table.add_column(column, overflow="fold")
+    for plugin in plugins.installed("envs"):
+        try:
+            about = (plugins.load("envs", plugin.name).__doc__ or "").strip().split("\n")[0]
+        except AgentRLError as error:
+            about = f"[red]{escape(str(error))}[/red]"
+        table.add_row(f"[bold]{plugin.name}[/bold]", about, plugin.address, plugin.origin)
+    console.print(table)
+
+
+@app.command("check-env")
+def check_environment(
+    name: Annotated[str, typer.Argument(metavar="ENV", help="A registered name or package.module:Name.")],
+    options: Annotated[str, typer.Option(help="Options of reset, as YAML.")] = "{}",
+) -> None:
+    """Check that an environment keeps the contract: API, determinism, no leaks, closes."""
+    import yaml
+
+    from agentrl.testing import check_env
+
+    make = plugins.load("envs", name)
+    try:
+        check_env(make, options=yaml.safe_load(options))
+    except ConformanceError as error:
+        console.print(f"[red]{name} breaks the contract:[/red]\n{escape(str(error))}", highlight=False)
+        raise typer.Exit(1) from error
+    console.print(f"[green]{name} keeps the contract[/green]")
+
+
+@app.command("config")
+def show_config(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Show the resolved config, and where each value came from."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("setting", "value", "from"):
+        table.add_column(column, overflow="fold")
+    for key, value, origin in load_config(config, overrides or []).rows():
+        style = "dim" if origin == "default" else "bold"
+        table.add_row(key, escape(str(value)), escape(origin), style=style)
+    console.print(table)
+
+
+@model_app.command("init")
+def model_init(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write it.")],
+    size: Annotated[str, typer.Option(help=f"One of {', '.join(get_args(ModelSize))}.")] = "tiny",
+    seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
+    corpus: Annotated[list[Path] | None, typer.Option(help="Text files to learn the tokenizer from.")] = None,
+) -> None:
+    """Make a tiny model and tokenizer from nothing."""
+    from agentrl.tiny_model import create_tiny_model
+
+    sizes = {name: name for name in get_args(ModelSize)}
+    if size not in sizes:
+        raise ConfigError(f"no size {size!r}.{plugins.nearest(size, sizes)} Sizes: {', '.join(sizes)}")
+    if (folder / "config.json").exists():
+        raise ConfigError(f"{folder} holds a model already")
+    texts = [path.read_text() for path in corpus] if corpus else None
+    create_tiny_model(folder, corpus=texts, size=sizes[size], seed=seed)
+    console.print(f"wrote {folder}", highlight=False)

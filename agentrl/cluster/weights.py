@@ -1,0 +1,42 @@
+"""Weights from the trainer to the engines, by version."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from agentrl.flow import Flow, deadline
+from agentrl.protocols import Engine, Trainer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPublisher:
+    """Brings every engine to the trainer's weights; returns when all of them sample under the new version."""
+
+    engines: Sequence[Engine]
+    deadline: float = 600.0
+
+    async def publish(self, trainer: Trainer, version: int) -> None:
+        """Publish the trainer's weights as `version`.
+
+        Raises:
+            DeadlineError: an engine did not take them in time.
+        """
+        weights = await trainer.weights()
+        async with deadline("engine", "update_weights", self.deadline), Flow("publish") as flow:
+            for number, engine in enumerate(self.engines):
+                flow.start(engine.update_weights(weights, version), name=f"engine-{number}")
+
+
+def checksum(weights: Mapping[str, "Tensor"]) -> str:
+    """SHA-256 over names and bytes of all weights, in order of names, in hex."""
+    import torch
+
+    digest = hashlib.sha256()
+    for name in sorted(weights):
+        raw = weights[name].detach().cpu().contiguous().flatten().view(torch.uint8)
+        digest.update(name.encode() + b"\0" + raw.numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,300 @@
+"""`RunConfig`: what a run is, from a YAML file and `a.b=c` overrides; strict, with the origin of every value.
+
+Each component (engine, trainer, algorithm, reward, cluster) is a plug-in with a `Config` of its own beside it; a run's
+config composes them. Everything that is wrong is found before anything starts, and said at once, with the nearest right
+name. `engine: local` is short for `engine: {name: local}`, in the file and on the command line.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BaseModel, Field, InstanceOf, PlainSerializer, ValidationError
+
+from agentrl import plugins
+from agentrl.errors import ConfigError, PluginError
+from agentrl.plugins import Component, NoSettings
+from agentrl.protocols import Settings
+from agentrl.rollout.scheduler import RolloutConfig
+
+COMPONENTS = {
+    "engine": "engines",
+    "trainer": "trainers",
+    "algorithm": "algorithms",
+    "reward": "rewards",
+    "cluster": "clusters",
+}
+"""Sections of a config that are plug-ins with settings, and the kind of each."""
+_NAMED = (*COMPONENTS, "env", "model")
+
+
+ComponentField = Annotated[InstanceOf[Component], PlainSerializer(Component.dump)]
+
+
+class EnvConfig(Settings):
+    """Which environment to train on."""
+
+    name: str
+    """A registered name or `package.module:Name`."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Passed to every `reset`."""
+
+
+class ModelConfig(Settings):
+    """Which model to train."""
+
+    name: str = "tiny"
+    """The folder of a Hugging Face model, or `tiny`: one made from nothing when the run starts."""
+
+
+class EvaluationConfig(Settings):
+    """Play on held-out seeds, before training, after it, and between."""
+
+    tasks: int = Field(200, ge=0)
+    """Held-out tasks; 0 turns evaluation off."""
+    every: int = Field(0, ge=0)
+    """Also evaluate after each so many steps; 0 is only before and after."""
+    temperature: float = Field(1.0, ge=0)
+    """Sampling temperature of the evaluation."""
+
+
+class CheckpointConfig(Settings):
+    """When to save what a killed run goes on from."""
+
+    every: int = Field(10, gt=0)
+    """Steps between checkpoints; the last step is always saved."""
+    keep: int = Field(2, gt=0)
+    """How many of the latest to keep."""
+
+
+class DemonstrationsConfig(Settings):
+    """Supervised play: episodes of a scripted player to imitate before reinforcement learning."""
+
+    player: str
+    """`package.module:function`, called with (environment, random.Random), answering the next action."""
+    episodes: int = Field(512, gt=0)
+    """Episodes to play, all of different seeds."""
+    episodes_per_step: int = Field(32, gt=0)
+    """Episodes in one supervised batch."""
+    epochs: int = Field(1, gt=0)
+    """Passes over the episodes."""
+    lr: float = Field(1e-3, gt=0)
+    """Learning rate of the supervised steps; all else is the trainer's."""
+
+
+class RunConfig(Settings):
+    """A whole run."""
+
+    recipe: str = "policy_gradient"
+    """A registered recipe or `package.module:function`."""
+    seed: int = Field(0, ge=0)
+    """Everything random derives from it."""
+    steps: int = Field(100, gt=0)
+    """Training steps."""
+    run_dir: Path = Path("runs/run")
+    """Where the run writes; by default `runs/` and the config file's name."""
+    env: EnvConfig
+    model: ModelConfig = ModelConfig()
+    demonstrations: DemonstrationsConfig | None = None
+    rollout: RolloutConfig = RolloutConfig()
+    engine: ComponentField
+    trainer: ComponentField
+    algorithm: ComponentField
+    reward: ComponentField
+    cluster: ComponentField
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    trackers: tuple[str, ...] = ("tensorboard",)
+    """Where metrics go besides `metrics.jsonl`: tensorboard, wandb, mlflow, or your own."""
+
+    def to_yaml(self) -> str:
+        """The resolved config, which `agentrl train` reads back to the same run."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+
+_DEFAULT_NAMES = {
+    "engine": "local",
+    "trainer": "local",
+    "algorithm": "grpo",
+    "reward": "environment",
+    "cluster": "local",
+}
+
+
+@dataclass(slots=True)
+class _Source:
+    """A nested mapping being put together, and where each of its leaves was written."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+
+    def set(self, path: Sequence[str], value: Any, origin: str) -> None:
+        if len(path) == 1 and path[0] in _NAMED and isinstance(value, str):
+            path = (*path, "name")
+        if isinstance(value, dict) and value:
+            for key, inner in value.items():
+                self.set((*path, str(key)), inner, origin)
+            return
+        node = self.values
+        for i, key in enumerate(path[:-1]):
+            inner = node.setdefault(key, {})
+            if not isinstance(inner, dict):
+                raise ConfigError(f"{'.'.join(path)} ({origin}): {'.'.join(path[: i + 1])} is {inner!r}, not a section")
+            node = inner
+        node[path[-1]] = value
+        self.origins[".".join(path)] = origin
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedConfig:
+    """A validated config, and where each value that is not a default came from."""
+
+    config: RunConfig
+    origins: Mapping[str, str]
+
+    def rows(self) -> Iterator[tuple[str, Any, str]]:
+        """(dotted key, value, origin) of every setting."""
+        for key, value in _leaves(self.config.model_dump(mode="json")):
+            yield key, value, self.origins.get(key) or "default"
+
+
+def load_config(path: Path, overrides: Iterable[str] = ()) -> LoadedConfig:
+    """Read a YAML file, apply `a.b=c` overrides, validate everything.
+
+    Raises:
+        ConfigError: names everything that is wrong, where it was written, and the nearest right name.
+    """
+    source = _Source()
+    source.set(("run_dir",), f"runs/{path.stem}", "the config's file name")
+    _read_yaml(path, source)
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"cannot read the override {override!r}: write key=value, such as trainer.lr=1e-3")
+        source.set(key.split("."), _scalar(text), "command line")
+    return validate_config(source.values, source.origins)
+
+
+def _scalar(text: str) -> Any:
+    value = yaml.safe_load(text)
+    if isinstance(value, str):
+        try:
+            return float(value)  # YAML 1.1 reads 1e-3 as a string
+        except ValueError:
+            return value
+    return value
+
+
+def _read_yaml(path: Path, source: _Source) -> None:
+    try:
+        root = yaml.compose(path.read_text())
+    except FileNotFoundError:
+        there = sorted(str(p) for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
+        raise ConfigError(f"no config file {str(path)!r}.{plugins.nearest(str(path), there)}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from error
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigError(f"{path} must be a mapping of settings, such as `steps: 100`")
+    _read_node(root, (), path, source)
+
+
+def _read_node(node: yaml.Node, keys: tuple[str, ...], path: Path, source: _Source) -> None:
+    if isinstance(node, yaml.MappingNode) and node.value:
+        for key, value in node.value:
+            _read_node(value, (*keys, str(key.value)), path, source)
+        return
+    value = yaml.safe_load(yaml.serialize(node))
+    source.set(keys, _scalar(value) if isinstance(value, str) else value, f"{path}:{node.start_mark.line + 1}")
+
+
+def validate_config(values: Mapping[str, Any], origins: Mapping[str, str] | None = None) -> LoadedConfig:
+    """Validate nested settings.
+
+    Raises:
+        ConfigError: names everything that is wrong.
+    """
+    origins = origins or {}
+    sections = dict(values)
+    problems: list[str] = []
+    for section, kind in COMPONENTS.items():
+        raw = sections.get(section, {})
+        try:
+            sections[section] = _component(section, kind, raw, origins)
+        except ConfigError as error:
+            problems.append(str(error))
+            sections.pop(section, None)
+    try:
+        config = RunConfig.model_validate(sections)
+    except ValidationError as error:
+        failed = {problem.split(":")[0].split(".")[0] for problem in problems}
+        problems += [
+            line for line, at in _explain(RunConfig, error, (), origins) if not (at in COMPONENTS and at in failed)
+        ]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    for kind, name in (("envs", config.env.name), ("recipes", config.recipe)):
+        plugins.load(kind, name)
+    for tracker in config.trackers:
+        plugins.load("trackers", tracker)
+    return LoadedConfig(config, origins)
+
+
+def _component(section: str, kind: str, raw: Any, origins: Mapping[str, str]) -> Component:
+    raw = {"name": raw} if isinstance(raw, str) else dict(raw or {})
+    name = raw.pop("name", _DEFAULT_NAMES[section])
+    try:
+        factory = plugins.load(kind, name)
+    except PluginError as error:
+        raise ConfigError(f"{section}.name: {error}{_at(origins, f'{section}.name')}") from error
+    model: type[Settings] = getattr(factory, "Config", NoSettings)
+    try:
+        return Component(name, factory, model.model_validate(raw))
+    except ValidationError as error:
+        lines = (line for line, _ in _explain(model, error, (section,), origins))
+        raise ConfigError("\n".join(lines)) from error
+
+
+def _explain(
+    model: type[BaseModel], error: ValidationError, prefix: tuple[str, ...], origins: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
+    """(one line per problem with the way out, its top-level section)."""
+    for problem in error.errors():
+        keys = tuple(str(part) for part in problem["loc"])
+        path = ".".join((*prefix, *keys))
+        where = _at(origins, path)
+        if problem["type"] == "extra_forbidden":
+            known = _fields(model, keys[:-1])
+            listed = ", ".join(known)
+            line = f"{path}: no such setting{where}.{plugins.nearest(keys[-1], known)} Known here: {listed}"
+        else:
+            given = "" if problem["type"] == "missing" else f", got {problem['input']!r:.80}"
+            line = f"{path}: {problem['msg']}{given}{where}"
+        yield line, (*prefix, *keys)[0]
+
+
+def _fields(model: type[BaseModel], keys: Sequence[str]) -> list[str]:
+    """The field names of the section at `keys`."""
+    fields = model.model_fields
+    for key in keys:
+        annotation: Any = fields[key].annotation if key in fields else None
+        choices = [annotation, *getattr(annotation, "__args__", ())]
+        section = next((c for c in choices if isinstance(c, type) and issubclass(c, BaseModel)), None)
+        if section is None:
+            return []
+        fields = section.model_fields
+    return list(fields)
+
+
+def _at(origins: Mapping[str, str], path: str) -> str:
+    origin = origins.get(path) or next((o for key, o in origins.items() if key.startswith(f"{path}.")), None)
+    return f" ({origin})" if origin else ""
+
+
+def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _leaves(inner, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, value

@@ -1,0 +1,65 @@
+"""What a step tells about itself, and the file it is told to."""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from agentrl.trajectory import Group, Trajectory
+
+
+def rollout_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
+    """Metrics of the trajectories trained on at `step`. Staleness is in versions, lengths in turns and tokens."""
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    scores = [score for group in groups for score in group.scores]
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    ages = [step - version for turn in turns for version in turn.completion.policy_versions]
+    parts = sorted({name for score in scores for name in score.parts})
+    lengths = Counter(turn.completion.finish_reason for turn in turns)
+    return {
+        "reward": fmean(score.value for score in scores),
+        **{f"reward/{name}": fmean(score.parts[name] for score in scores if name in score.parts) for name in parts},
+        "success": fmean(trajectory.success for trajectory in trajectories),
+        "turns": fmean(len(trajectory.turns) for trajectory in trajectories),
+        "sampled_tokens": float(sum(trajectory.num_tokens for trajectory in trajectories)),
+        "prompt_tokens": float(sum(len(turn.prompt_ids) for turn in turns)),
+        "forked_turns": float(sum(turn.forked for turn in turns)),
+        "cut_answers": lengths["length"] / max(1, len(turns)),
+        "truncated": fmean(trajectory.status.name == "truncated" for trajectory in trajectories),
+        "mixed_groups": fmean(len(set(group.rewards_G)) > 1 for group in groups),
+        "staleness/max": float(max(ages, default=0)),
+        "staleness/mean": fmean(ages) if ages else 0.0,
+    }
+
+
+def success_rate(trajectories: Iterable[Trajectory]) -> float:
+    """Share of successful episodes."""
+    return fmean(trajectory.success for trajectory in trajectories)
+
+
+class MetricsFile:
+    """`metrics.jsonl`: one JSON object a line, in order of steps, each written whole."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Write one row."""
+        with self._path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def rows(self) -> list[dict[str, Any]]:
+        """All whole rows; a last line that a killed process left half written is not one."""
+        if not self._path.exists():
+            return []
+        lines = self._path.read_text().split("\n")[:-1]
+        return [json.loads(line) for line in lines]
+
+    def rewind(self, step: int) -> None:
+        """Forget the rows of `step` and later, which are going to be done again."""
+        rows = [row for row in self.rows() if row["step"] < step or (row["step"] == step and "eval/success" in row)]
+        unfinished = self._path.with_suffix(".unfinished")
+        unfinished.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        unfinished.replace(self._path)

@@ -1,0 +1,82 @@
+"""Trajectories on disk: one Parquet file a step, one row an episode, exact tokens and readable text side by side."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from agentrl.trajectory import Score, Trajectory
+
+_MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
+_TURN = pa.struct(
+    [
+        ("prompt_ids", pa.list_(pa.int32())),
+        ("token_ids", pa.list_(pa.int32())),
+        ("logprobs", pa.list_(pa.float32())),
+        ("policy_versions", pa.list_(pa.int32())),
+        ("finish_reason", pa.string()),
+        ("forked", pa.bool_()),
+        ("reward", pa.float64()),
+        ("info", pa.string()),
+        ("generate_seconds", pa.float64()),
+        ("env_seconds", pa.float64()),
+    ]
+)
+SCHEMA = pa.schema(
+    [
+        ("id", pa.string()),
+        ("task", pa.string()),
+        ("env", pa.string()),
+        ("seed", pa.int64()),
+        ("status", pa.string()),
+        ("detail", pa.string()),
+        ("success", pa.bool_()),
+        ("score", pa.float64()),
+        ("parts", pa.string()),
+        ("messages", pa.list_(_MESSAGE)),
+        ("turns", pa.list_(_TURN)),
+    ]
+)
+"""`info` and `parts` are JSON; `detail` is the limit, the error or the reason that the status carries."""
+
+
+def write_trajectories(path: Path, scored: Iterable[tuple[Trajectory, Score]]) -> None:
+    """Write (trajectory, score) pairs to `path`, whole or not at all."""
+    table = pa.Table.from_pylist([_row(trajectory, score) for trajectory, score in scored], schema=SCHEMA)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".unfinished")
+    pq.write_table(table, unfinished, compression="zstd")
+    unfinished.replace(path)
+
+
+def _row(trajectory: Trajectory, score: Score) -> dict[str, object]:
+    status = trajectory.status
+    return {
+        "id": trajectory.id,
+        "task": trajectory.task.id,
+        "env": trajectory.task.env,
+        "seed": trajectory.task.seed,
+        "status": status.name,
+        "detail": next((str(getattr(status, n)) for n in ("limit", "error", "why") if hasattr(status, n)), ""),
+        "success": trajectory.success,
+        "score": score.value,
+        "parts": json.dumps(dict(score.parts)),
+        "messages": [{"role": message.role, "content": message.content} for message in trajectory.messages],
+        "turns": [
+            {
+                "prompt_ids": turn.prompt_ids,
+                "token_ids": turn.completion.token_ids,
+                "logprobs": turn.completion.logprobs,
+                "policy_versions": turn.completion.policy_versions,
+                "finish_reason": turn.completion.finish_reason,
+                "forked": turn.forked,
+                "reward": turn.reward,
+                "info": json.dumps(dict(turn.info), default=repr),
+                "generate_seconds": turn.generate_seconds,
+                "env_seconds": turn.env_seconds,
+            }
+            for turn in trajectory.turns
+        ],
+    }

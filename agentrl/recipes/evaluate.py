@@ -1,0 +1,70 @@
+"""Evaluation: held-out tasks, played by the same code as training."""
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass
+from statistics import fmean
+
+from agentrl.flow import Flow
+from agentrl.observe.trajectories import write_trajectories
+from agentrl.recipes.workers import Players, tasks_of
+from agentrl.rollout.episode import Episode, Player
+from agentrl.rollout.scheduler import score_trajectory
+from agentrl.rollout.seeds import derive_seed
+from agentrl.run import Run
+from agentrl.trajectory import Failed, Score, Task, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Episodes with their scores. Failed ones are counted and never averaged in."""
+
+    scored: tuple[tuple[Trajectory, Score], ...]
+    failed: tuple[Trajectory, ...]
+
+    def metrics(self) -> dict[str, float]:
+        """Success, reward and turns of the episodes that came to an end, and how many did not."""
+        played = [trajectory for trajectory, _ in self.scored]
+        return {
+            "eval/success": fmean(t.success for t in played) if played else float("nan"),
+            "eval/reward": fmean(score.value for _, score in self.scored) if played else float("nan"),
+            "eval/turns": fmean(len(t.turns) for t in played) if played else float("nan"),
+            "eval/episodes": float(len(played)),
+            "eval/failed": float(len(self.failed)),
+        }
+
+
+async def play_all(player: Player, tasks: Iterable[Task], seed: int, live: int) -> list[Trajectory]:
+    """Play each task once, at most `live` at a time; in order of the tasks."""
+    places = asyncio.Semaphore(live)
+
+    async def play(task: Task) -> Trajectory:
+        async with places:
+            return await player.play(Episode(task.id, task, derive_seed(seed, "sampling", task.id)))
+
+    async with Flow("evaluation") as flow:
+        playing = [flow.start(play(task), name=task.id) for task in tasks]
+    return [episode.result() for episode in playing]
+
+
+async def evaluate(players: Players, tasks: int | None = None) -> Evaluation:
+    """Play the held-out tasks with the engine's present weights."""
+    config = players.config
+    source = tasks_of(config, "held-out")
+    held_out = [source.task(index) for index in range(config.evaluation.tasks if tasks is None else tasks)]
+    player = players.at_temperature(config.evaluation.temperature)
+    trajectories = await play_all(player, held_out, config.seed, config.rollout.max_live_episodes)
+    ended = [t for t in trajectories if not isinstance(t.status, Failed)]
+    scores = [await score_trajectory(players.reward, t, config.rollout.deadlines.reward) for t in ended]
+    scored = [pair for pair in zip(ended, scores, strict=True) if not isinstance(pair[1].status, Failed)]
+    kept = {trajectory.id for trajectory, _ in scored}
+    return Evaluation(tuple(scored), tuple(t for t in trajectories if t.id not in kept))
+
+
+async def evaluate_run(run: Run, players: Players, step: int) -> None:
+    """Evaluate the weights after `step` steps and write it down, unless it was before."""
+    if run.config.evaluation.tasks == 0 or run.evaluated(step):
+        return
+    evaluation = await evaluate(players)
+    write_trajectories(run.folder / "trajectories" / f"held_out_{step:06d}.parquet", evaluation.scored)
+    run.record_evaluation(step, evaluation.metrics())

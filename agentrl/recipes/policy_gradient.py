@@ -1,0 +1,72 @@
+"""Policy gradient over many turns: the file to read first.
+
+     ┌────────────────────────── weights, version step + 1 ──────────────────────────┐
+     ▼                                                                               │
+    Rollouts: env ◀─turns─▶ engine ─▶ reward ─▶ groups ──▶ advantages ──▶ batch ──▶ trainer
+     (agentrl/rollout)                       next_batch    (algorithm)   collate
+
+One loop. With `rollout.max_staleness = 0` it is synchronous: no episode begins before the weights of the last step are
+live. With 1 or more, the episodes of the next steps are played while the trainer works.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from agentrl.batch import TrainingSample, collate, to_samples
+from agentrl.cluster.weights import checksum
+from agentrl.flow import now
+from agentrl.protocols import Algorithm
+from agentrl.recipes.evaluate import evaluate_run
+from agentrl.recipes.sft import starting_model
+from agentrl.recipes.workers import start_workers
+from agentrl.run import Run
+from agentrl.trajectory import Group
+
+
+async def policy_gradient(run: Run) -> None:
+    """Train `run.config.steps` steps, evaluating on held-out tasks before and after."""
+    config = run.config
+    algorithm: Algorithm = config.algorithm.make()
+    async with start_workers(config, await starting_model(run)) as workers:
+        trainer, weights = workers.trainer, workers.weights
+        start = await workers.take_up(run)
+        await evaluate_run(run, workers, start)
+        async with workers.rollouts(run, start) as rollouts:
+            for step in range(start, config.steps):
+                clock = Stopwatch()
+                with clock("rollout"):
+                    groups = await rollouts.next_batch()
+                with clock("train"):
+                    batch = collate(samples_of(groups, algorithm), row_tokens=trainer.row_tokens)
+                    metrics = await trainer.step(batch, algorithm.loss, algorithm.normalizer(batch))
+                with clock("weights"):
+                    await weights.publish(trainer, version=step + 1)
+                    rollouts.weights_live(step + 1)
+                run.record_step(step, groups, metrics, clock.seconds)
+                if (step + 1) % config.checkpoint.every == 0 or step + 1 == config.steps:
+                    await run.checkpoints.save(step + 1, trainer)
+                if config.evaluation.every and (step + 1) % config.evaluation.every == 0:
+                    await evaluate_run(run, workers, step + 1)
+        await evaluate_run(run, workers, config.steps)
+        run.finish(checksum(await trainer.weights()))
+
+
+def samples_of(groups: list[Group], algorithm: Algorithm) -> Iterator[TrainingSample]:
+    """The training samples of a batch of groups, each token with its trajectory's advantage."""
+    for group in groups:
+        for trajectory, advantage in zip(group.trajectories, algorithm.advantages(group), strict=True):
+            yield from to_samples(trajectory, advantage)
+
+
+class Stopwatch:
+    """Seconds of loop time by phase."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Count what happens inside as `phase`."""
+        started = now()
+        yield
+        self.seconds[phase] = now() - started

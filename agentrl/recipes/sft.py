@@ -1,0 +1,107 @@
+"""Supervised fine-tuning on the play of a scripted player: a warm start for reinforcement learning."""
+
+import inspect
+import os
+import random
+import shutil
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentrl import plugins
+from agentrl.algorithms.sft import Sft
+from agentrl.batch import collate, to_samples
+from agentrl.config import DemonstrationsConfig, RunConfig
+from agentrl.errors import ConfigError, EnvError
+from agentrl.protocols import Env, Prompt
+from agentrl.recipes.evaluate import play_all
+from agentrl.recipes.workers import base_model, env_host, make_trainer, tasks_of
+from agentrl.rollout.env_host import LiveEnv
+from agentrl.rollout.episode import Episode, Player
+from agentrl.rollout.renderer import TemplateRenderer
+from agentrl.rollout.seeds import derive_seed
+from agentrl.run import Run
+from agentrl.trajectory import Completion, Trajectory
+
+ScriptedPlayer = Callable[[Env, random.Random], str | Awaitable[str]]
+"""Looks at a live environment and answers what it would do."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptedPolicy:
+    """`Policy` of a scripted player: its words as the tokens that a model would have sampled to say them."""
+
+    player: ScriptedPlayer
+    renderer: TemplateRenderer
+    max_context: int
+
+    async def answer(self, episode: Episode, turn: int, prompt: Prompt, env: LiveEnv) -> Completion:
+        """The player's words; their logprobs are those of certainty."""
+        rng = random.Random(derive_seed(episode.seed, turn))
+        said = self.player(env.env, rng)
+        words = await said if inspect.isawaitable(said) else said
+        token_ids = self.renderer.answer_ids(words)
+        return Completion(token_ids, (0.0,) * len(token_ids), (0,) * len(token_ids), "stop")
+
+
+async def sft(run: Run) -> None:
+    """The recipe: only the demonstrations, no reinforcement learning."""
+    if run.config.demonstrations is None:
+        raise ConfigError("recipe sft needs a `demonstrations` section that names a player")
+    folder = await starting_model(run)
+    run.display.say(f"the model is in {folder}")
+
+
+async def starting_model(run: Run) -> Path:
+    """The folder of the model that reinforcement learning starts from: the configured one, after its demonstrations."""
+    base = base_model(run)
+    if run.config.demonstrations is None:
+        return base
+    final = run.folder / "demonstrations"
+    if not final.exists():
+        unfinished = run.folder / ".unfinished-demonstrations"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        await imitate(run, run.config.demonstrations, base, unfinished)
+        os.replace(unfinished, final)
+    return final
+
+
+async def imitate(run: Run, demonstrations: DemonstrationsConfig, base: Path, into: Path) -> None:
+    """Play the demonstrations, train on them from `base`, and save the model."""
+    config = run.config
+    trajectories = await demonstrate(config, demonstrations, base)
+    size = demonstrations.episodes_per_step
+    batches = [trajectories[i : i + size] for i in range(0, len(trajectories), size)] * demonstrations.epochs
+    run.display.say(
+        f"imitating {len(trajectories)} episodes of {demonstrations.player}, "
+        f"{sum(t.success for t in trajectories) / len(trajectories):.1%} successful"
+    )
+    algorithm = Sft()
+    losses: list[float] = []
+    async with make_trainer(config, base, steps=len(batches), lr=demonstrations.lr) as trainer:
+        for played in batches:
+            samples = [sample for trajectory in played for sample in to_samples(trajectory, 1.0)]
+            batch = collate(samples, row_tokens=trainer.row_tokens)
+            metrics = await trainer.step(batch, algorithm.loss, algorithm.normalizer(batch))
+            losses.append(metrics["loss"])
+        await trainer.save(into)
+    run.display.say(f"loss per token {losses[0]:.3f} at first, {losses[-1]:.3f} at last ({len(losses)} steps)")
+
+
+async def demonstrate(config: RunConfig, demonstrations: DemonstrationsConfig, model: Path) -> list[Trajectory]:
+    """Episodes of the scripted player, as the tokens that `model` would read and write.
+
+    Raises:
+        EnvError: an episode failed.
+    """
+    renderer = TemplateRenderer.of_model(model)
+    policy = ScriptedPolicy(plugins.load("players", demonstrations.player), renderer, max_context=1 << 30)
+    source = tasks_of(config, "demonstrations")
+    async with env_host(config) as envs:
+        player = Player(policy, renderer, envs, config.rollout.max_turns, config.rollout.deadlines.episode)
+        tasks = [source.task(index) for index in range(demonstrations.episodes)]
+        trajectories = await play_all(player, tasks, config.seed, config.rollout.max_live_episodes)
+    failed = [trajectory for trajectory in trajectories if not trajectory.trainable]
+    if failed:
+        raise EnvError(f"{len(failed)} of {len(tasks)} demonstrations failed, the first with {failed[0].status}")
+    return trajectories

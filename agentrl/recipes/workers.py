@@ -1,0 +1,156 @@
+"""What a recipe works with: engine, trainer, environments and reward of a run, started and stopped together."""
+
+import shutil
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+from agentrl import plugins
+from agentrl.cluster.weights import WeightPublisher
+from agentrl.config import RunConfig
+from agentrl.errors import ConfigError
+from agentrl.protocols import Engine, Env, Reward, Trainer
+from agentrl.rollout.env_host import EnvHost
+from agentrl.rollout.episode import EnginePolicy, Player, Sampling
+from agentrl.rollout.renderer import TemplateRenderer
+from agentrl.rollout.scheduler import Rollouts
+from agentrl.rollout.tasks import SeededTasks
+from agentrl.run import Run
+from agentrl.tiny_model import ModelSize, create_tiny_model
+
+SIZES: dict[str, ModelSize] = {size: size for size in get_args(ModelSize)}
+"""Names in `model.name` that stand for a model made from nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Players:
+    """The served policy as a player of episodes, and the reward that scores them."""
+
+    config: RunConfig
+    engine: Engine
+    player: Player
+    reward: Reward
+
+    def at_temperature(self, temperature: float) -> Player:
+        """The same player, sampling at another temperature."""
+        sampling = self.config.rollout.sampling.model_copy(update={"temperature": temperature})
+        return replace(self.player, policy=_policy(self.config, self.engine, self.player.renderer, sampling))
+
+
+@dataclass(frozen=True, slots=True)
+class Workers(Players):
+    """All of it: the players, the trainer, and the way of the weights from one to the other."""
+
+    trainer: Trainer
+    weights: WeightPublisher
+
+    async def take_up(self, run: Run) -> int:
+        """Load the newest checkpoint, if there is one, bring the engine to it, and return how many steps are done."""
+        newest = run.checkpoints.latest() if run.resumed else None
+        if newest is None:
+            return 0
+        step, folder = newest
+        await self.trainer.load(folder)
+        if step > 0:
+            await self.weights.publish(self.trainer, version=step)
+        return step
+
+    def rollouts(self, run: Run, step: int) -> Rollouts:
+        """The scheduler of the steps from `step` on; tasks that an earlier launch left open come first."""
+        run.metrics.rewind(step)
+        pending = run.ledger.rewind(step)
+        return Rollouts(
+            self.config.rollout,
+            tasks=tasks_of(self.config, "train"),
+            player=self.player,
+            reward=self.reward,
+            ledger=run.ledger,
+            seed=self.config.seed,
+            groups=(self.config.steps - step) * self.config.rollout.groups_per_step,
+            version=step,
+            pending=pending,
+            next_number=run.ledger.next_number(),
+        )
+
+
+def tasks_of(config: RunConfig, split: str) -> SeededTasks:
+    """The tasks of one split ("train", "held-out", "demonstrations"): no seed is in two of them."""
+    return SeededTasks(config.env.name, config.seed, split, config.env.options)
+
+
+@asynccontextmanager
+async def start_players(config: RunConfig, model: Path) -> AsyncIterator[Players]:
+    """An engine that serves `model`, with environments and reward around it."""
+    cluster = config.cluster.make()
+    renderer = TemplateRenderer.of_model(model)
+    async with cluster.engine(config.engine, model) as engine, env_host(config) as envs:
+        policy = _policy(config, engine, renderer, config.rollout.sampling)
+        player = Player(policy, renderer, envs, config.rollout.max_turns, config.rollout.deadlines.episode)
+        yield Players(config, engine, player, config.reward.make())
+
+
+@asynccontextmanager
+async def start_workers(config: RunConfig, model: Path) -> AsyncIterator[Workers]:
+    """`start_players`, and a trainer that starts from the same model."""
+    async with start_players(config, model) as players, make_trainer(config, model) as trainer:
+        publisher = WeightPublisher([players.engine])
+        yield Workers(config, players.engine, players.player, players.reward, trainer, publisher)
+
+
+def make_trainer(config: RunConfig, model: Path, *, steps: int | None = None, **settings: Any) -> Trainer:
+    """The configured trainer on the configured cluster, for `steps` steps, with some settings replaced."""
+    chosen = config.trainer
+    if unknown := settings.keys() - type(chosen.settings).model_fields.keys():
+        raise ConfigError(f"the trainer {chosen.name!r} has no setting {', '.join(sorted(unknown))}")
+    trainer: Trainer = config.cluster.make().trainer(
+        replace(chosen, settings=chosen.settings.model_copy(update=settings)),
+        model,
+        total_steps=config.steps if steps is None else steps,
+        temperature=config.rollout.sampling.temperature,
+    )
+    return trainer
+
+
+@asynccontextmanager
+async def env_host(config: RunConfig) -> AsyncIterator[EnvHost]:
+    """The run's environments; closed at the end."""
+    host = EnvHost({config.env.name: env_factory(config.env.name)}, config.rollout.deadlines)
+    try:
+        yield host
+    finally:
+        await host.close()
+
+
+def env_factory(name: str) -> Callable[[], Env]:
+    """What makes an environment of this name."""
+    return partial(plugins.load("envs", name))
+
+
+def base_model(run: Run) -> Path:
+    """The folder of the model to start from, which is made first where the config names a size and not a folder.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    name = run.config.model.name
+    if name not in SIZES:
+        if not (Path(name) / "config.json").exists():
+            raise ConfigError(
+                f"model.name: {name!r} is no folder of a Hugging Face model (no config.json in it), and no size that "
+                f"can be made from nothing ({', '.join(SIZES)})"
+            )
+        return Path(name)
+    folder = run.folder / "model"
+    if not folder.exists():
+        unfinished = run.folder / ".unfinished-model"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        create_tiny_model(unfinished, size=SIZES[name], seed=run.config.seed)
+        unfinished.rename(folder)
+    return folder
+
+
+def _policy(config: RunConfig, engine: Engine, renderer: Any, sampling: Sampling) -> EnginePolicy:
+    return EnginePolicy(engine, sampling, renderer.stop_token_ids, config.rollout.deadlines.generate)

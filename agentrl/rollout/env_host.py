@@ -1,0 +1,199 @@
+"""Living environments: made, called under deadlines, reused, and given up when they hang.
+
+A sync environment runs in a thread of its own unless it says `isolation = "inline"`; an async one runs on the event
+loop. A hung one is abandoned with its thread (a daemon): it costs its episode one deadline, and nobody waits for it.
+"""
+
+import asyncio
+import inspect
+import logging
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import Field
+
+from agentrl.errors import DeadlineError, EnvError, RolloutError
+from agentrl.flow import deadline
+from agentrl.protocols import Env, ResetResult, Settings, StepResult
+
+logger = logging.getLogger(__name__)
+
+
+class Deadlines(Settings):
+    """Seconds of loop time that each phase may take before it counts as failed."""
+
+    reset: float = Field(30.0, gt=0)
+    """`Env.reset`."""
+    step: float = Field(30.0, gt=0)
+    """`Env.step`."""
+    close: float = Field(5.0, gt=0)
+    """`Env.close`."""
+    generate: float = Field(120.0, gt=0)
+    """One completion, with its wait for a place in the batch."""
+    reward: float = Field(60.0, gt=0)
+    """The score of one trajectory."""
+    episode: float = Field(900.0, gt=0)
+    """A whole episode."""
+
+
+class _Thread:
+    """Runs one call at a time on a daemon thread of its own."""
+
+    def __init__(self, name: str) -> None:
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any] | None] | None] = (
+            queue.SimpleQueue()
+        )
+        threading.Thread(target=self._serve, name=name, daemon=True).start()
+
+    def _serve(self) -> None:
+        while (call := self._calls.get()) is not None:
+            work, future = call
+            try:
+                result, error = work(), None
+            except BaseException as raised:
+                result, error = None, raised
+            if future is None:
+                if error is not None:
+                    logger.warning("closing an environment raised %r", error)
+                continue
+            loop = future.get_loop()
+            if loop.is_closed():
+                return
+            loop.call_soon_threadsafe(_settle, future, result, error)
+
+    async def run(self, work: Callable[[], Any]) -> Any:
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._calls.put((work, future))
+        return await future
+
+    def stop_after(self, last: Callable[[], Any]) -> None:
+        """Run `last` when the call that is going on now (if ever) returns, then end. Nobody waits for it."""
+        self._calls.put((last, None))
+        self._calls.put(None)
+
+
+def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    if future.done():  # the caller's deadline has passed; nobody asks any more
+        return
+    if error is not None:
+        # A StopIteration cannot travel through a future.
+        future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+    else:
+        future.set_result(result)
+
+
+@dataclass(eq=False)
+class LiveEnv:
+    """One environment instance and the thread it may need.
+
+    Raises `EnvError` for whatever the environment raises, with the author's own frame in its text, and
+    `DeadlineError` when it does not answer; after either, the instance is `broken` and never used again.
+    """
+
+    env: Env
+    deadlines: Deadlines
+    broken: bool = False
+
+    def __post_init__(self) -> None:
+        inline = getattr(self.env, "isolation", "thread") == "inline" or inspect.iscoroutinefunction(self.env.step)
+        self._thread = None if inline else _Thread(f"env-{type(self.env).__name__}")
+
+    @property
+    def system_prompt(self) -> str:
+        return str(getattr(self.env, "system_prompt", "") or "")
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        return tuple(getattr(self.env, "tools", ()))
+
+    async def reset(self, seed: int, options: Mapping[str, Any]) -> ResetResult:
+        result = await self._call("reset", self.deadlines.reset, lambda: self.env.reset(seed=seed, options=options))
+        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], str)):
+            self.broken = True
+            raise EnvError(f"{self._name}.reset must return (observation: str, info: dict), got {result!r:.200}")
+        return result
+
+    async def step(self, action: str) -> StepResult:
+        result = await self._call("step", self.deadlines.step, lambda: self.env.step(action))
+        if not (isinstance(result, tuple) and len(result) == 5 and isinstance(result[0], str)):
+            self.broken = True
+            raise EnvError(
+                f"{self._name}.step must return (observation: str, reward: float, terminated: bool, truncated: bool, "
+                f"info: dict), got {result!r:.200}"
+            )
+        return result
+
+    async def close(self) -> None:
+        """Close for good. What goes wrong here is logged: the instance's episodes are long over."""
+        if self._thread is not None:
+            self._thread.stop_after(self.env.close)
+            return
+        try:
+            await self._call("close", self.deadlines.close, self.env.close)
+        except RolloutError as error:
+            logger.warning("%s", error)
+
+    @property
+    def _name(self) -> str:
+        return type(self.env).__name__
+
+    async def _call(self, phase: str, seconds: float, work: Callable[[], Any]) -> Any:
+        try:
+            async with deadline("environment", phase, seconds):
+                result = await self._thread.run(work) if self._thread else work()
+                return await result if inspect.isawaitable(result) else result
+        except (DeadlineError, asyncio.CancelledError):
+            self.broken = True  # it may still be inside the call
+            raise
+        except Exception as error:
+            self.broken = True
+            raise EnvError(f"{self._name}.{phase} raised {_with_frame(error)}") from error
+
+
+def _with_frame(error: BaseException) -> str:
+    """`KeyError: 'x' (game.py:31 in move)`: the error and the innermost frame it came from."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    if frame is None:
+        return f"{type(error).__name__}: {error}"
+    code = frame.tb_frame.f_code
+    return f"{type(error).__name__}: {error} ({code.co_filename}:{frame.tb_lineno} in {code.co_name})"
+
+
+class EnvHost:
+    """Makes environments by name and keeps the idle ones for the next episode."""
+
+    def __init__(self, factories: Mapping[str, Callable[[], Env]], deadlines: Deadlines) -> None:
+        self._factories = factories
+        self._deadlines = deadlines
+        self._idle: dict[str, list[LiveEnv]] = {name: [] for name in factories}
+
+    def take(self, name: str) -> LiveEnv:
+        """An idle instance of the environment `name`, or a new one.
+
+        Raises:
+            EnvError: its constructor raised.
+        """
+        if self._idle[name]:
+            return self._idle[name].pop()
+        try:
+            return LiveEnv(self._factories[name](), self._deadlines)
+        except Exception as error:
+            raise EnvError(f"making the environment {name!r} raised {_with_frame(error)}") from error
+
+    async def give_back(self, name: str, env: LiveEnv) -> None:
+        """Keep a sound instance for the next episode; close a broken one."""
+        if env.broken:
+            await env.close()
+        else:
+            self._idle[name].append(env)
+
+    async def close(self) -> None:
+        """Close every idle instance."""
+        for envs in self._idle.values():
+            while envs:
+                await envs.pop().close()

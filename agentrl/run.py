@@ -1,0 +1,143 @@
+"""`Run`: the folder of a run, and all that is written into it.
+
+runs/NAME/
+  config.yaml        the resolved config; `agentrl train --resume runs/NAME` needs nothing else
+  metrics.jsonl      a row for each step and each evaluation
+  ledger.sqlite      the fate of every task and episode
+  trajectories/      step_000000.parquet ...
+  checkpoints/       step_000010/ ... (each a Hugging Face folder with the optimizer beside it)
+  demonstrations/    the model after supervised play, where the config asks for it
+  tensorboard/       event files
+  reward_curve.png   when the run has ended
+  summary.json       success before and after, steps, seconds, largest staleness, fates
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Self
+
+from rich.console import Console
+
+from agentrl import plugins
+from agentrl.checkpoint import Checkpoints
+from agentrl.config import LoadedConfig
+from agentrl.errors import ConfigError
+from agentrl.observe.curve import draw_curve
+from agentrl.observe.metrics import MetricsFile, rollout_metrics
+from agentrl.observe.progress import ProgressDisplay
+from agentrl.observe.trajectories import write_trajectories
+from agentrl.protocols import Tracker
+from agentrl.rollout.ledger import Ledger
+from agentrl.trajectory import Group
+
+
+class Run:
+    """One run in its folder: new, or taken up again. A context manager.
+
+    Raises:
+        ConfigError: the folder holds another run already, or none although one should be resumed.
+    """
+
+    def __init__(self, loaded: LoadedConfig, console: Console, *, resume: bool = False) -> None:
+        self.config = loaded.config
+        self.folder = self.config.run_dir
+        self.resumed = resume
+        started = (self.folder / "config.yaml").exists()
+        if started and not resume:
+            raise ConfigError(
+                f"{self.folder} holds a run already: go on with it by `agentrl train --resume {self.folder}`, "
+                "or write run_dir=ANOTHER for a new one"
+            )
+        if resume and not started:
+            raise ConfigError(f"{self.folder} holds no run to resume (no config.yaml in it)")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not resume:
+            write_whole(self.folder / "config.yaml", self.config.to_yaml())
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", self.config.checkpoint.keep)
+        self.ledger = Ledger(self.folder / "ledger.sqlite")
+        self.metrics = MetricsFile(self.folder / "metrics.jsonl")
+        self.display = ProgressDisplay(console, self.config.steps)
+        self._settings = {key: str(value) for key, value, _ in loaded.rows()}
+        self._trackers: list[Tracker] = []
+        self._open = ExitStack()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as opened:
+            opened.enter_context(self.ledger)
+            for name in self.config.trackers:
+                tracker: Tracker = plugins.load("trackers", name)(self.folder, self._settings)
+                opened.callback(tracker.close)
+                self._trackers.append(tracker)
+            opened.enter_context(self.display)
+            self._open = opened.pop_all()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._open.close()
+
+    def record_step(
+        self, step: int, groups: Sequence[Group], trained: Mapping[str, float], seconds: Mapping[str, float]
+    ) -> None:
+        """Write what step `step` (counted from 0) did. `seconds` by phase, on the loop's clock."""
+        rollout = rollout_metrics(groups, step)
+        total = sum(seconds.values())
+        metrics = {
+            **rollout,
+            **trained,
+            "seconds": total,
+            **{f"seconds/{phase}": value for phase, value in seconds.items()},
+            "tokens_per_second": (rollout["sampled_tokens"] + rollout["prompt_tokens"]) / max(total, 1e-9),
+        }
+        write_trajectories(
+            self.folder / "trajectories" / f"step_{step:06d}.parquet",
+            [pair for group in groups for pair in zip(group.trajectories, group.scores, strict=True)],
+        )
+        self.metrics.append({"step": step, **metrics})
+        for tracker in self._trackers:
+            tracker.log(step, metrics)
+        self.display.step(step, metrics)
+
+    def record_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write an evaluation of the weights after `step` steps."""
+        self.metrics.append({"step": step, **metrics})
+        for tracker in self._trackers:
+            tracker.log(step, metrics)
+        self.display.say(
+            f"held-out success after {step} steps: [bold]{metrics['eval/success']:.1%}[/bold] "
+            f"of {metrics['eval/episodes']:.0f} episodes ({metrics['eval/failed']:.0f} failed)"
+        )
+
+    def evaluated(self, step: int) -> bool:
+        """Whether the weights after `step` steps have been evaluated already (by a launch before this one)."""
+        return any("eval/success" in row and row["step"] == step for row in self.metrics.rows())
+
+    def finish(self, weights_checksum: str) -> dict[str, Any]:
+        """Draw the curve, write `summary.json`, and return it."""
+        rows = self.metrics.rows()
+        trained = [row for row in rows if "reward" in row]
+        success = [row["eval/success"] for row in rows if "eval/success" in row]
+        summary = {
+            "steps": len(trained),
+            "success_before": success[0] if success else None,
+            "success_after": success[-1] if success else None,
+            "seconds": sum(row["seconds"] for row in trained),
+            "max_staleness": self.config.rollout.max_staleness,
+            "largest_staleness": max((row["staleness/max"] for row in trained), default=0),
+            "largest_logprob_gap": max((row.get("logprob_gap_max", 0.0) for row in trained), default=0.0),
+            "weights_sha256": weights_checksum,
+            "tasks": asdict(self.ledger.task_fates()),
+            "episodes": asdict(self.ledger.episode_fates()),
+        }
+        draw_curve(rows, self.folder / "reward_curve.png", self.folder.name)
+        write_whole(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+        return summary
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a small file whole or not at all."""
+    unfinished = path.with_name(f".unfinished-{path.name}")
+    unfinished.write_text(text)
+    unfinished.replace(path)

@@ -1,0 +1,22 @@
+"""The environment's own reward."""
+
+from agentrl.protocols import Settings
+from agentrl.trajectory import Score, Trajectory
+
+
+class EnvironmentReward:
+    """Sum of the environment's rewards over the episode, undiscounted, times `scale`."""
+
+    class Config(Settings):
+        """Settings of the environment's reward."""
+
+        scale: float = 1.0
+        """Factor on the sum."""
+
+    def __init__(self, config: Config) -> None:
+        self._scale = config.scale
+
+    async def score(self, trajectory: Trajectory) -> Score:
+        """The scaled return of the episode."""
+        value = self._scale * trajectory.env_return
+        return Score(value, {"environment": value})
