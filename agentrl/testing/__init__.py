@@ -1,0 +1,5 @@
+"""What plug-in authors run on their own code: conformance checks and public fakes."""
+
+from agentrl.testing.envs import check_env
+
+__all__ = ["check_env"]

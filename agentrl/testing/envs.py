@@ -1,0 +1,544 @@
+"""`check_env`: does an environment keep the contract of `agentrl.protocols.Env`? Plug-in authors run it on their own.
+
+    def test_my_env_keeps_the_contract() -> None:
+        check_env(MyEnv, options={"level": 3})
+
+The environment runs on a thread of its own with a deadline for every call, so one that hangs is found and not waited
+for. While a call runs, the global `random` and `numpy.random` are seeded from the turn, so that an environment that
+uses them is found by the one check that is about them; their states are put back afterwards.
+"""
+
+import asyncio
+import copy
+import inspect
+import json
+import math
+import queue
+import random
+import re
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from agentrl.errors import ConformanceError
+from agentrl.protocols import Env
+from agentrl.rollout.tools import ToolCall
+
+Actions = Sequence[str] | Callable[[Env, random.Random], str] | None
+"""Messages in order, or a scripted player, or `None`: the checker makes calls of the environment's tools, or says words
+that the environment itself has written."""
+
+GARBAGE = (
+    "",
+    " \n\t\r\n ",
+    "x" * 100_000,
+    "é 漢字 🦆 \u202e\u0000 \ud800",
+    '<tool_call>{"name": "',
+    '<tool_call>{"name": "no_such_tool", "arguments": {"no_such_argument": null}}</tool_call>',
+    '{"name": 5, "arguments": []}',
+)
+"""Messages that an untrained model may well write."""
+
+
+def check_env(
+    make_env: Callable[[], Env],
+    *,
+    seeds: Sequence[int] = (0, 1, 2),
+    actions: Actions = None,
+    options: Mapping[str, Any] | None = None,
+    deadline: float = 5.0,
+    max_turns: int = 32,
+) -> None:
+    """Play episodes and hold them against the contract.
+
+    `make_env` is the class, or a function that makes a fresh instance; `deadline` is seconds per call.
+
+    Raises:
+        ConformanceError: lists everything found, each with what to write instead.
+    """
+    if not callable(make_env):
+        raise ConformanceError(
+            f"check_env needs a class or a function that makes an environment, got {make_env!r:.100}"
+        )
+    check = _Check(make_env, list(seeds), actions, dict(options or {}), deadline, max_turns)
+    with _global_rng_kept():
+        check.run()
+    if check.findings:
+        listed = "\n".join(f"  {number}. {text}" for number, text in enumerate(check.findings, 1))
+        note = f"\n{check.not_run}" if check.not_run else ""
+        name = getattr(make_env, "__qualname__", repr(make_env))
+        raise ConformanceError(f"{name} breaks the contract of an environment:\n{listed}{note}")
+
+
+class _Broken(Exception):  # noqa: N818 (control flow of this module; never leaves it)
+    """A finding after which this episode cannot go on."""
+
+    def __init__(self, check: str, text: str) -> None:
+        super().__init__(f"[{check}] {text}")
+
+
+class _Hung(_Broken):
+    """A finding after which nothing can go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What a player can notice of a reset or a step."""
+
+    observation: str
+    reward: float = 0.0
+    terminated: bool = False
+    truncated: bool = False
+    success: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Script:
+    """One episode as it was first played: what was said, and what was seen (one more than said, the reset)."""
+
+    seed: int
+    actions: tuple[str, ...]
+    seen: tuple[_Seen, ...]
+
+
+class _Worker:
+    """A daemon thread with an event loop, which runs one call at a time."""
+
+    def __init__(self, deadline: float) -> None:
+        self._deadline = deadline
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._serve, name="check_env", daemon=True).start()
+
+    def _serve(self) -> None:
+        with asyncio.Runner() as runner:
+            while (call := self._calls.get()) is not None:
+                work, future = call
+                try:
+                    result = work()
+                    future.set_result(runner.run(self._await(result)) if inspect.isawaitable(result) else result)
+                except BaseException as error:
+                    future.set_exception(error)
+
+    async def _await(self, awaitable: Any) -> Any:
+        try:
+            async with asyncio.timeout(self._deadline) as limit:
+                return await awaitable
+        except TimeoutError:
+            if limit.expired():
+                raise _Hung("deadline", "") from None
+            raise
+
+    def call(self, phase: str, work: Callable[[], Any]) -> Any:
+        """The result of `work`, which may be awaitable; raises what it raises, or `_Hung`."""
+        future: Future[Any] = Future()
+        self._calls.put((work, future))
+        text = (
+            f"{phase} did not answer within {self._deadline:g} s. Give what it waits for a timeout of its own, or pass "
+            "a larger deadline to check_env"
+        )
+        try:
+            # An awaitable is cancelled by the thread itself, a little earlier.
+            error = future.exception(timeout=self._deadline + 0.5)
+        except TimeoutError:
+            raise _Hung("deadline", text) from None
+        if isinstance(error, _Hung):
+            raise _Hung("deadline", text)
+        return future.result()
+
+    def stop(self) -> None:
+        """End the thread when its call returns, if ever."""
+        self._calls.put(None)
+
+
+@dataclass
+class _Check:
+    """One run of `check_env`."""
+
+    make_env: Callable[[], Env]
+    seeds: list[int]
+    actions: Actions
+    options: dict[str, Any]
+    deadline: float
+    max_turns: int
+    findings: list[str] = field(default_factory=list)
+    not_run: str = ""
+
+    def run(self) -> None:
+        """Fill `findings`."""
+        self.worker = _Worker(self.deadline)
+        try:
+            self._run()
+        except _Hung as hung:
+            self.note(hung)
+            self.not_run = "The checks after this one were not run."
+        except _Broken as broken:
+            self.note(broken)
+            self.not_run = "The other checks were not run."
+        finally:
+            self.worker.stop()
+
+    def note(self, finding: Exception | str) -> None:
+        """Record a finding, once."""
+        if str(finding) not in self.findings:
+            self.findings.append(str(finding))
+
+    def _run(self) -> None:
+        self._check_attributes()
+        self._check_close()
+        try:
+            scripts = [self._first_play(seed) for seed in self.seeds]
+        except _Hung:
+            raise
+        except _Broken as broken:
+            self.note(broken)
+            self.not_run = "The checks that play episodes were not run; repair this first."
+            return
+        self._check_garbage()
+        if self._check_determinism(scripts):
+            self._check_global_seed(scripts)
+            self._check_state(scripts)
+            self._check_interleaving(scripts)
+
+    def _check_attributes(self) -> None:
+        with _Subject(self) as subject:
+            _check_attributes(subject.env, self.note)
+
+    def _check_close(self) -> None:
+        with _Subject(self) as subject:
+            subject.close("before the first reset")
+
+    def _first_play(self, seed: int) -> _Script:
+        with _Subject(self) as subject:
+            seen = [subject.reset(seed)]
+            said: list[str] = []
+            rng = random.Random(seed)
+            while len(said) < self.max_turns and not (seen[-1].terminated or seen[-1].truncated):
+                action = self._next_action(subject.env, seen[-1].observation, len(said), rng)
+                if action is None:
+                    break
+                said.append(action)
+                seen.append(subject.step(action))
+            subject.check_options()
+        return _Script(seed, tuple(said), tuple(seen))
+
+    def _next_action(self, env: Env, observation: str, turn: int, rng: random.Random) -> str | None:
+        if self.actions is None:
+            return _plausible(env, observation, rng)
+        if callable(self.actions):
+            player = self.actions
+            return str(self.worker.call("the player given as actions", lambda: player(env, rng)))
+        return self.actions[turn] if turn < len(self.actions) else None
+
+    def _check_garbage(self) -> None:
+        for text in GARBAGE:
+            with _Subject(self) as subject:
+                subject.reset(self.seeds[0])
+                try:
+                    subject.step(text)
+                except _Hung:
+                    raise
+                except _Broken as broken:
+                    self.note(
+                        f"[garbage] the message {text!r:.60} is not answered: {broken}. Answer what cannot be used by "
+                        "an observation that says what is expected, with reward 0"
+                    )
+
+    def _check_determinism(self, scripts: Sequence[_Script]) -> bool:
+        for script in scripts:
+            with _Subject(self) as subject:
+                difference = subject.replay(script)
+            if difference:
+                self.note(
+                    f"[determinism] the same seed ({script.seed}) and actions gave another episode: {difference}. Take "
+                    "all randomness from `random.Random(seed)`, made in reset, and none from the clock, sets or ids"
+                )
+                return False
+        return True
+
+    def _check_global_seed(self, scripts: Sequence[_Script]) -> None:
+        for script in scripts:
+            with _Subject(self, world=1) as subject:
+                difference = subject.replay(script)
+            if difference:
+                self.note(f"[global_rng] another global seed gives another episode: {difference}. {_OWN_RNG}")
+                return
+
+    def _check_state(self, scripts: Sequence[_Script]) -> None:
+        with _Subject(self) as subject:
+            for script in [*scripts, *scripts]:
+                difference = subject.replay(script)
+                if difference:
+                    self.note(
+                        f"[state] an episode on a used instance differs from the same on a fresh one: {difference}. "
+                        "Set everything that an episode changes in reset"
+                    )
+                    return
+                # The next reset comes in the middle of an episode, as after a cancelled one.
+                subject.replay(script, turns=len(script.actions) // 2)
+
+    def _check_interleaving(self, scripts: Sequence[_Script]) -> None:
+        one, other = scripts[0], scripts[-1]
+        with _Subject(self) as first, _Subject(self) as second:
+            plays = [(one, first.steps(one)), (other, second.steps(other))]
+            for turn in range(1 + max(len(one.actions), len(other.actions))):
+                for script, play in plays:
+                    seen = next(play, None)
+                    if seen is not None and seen != script.seen[turn]:
+                        self.note(
+                            "[interleaving] two instances played in turns influence each other: "
+                            f"{_difference(script, turn, seen)}. Keep state on the instance, not on the class or module"
+                        )
+                        return
+
+
+_OWN_RNG = "Use a `random.Random(seed)` or `numpy.random.default_rng(seed)` of the instance, made in reset"
+
+
+class _Subject:
+    """One instance under test. Leaving closes it twice; `world` chooses how the global RNGs are seeded."""
+
+    def __init__(self, check: _Check, world: int = 0) -> None:
+        self._check = check
+        self._world = world
+        self._turn = 0
+        self._options: dict[str, Any] = {}
+
+    def __enter__(self) -> "_Subject":
+        self.env: Env = self._call("the constructor, called with no arguments,", self._check.make_env)
+        if not isinstance(self.env, Env):
+            raise _Broken("shape", f"{type(self.env).__name__} lacks one of the methods reset, step and close")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        # A thread that hangs answers nothing any more.
+        if kind is not _Hung:
+            self.close("after an episode" if kind is None else "after a failure")
+
+    def reset(self, seed: int) -> _Seen:
+        self._turn = 0
+        self._options = copy.deepcopy(self._check.options)
+        return _checked_reset(self._call("reset", lambda: self.env.reset(seed=seed, options=self._options)))
+
+    def step(self, action: str) -> _Seen:
+        self._turn += 1
+        return _checked_step(self._call("step", lambda: self.env.step(action)))
+
+    def close(self, when: str) -> None:
+        for time in ("", ", a second time"):
+            try:
+                self._call("close", self.env.close)
+            except _Hung:
+                raise
+            except _Broken as broken:
+                self._check.note(
+                    f"[close] close {when}{time}: {broken}. It may be called at any time, more than once: release what "
+                    "is held and forget it"
+                )
+                return
+
+    def steps(self, script: _Script, turns: int | None = None) -> Iterator[_Seen]:
+        """What is seen when the script's actions are said again."""
+        yield self.reset(script.seed)
+        for action in script.actions[:turns]:
+            yield self.step(action)
+
+    def replay(self, script: _Script, turns: int | None = None) -> str:
+        """Play the script again and tell the first difference; empty where there is none."""
+        for turn, seen in enumerate(self.steps(script, turns)):
+            if seen != script.seen[turn]:
+                return _difference(script, turn, seen)
+        return ""
+
+    def check_options(self) -> None:
+        if self._options != self._check.options:
+            self._check.note(
+                f"[options] the options were changed to {self._options!r:.200}. Copy what you want to change; the "
+                "members of a group share one mapping"
+            )
+
+    def _call(self, phase: str, work: Callable[[], Any]) -> Any:
+        before = _seed_globals(10_000 * self._world + self._turn)
+        try:
+            return self._check.worker.call(phase, work)
+        except _Broken:
+            raise
+        except Exception as error:
+            where = "" if phase != "step" else f" (turn {self._turn})"
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            what = f"{type(error).__name__}: {str(error)[:300]} ({frame.filename}:{frame.lineno} in {frame.name})"
+            raise _Broken("raises", f"{phase}{where} raised {what}") from error
+        finally:
+            if _global_states() != before:
+                self._check.note(f"[global_rng] {phase} uses the global random or numpy.random. {_OWN_RNG}")
+
+
+def _difference(script: _Script, turn: int, seen: _Seen) -> str:
+    where = "reset" if turn == 0 else f"turn {turn}, action {script.actions[turn - 1]!r:.40},"
+    expected = script.seen[turn]
+    for name in ("observation", "reward", "terminated", "truncated", "success"):
+        was, now = getattr(expected, name), getattr(seen, name)
+        if was != now:
+            return f"{where} gave {name} {was!r:.80} first and then {now!r:.80}"
+    return where
+
+
+def _checked_reset(result: Any) -> _Seen:
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise _Broken("shape", f"reset returned {result!r:.100}; return (observation, info)")
+    observation, info = result
+    _check_observation("reset", observation)
+    _check_info("reset", info)
+    return _Seen(observation)
+
+
+def _checked_step(result: Any) -> _Seen:
+    if not isinstance(result, tuple) or len(result) != 5:
+        raise _Broken(
+            "shape", f"step returned {result!r:.100}; return (observation, reward, terminated, truncated, info)"
+        )
+    observation, reward, terminated, truncated, info = result
+    _check_observation("step", observation)
+    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+        raise _Broken("shape", f"step returned the reward {reward!r:.80}; return a finite float: `float(...)`")
+    for name, flag in (("terminated", terminated), ("truncated", truncated)):
+        if not isinstance(flag, bool):
+            raise _Broken(
+                "shape", f"step returned {name}={flag!r:.80} ({type(flag).__name__}); return a bool: `bool(...)`"
+            )
+    _check_info("step", info)
+    return _Seen(observation, float(reward), terminated, truncated, info.get("success"))
+
+
+def _check_observation(phase: str, observation: Any) -> None:
+    if not isinstance(observation, str):
+        raise _Broken("shape", f"{phase} returned the observation {observation!r:.80}; return text: a str")
+
+
+def _check_info(phase: str, info: Any) -> None:
+    if not isinstance(info, dict) or not all(isinstance(key, str) for key in info):
+        raise _Broken(
+            "shape", f"{phase} returned the info {info!r:.80}; return a dict with text keys, `{{}}` for nothing"
+        )
+    if not isinstance(info.get("success", False), bool):
+        raise _Broken(
+            "shape", f'{phase} returned info["success"]={info["success"]!r:.80}; write `bool(...)`, or leave it'
+        )
+
+
+def _check_attributes(env: Env, note: Callable[[str], None]) -> None:
+    prompt = getattr(env, "system_prompt", "")
+    if not isinstance(prompt, str):
+        note(f"[attributes] system_prompt is {prompt!r:.80}; it is the text of the system message: a str")
+    isolation = getattr(env, "isolation", "thread")
+    if isolation not in ("inline", "thread"):
+        note(
+            f'[attributes] isolation is {isolation!r:.80}; write "thread", or "inline" if every call takes microseconds'
+        )
+    tools = getattr(env, "tools", ())
+    if isinstance(tools, str | Mapping) or not isinstance(tools, Sequence):
+        note(f"[tools] tools is {tools!r:.80}; it is a sequence of JSON schemas")
+        return
+    names: set[str] = set()
+    for tool in tools:
+        problem = _tool_problem(tool, names)
+        if problem:
+            note(
+                f"[tools] {problem} in {tool!r:.150}. agentrl.rollout.tools.tools_of writes schemas from typed methods"
+            )
+
+
+def _tool_problem(tool: Any, names: set[str]) -> str:
+    """What is wrong with one schema, or nothing; adds its name to `names`."""
+    match tool:
+        case {
+            "type": "function",
+            "function": {
+                "name": str(name),
+                "description": str(),
+                "parameters": {"type": "object", "properties": Mapping() as properties, **rest},
+            },
+        }:
+            pass
+        case _:
+            return (
+                'a tool is {"type": "function", "function": {"name": ..., "description": ..., "parameters": '
+                '{"type": "object", "properties": {...}}}}; that is not what stands'
+            )
+    required: Any = rest.get("required", ())
+    problem = ""
+    if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
+        problem = "a name is up to 64 letters, digits, _ and -; that is not what stands"
+    elif name in names:
+        problem = f"the name {name!r} stands a second time"
+    elif not set(required) <= set(properties):
+        problem = '"required" names what is not in "properties"'
+    elif not _is_json(tool):
+        problem = "there is something that JSON cannot express"
+    names.add(name)
+    return problem
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _plausible(env: Env, observation: str, rng: random.Random) -> str:
+    """A message that may mean something: a call of one of the tools, or a word the environment has written."""
+    tools = [tool for tool in getattr(env, "tools", ()) if not _tool_problem(tool, set())]
+    if tools:
+        function = rng.choice(tools)["function"]
+        properties = function["parameters"].get("properties", {})
+        return ToolCall(function["name"], {name: _example(shape, rng) for name, shape in properties.items()}).render()
+    words = re.findall(r"\w+", f"{getattr(env, 'system_prompt', '')} {observation}")
+    return rng.choice(words) if words else "yes"
+
+
+def _example(shape: Any, rng: random.Random) -> Any:
+    """A value that fits the simple schemas; where it does not fit, the environment has to cope anyway."""
+    match shape:
+        case {"enum": [*values]}:
+            return rng.choice(values)
+        case {"anyOf": [*shapes]}:
+            return _example(rng.choice(shapes), rng)
+        case {"type": "array", "items": items}:
+            return [_example(items, rng)]
+        case {"type": str(kind)}:
+            simple = {"integer": rng.randint(0, 20), "number": 0.5, "boolean": True, "string": "a", "object": {}}
+            return simple.get(kind)
+    return None
+
+
+_States = tuple[Any, ...]
+
+
+def _global_states() -> _States:
+    """The states of both global generators, comparable."""
+    _, keys, *rest = np.random.get_state(legacy=True)
+    return random.getstate(), np.asarray(keys).tobytes(), tuple(rest)
+
+
+def _seed_globals(salt: int) -> _States:
+    random.seed(salt)
+    np.random.seed(salt)
+    return _global_states()
+
+
+@contextmanager
+def _global_rng_kept() -> Iterator[None]:
+    """Both global generators are afterwards as they were before."""
+    python, numpy = random.getstate(), np.random.get_state(legacy=True)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
