@@ -10,6 +10,7 @@
     │   └── DeadlineError          something outside did not answer in time
     ├── RetriesExhaustedError      too many tasks failed for good: the run ends instead of training on luck
     ├── StalenessError             the staleness bound would be broken (a defect: the rule makes it impossible)
+    ├── TrainingError              an update would break the weights; they were left as they were
     ├── CheckpointError            a checkpoint is missing, incomplete or of another run
     └── ConformanceError           `agentrl.testing` found that a plug-in breaks its contract
 
@@ -75,6 +76,10 @@ class RetriesExhaustedError(AgentRLError):
 
 class StalenessError(AgentRLError):
     """A group older than the bound was about to be trained on."""
+
+
+class TrainingError(AgentRLError):
+    """An update cannot be made: its loss or gradient is not finite, or the batch has nothing to learn from."""
 
 
 class CheckpointError(AgentRLError):

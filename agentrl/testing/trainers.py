@@ -1,0 +1,288 @@
+"""The contract of a trainer, as a check that its author runs: `asyncio.run(check_trainer(make, model, workspace))`.
+
+What a trainer computes is compared with a reference that is as plain as can be: one sample at a time, the whole
+model, no packing, no accumulation. Dimension suffix: N loss tokens, flattened.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agentrl.algorithms.losses import policy_gradient
+from agentrl.batch import TrainBatch, TrainingSample, collate
+from agentrl.errors import ConformanceError, TrainingError
+from agentrl.protocols import Loss, LossTokens, Trainer
+
+TOLERANCE = 1e-5
+"""Largest difference of a weight or a metric from the reference, absolute for weights, relative for metrics."""
+
+LOSS: Loss = partial(policy_gradient, clip_low=0.2, clip_high=0.28, dual_clip=3.0, importance_cap=1.2)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerCase:
+    """The settings that a check asks for: AdamW in float32 at a constant learning rate, decaying matrices only.
+
+    `eps` is large, so that AdamW does not blow up rounding in gradients near zero.
+    """
+
+    lr: float = 3e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-3
+    weight_decay: float = 0.1
+    max_grad_norm: float = 0.5
+    micro_batch_tokens: int = 100
+    minibatches: int = 1
+    temperature: float = 0.8
+    total_steps: int = 10
+
+
+MakeTrainer = Callable[[Path, TrainerCase], Trainer]
+"""A trainer of the model in a folder, with the settings of a case."""
+
+
+async def check_trainer(make_trainer: MakeTrainer, model: Path, workspace: Path) -> None:
+    """Check that a trainer does what the protocol says, to the number.
+
+    `model` is a Hugging Face folder with full attention and no dropout; `workspace` an empty folder to write into.
+
+    Raises:
+        ConformanceError: it does not; says what differs.
+    """
+    await check_equals_reference(make_trainer, model, TrainerCase())
+    await check_equals_reference(make_trainer, model, TrainerCase(minibatches=3))
+    await check_accumulation(make_trainer, model)
+    await check_resume(make_trainer, model, workspace)
+    await check_masked_is_inert(make_trainer, model)
+    await check_refuses_non_finite(make_trainer, model)
+
+
+async def check_equals_reference(make_trainer: MakeTrainer, model: Path, case: TrainerCase) -> None:
+    """Several steps give the losses, gradient norms and weights of the plain reference."""
+    reference = _Reference.open(model, case)
+    async with make_trainer(model, case) as trainer:
+        for step in range(4):
+            samples = random_samples(reference.vocab_size, seed=step)
+            batch = collate(samples, row_tokens=64)
+            got = await trainer.step(batch, LOSS, float(batch.num_loss_tokens))
+            want = reference.step(samples)
+            for name, value in want.items():
+                if name not in got or abs(got[name] - value) > TOLERANCE * max(1.0, abs(value)):
+                    raise ConformanceError(
+                        f"step {step}, {case.minibatches} minibatches: the metric {name!r} is {got.get(name)}, the "
+                        f"reference has {value}"
+                    )
+            _compare(await trainer.weights(), reference.weights(), TOLERANCE, f"after step {step} of {case}")
+
+
+async def check_accumulation(make_trainer: MakeTrainer, model: Path) -> None:
+    """A batch in many micro-batches gives the weights of the same batch in one."""
+    whole = await _train(make_trainer, model, TrainerCase(micro_batch_tokens=10**6))
+    cut = await _train(make_trainer, model, TrainerCase(micro_batch_tokens=64))
+    _compare(cut, whole, TOLERANCE, "micro-batches of 64 tokens against one")
+
+
+async def check_resume(make_trainer: MakeTrainer, model: Path, workspace: Path) -> None:
+    """Save, load and go on: bitwise what it would have been without, and the folder is a model with a tokenizer."""
+    from transformers import AutoModelForCausalLM
+
+    case = TrainerCase(minibatches=2)
+    folder = workspace / "checkpoint"
+    batches = random_batches(model, 4)
+    async with make_trainer(model, case) as trainer:
+        await _steps(trainer, batches[:2])
+        await trainer.save(folder)
+        saved = _copy(await trainer.weights())
+        await _steps(trainer, batches[2:])
+        unbroken = _copy(await trainer.weights())
+    async with make_trainer(model, case) as trainer:
+        await trainer.load(folder)
+        _compare(await trainer.weights(), saved, 0.0, "right after load")
+        await _steps(trainer, batches[2:])
+        _compare(await trainer.weights(), unbroken, 0.0, "two steps after load, against never having stopped")
+    as_model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
+    _compare(saved, as_model.state_dict(), 0.0, "the saved folder as a Hugging Face model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if (model / name).exists() and not (folder / name).exists():
+            raise ConformanceError(
+                f"the model's {name} is not in the saved folder, so no engine can be started from it"
+            )
+
+
+async def check_masked_is_inert(make_trainer: MakeTrainer, model: Path) -> None:
+    """Whatever stands under the loss mask or in padding, NaN included, changes no bit of the weights or metrics."""
+    case = TrainerCase(minibatches=2, micro_batch_tokens=10**6)
+    batches = random_batches(model, 2)
+    clean = await _train(make_trainer, model, case, batches)
+    dirty = await _train(make_trainer, model, case, [_soil(batch) for batch in batches])
+    _compare(dirty, clean, 0.0, "with NaN under the loss mask and noise in the padding")
+
+
+async def check_refuses_non_finite(make_trainer: MakeTrainer, model: Path) -> None:
+    """A NaN in a loss token raises `TrainingError`, leaves the weights alone, and the next step does not notice."""
+    (batch,) = random_batches(model, 1)
+    broken = replace(batch, advantages_BT=np.where(batch.loss_mask_BT == 1, np.float32("nan"), batch.advantages_BT))
+    async with make_trainer(model, TrainerCase()) as trainer:
+        before = _copy(await trainer.weights())
+        try:
+            await _steps(trainer, [broken])
+        except TrainingError:
+            pass
+        else:
+            raise ConformanceError("a step whose loss is NaN did not raise TrainingError")
+        _compare(await trainer.weights(), before, 0.0, "after a refused step")
+        await _steps(trainer, [batch])
+        after = _copy(await trainer.weights())
+    _compare(after, await _train(make_trainer, model, TrainerCase(), [batch]), 0.0, "a good step after a refused one")
+
+
+def random_samples(vocab_size: int, *, seed: int, count: int = 10) -> list[TrainingSample]:
+    """Samples of several turns with uneven lengths, advantages of both signs, and logprobs near a random model's."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for _ in range(count):
+        length = int(rng.integers(4, 50))
+        mask = (0, *(int(m) for m in np.repeat(rng.integers(0, 2, length), 3)[: length - 1]))
+        advantage = float(rng.normal())
+        logprobs = rng.normal(-np.log(vocab_size), 0.3, length)
+        samples.append(
+            TrainingSample(
+                token_ids=tuple(rng.integers(0, vocab_size, length).tolist()),
+                loss_mask=mask,
+                rollout_logprobs=tuple(float(x) if m else 0.0 for x, m in zip(logprobs, mask, strict=True)),
+                advantages=tuple(advantage * m for m in mask),
+                policy_versions=tuple(m - 1 for m in mask),
+                turn_ids=(0,) * length,
+            )
+        )
+    return samples
+
+
+def random_batches(model: Path, count: int) -> list[TrainBatch]:
+    """Batches of `random_samples` in the vocabulary of a model folder."""
+    from transformers import AutoConfig
+
+    vocab_size = AutoConfig.from_pretrained(model, local_files_only=True).get_text_config().vocab_size
+    return [collate(random_samples(vocab_size, seed=seed), row_tokens=64) for seed in range(count)]
+
+
+@dataclass(slots=True)
+class _Reference:
+    """Plain torch: one sample at a time through the whole model."""
+
+    model: Any
+    optimizer: torch.optim.AdamW
+    case: TrainerCase
+
+    @staticmethod
+    def open(folder: Path, case: TrainerCase) -> "_Reference":
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32).eval()
+        groups = [
+            {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": case.weight_decay},
+            {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
+        ]
+        return _Reference(model, torch.optim.AdamW(groups, lr=case.lr, betas=case.betas, eps=case.eps), case)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.model.config.get_text_config().vocab_size)
+
+    def weights(self) -> Mapping[str, Tensor]:
+        weights: Mapping[str, Tensor] = self.model.state_dict()
+        return weights
+
+    def step(self, samples: Sequence[TrainingSample]) -> dict[str, float]:
+        """Train on the samples and return the metrics that a trainer must have too."""
+        normalizer = sum(sum(s.loss_mask) for s in samples) / self.case.minibatches
+        with torch.no_grad():
+            old = [self._logprobs(sample) for sample in samples]
+        rollout = [_at_loss(sample, sample.rollout_logprobs) for sample in samples]
+        gaps = torch.cat([(a - b).abs() for a, b in zip(old, rollout, strict=True)])
+        losses, norms = [], []
+        for part in np.array_split(np.arange(len(samples)), self.case.minibatches):
+            self.optimizer.zero_grad()
+            loss = torch.zeros(())
+            for i in part:
+                advantages = _at_loss(samples[i], samples[i].advantages)
+                tokens = LossTokens(old[i], rollout[i], advantages, torch.full(advantages.shape, int(i)))
+                loss = loss + LOSS(self._logprobs(samples[i]), tokens).loss_N.sum() / normalizer
+            loss.backward()  # type: ignore[no-untyped-call]
+            norms.append(float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.case.max_grad_norm)))
+            losses.append(float(loss.detach()))
+            self.optimizer.step()
+        return {
+            "loss": float(np.mean(losses)),
+            "grad_norm": max(norms),
+            "lr": self.case.lr,
+            "logprob_gap_mean": float(gaps.mean()),
+            "logprob_gap_max": float(gaps.max()),
+        }
+
+    def _logprobs(self, sample: TrainingSample) -> Tensor:
+        ids = torch.tensor(sample.token_ids)
+        logits = self.model(input_ids=ids[None]).logits[0, :-1].float() / self.case.temperature
+        logprobs = torch.log_softmax(logits, dim=-1).gather(1, ids[1:, None])[:, 0]
+        return logprobs[torch.tensor(sample.loss_mask[1:], dtype=torch.bool)]
+
+
+def _at_loss(sample: TrainingSample, values: Sequence[float]) -> Tensor:
+    return torch.tensor([v for v, m in zip(values, sample.loss_mask, strict=True) if m], dtype=torch.float32)
+
+
+async def _train(
+    make_trainer: MakeTrainer, model: Path, case: TrainerCase, batches: Sequence[TrainBatch] | None = None
+) -> Mapping[str, Tensor]:
+    async with make_trainer(model, case) as trainer:
+        await _steps(trainer, random_batches(model, 3) if batches is None else batches)
+        return _copy(await trainer.weights())
+
+
+async def _steps(trainer: Trainer, batches: Sequence[TrainBatch]) -> None:
+    for batch in batches:
+        await trainer.step(batch, LOSS, float(batch.num_loss_tokens))
+
+
+def _soil(batch: TrainBatch) -> TrainBatch:
+    """The same batch with other numbers wherever there is no loss token, and other tokens in the padding."""
+    masked, padding = batch.loss_mask_BT == 0, batch.segment_ids_BT == 0
+    if not padding.any():
+        raise ConformanceError("the check needs a batch with padding")
+    return replace(
+        batch,
+        tokens_BT=np.where(padding, 5, batch.tokens_BT),
+        rollout_logprobs_BT=np.where(masked, np.float32("nan"), batch.rollout_logprobs_BT),
+        advantages_BT=np.where(masked, np.float32("inf"), batch.advantages_BT),
+        policy_versions_BT=np.where(masked, 99, batch.policy_versions_BT),
+        position_ids_BT=np.where(padding, 3, batch.position_ids_BT),
+    )
+
+
+def _copy(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    return {name: weight.detach().cpu().clone() for name, weight in weights.items()}
+
+
+def _compare(got: Mapping[str, Tensor], want: Mapping[str, Tensor], tolerance: float, when: str) -> None:
+    """All of `got` is in `want` and equal; what `got` lacks of `want` is tied to something that it has."""
+    if not got or not got.keys() <= want.keys():
+        raise ConformanceError(f"{when}: unknown weights {sorted(got.keys() - want.keys())[:5]}")
+    present = {want[name].data_ptr() for name in got}
+    missing = [name for name in want.keys() - got.keys() if want[name].data_ptr() not in present]
+    if missing:
+        raise ConformanceError(f"{when}: weights are missing: {sorted(missing)[:5]}")
+    for name, weight in got.items():
+        other = want[name].detach().cpu()
+        if weight.dtype != torch.float32 or weight.shape != other.shape:
+            raise ConformanceError(
+                f"{when}: {name} is {weight.dtype} {tuple(weight.shape)}, want float32 {other.shape}"
+            )
+        gap = float((weight.detach().cpu() - other).abs().max())
+        if not gap <= tolerance:
+            raise ConformanceError(f"{when}: {name} is off by {gap:.3g}, the tolerance is {tolerance:.3g}")

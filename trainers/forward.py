@@ -1,0 +1,97 @@
+"""Packed rows through a Hugging Face causal language model, to the logprobs of the loss tokens alone.
+
+Dimension suffixes: B rows, T columns, N loss tokens of the micro-batch, flattened in row order.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from agentrl.batch import TrainBatch
+from agentrl.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Rows as tensors on the device. What stands under the loss mask has been left behind.
+
+    `attention_B1TT`: true where a row's token may look at a column: its own segment, up to itself.
+    `predictors_N`: for each loss token, the flat index into B * T of the token before it.
+    """
+
+    tokens_BT: Tensor
+    position_ids_BT: Tensor
+    attention_B1TT: Tensor
+    predictors_N: Tensor
+    targets_N: Tensor
+    rollout_logprobs_N: Tensor
+    advantages_N: Tensor
+    segments_N: Tensor
+
+
+def to_device(rows: TrainBatch, device: torch.device) -> MicroBatch:
+    """Move rows to a device and build their mask there."""
+
+    def move(array: Any) -> Tensor:
+        return torch.from_numpy(array.copy()).to(device, non_blocking=True)
+
+    segments_BT = move(rows.segment_ids_BT)
+    same_BTT = segments_BT[:, :, None] == segments_BT[:, None, :]
+    loss_BT = rows.loss_mask_BT.astype(bool)
+    return MicroBatch(
+        tokens_BT=move(rows.tokens_BT),
+        position_ids_BT=move(rows.position_ids_BT),
+        attention_B1TT=same_BTT.tril()[:, None],
+        predictors_N=move(loss_BT.ravel().nonzero()[0] - 1),
+        targets_N=move(rows.tokens_BT[loss_BT]),
+        rollout_logprobs_N=move(rows.rollout_logprobs_BT[loss_BT]),
+        advantages_N=move(rows.advantages_BT[loss_BT]),
+        segments_N=move(rows.segment_ids_BT[loss_BT]),
+    )
+
+
+def token_logprobs(model: Any, rows: MicroBatch, temperature: float) -> Tensor:
+    """log softmax(logits / temperature) of each loss token, float32, shape N.
+
+    The output head runs at the N positions that predict a loss token and nowhere else.
+    """
+    hidden_BTH = model.base_model(
+        input_ids=rows.tokens_BT,
+        attention_mask=rows.attention_B1TT,
+        position_ids=rows.position_ids_BT,
+        use_cache=False,
+    ).last_hidden_state
+    hidden_NH = hidden_BTH.flatten(0, 1).index_select(0, rows.predictors_N)
+    logits_NV = model.get_output_embeddings()(hidden_NH).float()
+    return -cross_entropy(logits_NV / temperature, rows.targets_N, reduction="none")
+
+
+def check_model(model: Any) -> None:
+    """Refuse a model that `token_logprobs` would compute wrongly.
+
+    That is one whose attention is not plain causal attention (the mask says which tokens may be seen, so a sliding
+    window would be lost), or whose logits are more than the output head over the last hidden state.
+
+    Raises:
+        ConfigError: so it is.
+    """
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"} or (not hasattr(config, "layer_types") and getattr(config, "sliding_window", None)):
+        raise ConfigError(
+            f"{type(model).__name__} has attention layers of the kinds {sorted(kinds)}, with a sliding window of "
+            f"{getattr(config, 'sliding_window', None)}; packed training knows full attention only"
+        )
+    tokens_BT = torch.arange(8, device=model.device)[None] % config.vocab_size
+    with torch.no_grad():
+        expected = model(input_ids=tokens_BT, use_cache=False).logits
+        got = model.get_output_embeddings()(model.base_model(input_ids=tokens_BT, use_cache=False).last_hidden_state)
+    if not torch.allclose(expected.float(), got.float(), rtol=1e-3, atol=1e-3):
+        raise ConfigError(
+            f"the logits of {type(model).__name__} are not its output embedding over its last hidden state (it caps "
+            "or scales them), so the trainer would compute other logprobs than the engine; such models need a trainer "
+            "of their own"
+        )

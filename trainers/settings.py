@@ -1,0 +1,50 @@
+"""Settings that every trainer has: the optimizer, its schedule, and how a batch is cut up."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from agentrl.protocols import Settings
+
+
+class TrainerSettings(Settings):
+    """AdamW, a learning rate schedule, packing and accumulation."""
+
+    lr: Annotated[float, Field(gt=0)] = 1e-5
+    """Peak learning rate."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay rates of the two moments."""
+
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """AdamW's denominator floor."""
+
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled weight decay, of matrices only: norms and biases are left alone."""
+
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Largest gradient norm that is applied; a larger one is scaled down. None: never."""
+
+    schedule: Literal["constant", "cosine"] = "constant"
+    """The learning rate after the warm-up."""
+
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps over which the learning rate climbs in a line; the first step already has 1/warmup_steps of it."""
+
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """What the cosine ends at after the last step, as a share of `lr`."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the computation. Weights, gradients and optimizer are float32 either way."""
+
+    row_tokens: Annotated[int, Field(ge=2)] = 1024
+    """Samples are packed into rows of this many tokens; attention never crosses from one sample to another."""
+
+    micro_batch_tokens: Annotated[int, Field(ge=2)] = 8192
+    """Tokens, padding included, that go through the model at once. Changes memory and speed, not the result."""
+
+    minibatches: Annotated[int, Field(ge=1)] = 1
+    """Optimizer steps per batch, each on its own part of the samples."""
+
+    gradient_checkpointing: bool = False
+    """Compute activations twice instead of keeping them."""
