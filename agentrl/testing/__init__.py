@@ -1,5 +1,6 @@
 """What plug-in authors run on their own code: conformance checks and public fakes."""
 
+from agentrl.testing.engines import ScriptedEngine
 from agentrl.testing.envs import check_env
 
-__all__ = ["check_env"]
+__all__ = ["ScriptedEngine", "check_env"]

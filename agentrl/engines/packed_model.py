@@ -1,0 +1,316 @@
+"""A transformers causal language model, run on packed tokens with a slotted KV cache.
+
+Dimension suffixes: N packed tokens of a step, S slots, R rows of an attention block, T new tokens of a row, L cached
+tokens, H query heads, K key/value heads, D head size, V vocabulary.
+
+The tokens of all rows, whether one each (decoding) or many (prefill), go through the linear layers as one sequence
+without padding. Only attention sees rows, through transformers' own attention interface: it writes the new keys and
+values into their slots and attends block by block over rows of like size.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from agentrl.engines.sampling import Sampler, noise_keys
+from agentrl.errors import ConfigError, EngineError
+
+_ATTENTION = "agentrl_slots"
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """One request's share of a step: `token_ids` are computed into `slot` from position `start` on.
+
+    When `sample`, one token is drawn from the logits of the last one; `position` counts the request's sampled tokens.
+    """
+
+    slot: int
+    start: int
+    token_ids: Sequence[int]
+    sample: bool
+    temperature: float
+    seed: int
+    position: int
+
+    @property
+    def stop(self) -> int:
+        """Cached tokens after the step."""
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Rows that attend together: tokens `first` to `stop` of the packed sequence.
+
+    `rows` are their slots (a slice where they are neighbours, which saves a copy of their KV). Rows of unequal size
+    are padded by `pad_RT` (indices into the packed tokens) and unpadded by `unpad_N` (indices into R x T).
+    """
+
+    first: int
+    stop: int
+    rows: slice | Tensor
+    shape_RT: tuple[int, int]
+    length: int
+    mask_R1TL: Tensor
+    pad_RT: Tensor | None
+    unpad_N: Tensor | None
+
+
+class _SlotKv:
+    """Keys and values of all slots of one layer, (S, K, L, D); grows as it must."""
+
+    def __init__(self) -> None:
+        self.keys_SKLD = torch.empty(0)
+        self.values_SKLD = torch.empty(0)
+
+    def reserve(self, like_key_NKD: Tensor, like_value_NKD: Tensor, slots: int, length: int) -> None:
+        self.keys_SKLD = _grown(self.keys_SKLD, like_key_NKD, slots, length)
+        self.values_SKLD = _grown(self.values_SKLD, like_value_NKD, slots, length)
+
+
+def _grown(old: Tensor, like_NKD: Tensor, slots: int, length: int) -> Tensor:
+    if old.dim() == 4 and old.shape[0] >= slots and old.shape[2] >= length:
+        return old
+    # zeros, not empty: a masked key's probability is 0, and 0 times a stray NaN would still be NaN
+    new = torch.zeros(slots, like_NKD.shape[1], length, like_NKD.shape[2], dtype=like_NKD.dtype, device=like_NKD.device)
+    if old.dim() == 4:
+        new[: old.shape[0], :, : old.shape[2]] = old
+    return new
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What attention must know about a step; handed through the model's keyword arguments."""
+
+    layers: list[_SlotKv]
+    slots_N: Tensor
+    positions_N: Tensor
+    blocks: list[_Block]
+    capacity: tuple[int, int]
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    plan: _Plan,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: (1, H, N, D) in, (1, N, H, D) out."""
+    if sliding_window is not None or softcap is not None or s_aux is not None:
+        raise EngineError("engine=local has plain causal attention only; use engine=vllm for this model")
+    layer_index: Any = module.layer_idx
+    layer = plan.layers[layer_index]
+    query_NHD, key_NKD, value_NKD = (x[0].transpose(0, 1) for x in (query, key, value))
+    layer.reserve(key_NKD, value_NKD, *plan.capacity)
+    layer.keys_SKLD[plan.slots_N, :, plan.positions_N] = key_NKD
+    layer.values_SKLD[plan.slots_N, :, plan.positions_N] = value_NKD
+    outputs = [_attend_block(block, layer, query_NHD, scaling) for block in plan.blocks]
+    out_NHD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return out_NHD[None], None
+
+
+def _attend_block(block: _Block, layer: _SlotKv, query_NHD: Tensor, scaling: float | None) -> Tensor:
+    heads, size = query_NHD.shape[1:]
+    own_THD = query_NHD[block.first : block.stop] if block.pad_RT is None else query_NHD.index_select(0, block.pad_RT)
+    query_RHTD = own_THD.reshape(*block.shape_RT, heads, size).transpose(1, 2)
+    keys_RKLD = layer.keys_SKLD[:, :, : block.length]
+    values_RKLD = layer.values_SKLD[:, :, : block.length]
+    if isinstance(block.rows, slice):
+        keys_RKLD, values_RKLD = keys_RKLD[block.rows], values_RKLD[block.rows]
+    else:
+        keys_RKLD, values_RKLD = keys_RKLD.index_select(0, block.rows), values_RKLD.index_select(0, block.rows)
+    out_RHTD = scaled_dot_product_attention(
+        query_RHTD, keys_RKLD, values_RKLD, attn_mask=block.mask_R1TL, scale=scaling, enable_gqa=True
+    )
+    out_THD = out_RHTD.transpose(1, 2).reshape(-1, heads, values_RKLD.shape[-1])
+    return out_THD if block.unpad_N is None else out_THD.index_select(0, block.unpad_N)
+
+
+class PackedModel:
+    """Loads a Hugging Face folder; computes steps; takes new weights in place."""
+
+    def __init__(self, folder: Path, *, dtype: torch.dtype, device: torch.device, max_slots: int) -> None:
+        """Load the weights.
+
+        Raises:
+            ConfigError: the model needs attention that this engine does not have.
+        """
+        self._model = _load(folder, dtype, device)
+        self._device = device
+        self._dtype = dtype
+        self._max_slots = max_slots
+        config = self._model.config
+        self.vocab_size: int = config.vocab_size
+        self.max_positions: int = config.max_position_embeddings
+        self._layers = [_SlotKv() for _ in range(config.num_hidden_layers)]
+        self._sampler = Sampler(self.vocab_size, device)
+        self._capacity = (0, 0)
+
+    def step(self, rows: Sequence[StepRow]) -> list[tuple[int, float]]:
+        """Compute all rows' tokens; one (token, logprob) for each row with `sample`, in the order of `rows`."""
+        with torch.inference_mode():
+            blocks = _blocks(rows)
+            order = [row for block in blocks for row in block]
+            sampled = [(index, row) for index, row in enumerate(order) if row.sample]
+            ends = np.cumsum([len(row.token_ids) for row in order]) - 1
+            logits_RV = self._forward(blocks, self._tensor(ends[[index for index, _ in sampled]]))
+            if not sampled:
+                return []
+            tokens, logprobs = self._sample(logits_RV, [row for _, row in sampled])
+        drawn = {row.slot: pair for (_, row), pair in zip(sampled, zip(tokens, logprobs, strict=True), strict=True)}
+        return [drawn[row.slot] for row in rows if row.sample]
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy new weights in; all or nothing.
+
+        Raises:
+            EngineError: a name is unknown or missing (tied names may be), or a shape differs.
+        """
+        own = dict(self._model.named_parameters(remove_duplicate=False))
+        unknown = sorted(weights.keys() - own.keys())
+        given = {id(own[name]) for name in weights if name in own}
+        missing = sorted(name for name, parameter in own.items() if id(parameter) not in given)
+        misshapen = sorted(name for name in weights.keys() & own.keys() if weights[name].shape != own[name].shape)
+        if unknown or missing or misshapen:
+            raise EngineError(
+                f"these weights are not of the engine's model: unknown {unknown[:3]}, missing {missing[:3]}, "
+                f"of another shape {misshapen[:3]}; nothing was changed"
+            )
+        with torch.no_grad():
+            for name, tensor in weights.items():
+                own[name].copy_(tensor)
+
+    def _forward(self, blocks: Sequence[Sequence[StepRow]], ends_R: Tensor) -> Tensor:
+        order = [row for block in blocks for row in block]
+        tokens_N = self._tensor(np.concatenate([np.asarray(row.token_ids, dtype=np.int64) for row in order]))
+        positions = np.concatenate([np.arange(row.start, row.stop) for row in order])
+        plan = _Plan(
+            self._layers,
+            self._tensor(np.repeat([row.slot for row in order], [len(row.token_ids) for row in order])),
+            self._tensor(positions),
+            self._block_plans(blocks),
+            self._reserve(order),
+        )
+        logits: Tensor = self._model(
+            input_ids=tokens_N[None],
+            position_ids=plan.positions_N[None],
+            use_cache=False,
+            logits_to_keep=ends_R,
+            plan=plan,
+        ).logits
+        return logits[0]
+
+    def _block_plans(self, blocks: Sequence[Sequence[StepRow]]) -> list[_Block]:
+        plans = []
+        first = 0
+        for rows in blocks:
+            plans.append(self._block_plan(rows, first))
+            first = plans[-1].stop
+        return plans
+
+    def _block_plan(self, rows: Sequence[StepRow], first: int) -> _Block:
+        counts = np.asarray([len(row.token_ids) for row in rows])
+        width, length = int(counts.max()), max(row.stop for row in rows)
+        starts = np.asarray([row.start for row in rows])
+        positions_RT = self._tensor(starts[:, None] + np.arange(width))
+        hidden_RTL = torch.arange(length, device=self._device) > positions_RT[..., None]
+        mask_R1TL = torch.zeros(hidden_RTL.shape, dtype=self._dtype, device=self._device)
+        mask_R1TL = mask_R1TL.masked_fill_(hidden_RTL, float("-inf"))[:, None]
+        slots = np.asarray([row.slot for row in rows])
+        neighbours = slots[-1] - slots[0] == len(rows) - 1 and bool((np.diff(slots) == 1).all())
+        pad_RT, unpad_N = None, None
+        if (counts != width).any():
+            offsets = np.arange(width)
+            row_firsts = first + np.cumsum(counts) - counts
+            pad_RT = self._tensor((row_firsts[:, None] + np.minimum(offsets, counts[:, None] - 1)).reshape(-1))
+            unpad_N = self._tensor(np.flatnonzero(offsets < counts[:, None]))
+        return _Block(
+            first,
+            first + int(counts.sum()),
+            slice(int(slots[0]), int(slots[-1]) + 1) if neighbours else self._tensor(slots),
+            (len(rows), width),
+            length,
+            mask_R1TL,
+            pad_RT,
+            unpad_N,
+        )
+
+    def _reserve(self, rows: Sequence[StepRow]) -> tuple[int, int]:
+        """Slots and length that the cache must have; both double, so that growing is rare."""
+        slots, length = self._capacity
+        while slots < max(row.slot for row in rows) + 1:
+            slots = min(max(2 * slots, 8), self._max_slots)
+        while length < max(row.stop for row in rows):
+            length = max(2 * length, 256)
+        self._capacity = (slots, length)
+        return self._capacity
+
+    def _sample(self, logits_RV: Tensor, rows: Sequence[StepRow]) -> tuple[list[int], list[float]]:
+        keys_R = None
+        if any(row.temperature > 0 for row in rows):
+            seeds = np.asarray([row.seed & (2**64 - 1) for row in rows], dtype=np.uint64)
+            keys_R = self._tensor(noise_keys(seeds, np.asarray([row.position for row in rows], dtype=np.uint64)))
+        temperature_R = torch.tensor([row.temperature for row in rows], dtype=torch.float32, device=self._device)
+        tokens_R, logprobs_R = self._sampler.sample(logits_RV, temperature_R, keys_R)
+        return tokens_R.tolist(), logprobs_R.tolist()
+
+    def _tensor(self, array: np.ndarray[Any, Any]) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+
+def _blocks(rows: Sequence[StepRow]) -> list[list[StepRow]]:
+    """Rows by powers of two of their new and their cached tokens, so that padding at most doubles attention's work.
+
+    Attention over few tokens costs less than another block does; hence the floors.
+    """
+    blocks: dict[tuple[int, int], list[StepRow]] = {}
+    for row in sorted(rows, key=lambda row: row.slot):
+        count = len(row.token_ids)
+        new = 0 if count == 1 else max(4, (count - 1).bit_length())
+        blocks.setdefault((new, max(8, (row.stop - 1).bit_length())), []).append(row)
+    return [blocks[key] for key in sorted(blocks)]
+
+
+def _load(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder)
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        raise ConfigError(f"engine=local has full attention only, the model in {folder} has {sorted(kinds)}; use vllm")
+    AttentionInterface.register(_ATTENTION, _attend)
+    with _no_progress_bars():
+        model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, attn_implementation=_ATTENTION)
+    return model.to(device).eval()
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    from transformers.utils import logging
+
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()
+
+
+__all__ = ["PackedModel", "StepRow"]
