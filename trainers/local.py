@@ -261,7 +261,7 @@ class _Tally:
         self.loss = share + self.loss
         self.gap_max = torch.clamp(gap_N.max(), min=self.gap_max)
         for name, values_N in {**metrics, "logprob_gap_mean": gap_N}.items():
-            self.sums[name] = values_N.sum() + self.sums.get(name, 0.0)
+            self.sums[name] = values_N.detach().sum() + self.sums.get(name, 0.0)
 
     def means(self, loss_tokens: int) -> dict[str, float]:
         """Each metric per loss token."""

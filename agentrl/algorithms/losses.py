@@ -3,6 +3,8 @@
 Dimension suffix: N loss tokens of a micro-batch, flattened.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -38,7 +40,8 @@ def policy_gradient(
     if dual_clip is not None:
         surrogate_N = torch.where(gain_N < 0, torch.maximum(surrogate_N, dual_clip * gain_N), surrogate_N)
     weight_N = (tokens.old_logprobs_N - tokens.rollout_logprobs_N).exp().detach()
-    used_N = torch.ones_like(weight_N) if importance_cap is None else weight_N.clamp(max=importance_cap)
+    cap = math.inf if importance_cap is None else importance_cap
+    used_N = torch.ones_like(weight_N) if importance_cap is None else weight_N.clamp(max=cap)
     ratio_N, log_ratio_N = ratio_N.detach(), log_ratio_N.detach()
     return LossOutput(
         loss_N=-used_N * surrogate_N,
@@ -47,7 +50,7 @@ def policy_gradient(
             "clipped_high": ((ratio_N > 1 + clip_high) & (gain_N > 0)).float(),
             "ratio": ratio_N,
             "importance_weight": weight_N,
-            "importance_truncated": (weight_N > used_N).float(),
+            "importance_truncated": (weight_N > cap).float(),
             "entropy": -logprobs_N.detach(),
             "kl": ratio_N - 1 - log_ratio_N,
         },

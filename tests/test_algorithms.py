@@ -1,0 +1,246 @@
+"""Advantages and losses against numbers worked out by hand, against autograd of the plain formula, and invariances."""
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from agentrl.algorithms.advantages import group_mean, group_std, leave_one_out
+from agentrl.algorithms.grpo import Grpo
+from agentrl.algorithms.losses import cross_entropy, policy_gradient
+from agentrl.algorithms.sft import Sft
+from agentrl.batch import TrainBatch, TrainingSample, collate
+from agentrl.protocols import LossTokens
+from agentrl.trajectory import Group, Score, Task, Terminated, Trajectory
+
+ALL = [group_std, group_mean, leave_one_out]
+Advantage = Callable[[Sequence[float]], list[float]]
+rewards = st.lists(st.floats(-100, 100), min_size=1, max_size=16)
+
+
+def group_of(scores: Sequence[Score]) -> Group:
+    task = Task("env", 0)
+    return Group(task, tuple(Trajectory(f"t{i}", task, (), Terminated()) for i in range(len(scores))), tuple(scores))
+
+
+def batch_of(loss_tokens: int) -> TrainBatch:
+    n = loss_tokens
+    sample = TrainingSample(
+        (1,) * (n + 1), (0,) + (1,) * n, (0.0,) * (n + 1), (0.0,) * (n + 1), (0,) * (n + 1), (0,) * (n + 1)
+    )
+    return collate([sample], row_tokens=64)
+
+
+def tokens_of(old: list[float], rollout: list[float], advantages: list[float]) -> LossTokens:
+    return LossTokens(
+        torch.tensor(old, dtype=torch.float64),
+        torch.tensor(rollout, dtype=torch.float64),
+        torch.tensor(advantages, dtype=torch.float64),
+        torch.ones(len(old), dtype=torch.int64),
+    )
+
+
+def test_advantages_of_two_wins_in_four_by_hand() -> None:
+    assert group_std([1, 0, 0, 1]) == pytest.approx([1, -1, -1, 1], abs=1e-5)
+    assert group_mean([1, 0, 0, 1]) == [0.5, -0.5, -0.5, 0.5]
+    assert leave_one_out([1, 0, 0, 1]) == pytest.approx([2 / 3, -2 / 3, -2 / 3, 2 / 3])
+
+
+def test_advantages_of_one_win_in_four_by_hand() -> None:
+    assert group_std([4, 0, 0, 0]) == pytest.approx([math.sqrt(3), *[-1 / math.sqrt(3)] * 3], abs=1e-5)
+    assert group_mean([4, 0, 0, 0]) == [3, -1, -1, -1]
+    assert leave_one_out([4, 0, 0, 0]) == pytest.approx([4, -4 / 3, -4 / 3, -4 / 3])
+
+
+@pytest.mark.parametrize("advantage", ALL)
+@given(reward=st.floats(-1e6, 1e6), size=st.integers(0, 12))
+def test_equal_rewards_give_exact_zeros(advantage: Advantage, reward: float, size: int) -> None:
+    assert advantage([reward] * size) == [0.0] * size
+
+
+def test_rewards_that_differ_by_rounding_alone_give_no_signal() -> None:
+    assert max(map(abs, group_std([0.1 + 0.2, 0.3, 0.3, 0.1 + 0.2]))) < 1e-9
+
+
+@pytest.mark.parametrize("advantage", ALL)
+@given(rewards=rewards, shift=st.integers(-50, 50))
+def test_advantages_ignore_a_shift_and_sum_to_zero(advantage: Advantage, rewards: list[float], shift: int) -> None:
+    base = advantage(rewards)
+    assume(max(rewards) - min(rewards) > 1e-3 or len(set(rewards)) == 1)
+    assert advantage([r + shift for r in rewards]) == pytest.approx(base, abs=1e-5, rel=1e-6)
+    assert sum(base) == pytest.approx(0, abs=1e-5)
+
+
+@pytest.mark.parametrize("advantage", ALL)
+@given(rewards=rewards, seed=st.integers(0, 99))
+def test_advantages_move_with_their_members(advantage: Advantage, rewards: list[float], seed: int) -> None:
+    order = list(range(len(rewards)))
+    random.Random(seed).shuffle(order)
+    base = advantage(rewards)
+    assert advantage([rewards[i] for i in order]) == pytest.approx([base[i] for i in order], rel=1e-9, abs=1e-9)
+
+
+@given(rewards=st.lists(st.floats(-100, 100), min_size=2, max_size=8, unique=True))
+def test_leave_one_out_is_the_mean_difference_rescaled(rewards: list[float]) -> None:
+    scale = len(rewards) / (len(rewards) - 1)
+    assert leave_one_out(rewards) == pytest.approx([a * scale for a in group_mean(rewards)], abs=1e-9)
+
+
+@given(rewards=st.lists(st.integers(-5, 5).map(float), min_size=2, max_size=8), scale=st.floats(0.1, 100))
+def test_group_std_ignores_the_scale_of_rewards(rewards: list[float], scale: float) -> None:
+    assert group_std([r * scale for r in rewards]) == pytest.approx(group_std(rewards), abs=1e-4)
+
+
+@pytest.mark.parametrize("advantage", ALL)
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+def test_a_reward_that_is_no_number_has_no_advantage(advantage: Advantage, wrong: float) -> None:
+    with pytest.raises(ValueError, match="member 1 of the group"):
+        advantage([1.0, wrong, 0.0])
+
+
+@pytest.mark.parametrize("name", ["group_std", "group_mean", "leave_one_out"])
+def test_a_failed_score_has_no_advantage(name: str) -> None:
+    algorithm = Grpo(Grpo.Config.model_validate({"advantage": name}))
+    with pytest.raises(ValueError, match=r"'t1' has no score .*judge fell asleep"):
+        algorithm.advantages(group_of([Score(1.0), Score.failed("judge fell asleep"), Score(0.0)]))
+    assert algorithm.advantages(group_of([Score(1.0), Score(1.0)])) == [0.0, 0.0]
+
+
+CLIP = {"clip_low": 0.2, "clip_high": 0.28}
+
+
+def test_the_policy_gradient_by_hand() -> None:
+    log = math.log
+    # ratio:              1       1.5 high   0.5 low    1.5, A<0   0.5, A>0    4, A<0
+    logprobs = torch.tensor([-1.0, log(1.5), log(0.5), log(1.5), log(0.5), log(4.0)], dtype=torch.float64)
+    old = [-1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    advantages = [2.0, 2.0, -2.0, -2.0, 2.0, -1.0]
+    output = policy_gradient(logprobs, tokens_of(old, old, advantages), **CLIP)
+    assert output.loss_N.tolist() == pytest.approx([-2.0, -2.56, 1.6, 3.0, -1.0, 4.0])
+    assert output.metrics["clipped_high"].tolist() == [0, 1, 0, 0, 0, 0]
+    assert output.metrics["clipped_low"].tolist() == [0, 0, 1, 0, 0, 0]
+    assert output.metrics["ratio"].tolist() == pytest.approx([1, 1.5, 0.5, 1.5, 0.5, 4])
+    assert output.metrics["entropy"].tolist() == pytest.approx((-logprobs).tolist())
+    assert output.metrics["kl"].tolist()[:2] == pytest.approx([0.0, 0.5 - log(1.5)])
+    dual = policy_gradient(logprobs, tokens_of(old, old, advantages), **CLIP, dual_clip=3.0)
+    assert dual.loss_N.tolist() == pytest.approx([-2.0, -2.56, 1.6, 3.0, -1.0, 3.0])
+
+
+def test_the_importance_weight_is_truncated_and_carries_no_gradient() -> None:
+    log = math.log
+    logprobs = torch.tensor([0.0, 0.0, 0.0], dtype=torch.float64, requires_grad=True)
+    tokens = tokens_of([0.0, 0.0, 0.0], [log(0.5), log(0.2), log(2.0)], [1.0, 1.0, 1.0])
+    output = policy_gradient(logprobs, tokens, **CLIP, importance_cap=3.0)
+    assert output.metrics["importance_weight"].tolist() == pytest.approx([2.0, 5.0, 0.5])
+    assert output.metrics["importance_truncated"].tolist() == [0, 1, 0]
+    assert output.loss_N.tolist() == pytest.approx([-2.0, -3.0, -0.5])
+    (gradient,) = torch.autograd.grad(output.loss_N.sum(), logprobs)
+    assert gradient.tolist() == pytest.approx([-2.0, -3.0, -0.5])
+    uncorrected = policy_gradient(logprobs, tokens, **CLIP)
+    assert uncorrected.loss_N.tolist() == pytest.approx([-1.0, -1.0, -1.0])
+    assert uncorrected.metrics["importance_truncated"].tolist() == [0, 0, 0]
+
+
+def naive(new: torch.Tensor, old: float, rollout: float, advantage: float) -> torch.Tensor:
+    """The papers' formula for one token, with the cases written out: clips 0.8 and 1.28, dual clip 3, cap 2."""
+    ratio = torch.exp(new - old)
+    weight = min(math.exp(old - rollout), 2.0)
+    if advantage >= 0:
+        value = advantage * (ratio if ratio < 1.28 else torch.tensor(1.28))
+    else:
+        value = advantage * (ratio if ratio > 0.8 else torch.tensor(0.8))
+        value = value if value > 3.0 * advantage else torch.tensor(3.0 * advantage)
+    return -weight * value
+
+
+@given(
+    st.lists(st.tuples(st.floats(-3, 0), st.floats(-3, 0), st.floats(-3, 0), st.floats(-2, 2)), min_size=1, max_size=8)
+)
+def test_gradients_are_those_of_the_formula_written_out(rows: list[tuple[float, float, float, float]]) -> None:
+    new, old, rollout, advantages = (list(column) for column in zip(*rows, strict=True))
+    ratios = [math.exp(a - b) for a, b in zip(new, old, strict=True)]
+    assume(all(min(abs(r - 1.28), abs(r - 0.8), abs(r - 3.0)) > 1e-6 for r in ratios))
+    logprobs = torch.tensor(new, dtype=torch.float64, requires_grad=True)
+    output = policy_gradient(logprobs, tokens_of(old, rollout, advantages), **CLIP, dual_clip=3.0, importance_cap=2.0)
+    (gradient,) = torch.autograd.grad(output.loss_N.sum(), logprobs)
+    plain = torch.tensor(new, dtype=torch.float64, requires_grad=True)
+    losses = [naive(plain[i], old[i], rollout[i], advantages[i]) for i in range(len(new))]
+    total = torch.stack(losses).sum() + 0.0 * plain.sum()
+    (expected,) = torch.autograd.grad(total, plain)
+    assert output.loss_N.tolist() == pytest.approx([loss.item() for loss in losses], rel=1e-6)
+    assert gradient.tolist() == pytest.approx(expected.tolist(), rel=1e-6)
+    assert not any(metric.requires_grad for metric in output.metrics.values())
+
+
+@given(st.lists(st.tuples(st.floats(-3, 0), st.floats(-2, 2)), min_size=1, max_size=8))
+def test_on_policy_the_gradient_is_reinforce(rows: list[tuple[float, float]]) -> None:
+    old, advantages = (list(column) for column in zip(*rows, strict=True))
+    logprobs = torch.tensor(old, dtype=torch.float64, requires_grad=True)
+    output = policy_gradient(logprobs, tokens_of(old, old, advantages), **CLIP, importance_cap=2.0)
+    (gradient,) = torch.autograd.grad(output.loss_N.sum(), logprobs)
+    assert gradient.tolist() == pytest.approx([-a for a in advantages])
+
+
+@given(st.lists(st.tuples(*[st.floats(-3, 0)] * 3, st.floats(-2, 2)), min_size=2, max_size=8), st.integers(0, 99))
+def test_a_tokens_loss_depends_on_that_token_alone(rows: list[tuple[float, ...]], seed: int) -> None:
+    def losses(listed: list[tuple[float, ...]]) -> list[float]:
+        new, old, rollout, advantages = (list(column) for column in zip(*listed, strict=True))
+        return Grpo().loss(torch.tensor(new, dtype=torch.float64), tokens_of(old, rollout, advantages)).loss_N.tolist()
+
+    order = list(range(len(rows)))
+    random.Random(seed).shuffle(order)
+    base = losses(rows)
+    assert losses([rows[i] for i in order]) == [base[i] for i in order]
+
+
+def test_cross_entropy_is_the_weighted_negative_logprob() -> None:
+    output = cross_entropy(torch.tensor([-1.0, -2.0]), tokens_of([0, 0], [0, 0], [1.0, 0.5]))
+    assert output.loss_N.tolist() == [1.0, 1.0]
+    assert output.metrics["nll"].tolist() == [1.0, 2.0]
+
+
+def test_normalizers_are_the_loss_tokens_or_the_constant() -> None:
+    assert Grpo().normalizer(batch_of(7)) == 7.0
+    assert Grpo(Grpo.Config(normalizer=512)).normalizer(batch_of(7)) == 512.0
+    assert Sft().normalizer(batch_of(7)) == 7.0
+
+
+def test_sft_imitates_every_trajectory() -> None:
+    assert Sft().advantages(group_of([Score(0.0), Score(1.0)])) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"advantage": "median"},
+        {"normalizer": 0},
+        {"normalizer": "rows"},
+        {"dual_clip": 0.5},
+        {"clip": 0.2},
+        {"clip_low": 2},
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        Grpo.Config.model_validate(wrong)
+
+
+def test_grpo_passes_its_settings_to_the_loss() -> None:
+    logprobs = torch.tensor([math.log(4.0)], dtype=torch.float64)
+    tokens = tokens_of([0.0], [-math.log(8.0)], [-1.0])
+    for settings, expected in [
+        (Grpo.Config(), 8.0),
+        (Grpo.Config(importance_cap=None), 4.0),
+        (Grpo.Config(importance_cap=4.0, dual_clip=3.0), 12.0),
+    ]:
+        assert Grpo(settings).loss(logprobs, tokens).loss_N.item() == pytest.approx(expected)
+    gain = replace(tokens, advantages_N=-tokens.advantages_N)
+    assert Grpo(Grpo.Config(clip_high=1.0)).loss(logprobs, gain).loss_N.item() == pytest.approx(-4.0)
+    lower = Grpo(Grpo.Config(clip_low=0.5)).loss(-logprobs, tokens).loss_N.item()
+    assert lower == pytest.approx(2.0 * 0.5)
