@@ -133,7 +133,7 @@ def find_tool(specs: Sequence[ToolSpec], name: str) -> ToolSpec:
     if name in by_name:
         return by_name[name]
     near = difflib.get_close_matches(name[:64], by_name, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = f"; did you mean {near[0]!r}?" if near else "."
     raise ToolError(f"there is no tool {name[:64]!r}{hint} Tools: {', '.join(by_name)}")
 
 
@@ -141,7 +141,8 @@ def parse_tool_calls(text: str) -> ParsedReply:
     """Read a model's message.
 
     Calls stand in `<tool_call>` tags; without any tag, JSON objects with "name" and "arguments" (or "parameters")
-    count, bare, fenced, or in a list. `arguments` may be JSON inside a string. Raises nothing, whatever the text is.
+    count, bare, fenced, or in a list. `arguments` may be JSON inside a string. Raises nothing, whatever the text is;
+    after eight malformed calls the rest is not read.
     """
     prose: list[str] = []
     calls: list[ToolCall] = []
@@ -152,6 +153,8 @@ def parse_tool_calls(text: str) -> ParsedReply:
                 calls.append(piece)
             case _Malformed():
                 errors.append(piece.why)
+                if len(errors) == _MAX_ERRORS:
+                    break
             case str():
                 prose.append(piece)
     return ParsedReply(_EMPTY_FENCE.sub("", "".join(prose)).strip(), tuple(calls), tuple(errors))
@@ -161,6 +164,8 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _END_OF_TAG = re.compile(rf"\s*(?:{_CLOSE}|(?={_OPEN})|\Z)")
 _START_OF_JSON = re.compile(r'\{\s*"|\[\s*\{\s*"')
 _START_OF_CALL = re.compile(r'(?:\[\s*)?\{\s*"name"\s*:')
+_NEXT_CALL = re.compile(rf"{_CLOSE}|(?={_OPEN})|\Z")
+_MAX_ERRORS = 8
 _EMPTY_FENCE = re.compile(r"```\w*\s*```")
 _WHITESPACE = re.compile(r"\s*")
 _ARGUMENT_KEYS = ("arguments", "parameters")
@@ -225,10 +230,8 @@ def _tagged(text: str) -> Iterator[str | ToolCall | _Malformed]:
 
 def _next_call(text: str, start: int) -> int:
     """Where reading goes on after a malformed tag: behind its end, or at the next beginning."""
-    close, begin = text.find(_CLOSE, start), text.find(_OPEN, start)
-    if close >= 0 and (begin < 0 or close < begin):
-        return close + len(_CLOSE)
-    return begin if begin >= 0 else len(text)
+    found = _NEXT_CALL.search(text, start)
+    return found.end() if found else len(text)
 
 
 def _bare(text: str) -> Iterator[str | ToolCall | _Malformed]:

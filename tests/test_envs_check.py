@@ -1,0 +1,334 @@
+"""`check_env`: each check has an environment that is broken in that one way, and only that check finds it."""
+
+import asyncio
+import os
+import random
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from agentrl.errors import ConformanceError
+from agentrl.protocols import ResetResult, StepResult
+from agentrl.testing import check_env
+
+
+class Sound:
+    """Keeps the contract: five turns, a random number as observation. The broken ones below change one thing."""
+
+    system_prompt = "Say yes."
+
+    def __init__(self) -> None:
+        self.turns = 0
+        self.rng = random.Random(0)
+
+    def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetResult:
+        self.turns = 0
+        self.rng = random.Random(seed)
+        return f"start {self.draw()}", {}
+
+    def step(self, action: str) -> StepResult:
+        self.turns += 1
+        return f"turn {self.turns}: {self.draw()}", float(action == "yes"), self.turns >= 5, False, {"success": True}
+
+    def draw(self) -> int:
+        return self.rng.randrange(100)
+
+    def close(self) -> None:
+        pass
+
+
+class Changed(Sound):
+    """A sound environment whose `step` returns something else in the third turn."""
+
+    index = 0
+    value: Any = None
+
+    def step(self, action: str) -> Any:
+        result: list[Any] = [*super().step(action)]
+        if self.turns == 3:
+            result[self.index] = self.value
+        return tuple(result)
+
+
+def changed(at: int, to: Any) -> type[Sound]:
+    return type("Broken", (Changed,), {"index": at, "value": to})
+
+
+def tool(**changes: Any) -> dict[str, Any]:
+    function = {"name": "go", "description": "", "parameters": {"type": "object", "properties": {}}, **changes}
+    return {"type": "function", "function": function}
+
+
+def with_attribute(name: str, value: Any) -> type[Sound]:
+    return type("Broken", (Sound,), {name: value})
+
+
+class NoClose:
+    def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetResult:
+        return "", {}
+
+    def step(self, action: str) -> StepResult:
+        return "", 0.0, True, False, {}
+
+
+class WrongReset(Sound):
+    def reset(self, *, seed: int, options: Mapping[str, Any]) -> Any:
+        return "start"
+
+
+class FourValues(Sound):
+    def step(self, action: str) -> Any:
+        return super().step(action)[:4]
+
+
+class RaisesLate(Sound):
+    def step(self, action: str) -> StepResult:
+        if self.turns == 3:
+            raise KeyError("the door")
+        return super().step(action)
+
+
+class NeedsArguments(Sound):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+
+
+class HangsInStep(Sound):
+    def step(self, action: str) -> StepResult:
+        if self.turns == 2:
+            threading.Event().wait(30)
+        return super().step(action)
+
+
+class HangsAsync(Sound):
+    async def step(self, action: str) -> StepResult:  # type: ignore[override]
+        if self.turns == 2:
+            await asyncio.sleep(30)
+        return super().step(action)
+
+
+class HangsInReset(Sound):
+    def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetResult:
+        threading.Event().wait(30)
+        return super().reset(seed=seed, options=options)
+
+
+class Unseeded(Sound):
+    def draw(self) -> int:
+        return int.from_bytes(os.urandom(4))
+
+
+class UsesClock(Sound):
+    def draw(self) -> int:
+        return time.monotonic_ns()
+
+
+class GlobalRandom(Sound):
+    def draw(self) -> int:
+        return random.randrange(100)
+
+
+class GlobalNumpy(Sound):
+    def draw(self) -> int:
+        return int(np.random.randint(100))
+
+
+class SeedsGlobal(Sound):
+    def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetResult:
+        random.seed(seed)
+        return super().reset(seed=seed, options=options)
+
+
+class PeeksAtGlobal(Sound):
+    """Changes no global state, and yet depends on it."""
+
+    def draw(self) -> int:
+        return hash(random.getstate())
+
+
+class KeepsTurns(Sound):
+    def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetResult:
+        self.rng = random.Random(seed)
+        return "start", {}
+
+    def step(self, action: str) -> StepResult:
+        self.turns += 1
+        return f"turn {self.turns}", 0.0, self.turns % 5 == 0, False, {}
+
+
+class SharesTurns(Sound):
+    turns_of_all: ClassVar[list[int]] = [0]
+
+    def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetResult:
+        self.turns_of_all[0] = 0
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: str) -> StepResult:
+        self.turns_of_all[0] += 1
+        return f"turn {self.turns_of_all[0]}", *super().step(action)[1:]
+
+
+class ChangesOptions(Sound):
+    def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetResult:
+        options["list"].append(1)
+        return super().reset(seed=seed, options=options)
+
+
+class ClosesOnce(Sound):
+    closed = False
+
+    def close(self) -> None:
+        if self.closed:
+            raise RuntimeError("already closed")
+        self.closed = True
+
+
+class ClosesOnlyAfterReset(Sound):
+    def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetResult:
+        self.file = seed
+        return super().reset(seed=seed, options=options)
+
+    def close(self) -> None:
+        assert self.file is not None
+
+
+class ChokesOnGarbage(Sound):
+    def step(self, action: str) -> StepResult:
+        if not re.fullmatch(r"\w{1,20}", action):
+            raise ValueError("what?")
+        return super().step(action)
+
+
+class AnswersGarbageWithNone(Sound):
+    def step(self, action: str) -> Any:
+        return super().step(action) if action.strip() else None
+
+
+BROKEN: list[tuple[str, Callable[[], Any], str]] = [
+    ("shape", NoClose, "lacks one of the methods"),
+    ("shape", WrongReset, "return (observation, info)"),
+    ("shape", FourValues, "return (observation, reward, terminated, truncated, info)"),
+    ("shape", changed(0, b"bytes"), "return text: a str"),
+    ("shape", changed(1, "1"), "return a finite float"),
+    ("shape", changed(1, float("nan")), "return a finite float"),
+    ("shape", changed(1, True), "return a finite float"),
+    ("shape", changed(1, np.float32(1)), "return a finite float"),
+    ("shape", changed(2, np.bool_(False)), "`bool(...)`"),
+    ("shape", changed(3, 0), "`bool(...)`"),
+    ("shape", changed(4, None), "return a dict with text keys"),
+    ("shape", changed(4, {1: 2}), "return a dict with text keys"),
+    ("shape", changed(4, {"success": 1.0}), '"success"'),
+    ("attributes", with_attribute("system_prompt", None), "system_prompt is None"),
+    ("attributes", with_attribute("isolation", "process"), 'write "thread"'),
+    ("tools", with_attribute("tools", "go"), "sequence of JSON schemas"),
+    ("tools", with_attribute("tools", ["go"]), "a tool is"),
+    ("tools", with_attribute("tools", [tool(name="go there")]), "a name is"),
+    ("tools", with_attribute("tools", [tool(), tool()]), "stands a second time"),
+    ("tools", with_attribute("tools", [tool(parameters={"properties": {}})]), "a tool is"),
+    (
+        "tools",
+        with_attribute("tools", [tool(parameters={"type": "object", "properties": {}, "required": ["x"]})]),
+        '"required" names',
+    ),
+    ("tools", with_attribute("tools", [tool(default=object())]), "JSON cannot express"),
+    ("raises", RaisesLate, "step (turn 4) raised KeyError: 'the door'"),
+    ("raises", NeedsArguments, "constructor, called with no arguments, raised TypeError"),
+    ("deadline", HangsInStep, "step did not answer within 0.2 s"),
+    ("deadline", HangsAsync, "step did not answer within 0.2 s"),
+    ("deadline", HangsInReset, "reset did not answer within 0.2 s"),
+    ("determinism", Unseeded, "Take all randomness from `random.Random(seed)`"),
+    ("determinism", UsesClock, "reset gave observation"),
+    ("global_rng", GlobalRandom, "step uses the global random"),
+    ("global_rng", GlobalNumpy, "reset uses the global random or numpy.random"),
+    ("global_rng", SeedsGlobal, "reset uses the global random"),
+    ("global_rng", PeeksAtGlobal, "another global seed gives another episode"),
+    ("state", KeepsTurns, "Set everything that an episode changes in reset"),
+    ("interleaving", SharesTurns, "Keep state on the instance"),
+    ("options", ChangesOptions, "{'list': [1]}"),
+    ("close", ClosesOnce, "a second time"),
+    ("close", ClosesOnlyAfterReset, "before the first reset"),
+    ("garbage", ChokesOnGarbage, "the message '' is not answered"),
+    ("garbage", AnswersGarbageWithNone, "step returned None"),
+]
+
+
+@pytest.mark.parametrize(("check", "env", "said"), BROKEN, ids=lambda value: getattr(value, "__name__", None))
+def test_a_broken_environment_is_found_by_the_check_for_it_and_no_other(
+    check: str, env: Callable[[], Any], said: str
+) -> None:
+    with pytest.raises(ConformanceError) as error:
+        check_env(env, options={"list": []}, deadline=0.2)
+    text = str(error.value)
+    assert set(re.findall(r"^  \d+\. \[(\w+)\]", text, re.MULTILINE)) == {check}, text
+    assert said in text
+
+
+@pytest.mark.parametrize("actions", [None, ["yes", "no", "yes"], lambda env, rng: rng.choice(["yes", "no"])])
+def test_a_sound_environment_passes_with_any_kind_of_actions(actions: Any) -> None:
+    check_env(Sound, actions=actions, options={"level": 1})
+
+
+def test_an_async_environment_passes() -> None:
+    class Async(Sound):
+        async def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetResult:  # type: ignore[override]
+            self.lock = asyncio.Lock()
+            return super().reset(seed=seed, options=options)
+
+        async def step(self, action: str) -> StepResult:  # type: ignore[override]
+            async with self.lock:
+                await asyncio.sleep(0)
+                return super().step(action)
+
+        async def close(self) -> None:  # type: ignore[override]
+            await asyncio.sleep(0)
+
+    check_env(Async)
+    asyncio.run(asyncio.to_thread(check_env, Async))
+
+
+def test_everything_wrong_is_listed_at_once() -> None:
+    class Many(ClosesOnce, ChokesOnGarbage, ChangesOptions):
+        isolation = "process"
+
+    with pytest.raises(ConformanceError) as error:
+        check_env(Many, options={"list": []})
+    assert "Many breaks the contract" in str(error.value)
+    assert set(re.findall(r"\[(\w+)\]", str(error.value))) >= {"attributes", "close", "garbage", "options"}
+
+
+def test_a_hang_costs_its_deadline_and_no_more() -> None:
+    started = time.monotonic()
+    with pytest.raises(ConformanceError, match="The checks after this one were not run"):
+        check_env(HangsInStep, deadline=0.2)
+    assert time.monotonic() - started < 5
+
+
+def test_the_global_generators_are_left_as_they_were() -> None:
+    random.seed(5)
+    np.random.seed(5)
+    before = random.getstate(), np.random.get_state()[1].tobytes()
+    check_env(Sound)
+    with pytest.raises(ConformanceError):
+        check_env(GlobalNumpy)
+    with pytest.raises(ConformanceError):
+        check_env(HangsInReset, deadline=0.05)
+    assert (random.getstate(), np.random.get_state()[1].tobytes()) == before
+
+
+def test_an_instance_instead_of_a_class_is_refused() -> None:
+    with pytest.raises(ConformanceError, match="a class or a function that makes"):
+        check_env(Sound())  # type: ignore[arg-type]
+
+
+def test_the_deadline_of_an_environment_of_its_own_is_no_hang() -> None:
+    class TimesOut(Sound):
+        async def step(self, action: str) -> StepResult:  # type: ignore[override]
+            raise TimeoutError("the service")
+
+    with pytest.raises(ConformanceError, match=r"\[raises\] step \(turn 1\) raised TimeoutError: the service"):
+        check_env(TimesOut)

@@ -1,0 +1,223 @@
+"""Gymnasium environments played in text."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from agentrl.envs.gymnasium_text import GymnasiumText
+from agentrl.errors import ConfigError, EnvError
+from agentrl.testing import check_env
+
+
+class Fixture(gymnasium.Env[Any, int]):
+    """A Gymnasium environment of any spaces: action `good` ends it with reward 1, the others do nothing."""
+
+    def __init__(self, action_space: Any = None, observation_space: Any = None, good: int = 1) -> None:
+        self.action_space = action_space or spaces.Discrete(2)
+        self.observation_space = observation_space or spaces.Discrete(3)
+        self.good = good
+        self.done: list[int] = []
+        self.closed = 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.observation_space.seed(seed)
+        return self.observation_space.sample(), {}
+
+    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        assert self.action_space.contains(action)
+        self.done.append(action)
+        return (
+            self.observation_space.sample(),
+            np.float32(action == self.good),
+            np.bool_(action == self.good),
+            False,
+            {},
+        )
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.fixture(autouse=True)
+def fixture_id() -> Iterator[str]:
+    gymnasium.register("Fixture-v0", entry_point=Fixture)
+    yield "Fixture-v0"
+    del gymnasium.registry["Fixture-v0"]
+
+
+def start(env_id: str, seed: int = 0, **options: Any) -> tuple[GymnasiumText, str]:
+    env = GymnasiumText()
+    observation, _ = env.reset(seed=seed, options={"id": env_id, **options})  # type: ignore[misc]
+    return env, observation
+
+
+@pytest.mark.parametrize(
+    ("env_id", "kwargs"),
+    [
+        ("FrozenLake-v1", {"is_slippery": True}),
+        ("Taxi-v4", {}),
+        ("Blackjack-v1", {}),
+        ("CliffWalking-v1", {}),
+        ("CartPole-v1", {}),
+        ("MountainCar-v0", {}),
+        ("Acrobot-v1", {}),
+    ],
+)
+def test_gymnasium_environments_keep_the_contract(env_id: str, kwargs: dict[str, Any]) -> None:
+    check_env(GymnasiumText, options={"id": env_id, "kwargs": kwargs})
+
+
+def test_frozen_lake_is_walked_to_its_goal_by_words() -> None:
+    env, first = start("FrozenLake-v1", kwargs={"is_slippery": False})
+    assert "Actions: left, down, right, up." in first
+    assert first.endswith("[S]FFF\nFHFH\nFFFH\nHFFG")
+    for word in ("down", "Down!", "I go RIGHT", "right", "**down**"):
+        observation, reward, terminated, truncated, info = env.step(word)
+        assert (reward, terminated, truncated, info) == (0.0, False, False, {})
+    assert observation == "  (Down)\nSFFF\nFHFH\nFFFH\nHF[F]G"
+    assert env.step("right")[1:] == (1.0, True, False, {"success": True})
+    with pytest.raises(EnvError, match="call reset first"):
+        env.step("right")
+
+
+def test_the_time_limit_truncates_without_success() -> None:
+    env, _ = start("FrozenLake-v1", kwargs={"is_slippery": False, "max_episode_steps": 2})
+    env.step("left")
+    assert env.step("left")[1:] == (0.0, False, True, {"success": False})
+
+
+def test_the_taxi_says_where_everything_is() -> None:
+    _, first = start("Taxi-v4", seed=3)
+    assert "|R: |[ ]: :G|" in first
+    assert first.endswith("Taxi: row 0, column 2. Passenger: at R. Destination: Y.")
+    assert "\x1b" not in first
+    env, _ = start("Taxi-v4", seed=3)
+    for word in ("south", "south", "west", "west", "north", "north"):
+        env.step(word)
+    observation = env.step("pickup")[0]
+    assert "[R]: |" in observation
+    assert "Passenger: in the taxi." in observation
+
+
+def test_blackjack_is_told_in_words() -> None:
+    env, first = start("Blackjack-v1", seed=1)
+    assert first.endswith("Actions: stick, hit.\nYou have 20. The dealer shows 7.")
+    _, reward, terminated, _, info = env.step("Stick.")
+    assert (terminated, info) == (True, {"success": reward > 0})
+
+
+def test_the_goal_behind_the_cliff_is_a_success_though_it_pays_nothing() -> None:
+    env, first = start("CliffWalking-v1")
+    assert first.endswith("x  C  C  C  C  C  C  C  C  C  C  T")
+    assert env.step("right")[1] == -100.0
+    for word in ("up", *["right"] * 11):
+        assert env.step(word)[1:] == (-1.0, False, False, {})
+    assert env.step("down")[1:] == (-1.0, True, False, {"success": True})
+
+
+def test_a_pole_that_falls_is_no_success() -> None:
+    env, first = start("CartPole-v1")
+    assert first.endswith("[0.0137, -0.02302, -0.0459, -0.04835]")
+    info: dict[str, Any] = {}
+    while not info:
+        _, reward, terminated, _, info = env.step("left")
+    assert (reward, terminated, info) == (1.0, True, {"success": False})
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("", "names no action"),
+        ("go on", "names no action"),
+        ("leftward or upward", "names no action"),
+        ("left or right?", "names more than one action"),
+    ],
+)
+def test_a_message_without_exactly_one_action_word_costs_a_turn(message: str, said: str) -> None:
+    env, _ = start("FrozenLake-v1")
+    observation, *rest = env.step(message)
+    assert said in observation
+    assert "left, down, right, up" in observation
+    assert rest == [0.0, False, False, {}]
+
+
+def test_an_unknown_environment_is_played_by_numbers_from_its_start(fixture_id: str) -> None:
+    env, first = start(fixture_id, kwargs={"action_space": spaces.Discrete(3, start=-1), "good": -1})
+    assert "Actions: -1, 0, 1." in first
+    for message, action in (("1", 1), ("0", 0), ("I take -1.", -1)):
+        result = env.step(message)
+        assert env._env.unwrapped.done[-1] == action  # type: ignore[union-attr]
+    assert result[1:] == (1.0, True, False, {"success": True})
+    assert [type(value) for value in result[1:4]] == [float, bool, bool]
+    for message in ("0.1", "10", "-0", "1-0", "0 or 1"):
+        env.reset(seed=0, options={"id": fixture_id, "kwargs": {"action_space": spaces.Discrete(2)}})
+        assert "Answer with one of: 0, 1." in env.step(message)[0]
+
+
+def test_actions_may_be_given_words_and_the_longest_counts(fixture_id: str) -> None:
+    env, first = start(fixture_id, actions=["up", "pick up"])
+    assert "Actions: up, pick up." in first
+    env.step("UP")
+    env.step("I pick UP the key")
+    assert env._env.unwrapped.done == [0, 1]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("actions", [["up"], ["up", "Up"], ["up", " "]])
+def test_wrong_action_words_are_refused(fixture_id: str, actions: list[str]) -> None:
+    with pytest.raises(ConfigError, match="must hold 2 different words for Fixture-v0"):
+        start(fixture_id, actions=actions)
+
+
+@pytest.mark.parametrize(
+    ("space", "text"),
+    [
+        (spaces.Discrete(1, start=7), "7"),
+        (spaces.Box(0.12345678, 0.12345678, (2,), np.float64), "[0.1235, 0.1235]"),
+        (spaces.MultiDiscrete([1, 1]), "[0, 0]"),
+        (spaces.Dict({"a": spaces.Discrete(1), "b": spaces.Tuple([spaces.Discrete(1)])}), "a: 0\nb: [0]"),
+        (spaces.Text(min_length=3, max_length=3, charset="x"), "xxx"),
+    ],
+)
+def test_observations_of_any_structure_are_written_out(fixture_id: str, space: Any, text: str) -> None:
+    _, first = start(fixture_id, kwargs={"observation_space": space})
+    assert first == f"Actions: 0, 1.\n{text}"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"id": "FrozenLak-v1"}, "Did you mean 'FrozenLake-v1'"),
+        ({"id": "Taxi-v3"}, "Did you mean 'Taxi-v4'"),
+        ({"id": "no_such_package:Game-v0"}, "'no_such_package' cannot be imported"),
+        ({"id": "Pendulum-v1"}, "only discrete ones can be played by words"),
+        ({"id": "FrozenLake-v1", "kwargs": {"map_name": "5x5"}}, "cannot make 'FrozenLake-v1'"),
+        ({"id": "FrozenLake-v1", "kwargs": {"slippery": True}}, "cannot make 'FrozenLake-v1'"),
+        ({"id": "Fixture-v0", "kwargs": {"observation_space": spaces.Box(0, 255, (64, 64, 3))}}, "too long to write"),
+        ({}, "'id'"),
+        ({"id": "Taxi-v4", "kwarg": {}}, "did you mean 'kwargs'"),
+    ],
+)
+def test_what_cannot_be_played_says_the_way_out(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        GymnasiumText().reset(seed=0, options=options)
+    assert said in str(error.value)
+
+
+def test_an_environment_is_kept_for_the_same_options_and_closed_for_others(fixture_id: str) -> None:
+    env, _ = start(fixture_id)
+    made = env._env
+    assert made is not None
+    env.reset(seed=1, options={"id": fixture_id})
+    assert env._env is made
+    env.reset(seed=1, options={"id": fixture_id, "kwargs": {"good": 0}})
+    assert env._env is not made
+    assert made.unwrapped.closed == 1  # type: ignore[attr-defined]
+    env.close()
+    env.close()
+    with pytest.raises(EnvError, match="call reset first"):
+        env.step("0")
