@@ -107,8 +107,8 @@ GAMES: Mapping[str, Game] = {
 class GymnasiumText(TextEnv):
     """Gymnasium in text. A message without exactly one action word costs a turn and is answered by a list of them.
 
-    `info["success"]` stands in the last step of an episode: by the game's own rule where it is known, else whether
-    the episode terminated with a last reward above zero.
+    `info["success"]` is judged in the last step of an episode (before, it is false): by the game's own rule where it
+    is known, else whether the episode terminated with a last reward above zero.
     """
 
     system_prompt = "You play a game. Answer each turn with one of the actions listed at its start."
@@ -158,13 +158,13 @@ class GymnasiumText(TextEnv):
         if len(said) != 1:
             problem = "more than one action" if said else "no action"
             hint = f"Your message names {problem}. Answer with one of: {', '.join(self._game.actions)}."
-            return hint, 0.0, False, False, {}
+            return hint, 0.0, False, False, {"success": False}
         index = int(str(said.pop()).removeprefix("action"))
         observation, reward, terminated, truncated, _ = self._env.step(self._first_action + index)
         reward, terminated, truncated = float(reward), bool(terminated), bool(truncated)
         self._over = terminated or truncated
-        info = {"success": self._game.success(reward, terminated)} if self._over else {}
-        return _as_text(self._env, self._game, observation), reward, terminated, truncated, info
+        success = self._over and self._game.success(reward, terminated)
+        return _as_text(self._env, self._game, observation), reward, terminated, truncated, {"success": success}
 
     def close(self) -> None:
         """Close the Gymnasium environment."""

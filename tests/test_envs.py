@@ -252,7 +252,7 @@ def test_stepping_before_reset_is_an_error() -> None:
         FrozenLake().step("left")
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10_000), size=st.integers(2, 7), p=st.sampled_from([0.7, 0.8, 1.0]))
 def test_shortest_moves_solve_every_map_in_the_fewest_moves(seed: int, size: int, p: float) -> None:
     env, _ = lake(seed, size=size, p=p)

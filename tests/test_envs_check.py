@@ -238,9 +238,9 @@ BROKEN: list[tuple[str, Callable[[], Any], str]] = [
     ("tools", with_attribute("tools", [tool(default=object())]), "JSON cannot express"),
     ("raises", RaisesLate, "step (turn 4) raised KeyError: 'the door'"),
     ("raises", NeedsArguments, "constructor, called with no arguments, raised TypeError"),
-    ("deadline", HangsInStep, "step did not answer within 0.2 s"),
-    ("deadline", HangsAsync, "step did not answer within 0.2 s"),
-    ("deadline", HangsInReset, "reset did not answer within 0.2 s"),
+    ("deadline", HangsInStep, "step did not answer within 0.3 s"),
+    ("deadline", HangsAsync, "step did not answer within 0.3 s"),
+    ("deadline", HangsInReset, "reset did not answer within 0.3 s"),
     ("determinism", Unseeded, "Take all randomness from `random.Random(seed)`"),
     ("determinism", UsesClock, "reset gave observation"),
     ("global_rng", GlobalRandom, "step uses the global random"),
@@ -262,7 +262,8 @@ def test_a_broken_environment_is_found_by_the_check_for_it_and_no_other(
     check: str, env: Callable[[], Any], said: str
 ) -> None:
     with pytest.raises(ConformanceError) as error:
-        check_env(env, options={"list": []}, deadline=0.2)
+        # Short only where something hangs: these cores are shared.
+        check_env(env, options={"list": []}, deadline=0.3 if check == "deadline" else 10.0)
     text = str(error.value)
     assert set(re.findall(r"^  \d+\. \[(\w+)\]", text, re.MULTILINE)) == {check}, text
     assert said in text

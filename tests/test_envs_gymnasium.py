@@ -78,7 +78,7 @@ def test_frozen_lake_is_walked_to_its_goal_by_words() -> None:
     assert first.endswith("[S]FFF\nFHFH\nFFFH\nHFFG")
     for word in ("down", "Down!", "I go RIGHT", "right", "**down**"):
         observation, reward, terminated, truncated, info = env.step(word)
-        assert (reward, terminated, truncated, info) == (0.0, False, False, {})
+        assert (reward, terminated, truncated, info) == (0.0, False, False, {"success": False})
     assert observation == "  (Down)\nSFFF\nFHFH\nFFFH\nHF[F]G"
     assert env.step("right")[1:] == (1.0, True, False, {"success": True})
     with pytest.raises(EnvError, match="call reset first"):
@@ -116,15 +116,15 @@ def test_the_goal_behind_the_cliff_is_a_success_though_it_pays_nothing() -> None
     assert first.endswith("x  C  C  C  C  C  C  C  C  C  C  T")
     assert env.step("right")[1] == -100.0
     for word in ("up", *["right"] * 11):
-        assert env.step(word)[1:] == (-1.0, False, False, {})
+        assert env.step(word)[1:] == (-1.0, False, False, {"success": False})
     assert env.step("down")[1:] == (-1.0, True, False, {"success": True})
 
 
 def test_a_pole_that_falls_is_no_success() -> None:
     env, first = start("CartPole-v1")
     assert first.endswith("[0.0137, -0.02302, -0.0459, -0.04835]")
-    info: dict[str, Any] = {}
-    while not info:
+    terminated = False
+    while not terminated:
         _, reward, terminated, _, info = env.step("left")
     assert (reward, terminated, info) == (1.0, True, {"success": False})
 
@@ -143,7 +143,7 @@ def test_a_message_without_exactly_one_action_word_costs_a_turn(message: str, sa
     observation, *rest = env.step(message)
     assert said in observation
     assert "left, down, right, up" in observation
-    assert rest == [0.0, False, False, {}]
+    assert rest == [0.0, False, False, {"success": False}]
 
 
 def test_an_unknown_environment_is_played_by_numbers_from_its_start(fixture_id: str) -> None:

@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 
@@ -197,6 +197,7 @@ def test_a_method_that_cannot_be_a_tool_is_an_error_with_a_way_out() -> None:
         tools_of(NoJson)
 
 
+@settings(deadline=None)
 @given(name=st.text(), arguments=json_objects, before=st.text(alphabet="ab \n"), after=st.text(alphabet="ab \n"))
 def test_what_is_rendered_is_read_back(name: str, arguments: dict[str, Any], before: str, after: str) -> None:
     call = ToolCall(name, arguments)
@@ -206,6 +207,7 @@ def test_what_is_rendered_is_read_back(name: str, arguments: dict[str, Any], bef
     assert reply.text == (before + after).strip()
 
 
+@settings(deadline=None)
 @given(arguments=json_objects, key=st.sampled_from(["arguments", "parameters"]), fenced=st.booleans())
 def test_bare_and_fenced_json_is_read_back(arguments: dict[str, Any], key: str, fenced: bool) -> None:
     body = json.dumps({"name": "f", key: arguments}, indent=1)
@@ -216,6 +218,7 @@ def test_bare_and_fenced_json_is_read_back(arguments: dict[str, Any], key: str, 
         assert (reply.text, reply.errors) == ("so:", ())
 
 
+@settings(deadline=None)
 @given(st.text() | tricky)
 def test_any_text_at_all_is_read_without_an_exception(text: str) -> None:
     reply = parse_tool_calls(text)
