@@ -4,9 +4,10 @@ Each plug-in class that takes settings has a nested pydantic `Config` (strict), 
 before anything starts. Dimension suffixes: N loss tokens of a micro-batch, flattened; G members of a group.
 """
 
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict
@@ -56,6 +57,10 @@ class Env(Protocol):
     def close(self) -> None | Awaitable[None]:
         """Give back what the environment holds. May be called at any time, more than once."""
         ...
+
+
+ScriptedPlayer = Callable[[Env, Random], str | Awaitable[str]]
+"""Looks at a live environment and says what it would do: the player of demonstrations."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,20 +22,17 @@ import inspect
 import json
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import ValidationError
 
 from agentrl.errors import ConfigError, EnvError
-from agentrl.protocols import Env, ResetResult, Settings, StepResult
+from agentrl.protocols import ResetResult, Settings, StepResult
 from agentrl.rollout.tools import ToolCall, ToolError, ToolSpec, find_tool, parse_tool_calls, tools_of
 
-__all__ = ["Player", "TextEnv", "ToolEnv", "ToolError", "ToolResult", "read_options"]
-
-Player = Callable[[Env, random.Random], str]
-"""A scripted player: given a live episode and a source of randomness, the next message. Used for warm starts."""
+__all__ = ["TextEnv", "ToolEnv", "ToolError", "ToolResult", "read_options"]
 
 _Options = TypeVar("_Options", bound=Settings)
 

@@ -96,7 +96,7 @@ class FrozenLake(TextEnv):
 
 
 def weak_player(env: Env, rng: random.Random, skill: float = 0.3) -> str:
-    """With probability `skill` a first word of a shortest way, else any legal word. A `Player` for warm starts.
+    """With probability `skill` a first word of a shortest way, else any legal word. A `ScriptedPlayer` for warm starts.
 
     Raises:
         TypeError: `env` is not a `FrozenLake`.

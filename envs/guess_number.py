@@ -61,7 +61,7 @@ class GuessNumber(TextEnv):
 
 
 def weak_player(env: Env, rng: random.Random, skill: float = 0.3) -> str:
-    """With probability `skill` halve what is left, else guess anything. A `Player` for warm starts.
+    """With probability `skill` halve what is left, else guess anything. A `ScriptedPlayer` for warm starts.
 
     Raises:
         TypeError: `env` is not a `GuessNumber`.

@@ -6,6 +6,8 @@ import pytest
 
 from agentrl.tiny_model import create_tiny_model
 
+pytest_plugins = ["agentrl.testing.fixtures"]
+
 
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -1,7 +1,7 @@
 """`Flow`: structured concurrency. Every task has an owner, and no task outlives it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from typing import Any, Self, TypeVar
 
@@ -15,7 +15,7 @@ class Flow:
     """An owner of tasks and of the channels between them.
 
     Leaving the block waits for every task. When one fails, its siblings and the block are cancelled, and the failure
-    itself surfaces with its own frames, not wrapped in a group (unless several failed at once).
+    itself surfaces with its own frames, not wrapped in a group (unless different ones came at once).
 
         async with Flow("rollouts") as flow:
             groups = flow.channel("groups", capacity=8)
@@ -68,13 +68,18 @@ class Flow:
 
 
 def _sole(group: BaseExceptionGroup[BaseException]) -> BaseException | None:
-    """The one exception in a group of one, however deep."""
-    while len(group.exceptions) == 1:
-        inner = group.exceptions[0]
-        if not isinstance(inner, BaseExceptionGroup):
-            return inner
-        group = inner
-    return None
+    """The one error in a group, however deep; a hundred tasks that met the same one have one error."""
+    leaves = list(_leaves(group))
+    different = {(type(leaf), str(leaf)) for leaf in leaves}
+    return leaves[0] if len(different) == 1 else None
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error
 
 
 @asynccontextmanager

@@ -4,7 +4,6 @@ import inspect
 import os
 import random
 import shutil
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from agentrl.algorithms.sft import Sft
 from agentrl.batch import collate, to_samples
 from agentrl.config import DemonstrationsConfig, RunConfig
 from agentrl.errors import ConfigError, EnvError
-from agentrl.protocols import Env, Prompt
+from agentrl.protocols import Prompt, ScriptedPlayer
 from agentrl.recipes.evaluate import play_all
 from agentrl.recipes.workers import base_model, env_host, make_trainer, tasks_of
 from agentrl.rollout.env_host import LiveEnv
@@ -22,9 +21,6 @@ from agentrl.rollout.renderer import TemplateRenderer
 from agentrl.rollout.seeds import derive_seed
 from agentrl.run import Run
 from agentrl.trajectory import Completion, Trajectory
-
-ScriptedPlayer = Callable[[Env, random.Random], str | Awaitable[str]]
-"""Looks at a live environment and answers what it would do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +50,7 @@ async def sft(run: Run) -> None:
 
 async def starting_model(run: Run) -> Path:
     """The folder of the model that reinforcement learning starts from: the configured one, after its demonstrations."""
-    base = base_model(run)
+    base = await base_model(run)
     if run.config.demonstrations is None:
         return base
     final = run.folder / "demonstrations"

@@ -1,5 +1,6 @@
 """What a recipe works with: engine, trainer, environments and reward of a run, started and stopped together."""
 
+import json
 import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -129,8 +130,10 @@ def env_factory(name: str) -> Callable[[], Env]:
     return partial(plugins.load("envs", name))
 
 
-def base_model(run: Run) -> Path:
+async def base_model(run: Run) -> Path:
     """The folder of the model to start from, which is made first where the config names a size and not a folder.
+
+    One that is made learns its tokenizer from what the environment says, so that its words are single tokens.
 
     Raises:
         ConfigError: there is no such folder.
@@ -147,9 +150,23 @@ def base_model(run: Run) -> Path:
     if not folder.exists():
         unfinished = run.folder / ".unfinished-model"
         shutil.rmtree(unfinished, ignore_errors=True)
-        create_tiny_model(unfinished, size=SIZES[name], seed=run.config.seed)
+        corpus = await opening_texts(run.config)
+        create_tiny_model(unfinished, corpus=corpus, size=SIZES[name], seed=run.config.seed)
         unfinished.rename(folder)
     return folder
+
+
+async def opening_texts(config: RunConfig, episodes: int = 64) -> list[str]:
+    """What the environment says at the start of some episodes of the split "corpus"."""
+    source = tasks_of(config, "corpus")
+    texts: list[str] = []
+    async with env_host(config) as envs:
+        for index in range(episodes):
+            env = envs.take(config.env.name)
+            observation, _ = await env.reset(source.task(index).seed, config.env.options)
+            texts += [env.system_prompt, observation, *(json.dumps(tool) for tool in env.tools)]
+            await envs.give_back(config.env.name, env)
+    return texts
 
 
 def _policy(config: RunConfig, engine: Engine, renderer: Any, sampling: Sampling) -> EnginePolicy:

@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import Field
 
-from agentrl.errors import DeadlineError, EnvError, RolloutError
+from agentrl.errors import ConfigError, DeadlineError, EnvError, RolloutError
 from agentrl.flow import deadline
 from agentrl.protocols import Env, ResetResult, Settings, StepResult
 
@@ -145,8 +145,9 @@ class LiveEnv:
             async with deadline("environment", phase, seconds):
                 result = await self._thread.run(work) if self._thread else work()
                 return await result if inspect.isawaitable(result) else result
-        except (DeadlineError, asyncio.CancelledError):
-            self.broken = True  # it may still be inside the call
+        except (DeadlineError, ConfigError, asyncio.CancelledError):
+            # It may still be inside the call. Wrong options are no failed episode: they end the run.
+            self.broken = True
             raise
         except Exception as error:
             self.broken = True

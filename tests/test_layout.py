@@ -1,0 +1,138 @@
+"""The project's shape: packages, links, import directions, and an import without side effects."""
+
+import ast
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TOP_LEVEL = ("envs", "rewards", "trainers")
+
+# Who may import whom inside agentrl: each layer may import the layers before it, and its own.
+LAYERS = [
+    {"errors", "trajectory"},
+    {"batch"},
+    {"protocols"},
+    {"algorithms", "plugins", "tiny_model"},
+    {"flow"},
+    {"rollout", "engines", "cluster", "observe", "checkpoint"},
+    {"testing"},
+    {"envs", "rewards", "trainers"},
+    {"config"},
+    {"run"},
+    {"recipes"},
+    {"cli"},
+]
+PLUGINS_MAY_IMPORT = {"batch", "errors", "protocols", "rollout", "testing", "trajectory"}
+
+
+def sources() -> list[Path]:
+    folders = [ROOT / "agentrl", *(ROOT / name for name in TOP_LEVEL)]
+    return [
+        p for folder in folders for p in folder.rglob("*.py") if not (ROOT / "agentrl" in p.parents and p.is_symlink())
+    ]
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts if parts[0] == "agentrl" else ("agentrl", *parts)
+    return ".".join(parts)
+
+
+def imports_of(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def packages() -> set[str]:
+    found = {"agentrl"}
+    for path in sources():
+        if path.name == "__init__.py":
+            found.add(module_of(path).removesuffix(".__init__"))
+    return found
+
+
+def test_every_package_is_listed_and_mapped():
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert set(setuptools["packages"]) == packages()
+    for name in TOP_LEVEL:
+        assert setuptools["package-dir"][f"agentrl.{name}"] == name
+        link = ROOT / "agentrl" / name
+        assert link.is_symlink()
+        assert link.readlink() == Path("..") / name
+
+
+def test_imports_go_one_way():
+    rank = {name: i for i, layer in enumerate(LAYERS) for name in layer}
+    wrong = []
+    for path in sources():
+        me = module_of(path).split(".")
+        if len(me) < 2 or me[1] == "__init__":
+            continue
+        assert me[1] in rank, f"agentrl.{me[1]} has no layer yet: give it one in LAYERS"
+        for name in imports_of(path):
+            parts = name.split(".")
+            if parts[0] == "agentrl" and len(parts) > 1 and parts[1] in rank and rank[parts[1]] > rank[me[1]]:
+                wrong.append(f"{'.'.join(me)} imports {name}")
+            if parts[0] in TOP_LEVEL:
+                wrong.append(f"{'.'.join(me)} imports {name}: write agentrl.{name}")
+    assert not wrong
+
+
+def test_plug_ins_import_only_the_seams_and_never_each_other():
+    wrong = []
+    for path in sources():
+        me = module_of(path).split(".")
+        if me[1] not in TOP_LEVEL:
+            continue
+        for name in imports_of(path):
+            parts = name.split(".")
+            if parts[0] == "agentrl" and parts[1] not in PLUGINS_MAY_IMPORT | {me[1]}:
+                wrong.append(f"{'.'.join(me)} imports {name}")
+    assert not wrong
+
+
+@pytest.mark.parametrize("module", ["agentrl", "agentrl.cli", "agentrl.protocols", "agentrl.testing"])
+def test_importing_loads_no_torch_ray_or_vllm(module):
+    heavy = {"torch", "vllm", "ray", "transformers"}
+    code = f"import sys, {module}; print(sorted({heavy!r} & set(sys.modules)))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert out.stdout.strip() == "[]"
+
+
+def test_no_module_reads_the_wall_clock_or_gathers_or_draws_from_a_global_generator():
+    banned = {
+        "time.time(": "flow.now()",
+        "time.sleep(": "asyncio.sleep",
+        "asyncio.gather": "Flow",
+        "asyncio.create_task": "Flow.start",
+        "asyncio.ensure_future": "Flow.start",
+        "random.seed(": "random.Random(seed)",
+        "np.random.seed": "numpy.random.Generator",
+        "torch.manual_seed": "torch.Generator",
+    }
+    wrong = [
+        f"{path.relative_to(ROOT)}: {call} (use {instead})"
+        for path in sources()
+        for call, instead in banned.items()
+        # check_env seeds the global generators to see that an environment does not care.
+        if call in path.read_text() and path != ROOT / "agentrl/testing/envs.py"
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)
+def test_every_shipped_config_is_valid_and_at_most_thirty_lines(path):
+    from agentrl.config import load_config
+
+    load_config(path)
+    lines = [line for line in path.read_text().splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    assert len(lines) <= 30
