@@ -14,10 +14,17 @@ import torch
 
 from agentrl.algorithms.grpo import Grpo
 from agentrl.batch import TrainBatch, TrainingSample, collate
-from agentrl.errors import AgentRLError, CheckpointError, ConfigError, TrainingError
+from agentrl.cluster.weights import checksum
+from agentrl.errors import AgentRLError, CheckpointError, ConfigError, ConformanceError, TrainingError
 from agentrl.protocols import LossOutput, LossTokens
-from agentrl.testing.trainers import LOSS, TrainerCase, check_trainer, random_batches
-from agentrl.trainers.checkpoint import checksum
+from agentrl.testing.trainers import (
+    LOSS,
+    TrainerCase,
+    check_equals_reference,
+    check_resume,
+    check_trainer,
+    random_batches,
+)
 from agentrl.trainers.local import LocalTrainer
 from agentrl.trainers.schedule import learning_rate
 from agentrl.trainers.settings import TrainerSettings
@@ -54,10 +61,45 @@ def test_the_local_trainer_keeps_the_contract(tiny_model_dir: Path, tmp_path: Pa
     asyncio.run(check_trainer(make_trainer, tiny_model_dir, tmp_path))
 
 
-def test_gradient_checkpointing_keeps_the_contract_too(tiny_model_dir: Path, batches: list[TrainBatch]) -> None:
-    plain, _ = asyncio.run(run(make_trainer(tiny_model_dir, TrainerCase()), batches))
-    twice, _ = asyncio.run(run(make_trainer(tiny_model_dir, TrainerCase(), gradient_checkpointing=True), batches))
-    assert plain == twice
+@pytest.mark.parametrize("wrong", [{"temperature": 1.0}, {"weight_decay": 0.0}, {"max_grad_norm": 9.0}, {"eps": 1e-8}])
+def test_the_contract_notices_a_trainer_that_ignores_a_setting(tiny_model_dir: Path, wrong: dict[str, float]) -> None:
+    def make(model: Path, case: TrainerCase) -> LocalTrainer:
+        return make_trainer(model, replace(case, **wrong))
+
+    with pytest.raises(ConformanceError, match=r"reference has|off by"):
+        asyncio.run(check_equals_reference(make, tiny_model_dir, TrainerCase()))
+
+
+def test_the_contract_notices_a_trainer_that_forgets_its_optimizer(tiny_model_dir: Path, tmp_path: Path) -> None:
+    class Forgetful(LocalTrainer):
+        async def load(self, folder: Path) -> None:
+            await super().load(folder)
+            self._entered.optimizer.state.clear()
+
+    def make(model: Path, case: TrainerCase) -> LocalTrainer:
+        config = make_trainer(model, case).config
+        return Forgetful(config, model, total_steps=case.total_steps, temperature=case.temperature)
+
+    with pytest.raises(ConformanceError, match="never having stopped"):
+        asyncio.run(check_resume(make, tiny_model_dir, tmp_path))
+
+
+def test_gradient_checkpointing_computes_twice_and_changes_no_bit(
+    tiny_model_dir: Path, batches: list[TrainBatch]
+) -> None:
+    async def train(checkpointing: bool) -> tuple[str, int]:
+        calls: list[None] = []
+        case = TrainerCase(micro_batch_tokens=10**6)
+        async with make_trainer(tiny_model_dir, case, gradient_checkpointing=checkpointing) as trainer:
+            first_layer = trainer._entered.model.base_model.layers[0].mlp
+            first_layer.register_forward_pre_hook(lambda *_: calls.append(None))
+            await trainer.step(batches[0], LOSS, 100.0)
+            return checksum(await trainer.weights()), len(calls)
+
+    plain, once = asyncio.run(train(False))
+    checkpointed, twice = asyncio.run(train(True))
+    assert (once, twice) == (1, 2)
+    assert plain == checkpointed
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -280,17 +322,3 @@ def test_a_model_whose_windows_or_logits_would_be_computed_wrongly_is_refused(tm
 
         with pytest.raises(ConfigError, match=expected):
             asyncio.run(enter(tmp_path / name))
-
-
-def test_a_checksum_sees_every_bit_name_and_shape() -> None:
-    weights = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.zeros(2, dtype=torch.bfloat16)}
-    same = {"b": weights["b"].clone(), "a": weights["a"].clone()}
-    assert checksum(weights) == checksum(same)
-    nudged = weights["a"].clone()
-    nudged[1, 2] = np.nextafter(np.float32(5), np.float32(6)).item()
-    for other in (
-        {**weights, "a": nudged},
-        {**weights, "a": weights["a"].reshape(3, 2)},
-        {"a": weights["a"], "c": weights["b"]},
-    ):
-        assert checksum(other) != checksum(weights)

@@ -1,9 +1,9 @@
 """A trainer's state as a folder: a Hugging Face model with its tokenizer, and the optimizer beside it."""
 
-import hashlib
 import pickle
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +29,25 @@ def named_weights(model: Any) -> dict[str, Tensor]:
     return weights
 
 
-def checksum(weights: Mapping[str, Tensor]) -> str:
-    """SHA-256 over names, types, shapes and bytes of the weights, in the order of their names."""
-    digest = hashlib.sha256()
-    for name in sorted(weights):
-        weight = weights[name].detach().cpu().contiguous()
-        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}\n".encode())
-        digest.update(weight.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Keep transformers from drawing over the run's own progress while it reads or writes a model."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def save_checkpoint(folder: Path, model: Any, state: Mapping[str, Any], origin: Path) -> None:
     """Write weights and config, `origin`'s other files (the tokenizer), and `state` into `folder`, the state last."""
     folder.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(folder)
+    with no_progress_bars():
+        model.save_pretrained(folder)
     for file in sorted(origin.iterdir()):
         if file.is_file() and not any(file.match(pattern) for pattern in _MODEL_FILES):
             shutil.copyfile(file, folder / file.name)

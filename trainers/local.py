@@ -16,7 +16,7 @@ from torch import Tensor
 from agentrl.batch import TrainBatch, micro_batches, minibatches
 from agentrl.errors import AgentRLError, ConfigError, TrainingError
 from agentrl.protocols import Loss, LossTokens
-from agentrl.trainers.checkpoint import load_checkpoint, named_weights, save_checkpoint
+from agentrl.trainers.checkpoint import load_checkpoint, named_weights, no_progress_bars, save_checkpoint
 from agentrl.trainers.forward import MicroBatch, check_model, to_device, token_logprobs
 from agentrl.trainers.schedule import learning_rate
 from agentrl.trainers.settings import TrainerSettings
@@ -292,10 +292,11 @@ def _load_model(origin: Path, config: LocalTrainer.Config, device: torch.device)
 
     if not (origin / "config.json").is_file():
         raise ConfigError(f"{origin} is no Hugging Face model folder: there is no config.json in it")
-    model = AutoModelForCausalLM.from_pretrained(
-        origin, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
-    ).to(device)
-    model.eval()
+    with no_progress_bars():
+        model = AutoModelForCausalLM.from_pretrained(
+            origin, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
+        )
+    model.to(device).eval()
     check_model(model)
     if config.gradient_checkpointing:
         _without_dropout(model)

@@ -37,10 +37,12 @@ class TrainerSettings(Settings):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the computation. Weights, gradients and optimizer are float32 either way."""
 
-    row_tokens: Annotated[int, Field(ge=2)] = 1024
-    """Samples are packed into rows of this many tokens; attention never crosses from one sample to another."""
+    row_tokens: Annotated[int, Field(ge=2)] = 512
+    """Samples are packed into rows of this many tokens; attention never crosses from one sample to another. Attention
+    is computed for whole rows, so small models are fastest with rows about as long as a usual sample; a longer sample
+    gets a row of its own."""
 
-    micro_batch_tokens: Annotated[int, Field(ge=2)] = 8192
+    micro_batch_tokens: Annotated[int, Field(ge=2)] = 4096
     """Tokens, padding included, that go through the model at once. Changes memory and speed, not the result."""
 
     minibatches: Annotated[int, Field(ge=1)] = 1
