@@ -8,7 +8,7 @@ import asyncio
 import os
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -89,6 +89,7 @@ class VllmEngine:
         self._vocab_size = config.get_vocab_size()
         # vLLM stamps each token with the label that was set when it was sampled
         await self._llm.update_weight_version(str(self._version))
+        await self._llm.get_supported_tasks()  # asked by the first request otherwise, with no answer from a dead core
         self._closed = None
         return self
 
@@ -99,6 +100,8 @@ class VllmEngine:
             if not llm.errored:
                 await llm.abort(list(self._live_ids))  # ends whoever still waits; `generate` says why
             await asyncio.to_thread(llm.shutdown)
+            await asyncio.sleep(0)  # the thread left the closing of the sockets to the loop
+            llm.engine_core.resources.ctx.destroy(linger=0)  # vLLM leaves its ZeroMQ threads to the collector
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """See `Engine.generate`. A completion that meets `max_context` ends there with finish reason "length"."""
@@ -124,7 +127,7 @@ class VllmEngine:
             self._check_weights(weights, version)
             path = await asyncio.to_thread(self._write, weights)
             try:
-                await self._exchange(llm, path, version)
+                await self._unless_dead(llm, self._exchange(llm, path, version))
             except BaseException as error:
                 self._closed = f"its update to version {version} broke off: {type(error).__name__}: {error}"
                 if isinstance(error, Exception):
@@ -200,6 +203,8 @@ class VllmEngine:
     def _entered(self) -> "AsyncLLM":
         if self._closed is not None or self._llm is None:
             raise EngineError(f"the engine is not running: {self._closed}")
+        if self._llm.errored:
+            raise EngineError("vLLM's engine core is dead; its log (VLLM_LOGGING_LEVEL=INFO) says why")
         return self._llm
 
     async def _generate(self, llm: "AsyncLLM", request: GenerateRequest, max_new: int) -> Completion:
@@ -253,6 +258,21 @@ class VllmEngine:
         os.close(handle)
         save_file(tensors, name)
         return Path(name)
+
+    async def _unless_dead(self, llm: "AsyncLLM", work: Coroutine[Any, Any, None]) -> None:
+        """Do `work`, or raise when vLLM dies meanwhile: calls to a dead core get no answer."""
+        error: BaseException | None = None
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                task = tasks.create_task(work)
+                await asyncio.wait({task, llm.output_handler}, return_when=asyncio.FIRST_COMPLETED)
+                if not task.done():
+                    error = llm.dead_error
+                    task.cancel()
+        except ExceptionGroup as group:
+            error = group.exceptions[0]
+        if error is not None:
+            raise error
 
     async def _exchange(self, llm: "AsyncLLM", path: Path, version: int) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
