@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from agentrl.engines.local import LocalEngine
 from agentrl.errors import EngineError
@@ -78,6 +78,8 @@ class Served:
     def __init__(self, engine: Engine, truth: Truth) -> None:
         self.engine = engine
         self.truth = truth
+        # Long enough for several updates to fall into it; another process goes on while new weights are written.
+        self.long = 80 if isinstance(engine, LocalEngine | ScriptedEngine) else 190
         self.by_version: dict[int, Weights] = {0: truth.base}
         self._runner = asyncio.Runner()
         self._requests = 0
@@ -147,9 +149,11 @@ class Served:
 
 @pytest.fixture(scope="module")
 def lively_dir(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with larger weights: fresh ones predict all tokens alike, and nothing could go visibly wrong."""
+    """Two layers of the tiny model with larger weights: fresh ones predict all tokens alike, and hide every fault."""
     folder = tmp_path_factory.mktemp("models") / "lively"
-    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    config = AutoConfig.from_pretrained(tiny_model_dir)
+    config.num_hidden_layers, config.layer_types = 2, config.layer_types[:2]
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, config=config)
     with torch.no_grad():
         for p in model.parameters():
             if p.dim() == 2:
@@ -380,7 +384,7 @@ def test_after_an_update_everything_is_of_the_new_weights(served: Served) -> Non
 
 
 def test_weights_that_change_in_mid_generation_change_every_token_after_and_none_before(served: Served) -> None:
-    requests = [served.request(prompt_of(7 + 5 * i, i), 80, seed=i) for i in range(MAX_BATCH + 3)]
+    requests = [served.request(prompt_of(7 + 5 * i, i), served.long, seed=i) for i in range(MAX_BATCH + 3)]
 
     async def main() -> list[Completion]:
         async with asyncio.TaskGroup() as tasks:
@@ -407,7 +411,7 @@ def test_every_version_tag_is_exact(served: Served) -> None:
     async def main() -> list[Completion]:
         first = served.engine.policy_version + 1
         await served.publish(served.truth.sentinel(sentinel(first)))
-        requests = [served.request(prompt_of(20, i), 56 + 2 * i, seed=i) for i in range(MAX_BATCH + 4)]
+        requests = [served.request(prompt_of(20, i), served.long - 30 + i, seed=i) for i in range(MAX_BATCH + 4)]
         async with asyncio.TaskGroup() as tasks:
             all_done = tasks.create_task(served.all(requests))
             for update in range(6):
