@@ -150,14 +150,15 @@ class VllmEngine:
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         try:
             from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.outputs import WeightVersionSpan  # noqa: F401  a vLLM before 0.32 cannot say who sampled a token
             from vllm.platforms import current_platform
             from vllm.v1.engine.async_llm import AsyncLLM
 
             from agentrl.engines.vllm_worker import Counters
         except ImportError as error:
             raise ConfigError(
-                f"engine=vllm needs vLLM, and importing it failed: {error}. Install it with `pip install agentrl[cpu]` "
-                "(or agentrl[gpu]), or use engine=local"
+                f"engine=vllm needs vLLM 0.32 or later, and importing it failed: {error}. "
+                "Install it with `pip install agentrl[cpu]` (or agentrl[gpu]), or use engine=local"
             ) from error
         on_cpu = current_platform.is_cpu()
         if self._config.device not in ("auto", "cpu" if on_cpu else "cuda"):

@@ -7,6 +7,7 @@ vLLM's worker processes, where the import registers the weight transfer backend.
 import os
 import select
 import signal
+import sys
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -82,7 +83,9 @@ class SharedMemoryWeights(WeightTransferEngine[NoInit, WeightFile]):  # type: ig
 
 
 def _die_with(driver: int) -> None:
-    """End this process, and the engine core above it, when the driver has died: nobody else would."""
+    """End this process, and the engine core above it, when the driver has died: nobody else would. Linux only."""
+    if sys.platform != "linux":
+        return
     handle = os.pidfd_open(driver)
 
     def wait() -> None:
