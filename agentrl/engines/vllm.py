@@ -99,6 +99,9 @@ class VllmEngine:
         if llm is not None:
             if not llm.errored:
                 await llm.abort(list(self._live_ids))  # ends whoever still waits; `generate` says why
+            if llm.output_handler is not None:  # it would take the end of the core for its death, and log so
+                llm.output_handler.cancel()
+                await asyncio.wait({llm.output_handler})
             await asyncio.to_thread(llm.shutdown)
             await asyncio.sleep(0)  # the thread left the closing of the sockets to the loop
             llm.engine_core.resources.ctx.destroy(linger=0)  # vLLM leaves its ZeroMQ threads to the collector
