@@ -1,0 +1,183 @@
+"""The documents say what is so: their commands parse, their code runs, and what they name exists."""
+
+import importlib.util
+import inspect
+import re
+import shlex
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from typer.core import TyperGroup
+from typer.main import get_command
+
+from agentrl.cli import app
+from agentrl.config import load_config
+from agentrl.testing import check_env
+
+ROOT = Path(__file__).parent.parent
+EXAMPLE = ROOT / "examples" / "higher_lower"
+DOCS = sorted(
+    [ROOT / "README.md", ROOT / "AGENTS.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
+)
+STAND_IN = ROOT / "examples" / "frozen_lake.yaml"
+"""The config of commands that name a run which does not exist here, or a placeholder in capitals."""
+
+each_doc = pytest.mark.parametrize("doc", DOCS, ids=lambda doc: str(doc.relative_to(ROOT)))
+
+
+def blocks(doc: Path, *languages: str) -> list[str]:
+    """The fenced blocks in one of these languages."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", doc.read_text(), re.MULTILINE | re.DOTALL)
+    return [text for language, text in found if language in languages]
+
+
+def inline_code(doc: Path) -> list[str]:
+    """What stands between single backticks, outside of fenced blocks."""
+    prose = re.sub(r"^```.*?^```$", "", doc.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose)]
+
+
+def commands(doc: Path, program: str) -> list[list[str]]:
+    """The arguments of each call of `program` that the document shows, in blocks and in prose."""
+    lines = [line for block in blocks(doc, "sh", "") for line in block.splitlines()] + inline_code(doc)
+    calls = []
+    for line in lines:
+        words = shlex.split(line, comments=True) if line.count("'") % 2 == 0 else line.split()
+        while words and re.fullmatch(r"[A-Z]+=.*", words[0]):
+            words.pop(0)
+        if words[:1] == [program]:
+            calls.append(words[1:])
+    return calls
+
+
+def parse(arguments: list[str]) -> tuple[str, dict[str, object]]:
+    """(subcommand, its parameters), by the command line's own parser; raises what a user would be told."""
+    command = get_command(app)
+    context = command.context_class(command, info_name="agentrl")
+    path = []
+    while isinstance(command, TyperGroup):
+        name, found, arguments = command.resolve_command(context, list(arguments))
+        assert found is not None, f"no subcommand {name!r}"
+        command, path = found, [*path, str(name)]
+    context = command.make_context(path[-1], list(arguments), parent=context)
+    return " ".join(path), context.params
+
+
+def validate_settings(arguments: list[str], parameters: dict[str, object]) -> None:
+    """Load the config that a command names, with its overrides."""
+    config = parameters.get("config") or parameters.get("run")
+    overrides = list(parameters["overrides"] or []) if isinstance(parameters["overrides"], list | tuple) else []
+    if config is not None and "=" in str(config):  # `train --resume RUN a=b`
+        config, overrides = None, [str(config), *overrides]
+    path = ROOT / str(config) if config is not None and str(config).endswith(".yaml") else STAND_IN
+    load_config(path, [override for override in overrides if override != "a.b=c"])
+
+
+@pytest.fixture
+def example_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example package as if installed: its folder and its entry points on the path."""
+    project = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]
+    metadata = tmp_path / "example.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 1\n")
+    lines = [f"[{group}]\n{name} = {point}\n" for group, points in project["entry-points"].items()
+             for name, point in points.items()]  # fmt: skip
+    (metadata / "entry_points.txt").write_text("".join(lines))
+    monkeypatch.syspath_prepend(EXAMPLE)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@each_doc
+@pytest.mark.usefixtures("example_installed")
+def test_every_command_line_shown_is_one_that_the_program_takes(doc: Path) -> None:
+    for arguments in commands(doc, "agentrl"):
+        if not arguments:
+            continue  # the program's name alone
+        try:
+            _, parameters = parse(arguments)
+            if "overrides" in parameters:
+                validate_settings(arguments, parameters)
+        except Exception as error:
+            pytest.fail(f"agentrl {shlex.join(arguments)}: {type(error).__name__}: {error}")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["trian x.yaml", "train --resme runs/x", "train examples/frozen_lake.yaml trainer.lrr=1", "eval", "model make x"],
+)
+def test_a_wrong_command_line_would_be_found(wrong: str) -> None:
+    with pytest.raises(Exception, match=r"(?i)no such|missing|lrr"):
+        validate_settings(wrong.split(), parse(wrong.split())[1])
+
+
+def test_the_documents_show_every_subcommand() -> None:
+    shown = {parse(arguments)[0] for arguments in commands(ROOT / "README.md", "agentrl") if arguments}
+    assert shown == {"train", "eval", "envs", "check-env", "config", "model init"}
+
+
+@each_doc
+def test_every_make_target_named_exists(doc: Path) -> None:
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert {target for call in commands(doc, "make") for target in call} <= targets
+
+
+@each_doc
+def test_every_relative_link_leads_somewhere(doc: Path) -> None:
+    targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", doc.read_text())
+    assert [t for t in targets if "://" not in t and not (doc.parent / t).exists()] == []
+
+
+@each_doc
+def test_every_file_and_test_named_exists(doc: Path) -> None:
+    missing = []
+    for code in inline_code(doc):
+        path, _, test = code.partition("::")
+        if "/" not in path or not re.fullmatch(r"[\w./-]+\.(py|md|yaml|toml)", path):
+            continue
+        file = next((base / path for base in (ROOT, doc.parent) if (base / path).exists()), None)
+        if file is None or (test and f"def {test}(" not in file.read_text()):
+            missing.append(code)
+    assert missing == []
+
+
+def load(name: str, path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # annotations are resolved by the module's name
+    spec.loader.exec_module(module)
+    return module
+
+
+RUNNABLE = [
+    (match[1], block)
+    for doc in DOCS
+    for block in blocks(doc, "python")
+    if (match := re.match(r"# file: (\S+\.py)\n", block))
+]
+
+
+@pytest.mark.parametrize(("name", "block"), RUNNABLE, ids=[name for name, _ in RUNNABLE])
+def test_every_environment_shown_runs_and_keeps_the_contract(name: str, block: str, tmp_path: Path) -> None:
+    path = tmp_path / Path(name).name
+    path.write_text(block)
+    module = load(f"shown_{path.stem}", path)
+    try:
+        envs = [v for v in vars(module).values() if inspect.isclass(v) and v.__module__ == module.__name__]
+        assert envs
+        for env in envs:
+            check_env(env)
+    finally:
+        del sys.modules[module.__name__]
+
+
+def test_the_environment_shown_is_the_example_file_and_both_are_short() -> None:
+    shown = dict(RUNNABLE)
+    path = "examples/higher_lower/higher_lower.py"
+    assert shown[path].removeprefix(f"# file: {path}\n") == (ROOT / path).read_text()
+    for text in shown.values():
+        assert len([line for line in text.splitlines() if line.strip()]) <= 20 + len(["# file: ..."])
