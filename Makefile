@@ -21,7 +21,7 @@ $(STAMP): pyproject.toml
 	touch $@
 
 demo: install
-	$(BIN)/agentrl train examples/frozen_lake.yaml
+	$(BIN)/agentrl train examples/frozen_lake.yaml run_dir=runs/demo-$$(date +%Y%m%d-%H%M%S)
 
 fast: install
 	$(BIN)/python -m pytest

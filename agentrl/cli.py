@@ -33,6 +33,8 @@ def main() -> None:
     """Run the command line; turn what is wrong into one message and an exit status."""
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     errors = Console(stderr=True)
+    # As `python -m` does: a plug-in in the current folder is found by its `module:Name`.
+    sys.path.insert(0, "")
     try:
         app()
     except ConfigError as error:
@@ -41,9 +43,6 @@ def main() -> None:
     except AgentRLError as error:
         errors.print(f"[red]{type(error).__name__}:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(1)
-    except KeyboardInterrupt:
-        errors.print("stopped; `agentrl train --resume RUN` goes on from the last checkpoint")
-        sys.exit(130)
 
 
 @app.command()
@@ -80,8 +79,13 @@ def _run(loaded: LoadedConfig, *, resume: bool) -> dict[str, Any] | None:
     from agentrl.run import Run
 
     recipe = plugins.load("recipes", loaded.config.recipe)
-    with Run(loaded, console, resume=resume) as run:
-        asyncio.run(recipe(run))
+    try:
+        with Run(loaded, console, resume=resume) as run:
+            asyncio.run(recipe(run))
+    except KeyboardInterrupt:
+        folder = loaded.config.run_dir
+        console.print(f"\nstopped; `agentrl train --resume {folder}` goes on from the last checkpoint", soft_wrap=True)
+        raise typer.Exit(130) from None
     path = loaded.config.run_dir / "summary.json"
     summary: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
     return summary

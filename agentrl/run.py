@@ -54,8 +54,7 @@ class Run:
         if resume and not started:
             raise ConfigError(f"{self.folder} holds no run to resume (no config.yaml in it)")
         self.folder.mkdir(parents=True, exist_ok=True)
-        if not resume:
-            write_whole(self.folder / "config.yaml", self.config.to_yaml())
+        write_whole(self.folder / "config.yaml", self.config.to_yaml())
         self.checkpoints = Checkpoints(self.folder / "checkpoints", self.config.checkpoint.keep)
         self.ledger = Ledger(self.folder / "ledger.sqlite")
         self.metrics = MetricsFile(self.folder / "metrics.jsonl")

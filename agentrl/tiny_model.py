@@ -194,6 +194,10 @@ def _model_config(shape: _Shape, tokenizer: "PreTrainedTokenizerFast") -> "Qwen3
         num_key_value_heads=shape.kv_heads,
         head_dim=shape.head_dim,
         max_position_embeddings=MAX_POSITIONS,
+        # A small model learns its first words several times faster from weights of this size than from the usual
+        # 0.02, and offsets between near tokens faster when no rotation is slower than the context is long.
+        initializer_range=shape.hidden**-0.5,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,

@@ -1,7 +1,8 @@
 """Gymnasium's FrozenLake as text, with a new solvable map for every seed, made for tiny models.
 
-The observation is the grid and nothing else: one letter per cell, cells parted by a space, rows by a line break, so
-that a byte-level tokenizer makes one token of each cell. P is the player, S the start, F frozen, H a hole, G the goal.
+The observation is the grid and nothing else: a space and a letter for each cell, a line break between rows, so that a
+byte-level tokenizer makes one token of each cell, the same wherever the cell stands. P is the player, S the start,
+F frozen, H a hole, G the goal.
 """
 
 import random
@@ -90,12 +91,12 @@ class FrozenLake(TextEnv):
 
     def _grid(self) -> str:
         row, column = divmod(self._state, len(self._desc))
-        rows = [" ".join(cells) for cells in self._desc]
-        rows[row] = rows[row][: 2 * column] + "P" + rows[row][2 * column + 1 :]
+        rows = ["".join(f" {cell}" for cell in cells) for cells in self._desc]
+        rows[row] = f"{rows[row][: 2 * column]} P{rows[row][2 * column + 2 :]}"
         return "\n".join(rows)
 
 
-def weak_player(env: Env, rng: random.Random, skill: float = 0.3) -> str:
+def weak_player(env: Env, rng: random.Random, skill: float = 0.5) -> str:
     """With probability `skill` a first word of a shortest way, else any legal word. A `ScriptedPlayer` for warm starts.
 
     Raises:

@@ -43,7 +43,7 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
 
     def say(self, text: str) -> None:
         """A line above the display."""
-        self._console.print(text, highlight=False)
+        self._console.print(text, highlight=False, soft_wrap=self._live is None)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show a finished step."""

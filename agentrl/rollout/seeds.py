@@ -12,7 +12,17 @@ def derive_seed(seed: int, *path: str | int) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
+SPLITS = ("train", "held-out", "demonstrations", "corpus")
+"""What tasks are for. No seed is in two of them."""
+
+
 def split_seed(seed: int, split: str, index: int) -> int:
-    """A 31-bit environment seed; "train" seeds are even and those of every other split odd, so they never meet."""
+    """A 31-bit environment seed of one split; its remainder by the number of splits says which, so they never meet.
+
+    Raises:
+        ValueError: there is no such split.
+    """
+    if split not in SPLITS:
+        raise ValueError(f"no split {split!r}; there are {', '.join(SPLITS)}")
     derived = derive_seed(seed, split, index) & 0x7FFFFFFF
-    return (derived & ~1) if split == "train" else (derived | 1)
+    return derived - derived % len(SPLITS) + SPLITS.index(split)

@@ -1,0 +1,73 @@
+"""The command line, as a user meets it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def agentrl(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from agentrl.cli import main; main()", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=120, check=False)
+
+
+def test_a_mistyped_setting_is_explained_exits_with_two_and_starts_nothing(tmp_path):
+    run = tmp_path / "run"
+    done = agentrl("train", "examples/frozen_lake.yaml", "trainer.lrr=1", f"run_dir={run}")
+    assert done.returncode == 2
+    assert "trainer.lrr: no such setting (command line). Did you mean 'lr'?" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not run.exists()
+
+
+def test_envs_lists_the_built_in_ones_with_their_origin():
+    done = agentrl("envs")
+    assert done.returncode == 0
+    for name in ("frozen_lake", "guess_number", "calculator", "gymnasium"):
+        assert name in done.stdout
+    assert "agentrl" in done.stdout
+
+
+def test_check_env_passes_a_good_one_and_refuses_a_bad_one(tmp_path):
+    assert agentrl("check-env", "guess_number").returncode == 0
+    (tmp_path / "bad.py").write_text(
+        "import random\n"
+        "class Bad:\n"
+        "    isolation = 'inline'\n"
+        "    def reset(self, *, seed, options): return 'hi', {}\n"
+        "    def step(self, action): return 'x', random.random(), False, False, {}\n"
+        "    def close(self): pass\n"
+    )
+    done = agentrl("check-env", "bad:Bad", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "global" in done.stdout
+
+
+def test_config_shows_values_and_origins():
+    done = agentrl("config", "examples/frozen_lake.yaml", "steps=7")
+    assert done.returncode == 0
+    assert "command line" in done.stdout
+    assert "examples/frozen_lake.yaml" in done.stdout
+
+
+def test_model_init_makes_a_model_that_loads_and_refuses_a_second(tmp_path):
+    made = agentrl("model", "init", str(tmp_path / "m"))
+    assert made.returncode == 0, made.stderr
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "m")
+    assert tokenizer.decode(tokenizer.encode("naïve ☃")) == "naïve ☃"
+    assert model.config.vocab_size == len(tokenizer)
+    assert agentrl("model", "init", str(tmp_path / "m")).returncode == 2
+    assert agentrl("model", "init", str(tmp_path / "n"), "--size", "tini").returncode == 2
+
+
+@pytest.mark.parametrize("arguments", [("train",), ("train", "--resume", "runs/nowhere"), ("eval", "no.yaml")])
+def test_missing_input_is_explained(arguments):
+    done = agentrl(*arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error:")

@@ -1,0 +1,94 @@
+"""Configs: strict, with the way out in every error and the origin of every value."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from agentrl.config import load_config
+from agentrl.errors import ConfigError, PluginError
+from agentrl.plugins import load
+
+BASE = "env: frozen_lake\nsteps: 3\ntrainer:\n  lr: 1e-3\n"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    file = tmp_path / "lake.yaml"
+    file.write_text(BASE)
+    return file
+
+
+def problem(path: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return str(caught.value)
+
+
+def test_an_unknown_key_names_the_nearest_right_one_and_where_it_was_written(path):
+    said = problem(path, "trainer.lrr=1")
+    assert "trainer.lrr: no such setting (command line). Did you mean 'lr'?" in said
+    path.write_text(BASE + "rollout:\n  group_sise: 4\n")
+    assert "Did you mean 'group_size'?" in problem(path)
+    assert "lake.yaml:6" in problem(path)
+
+
+def test_all_problems_are_said_at_once(path):
+    said = problem(path, "trainer.lrr=1", "stepps=1", "rollout.deadlines.stepp=1", "seed=-1")
+    for name in ("trainer.lrr", "stepps", "rollout.deadlines.stepp", "seed"):
+        assert name in said
+    assert "Did you mean 'step'?" in said
+
+
+def test_an_unknown_plug_in_names_the_nearest_right_one(path):
+    assert "no engine named 'vlm'. Did you mean 'vllm'?" in problem(path, "engine=vlm")
+    assert "Did you mean 'frozen_lake'?" in problem(path, "env=frozen_lak")
+    assert "Did you mean 'policy_gradient'?" in problem(path, "recipe=policy_gradiant")
+    assert "Did you mean 'tensorboard'?" in problem(path, "trackers=[tensorbord]")
+
+
+def test_short_forms_set_the_name(path):
+    config = load_config(path, ["engine=local", "cluster=local", "trainer=local", "model=some/folder"]).config
+    assert (config.engine.name, config.trainer.name, config.model.name) == ("local", "local", "some/folder")
+    assert config.trainer.settings.lr == 1e-3
+    path.write_text(BASE + "engine: local\n")
+    assert load_config(path, ["engine.max_batch=7"]).config.engine.settings.max_batch == 7
+
+
+def test_the_command_line_wins_and_every_value_says_where_it_came_from(path):
+    rows = {key: (value, origin) for key, value, origin in load_config(path, ["steps=9"]).rows()}
+    assert rows["steps"] == (9, "command line")
+    assert rows["trainer.lr"][0] == 1e-3
+    assert rows["trainer.lr"][1].endswith("lake.yaml:4")
+    assert rows["env.name"][1].endswith("lake.yaml:1")
+    assert rows["rollout.group_size"] == (8, "default")
+    assert rows["run_dir"][0] == "runs/lake"
+
+
+def test_the_resolved_config_reads_back_to_itself(path, tmp_path):
+    config = load_config(path, ["rollout.max_staleness=2", "env.options={size: 4}"]).config
+    again = tmp_path / "again.yaml"
+    again.write_text(config.to_yaml())
+    assert load_config(again).config == config
+    assert yaml.safe_load(config.to_yaml())["env"] == {"name": "frozen_lake", "options": {"size": 4}}
+
+
+def test_a_value_of_a_wrong_type_says_what_was_given(path):
+    assert "rollout.group_size" in problem(path, "rollout.group_size=many")
+    assert "got 'many'" in problem(path, "rollout.group_size=many")
+    assert "steps.x (command line): steps is 3, not a section" in problem(path, "steps.x=1")
+    assert "write key=value" in problem(path, "steps")
+
+
+def test_a_missing_file_names_one_that_exists(path):
+    assert "lake.yaml'?" in problem(path.with_name("lak.yaml"))
+
+
+def test_a_plug_in_by_address_is_loaded_and_a_wrong_one_explained():
+    assert load("envs", "agentrl.envs.calculator:Calculator").__name__ == "Calculator"
+    with pytest.raises(PluginError, match=r"write 'agentrl\.envs\.calculator:Calculator' instead"):
+        load("envs", "envs.calculator:Calculator")
+    with pytest.raises(PluginError, match="Did you mean 'Calculator'"):
+        load("envs", "agentrl.envs.calculator:Calculater")
+    with pytest.raises(PluginError, match="cannot import 'no_such_package'"):
+        load("envs", "no_such_package:Env")
