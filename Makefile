@@ -10,6 +10,9 @@ STAMP  := $(VENV)/.installed-$(EXTRAS)
 FIND_LINKS = $(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null)
 TORCH_FROM = $(if $(FIND_LINKS),--find-links "$(FIND_LINKS)",$(if $(findstring cpu,$(EXTRAS)),--torch-backend cpu))
 
+# Two threads of torch on cores that others use too can be many times slower than one.
+test fast: export OMP_NUM_THREADS ?= 1
+
 .PHONY: install demo test fast check format clean
 
 install: $(STAMP)

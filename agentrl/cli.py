@@ -5,7 +5,7 @@ import json
 import logging
 import sys
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,7 +15,7 @@ from rich.table import Table
 from agentrl import plugins
 from agentrl.config import LoadedConfig, load_config
 from agentrl.errors import AgentRLError, ConfigError, ConformanceError
-from agentrl.tiny_model import ModelSize
+from agentrl.tiny_model import SIZES, create_tiny_model
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 model_app = typer.Typer(no_args_is_help=True, help="Make models.")
@@ -207,18 +207,15 @@ def show_config(config: ConfigPath, overrides: Overrides = None) -> None:
 @model_app.command("init")
 def model_init(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write it.")],
-    size: Annotated[str, typer.Option(help=f"One of {', '.join(get_args(ModelSize))}.")] = "tiny",
+    size: Annotated[str, typer.Option(help=f"One of {', '.join(SIZES)}.")] = "tiny",
     seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
     corpus: Annotated[list[Path] | None, typer.Option(help="Text files to learn the tokenizer from.")] = None,
 ) -> None:
     """Make a tiny model and tokenizer from nothing."""
-    from agentrl.tiny_model import create_tiny_model
-
-    sizes = {name: name for name in get_args(ModelSize)}
-    if size not in sizes:
-        raise ConfigError(f"no size {size!r}.{plugins.nearest(size, sizes)} Sizes: {', '.join(sizes)}")
+    if size not in SIZES:
+        raise ConfigError(f"no size {size!r}.{plugins.nearest(size, SIZES)} Sizes: {', '.join(SIZES)}")
     if (folder / "config.json").exists():
         raise ConfigError(f"{folder} holds a model already")
     texts = [path.read_text() for path in corpus] if corpus else None
-    create_tiny_model(folder, corpus=texts, size=sizes[size], seed=seed)
+    create_tiny_model(folder, corpus=texts, size=SIZES[size], seed=seed)
     console.print(f"wrote {folder}", highlight=False)

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from rich.console import Console
 
@@ -31,6 +31,7 @@ from agentrl.observe.progress import ProgressDisplay
 from agentrl.observe.trajectories import write_trajectories
 from agentrl.protocols import Tracker
 from agentrl.rollout.ledger import Ledger
+from agentrl.tiny_model import SIZES
 from agentrl.trajectory import Group
 
 
@@ -38,7 +39,8 @@ class Run:
     """One run in its folder: new, or taken up again. A context manager.
 
     Raises:
-        ConfigError: the folder holds another run already, or none although one should be resumed.
+        ConfigError: the folder holds another run already, or none although one should be resumed; there is no such
+            model; a tracker is not installed. Nothing was started then.
     """
 
     def __init__(self, loaded: LoadedConfig, console: Console, *, resume: bool = False) -> None:
@@ -53,8 +55,13 @@ class Run:
             )
         if resume and not started:
             raise ConfigError(f"{self.folder} holds no run to resume (no config.yaml in it)")
+        name = self.config.model.name
+        if name not in SIZES and not (Path(name) / "config.json").exists():
+            raise ConfigError(
+                f"model.name: {name!r} is no folder of a Hugging Face model (no config.json in it), and no size that "
+                f"can be made from nothing ({', '.join(SIZES)})"
+            )
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_whole(self.folder / "config.yaml", self.config.to_yaml())
         self.checkpoints = Checkpoints(self.folder / "checkpoints", self.config.checkpoint.keep)
         self.ledger = Ledger(self.folder / "ledger.sqlite")
         self.metrics = MetricsFile(self.folder / "metrics.jsonl")
@@ -71,6 +78,7 @@ class Run:
                 opened.callback(tracker.close)
                 self._trackers.append(tracker)
             opened.enter_context(self.display)
+            write_whole(self.folder / "config.yaml", self.config.to_yaml())
             self._open = opened.pop_all()
         return self
 
@@ -113,8 +121,8 @@ class Run:
         """Whether the weights after `step` steps have been evaluated already (by a launch before this one)."""
         return any("eval/success" in row and row["step"] == step for row in self.metrics.rows())
 
-    def finish(self, weights_checksum: str) -> dict[str, Any]:
-        """Draw the curve, write `summary.json`, and return it."""
+    def finish(self, weights_checksum: str) -> None:
+        """Draw the curve and write `summary.json`."""
         rows = self.metrics.rows()
         trained = [row for row in rows if "reward" in row]
         success = [row["eval/success"] for row in rows if "eval/success" in row]
@@ -132,7 +140,6 @@ class Run:
         }
         draw_curve(rows, self.folder / "reward_curve.png", self.folder.name)
         write_whole(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
-        return summary
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -8,7 +8,7 @@ takes any text and gives it back unchanged.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from agentrl.errors import ConfigError
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3Config
 
 ModelSize = Literal["tiny", "small"]
+SIZES: dict[str, ModelSize] = {size: size for size in get_args(ModelSize)}
 ChatTemplate = Literal["compact", "chatml"]
 
 MAX_POSITIONS = 2048
@@ -225,4 +226,4 @@ def _write_weights(folder: Path, config: "Qwen3Config", seed: int) -> None:
     ).save_pretrained(folder)
 
 
-__all__ = ["MAX_POSITIONS", "MAX_VOCAB_SIZE", "ChatTemplate", "ModelSize", "create_tiny_model"]
+__all__ = ["MAX_POSITIONS", "MAX_VOCAB_SIZE", "SIZES", "ChatTemplate", "ModelSize", "create_tiny_model"]

@@ -71,3 +71,13 @@ def test_missing_input_is_explained(arguments):
     done = agentrl(*arguments)
     assert done.returncode == 2
     assert done.stderr.startswith("error:")
+
+
+@pytest.mark.parametrize("setting", ["model=nowhere", "trackers=[wandb]"])
+def test_what_is_missing_is_said_before_the_run_exists(tmp_path, setting):
+    run = tmp_path / "run"
+    done = agentrl("train", "examples/frozen_lake.yaml", setting, f"run_dir={run}")
+    assert done.returncode == 2
+    assert setting.split("=")[0] in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (run / "config.yaml").exists()

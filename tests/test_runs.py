@@ -14,8 +14,6 @@ import pytest
 
 from agentrl.rollout.ledger import Ledger
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parent.parent
 SMALL = [
     str(ROOT / "examples" / "frozen_lake.yaml"),
@@ -48,6 +46,7 @@ def folder(parent: Path, name: str) -> Path:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bound", [0, 1, 4])
 def test_the_bound_holds_and_every_fate_is_known(tmp_path, bound):
     summary = train(*SMALL, "run_dir=run", f"rollout.max_staleness={bound}", cwd=tmp_path)
@@ -72,6 +71,7 @@ def test_the_bound_holds_and_every_fate_is_known(tmp_path, bound):
     assert all(len(turn["token_ids"]) == len(turn["logprobs"]) for episode in episodes for turn in episode["turns"])
 
 
+@pytest.mark.slow
 def test_two_runs_with_one_seed_end_in_the_same_weights_and_another_seed_in_others(tmp_path):
     sums = [
         train(*SMALL, "run_dir=run", "steps=3", f"seed={seed}", cwd=folder(tmp_path, name))["weights_sha256"]
@@ -80,6 +80,7 @@ def test_two_runs_with_one_seed_end_in_the_same_weights_and_another_seed_in_othe
     assert sums[0] == sums[1] != sums[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bound", [0, 1])
 def test_a_run_killed_at_five_moments_trains_the_same_tasks_as_one_that_was_not(tmp_path, bound):
     settings = [*SMALL, "run_dir=run", f"rollout.max_staleness={bound}"]
@@ -117,6 +118,7 @@ def kill_during(process: subprocess.Popen[str], run: Path, *, steps: int, extra:
     process.communicate()
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_says_how_to_go_on(tmp_path):
     process = start(*SMALL, "run_dir=run", "steps=1000", cwd=tmp_path)
     metrics = tmp_path / "run" / "metrics.jsonl"
@@ -130,9 +132,21 @@ def test_an_interrupted_run_says_how_to_go_on(tmp_path):
     assert "Traceback" not in output
 
 
+@pytest.mark.slow
 def test_a_second_run_in_the_same_folder_is_refused(tmp_path):
     train(*SMALL, "run_dir=run", "steps=1", cwd=tmp_path)
     again = start(*SMALL, "run_dir=run", cwd=tmp_path)
     output, _ = again.communicate(timeout=120)
     assert again.returncode == 2
     assert "--resume run" in output
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("bound", [0, 1])
+def test_the_same_config_trains_on_vllm(tmp_path, bound):
+    settings = ["engine=vllm", "engine.max_batch=16", "steps=3", f"rollout.max_staleness={bound}"]
+    summary = train(*SMALL, "run_dir=run", *settings, cwd=tmp_path)
+    assert summary["tasks"]["trained"] == summary["tasks"]["total"] == 12
+    assert summary["largest_staleness"] <= bound
+    if bound == 0:
+        assert summary["largest_logprob_gap"] < 1e-3

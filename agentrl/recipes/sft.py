@@ -6,6 +6,7 @@ import random
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 from agentrl import plugins
 from agentrl.algorithms.sft import Sft
@@ -75,13 +76,15 @@ async def imitate(run: Run, demonstrations: DemonstrationsConfig, base: Path, in
     algorithm = Sft()
     losses: list[float] = []
     async with make_trainer(config, base, steps=len(batches), lr=demonstrations.lr) as trainer:
-        for played in batches:
+        for number, played in enumerate(batches, 1):
             samples = [sample for trajectory in played for sample in to_samples(trajectory, 1.0)]
             batch = collate(samples, row_tokens=trainer.row_tokens)
             metrics = await trainer.step(batch, algorithm.loss, algorithm.normalizer(batch))
             losses.append(metrics["loss"])
+            if number % max(1, len(batches) // 4) == 0:
+                lately = losses[-max(1, len(batches) // 8) :]
+                run.display.say(f"imitation step {number} of {len(batches)}: loss {fmean(lately):.3f} nats a token")
         await trainer.save(into)
-    run.display.say(f"loss per token {losses[0]:.3f} at first, {losses[-1]:.3f} at last ({len(losses)} steps)")
 
 
 async def demonstrate(config: RunConfig, demonstrations: DemonstrationsConfig, model: Path) -> list[Trajectory]:

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from agentrl import plugins
 from agentrl.cluster.weights import WeightPublisher
@@ -20,10 +20,7 @@ from agentrl.rollout.renderer import TemplateRenderer
 from agentrl.rollout.scheduler import Rollouts
 from agentrl.rollout.tasks import SeededTasks
 from agentrl.run import Run
-from agentrl.tiny_model import ModelSize, create_tiny_model
-
-SIZES: dict[str, ModelSize] = {size: size for size in get_args(ModelSize)}
-"""Names in `model.name` that stand for a model made from nothing."""
+from agentrl.tiny_model import SIZES, create_tiny_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,17 +131,9 @@ async def base_model(run: Run) -> Path:
     """The folder of the model to start from, which is made first where the config names a size and not a folder.
 
     One that is made learns its tokenizer from what the environment says, so that its words are single tokens.
-
-    Raises:
-        ConfigError: there is no such folder.
     """
     name = run.config.model.name
     if name not in SIZES:
-        if not (Path(name) / "config.json").exists():
-            raise ConfigError(
-                f"model.name: {name!r} is no folder of a Hugging Face model (no config.json in it), and no size that "
-                f"can be made from nothing ({', '.join(SIZES)})"
-            )
         return Path(name)
     folder = run.folder / "model"
     if not folder.exists():

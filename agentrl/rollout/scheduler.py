@@ -18,7 +18,7 @@ from typing import Any, Self
 from pydantic import Field
 
 from agentrl.errors import RetriesExhaustedError, RewardError, StalenessError
-from agentrl.flow import Channel, DeadlineFirst, EventLog, Flow, Ticket, deadline, now
+from agentrl.flow import Channel, DeadlineFirst, EventLog, Flow, Ticket, deadline
 from agentrl.protocols import Reward, Settings, TaskSource
 from agentrl.rollout.env_host import Deadlines
 from agentrl.rollout.episode import Episode, Player, Sampling
@@ -98,7 +98,6 @@ class Rollouts:
         self._finished: Channel[tuple[Ticket, int, Group]] = self._flow.channel("groups", self._rule.capacity)
         self._ready: dict[Ticket, tuple[int, Group]] = {}
         self._places = asyncio.Semaphore(config.max_live_episodes)
-        self.wait_seconds = 0.0
 
     async def __aenter__(self) -> Self:
         await self._flow.__aenter__()
@@ -116,11 +115,9 @@ class Rollouts:
             RetriesExhaustedError: too many tasks failed for good.
             StalenessError: a token is older than the bound (a defect).
         """
-        started = now()
         while (tickets := self._rule.select(self._ready)) is None:
             for ticket, number, group in [await self._finished.get(), *self._finished.drain()]:
                 self._ready[ticket] = (number, group)
-        self.wait_seconds = now() - started
         chosen = [self._ready.pop(ticket) for ticket in sorted(tickets, key=lambda ticket: ticket.number)]
         step = self._rule.version
         for _, group in chosen:
