@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from agentrl.algorithms.advantages import group_mean, group_std, leave_one_out
 from agentrl.algorithms.grpo import Grpo
-from agentrl.algorithms.losses import cross_entropy, policy_gradient
+from agentrl.algorithms.losses import cross_entropy, negative_entropy, policy_gradient
 from agentrl.algorithms.sft import Sft
 from agentrl.batch import TrainBatch, TrainingSample, collate
 from agentrl.protocols import LossTokens
@@ -244,3 +244,24 @@ def test_grpo_passes_its_settings_to_the_loss() -> None:
     assert Grpo(Grpo.Config(clip_high=1.0)).loss(logprobs, gain).loss_N.item() == pytest.approx(-4.0)
     lower = Grpo(Grpo.Config(clip_low=0.5)).loss(-logprobs, tokens).loss_N.item()
     assert lower == pytest.approx(2.0 * 0.5)
+
+
+def test_the_entropy_term_has_the_gradient_of_negative_entropy_in_expectation() -> None:
+    logits = torch.tensor([0.3, -1.0, 2.0, 0.1], dtype=torch.float64, requires_grad=True)
+    logprobs = torch.log_softmax(logits, -1)
+    probabilities = logprobs.exp().detach()
+    (expected,) = torch.autograd.grad((logprobs.exp() * logprobs).sum(), logits, retain_graph=True)
+    (estimated,) = torch.autograd.grad((probabilities * negative_entropy(logprobs)).sum(), logits)
+    torch.testing.assert_close(estimated, expected)
+
+
+def test_an_entropy_bonus_raises_the_probability_of_what_is_unlikely() -> None:
+    logits = torch.tensor([1.0, 0.0, -1.0], requires_grad=True)
+    logprobs = torch.log_softmax(logits, -1)
+    sampled = torch.multinomial(logprobs.exp().detach(), 20_000, True, generator=torch.Generator().manual_seed(0))
+    zeros = torch.zeros(len(sampled))
+    tokens = LossTokens(logprobs[sampled].detach(), logprobs[sampled].detach(), zeros, zeros)
+    output = Grpo(Grpo.Config(entropy_bonus=0.1)).loss(logprobs[sampled], tokens)
+    (gradient,) = torch.autograd.grad(output.loss_N.sum(), logits)
+    assert gradient[0] > 0 > gradient[2]
+    assert Grpo(Grpo.Config()).loss(logprobs[sampled], tokens).loss_N.abs().sum() == 0

@@ -163,7 +163,11 @@ class _Core:
             group["lr"] = lr
         tally = _Tally()
         parts = [self._cut(part) for part in minibatches(batch, self.config.minibatches)]
-        olds = [self._old_logprobs(part, tally) for part in parts]
+        # Nothing is updated before the first minibatch: its logprobs are the old ones themselves.
+        olds: list[list[Tensor | None]] = [
+            [None for _ in parts[0]],
+            *(self._old_logprobs(part, tally) for part in parts[1:]),
+        ]
         for part, old in zip(parts, olds, strict=True):
             # Each minibatch is divided by an equal share, so a token weighs the same in whichever it falls.
             self._accumulate(part, old, loss, normalizer / len(parts), tally)
@@ -192,9 +196,7 @@ class _Core:
             return token_logprobs(self.model, rows, self.temperature)
 
     def _old_logprobs(self, part: list[TrainBatch], tally: "_Tally") -> list[Tensor | None]:
-        """The trainer's logprobs before the first of several updates; a single update has them at hand anyway."""
-        if self.config.minibatches == 1:
-            return [None for _ in part]
+        """The trainer's logprobs before the first update on this batch."""
         with tally.phase("old_logprobs"), torch.no_grad():
             return [self._logprobs(to_device(rows, self.device)) for rows in part]
 

@@ -1,13 +1,14 @@
 """Group-relative policy optimisation and its relatives: GRPO, Dr. GRPO, RLOO, DAPO are settings of one class."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from pydantic import Field
 from torch import Tensor
 
 from agentrl.algorithms.advantages import Advantage, group_mean, group_std, leave_one_out
-from agentrl.algorithms.losses import policy_gradient
+from agentrl.algorithms.losses import negative_entropy, policy_gradient
 from agentrl.batch import TrainBatch
 from agentrl.protocols import LossOutput, LossTokens, Settings
 from agentrl.trajectory import Failed, Group
@@ -45,6 +46,9 @@ class Grpo:
         importance_cap: Annotated[float, Field(gt=0)] | None = 2.0
         """Largest weight of the correction from the engine's distribution to the trainer's; none: no correction."""
 
+        entropy_bonus: Annotated[float, Field(ge=0)] = 0.0
+        """How much of the policy's entropy is subtracted from the loss: keeps it from settling too early."""
+
         normalizer: Literal["tokens"] | Annotated[float, Field(gt=0)] = "tokens"
         """What the summed token losses of a batch are divided by: its loss tokens, or a constant (Dr. GRPO: the
         trajectories of a batch times the most tokens a trajectory may have), which gives no length an advantage."""
@@ -67,8 +71,8 @@ class Grpo:
         return _ADVANTAGES[self.config.advantage](group.rewards_G)
 
     def loss(self, logprobs_N: Tensor, tokens: LossTokens) -> LossOutput:
-        """The clipped policy gradient of each token."""
-        return policy_gradient(
+        """The clipped policy gradient of each token, and the entropy bonus."""
+        output = policy_gradient(
             logprobs_N,
             tokens,
             clip_low=self.config.clip_low,
@@ -76,6 +80,9 @@ class Grpo:
             dual_clip=self.config.dual_clip,
             importance_cap=self.config.importance_cap,
         )
+        if self.config.entropy_bonus == 0:
+            return output
+        return replace(output, loss_N=output.loss_N + self.config.entropy_bonus * negative_entropy(logprobs_N))
 
     def normalizer(self, batch: TrainBatch) -> float:
         """The batch's loss tokens, or the constant."""

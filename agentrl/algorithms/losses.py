@@ -57,6 +57,16 @@ def policy_gradient(
     )
 
 
+def negative_entropy(logprobs_N: Tensor) -> Tensor:
+    """A term per sampled token whose expected gradient is that of the policy's negative entropy, -H.
+
+    H = -E[log p], so grad H = -E[log p * grad log p] (the score has mean zero): log p (without gradient) times log p,
+    for tokens that the policy sampled itself. Its value means nothing; the entropy is in the metrics. As a bonus in
+    policy gradients: A3C (arXiv:1602.01783), section 4.
+    """
+    return logprobs_N.detach() * logprobs_N
+
+
 def cross_entropy(logprobs_N: Tensor, tokens: LossTokens) -> LossOutput:
     """-logprob of each token, times its advantage as a weight: maximum likelihood where every advantage is 1."""
     nll_N = -logprobs_N

@@ -67,12 +67,17 @@ async def imitate(run: Run, demonstrations: DemonstrationsConfig, base: Path, in
     """Play the demonstrations, train on them from `base`, and save the model."""
     config = run.config
     trajectories = await demonstrate(config, demonstrations, base)
+    successful = [trajectory for trajectory in trajectories if trajectory.success]
+    run.display.say(
+        f"{len(successful)} of {len(trajectories)} episodes of {demonstrations.player} were successful; "
+        f"imitating {'those' if demonstrations.only_successful else 'all'}"
+    )
+    if demonstrations.only_successful:
+        trajectories = successful
+    if not trajectories:
+        raise ConfigError("demonstrations.only_successful: the player had no success, so there is nothing to imitate")
     size = demonstrations.episodes_per_step
     batches = [trajectories[i : i + size] for i in range(0, len(trajectories), size)] * demonstrations.epochs
-    run.display.say(
-        f"imitating {len(trajectories)} episodes of {demonstrations.player}, "
-        f"{sum(t.success for t in trajectories) / len(trajectories):.1%} successful"
-    )
     algorithm = Sft()
     losses: list[float] = []
     async with make_trainer(config, base, steps=len(batches), lr=demonstrations.lr) as trainer:
