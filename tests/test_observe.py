@@ -1,0 +1,109 @@
+"""What a run writes: metrics that survive a kill, curves, trackers, trajectories."""
+
+import json
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pyarrow.parquet as pq
+import pytest
+
+from agentrl.observe.curve import draw_curve
+from agentrl.observe.metrics import MetricsFile, rollout_metrics
+from agentrl.observe.trackers import MLflow, TensorBoard, Wandb
+from agentrl.observe.trajectories import write_trajectories
+from agentrl.trajectory import Completion, Group, Message, Score, Task, Terminated, Trajectory, Truncated, Turn
+
+
+def trajectory(reward: float, versions: tuple[int, ...], *, forked: bool = False, success: bool = False) -> Trajectory:
+    completion = Completion((5,) * len(versions), (-0.5,) * len(versions), versions, "stop")
+    turn = Turn((1, 2, 3), completion, reward, {"success": success, "odd": {1, 2}}, forked=forked)
+    messages = (Message("user", "P . O"), Message("assistant", "left"))
+    return Trajectory("t/0/0", Task("lake", 7, id="t"), (turn,), Terminated(), messages)
+
+
+def test_metrics_of_a_batch_are_those_of_its_trajectories():
+    members = (trajectory(1.0, (4, 5), success=True), trajectory(0.0, (5, 5), forked=True))
+    group = Group(members[0].task, members, (Score(1.0, {"env": 1.0}), Score(0.0, {"env": 0.0, "extra": 2.0})), 4)
+    metrics = rollout_metrics([group], step=6)
+    assert metrics["reward"] == 0.5
+    assert metrics["reward/extra"] == 2.0  # a part that a member does not have is not a zero
+    assert metrics["success"] == 0.5
+    assert (metrics["staleness/max"], metrics["staleness/mean"]) == (2, 1.25)
+    assert (metrics["sampled_tokens"], metrics["prompt_tokens"], metrics["forked_turns"]) == (4, 6, 1)
+
+
+def test_rows_half_written_by_a_killed_process_are_no_rows_and_rewinding_forgets_later_steps(tmp_path):
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.append({"step": 0, "eval/success": 0.1})
+    for step in range(4):
+        file.append({"step": step, "reward": 0.0})
+    file.append({"step": 4, "eval/success": 0.2})
+    with (tmp_path / "metrics.jsonl").open("a") as half:
+        half.write('{"step": 4, "rew')
+    assert len(file.rows()) == 6
+    file.rewind(2)
+    assert [row["step"] for row in file.rows()] == [0, 0, 1]
+    file.append({"step": 2, "reward": 1.0})
+    assert [row["step"] for row in file.rows()] == [0, 0, 1, 2]
+
+
+def test_trajectories_keep_exact_tokens_beside_readable_text(tmp_path):
+    cut = Trajectory("t/1/0", Task("lake", 7, id="t"), (), Truncated("turns"))
+    write_trajectories(tmp_path / "step.parquet", [(trajectory(1.0, (4, 5)), Score(1.0)), (cut, Score(0.0))])
+    first, second = pq.read_table(tmp_path / "step.parquet").to_pylist()
+    assert first["turns"][0]["token_ids"] == [5, 5]
+    assert first["turns"][0]["prompt_ids"] == [1, 2, 3]
+    assert first["turns"][0]["policy_versions"] == [4, 5]
+    assert first["messages"][1] == {"role": "assistant", "content": "left"}
+    assert json.loads(first["turns"][0]["info"])["success"] is False
+    assert (second["status"], second["detail"]) == ("truncated", "turns")
+
+
+def test_a_curve_is_drawn_with_and_without_evaluations(tmp_path):
+    rows = [{"step": i, "reward": i / 4, "success": i / 5} for i in range(4)]
+    draw_curve(rows, tmp_path / "a.png", "a")
+    draw_curve([{"step": 0, "eval/success": 0.2}, *rows, {"step": 4, "eval/success": 0.9}], tmp_path / "b.png", "b")
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("a.png", "b.png"))
+
+
+def test_tensorboard_has_what_was_logged(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tracker = TensorBoard(tmp_path, {"seed": "1"})
+    tracker.log(3, {"reward": 0.25})
+    tracker.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("reward")] == [(3, 0.25)]
+
+
+class Recorder(ModuleType):
+    """Stands in for a tracker's package, which talks to a server; records the calls."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.calls: list[tuple] = []
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def call(*args, **kwargs):
+            self.calls.append((name, args, kwargs))
+            return SimpleNamespace(log=self.log, finish=self.finish)
+
+        return call
+
+
+@pytest.mark.parametrize(("name", "tracker", "last"), [("wandb", Wandb, "finish"), ("mlflow", MLflow, "end_run")])
+def test_wandb_and_mlflow_are_told_name_config_and_metrics(tmp_path, monkeypatch, name, tracker, last):
+    recorder = Recorder(name)
+    monkeypatch.setitem(sys.modules, name, recorder)
+    made = tracker(tmp_path / "lake", {"seed": "1"})
+    made.log(3, {"reward": 0.25})
+    made.close()
+    said = repr(recorder.calls)
+    assert "'lake'" in said
+    assert "{'seed': '1'}" in said
+    assert "({'reward': 0.25},), {'step': 3}" in said
+    assert recorder.calls[-1][0] == last
