@@ -96,7 +96,7 @@ class FrozenLake(TextEnv):
         return "\n".join(rows)
 
 
-def weak_player(env: Env, rng: random.Random, skill: float = 0.5) -> str:
+def weak_player(env: Env, rng: random.Random, skill: float = 0.4) -> str:
     """With probability `skill` a first word of a shortest way, else any legal word. A `ScriptedPlayer` for warm starts.
 
     Raises:

@@ -52,7 +52,7 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         if self._live is None:
             self.say(f"step {step + 1:4d}  " + "  ".join(f"{name} {value}" for name, value in shown.items()))
             return
-        table = Table(box=None, padding=(0, 2), show_edge=False)
+        table = Table(box=None, padding=(0, 1), show_edge=False)
         for name in shown:
             table.add_column(name, justify="right")
         table.add_row(*shown.values())
