@@ -1,8 +1,8 @@
 """Gymnasium's FrozenLake as text, with a new solvable map for every seed, made for tiny models.
 
-The observation is the grid and nothing else: a space and a letter for each cell, a line break between rows, so that a
-byte-level tokenizer makes one token of each cell, the same wherever the cell stands. P is the player, S the start,
-F frozen, H a hole, G the goal.
+The observation is the grid, and a line of what lies left, down, right and up of the player: a space and a letter for
+each cell, so that a byte-level tokenizer makes one token of each, the same wherever it stands. P is the player, S the
+start, F frozen, H a hole, G the goal, W the wall around the lake.
 """
 
 import random
@@ -35,7 +35,10 @@ class FrozenLake(TextEnv):
     limit of turns but the run's.
     """
 
-    system_prompt = "You are P. Reach G, avoid H. Say left, down, right or up."
+    system_prompt = (
+        "You are P. Reach G, avoid H. Say left, down, right or up. "
+        "The last line is what is left, down, right, up of you."
+    )
     isolation = "inline"
 
     class Options(Settings):
@@ -93,7 +96,10 @@ class FrozenLake(TextEnv):
         row, column = divmod(self._state, len(self._desc))
         rows = ["".join(f" {cell}" for cell in cells) for cells in self._desc]
         rows[row] = f"{rows[row][: 2 * column]} P{rows[row][2 * column + 2 :]}"
-        return "\n".join(rows)
+        around = [_move(self._desc, self._state, action) for action in range(len(ACTIONS))]
+        cells = "".join(self._desc)
+        view = "".join(" W" if state == self._state else f" {cells[state]}" for state in around)
+        return "\n".join([*rows, view])
 
 
 def weak_player(env: Env, rng: random.Random, skill: float = 0.4) -> str:

@@ -220,11 +220,26 @@ def lake(seed: int = 0, **options: Any) -> tuple[FrozenLake, str]:
     return env, observation
 
 
-def test_the_lake_is_shown_as_a_grid_and_nothing_else() -> None:
+def test_the_lake_is_shown_as_a_grid_and_what_lies_around() -> None:
     env, first = lake(seed=1, p=1.0)
-    assert first == "P F F F\nF F F F\nF F F F\nF F F G"
-    assert env.step("right") == ("S P F F\nF F F F\nF F F F\nF F F G", 0.0, False, False, {"success": False})
-    assert env.step(" DOWN\n")[0] == "S F F F\nF P F F\nF F F F\nF F F G"
+    assert first == " P F F F\n F F F F\n F F F F\n F F F G\n W F F W"
+    moved = " S P F F\n F F F F\n F F F F\n F F F G\n S F F W"
+    assert env.step("right") == (moved, 0.0, False, False, {"success": False})
+    assert env.step(" DOWN\n")[0] == " S F F F\n F P F F\n F F F F\n F F F G\n F F F F"
+
+
+@given(seed=st.integers(0, 10_000), moves=st.lists(st.sampled_from(ACTIONS), max_size=8))
+def test_the_last_line_is_what_the_next_move_meets(seed: int, moves: list[str]) -> None:
+    env, seen = lake(seed)
+    for move in moves:
+        *grid, around = seen.split("\n")
+        row, column = next((r, cells.split().index("P")) for r, cells in enumerate(grid) if "P" in cells)
+        for (down, right), shown in zip(((0, -1), (1, 0), (0, 1), (-1, 0)), around.split(), strict=True):
+            inside = 0 <= row + down < 4 and 0 <= column + right < 4
+            assert shown == (grid[row + down].split()[column + right] if inside else "W")
+        seen, _, over, _, _ = env.step(move)
+        if over:
+            return
 
 
 def test_a_message_that_is_no_legal_word_costs_a_turn_on_the_lake() -> None:
@@ -237,13 +252,13 @@ def test_a_message_that_is_no_legal_word_costs_a_turn_on_the_lake() -> None:
 def test_the_goal_pays_and_a_hole_ends_for_nothing() -> None:
     env, _ = lake(p=1.0, size=2)
     env.step("right")
-    assert env.step("down") == ("S F\nF P", 1.0, True, False, {"success": True})
+    assert env.step("down") == (" S F\n F P\n F W W F", 1.0, True, False, {"success": True})
     with pytest.raises(EnvError, match="call reset first"):
         env.step("down")
-    seed = next(seed for seed in range(100) if lake(seed)[1].splitlines()[0].startswith("P H"))
+    seed = next(seed for seed in range(100) if lake(seed)[1].splitlines()[0].startswith(" P H"))
     env, _ = lake(seed)
     observation, *rest = env.step("right")
-    assert observation.startswith("S P")
+    assert observation.startswith(" S P")
     assert rest == [0.0, True, False, {"success": False}]
 
 
@@ -290,7 +305,7 @@ def test_maps_differ_between_seeds_and_slippery_ice_slips() -> None:
     slipped = 0
     for seed in range(30):
         env, _ = lake(seed, p=1.0, slippery=True)
-        slipped += not env.step("right")[0].startswith("S P")
+        slipped += not env.step("right")[0].startswith(" S P")
     assert 5 < slipped < 28
 
 
@@ -321,7 +336,7 @@ def test_a_byte_level_tokenizer_makes_one_token_of_each_cell(pattern: str) -> No
     tokenizer.train_from_iterator(grids, trainers.BpeTrainer(vocab_size=512, initial_alphabet=alphabet))
     for grid in grids:
         cells = [tokenizer.decode([token]) for token in tokenizer.encode(grid).ids]
-        assert len(cells) == 16 + 3  # one line break after each row but the last
+        assert len(cells) == 16 + 4 + 4  # the grid, the view, and a line break after each row but the last
         assert [cell.strip(" ") for cell in cells] == [cell for cell in grid.replace("\n", " \n ").split(" ") if cell]
 
 
