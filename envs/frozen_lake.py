@@ -92,6 +92,12 @@ class FrozenLake(TextEnv):
         moves = {word: to_goal.get(_move(self._desc, self._state, index), far) for index, word in enumerate(ACTIONS)}
         return [word for word, distance in moves.items() if distance == min(moves.values())]
 
+    def safe_moves(self) -> list[str]:
+        """The legal words that lead to another cell which is no hole (on ice that is not slippery)."""
+        cells = "".join(self._desc)
+        reached = {word: _move(self._desc, self._state, index) for index, word in enumerate(ACTIONS)}
+        return [word for word, state in reached.items() if state != self._state and cells[state] != "H"]
+
     def _grid(self) -> str:
         row, column = divmod(self._state, len(self._desc))
         rows = ["".join(f" {cell}" for cell in cells) for cells in self._desc]
@@ -102,7 +108,7 @@ class FrozenLake(TextEnv):
         return "\n".join([*rows, view])
 
 
-def weak_player(env: Env, rng: random.Random, skill: float = 0.4) -> str:
+def weak_player(env: Env, rng: random.Random, skill: float = 0.3) -> str:
     """With probability `skill` a first word of a shortest way, else any legal word. A `ScriptedPlayer` for warm starts.
 
     Raises:
@@ -111,6 +117,17 @@ def weak_player(env: Env, rng: random.Random, skill: float = 0.4) -> str:
     if not isinstance(env, FrozenLake):
         raise TypeError(f"this player plays FrozenLake, not {type(env).__name__}")
     return rng.choice(env.shortest_moves() if rng.random() < skill else ACTIONS)
+
+
+def careful_player(env: Env, rng: random.Random) -> str:
+    """Any step that leads somewhere, but not into a hole: it sees danger and knows no way. A `ScriptedPlayer`.
+
+    Raises:
+        TypeError: `env` is not a `FrozenLake`.
+    """
+    if not isinstance(env, FrozenLake):
+        raise TypeError(f"this player plays FrozenLake, not {type(env).__name__}")
+    return rng.choice(env.safe_moves())
 
 
 @lru_cache(maxsize=4096)

@@ -14,7 +14,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 from agentrl.envs.base import TextEnv, ToolEnv, ToolError, ToolResult
 from agentrl.envs.calculator import Calculator
-from agentrl.envs.frozen_lake import ACTIONS, FrozenLake
+from agentrl.envs.frozen_lake import ACTIONS, FrozenLake, careful_player
 from agentrl.envs.frozen_lake import weak_player as lake_player
 from agentrl.envs.guess_number import GuessNumber
 from agentrl.envs.guess_number import weak_player as guess_player
@@ -300,6 +300,23 @@ def test_the_weak_player_wins_more_with_more_skill() -> None:
     assert random_wins < 30 < weak < 200 < perfect == 300
 
 
+def test_the_careful_player_never_falls_and_always_moves() -> None:
+    rng = random.Random(0)
+    won = 0
+    env = FrozenLake()
+    for seed in range(200):
+        seen, _ = env.reset(seed=seed, options={})
+        for _ in range(12):
+            before = seen
+            seen, reward, over, _, _ = env.step(careful_player(env, rng))
+            assert seen != before
+            assert over == (reward == 1.0)
+            if over:
+                won += 1
+                break
+    assert 5 < won < 60
+
+
 def test_maps_differ_between_seeds_and_slippery_ice_slips() -> None:
     assert len({lake(seed)[1] for seed in range(50)}) > 30
     slipped = 0
@@ -345,6 +362,8 @@ def test_players_refuse_what_they_cannot_play() -> None:
         lake_player(GuessNumber(), random.Random(0))
     with pytest.raises(TypeError, match="plays GuessNumber, not FrozenLake"):
         guess_player(FrozenLake(), random.Random(0))
+    with pytest.raises(TypeError, match="plays FrozenLake, not GuessNumber"):
+        careful_player(GuessNumber(), random.Random(0))
     assert lake_player(lake()[0], random.Random(0)) in ACTIONS
 
 
