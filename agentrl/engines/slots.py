@@ -31,7 +31,7 @@ class SlotTable:
         self._parked: OrderedDict[Slot, _Parked] = OrderedDict()  # least recently parked first
         self._by_key: dict[tuple[int, int], list[Slot]] = {}
         self._lengths: dict[int, int] = {}
-        self._powers = np.ones(1, dtype=np.uint64)
+        self._powers = np.full(1, _BASE)
 
     @property
     def available(self) -> int:
