@@ -28,7 +28,11 @@ SMALL = [
 
 
 def start(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", "from agentrl.cli import main; main()", "train", *arguments]
+    # Started from a background job, this process and its children would ignore SIGINT.
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from agentrl.cli import main; main()"
+    )
+    command = [sys.executable, "-c", code, "train", *arguments]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
