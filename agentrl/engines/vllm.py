@@ -194,6 +194,7 @@ class VllmEngine:
             "tensor_parallel_size": config.tensor_parallel,
             "gpu_memory_utilization": config.memory_fraction,
             "kv_cache_memory_bytes": None if kv_cache_gib is None else int(kv_cache_gib * 2**30),
+            **(self._whole_prefills() if on_cpu else {}),
             "enforce_eager": on_cpu if config.enforce_eager is None else config.enforce_eager,
             "scheduling_policy": "priority",
             "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled, temperature applied
@@ -203,6 +204,14 @@ class VllmEngine:
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
         }
+
+    def _whole_prefills(self) -> dict[str, Any]:
+        """vLLM 0.32 dies on a CPU when it cuts the prefill of a request with a seed ("CPU Generator does not use
+        offset"): prompts are prefilled whole there."""
+        from transformers import AutoConfig
+
+        longest = self._config.max_context or int(AutoConfig.from_pretrained(self._folder).max_position_embeddings)
+        return {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, longest)}
 
     def _entered(self) -> "AsyncLLM":
         if self._closed is not None or self._llm is None:
