@@ -78,8 +78,6 @@ class DemonstrationsConfig(Settings):
     """Episodes to play, all of different seeds."""
     episodes_per_step: int = Field(32, gt=0)
     """Episodes in one supervised batch."""
-    only_successful: bool = False
-    """Imitate only the episodes that reached their goal."""
     epochs: int = Field(1, gt=0)
     """Passes over the episodes."""
     lr: float = Field(1e-3, gt=0)

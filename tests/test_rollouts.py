@@ -195,6 +195,12 @@ def test_too_many_failed_tasks_end_the_run_with_the_reason():
     class Env(SlowEnv):
         trouble = staticmethod(lambda seed, attempts: "crash")
 
+    class AllAtOnce(SlowEnv):
+        async def step(self, action):
+            raise KeyError("the lake is gone")
+
+    with pytest.raises(RetriesExhaustedError, match="the lake is gone"):
+        World(config(retries=0, max_failed_tasks=1), steps=5, env=AllAtOnce).run()
     with pytest.raises(RetriesExhaustedError, match="the lake is gone") as caught:
         World(config(retries=0, max_failed_tasks=3), steps=5, env=Env).run()
     assert "4 tasks failed for good" in str(caught.value)

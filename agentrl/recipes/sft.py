@@ -67,15 +67,10 @@ async def imitate(run: Run, demonstrations: DemonstrationsConfig, base: Path, in
     """Play the demonstrations, train on them from `base`, and save the model."""
     config = run.config
     trajectories = await demonstrate(config, demonstrations, base)
-    successful = [trajectory for trajectory in trajectories if trajectory.success]
     run.display.say(
-        f"{len(successful)} of {len(trajectories)} episodes of {demonstrations.player} were successful; "
-        f"imitating {'those' if demonstrations.only_successful else 'all'}"
+        f"{sum(trajectory.success for trajectory in trajectories)} of {len(trajectories)} episodes of "
+        f"{demonstrations.player} were successful; imitating all"
     )
-    if demonstrations.only_successful:
-        trajectories = successful
-    if not trajectories:
-        raise ConfigError("demonstrations.only_successful: the player had no success, so there is nothing to imitate")
     size = demonstrations.episodes_per_step
     batches = [trajectories[i : i + size] for i in range(0, len(trajectories), size)] * demonstrations.epochs
     algorithm = Sft()

@@ -168,7 +168,10 @@ class Rollouts:
         self._ledger.end_task(number, "failed", why)
         self._events.record("failed", task.id)
         self._failed_tasks.append(f"{task.id}: {why}")
-        if len(self._failed_tasks) > self._config.max_failed_tasks:
+        too_many = len(self._failed_tasks) - self._config.max_failed_tasks
+        if too_many > 1:
+            return  # the run is ending of the one before
+        if too_many == 1:
             raise RetriesExhaustedError(
                 f"{len(self._failed_tasks)} tasks failed for good, and rollout.max_failed_tasks allows "
                 f"{self._config.max_failed_tasks}. The last ones:\n  " + "\n  ".join(self._failed_tasks[-5:])
