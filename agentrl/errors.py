@@ -5,7 +5,8 @@
     │   └── PluginError            a plug-in cannot be found or loaded
     ├── RolloutError               an episode could not go on; becomes the trajectory's `Failed(layer, error)`
     │   ├── EnvError               reset, step or close raised, or broke the protocol
-    │   ├── EngineError            the engine refused or died
+    │   ├── EngineError            the engine refused a request
+    │   │   └── EngineDeadError    the engine is not running, and will answer nobody
     │   ├── RewardError            the reward could not be computed
     │   └── DeadlineError          something outside did not answer in time
     ├── RetriesExhaustedError      too many tasks failed for good: the run ends instead of training on luck
@@ -52,6 +53,10 @@ class EngineError(RolloutError):
     """The engine refused a request or died."""
 
     layer: Layer = "engine"
+
+
+class EngineDeadError(EngineError):
+    """The engine is not running: never entered, closed, or dead. A replica of it may answer the same request."""
 
 
 class RewardError(RolloutError):

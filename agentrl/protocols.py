@@ -78,6 +78,7 @@ class GenerateRequest:
 
     `seed` makes sampling reproducible: the token at position i depends on the seed, i and the logits alone.
     A lower `priority` number is served first when the engine is full (the deadline step of the request's group).
+    Requests of one `session` (an episode) extend each other: a router sends them where their prefix is cached.
     """
 
     id: str
@@ -85,17 +86,22 @@ class GenerateRequest:
     sampling: SamplingParams
     seed: int = 0
     priority: int = 0
+    session: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot: live requests, those not yet in the batch, and counts since the engine started."""
+    """A snapshot: requests in the batch and those waiting for it, the share of the KV cache that live requests hold
+    (0 to 1), and counts since the engine started. A preemption throws a running request's KV away to make room.
+    """
 
     running: int
     waiting: int
     generated_tokens: int
     prefilled_tokens: int
     cached_tokens: int
+    kv_use: float = 0.0
+    preemptions: int = 0
 
 
 class Engine(Protocol):
@@ -122,16 +128,26 @@ class Engine(Protocol):
         """Sample one completion.
 
         Raises:
-            EngineError: the prompt does not fit into `max_context`, or the engine is not running.
+            EngineError: the prompt does not fit into `max_context`, or the request is malformed.
+            EngineDeadError: the engine is not running; no request to it will be answered.
+        """
+        ...
+
+    async def interrupt(self) -> None:
+        """End every live request at a token boundary: its `generate` returns what it has, finish reason "abort".
+
+        When this returns no request is under way; one that had no token yet returns an empty completion. Every token
+        that was sampled is returned to its caller, so that the turn can go on from there. New requests are welcome.
         """
         ...
 
     async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
         """Replace all weights at a token boundary. Requests in flight go on under the new ones.
 
-        Their KV cache is recomputed, so each later token's logprob equals a plain forward pass of the new weights
-        over all tokens before it, and no cached prefix of an older version is served again. When this returns, every
-        token sampled from now on is stamped `version`. `weights` has Hugging Face names; tied weights may be absent.
+        Their KV cache is recomputed (unless the engine is told `kv_on_update: keep`), so each later token's logprob
+        equals a plain forward pass of the new weights over all tokens before it. No cached prefix of an older version
+        is ever served to another request. When this returns, every token sampled from now on is stamped `version`.
+        `weights` has Hugging Face names; tied weights may be absent.
         """
         ...
 
