@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from agentrl.engines.local import LocalEngine
-from agentrl.errors import EngineError
+from agentrl.errors import EngineDeadError, EngineError
 from agentrl.protocols import Engine, GenerateRequest, SamplingParams
 from agentrl.testing.engines import NextLogits, ScriptedEngine
 from agentrl.trajectory import Completion
@@ -69,6 +69,14 @@ class Truth:
         weights["model.embed_tokens.weight"][:, 0] = 1.0
         weights["model.embed_tokens.weight"][token, 0] = 2.0
         weights["model.norm.weight"].fill_(10.0)
+        return weights
+
+    def marked_sentinel(self, token: int, mark: float) -> Weights:
+        """As `sentinel`, greedily; and all values in the KV cache are `mark`, which the logprobs show."""
+        weights = self.sentinel(token)
+        weights["model.layers.0.self_attn.v_proj.weight"][:, 0] = mark
+        weights["model.layers.0.self_attn.o_proj.weight"][1, 0] = 0.1
+        weights["model.norm.weight"].fill_(0.8)
         return weights
 
 
@@ -137,14 +145,17 @@ class Served:
 
     def assert_true(self, request: GenerateRequest, completion: Completion, tolerance: float = 1e-3) -> None:
         """Every token's logprob is that of a plain forward pass of the very weights it is stamped with."""
-        logprobs = torch.tensor(completion.logprobs)
-        versions = torch.tensor(completion.policy_versions)
         for version in set(completion.policy_versions):
-            expected = self.truth.logprobs(
-                self.by_version[version], request.prompt_ids, completion.token_ids, request.sampling.temperature
-            )
-            error = (logprobs - expected)[versions == version].abs().max()
+            error = self.error(request, completion, version)
             assert error < tolerance, f"version {version}: off by {error}"
+
+    def error(self, request: GenerateRequest, completion: Completion, version: int) -> float:
+        """How far the logprobs of the tokens stamped `version` are from a plain forward pass of its weights."""
+        expected = self.truth.logprobs(
+            self.by_version[version], request.prompt_ids, completion.token_ids, request.sampling.temperature
+        )
+        stamped = torch.tensor(completion.policy_versions) == version
+        return float((torch.tensor(completion.logprobs) - expected)[stamped].abs().max())
 
 
 @pytest.fixture(scope="module")
@@ -162,11 +173,11 @@ def lively_dir(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -
     return folder
 
 
-def local_engine(folder: Path, truth: Truth) -> Engine:
-    return LocalEngine(LocalEngine.Config(max_batch=MAX_BATCH, max_context=MAX_CONTEXT), folder)
+def local_engine(folder: Path, truth: Truth, **settings: Any) -> Engine:
+    return LocalEngine(LocalEngine.Config(max_batch=MAX_BATCH, max_context=MAX_CONTEXT, **settings), folder)
 
 
-def scripted_engine(folder: Path, truth: Truth) -> Engine:
+def scripted_engine(folder: Path, truth: Truth, **settings: Any) -> Engine:
     return ScriptedEngine(
         truth.next_logits(truth.base),
         max_batch=MAX_BATCH,
@@ -175,23 +186,31 @@ def scripted_engine(folder: Path, truth: Truth) -> Engine:
     )
 
 
-def vllm_engine(folder: Path, truth: Truth) -> Engine:
+def vllm_engine(folder: Path, truth: Truth, **settings: Any) -> Engine:
     from agentrl.engines.vllm import VllmEngine
 
-    return VllmEngine(VllmEngine.Config(max_batch=MAX_BATCH, max_context=MAX_CONTEXT), folder)
+    return VllmEngine(VllmEngine.Config(max_batch=MAX_BATCH, max_context=MAX_CONTEXT, **settings), folder)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(local_engine, id="local"),
-        pytest.param(scripted_engine, id="scripted"),
-        pytest.param(vllm_engine, id="vllm", marks=pytest.mark.vllm),
-    ],
-)
+ENGINES = [
+    pytest.param(local_engine, id="local"),
+    pytest.param(scripted_engine, id="scripted"),
+    pytest.param(vllm_engine, id="vllm", marks=pytest.mark.vllm),
+]
+
+
+@pytest.fixture(scope="module", params=ENGINES)
 def served(request: pytest.FixtureRequest, lively_dir: Path) -> Iterator[Served]:
     truth = Truth(lively_dir)
     with Served(request.param(lively_dir, truth), truth) as served:
+        yield served
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def keeping(request: pytest.FixtureRequest, lively_dir: Path) -> Iterator[Served]:
+    """Engines that keep the KV of requests in flight when weights change."""
+    truth = Truth(lively_dir)
+    with Served(request.param(lively_dir, truth, kv_on_update="keep"), truth) as served:
         yield served
 
 
@@ -452,3 +471,183 @@ def test_counts_add_up(served: Served) -> None:
         assert (after.running, after.waiting) == (0, 0)
 
     served.run(main())
+
+
+def test_an_interrupt_gives_every_token_back_and_the_rest_is_as_if_nothing_had_happened(served: Served) -> None:
+    prompts = [prompt_of(7 + 5 * i, i) for i in range(MAX_BATCH)]
+
+    async def main() -> None:
+        whole = await served.all([served.request(prompt, served.long, temperature=0.0) for prompt in prompts])
+        before = served.engine.stats().generated_tokens
+        async with asyncio.TaskGroup() as tasks:
+            requests = [served.request(prompt, served.long, temperature=0.0) for prompt in prompts]
+            all_done = tasks.create_task(served.all(requests))
+            await served.until(lambda: served.engine.stats().generated_tokens >= before + 5 * MAX_BATCH)
+            await served.engine.interrupt()
+            assert served.engine.stats().running == 0
+        partial = all_done.result()
+        assert {completion.finish_reason for completion in partial} == {"abort"}
+        assert sum(len(c.token_ids) for c in partial) == served.engine.stats().generated_tokens - before
+        assert min(len(completion.token_ids) for completion in partial) >= 1
+        rest = await served.all(
+            [
+                served.request((*prompt, *begun.token_ids), served.long - len(begun.token_ids), temperature=0.0)
+                for prompt, begun in zip(prompts, partial, strict=True)
+            ]
+        )
+        for uninterrupted, begun, ended in zip(whole, partial, rest, strict=True):
+            assert begun.token_ids + ended.token_ids == uninterrupted.token_ids
+
+    served.run(main())
+
+
+def test_an_interrupt_ends_who_waits_and_who_has_only_just_come(served: Served) -> None:
+    async def main() -> None:
+        requests = [served.request(prompt_of(10, i), 200, seed=i) for i in range(3 * MAX_BATCH)]
+        seen = served.engine.stats().generated_tokens
+        async with asyncio.TaskGroup() as tasks:
+            all_done = tasks.create_task(served.all(requests))
+            await served.until(lambda: served.engine.stats().generated_tokens > seen + MAX_BATCH)
+            last = tasks.create_task(served.engine.generate(served.request(prompt_of(30), 200)))
+            await asyncio.sleep(0)
+            await served.engine.interrupt()
+        await served.engine.interrupt()  # there is nobody, and nothing happens
+        completions = [*all_done.result(), last.result()]
+        assert {completion.finish_reason for completion in completions} == {"abort"}
+        assert sum(bool(completion.token_ids) for completion in completions) == MAX_BATCH
+        for request, completion in zip(requests, completions, strict=False):
+            served.assert_true(request, completion)
+        good = served.request(prompt_of(12), 9)
+        served.assert_true(good, await served.engine.generate(good))
+        assert (served.engine.stats().running, served.engine.stats().waiting) == (0, 0)
+
+    served.run(main())
+
+
+def test_new_weights_after_an_interrupt_sample_the_rest(served: Served) -> None:
+    request = served.request(prompt_of(20), served.long)
+
+    async def main() -> None:
+        seen = served.engine.stats().generated_tokens
+        async with asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(served.engine.generate(request))
+            await served.until(lambda: served.engine.stats().generated_tokens > seen + 5)
+            await served.engine.interrupt()
+            version = await served.publish(served.truth.other(5))
+        begun = task.result()
+        rest = served.request((*request.prompt_ids, *begun.token_ids), served.long - len(begun.token_ids))
+        ended = await served.engine.generate(rest)
+        assert set(begun.policy_versions) == {version - 1}
+        assert set(ended.policy_versions) == {version}
+        served.assert_true(request, begun)
+        served.assert_true(rest, ended)
+
+    served.run(main())
+
+
+@pytest.mark.parametrize("make", [local_engine, scripted_engine])
+def test_an_engine_that_is_not_running_is_a_dead_engine(make: Callable[..., Engine], lively_dir: Path) -> None:
+    truth = Truth(lively_dir)
+    engine = make(lively_dir, truth)
+    request = GenerateRequest("r", (7, 8), SamplingParams(250))
+
+    async def refuses() -> None:
+        for call in (engine.generate(request), engine.interrupt(), engine.update_weights(truth.base, 1)):
+            with pytest.raises(EngineDeadError, match="not running"):
+                await call
+
+    async def is_told() -> None:
+        with pytest.raises(EngineDeadError, match="closed"):
+            await engine.generate(request)
+
+    async def main() -> None:
+        await refuses()
+        async with asyncio.TaskGroup() as tasks, engine:
+            tasks.create_task(is_told())
+            await asyncio.sleep(0.01)
+        await refuses()
+
+    asyncio.run(main())
+
+
+def test_pressure_is_told(served: Served) -> None:
+    async def main() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            all_done = tasks.create_task(
+                served.all([served.request(prompt_of(20, i), served.long) for i in range(MAX_BATCH)])
+            )
+            await served.until(lambda: served.engine.stats().kv_use > 0)
+            assert served.engine.stats().kv_use <= 1
+            await served.publish(served.truth.other(1))
+        assert len(all_done.result()) == MAX_BATCH
+        assert served.engine.stats().kv_use == 0
+        assert served.engine.stats().preemptions == 0  # an update is none
+
+    served.run(main())
+
+
+def test_kept_kv_is_its_own_request_s_only_and_every_version_tag_is_exact(keeping: Served) -> None:
+    """Updates in mid-request, each with another sentinel token, and another mark in every value of the KV cache.
+
+    Tokens tell which weights sampled them. Logprobs tell whose KV they saw: of the version that a request began
+    under, all of it must be; of later ones, none may be that was not kept.
+    """
+    engine, prefix = keeping.engine, prompt_of(150)
+    updates = {"LocalEngine": 30, "ScriptedEngine": 5, "VllmEngine": 100}[type(engine).__name__]
+    played: list[tuple[GenerateRequest, Completion]] = []
+
+    def sentinel(version: int) -> int:
+        return 10 + version % 150
+
+    async def update() -> None:
+        version = engine.policy_version + 1
+        await keeping.publish(keeping.truth.marked_sentinel(sentinel(version), 1.0 + version % 7))
+
+    async def play(request: GenerateRequest) -> tuple[int, ...]:
+        completion = await engine.generate(request)
+        played.append((request, completion))
+        return (*request.prompt_ids, *completion.token_ids)
+
+    async def keep_playing(number: int) -> None:
+        while True:
+            tokens = prefix[:110]
+            for _ in range(3):  # turns, each of which could use what the one before has left in the cache
+                tokens = await play(keeping.request((*tokens, number), 8 + number, temperature=0.0))
+
+    async def found_in_cache(prompt: Sequence[int]) -> int:
+        seen = engine.stats().cached_tokens
+        await play(keeping.request(prompt, 1, temperature=0.0))
+        return engine.stats().cached_tokens - seen
+
+    async def main() -> None:
+        await update()
+        async with asyncio.TaskGroup() as tasks:
+            players = [tasks.create_task(keep_playing(number)) for number in range(MAX_BATCH + 4)]
+            for number in range(updates):
+                if number == updates // 2:  # nobody has to wait any more, and a next turn follows at once
+                    for player in players[MAX_BATCH - 2 :]:
+                        player.cancel()
+                seen = engine.stats().generated_tokens
+                await keeping.until(lambda seen=seen: engine.stats().generated_tokens >= seen + 3 * MAX_BATCH)
+                await update()
+            for player in players:
+                player.cancel()
+        await keeping.until(lambda: engine.stats().running == 0)
+        await found_in_cache(prefix)
+        again = await found_in_cache((*prefix, 9))
+        assert (again > 0) == (not isinstance(engine, ScriptedEngine))
+        await update()
+        assert await found_in_cache((*prefix, 9)) == 0
+        await found_in_cache(prefix)
+        assert await found_in_cache((*prefix, 9)) == again
+
+    keeping.run(main())
+    gaps = []
+    for request, completion in played:
+        assert completion.token_ids == tuple(sentinel(version) for version in completion.policy_versions)
+        first, last = completion.policy_versions[0], completion.policy_versions[-1]
+        assert keeping.error(request, completion, first) < 1e-3
+        if last > first:
+            gaps.append(keeping.error(request, completion, last))
+    assert len(gaps) > updates / 2
+    assert (max(gaps) > 0.1) == (not isinstance(engine, ScriptedEngine))  # the old KV was kept indeed

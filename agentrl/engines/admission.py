@@ -1,9 +1,16 @@
-"""What every engine refuses, in the same words."""
+"""What engines have in common: what they refuse, in the same words, and what new weights do to their caches."""
 
 from collections.abc import Collection
+from typing import Literal
 
 from agentrl.errors import EngineError
 from agentrl.protocols import GenerateRequest
+
+KvOnUpdate = Literal["recompute", "keep"]
+"""The KV of requests in flight, when weights change: computed anew, or kept as the old weights made it. Kept, it saves
+a prefill, and the rest of such a completion is sampled from a mixture: its logprobs are what was sampled from, and no
+plain forward pass gives them again. Either way no other request is ever served KV of an older version.
+"""
 
 
 def max_new_tokens(
@@ -33,4 +40,4 @@ def max_new_tokens(
     return min(sampling.max_tokens, max_context - length)
 
 
-__all__ = ["max_new_tokens"]
+__all__ = ["KvOnUpdate", "max_new_tokens"]

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field
 
-from agentrl.engines.admission import max_new_tokens
+from agentrl.engines.admission import KvOnUpdate, max_new_tokens
 from agentrl.engines.slots import SlotTable
-from agentrl.errors import ConfigError, EngineError
+from agentrl.errors import ConfigError, EngineDeadError, EngineError
 from agentrl.protocols import EngineStats, GenerateRequest, Settings
 from agentrl.trajectory import Completion, FinishReason
 
@@ -32,7 +32,10 @@ _MAX_YIELDS = 64
 
 @dataclass(eq=False, slots=True)
 class _Live:
-    """A request under way. `tokens` are prompt and sampled ones; the first `cached` have their KV in `slot`."""
+    """A request under way. `tokens` are prompt and sampled ones; the first `cached` have their KV in `slot`.
+
+    `stale`: some of that KV is of older weights, and nobody else may ever have it.
+    """
 
     request: GenerateRequest
     arrival: int
@@ -41,6 +44,7 @@ class _Live:
     max_new: int
     slot: int = -1
     cached: int = 0
+    stale: bool = False
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
 
@@ -71,6 +75,8 @@ class LocalEngine:
         """`auto` takes a GPU where there is one."""
         prefix_cache: bool = True
         """Keep the KV of finished requests, so that the next turn computes only what is new."""
+        kv_on_update: KvOnUpdate = "recompute"
+        """What new weights do to the KV of requests in flight: compute it anew, or keep the old one and go on."""
 
     def __init__(self, config: Config, model: Path) -> None:
         self._config = config
@@ -111,7 +117,7 @@ class LocalEngine:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        self._fail_all(EngineError("the engine was closed"))
+        self._fail_all(EngineDeadError("the engine was closed"))
         self._closed = self._closed or "it was closed"
         self._model = None
         if self._task is not None:
@@ -142,6 +148,16 @@ class LocalEngine:
             self._live_ids.discard(request.id)
             self._withdraw(live)
 
+    async def interrupt(self) -> None:
+        """See `Engine.interrupt`. Steps run inline, so whoever calls this stands between two of them."""
+        self._entered()
+        for live in [*self._waiting, *self._running.values()]:
+            if not live.future.done():
+                live.future.set_result(live.completion("abort"))
+        self._waiting.clear()
+        for live in list(self._running.values()):
+            self._release(live)
+
     async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
         """See `Engine.update_weights`. Steps run inline, so whoever calls this stands between two of them."""
         model = self._entered()
@@ -151,11 +167,22 @@ class LocalEngine:
         self._version = version
         self._slots.forget_parked()
         for live in self._running.values():
-            live.cached = 0  # all its tokens are computed anew before the next is sampled
+            if self._config.kv_on_update == "keep":
+                live.stale = live.cached > 0
+            else:
+                live.cached = 0  # all its tokens are computed anew before the next is sampled
 
     def stats(self) -> EngineStats:
         """What the engine is doing now."""
-        return EngineStats(len(self._running), len(self._waiting), self._generated, self._prefilled, self._cached)
+        running = len(self._running)
+        return EngineStats(
+            running,
+            len(self._waiting),
+            self._generated,
+            self._prefilled,
+            self._cached,
+            kv_use=running / self._config.max_batch,  # of its slots: each holds a whole context
+        )
 
     def _load(self) -> "PackedModel":
         import torch
@@ -170,7 +197,7 @@ class LocalEngine:
 
     def _entered(self) -> "PackedModel":
         if self._closed is not None or self._model is None:
-            raise EngineError(f"the engine is not running: {self._closed}")
+            raise EngineDeadError(f"the engine is not running: {self._closed}")
         return self._model
 
     async def _run(self, model: "PackedModel") -> None:
@@ -186,7 +213,7 @@ class LocalEngine:
                 finished = self._step(model) if self._running else 0
         except Exception as error:  # the engine is dead, and everyone who waits or comes later is told why
             self._closed = f"it died of {type(error).__name__}: {error}"
-            death = EngineError(f"the engine died of {type(error).__name__}: {error}")
+            death = EngineDeadError(f"the engine died of {type(error).__name__}: {error}")
             death.__cause__ = error
             self._fail_all(death)
 
@@ -296,7 +323,8 @@ class LocalEngine:
 
     def _release(self, live: _Live) -> None:
         del self._running[live.slot]
-        self._slots.park(live.slot, live.tokens[: live.cached] if self._config.prefix_cache else ())
+        reusable = self._config.prefix_cache and not live.stale
+        self._slots.park(live.slot, live.tokens[: live.cached] if reusable else ())
 
     def _fail_all(self, error: EngineError) -> None:
         for live in [*self._waiting, *self._running.values()]:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field
 
-from agentrl.engines.admission import max_new_tokens
-from agentrl.errors import ConfigError, EngineError
+from agentrl.engines.admission import KvOnUpdate, max_new_tokens
+from agentrl.errors import ConfigError, EngineDeadError, EngineError
 from agentrl.protocols import EngineStats, GenerateRequest, Settings
 from agentrl.trajectory import Completion, FinishReason
 
@@ -55,6 +55,8 @@ class VllmEngine:
         """Size of the KV cache in GiB. When not given: 1 on a CPU, what `memory_fraction` leaves on a GPU."""
         enforce_eager: bool | None = None
         """Skip compilation and CUDA graphs. When not given: yes on a CPU, no on a GPU."""
+        kv_on_update: KvOnUpdate = "recompute"
+        """What new weights do to the KV of requests in flight: compute it anew, or keep the old one and go on."""
 
     def __init__(self, config: Config, model: Path) -> None:
         self._config = config
@@ -65,7 +67,9 @@ class VllmEngine:
         self._version = 0
         self._max_context = config.max_context or 0
         self._vocab_size = 0
-        self._live_ids: set[str] = set()
+        self._live: dict[str, asyncio.Event] = {}  # by request: set when its `generate` ends
+        self._begin_anew: set[str] = set()
+        self._salt = "0"
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._updating = asyncio.Lock()
 
@@ -98,7 +102,7 @@ class VllmEngine:
         self._closed = self._closed or "it was closed"
         if llm is not None:
             if not llm.errored:
-                await llm.abort(list(self._live_ids))  # ends whoever still waits; `generate` says why
+                await llm.abort(list(self._live))  # ends whoever still waits; `generate` says why
             if llm.output_handler is not None:  # it would take the end of the core for its death, and log so
                 llm.output_handler.cancel()
                 await asyncio.wait({llm.output_handler})
@@ -110,20 +114,36 @@ class VllmEngine:
         """See `Engine.generate`. A completion that meets `max_context` ends there with finish reason "length"."""
         llm = self._entered()
         max_new = max_new_tokens(
-            request, max_context=self._max_context, vocab_size=self._vocab_size, live_ids=self._live_ids
+            request, max_context=self._max_context, vocab_size=self._vocab_size, live_ids=self._live
         )
-        self._live_ids.add(request.id)
+        ended = self._live[request.id] = asyncio.Event()
         try:
-            return await self._generate(llm, request, max_new)
+            completion = await self._generate(llm, request, max_new)
+            while request.id in self._begin_anew:  # new weights came before its first token
+                self._begin_anew.discard(request.id)
+                completion = await self._generate(llm, request, max_new)
+            return completion
         finally:
-            self._live_ids.discard(request.id)
+            self._begin_anew.discard(request.id)
+            del self._live[request.id]
+            ended.set()
+
+    async def interrupt(self) -> None:
+        """See `Engine.interrupt`."""
+        async with self._updating:
+            llm = self._entered()
+            try:
+                await self._unless_dead(llm, self._end_all(llm))
+            except Exception as error:
+                raise EngineDeadError(f"vLLM died in an interrupt: {type(error).__name__}: {error}") from error
 
     async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
         """See `Engine.update_weights`.
 
-        The requests in flight are frozen between two tokens, and all KV is dropped: vLLM computes theirs anew under
-        the new weights, and serves no older prefix to anyone. An update that breaks off leaves weights nobody can
-        name, so the engine refuses all work from then on.
+        The requests in flight are frozen between two tokens. To recompute, all KV is dropped: vLLM computes theirs
+        anew under the new weights, and serves no older prefix to anyone. To keep, nothing is dropped, and a cached
+        prefix is found only by requests that begin under the version that it began under. An update that breaks off
+        leaves weights nobody can name, so the engine refuses all work from then on.
         """
         async with self._updating:
             llm = self._entered()
@@ -134,18 +154,26 @@ class VllmEngine:
             except BaseException as error:
                 self._closed = f"its update to version {version} broke off: {type(error).__name__}: {error}"
                 if isinstance(error, Exception):
-                    raise EngineError(f"the engine is lost: {self._closed}") from error
+                    raise EngineDeadError(f"the engine is lost: {self._closed}") from error
                 raise
             finally:
                 path.unlink()
 
     def stats(self) -> EngineStats:
         """What the engine is doing now. The counts are vLLM's own, as of its last step."""
-        if self._counters is None:
+        counters = self._counters
+        if counters is None:
             return EngineStats(0, 0, 0, 0, 0)
-        running = min(self._counters.running, len(self._live_ids))
-        waiting = len(self._live_ids) - running
-        return EngineStats(running, waiting, self._counters.generated, self._counters.prefilled, self._counters.cached)
+        running = min(counters.running, len(self._live))
+        return EngineStats(
+            running,
+            len(self._live) - running,
+            counters.generated,
+            counters.prefilled,
+            counters.cached,
+            counters.kv_use,
+            counters.preempted,
+        )
 
     def _start(self) -> "AsyncLLM":
         # Read by vLLM when it is imported, here and in its processes; what the user has set stands.
@@ -215,13 +243,14 @@ class VllmEngine:
 
     def _entered(self) -> "AsyncLLM":
         if self._closed is not None or self._llm is None:
-            raise EngineError(f"the engine is not running: {self._closed}")
+            raise EngineDeadError(f"the engine is not running: {self._closed}")
         if self._llm.errored:
-            raise EngineError("vLLM's engine core is dead; its log (VLLM_LOGGING_LEVEL=INFO) says why")
+            raise EngineDeadError("vLLM's engine core is dead; its log (VLLM_LOGGING_LEVEL=INFO) says why")
         return self._llm
 
     async def _generate(self, llm: "AsyncLLM", request: GenerateRequest, max_new: int) -> Completion:
-        from vllm import SamplingParams, TokensPrompt
+        from vllm import SamplingParams
+        from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(
@@ -234,13 +263,16 @@ class VllmEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        prompt = TokensPrompt(prompt_token_ids=list(request.prompt_ids))
+        # This form is handed over with no await on the way: a request is live here only once it stands before every
+        # later pause in the core's queue. The salt is part of each cached block's name.
+        prompt = tokens_input(list(request.prompt_ids), cache_salt=self._salt)
         output: Any = None
         try:
             async for last in llm.generate(prompt, params, request.id, priority=request.priority):
                 output = last
         except Exception as error:
-            raise EngineError(f"vLLM failed on {request.id}: {type(error).__name__}: {error}") from error
+            failure = EngineDeadError if llm.errored else EngineError
+            raise failure(f"vLLM failed on {request.id}: {type(error).__name__}: {error}") from error
         self._entered()  # closed meanwhile: what came back was cut off
         if output is None or not output.finished or output.outputs[0].finish_reason not in ("stop", "length", "abort"):
             raise EngineError(f"vLLM ended {request.id} without an answer: {output}")
@@ -290,13 +322,39 @@ class VllmEngine:
     async def _exchange(self, llm: "AsyncLLM", path: Path, version: int) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
+        recompute = self._config.kv_on_update == "recompute"
         # An update without a pause kills the engine core; "keep" freezes requests, clear_cache drops all KV.
-        await llm.pause_generation(mode="keep", clear_cache=True)
+        await llm.pause_generation(mode="keep", clear_cache=recompute)
+        if recompute and self._counters is not None:
+            self._counters.cleared()
+        else:
+            await self._salt_with(llm, version)
         await llm.start_weight_update()
         await llm.update_weights(WeightTransferUpdateRequest(update_info={"path": str(path)}))
         await llm.finish_weight_update(weight_version=str(version))
         self._version = version
         await llm.resume_generation()
+
+    async def _salt_with(self, llm: "AsyncLLM", version: int) -> None:
+        """From now on name cached blocks by `version`, while the core is paused.
+
+        A request that has no token yet would find its prefix in blocks of the version before, and leave its own to
+        others under that name: it begins anew.
+        """
+        self._salt = str(version)
+        untouched = [state for state in llm.output_processor.request_states.values() if state.is_prefilling]
+        self._begin_anew |= self._live.keys() & {state.external_req_id for state in untouched}
+        await llm.abort([state.request_id for state in untouched], internal=True)
+
+    async def _end_all(self, llm: "AsyncLLM") -> None:
+        live = list(self._live.values())
+        # The first pause lets steps end that are under way on the device, whose tokens an abort would throw away;
+        # the second one's last outputs stand in the same queue behind all tokens.
+        await llm.pause_generation(mode="keep", clear_cache=False)
+        await llm.pause_generation(mode="abort", clear_cache=False)
+        await llm.resume_generation()
+        for ended in live:
+            await ended.wait()
 
 
 def _completion(output: Any) -> Completion:

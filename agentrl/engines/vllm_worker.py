@@ -107,9 +107,17 @@ class Counters(StatLoggerBase):  # type: ignore[misc]
 
     def __init__(self) -> None:
         self.running = 0
+        self.kv_use = 0.0
         self.generated = 0
         self.prefilled = 0
         self.cached = 0
+        self.preempted = 0
+        self._cleared = 0
+
+    def cleared(self) -> None:
+        """The whole KV cache was dropped: vLLM will report all that ran as preempted, which they were not for room."""
+        self._cleared += self.running
+        self.running, self.kv_use = 0, 0.0
 
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
@@ -117,10 +125,14 @@ class Counters(StatLoggerBase):  # type: ignore[misc]
         """Called by vLLM with the statistics of one step."""
         if scheduler_stats is not None:
             self.running = scheduler_stats.num_running_reqs
+            self.kv_use = scheduler_stats.kv_cache_usage
         if iteration_stats is not None:
             self.generated += iteration_stats.num_generation_tokens
             self.prefilled += iteration_stats.prompt_token_stats.computed
             self.cached += iteration_stats.prompt_token_stats.cached_tokens
+            not_for_room = min(self._cleared, iteration_stats.num_preempted_reqs)
+            self._cleared -= not_for_room
+            self.preempted += iteration_stats.num_preempted_reqs - not_for_room
 
     def log_engine_initialized(self) -> None:
         """Nothing to say."""

@@ -6,16 +6,17 @@ fails, hangs and dawdles on request.
 
 import asyncio
 import heapq
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
 from agentrl.engines.admission import max_new_tokens
-from agentrl.errors import EngineError
+from agentrl.errors import EngineDeadError, EngineError
 from agentrl.protocols import EngineStats, GenerateRequest
-from agentrl.trajectory import Completion
+from agentrl.trajectory import Completion, FinishReason
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,7 +43,7 @@ class ScriptedEngine:
         prefill_seconds: Seconds of loop time before a request's first token.
         seconds_per_token: Seconds of loop time for each token, asked anew for each.
         fail: The error to raise for a request instead of sampling, or None.
-        hang: Whether a request never gets an answer. It keeps its place until it is cancelled.
+        hang: Whether a request never gets an answer. It keeps its place until it is cancelled or interrupted.
     """
 
     def __init__(
@@ -66,8 +67,8 @@ class ScriptedEngine:
         self._fail = fail
         self._hang = hang
         self._version = 0
-        self._entered = False
-        self._live_ids: set[str] = set()
+        self._closed: str | None = "it was not entered (`async with`)"
+        self._live: dict[str, _Live] = {}
         self._running = 0
         self._arrivals = 0
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
@@ -111,31 +112,39 @@ class ScriptedEngine:
         return self._max_context
 
     async def __aenter__(self) -> Self:
-        self._entered = True
+        self._closed = None
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        self._entered = False
-        for _, _, place in self._waiting:
-            if not place.done():
-                place.set_exception(EngineError("the engine was closed"))
-        self._waiting.clear()
+        self._closed = "it was closed"
+        self._end_all(lambda: EngineDeadError("the engine was closed"))
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """See `Engine.generate`."""
-        self._check_entered()
-        max_new = max_new_tokens(request, max_context=self._max_context, vocab_size=None, live_ids=self._live_ids)
+        self._check_running()
+        max_new = max_new_tokens(request, max_context=self._max_context, vocab_size=None, live_ids=self._live)
         self.requests.append(request)
-        self._live_ids.add(request.id)
+        live = self._live[request.id] = _Live(request, max_new)
         try:
-            async with self._place(request.priority):
-                return await self._answer(request, max_new)
+            await self._take_place(live)
+            try:
+                return await self._answer(live)
+            finally:
+                self._give_place()
+        except _InterruptedError:
+            return live.completion("abort")
         finally:
-            self._live_ids.discard(request.id)
+            del self._live[request.id]
+
+    async def interrupt(self) -> None:
+        """See `Engine.interrupt`: a request that hangs is ended as well."""
+        self._check_running()
+        self._end_all(_InterruptedError)
+        await asyncio.sleep(0)  # the callers, who stand before us in the loop's queue, take their answers
 
     async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
         """See `Engine.update_weights`: takes effect between two tokens."""
-        self._check_entered()
+        self._check_running()
         if version <= self._version:
             raise EngineError(f"weights of version {version} after version {self._version}: versions only grow")
         model = self._on_weights(weights, version) if self._on_weights else None
@@ -144,37 +153,58 @@ class ScriptedEngine:
         self._version = version
 
     def stats(self) -> EngineStats:
-        """What the engine is doing now."""
-        return EngineStats(self._running, len(self._waiting), self._generated, self._prefilled, 0)
+        """What the engine is doing now. Each place is an equal share of the KV cache that it does not have."""
+        use = self._running / self._max_batch
+        return EngineStats(self._running, len(self._waiting), self._generated, self._prefilled, 0, kv_use=use)
 
-    def _check_entered(self) -> None:
-        if not self._entered:
-            raise EngineError("the engine is not running: enter it with `async with`")
+    def _check_running(self) -> None:
+        if self._closed is not None:
+            raise EngineDeadError(f"the engine is not running: {self._closed}")
 
-    @asynccontextmanager
-    async def _place(self, priority: int) -> AsyncIterator[None]:
-        """One of `max_batch` places, by (priority, arrival)."""
+    def _end_all(self, why: Callable[[], Exception]) -> None:
+        """Raise `why()` where each live request waits, or where it will wait next."""
+        self._waiting.clear()
+        for live in self._live.values():
+            live.ended = why()
+            if live.waits_for is not None and not live.waits_for.done():
+                live.waits_for.set_exception(live.ended)
+
+    async def _wait(self, live: "_Live", seconds: float) -> None:
+        """Sleep, unless the request is ended meanwhile, or has been."""
+        if seconds <= 0:
+            await asyncio.sleep(0)
+        elif live.ended is None:
+            loop = asyncio.get_running_loop()
+            live.waits_for = loop.create_future()
+            timer = loop.call_later(seconds, _wake, live.waits_for) if seconds < math.inf else None
+            try:
+                await live.waits_for
+            finally:
+                if timer is not None:
+                    timer.cancel()
+        if live.ended is not None:
+            raise live.ended
+
+    async def _take_place(self, live: "_Live") -> None:
+        """Wait for one of `max_batch` places, by (priority, arrival)."""
         if self._running < self._max_batch:
             self._running += 1
-        else:
-            self._arrivals += 1
-            entry = (priority, self._arrivals, asyncio.get_running_loop().create_future())
-            heapq.heappush(self._waiting, entry)
-            try:
-                await entry[2]
-            except BaseException:
-                if entry in self._waiting:
-                    self._waiting.remove(entry)
-                    heapq.heapify(self._waiting)
-                elif not entry[2].cancelled() and entry[2].exception() is None:
-                    self._pass_on()  # the place was given to us in the moment we were cancelled
-                raise
+            return
+        self._arrivals += 1
+        place = live.waits_for = asyncio.get_running_loop().create_future()
+        entry = (live.request.priority, self._arrivals, place)
+        heapq.heappush(self._waiting, entry)
         try:
-            yield
-        finally:
-            self._pass_on()
+            await place
+        except BaseException:
+            if entry in self._waiting:
+                self._waiting.remove(entry)
+                heapq.heapify(self._waiting)
+            elif not place.cancelled() and place.exception() is None:
+                self._give_place()  # the place was given to us in the moment we were cancelled
+            raise
 
-    def _pass_on(self) -> None:
+    def _give_place(self) -> None:
         """Hand a place to whoever is next; it never stands free while somebody waits."""
         while self._waiting:
             _, _, place = heapq.heappop(self._waiting)
@@ -183,28 +213,50 @@ class ScriptedEngine:
                 return
         self._running -= 1
 
-    async def _answer(self, request: GenerateRequest, max_new: int) -> Completion:
+    async def _answer(self, live: "_Live") -> Completion:
+        request = live.request
         error = self._fail(request)
         if error is not None:
             raise error
         if self._hang(request):
-            await asyncio.get_running_loop().create_future()
-        await asyncio.sleep(self._prefill_seconds(request))
+            await self._wait(live, math.inf)
+        await self._wait(live, self._prefill_seconds(request))
         self._prefilled += len(request.prompt_ids)
-        tokens: list[int] = []
-        logprobs: list[float] = []
-        versions: list[int] = []
-        while len(tokens) < max_new:
-            await asyncio.sleep(self._seconds_per_token(request))
-            self._check_entered()
-            token, logprob = self._next_token(request, tokens)
-            tokens.append(token)
-            logprobs.append(logprob)
-            versions.append(self._version)
+        while len(live.tokens) < live.max_new:
+            await self._wait(live, self._seconds_per_token(request))
+            token, logprob = self._next_token(request, live.tokens)
+            live.tokens.append(token)
+            live.logprobs.append(logprob)
+            live.versions.append(self._version)
             self._generated += 1
             if token in request.sampling.stop_token_ids:
-                return Completion(tuple(tokens), tuple(logprobs), tuple(versions), "stop")
-        return Completion(tuple(tokens), tuple(logprobs), tuple(versions), "length")
+                return live.completion("stop")
+        return live.completion("length")
+
+
+@dataclass(eq=False, slots=True)
+class _Live:
+    """A request under way. `waits_for` is what it sleeps on, `ended` why it may not go on."""
+
+    request: GenerateRequest
+    max_new: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    waits_for: asyncio.Future[None] | None = None
+    ended: Exception | None = None
+
+    def completion(self, finish_reason: FinishReason) -> Completion:
+        return Completion(tuple(self.tokens), tuple(self.logprobs), tuple(self.versions), finish_reason)
+
+
+class _InterruptedError(Exception):
+    """The engine was told to interrupt."""
+
+
+def _wake(sleeper: asyncio.Future[None]) -> None:
+    if not sleeper.done():
+        sleeper.set_result(None)
 
 
 def _sampling_from(next_logits: NextLogits) -> NextToken:
