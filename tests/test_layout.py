@@ -19,7 +19,7 @@ LAYERS = [
     {"algorithms", "plugins", "tiny_model"},
     {"flow"},
     {"rollout", "engines", "cluster", "observe", "checkpoint"},
-    {"testing"},
+    {"testing", "simulate"},
     {"envs", "rewards", "trainers"},
     {"config"},
     {"run"},

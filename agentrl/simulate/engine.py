@@ -1,0 +1,520 @@
+"""An engine that takes time and computes nothing: slots, batches that slow each other, a KV cache, versions.
+
+The law. All running requests advance together on one *token clock*, whose seconds pass at the rate
+
+    1 / (1 + slowdown * max(0, running - knee) / knee)        of the loop's seconds.
+
+On that clock a request needs `prefill_seconds_per_token` for each prompt token that is not cached, and then
+`seconds_per_token` for each token it samples. So the only events are arrivals, ends, updates and a full KV cache: none
+per token, and one timer in all, however many requests run. What a request has sampled by now follows from the clock.
+"""
+
+import asyncio
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from random import Random
+from typing import TYPE_CHECKING, Literal, Self
+
+from pydantic import Field, model_validator
+
+from agentrl.engines.admission import max_new_tokens
+from agentrl.errors import EngineDeadError, EngineError
+from agentrl.protocols import EngineStats, GenerateRequest, Settings
+from agentrl.simulate.latency import Constant, Latency
+from agentrl.trajectory import Completion, FinishReason
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LengthOf = Callable[[GenerateRequest], int]
+"""How many tokens a request is answered with, the stop token among them."""
+
+FILLER, END = 1, 0
+"""What answers are made of, and their last token where the request names no stop token."""
+
+_EARLY = 1e-5  # seconds; a timer may fire a clock's resolution early, and what is due then must not wait for another
+_POPULATION = 1 << 14  # answer lengths drawn ahead: seeding a generator for every request would cost more than the rest
+_SESSIONS = 1 << 16  # finished sessions whose prefix is remembered when the cache has no limit: memory stays flat
+
+
+@dataclass(slots=True, eq=False)
+class _Live:
+    """One request under way. `origin` is where on the token clock its token number 0 would lie."""
+
+    request: GenerateRequest
+    prompt: int
+    wanted: int  # tokens of the answer, were it not for `max_tokens`
+    length: int
+    reason: FinishReason
+    arrival: int
+    done: "asyncio.Future[Completion]"
+    state: Literal["waiting", "running", "lost", "ended"] = "waiting"
+    origin: float = 0.0
+    finish: float = 0.0
+    made: int = 0  # tokens sampled up to the last update or preemption
+    kv_version: int = 0
+    splits: list[tuple[int, int]] = field(default_factory=list)  # (tokens sampled so far, the version they end)
+
+    @property
+    def urgency(self) -> tuple[int, int]:
+        return self.request.priority, self.arrival
+
+
+class SimulatedEngine:
+    """An `Engine` on any loop's clock, cheap enough for millions of requests.
+
+    Ends, interruptions, updates and cancellation take effect at the very moment; a token that is due at the moment of
+    an update was sampled before it. A finished request leaves its KV for the next one of its session, until the space
+    is needed (least recently used first) or the weights change.
+
+    Args:
+        config: The settings.
+        length_of: The length of each answer; by default drawn from `answer_tokens` by the request's seed. With it,
+            an episode that is played again, or by another scheduler, gets the same lengths.
+    """
+
+    class Config(Settings):
+        """What the engine is like. With all times 0 it is *instant*: it answers without waiting, and has no batch."""
+
+        slots: int = Field(64, gt=0)
+        """Requests decoded at once; the others wait by (priority, arrival)."""
+        seconds_per_token: float = Field(0.02, ge=0)
+        """Seconds for each sampled token of each request, up to `knee` requests at once."""
+        prefill_seconds_per_token: float = Field(0.0, ge=0)
+        """Seconds for each prompt token that is not cached."""
+        slowdown: float = Field(0.0, ge=0)
+        """How much slower everything is for each further `knee` requests: 1 means twice the seconds at 2 * knee."""
+        knee: int = Field(64, gt=0)
+        """Requests at once that do not slow each other."""
+        answer_tokens: Latency = Constant(value=64)
+        """Tokens of an answer (rounded, at least 1); `max_tokens` of the request cuts it."""
+        max_context: int = Field(32768, gt=1)
+        """Largest prompt plus completion, in tokens."""
+        kv_tokens: int | None = Field(None, gt=1)
+        """Tokens that the KV cache holds; when it is full, the youngest of the least urgent requests is preempted."""
+        kv_on_update: Literal["recompute", "keep"] = "recompute"
+        """Whether live requests prefill their context again when the weights change."""
+        lost: float = Field(0.0, ge=0, le=1)
+        """Share of requests that are never answered, by the request's seed. They hold no slot."""
+        hangs_at: float | None = None
+        """Second of the loop's clock from which nothing advances any more, and the engine does not say so."""
+        dies_at: float | None = None
+        """Second of the loop's clock from which everybody gets `EngineDeadError`."""
+        seed: int = 0
+        """Of the population of answer lengths."""
+
+        @model_validator(mode="after")
+        def _cache_holds_a_request(self) -> Self:
+            if self.kv_tokens is not None and self.kv_tokens < self.max_context:
+                raise ValueError(
+                    f"kv_tokens ({self.kv_tokens}) must hold one request of max_context ({self.max_context})"
+                )
+            if self.kv_tokens is not None and self.seconds_per_token == 0:
+                raise ValueError("kv_tokens needs seconds_per_token > 0: the cache fills as tokens are sampled")
+            return self
+
+    def __init__(self, config: Config | None = None, length_of: LengthOf | None = None) -> None:
+        self._config = config or self.Config()
+        self._length_of = length_of or _drawn_by_seed(self._config)
+        self._instant = self._config.seconds_per_token == self._config.prefill_seconds_per_token == 0
+        self._version = 0
+        self._clock = 0.0  # the token clock, as of `_at`
+        self._at = 0.0
+        self._rate = 1.0
+        self._arrivals = 0
+        self._live: dict[str, _Live] = {}
+        self._resumed: dict[str, int] = {}  # tokens left of interrupted requests
+        self._running: dict[_Live, None] = {}
+        self._num_waiting = 0
+        self._waiting: list[tuple[int, int, _Live]] = []  # heaps; entries of who has left are dropped when they surface
+        self._finishing: list[tuple[float, int, _Live]] = []
+        self._prompts = 0  # sums over the running, which give the KV they hold in one step: see `_held`
+        self._origins = 0.0
+        self._cached: OrderedDict[str, int] = OrderedDict()
+        self._cached_sum = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._troubles: list[asyncio.TimerHandle] = []
+        self._state: Literal["new", "alive", "hung", "dead"] = "new"
+        self._generated = self._prefilled = self._from_cache = self._preemptions = 0
+        self._slot_seconds = 0.0
+        self.cancelled_tokens = 0
+        """Tokens that were sampled for requests whose caller had gone: in no completion."""
+
+    @property
+    def policy_version(self) -> int:
+        """The version of the weights that the next token is sampled from."""
+        return self._version
+
+    @property
+    def max_context(self) -> int:
+        """Largest prompt plus completion, in tokens."""
+        return self._config.max_context
+
+    @property
+    def slot_seconds(self) -> float:
+        """Seconds that slots were taken, summed over slots, up to now. Over `slots` times the time: utilisation."""
+        self._advance()
+        return self._slot_seconds
+
+    async def __aenter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
+        self._at = self._loop.time()
+        self._state = "alive"
+        for when, happen in ((self._config.hangs_at, self._hang), (self._config.dies_at, self._die)):
+            if when is not None:
+                self._troubles.append(self._loop.call_at(when, happen))
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        for timer in self._troubles:
+            timer.cancel()
+        self._die()
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """See `Engine.generate`."""
+        self._check_alive()
+        max_new = max_new_tokens(request, max_context=self.max_context, vocab_size=None, live_ids=self._live)
+        length = self._resumed.pop(request.id, 0) or max(1, self._length_of(request))
+        reason: FinishReason = "stop" if length <= max_new else "length"
+        lost = self._config.lost > 0 and Random(request.seed).random() < self._config.lost
+        if self._instant and self._state == "alive" and not lost:
+            self._generated += (tokens := min(length, max_new))
+            self._prefilled += len(request.prompt_ids)
+            return _constant(tokens, _last_token(request, reason), self._version, reason)
+        self._arrivals += 1
+        live = _Live(
+            request,
+            len(request.prompt_ids),
+            length,
+            min(length, max_new),
+            reason,
+            self._arrivals,
+            self._loop.create_future(),
+        )
+        self._live[request.id] = live
+        if lost:
+            live.state = "lost"
+        else:
+            self._queue(live)
+            if len(self._running) < self._config.slots:
+                self._settle()
+        try:
+            return await live.done
+        except asyncio.CancelledError:
+            self._withdraw(live)
+            raise
+        finally:
+            del self._live[request.id]
+
+    async def interrupt(self) -> None:
+        """See `Engine.interrupt`. A request that comes again under its id is answered with what was left of it."""
+        await self._reach()
+        self._settle()
+        for live in self._live.values():
+            if live.state != "ended":
+                made = self._made(live)
+                self._resumed[live.request.id] = live.wanted - made
+                self._end(live, made, "abort")
+        self._settle()
+        await asyncio.sleep(0)  # the callers, who stand before us in the loop's queue, take their answers
+
+    async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
+        """See `Engine.update_weights`: takes effect at once; `weights` are not looked at."""
+        await self._reach()
+        if version <= self._version:
+            raise EngineError(f"weights of version {version} after version {self._version}: versions only grow")
+        self._settle()
+        for live in self._live.values():
+            made = self._made(live)
+            if made and live.state != "ended":
+                live.splits.append((made, self._version))
+                live.made = made
+        self._cached.clear()
+        self._cached_sum = 0
+        self._version = version
+        if self._config.kv_on_update == "recompute":
+            self._recompute()
+            self._settle()
+
+    def stats(self) -> EngineStats:
+        """What the engine is doing now. A prefill is counted when it begins."""
+        self._advance()
+        capacity = self._config.kv_tokens
+        return EngineStats(
+            running=len(self._running),
+            waiting=self._num_waiting,
+            generated_tokens=self._generated + sum(self._made(live) for live in self._live.values()),
+            prefilled_tokens=self._prefilled,
+            cached_tokens=self._from_cache,
+            kv_use=min(1.0, max(0.0, self._held() / capacity)) if capacity else 0.0,
+            preemptions=self._preemptions,
+        )
+
+    def _check_alive(self) -> None:
+        if self._state in ("new", "dead"):
+            raise EngineDeadError("the engine is not running: enter it with `async with`, or it died as it was told to")
+
+    async def _reach(self) -> None:
+        self._check_alive()
+        if self._state == "hung":
+            await self._loop.create_future()
+
+    # Time: the token clock is brought up to now before anything is decided, and one timer is set for what comes next.
+
+    def _advance(self) -> None:
+        if self._state in ("new", "dead"):
+            return
+        now = self._loop.time()
+        self._clock += (now - self._at) * self._rate
+        self._slot_seconds += (now - self._at) * len(self._running)
+        self._at = now
+
+    def _settle(self) -> None:
+        """Everything that is due now happens, free slots are taken, and the timer is set."""
+        self._advance()
+        while self._finishing and self._finishing[0][0] <= self._clock + _EARLY:
+            live = heapq.heappop(self._finishing)[2]
+            if live.state == "running":
+                self._end(live, live.length, live.reason)
+        while self._overflow_at() <= self._clock + _EARLY and len(self._running) > 1:
+            self._preempt(max(self._running, key=lambda live: live.urgency))
+        self._fill()
+        self._arm()
+
+    def _arm(self) -> None:
+        config = self._config
+        if not self._running or self._state == "hung":
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            return
+        crowd = max(0, len(self._running) - config.knee) / config.knee
+        self._rate = 1.0 / (1.0 + config.slowdown * crowd)
+        due = self._finishing[0][0]
+        if config.kv_tokens is not None and len(self._running) > 1:
+            due = min(due, self._overflow_at())
+        when = self._at + (due - self._clock) / self._rate
+        # A timer that is set too early looks again when it fires; that is cheaper than setting it anew each time.
+        if self._timer is None or when < self._timer.when():
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = self._loop.call_at(when, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self._settle()
+
+    def _hang(self) -> None:
+        self._settle()
+        self._rate = 0.0
+        self._state = "hung"
+        self._arm()
+
+    def _die(self) -> None:
+        self._advance()
+        self._state = "dead"
+        for live in self._live.values():
+            if live.state == "ended":
+                continue
+            self._leave(live, self._made(live))
+            if not live.done.done():  # else it is cancelled in this very moment: `_withdraw` will count it
+                self.cancelled_tokens += live.made
+                live.done.set_exception(EngineDeadError("the engine died, or was closed"))
+        if self._timer is not None:
+            self._timer.cancel()
+
+    # The life of a request: queued, started, perhaps preempted and queued again, ended.
+
+    def _queue(self, live: _Live) -> None:
+        live.state = "waiting"
+        self._num_waiting += 1
+        if len(self._waiting) > 2 * self._num_waiting + 64:
+            self._waiting = [entry for entry in self._waiting if entry[2].state == "waiting"]
+            heapq.heapify(self._waiting)
+        heapq.heappush(self._waiting, (*live.urgency, live))
+
+    def _fill(self) -> None:
+        while self._waiting and len(self._running) < self._config.slots and self._state == "alive":
+            live = self._waiting[0][2]
+            if live.state == "waiting":
+                if not self._fits(live):
+                    return
+                self._start(live)
+            heapq.heappop(self._waiting)
+
+    def _start(self, live: _Live) -> None:
+        config = self._config
+        self._num_waiting -= 1
+        cached = self._take_cached(live)
+        context = live.prompt + live.made
+        self._from_cache += cached
+        self._prefilled += context - cached
+        live.state = "running"
+        live.kv_version = self._version
+        prefilled = self._clock + (context - cached) * config.prefill_seconds_per_token
+        live.origin = prefilled - live.made * config.seconds_per_token
+        self._running[live] = None
+        self._prompts += live.prompt
+        self._origins += live.origin
+        live.finish = live.origin + live.length * config.seconds_per_token
+        if len(self._finishing) > 2 * len(self._running) + 64:
+            self._sort_by_finish()
+        heapq.heappush(self._finishing, (live.finish, live.arrival, live))
+
+    def _preempt(self, live: _Live) -> None:
+        self._preemptions += 1
+        live.made = self._made(live)
+        self._stop(live)
+        self._queue(live)
+        self._sort_by_finish()  # its entry must go: it will get another one
+
+    def _end(self, live: _Live, tokens: int, reason: FinishReason) -> None:
+        """Answer a request with what it has."""
+        was_running = live.state == "running"
+        self._leave(live, tokens)
+        if was_running:
+            self._keep_cached(live, tokens)
+        if live.done.done():
+            return  # cancelled in this very moment: `_withdraw` will count it
+        last = _last_token(live.request, reason)
+        if not live.splits:
+            completion = _constant(tokens, last, self._version, reason)
+        else:
+            completion = _with_versions(tokens, last, (*live.splits, (tokens, self._version)), reason)
+        live.done.set_result(completion)
+
+    def _withdraw(self, live: _Live) -> None:
+        """Its caller has gone. Where it had ended in the same moment, its answer reached nobody."""
+        if live.state == "ended":
+            if live.done.cancelled() or live.done.exception() is None:
+                self.cancelled_tokens += live.made
+            return
+        self._advance()
+        made = self._made(live)
+        self.cancelled_tokens += made
+        self._leave(live, made)
+        self._settle()
+
+    def _leave(self, live: _Live, tokens: int) -> None:
+        if live.state == "running":
+            self._stop(live)
+        elif live.state == "waiting":
+            self._num_waiting -= 1
+        live.state = "ended"
+        live.made = tokens
+        self._generated += tokens
+
+    def _stop(self, live: _Live) -> None:
+        self._evict()  # what the running held until now was not free for others
+        del self._running[live]
+        self._prompts -= live.prompt
+        self._origins = self._origins - live.origin if self._running else 0.0
+
+    def _made(self, live: _Live) -> int:
+        """Tokens sampled by now, of a request that has not ended (those of the ended are counted already)."""
+        if live.state == "ended":
+            return 0
+        if live.state != "running":
+            return live.made
+        passed = self._clock - live.origin + _EARLY
+        if self._config.seconds_per_token == 0:
+            return live.length if passed >= 0 else live.made
+        return min(live.length, max(live.made, int(passed / self._config.seconds_per_token)))
+
+    def _sort_by_finish(self) -> None:
+        self._finishing = [(live.finish, live.arrival, live) for live in self._running]
+        heapq.heapify(self._finishing)
+
+    # The KV cache. A running request holds its prompt and what it has sampled; while it is being prefilled, less by the
+    # tokens that could have been sampled in what is left of that. So the sum grows evenly and is known without a loop.
+
+    def _held(self) -> float:
+        if not self._running or self._config.seconds_per_token == 0:
+            return float(self._prompts)
+        return self._prompts + (len(self._running) * self._clock - self._origins) / self._config.seconds_per_token
+
+    def _overflow_at(self) -> float:
+        """When, on the token clock, the running will hold all there is."""
+        capacity = self._config.kv_tokens
+        if capacity is None or not self._running:
+            return float("inf")
+        return ((capacity - self._prompts) * self._config.seconds_per_token + self._origins) / len(self._running)
+
+    def _fits(self, live: _Live) -> bool:
+        """Whether there is room for the request and one more token for each: else it would be preempted at once."""
+        capacity = self._config.kv_tokens
+        if capacity is None or not self._running:
+            return True
+        return self._held() + live.prompt + live.made + len(self._running) + 1 <= capacity
+
+    def _take_cached(self, live: _Live) -> int:
+        """How much of the context its session has left in the cache. That part belongs to the request from now on."""
+        session = live.request.session
+        if not session or session not in self._cached:
+            return 0
+        self._evict()
+        tokens = self._cached.pop(session, 0)
+        self._cached_sum -= tokens
+        return min(tokens, live.prompt - 1)  # the last token of a prompt is computed: its output is the next token
+
+    def _keep_cached(self, live: _Live, tokens: int) -> None:
+        session = live.request.session
+        if not session or live.kv_version != self._version:
+            return
+        self._cached_sum += live.prompt + tokens - self._cached.pop(session, 0)
+        self._cached[session] = live.prompt + tokens
+        self._evict()
+
+    def _evict(self) -> None:
+        capacity = self._config.kv_tokens
+        while self._cached and (
+            len(self._cached) > _SESSIONS or (capacity is not None and self._held() + self._cached_sum > capacity)
+        ):
+            self._cached_sum -= self._cached.popitem(last=False)[1]
+
+    def _recompute(self) -> None:
+        """The running lose their KV to new weights, and go on from the same token when it is computed again."""
+        config = self._config
+        for live in self._running:
+            context = live.prompt + live.made
+            sampled = live.made * config.seconds_per_token
+            ready = min(live.origin + sampled, self._clock) + context * config.prefill_seconds_per_token
+            self._origins += ready - sampled - live.origin
+            live.origin = ready - sampled
+            live.finish = live.origin + live.length * config.seconds_per_token
+            live.kv_version = self._version
+            self._prefilled += context
+        self._sort_by_finish()
+
+
+def _drawn_by_seed(config: SimulatedEngine.Config) -> LengthOf:
+    rng = Random(config.seed)
+    lengths = [max(1, round(config.answer_tokens.sample(rng))) for _ in range(_POPULATION)]
+    return lambda request: lengths[request.seed % _POPULATION]
+
+
+def _last_token(request: GenerateRequest, reason: FinishReason) -> int:
+    if reason != "stop":
+        return FILLER
+    stop = request.sampling.stop_token_ids
+    return stop[0] if stop else END
+
+
+@lru_cache(maxsize=1024)
+def _constant(tokens: int, last: int, version: int, reason: FinishReason) -> Completion:
+    """Most completions are alike, and values are frozen: they are shared."""
+    return _with_versions(tokens, last, ((tokens, version),), reason)
+
+
+def _with_versions(tokens: int, last: int, splits: tuple[tuple[int, int], ...], reason: FinishReason) -> Completion:
+    """A completion whose tokens up to each split are of the split's version."""
+    versions: tuple[int, ...] = ()
+    for upto, version in splits:
+        versions += (version,) * (upto - len(versions))
+    return Completion(((FILLER,) * (tokens - 1) + (last,))[:tokens], (0.0,) * tokens, versions, reason)
+
+
+__all__ = ["END", "FILLER", "LengthOf", "SimulatedEngine"]

@@ -1,0 +1,271 @@
+"""Environments that take time and say nothing: turns, seconds, rewards and troubles drawn from seeds.
+
+    envs = SimulatedEnvs(SimulatedEnvs.Config(step_seconds=Normal(mean=10, sd=5), hung=0.001), seed=0)
+    host = EnvHost({"simulated": envs}, deadlines)
+
+An episode is a `Plan`, and the plan of (task seed, member) never changes: an episode that is played again, or by
+another scheduler, takes the same turns and the same seconds. Only trouble is drawn anew at each attempt.
+"""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from agentrl.protocols import ResetResult, Settings, StepResult
+from agentrl.rollout.seeds import derive_seed
+from agentrl.simulate.latency import NO_TIME, Constant, Latency
+
+Trouble = Literal["none", "hung", "crash", "fail_slow", "slow_drip"]
+
+_TASKS = 1 << 16  # tasks whose members are remembered: many more than are ever in play, and memory stays flat
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One episode: seconds of its reset and of each of its steps, and the reward of the last one."""
+
+    reset_seconds: float
+    step_seconds: tuple[float, ...]
+    reward: float
+
+
+PlanOf = Callable[[int, int], Plan]
+"""(task seed, member) to plan."""
+
+
+@dataclass(slots=True)
+class _Members:
+    """Who plays a task: members not yet given out, and those whose last attempt was broken off."""
+
+    next: int = 0
+    again: list[tuple[int, int]] = field(default_factory=list)  # (member, attempt)
+
+
+class SimulatedEnvs:
+    """Makes environments, as a plug-in's class would, and knows how they fare.
+
+    The members of a group are reset with the same seed, so the first reset with it is member 0, the next one member 1,
+    and so on. An episode that is broken off (its environment is closed, or reset, before its end) is played again by
+    the next reset with that seed: the same member, another attempt.
+
+    Args:
+        config: The settings.
+        seed: Of every draw, together with task, member and attempt.
+        plan_of: The episodes; by default drawn from the settings.
+    """
+
+    class Config(Settings):
+        """What the episodes are like. Shares of troubles are of attempts; an attempt has one trouble at most."""
+
+        turns: Latency = Constant(value=8)
+        """Steps of an episode (rounded, at least 1)."""
+        reset_seconds: Latency = NO_TIME
+        """Seconds of a reset."""
+        step_seconds: Latency = NO_TIME
+        """Seconds of a step, drawn for each."""
+        solve_rate: float = Field(0.5, ge=0, le=1)
+        """Share of episodes with reward 1, of the tasks that are neither hopeless nor trivial; others get 0."""
+        hopeless: float = Field(0.0, ge=0, le=1)
+        """Share of tasks whose episodes all get 0."""
+        trivial: float = Field(0.0, ge=0, le=1)
+        """Share of tasks whose episodes all get 1."""
+        hung: float = Field(0.0, ge=0, le=1)
+        """Share of attempts in which a step never returns."""
+        crash: float = Field(0.0, ge=0, le=1)
+        """Share of attempts in which a step raises."""
+        fail_slow: float = Field(0.0, ge=0, le=1)
+        """Share of attempts in which a step takes `fail_slow_seconds` longer."""
+        fail_slow_seconds: float = Field(600.0, ge=0)
+        slow_drip: float = Field(0.0, ge=0, le=1)
+        """Share of attempts in which each step takes `slow_drip_factor` times as long."""
+        slow_drip_factor: float = Field(10.0, ge=1)
+
+        @model_validator(mode="after")
+        def _shares(self) -> Self:
+            for shares in (("hopeless", "trivial"), ("hung", "crash", "fail_slow", "slow_drip")):
+                if sum(getattr(self, name) for name in shares) > 1:
+                    raise ValueError(f"{' + '.join(shares)} must not be above 1: they are shares of one whole")
+            return self
+
+    def __init__(self, config: Config | None = None, seed: int = 0, plan_of: PlanOf | None = None) -> None:
+        self._config = config or self.Config()
+        self._seed = seed
+        self._plan_of = plan_of or self._drawn
+        self._tasks: OrderedDict[int, _Members] = OrderedDict()
+        self.made = 0
+        """Environments made so far."""
+        self.closed = 0
+        """Those of them that were closed. `made - closed` is what somebody must still hold, or has leaked."""
+        self.playing = 0
+        """Episodes begun and neither ended nor broken off. One left by its player is broken off by the next reset."""
+        self.hanging = 0
+        """Steps that are hanging now."""
+        self.episodes = 0
+        """Episodes that came to their end."""
+        self.troubles: dict[Trouble, int] = dict.fromkeys(("hung", "crash", "fail_slow", "slow_drip"), 0)
+        """Attempts that each trouble has hit."""
+
+    def __call__(self) -> "SimulatedEnv":
+        """A new environment."""
+        self.made += 1
+        return SimulatedEnv(self)
+
+    def begin(self, task_seed: int) -> "Attempt":
+        """The next episode of the task, or the one that was broken off."""
+        members = self._tasks.get(task_seed)
+        if members is None:
+            members = self._tasks[task_seed] = _Members()
+            if len(self._tasks) > _TASKS:
+                self._tasks.popitem(last=False)
+        if members.again:
+            member, attempt = members.again.pop(0)
+        else:
+            member, attempt = members.next, 0
+            members.next += 1
+        self.playing += 1
+        return self._with_trouble(task_seed, member, attempt)
+
+    def end(self, attempt: "Attempt", *, whole: bool) -> None:
+        """The episode came to its end, or was broken off."""
+        self.playing -= 1
+        if whole:
+            self.episodes += 1
+        elif (members := self._tasks.get(attempt.task_seed)) is not None:
+            members.again.append((attempt.member, attempt.number + 1))
+
+    def _drawn(self, task_seed: int, member: int) -> Plan:
+        config = self._config
+        rng = Random(derive_seed(self._seed, task_seed, member))
+        turns = max(1, round(config.turns.sample(rng)))
+        reset_seconds = config.reset_seconds.sample(rng)
+        sample = config.step_seconds.sample
+        return Plan(reset_seconds, tuple(sample(rng) for _ in range(turns)), self._reward(task_seed, rng))
+
+    def _reward(self, task_seed: int, rng: Random) -> float:
+        config = self._config
+        if config.hopeless or config.trivial:
+            kind = Random(derive_seed(self._seed, task_seed)).random()
+            if kind < config.hopeless + config.trivial:
+                return float(kind >= config.hopeless)
+        return float(rng.random() < config.solve_rate)
+
+    def _with_trouble(self, task_seed: int, member: int, number: int) -> "Attempt":
+        config = self._config
+        plan = self._plan_of(task_seed, member)
+        shares: tuple[tuple[Trouble, float], ...] = (
+            ("hung", config.hung),
+            ("crash", config.crash),
+            ("fail_slow", config.fail_slow),
+            ("slow_drip", config.slow_drip),
+        )
+        if not any(share for _, share in shares):
+            return Attempt(task_seed, member, number, plan)
+        rng = Random(derive_seed(self._seed, task_seed, member, "trouble", number))
+        drawn = rng.random()
+        for trouble, share in shares:
+            if drawn < share:
+                self.troubles[trouble] += 1
+                return Attempt(task_seed, member, number, plan, trouble, rng.randrange(len(plan.step_seconds)))
+            drawn -= share
+        return Attempt(task_seed, member, number, plan)
+
+    def seconds(self, attempt: "Attempt", turn: int) -> float:
+        """What a step takes, with its trouble."""
+        seconds = attempt.plan.step_seconds[turn]
+        if attempt.trouble == "slow_drip":
+            return seconds * self._config.slow_drip_factor
+        if attempt.trouble == "fail_slow" and turn == attempt.trouble_turn:
+            return seconds + self._config.fail_slow_seconds
+        return seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """An episode being played: whose it is, how it goes, and what goes wrong at which turn."""
+
+    task_seed: int
+    member: int
+    number: int
+    plan: Plan
+    trouble: Trouble = "none"
+    trouble_turn: int = 0
+
+
+class SimulatedCrashError(Exception):
+    """What a crashing environment raises."""
+
+
+class SimulatedEnv:
+    """An `Env` made by `SimulatedEnvs`. A call that takes no time answers at once: no coroutine, no timer."""
+
+    isolation = "inline"
+
+    def __init__(self, envs: SimulatedEnvs) -> None:
+        self._envs = envs
+        self._attempt: Attempt | None = None
+        self._turn = 0
+        self._closed = False
+
+    def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetResult | Awaitable[ResetResult]:
+        """Begin the task's next episode."""
+        self._break_off()
+        self._attempt = self._envs.begin(seed)
+        self._turn = 0
+        seconds = self._attempt.plan.reset_seconds
+        return self._slow_reset(seconds) if seconds > 0 else ("go", {})
+
+    def step(self, action: str) -> StepResult | Awaitable[StepResult]:
+        """Take the planned time."""
+        attempt = self._attempt
+        if attempt is None:
+            raise RuntimeError("the episode is over, or never began: call reset first")
+        if attempt.trouble == "hung" and self._turn == attempt.trouble_turn:
+            return self._hang()
+        seconds = self._envs.seconds(attempt, self._turn)
+        return self._slow_step(attempt, seconds) if seconds > 0 else self._take_turn(attempt)
+
+    def close(self) -> None:
+        """Give up the episode, if one is under way."""
+        self._break_off()
+        if not self._closed:
+            self._closed = True
+            self._envs.closed += 1
+
+    async def _slow_reset(self, seconds: float) -> ResetResult:
+        await asyncio.sleep(seconds)
+        return "go", {}
+
+    async def _slow_step(self, attempt: Attempt, seconds: float) -> StepResult:
+        await asyncio.sleep(seconds)
+        return self._take_turn(attempt)
+
+    def _take_turn(self, attempt: Attempt) -> StepResult:
+        if attempt.trouble == "crash" and self._turn == attempt.trouble_turn:
+            raise SimulatedCrashError(f"step {self._turn} crashed, as drawn")
+        self._turn += 1
+        if self._turn < len(attempt.plan.step_seconds):
+            return "go on", 0.0, False, False, {}
+        self._attempt = None
+        self._envs.end(attempt, whole=True)
+        return "over", attempt.plan.reward, True, False, {"success": attempt.plan.reward > 0}
+
+    def _break_off(self) -> None:
+        if self._attempt is not None:
+            self._envs.end(self._attempt, whole=False)
+            self._attempt = None
+
+    async def _hang(self) -> StepResult:
+        self._envs.hanging += 1
+        try:
+            never: asyncio.Future[StepResult] = asyncio.get_running_loop().create_future()
+            return await never
+        finally:
+            self._envs.hanging -= 1
+
+
+__all__ = ["Attempt", "Plan", "PlanOf", "SimulatedCrashError", "SimulatedEnv", "SimulatedEnvs", "Trouble"]

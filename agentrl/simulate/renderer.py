@@ -1,0 +1,58 @@
+"""A renderer for simulations: prompts have their lengths, and no content."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from agentrl.protocols import Prompt
+from agentrl.simulate.engine import END, FILLER
+from agentrl.trajectory import Completion, Message
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedRenderer:
+    """`Renderer`: a prompt grows by `prompt_tokens` at first, by `observation_tokens` at each later turn."""
+
+    prompt_tokens: int
+    observation_tokens: int
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """The simulated engine's."""
+        return (END,)
+
+    def conversation(self, tools: Sequence[Mapping[str, Any]] = ()) -> "SimulatedConversation":
+        """A new, empty conversation."""
+        return SimulatedConversation(self)
+
+
+class SimulatedConversation:
+    """One episode's lengths."""
+
+    __slots__ = ("_length", "_renderer")
+
+    def __init__(self, renderer: SimulatedRenderer) -> None:
+        self._renderer = renderer
+        self._length = 0
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """None are kept."""
+        return ()
+
+    def prompt(self, messages: Sequence[Message]) -> Prompt:
+        """The next prompt, by its length."""
+        new = self._renderer.observation_tokens if self._length else self._renderer.prompt_tokens
+        self._length += new
+        return Prompt(_tokens(self._length), _tokens(new), False)
+
+    def answer(self, completion: Completion) -> str:
+        """The action is always the same."""
+        self._length += len(completion.token_ids)
+        return "go"
+
+
+@lru_cache(maxsize=4096)
+def _tokens(length: int) -> tuple[int, ...]:
+    return (FILLER,) * length

@@ -1,0 +1,219 @@
+"""`simulate`: the production scheduler on latency models, under the virtual clock.
+
+Everything between the trainer and the engine is what trains for real: `Rollouts`, the staleness rule, the router, the
+episode, the deadlines, the retries, the ledger. Only the ends are models: an engine and environments that take time and
+compute nothing, and a trainer that sleeps.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+from pydantic import Field
+
+from agentrl.flow import EventLog, Flow, now, run_virtual
+from agentrl.protocols import Reward, SamplingParams, Settings, TaskSource
+from agentrl.rollout.config import RolloutConfig
+from agentrl.rollout.env_host import EnvHost
+from agentrl.rollout.episode import EnginePolicy, Player
+from agentrl.rollout.ledger import Fates, Ledger
+from agentrl.rollout.router import Router
+from agentrl.rollout.scheduler import Rollouts, staleness
+from agentrl.rollout.seeds import derive_seed
+from agentrl.rollout.tasks import SeededTasks
+from agentrl.simulate.engine import LengthOf, SimulatedEngine
+from agentrl.simulate.env import PlanOf, SimulatedEnvs
+from agentrl.simulate.latency import Constant, Latency
+from agentrl.simulate.renderer import SimulatedRenderer
+from agentrl.trajectory import Group, Score, Trajectory
+
+_SAMPLES = 128
+"""Points of the timeline at most; when there are more, every other one is forgotten."""
+
+
+class SimulationConfig(Settings):
+    """What stands for engine, environments and trainer when a run is simulated."""
+
+    engine: SimulatedEngine.Config = SimulatedEngine.Config()
+    engines: int = Field(1, ge=1)
+    """Replicas of the engine."""
+    env: SimulatedEnvs.Config = SimulatedEnvs.Config()
+    prompt_tokens: int = Field(256, gt=0)
+    """Tokens of the first prompt."""
+    observation_tokens: int = Field(64, gt=0)
+    """Tokens that each further observation adds."""
+    train_seconds: Latency = Constant(value=30.0)
+    """Seconds of a training step."""
+    update_seconds: Latency = Constant(value=0.0)
+    """Seconds in which new weights travel to the engines."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A point of the timeline: episodes in play, requests in the batch and before it, groups that are finished."""
+
+    second: float
+    live: int
+    running: int
+    waiting: int
+    training: bool
+
+
+@dataclass(slots=True)
+class Report:
+    """What a simulation found. Seconds are the virtual clock's, but for `cpu_seconds`, which it cost to simulate."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    step_seconds: list[float] = field(default_factory=list)
+    train_seconds: float = 0.0
+    blocked_seconds: float = 0.0
+    slot_utilisation: float = 0.0
+    episodes: int = 0
+    tokens: int = 0
+    staleness_groups: Counter[int] = field(default_factory=Counter)
+    staleness_tokens: Counter[int] = field(default_factory=Counter)
+    metrics: dict[str, float] = field(default_factory=dict)
+    task_fates: Fates | None = None
+    episode_fates: Fates | None = None
+    events: int = 0
+    event_hash: str = ""
+    leaked_envs: int = 0
+    leaked_requests: int = 0
+    leaked_places: int = 0
+    timeline: list[Moment] = field(default_factory=list)
+
+    @property
+    def largest_staleness(self) -> int:
+        """Versions between the oldest token that was trained on and the weights it trained."""
+        return max(self.staleness_groups, default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class ReturnReward:
+    """The reward of a simulation: the environment's return."""
+
+    async def score(self, trajectory: Trajectory) -> Score:
+        """The sum of the rewards of all turns."""
+        return Score(trajectory.env_return)
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """One simulation to run. `plan_of` and `length_of` replace what would be drawn from the settings."""
+
+    rollout: RolloutConfig
+    simulation: SimulationConfig
+    steps: int
+    seed: int = 0
+    reward: Reward = field(default_factory=ReturnReward)
+    tasks: TaskSource | None = None
+    plan_of: PlanOf | None = None
+    length_of: LengthOf | None = None
+    ledger: Path | str = ":memory:"
+
+    def run(self) -> Report:
+        """Simulate it to its end."""
+        started = time.process_time()
+        report = run_virtual(self._main)
+        report.cpu_seconds = time.process_time() - started
+        return report
+
+    async def _main(self) -> Report:
+        simulation, report, events = self.simulation, Report(steps=self.steps), EventLog()
+        engines = [SimulatedEngine(simulation.engine, self.length_of) for _ in range(simulation.engines)]
+        envs = SimulatedEnvs(simulation.env, self.seed, self.plan_of)
+        host = EnvHost({"simulated": envs}, self.rollout.deadlines)
+        with Ledger(self.ledger) as ledger:
+            async with Router(engines, update=self.rollout.weight_update) as router:
+                rollouts = self._rollouts(router, host, ledger, events)
+                async with rollouts, _sampled(report, rollouts, router):
+                    await self._train(report, rollouts, router)
+                    report.metrics = rollouts.metrics()
+                stats = router.stats()
+                report.leaked_requests = stats.running + stats.waiting
+                report.leaked_places = int(rollouts.metrics()["live_episodes"])
+                report.tokens = stats.generated_tokens
+                slots = simulation.engine.slots * simulation.engines
+                report.slot_utilisation = sum(engine.slot_seconds for engine in engines) / (slots * now())
+            await host.close()
+            report.seconds = now()
+            report.leaked_envs = envs.made - envs.closed
+            report.task_fates, report.episode_fates = ledger.task_fates(), ledger.episode_fates()
+            report.episodes = report.episode_fates.total
+        report.events, report.event_hash = events.count, events.digest()
+        report.blocked_seconds = report.metrics["blocked_seconds"]
+        return report
+
+    def _rollouts(self, router: Router, host: EnvHost, ledger: Ledger, events: EventLog) -> Rollouts:
+        simulation, config = self.simulation, self.rollout
+        renderer = SimulatedRenderer(simulation.prompt_tokens, simulation.observation_tokens)
+        params = SamplingParams(config.sampling.max_tokens, config.sampling.temperature, renderer.stop_token_ids)
+        policy = EnginePolicy(router, params, config.deadlines.generate)
+        return Rollouts(
+            config,
+            tasks=self.tasks or SeededTasks("simulated", self.seed),
+            player=Player(policy, renderer, host, config.max_turns, config.deadlines.episode),
+            reward=self.reward,
+            engine=router,
+            rescue=router.abandon_silent,
+            ledger=ledger,
+            seed=self.seed,
+            groups=self.steps * config.groups_per_step,
+            events=events,
+        )
+
+    async def _train(self, report: Report, rollouts: Rollouts, router: Router) -> None:
+        rng = Random(derive_seed(self.seed, "trainer"))
+        for step in range(self.steps):
+            began = now()
+            groups = await rollouts.next_batch()
+            _count_staleness(report, groups, step)
+            seconds = self.simulation.train_seconds.sample(rng)
+            report.train_seconds += seconds
+            await asyncio.sleep(seconds)
+            async with rollouts.new_weights(step + 1):
+                await asyncio.sleep(self.simulation.update_seconds.sample(rng))
+                await router.update_weights({}, step + 1)
+            report.step_seconds.append(now() - began)
+
+
+def _count_staleness(report: Report, groups: list[Group], step: int) -> None:
+    for group in groups:
+        report.staleness_groups[staleness(group, step)] += 1
+        for trajectory in group.trajectories:
+            for turn in trajectory.turns:
+                versions = turn.completion.policy_versions
+                if versions and versions[0] == versions[-1]:
+                    report.staleness_tokens[step - versions[0]] += len(versions)
+                else:
+                    report.staleness_tokens.update(step - version for version in versions)
+
+
+@asynccontextmanager
+async def _sampled(report: Report, rollouts: Rollouts, router: Router) -> AsyncIterator[None]:
+    """Keep the timeline while it runs, at ever coarser intervals."""
+
+    async def sample() -> None:
+        interval = 1.0
+        while True:
+            stats, metrics = router.stats(), rollouts.metrics()
+            training = not rollouts.blocked
+            report.timeline.append(Moment(now(), int(metrics["live_episodes"]), stats.running, stats.waiting, training))
+            if len(report.timeline) == _SAMPLES:
+                del report.timeline[1::2]
+                interval *= 2
+            await asyncio.sleep(interval)
+
+    async with Flow("timeline") as flow:
+        flow.start(sample(), name="sampler")
+        try:
+            yield
+        finally:
+            flow.cancel()
