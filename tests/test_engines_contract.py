@@ -1,11 +1,12 @@
-"""What every engine must do, proved on each of them: local, scripted, and (mark `vllm`) vLLM.
+"""What every engine must do, proved on each of them: local, scripted, over HTTP, and (mark `vllm`) vLLM.
 
 The truth is a plain forward pass of the same weights over the whole sequence, without any cache.
 """
 
 import asyncio
 import copy
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,9 +17,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from agentrl.engines.local import LocalEngine
+from agentrl.engines.openai import OpenAIEngine
 from agentrl.errors import EngineDeadError, EngineError
 from agentrl.protocols import Engine, GenerateRequest, SamplingParams
 from agentrl.testing.engines import NextLogits, ScriptedEngine
+from agentrl.testing.openai_server import serve_engine
 from agentrl.trajectory import Completion
 
 T = TypeVar("T")
@@ -83,21 +86,23 @@ class Truth:
 class Served:
     """An engine kept on a loop of its own for all tests of the module, and the weights it has now."""
 
-    def __init__(self, engine: Engine, truth: Truth) -> None:
-        self.engine = engine
+    engine: Engine
+
+    def __init__(self, engine: AbstractAsyncContextManager[Engine], truth: Truth) -> None:
+        self._entered = engine
         self.truth = truth
-        # Long enough for several updates to fall into it; another process goes on while new weights are written.
-        self.long = 80 if isinstance(engine, LocalEngine | ScriptedEngine) else 190
         self.by_version: dict[int, Weights] = {0: truth.base}
         self._runner = asyncio.Runner()
         self._requests = 0
 
     def __enter__(self) -> "Served":
-        self._runner.run(self.engine.__aenter__())
+        self.engine = self._runner.run(self._entered.__aenter__())
+        # Long enough for several updates to fall into it; another process goes on while new weights are written.
+        self.long = 80 if isinstance(self.engine, LocalEngine | ScriptedEngine) else 190
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._runner.run(self.engine.__aexit__(None, None, None))
+        self._runner.run(self._entered.__aexit__(None, None, None))
         self._runner.close()
 
     @property
@@ -192,14 +197,26 @@ def vllm_engine(folder: Path, truth: Truth, **settings: Any) -> Engine:
     return VllmEngine(VllmEngine.Config(max_batch=MAX_BATCH, max_context=MAX_CONTEXT, **settings), folder)
 
 
+@asynccontextmanager
+async def engine_over_http(folder: Path, truth: Truth) -> AsyncIterator[Engine]:
+    async with (
+        local_engine(folder, truth) as local,
+        serve_engine(local) as url,
+        OpenAIEngine(OpenAIEngine.Config(url=url)) as engine,
+    ):
+        yield engine
+
+
 ENGINES = [
     pytest.param(local_engine, id="local"),
     pytest.param(scripted_engine, id="scripted"),
     pytest.param(vllm_engine, id="vllm", marks=pytest.mark.vllm),
 ]
+owns_its_weights = pytest.mark.parametrize("served", ENGINES, indirect=True, scope="module")
+"""Not for engines whose weights somebody else has: those take no new ones, and give no unfinished tokens."""
 
 
-@pytest.fixture(scope="module", params=ENGINES)
+@pytest.fixture(scope="module", params=[*ENGINES, pytest.param(engine_over_http, id="openai")])
 def served(request: pytest.FixtureRequest, lively_dir: Path) -> Iterator[Served]:
     truth = Truth(lively_dir)
     with Served(request.param(lively_dir, truth), truth) as served:
@@ -381,6 +398,7 @@ def test_a_prompt_that_does_not_fit_is_refused_and_harms_nobody(served: Served, 
     served.assert_true(good, served.run(served.engine.generate(good)))
 
 
+@owns_its_weights
 def test_after_an_update_everything_is_of_the_new_weights(served: Served) -> None:
     request = served.request(prompt_of(64, 9), 24, temperature=0.0)
 
@@ -402,6 +420,7 @@ def test_after_an_update_everything_is_of_the_new_weights(served: Served) -> Non
     served.assert_true(turn, later)
 
 
+@owns_its_weights
 def test_weights_that_change_in_mid_generation_change_every_token_after_and_none_before(served: Served) -> None:
     requests = [served.request(prompt_of(7 + 5 * i, i), served.long, seed=i) for i in range(MAX_BATCH + 3)]
 
@@ -421,6 +440,7 @@ def test_weights_that_change_in_mid_generation_change_every_token_after_and_none
     assert max(len(set(completion.policy_versions)) for completion in completions) >= 3
 
 
+@owns_its_weights
 def test_every_version_tag_is_exact(served: Served) -> None:
     """Under version v every token is the sentinel of v, so a tag that is off by one token shows."""
 
@@ -445,6 +465,7 @@ def test_every_version_tag_is_exact(served: Served) -> None:
     assert max(len(set(completion.policy_versions)) for completion in completions) >= 3
 
 
+@owns_its_weights
 def test_versions_only_grow(served: Served) -> None:
     async def main() -> None:
         version = await served.publish(served.truth.base)
@@ -473,6 +494,7 @@ def test_counts_add_up(served: Served) -> None:
     served.run(main())
 
 
+@owns_its_weights
 def test_an_interrupt_gives_every_token_back_and_the_rest_is_as_if_nothing_had_happened(served: Served) -> None:
     prompts = [prompt_of(7 + 5 * i, i) for i in range(MAX_BATCH)]
 
@@ -501,6 +523,7 @@ def test_an_interrupt_gives_every_token_back_and_the_rest_is_as_if_nothing_had_h
     served.run(main())
 
 
+@owns_its_weights
 def test_an_interrupt_ends_who_waits_and_who_has_only_just_come(served: Served) -> None:
     async def main() -> None:
         requests = [served.request(prompt_of(10, i), 200, seed=i) for i in range(3 * MAX_BATCH)]
@@ -524,6 +547,7 @@ def test_an_interrupt_ends_who_waits_and_who_has_only_just_come(served: Served) 
     served.run(main())
 
 
+@owns_its_weights
 def test_new_weights_after_an_interrupt_sample_the_rest(served: Served) -> None:
     request = served.request(prompt_of(20), served.long)
 
@@ -570,6 +594,7 @@ def test_an_engine_that_is_not_running_is_a_dead_engine(make: Callable[..., Engi
     asyncio.run(main())
 
 
+@owns_its_weights
 def test_pressure_is_told(served: Served) -> None:
     async def main() -> None:
         async with asyncio.TaskGroup() as tasks:

@@ -1,0 +1,264 @@
+"""A model that somebody else serves: any OpenAI-compatible server that takes and gives token ids, over HTTP.
+
+That is `POST /v1/completions` with vLLM's additions: `return_token_ids`, `stop_token_ids`, `ignore_eos`, `priority`.
+Start vLLM's server with `--logprobs-mode processed_logprobs`, or its logprobs are not of the distribution that was
+sampled from; with `--generation-config vllm`, or the model's folder has a say in sampling; and with
+`--scheduling-policy priority`, or set `priorities` to false, as it then refuses them.
+"""
+
+import asyncio
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import aiohttp
+from pydantic import BaseModel, Field, ValidationError
+from pydantic_core import to_json
+
+from agentrl.engines.admission import max_new_tokens
+from agentrl.errors import ConfigError, EngineDeadError, EngineError
+from agentrl.protocols import EngineStats, GenerateRequest, Settings
+from agentrl.trajectory import Completion, FinishReason
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+T = TypeVar("T", bound=BaseModel)
+_BUSY = (429, 502, 503, 504)
+"""The server, or a proxy before it, asks us to come again later."""
+
+
+class OpenAIEngine:
+    """The `Engine` over HTTP. It serves one version, of which only its config can know the number.
+
+    `model`, the folder that other engines load, is not read: what the server serves counts.
+    """
+
+    class Config(Settings):
+        """Settings of `engine=openai`."""
+
+        url: str = Field(pattern=r"^https?://")
+        """Where the server is, without the `/v1` of its paths: `http://localhost:8000`."""
+        model: str | None = None
+        """Name of the served model; the first that the server lists when not given."""
+        api_key_env: str | None = None
+        """Environment variable that holds the bearer key."""
+        max_context: int | None = Field(default=None, ge=2)
+        """Largest prompt plus completion, in tokens; the `max_model_len` that the server states when not given."""
+        connections: int = Field(default=1024, ge=1)
+        """Requests under way at once; the others wait here in order of arrival."""
+        priorities: bool = True
+        """Tell the server the priority of each request."""
+        retries: int = Field(default=5, ge=0)
+        """How often a request is sent again, when the server cannot be reached or is too busy."""
+        backoff: float = Field(default=0.5, gt=0)
+        """Seconds before the first retry; doubled for each further one, less a random share of up to one half."""
+        policy_version: int = Field(default=0, ge=0)
+        """The version that all tokens are stamped with."""
+
+    def __init__(self, config: Config, model: Path | None = None) -> None:
+        self._config = config
+        self._session: aiohttp.ClientSession | None = None
+        self._closed = "it was not entered (`async with`)"
+        self._model = config.model or ""
+        self._max_context = config.max_context or 0
+        self._url = config.url.rstrip("/")
+        self._completions = f"{self._url}/v1/completions"
+        self._jitter = Random(config.url)
+        self._live: set[str] = set()
+        self._generated = self._prefilled = self._cached = 0
+
+    @property
+    def policy_version(self) -> int:
+        """The one version that there is."""
+        return self._config.policy_version
+
+    @property
+    def max_context(self) -> int:
+        """Largest prompt plus completion, in tokens; known once the engine is entered."""
+        return self._max_context
+
+    async def __aenter__(self) -> Self:
+        headers = {"Content-Type": "application/json"}
+        if (variable := self._config.api_key_env) is not None:
+            if variable not in os.environ:
+                raise ConfigError(f"engine.api_key_env={variable}, but no such environment variable is set")
+            headers["Authorization"] = f"Bearer {os.environ[variable]}"
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=self._config.connections),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=30),  # the caller sets the deadline of the whole
+            headers=headers,
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+        try:
+            await self._ask_what_is_served(self._session)
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        session, self._session = self._session, None
+        self._closed = "it was closed"
+        if session is not None:
+            await session.close()  # ends the requests under way; `generate` says why
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """See `Engine.generate`. A completion that meets `max_context` ends there with finish reason "length"."""
+        session = self._entered()
+        max_new = max_new_tokens(request, max_context=self._max_context, vocab_size=None, live_ids=self._live)
+        self._live.add(request.id)
+        try:
+            answer = await self._ask(session, "POST", self._completions, to_json(self._body(request, max_new)))
+        finally:
+            self._live.discard(request.id)
+        return self._completion(answer)
+
+    async def interrupt(self) -> None:
+        """Not possible: the server alone has the tokens of a request until it is finished.
+
+        Raises:
+            EngineError: always.
+        """
+        raise EngineError("engine=openai cannot be interrupted: the server keeps the tokens of what is not finished")
+
+    async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
+        """Not possible: the weights are the server's.
+
+        Raises:
+            EngineError: always.
+        """
+        raise EngineError(
+            f"engine=openai takes no weights: {self._config.url} serves version {self.policy_version} for ever. "
+            "Train with engine=vllm or engine=local, and use this one to evaluate"
+        )
+
+    def stats(self) -> EngineStats:
+        """What is known on this side of the wire: requests that have a connection, and those that wait for one."""
+        running = min(len(self._live), self._config.connections)
+        return EngineStats(running, len(self._live) - running, self._generated, self._prefilled, self._cached)
+
+    def _entered(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            raise EngineDeadError(f"the engine is not running: {self._closed}")
+        return self._session
+
+    async def _ask_what_is_served(self, session: aiohttp.ClientSession) -> None:
+        listed = _parse(_Models, await self._ask(session, "GET", f"{self._url}/v1/models")).data
+        names = [model.id for model in listed]
+        self._model = self._config.model or names[0]
+        if self._model not in names:
+            raise ConfigError(f"engine.model={self._model}, but {self._config.url} serves {', '.join(names)}")
+        served = listed[names.index(self._model)].max_model_len
+        self._max_context = self._config.max_context or served or 0
+        if self._max_context == 0:
+            raise ConfigError(f"{self._config.url} does not state its max_model_len: set engine.max_context")
+        if served is not None and served < self._max_context:
+            raise ConfigError(f"engine.max_context={self._max_context}, but {self._model} is served with {served}")
+
+    def _body(self, request: GenerateRequest, max_new: int) -> dict[str, Any]:
+        sampling = request.sampling
+        body: dict[str, Any] = {
+            "model": self._model,
+            "prompt": request.prompt_ids,
+            "max_tokens": max_new,
+            "temperature": sampling.temperature,
+            "stop_token_ids": sampling.stop_token_ids,
+            "seed": request.seed & (2**63 - 1),
+            "logprobs": 0,  # of the sampled token only
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,  # spares the server their text
+            "ignore_eos": True,  # only the request's stop tokens end it
+            "add_special_tokens": False,
+        }
+        if request.priority and self._config.priorities:
+            body["priority"] = request.priority
+        if request.session:
+            body["session_id"] = request.session
+        return body
+
+    def _completion(self, answer: bytes) -> Completion:
+        parsed = _parse(_Answer, answer)
+        choice, usage = parsed.choices[0], parsed.usage
+        cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
+        self._generated += len(choice.token_ids)
+        self._cached += cached
+        self._prefilled += usage.prompt_tokens - cached
+        versions = (self.policy_version,) * len(choice.token_ids)
+        return Completion(choice.token_ids, choice.logprobs.token_logprobs, versions, choice.finish_reason)
+
+    async def _ask(self, session: aiohttp.ClientSession, method: str, url: str, body: bytes | None = None) -> bytes:
+        """The server's answer, sent for again while it is away or busy.
+
+        A dropped connection counts as away: a request that is sent twice is sampled twice, with the same seed.
+        """
+        for attempt in range(self._config.retries + 1):
+            if attempt:
+                await asyncio.sleep(self._config.backoff * 2 ** (attempt - 1) * self._jitter.uniform(0.5, 1.0))
+                self._entered()
+            try:
+                async with session.request(method, url, data=body) as response:
+                    answer, status = await response.read(), response.status
+            except aiohttp.ClientError as error:
+                self._entered()
+                trouble = f"{type(error).__name__}: {error}"
+                continue
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is None or not task.cancelling():
+                    self._entered()  # a closing session cancels those that wait for a connection
+                raise
+            if status == 200:
+                return answer
+            trouble = f"{status}: {answer.decode(errors='replace')[:500]}"
+            if status not in _BUSY:
+                raise EngineError(f"{url} refused the request with {trouble}")
+        raise EngineDeadError(f"{url} did not answer {self._config.retries + 1} times, at last with {trouble}")
+
+
+class _Logprobs(BaseModel):
+    token_logprobs: tuple[float, ...]
+
+
+class _Choice(BaseModel):
+    token_ids: tuple[int, ...]
+    logprobs: _Logprobs
+    finish_reason: FinishReason
+
+
+class _PromptTokens(BaseModel):
+    cached_tokens: int = 0
+
+
+class _Usage(BaseModel):
+    prompt_tokens: int = 0
+    prompt_tokens_details: _PromptTokens | None = None
+
+
+class _Answer(BaseModel):
+    choices: tuple[_Choice, ...] = Field(min_length=1)
+    usage: _Usage = _Usage()
+
+
+class _Model(BaseModel):
+    id: str
+    max_model_len: int | None = None
+
+
+class _Models(BaseModel):
+    data: tuple[_Model, ...] = Field(min_length=1)
+
+
+def _parse(kind: type[T], answer: bytes) -> T:
+    """The fields that are needed, and no others: a third of the time that `json` takes for all of them."""
+    try:
+        return kind.model_validate_json(answer)
+    except ValidationError as error:
+        raise EngineError(
+            f"the server's answer is not as expected (token ids are given by a recent vLLM): {error}"
+        ) from error
+
+
+__all__ = ["OpenAIEngine"]

@@ -1,0 +1,114 @@
+"""An OpenAI-compatible server over any `Engine`: the public fake behind `engine=openai`, and a way to share an engine.
+
+It speaks the part of vLLM's `/v1/completions` that has to do with token ids.
+"""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from itertools import count
+from typing import Any
+
+from aiohttp import web
+from pydantic import BaseModel, ValidationError
+from pydantic_core import to_json
+
+from agentrl.errors import EngineDeadError, EngineError
+from agentrl.protocols import Engine, GenerateRequest, SamplingParams
+from agentrl.trajectory import Completion
+
+MODEL = "served"
+"""The name of the one model."""
+
+
+class _Body(BaseModel):
+    """What is read of a request; everything else is ignored."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int = 16
+    temperature: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+    priority: int = 0
+    session_id: str = ""
+
+
+@asynccontextmanager
+async def serve_engine(engine: Engine, *, port: int = 0, api_key: str | None = None) -> AsyncIterator[str]:
+    """Serve an entered `engine` on this machine, and yield the URL. Port 0 takes one that is free.
+
+    A caller that hangs up cancels its request, as it does in vLLM.
+    """
+    # At the end, requests under way are not waited for (to aiohttp 0 seconds are for ever).
+    runner = web.AppRunner(
+        openai_app(engine, api_key), handler_cancellation=True, shutdown_timeout=0.01, access_log=None
+    )
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", port, backlog=1024)
+        await site.start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+def openai_app(engine: Engine, api_key: str | None = None) -> web.Application:
+    """The application: `/v1/models` and `/v1/completions`."""
+    numbers = count()
+
+    @web.middleware
+    async def errors(request: web.Request, handler: Any) -> web.StreamResponse:
+        if api_key is not None and request.headers.get("Authorization") != f"Bearer {api_key}":
+            return _error(401, "Unauthorized")
+        try:
+            response: web.StreamResponse = await handler(request)
+        except EngineDeadError as error:
+            return _error(503, str(error))
+        except (EngineError, ValidationError) as error:
+            return _error(400, str(error))
+        return response
+
+    async def models(request: web.Request) -> web.Response:
+        return _json({"object": "list", "data": [{"id": MODEL, "max_model_len": engine.max_context}]})
+
+    async def completions(request: web.Request) -> web.Response:
+        body = _Body.model_validate_json(await request.read())
+        sampling = SamplingParams(body.max_tokens, body.temperature, body.stop_token_ids)
+        name = f"cmpl-{next(numbers)}"
+        completion = await engine.generate(
+            GenerateRequest(name, body.prompt, sampling, body.seed, body.priority, body.session_id)
+        )
+        return _json(_answer(name, len(body.prompt), completion))
+
+    app = web.Application(middlewares=[errors], client_max_size=2**26)
+    app.add_routes([web.get("/v1/models", models), web.post("/v1/completions", completions)])
+    return app
+
+
+def _answer(name: str, prompt_tokens: int, completion: Completion) -> dict[str, Any]:
+    tokens = [f"token_id:{token}" for token in completion.token_ids]
+    logprobs = {
+        "tokens": tokens,
+        "token_logprobs": completion.logprobs,
+        "top_logprobs": [{token: logprob} for token, logprob in zip(tokens, completion.logprobs, strict=True)],
+        "text_offset": [0] * len(tokens),
+    }
+    choice = {
+        "index": 0,
+        "text": "",
+        "logprobs": logprobs,
+        "finish_reason": completion.finish_reason,
+        "token_ids": completion.token_ids,
+    }
+    usage = {"prompt_tokens": prompt_tokens, "completion_tokens": len(tokens)}
+    return {"id": name, "object": "text_completion", "model": MODEL, "choices": [choice], "usage": usage}
+
+
+def _json(value: dict[str, Any], status: int = 200) -> web.Response:
+    return web.Response(body=to_json(value), status=status, content_type="application/json")
+
+
+def _error(status: int, message: str) -> web.Response:
+    return _json({"error": {"message": message, "code": status}}, status)
+
+
+__all__ = ["MODEL", "openai_app", "serve_engine"]
