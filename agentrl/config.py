@@ -17,7 +17,7 @@ from agentrl import plugins
 from agentrl.errors import ConfigError, PluginError
 from agentrl.plugins import Component, NoSettings
 from agentrl.protocols import Settings
-from agentrl.rollout.scheduler import RolloutConfig
+from agentrl.rollout.config import RolloutConfig
 
 COMPONENTS = {
     "engine": "engines",

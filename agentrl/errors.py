@@ -10,6 +10,8 @@
     │   ├── RewardError            the reward could not be computed
     │   └── DeadlineError          something outside did not answer in time
     ├── RetriesExhaustedError      too many tasks failed for good: the run ends instead of training on luck
+    ├── FilterBudgetError          too many groups taught nothing (dynamic sampling): the tasks do not fit the policy
+    ├── StallError                 nothing has moved for too long; names the stage that is waited for
     ├── StalenessError             the staleness bound would be broken (a defect: the rule makes it impossible)
     ├── TrainingError              an update would break the weights; they were left as they were
     ├── CheckpointError            a checkpoint is missing, incomplete or of another run
@@ -77,6 +79,14 @@ class DeadlineError(RolloutError):
 
 class RetriesExhaustedError(AgentRLError):
     """More tasks failed for good than the run allows."""
+
+
+class FilterBudgetError(AgentRLError):
+    """More groups without variance were filtered for one batch than the run allows."""
+
+
+class StallError(AgentRLError):
+    """Nothing has moved for too long, and no worker could be replaced to mend it."""
 
 
 class StalenessError(AgentRLError):

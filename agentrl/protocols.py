@@ -293,6 +293,18 @@ class TaskSource(Protocol):
         ...
 
 
+@runtime_checkable
+class Curriculum(TaskSource, Protocol):
+    """A task source that learns what became of its tasks, and may choose the next ones by it.
+
+    Outcomes come in the same order in a resumed run, which replays them from the ledger before it asks for a task.
+    """
+
+    def saw(self, index: int, task: Task, rewards_G: Sequence[float]) -> None:
+        """The members of this task's group earned so much: it is trained on, or filtered for having no variance."""
+        ...
+
+
 class Tracker(Protocol):
     """Where metrics go."""
 

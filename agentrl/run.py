@@ -12,6 +12,7 @@ runs/NAME/
   summary.json       success before and after, steps, seconds, largest staleness, fates
 """
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -29,7 +30,7 @@ from agentrl.observe.curve import draw_curve
 from agentrl.observe.metrics import MetricsFile, rollout_metrics
 from agentrl.observe.progress import ProgressDisplay
 from agentrl.observe.trajectories import write_trajectories
-from agentrl.protocols import Tracker
+from agentrl.protocols import Tracker, Trainer
 from agentrl.rollout.ledger import Ledger
 from agentrl.tiny_model import SIZES
 from agentrl.trajectory import Group
@@ -116,6 +117,11 @@ class Run:
             f"held-out success after {step} steps: [bold]{metrics['eval/success']:.1%}[/bold] "
             f"of {metrics['eval/episodes']:.0f} episodes ({metrics['eval/failed']:.0f} failed)"
         )
+
+    async def save_checkpoint(self, step: int, trainer: Trainer) -> None:
+        """Save the state after `step` steps. The ledger's rows are in their file before: a resumed run trusts them."""
+        await asyncio.to_thread(self.ledger.flush)
+        await self.checkpoints.save(step, trainer)
 
     def evaluated(self, step: int) -> bool:
         """Whether the weights after `step` steps have been evaluated already (by a launch before this one)."""

@@ -118,13 +118,16 @@ Status = Terminated | Truncated | Failed | Cancelled | Stale
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One finished episode as data. `messages` is the conversation as text, `turns` the same as exact tokens."""
+    """One finished episode as data. `messages` is the conversation as text, `turns` the same as exact tokens;
+    `seconds` is how long it was in play.
+    """
 
     id: str
     task: Task
     turns: tuple[Turn, ...]
     status: Status
     messages: tuple[Message, ...] = ()
+    seconds: float = 0.0
 
     @property
     def trainable(self) -> bool:
@@ -152,7 +155,8 @@ class Trajectory:
     @property
     def oldest_version(self) -> int | None:
         """The oldest policy version that sampled a token of this episode; `None` without tokens."""
-        return min((v for turn in self.turns for v in turn.completion.policy_versions), default=None)
+        stamps = [turn.completion.policy_versions for turn in self.turns]
+        return min((min(versions) for versions in stamps if versions), default=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,11 +111,11 @@ def test_cancelling_a_flow_ends_every_task(virtual):
 
 def test_a_deadline_names_what_was_late_and_leaves_other_timeouts_alone(virtual):
     async def late() -> None:
-        async with deadline("environment", "step", 2.0):
+        with deadline("environment", "step", 2.0):
             await asyncio.sleep(5)
 
     async def own_timeout() -> None:
-        async with deadline("environment", "step", 2.0):
+        with deadline("environment", "step", 2.0):
             raise TimeoutError("the environment's own")
 
     with pytest.raises(DeadlineError, match=r"step did not answer within its deadline of 2 s"):

@@ -6,25 +6,28 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.errors import ConfigError, RetriesExhaustedError, RewardError
-from agentrl.flow import EventLog, now, run_virtual
+from agentrl.errors import ConfigError, FilterBudgetError, RetriesExhaustedError, RewardError, StallError
+from agentrl.flow import STALENESS_RULES, EventLog, deadline, now, run_virtual
+from agentrl.protocols import SamplingParams
+from agentrl.rollout.config import Retries, RolloutConfig
 from agentrl.rollout.env_host import Deadlines, EnvHost
-from agentrl.rollout.episode import EnginePolicy, Player, Sampling
+from agentrl.rollout.episode import EnginePolicy, Player
 from agentrl.rollout.ledger import Ledger
 from agentrl.rollout.renderer import TemplateRenderer
-from agentrl.rollout.scheduler import RolloutConfig, Rollouts, staleness
+from agentrl.rollout.scheduler import Rollouts, staleness
 from agentrl.rollout.tasks import SeededTasks
+from agentrl.rollout.watchdog import watch
 from agentrl.testing import ScriptedEngine
 from agentrl.testing.tokenizer import ByteTokenizer
 from agentrl.trajectory import Group, Score, Terminated, Trajectory
 
-DEADLINES = Deadlines(reset=50, step=50, generate=1000, reward=50, episode=5000)
+DEADLINES = Deadlines(reset=50, step=50, generate=1000, reward=50, episode=5000, stall=6000)
 
 
 class SlowEnv:
@@ -77,10 +80,13 @@ class World:
     seed: int = 0
     engine: ScriptedEngine | None = None
     train_seconds: float = 5.0
+    tasks: SeededTasks | None = None
+    player: Any = None
     ledger: Ledger = field(default_factory=lambda: Ledger(":memory:"))
     batches: list[list[Group]] = field(default_factory=list)
     events: EventLog = field(default_factory=EventLog)
     seconds: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
 
     def run(self) -> "World":
         SlowEnv.attempts.clear()
@@ -93,13 +99,14 @@ class World:
             lambda request: b"go", max_batch=64, seconds_per_token=lambda request: 0.02
         )
         host = EnvHost({"slow": self.env}, config.deadlines)
-        policy = EnginePolicy(engine, Sampling(), renderer.stop_token_ids, config.deadlines.generate)
+        policy = EnginePolicy(engine, SamplingParams(64, 1.0, renderer.stop_token_ids), config.deadlines.generate)
         player = Player(policy, renderer, host, config.max_turns, config.deadlines.episode)
         rollouts = Rollouts(
             config,
-            tasks=SeededTasks("slow", self.seed),
-            player=player,
+            tasks=self.tasks or SeededTasks("slow", self.seed),
+            player=self.player or player,
             reward=self.reward,
+            engine=engine,
             ledger=self.ledger,
             seed=self.seed,
             groups=self.steps * config.groups_per_step,
@@ -109,8 +116,9 @@ class World:
             for step in range(self.steps):
                 self.batches.append(await rollouts.next_batch())
                 await asyncio.sleep(self.train_seconds)
-                await engine.update_weights({}, step + 1)
-                rollouts.weights_live(step + 1)
+                async with rollouts.new_weights(step + 1):
+                    await engine.update_weights({}, step + 1)
+            self.metrics = rollouts.metrics()
         await host.close()
         self.seconds = now()
 
@@ -184,7 +192,7 @@ def test_a_task_that_always_fails_is_replaced_and_counted():
     class Env(SlowEnv):
         trouble = staticmethod(lambda seed, attempts: "crash" if seed in doomed else "")
 
-    world = World(config(retries=1, max_staleness=1), steps=5, env=Env).run()
+    world = World(config(retries=Retries(environment=1), max_staleness=1), steps=5, env=Env).run()
     assert world.ledger.task_fates().failed == 2
     assert world.ledger.trained_tasks() == [f"train-{i:06d}" for i in range(22) if i not in (2, 7)]
     assert world.ledger.task_fates().settled
@@ -200,24 +208,31 @@ def test_too_many_failed_tasks_end_the_run_with_the_reason():
             raise KeyError("the lake is gone")
 
     with pytest.raises(RetriesExhaustedError, match="the lake is gone"):
-        World(config(retries=0, max_failed_tasks=1), steps=5, env=AllAtOnce).run()
+        World(config(retries=Retries(environment=0), max_failed_tasks=1), steps=5, env=AllAtOnce).run()
     with pytest.raises(RetriesExhaustedError, match="the lake is gone") as caught:
-        World(config(retries=0, max_failed_tasks=3), steps=5, env=Env).run()
+        World(config(retries=Retries(environment=0), max_failed_tasks=3), steps=5, env=Env).run()
     assert "4 tasks failed for good" in str(caught.value)
 
 
-def test_a_broken_reward_is_retried_and_no_score_is_invented():
-    broken: list[str] = []
+def test_a_broken_reward_is_asked_again_about_the_same_trajectory_and_no_score_is_invented():
+    asked: Counter[str] = Counter()
 
-    def first_time(trajectory):
-        fails = trajectory.id.endswith("/0/0")
-        broken.extend([trajectory.id] * fails)
-        return fails
+    def twice(trajectory):
+        asked[trajectory.id] += 1
+        return asked[trajectory.id] <= 2
 
-    world = World(config(), steps=3, reward=Sum(first_time)).run()
-    assert len(broken) == 12 == world.ledger.episode_fates().failed
+    world = World(config(), steps=3, reward=Sum(twice)).run()
+    fates = world.ledger.episode_fates()
+    assert (fates.trained, fates.failed) == (36, 0)
+    assert set(asked.values()) == {3}
     scores = [score.value for batch in world.batches for group in batch for score in group.scores]
     assert min(scores) > 0
+
+
+def test_a_reward_that_stays_broken_fails_its_episode_and_says_so():
+    world = World(config(retries=Retries(reward=1), max_failed_tasks=100), steps=2, reward=Sum(lambda t: "/1/" in t.id))
+    with pytest.raises(RetriesExhaustedError, match="the judge is down"):
+        world.run()
     assert "reward: the judge is down" in world.ledger.why_failed()[0][0]
 
 
@@ -267,13 +282,16 @@ def test_leaving_in_the_middle_cancels_everything_that_plays():
         renderer = TemplateRenderer(ByteTokenizer())
         engine = ScriptedEngine.replying(lambda request: b"go", seconds_per_token=lambda request: 1.0)
         host = EnvHost({"slow": SlowEnv}, DEADLINES)
-        player = Player(EnginePolicy(engine, Sampling(), renderer.stop_token_ids, 100), renderer, host, 16, 100)
+        player = Player(
+            EnginePolicy(engine, SamplingParams(64, 1.0, renderer.stop_token_ids), 100), renderer, host, 16, 100
+        )
         async with engine:
             async with Rollouts(
                 world.config,
                 tasks=SeededTasks("slow", 0),
                 player=player,
                 reward=Sum(),
+                engine=engine,
                 ledger=world.ledger,
                 seed=0,
                 groups=20,
@@ -283,6 +301,130 @@ def test_leaving_in_the_middle_cancels_everything_that_plays():
             assert engine.stats().running == engine.stats().waiting == 0
         assert len(asyncio.all_tasks()) == 1
         # They are open: the next launch takes them up again.
-        assert world.ledger.rewind(0) == [0, 1, 2, 3]
+        assert [number for number, _ in world.ledger.rewind(0)] == [0, 1, 2, 3]
 
     run_virtual(main)
+
+
+def test_extra_members_make_stragglers_harmless_and_their_places_are_used_again():
+    class Env(SlowEnv):
+        trouble = staticmethod(lambda seed, attempts: "hang" if attempts[seed] == 2 else "")
+
+    alone = World(config(max_live_episodes=15), steps=6, env=Env).run()
+    spared = World(config(max_live_episodes=15, extra_members=1), steps=6, env=Env).run()
+    assert spared.seconds < alone.seconds / 2
+    fates = spared.ledger.episode_fates()
+    assert (fates.trained, fates.cancelled, fates.failed) == (72, 24, 0)
+    assert fates.settled
+    assert {len(group.trajectories) for batch in spared.batches for group in batch} == {3}
+
+
+def test_a_loser_is_cancelled_within_a_second_and_leaves_the_engine():
+    async def watch(engine: ScriptedEngine, seen: list[int]) -> None:
+        while True:
+            await asyncio.sleep(0.5)
+            seen.append(engine.stats().running)
+
+    class Instant(SlowEnv):
+        async def step(self, action):
+            return "on", 1.0, True, False, {}
+
+    slow_one = ScriptedEngine.replying(
+        lambda request: b"go", seconds_per_token=lambda request: 100.0 if "/3/" in request.id else 0.1
+    )
+    world = World(config(groups_per_step=1, group_size=3, extra_members=1), steps=1, env=Instant, engine=slow_one)
+    world.train_seconds = 0
+    world.run()
+    assert world.seconds < 1
+    assert slow_one.stats().running == 0
+
+
+def test_groups_without_variance_are_replaced_and_the_source_learns_of_all():
+    class Source(SeededTasks):
+        seen: ClassVar[list] = []
+
+        def saw(self, index, task, rewards_G):
+            self.seen.append((index, set(rewards_G)))
+
+    class Varied(Sum):
+        async def score(self, trajectory):
+            member = int(trajectory.id.split("/")[1])
+            return Score(float(member if trajectory.task.seed % 8 < 4 else 1.0))
+
+    world = World(config(filter_zero_variance=True), steps=4, reward=Varied(), tasks=Source("slow", 0)).run()
+    fates = world.ledger.task_fates()
+    assert fates.trained == 16
+    assert fates.filtered > 3
+    assert fates.settled
+    assert world.ledger.episode_fates().settled
+    assert all(len(set(group.rewards_G)) > 1 for batch in world.batches for group in batch)
+    assert len(Source.seen) == fates.trained + fates.filtered
+
+
+def test_filtering_without_end_is_an_error_that_names_the_way_out():
+    class Same(Sum):
+        async def score(self, trajectory):
+            return Score(0.0)
+
+    with pytest.raises(FilterBudgetError, match=r"11 groups were filtered for one batch.*too hard or too easy"):
+        World(config(filter_zero_variance=True, max_filtered_per_step=10), steps=4, reward=Same()).run()
+
+
+@pytest.mark.parametrize("rule", sorted(STALENESS_RULES))
+def test_every_staleness_rule_trains_the_same_number_of_groups_and_settles_every_fate(rule):
+    world = World(config(max_staleness=2, staleness_rule=rule), steps=12, train_seconds=1.0).run()
+    fates = world.ledger.task_fates()
+    assert fates.trained == 48
+    assert fates.settled
+    assert world.ledger.episode_fates().settled
+    ages = [staleness(group, step) for step, batch in enumerate(world.batches) for group in batch]
+    assert (fates.stale > 0) == (rule == "drop")
+    assert max(ages) <= 2 or rule == "gate"
+
+
+def test_dropping_what_is_late_trains_on_short_episodes_and_the_metric_says_so():
+    def bias(rule):
+        return World(config(max_staleness=1, staleness_rule=rule), steps=40, train_seconds=1.0).run().metrics
+
+    assert bias("drop")["bias/seconds"] < 0.97
+    assert bias("deadline_first")["bias/seconds"] == pytest.approx(1.0)
+
+
+def test_a_group_has_a_deadline_of_its_own():
+    class Env(SlowEnv):
+        trouble = staticmethod(lambda seed, attempts: "hang" if attempts[seed] == 2 else "")
+
+    deadlines = DEADLINES.model_copy(update={"group": 30.0})
+    world = World(config(deadlines=deadlines, max_failed_tasks=2), steps=6, env=Env)
+    with pytest.raises(RetriesExhaustedError, match="group did not answer within its deadline of 30 s"):
+        world.run()
+
+
+def test_a_stall_ends_the_run_and_names_the_stage():
+    class Silent:
+        """A player with no deadlines of its own."""
+
+        async def play(self, episode):
+            with deadline("engine", "generate", 10**6):
+                await asyncio.Event().wait()
+
+    world = World(config(groups_per_step=1, group_size=2), steps=1, player=Silent())
+    with pytest.raises(StallError, match=r"nothing has moved for 6000 s.*\n  2 in generate \(engine\), the first for"):
+        world.run()
+
+
+def test_a_rescue_is_tried_before_a_stall_ends_the_run():
+    tried = []
+
+    async def main() -> None:
+        with pytest.raises(StallError):
+            await watch(100.0, lambda: 0, lambda: True, lambda: tried.append(now()) or len(tried) < 3)
+
+    run_virtual(main)
+    assert tried == [100.0, 200.0, 300.0]
+
+
+def test_the_number_of_live_episodes_follows_the_engine():
+    engine = ScriptedEngine.replying(lambda request: b"go", max_batch=16, seconds_per_token=lambda request: 5.0)
+    world = World(config(groups_per_step=100, min_live_episodes=4), steps=2, engine=engine).run()
+    assert 16 <= world.metrics["live_episodes/limit"] <= 64

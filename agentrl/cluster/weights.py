@@ -1,11 +1,11 @@
 """Weights from the trainer to the engines, by version."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from agentrl.flow import Flow, deadline
+from agentrl.flow import deadline
 from agentrl.protocols import Engine, Trainer
 
 if TYPE_CHECKING:
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WeightPublisher:
-    """Brings every engine to the trainer's weights; returns when all of them sample under the new version."""
+    """Brings the engine to the trainer's weights; returns when it samples under the new version."""
 
-    engines: Sequence[Engine]
+    engine: Engine
     deadline: float = 600.0
 
     async def publish(self, trainer: Trainer, version: int) -> None:
@@ -26,9 +26,8 @@ class WeightPublisher:
             DeadlineError: an engine did not take them in time.
         """
         weights = await trainer.weights()
-        async with deadline("engine", "update_weights", self.deadline), Flow("publish") as flow:
-            for number, engine in enumerate(self.engines):
-                flow.start(engine.update_weights(weights, version), name=f"engine-{number}")
+        with deadline("engine", "update_weights", self.deadline):
+            await self.engine.update_weights(weights, version)
 
 
 def checksum(weights: Mapping[str, "Tensor"]) -> str:

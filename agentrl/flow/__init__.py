@@ -1,22 +1,27 @@
-"""The substrate: the clock, structured concurrency, bounded edges, the staleness rule."""
+"""The substrate: the clock, structured concurrency, bounded edges, deadlines, the staleness rules."""
 
 from agentrl.flow.channel import Channel, ChannelClosedError, ChannelStats
 from agentrl.flow.clock import VirtualDeadlockError, VirtualTimeLoop, now, run_virtual
+from agentrl.flow.deadline import PendingWait, deadline, waits
 from agentrl.flow.event_log import EventLog
-from agentrl.flow.flow import Flow, deadline
-from agentrl.flow.staleness import DeadlineFirst, Ticket
+from agentrl.flow.flow import Flow
+from agentrl.flow.staleness import STALENESS_RULES, StalenessRule, StalenessRuleName, Ticket
 
 __all__ = [
+    "STALENESS_RULES",
     "Channel",
     "ChannelClosedError",
     "ChannelStats",
-    "DeadlineFirst",
     "EventLog",
     "Flow",
+    "PendingWait",
+    "StalenessRule",
+    "StalenessRuleName",
     "Ticket",
     "VirtualDeadlockError",
     "VirtualTimeLoop",
     "deadline",
     "now",
     "run_virtual",
+    "waits",
 ]

@@ -27,15 +27,19 @@ class _JumpingSelector(selectors.BaseSelector):
 
     def __init__(self) -> None:
         self._real = selectors.DefaultSelector()
+        self._jumps = 0
         self.now = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        # A poll is a system call; while callbacks are ready (timeout 0) there is nothing it could tell.
+        # A poll is a system call; while callbacks are ready (timeout 0) there is nothing it could tell, and between
+        # jumps only a signal could have come.
         if timeout is not None and timeout <= 0:
             return []
-        ready = self._real.select(0)
-        if ready:
-            return ready
+        self._jumps += 1
+        if timeout is None or self._jumps % 64 == 0:
+            ready = self._real.select(0)
+            if ready:
+                return ready
         if timeout is None:
             waiting = sorted(task.get_name() for task in asyncio.all_tasks(asyncio.get_event_loop()))
             raise VirtualDeadlockError(

@@ -1,11 +1,9 @@
 """`Flow`: structured concurrency. Every task has an owner, and no task outlives it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Coroutine, Iterator
 from typing import Any, Self, TypeVar
 
-from agentrl.errors import DeadlineError, Layer
 from agentrl.flow.channel import Channel, ChannelStats
 
 T = TypeVar("T")
@@ -25,7 +23,8 @@ class Flow:
     def __init__(self, name: str) -> None:
         self.name = name
         self._group = asyncio.TaskGroup()
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: list[asyncio.Task[Any]] = []  # in order of start, so that cancelling is deterministic
+        self._tidy_at = 64
         self._channels: list[Channel[Any]] = []
 
     async def __aenter__(self) -> Self:
@@ -44,8 +43,10 @@ class Flow:
     def start(self, work: Coroutine[Any, Any, T], *, name: str) -> asyncio.Task[T]:
         """Run `work` beside the others."""
         task = self._group.create_task(work, name=f"{self.name}/{name}")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.append(task)
+        if len(self._tasks) == self._tidy_at:  # seldom: a callback for each task that ends would cost more
+            self._tasks = [task for task in self._tasks if not task.done()]
+            self._tidy_at = 2 * len(self._tasks) + 64
         return task
 
     def channel(self, name: str, capacity: int) -> Channel[Any]:
@@ -60,7 +61,7 @@ class Flow:
             task.cancel(f"flow {self.name!r} ended")
 
     def __len__(self) -> int:
-        return len(self._tasks)
+        return sum(not task.done() for task in self._tasks)
 
     def snapshot(self) -> list[ChannelStats]:
         """The channels' states: the observed dataflow graph."""
@@ -80,20 +81,3 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
             yield from _leaves(inner)
     else:
         yield error
-
-
-@asynccontextmanager
-async def deadline(layer: Layer, phase: str, seconds: float) -> AsyncIterator[None]:
-    """Bound what is awaited inside by `seconds` of loop time.
-
-    Raises:
-        DeadlineError: it took longer. A TimeoutError of the awaited code's own passes through as it is.
-    """
-    limit = asyncio.timeout(seconds)
-    try:
-        async with limit:
-            yield
-    except TimeoutError:
-        if not limit.expired():
-            raise
-        raise DeadlineError(layer, phase, seconds) from None

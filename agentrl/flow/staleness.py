@@ -1,8 +1,13 @@
-"""The staleness rule: which group may start, and which groups are trained on next.
+"""The staleness rules: which group may start, and which groups are trained on next.
 
-A pure object: it knows no task, no clock and no token, only tickets. With K = `max_staleness`, G = `groups_per_step`:
+Pure objects: they know no task, no clock and no token, only tickets. All rules answer the same calls. A ticket is
+*playing* from `admit`, *ready* from `finish`, *training* from `select`, and gone at the `publish` after it, or at once
+by `forfeit`. With K = `max_staleness`: one admitted while version v is live has deadline step v + K. G is
+`groups_per_step`.
 
-- **admit**: at most (K + 1) G tickets exist at once. One admitted while version v is live has deadline step v + K.
+`DeadlineFirst`, the default, keeps the bound, drops nothing, and waits least:
+
+- **admit**: at most (K + 1) G tickets exist at once.
 - **select**: step s takes G ready tickets, earliest deadline first. It waits exactly as long as every choice of G ready
   ones would leave a deadline that can no longer be kept: after the choice, for every d >= s, at most (d - s) G tickets
   with a deadline <= d may remain.
@@ -14,16 +19,29 @@ tickets exist in all; so after every admission at most (d - s + 1) G tickets hav
 Hence the G earliest of *all* tickets are always a legal choice, and a legal choice of ready ones exists at the latest
 when those are ready. Each choice leaves at most (d - s) G = (d - (s + 1) + 1) G for the next step. With d = s: none
 with deadline s remains after step s. It waits only when the bound would otherwise break: the least waiting there is.
+
+The others are what other systems do, as values of the same setting, for comparison:
+
+- `Wait`: strictly in order of admission. Bounded; waits for every straggler.
+- `Gate` (AReaL, arXiv 2505.24298, eq. 3): at most (s + K + 1) G groups are ever admitted, finished ones are taken first
+  come, first served. Never waits for a straggler, which therefore may be older than the bound.
+- `Drop` (verl, prime-rl): first come, first served; what is too old for the next step is given up and replaced.
+  Bounded, and biased towards short episodes.
+- `Drain`: new weights wait until nothing plays, and nothing starts meanwhile.
 """
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable
+from heapq import nsmallest
+from itertools import islice
+from typing import Literal, NamedTuple
 
 from agentrl.errors import StalenessError
 
+StalenessRuleName = Literal["deadline_first", "wait", "gate", "drop", "drain"]
 
-@dataclass(frozen=True, slots=True, order=True)
-class Ticket:
+
+class Ticket(NamedTuple):
     """The right of one group to exist. Ordered by deadline, then by admission."""
 
     deadline: int
@@ -31,8 +49,13 @@ class Ticket:
     admitted_version: int
 
 
-class DeadlineFirst:
-    """The rule above. `version` is the live policy version, which is also the number of the next step."""
+class StalenessRule:
+    """The books that all rules keep. `version` is the live policy version, which is also the number of the next step.
+
+    `bounded`: whether no group is ever trained at a step after its deadline.
+    """
+
+    bounded = True
 
     def __init__(self, *, max_staleness: int, groups_per_step: int, version: int = 0) -> None:
         if max_staleness < 0 or groups_per_step < 1:
@@ -41,54 +64,172 @@ class DeadlineFirst:
         self.groups_per_step = groups_per_step
         self.version = version
         self._next_number = 0
-        self._waiting: set[Ticket] = set()
-        self._training: set[Ticket] = set()
+        self._playing: dict[Ticket, None] = {}  # in order of admission
+        self._ready: dict[Ticket, None] = {}  # in order of finishing
+        self._training: list[Ticket] = []
+        self._playing_until: Counter[int] = Counter()  # how many have which deadline
+        self._ready_until: Counter[int] = Counter()
 
     @property
     def capacity(self) -> int:
         """How many groups may exist at once."""
         return (self.max_staleness + 1) * self.groups_per_step
 
+    @property
+    def playing(self) -> int:
+        """How many tickets are playing."""
+        return len(self._playing)
+
     def admit(self) -> Ticket | None:
-        """A ticket for one more group, or `None` while all slots are taken."""
-        if len(self._waiting) + len(self._training) >= self.capacity:
+        """A ticket for one more group, or `None` while there is no room."""
+        if not self._has_room():
             return None
         ticket = Ticket(self.version + self.max_staleness, self._next_number, self.version)
         self._next_number += 1
-        self._waiting.add(ticket)
+        self._playing[ticket] = None
+        self._playing_until[ticket.deadline] += 1
         return ticket
 
-    def select(self, ready: Collection[Ticket]) -> list[Ticket] | None:
-        """The tickets of the next step, earliest deadline first, or `None` when more must become ready before.
+    def finish(self, ticket: Ticket) -> None:
+        """Its group has been played."""
+        self._leave_play(ticket)
+        self._ready[ticket] = None
+        self._ready_until[ticket.deadline] += 1
+
+    def forfeit(self, ticket: Ticket) -> None:
+        """Give back the slot of a playing group that will not be trained on."""
+        self._leave_play(ticket)
+
+    def select(self) -> list[Ticket] | None:
+        """The tickets of the next step, or `None` when more must become ready before.
 
         Raises:
-            StalenessError: a ready ticket is past its deadline (impossible while callers keep to the rule).
+            StalenessError: the batch before is still being trained on.
         """
         if self._training:
             raise StalenessError("the batch before is still being trained on: publish its weights first")
-        batch = sorted(ready)[: self.groups_per_step]
-        if batch and batch[0].deadline < self.version:
-            raise StalenessError(f"{batch[0]} cannot be trained at step {self.version}")
-        if len(batch) < self.groups_per_step or not self._feasible(batch):
+        batch = self._choose() if len(self._ready) >= self.groups_per_step else None
+        if batch is None:
             return None
-        self._waiting.difference_update(batch)
-        self._training.update(batch)
+        for ticket in batch:
+            del self._ready[ticket]
+            self._ready_until[ticket.deadline] -= 1
+        self._training = batch
         return batch
 
-    def _feasible(self, batch: list[Ticket]) -> bool:
-        left = self._waiting.difference(batch)
-        return all(
-            sum(ticket.deadline <= d for ticket in left) <= (d - self.version) * self.groups_per_step
-            for d in range(self.version, self.version + self.max_staleness + 1)
-        )
+    def may_publish(self) -> bool:
+        """Whether new weights may go live now."""
+        return True
 
-    def forfeit(self, ticket: Ticket) -> None:
-        """Give back the slot of a group that failed for good."""
-        self._waiting.remove(ticket)
+    def publish(self, version: int) -> list[Ticket]:
+        """`version` is live, the slots of the batch it was trained on are free. Returns the tickets given up as stale.
 
-    def publish(self, version: int) -> None:
-        """`version` is live: the slots of the batch it was trained on are free."""
+        Raises:
+            StalenessError: a version was left out.
+        """
         if version != self.version + 1:
             raise StalenessError(f"version {version} cannot follow version {self.version}")
         self.version = version
-        self._training.clear()
+        self._training = []
+        del self._playing_until[version - 1], self._ready_until[version - 1]  # nobody has that deadline any more
+        return self._give_up()
+
+    def _leave_play(self, ticket: Ticket) -> None:
+        del self._playing[ticket]
+        self._playing_until[ticket.deadline] -= 1
+
+    def _has_room(self) -> bool:
+        return len(self._playing) + len(self._ready) + len(self._training) < self.capacity
+
+    def _choose(self) -> list[Ticket] | None:
+        """The next batch out of at least `groups_per_step` ready tickets: by default, first come, first served."""
+        return list(islice(self._ready, self.groups_per_step))
+
+    def _give_up(self) -> list[Ticket]:
+        return []
+
+
+class DeadlineFirst(StalenessRule):
+    """Earliest deadline first, waiting only for what could not be trained in time otherwise."""
+
+    def _choose(self) -> list[Ticket] | None:
+        left = 0  # with a deadline of at most d, after the earliest G ready ones are taken
+        taken = self.groups_per_step
+        for d in range(self.version, self.version + self.max_staleness + 1):
+            now_taken = min(taken, self._ready_until[d])
+            taken -= now_taken
+            left += self._playing_until[d] + self._ready_until[d] - now_taken
+            if left > (d - self.version) * self.groups_per_step:
+                return None
+        return nsmallest(self.groups_per_step, self._ready)
+
+
+class Wait(StalenessRule):
+    """Strictly in order of admission."""
+
+    def _choose(self) -> list[Ticket] | None:
+        batch = nsmallest(self.groups_per_step, self._ready)
+        oldest_playing = next(iter(self._playing), None)
+        return None if oldest_playing is not None and oldest_playing < batch[-1] else batch
+
+
+class Gate(StalenessRule):
+    """A count of admissions, and first come, first served. Not bounded."""
+
+    bounded = False
+
+    def __init__(self, *, max_staleness: int, groups_per_step: int, version: int = 0) -> None:
+        super().__init__(max_staleness=max_staleness, groups_per_step=groups_per_step, version=version)
+        self._first_version = version
+        self._forfeited = 0
+
+    def forfeit(self, ticket: Ticket) -> None:
+        """Its admission no longer counts."""
+        super().forfeit(ticket)
+        self._forfeited += 1
+
+    def _has_room(self) -> bool:
+        steps = self.version - self._first_version + self.max_staleness + 1
+        return self._next_number - self._forfeited < steps * self.groups_per_step
+
+
+class Drop(StalenessRule):
+    """First come, first served; what missed its deadline is given up."""
+
+    def _give_up(self) -> list[Ticket]:
+        late = [ticket for kept in (self._playing, self._ready) for ticket in kept if ticket.deadline < self.version]
+        for ticket in late:
+            self._playing.pop(ticket, None)
+            self._ready.pop(ticket, None)
+        return late
+
+
+class Drain(StalenessRule):
+    """New weights wait until nothing plays, and nothing starts while they wait."""
+
+    def __init__(self, *, max_staleness: int, groups_per_step: int, version: int = 0) -> None:
+        super().__init__(max_staleness=max_staleness, groups_per_step=groups_per_step, version=version)
+        self._draining = False
+
+    def may_publish(self) -> bool:
+        """Only when nothing plays; having been asked, no more is admitted before `publish`."""
+        self._draining = bool(self._playing)
+        return not self._playing
+
+    def publish(self, version: int) -> list[Ticket]:
+        """As for every rule."""
+        self._draining = False
+        return super().publish(version)
+
+    def _has_room(self) -> bool:
+        return not self._draining and super()._has_room()
+
+
+STALENESS_RULES: dict[StalenessRuleName, Callable[..., StalenessRule]] = {
+    "deadline_first": DeadlineFirst,
+    "wait": Wait,
+    "gate": Gate,
+    "drop": Drop,
+    "drain": Drain,
+}
+"""Each rule by the name it has in a config."""

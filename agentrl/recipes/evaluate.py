@@ -9,7 +9,7 @@ from agentrl.flow import Flow
 from agentrl.observe.trajectories import write_trajectories
 from agentrl.recipes.workers import Players, tasks_of
 from agentrl.rollout.episode import Episode, Player
-from agentrl.rollout.scheduler import score_trajectory
+from agentrl.rollout.members import score_trajectory
 from agentrl.rollout.seeds import derive_seed
 from agentrl.run import Run
 from agentrl.trajectory import Failed, Score, Task, Trajectory

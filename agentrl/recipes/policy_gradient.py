@@ -40,11 +40,11 @@ async def policy_gradient(run: Run) -> None:
                     batch = collate(samples_of(groups, algorithm), row_tokens=trainer.row_tokens)
                     metrics = await trainer.step(batch, algorithm.loss, algorithm.normalizer(batch))
                 with clock("weights"):
-                    await weights.publish(trainer, version=step + 1)
-                    rollouts.weights_live(step + 1)
-                run.record_step(step, groups, metrics, clock.seconds)
+                    async with rollouts.new_weights(step + 1):
+                        await weights.publish(trainer, version=step + 1)
+                run.record_step(step, groups, {**metrics, **rollouts.metrics()}, clock.seconds)
                 if (step + 1) % config.checkpoint.every == 0 or step + 1 == config.steps:
-                    await run.checkpoints.save(step + 1, trainer)
+                    await run.save_checkpoint(step + 1, trainer)
                 if config.evaluation.every and (step + 1) % config.evaluation.every == 0:
                     await evaluate_run(run, workers, step + 1)
         await evaluate_run(run, workers, config.steps)

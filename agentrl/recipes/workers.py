@@ -13,10 +13,11 @@ from agentrl import plugins
 from agentrl.cluster.weights import WeightPublisher
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
-from agentrl.protocols import Engine, Env, Reward, Trainer
+from agentrl.protocols import Curriculum, Engine, Env, Renderer, Reward, SamplingParams, TaskSource, Trainer
 from agentrl.rollout.env_host import EnvHost
 from agentrl.rollout.episode import EnginePolicy, Player, Sampling
 from agentrl.rollout.renderer import TemplateRenderer
+from agentrl.rollout.router import Router
 from agentrl.rollout.scheduler import Rollouts
 from agentrl.rollout.tasks import SeededTasks
 from agentrl.run import Run
@@ -28,7 +29,7 @@ class Players:
     """The served policy as a player of episodes, and the reward that scores them."""
 
     config: RunConfig
-    engine: Engine
+    engine: Router
     player: Player
     reward: Reward
 
@@ -60,11 +61,17 @@ class Workers(Players):
         """The scheduler of the steps from `step` on; tasks that an earlier launch left open come first."""
         run.metrics.rewind(step)
         pending = run.ledger.rewind(step)
+        tasks: TaskSource = tasks_of(self.config, "train")
+        if isinstance(tasks, Curriculum):
+            for number, task, rewards_G in run.ledger.outcomes():
+                tasks.saw(number, task, rewards_G)
         return Rollouts(
             self.config.rollout,
-            tasks=tasks_of(self.config, "train"),
+            tasks=tasks,
             player=self.player,
             reward=self.reward,
+            engine=self.engine,
+            rescue=self.engine.abandon_silent,
             ledger=run.ledger,
             seed=self.config.seed,
             groups=(self.config.steps - step) * self.config.rollout.groups_per_step,
@@ -84,7 +91,8 @@ async def start_players(config: RunConfig, model: Path) -> AsyncIterator[Players
     """An engine that serves `model`, with environments and reward around it."""
     cluster = config.cluster.make()
     renderer = TemplateRenderer.of_model(model)
-    async with cluster.engine(config.engine, model) as engine, env_host(config) as envs:
+    engines = cluster.engines(config.engine, model)
+    async with Router(engines, update=config.rollout.weight_update) as engine, env_host(config) as envs:
         policy = _policy(config, engine, renderer, config.rollout.sampling)
         player = Player(policy, renderer, envs, config.rollout.max_turns, config.rollout.deadlines.episode)
         yield Players(config, engine, player, config.reward.make())
@@ -94,7 +102,7 @@ async def start_players(config: RunConfig, model: Path) -> AsyncIterator[Players
 async def start_workers(config: RunConfig, model: Path) -> AsyncIterator[Workers]:
     """`start_players`, and a trainer that starts from the same model."""
     async with start_players(config, model) as players, make_trainer(config, model) as trainer:
-        publisher = WeightPublisher([players.engine])
+        publisher = WeightPublisher(players.engine)
         yield Workers(config, players.engine, players.player, players.reward, trainer, publisher)
 
 
@@ -158,5 +166,6 @@ async def opening_texts(config: RunConfig, episodes: int = 64) -> list[str]:
     return texts
 
 
-def _policy(config: RunConfig, engine: Engine, renderer: Any, sampling: Sampling) -> EnginePolicy:
-    return EnginePolicy(engine, sampling, renderer.stop_token_ids, config.rollout.deadlines.generate)
+def _policy(config: RunConfig, engine: Engine, renderer: Renderer, sampling: Sampling) -> EnginePolicy:
+    params = SamplingParams(sampling.max_tokens, sampling.temperature, renderer.stop_token_ids)
+    return EnginePolicy(engine, params, config.rollout.deadlines.generate)

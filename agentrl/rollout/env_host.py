@@ -11,9 +11,10 @@ import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from agentrl.errors import ConfigError, DeadlineError, EnvError, RolloutError
 from agentrl.flow import deadline
@@ -28,7 +29,9 @@ class Deadlines(Settings):
     reset: float = Field(30.0, gt=0)
     """`Env.reset`."""
     step: float = Field(30.0, gt=0)
-    """`Env.step`."""
+    """`Env.step` of an environment without tools."""
+    tool: float = Field(60.0, gt=0)
+    """`Env.step` of an environment with tools: the call of one."""
     close: float = Field(5.0, gt=0)
     """`Env.close`."""
     generate: float = Field(120.0, gt=0)
@@ -37,6 +40,17 @@ class Deadlines(Settings):
     """The score of one trajectory."""
     episode: float = Field(900.0, gt=0)
     """A whole episode."""
+    group: float = Field(7200.0, gt=0)
+    """A whole group, with all that is played again."""
+    stall: float = Field(1200.0, gt=0)
+    """How long nothing at all may move before the run is ended; longer than any phase of an episode may take."""
+
+    @model_validator(mode="after")
+    def _a_stall_is_longer_than_a_phase(self) -> Self:
+        longest = max(self.reset, self.step, self.tool, self.generate, self.reward)
+        if self.stall <= longest:
+            raise ValueError(f"stall must be longer than every phase of an episode; the longest is {longest:g} s")
+        return self
 
 
 class _Thread:
@@ -100,24 +114,24 @@ class LiveEnv:
     def __post_init__(self) -> None:
         inline = getattr(self.env, "isolation", "thread") == "inline" or inspect.iscoroutinefunction(self.env.step)
         self._thread = None if inline else _Thread(f"env-{type(self.env).__name__}")
+        self.tools: Sequence[Mapping[str, Any]] = ()
+        """What the environment offers in this episode; known after `reset`."""
 
     @property
     def system_prompt(self) -> str:
         return str(getattr(self.env, "system_prompt", "") or "")
 
-    @property
-    def tools(self) -> Sequence[Mapping[str, Any]]:
-        return tuple(getattr(self.env, "tools", ()))
-
     async def reset(self, seed: int, options: Mapping[str, Any]) -> ResetResult:
-        result = await self._call("reset", self.deadlines.reset, lambda: self.env.reset(seed=seed, options=options))
+        result = await self._call("reset", self.deadlines.reset, partial(self.env.reset, seed=seed, options=options))
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], str)):
             self.broken = True
             raise EnvError(f"{self._name}.reset must return (observation: str, info: dict), got {result!r:.200}")
+        self.tools = tuple(getattr(self.env, "tools", ()))
         return result
 
     async def step(self, action: str) -> StepResult:
-        result = await self._call("step", self.deadlines.step, lambda: self.env.step(action))
+        phase, seconds = ("tool", self.deadlines.tool) if self.tools else ("step", self.deadlines.step)
+        result = await self._call(phase, seconds, partial(self.env.step, action))
         if not (isinstance(result, tuple) and len(result) == 5 and isinstance(result[0], str)):
             self.broken = True
             raise EnvError(
@@ -142,8 +156,12 @@ class LiveEnv:
 
     async def _call(self, phase: str, seconds: float, work: Callable[[], Any]) -> Any:
         try:
-            async with deadline("environment", phase, seconds):
-                result = await self._thread.run(work) if self._thread else work()
+            result = None if self._thread else work()
+            if type(result) is tuple:  # an inline one has answered already; it could not have been interrupted
+                return result
+            with deadline("environment", phase, seconds):
+                if self._thread:
+                    result = await self._thread.run(work)
                 return await result if inspect.isawaitable(result) else result
         except (DeadlineError, ConfigError, asyncio.CancelledError):
             # It may still be inside the call. Wrong options are no failed episode: they end the run.

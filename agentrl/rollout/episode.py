@@ -5,7 +5,7 @@ This is the one place where what goes wrong in a rollout becomes data: a `Rollou
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from pydantic import Field
@@ -55,8 +55,7 @@ class EnginePolicy:
     """The model that an engine serves."""
 
     engine: Engine
-    sampling: Sampling
-    stop_token_ids: tuple[int, ...]
+    sampling: SamplingParams
     deadline: float
 
     @property
@@ -69,11 +68,12 @@ class EnginePolicy:
         request = GenerateRequest(
             id=f"{episode.id}/{turn}",
             prompt_ids=prompt.ids,
-            sampling=SamplingParams(self.sampling.max_tokens, self.sampling.temperature, self.stop_token_ids),
+            sampling=self.sampling,
             seed=derive_seed(episode.seed, turn),
             priority=episode.priority,
+            session=episode.id,
         )
-        async with deadline("engine", "generate", self.deadline):
+        with deadline("engine", "generate", self.deadline):
             completion = await self.engine.generate(request)
         if completion.finish_reason == "abort":
             raise EngineError(f"the engine aborted request {request.id}")
@@ -89,9 +89,17 @@ class _Play:
     unanswered: Sequence[Message] = ()
 
 
+class EpisodePlayer(Protocol):
+    """Plays episodes, whatever they are made of."""
+
+    async def play(self, episode: Episode) -> Trajectory:
+        """Play `episode` to its end, whatever end that is. Only cancellation and defects are raised."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Player:
-    """Plays episodes: the parts that all of them share."""
+    """`EpisodePlayer` of a policy and environments: the parts that all episodes share."""
 
     policy: Policy
     renderer: Renderer
@@ -102,23 +110,19 @@ class Player:
     async def play(self, episode: Episode) -> Trajectory:
         """Play `episode` to its end, whatever end that is. Only cancellation and defects are raised."""
         play = _Play(self.renderer.conversation())
+        started = now()
         try:
-            async with deadline("environment", "episode", self.deadline):
-                status = await self._play(episode, play)
+            env = self.envs.take(episode.task.env)
+            try:
+                with deadline("environment", "episode", self.deadline):
+                    status = await self._take_turns(episode, play, env)
+            finally:
+                # One that was left in the middle of an episode, but not of a call, is sound: the next resets it.
+                await self.envs.give_back(episode.task.env, env)
         except RolloutError as error:
             status = Failed(error.layer, str(error))
         messages = (*play.conversation.messages, *play.unanswered)
-        return Trajectory(episode.id, episode.task, tuple(play.turns), status, messages)
-
-    async def _play(self, episode: Episode, play: _Play) -> Status:
-        env = self.envs.take(episode.task.env)
-        try:
-            return await self._take_turns(episode, play, env)
-        except BaseException:
-            env.broken = True  # somewhere in the middle of an episode: nobody knows its state
-            raise
-        finally:
-            await self.envs.give_back(episode.task.env, env)
+        return Trajectory(episode.id, episode.task, tuple(play.turns), status, messages, now() - started)
 
     async def _take_turns(self, episode: Episode, play: _Play, env: LiveEnv) -> Status:
         observation, info = await env.reset(episode.task.seed, episode.task.options)
@@ -134,11 +138,14 @@ class Player:
             completion = await self.policy.answer(episode, len(play.turns), prompt, env)
             answered = now()
             action = play.conversation.answer(completion)
-            # Recorded before the environment answers: what the model said is not lost if that fails.
-            turn = Turn(prompt.new_ids, completion, 0.0, info, prompt.forked, generate_seconds=answered - asked)
-            play.turns.append(turn)
-            observation, reward, terminated, truncated, info = await env.step(action)
-            play.turns[-1] = replace(turn, reward=float(reward), info=info, env_seconds=now() - answered)
+            reward = 0.0
+            try:
+                observation, reward, terminated, truncated, info = await env.step(action)
+            finally:  # what the model said is not lost if the environment fails
+                turn = Turn(
+                    prompt.new_ids, completion, float(reward), info, prompt.forked, answered - asked, now() - answered
+                )
+                play.turns.append(turn)
             play.unanswered = [Message("tool" if env.tools else "user", observation)]
             if terminated:
                 return Terminated()

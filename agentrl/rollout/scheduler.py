@@ -1,68 +1,51 @@
 """`Rollouts`: groups of episodes in flight, under the staleness rule, with nothing lost.
 
-    rule.admit ──▶ group ──▶ members: play ─▶ score ─▶ (failed? again, under the budget) ──▶ finished ──▶ rule.select
-        ▲                                                                                    (channel)         │
-        └──────────────────────────── slots are free when the new weights are live ◀── trainer ◀── next_batch ◀┘
+    rule.admit ──▶ group ──▶ members: place ─▶ play ─▶ score ─▶ (failed? again) ──▶ finished ──▶ rule.finish
+        ▲            ▲                   │                                        (channel)           │
+        │            └── a free place ◀──┘   live limit ◀── engine's load                        rule.select
+        │                                                                                             │
+        └────────────── slots are free when the new weights are live ◀── trainer ◀── next_batch ◀─────┘
 
-Each group is a task of the flow, each member a task of its group. A member that fails is played again, with the same
-environment seed and new sampling; one that fails too often fails its group, whose task is replaced by the next one.
-When more tasks fail than the run allows, the run ends and says why.
+A group is admitted when the rule has a slot *and* an episode of it can start at once: no ticket ages in a queue. Each
+group is a task of the flow, each member a task of its group (`agentrl/rollout/members.py`). A group that loses too many
+members has failed: its task is replaced by the next one, and when more tasks fail than the run allows, the run ends
+and says why.
 """
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, Self
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple, Self
 
-from pydantic import Field
-
-from agentrl.errors import RetriesExhaustedError, RewardError, StalenessError
-from agentrl.flow import Channel, DeadlineFirst, EventLog, Flow, Ticket, deadline
-from agentrl.protocols import Reward, Settings, TaskSource
-from agentrl.rollout.env_host import Deadlines
-from agentrl.rollout.episode import Episode, Player, Sampling
-from agentrl.rollout.ledger import Ledger
-from agentrl.rollout.seeds import derive_seed
-from agentrl.trajectory import Failed, Group, Score, Task, Trajectory
-
-
-class RolloutConfig(Settings):
-    """How episodes are played and grouped."""
-
-    groups_per_step: int = Field(16, gt=0)
-    """Groups (tasks) in one training batch."""
-    group_size: int = Field(8, gt=0)
-    """Episodes of one task."""
-    max_turns: int = Field(16, gt=0)
-    """Turns after which an episode is truncated."""
-    max_staleness: int = Field(0, ge=0)
-    """How many versions older than the trained ones a token may be; 0 is synchronous training."""
-    max_live_episodes: int = Field(1024, gt=0)
-    """Episodes in play at once."""
-    retries: int = Field(2, ge=0)
-    """How often a failed episode is played again before its task fails."""
-    max_failed_tasks: int = Field(16, ge=0)
-    """Tasks that may fail for good before the run ends."""
-    sampling: Sampling = Sampling()
-    deadlines: Deadlines = Deadlines()
+from agentrl.errors import DeadlineError, FilterBudgetError, RetriesExhaustedError, StalenessError
+from agentrl.flow import STALENESS_RULES, Channel, EventLog, Flow, Ticket, deadline
+from agentrl.protocols import Curriculum, Engine, Reward, TaskSource
+from agentrl.rollout.bias import Bias
+from agentrl.rollout.config import RolloutConfig
+from agentrl.rollout.episode import EpisodePlayer
+from agentrl.rollout.ledger import Fate, Ledger
+from agentrl.rollout.live_limit import LiveLimit, Load, Places
+from agentrl.rollout.members import GroupPlayer, MembersLostError
+from agentrl.rollout.watchdog import watch
+from agentrl.trajectory import Group, Task
 
 
-@dataclass(frozen=True, slots=True)
-class _Member:
-    trajectory: Trajectory
-    score: Score
+class _Ended(NamedTuple):
+    """A group that was played; one that was given up has none, and only tells that something changed."""
 
-
-class _TaskFailedError(Exception):
-    """A member has spent its retries."""
+    ticket: Ticket
+    number: int
+    group: Group | None
 
 
 class Rollouts:
     """Plays the groups of a run. An async context manager; leaving it cancels what still plays.
 
-    `pending` are task numbers to play first (a resumed run's open ones), `next_number` the first new one, and
-    `groups` how many groups the run still trains on: no more are ever admitted, so none is left over at its end.
+    `pending` are tasks to play first, with their numbers (a resumed run's open ones), `next_number` is the first new
+    one, and `groups` how many groups the run still trains on: no more are ever wanted, so none is left over at its end.
+    The `engine` is asked for its load only. `rescue` is tried when nothing moves any more, before the run is ended; it
+    says whether it could do something.
     """
 
     def __init__(
@@ -70,41 +53,62 @@ class Rollouts:
         config: RolloutConfig,
         *,
         tasks: TaskSource,
-        player: Player,
+        player: EpisodePlayer,
         reward: Reward,
+        engine: Engine,
         ledger: Ledger,
         seed: int,
         groups: int,
         version: int = 0,
-        pending: Iterable[int] = (),
+        pending: Iterable[tuple[int, Task]] = (),
         next_number: int = 0,
         events: EventLog | None = None,
+        rescue: Callable[[], bool] = lambda: False,
     ) -> None:
         self._config = config
         self._tasks = tasks
-        self._player = player
-        self._reward = reward
+        self._engine = engine
         self._ledger = ledger
-        self._seed = seed
-        self._rule = DeadlineFirst(
+        self._rescue = rescue
+        self._rule = STALENESS_RULES[config.staleness_rule](
             max_staleness=config.max_staleness, groups_per_step=config.groups_per_step, version=version
         )
         self._groups_left = groups
         self._pending = deque(pending)
         self._next_number = next_number
         self._events = events or EventLog()
-        self._failed_tasks: list[str] = []
+        self._limit = LiveLimit.between(config.min_live_episodes, config.max_live_episodes)
+        self._places = Places(self._limit.limit)
+        self._preemptions = 0
+        self._episodes_ended = 0
+        self._observe_at = 0
+        self._failed_tasks = 0
+        self._last_failures: deque[str] = deque(maxlen=5)
+        self._filtered = 0
+        self.blocked = False
+        """Whether `next_batch` is waiting."""
+        self._curriculum = tasks if isinstance(tasks, Curriculum) else None
+        self._closing = False
         self._flow = Flow("rollouts")
-        self._finished: Channel[tuple[Ticket, int, Group]] = self._flow.channel("groups", self._rule.capacity)
+        self._finished: Channel[_Ended] = self._flow.channel("groups", self._rule.capacity)
+        self._playing: dict[Ticket, tuple[int, asyncio.Task[None]]] = {}
         self._ready: dict[Ticket, tuple[int, Group]] = {}
-        self._places = asyncio.Semaphore(config.max_live_episodes)
+        self._bias = Bias()
+        self._groups = GroupPlayer(
+            config, player, reward, ledger, self._events, self._places, self._bias, seed, self._episode_ended
+        )
 
     async def __aenter__(self) -> Self:
         await self._flow.__aenter__()
+        self._flow.start(
+            watch(self._config.deadlines.stall, self._progress, self._busy, self._rescue),
+            name="watchdog",
+        )
         self._admit()
         return self
 
     async def __aexit__(self, *exc: Any) -> None:
+        self._closing = True
         self._flow.cancel()
         await self._flow.__aexit__(*exc)
 
@@ -113,117 +117,174 @@ class Rollouts:
 
         Raises:
             RetriesExhaustedError: too many tasks failed for good.
-            StalenessError: a token is older than the bound (a defect).
+            FilterBudgetError: too many groups taught nothing.
+            StallError: nothing has moved for too long.
+            StalenessError: a token is older than the bound, under a rule that keeps it (a defect).
         """
-        while (tickets := self._rule.select(self._ready)) is None:
-            for ticket, number, group in [await self._finished.get(), *self._finished.drain()]:
-                self._ready[ticket] = (number, group)
+        self.blocked = True
+        while (tickets := self._rule.select()) is None:
+            self._absorb([await self._finished.get(), *self._finished.drain()])
+        self.blocked = False
         chosen = [self._ready.pop(ticket) for ticket in sorted(tickets, key=lambda ticket: ticket.number)]
         step = self._rule.version
-        for _, group in chosen:
-            if staleness(group, step) > self._config.max_staleness:
+        for number, group in chosen:
+            if self._rule.bounded and staleness(group, step) > self._config.max_staleness:
                 raise StalenessError(f"{group.task.id} has tokens {staleness(group, step)} versions old at step {step}")
             self._events.record("trained", group.task.id)
-        self._ledger.trained(step, [number for number, _ in chosen])
+            self._bias.trained(group)
+            self._tell_source(number, group)
+        self._ledger.trained(step, {number: group.rewards_G for number, group in chosen})
+        self._filtered = 0
         return [group for _, group in chosen]
 
-    def weights_live(self, version: int) -> None:
-        """The engine samples under `version` from now on: the batch before gives back its slots."""
-        self._rule.publish(version)
+    @asynccontextmanager
+    async def new_weights(self, version: int) -> AsyncIterator[None]:
+        """Publish the weights of the last batch inside; after it, the engine samples under `version`.
+
+        Entering waits while the staleness rule wants it (only `drain` does); leaving gives back the batch's slots.
+        """
+        self._absorb(self._finished.drain())
+        while not self._rule.may_publish():
+            self._absorb([await self._finished.get(), *self._finished.drain()])
+        yield
+        self._absorb(self._finished.drain())
+        for ticket in self._rule.publish(version):
+            self._give_up_as_stale(ticket)
         self._admit()
 
+    def metrics(self) -> dict[str, float]:
+        """What the scheduler has done so far: places, time the trainer was blocked (in sum), bias, fates of groups."""
+        return {
+            "live_episodes": float(self._places.taken),
+            "live_episodes/limit": float(self._places.limit),
+            "blocked_seconds": self._finished.snapshot().get_wait,
+            "failed_tasks": float(self._failed_tasks),
+            **self._bias.metrics(),
+        }
+
+    @property
+    def flow(self) -> Flow:
+        """The tasks and channels, for a snapshot of the dataflow graph."""
+        return self._flow
+
     def _admit(self) -> None:
-        while self._groups_left > 0 and (ticket := self._rule.admit()) is not None:
+        """Start groups while the rule has a slot and a place is free."""
+        members = self._config.group_size + self._config.extra_members
+        while not self._closing and self._groups_left and self._places.free and (ticket := self._rule.admit()):
             self._groups_left -= 1
-            if self._pending:
-                number = self._pending.popleft()
-            else:
-                number, self._next_number = self._next_number, self._next_number + 1
-            task = self._tasks.task(number)
-            self._ledger.admit(number, task.id, ticket.admitted_version)
+            number, task = self._next_task()
+            self._ledger.admit(number, task, ticket.admitted_version)
             self._events.record("admitted", task.id)
-            self._flow.start(self._play_group(ticket, number, task), name=task.id)
+            work = self._play_group(ticket, number, task, self._places.claim(members))
+            self._playing[ticket] = (number, self._flow.start(work, name=task.id))
 
-    async def _play_group(self, ticket: Ticket, number: int, task: Task) -> None:
-        failure: str | None = None
+    def _next_task(self) -> tuple[int, Task]:
+        if self._pending:
+            return self._pending.popleft()
+        number, self._next_number = self._next_number, self._next_number + 1
+        return number, self._tasks.task(number)
+
+    async def _play_group(self, ticket: Ticket, number: int, task: Task, places: int) -> None:
         try:
-            async with Flow(task.id) as members:
-                playing = [
-                    members.start(self._play_member(ticket, number, task, member), name=str(member))
-                    for member in range(self._config.group_size)
-                ]
-        except* _TaskFailedError as failures:
-            failure = str(failures.exceptions[0])
-        if failure is not None:
-            self._give_up(ticket, number, task, failure)
-            return
-        played = [member.result() for member in playing]
-        group = Group(
-            task, tuple(m.trajectory for m in played), tuple(m.score for m in played), ticket.admitted_version
-        )
-        self._events.record("finished", task.id)
-        await self._finished.put((ticket, number, group))
+            with deadline("environment", "group", self._config.deadlines.group):
+                group = await self._groups.play(ticket, number, task, places)
+        except (MembersLostError, DeadlineError) as error:
+            self._fail_task(ticket, number, task, str(error))
+            group = None
+        except Exception:
+            self._closing = True  # a defect, or wrong options: the flow ends with it, and nothing may start meanwhile
+            raise
+        if group is not None and self._config.filter_zero_variance and len(set(group.rewards_G)) == 1:
+            self._filter(ticket, number, group)
+            group = None
+        if group is not None:
+            self._events.record("finished", task.id)
+        await self._finished.put(_Ended(ticket, number, group))
 
-    def _give_up(self, ticket: Ticket, number: int, task: Task, why: str) -> None:
-        self._ledger.end_task(number, "failed", why)
-        self._events.record("failed", task.id)
-        self._failed_tasks.append(f"{task.id}: {why}")
-        too_many = len(self._failed_tasks) - self._config.max_failed_tasks
+    def _absorb(self, ended: Sequence[_Ended]) -> None:
+        """Take finished groups out of the channel."""
+        for ticket, number, group in ended:
+            if group is not None and self._playing.pop(ticket, None) is not None:
+                self._rule.finish(ticket)
+                self._ready[ticket] = (number, group)
+
+    def _fail_task(self, ticket: Ticket, number: int, task: Task, why: str) -> None:
+        self._end_task(ticket, number, task, "failed", why)
+        self._failed_tasks += 1
+        self._last_failures.append(f"{task.id}: {why}")
+        too_many = self._failed_tasks - self._config.max_failed_tasks
         if too_many > 1:
             return  # the run is ending of the one before
         if too_many == 1:
+            self._closing = True
             raise RetriesExhaustedError(
-                f"{len(self._failed_tasks)} tasks failed for good, and rollout.max_failed_tasks allows "
-                f"{self._config.max_failed_tasks}. The last ones:\n  " + "\n  ".join(self._failed_tasks[-5:])
+                f"{self._failed_tasks} tasks failed for good, and rollout.max_failed_tasks allows "
+                f"{self._config.max_failed_tasks}. The last ones:\n  " + "\n  ".join(self._last_failures)
             )
+        self._replace(ticket)
+
+    def _filter(self, ticket: Ticket, number: int, group: Group) -> None:
+        self._end_task(ticket, number, group.task, "filtered", f"all members earned {group.rewards_G[0]:g}")
+        self._tell_source(number, group)
+        self._filtered += 1
+        if self._filtered > self._config.max_filtered_per_step:
+            self._closing = True
+            raise FilterBudgetError(
+                f"{self._filtered} groups were filtered for one batch, and rollout.max_filtered_per_step allows "
+                f"{self._config.max_filtered_per_step}: all members of a group earn the same, the last time "
+                f"{group.rewards_G[0]:g}. The tasks are too hard or too easy for this policy, or the reward is "
+                "constant: look at the run's trajectories/, choose other tasks, or set rollout.filter_zero_variance=false"
+            )
+        self._replace(ticket)
+
+    def _end_task(self, ticket: Ticket, number: int, task: Task, fate: Fate, why: str) -> None:
+        del self._playing[ticket]
+        self._ledger.end_task(number, fate, why)
+        self._events.record(fate, task.id)
+
+    def _replace(self, ticket: Ticket) -> None:
+        """A group will not be trained on: the next task takes its place."""
         self._rule.forfeit(ticket)
         self._groups_left += 1
         self._admit()
 
-    async def _play_member(self, ticket: Ticket, number: int, task: Task, member: int) -> _Member:
-        why = ""
-        for attempt in range(self._config.retries + 1):
-            episode = Episode(
-                id=f"{task.id}/{member}/{attempt}",
-                task=task,
-                seed=derive_seed(self._seed, "sampling", task.id, member, attempt),
-                priority=ticket.deadline,
-            )
-            async with self._places:
-                self._ledger.begin(number, episode.id)
-                played = await self._play_once(episode)
-            if isinstance(played, _Member):
-                return played
-            why = f"{played.layer}: {played.error}"
-            self._ledger.end(episode.id, "failed", why)
-            self._events.record("episode failed", episode.id)
-        raise _TaskFailedError(f"member {member} failed {self._config.retries + 1} times, at last by {why}")
+    def _give_up_as_stale(self, ticket: Ticket) -> None:
+        """The rule has struck a ticket off: cancel its group, or forget it if it was finished."""
+        if ticket in self._ready:
+            number, _ = self._ready.pop(ticket)
+        else:
+            number, playing = self._playing.pop(ticket)
+            playing.cancel("its weights are too old")
+            playing.add_done_callback(lambda task: self._admit())
+        self._ledger.end_task(number, "stale", f"its weights would be older than {self._config.max_staleness} versions")
+        self._events.record("stale", str(number))
+        self._groups_left += 1
 
-    async def _play_once(self, episode: Episode) -> _Member | Failed:
-        trajectory = await self._player.play(episode)
-        if isinstance(trajectory.status, Failed):
-            return trajectory.status
-        score = await score_trajectory(self._reward, trajectory, self._config.deadlines.reward)
-        if isinstance(score.status, Failed):
-            return score.status
-        return _Member(trajectory, score)
+    def _tell_source(self, number: int, group: Group) -> None:
+        if self._curriculum is not None:
+            self._curriculum.saw(number, group.task, group.rewards_G)
 
+    def _progress(self) -> tuple[int, int]:
+        return self._episodes_ended, self._engine.stats().generated_tokens
 
-async def score_trajectory(reward: Reward, trajectory: Trajectory, seconds: float) -> Score:
-    """The reward's verdict within a deadline; what goes wrong is a failed score, never a number."""
-    try:
-        async with deadline("reward", "reward", seconds):
-            score = await reward.score(trajectory)
-    except RewardError as error:
-        return Score.failed(str(error))
-    except Exception as error:  # a reward is the user's code: whatever it raises is its failure
-        return Score.failed(f"{type(error).__name__}: {error}")
-    if not isinstance(score.status, Failed) and score.value != score.value:
-        return Score.failed("the reward returned NaN")
-    return score
+    def _busy(self) -> bool:
+        return self.blocked or self._places.taken > 0
+
+    def _episode_ended(self) -> None:
+        """A place was given back: look at the engine every so many times, and let new groups in."""
+        self._episodes_ended += 1
+        if self._episodes_ended >= self._observe_at:
+            self._observe_at = self._episodes_ended + max(8, self._limit.limit // 4)
+            stats = self._engine.stats()
+            load = Load(stats.running, stats.waiting, stats.kv_use, stats.preemptions - self._preemptions)
+            self._preemptions = stats.preemptions
+            self._limit = self._limit.observe(load, self._places.taken + 1)
+            self._places.limit = self._limit.limit
+            self._places.hand_out()
+        self._admit()
 
 
 def staleness(group: Group, step: int) -> int:
     """How many versions the oldest token of `group` is behind the weights that `step` trains."""
-    versions = [t.oldest_version for t in group.trajectories if t.oldest_version is not None]
-    return step - min(versions, default=step)
+    versions = (trajectory.oldest_version for trajectory in group.trajectories)
+    return step - min((version for version in versions if version is not None), default=step)

@@ -8,7 +8,7 @@ def derive_seed(seed: int, *path: str | int) -> int:
 
     `derive_seed(0, "train", 17)` is the seed of the eighteenth training task of every run with seed 0.
     """
-    text = "/".join(str(part) for part in (seed, *path))
+    text = "/".join(map(str, (seed, *path)))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 

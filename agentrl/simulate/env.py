@@ -96,6 +96,7 @@ class SimulatedEnvs:
         self._config = config or self.Config()
         self._seed = seed
         self._plan_of = plan_of or self._drawn
+        self._troubled = self._config.hung + self._config.crash + self._config.fail_slow + self._config.slow_drip > 0
         self._tasks: OrderedDict[int, _Members] = OrderedDict()
         self.made = 0
         """Environments made so far."""
@@ -157,14 +158,14 @@ class SimulatedEnvs:
     def _with_trouble(self, task_seed: int, member: int, number: int) -> "Attempt":
         config = self._config
         plan = self._plan_of(task_seed, member)
+        if not self._troubled:
+            return Attempt(task_seed, member, number, plan)
         shares: tuple[tuple[Trouble, float], ...] = (
             ("hung", config.hung),
             ("crash", config.crash),
             ("fail_slow", config.fail_slow),
             ("slow_drip", config.slow_drip),
         )
-        if not any(share for _, share in shares):
-            return Attempt(task_seed, member, number, plan)
         rng = Random(derive_seed(self._seed, task_seed, member, "trouble", number))
         drawn = rng.random()
         for trouble, share in shares:

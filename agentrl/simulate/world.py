@@ -6,11 +6,13 @@ compute nothing, and a trainer that sleeps.
 """
 
 import asyncio
+import gc
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from random import Random
 
@@ -23,7 +25,7 @@ from agentrl.rollout.env_host import EnvHost
 from agentrl.rollout.episode import EnginePolicy, Player
 from agentrl.rollout.ledger import Fates, Ledger
 from agentrl.rollout.router import Router
-from agentrl.rollout.scheduler import Rollouts, staleness
+from agentrl.rollout.scheduler import Rollouts
 from agentrl.rollout.seeds import derive_seed
 from agentrl.rollout.tasks import SeededTasks
 from agentrl.simulate.engine import LengthOf, SimulatedEngine
@@ -121,7 +123,8 @@ class World:
     def run(self) -> Report:
         """Simulate it to its end."""
         started = time.process_time()
-        report = run_virtual(self._main)
+        with _rare_garbage_collection():
+            report = run_virtual(self._main)
         report.cpu_seconds = time.process_time() - started
         return report
 
@@ -186,14 +189,22 @@ class World:
 
 def _count_staleness(report: Report, groups: list[Group], step: int) -> None:
     for group in groups:
-        report.staleness_groups[staleness(group, step)] += 1
-        for trajectory in group.trajectories:
-            for turn in trajectory.turns:
-                versions = turn.completion.policy_versions
-                if versions and versions[0] == versions[-1]:
-                    report.staleness_tokens[step - versions[0]] += len(versions)
-                else:
-                    report.staleness_tokens.update(step - version for version in versions)
+        turns = (turn for trajectory in group.trajectories for turn in trajectory.turns)
+        versions = Counter(chain.from_iterable(turn.completion.policy_versions for turn in turns))
+        report.staleness_groups[step - min(versions, default=step)] += 1
+        for version, tokens in versions.items():
+            report.staleness_tokens[step - version] += tokens
+
+
+@contextmanager
+def _rare_garbage_collection() -> Iterator[None]:
+    """Cycles are few here and live objects many: looking for cycles as often as usual costs a fifth of the time."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(50_000, 50, 50)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 @asynccontextmanager

@@ -1,0 +1,131 @@
+"""`deadline`: a bound on what is awaited, and the table of everything that is being waited for.
+
+Every await on something outside stands in a `deadline`, so the open deadlines of a loop *are* the answer to "who waits
+for what, and since when?": `waits()` reads it, for the watchdog and for the error that ends a stalled run.
+
+All deadlines of one kind are equally long, so they expire in the order in which they were set: one queue and one timer
+for each kind, where a timer of each own would cost five times as much (an episode sets five, and a million episodes
+are simulated in a minute).
+"""
+
+import asyncio
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+from weakref import WeakKeyDictionary
+
+from agentrl.errors import DeadlineError, Layer
+
+
+@dataclass(frozen=True, slots=True)
+class PendingWait:
+    """How many tasks wait in a phase of a layer, and for how many seconds the one that came first has."""
+
+    layer: Layer
+    phase: str
+    count: int
+    longest: float
+
+
+class deadline:  # noqa: N801  a verb of the language, as `asyncio.timeout`
+    """`with deadline("environment", "step", 30): ...` bounds what is awaited inside by seconds of loop time.
+
+    Raises:
+        DeadlineError: it took longer. A TimeoutError of the awaited code's own passes through as it is.
+    """
+
+    __slots__ = ("_cancelling", "_loop", "_queue", "expired", "task", "when")
+
+    def __init__(self, layer: Layer, phase: str, seconds: float) -> None:
+        loop = self._loop = asyncio.get_running_loop()
+        queues = _table.of(loop) if _table.loop() is not loop else _table.queues
+        queue = queues.get((phase, seconds, layer))
+        if queue is None:
+            queue = queues[phase, seconds, layer] = _Queue(layer, phase, seconds)
+        self._queue = queue
+        self.expired = False
+        self.when = 0.0
+
+    def __enter__(self) -> Self:
+        task = asyncio.current_task(self._loop)
+        if task is None:
+            raise RuntimeError("a deadline is set inside a task")
+        self.task = task
+        self._cancelling = task.cancelling()
+        queue = self._queue
+        self.when = self._loop.time() + queue.seconds
+        queue.open[self] = None
+        if not queue.armed:
+            queue.armed = True
+            self._loop.call_at(self.when, queue.fire)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        queue = self._queue
+        if not self.expired:
+            del queue.open[self]
+        elif self.task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
+            raise DeadlineError(queue.layer, queue.phase, queue.seconds) from None
+
+
+class _Queue:
+    """The open deadlines of one kind, the next to expire first, and the one timer they share."""
+
+    def __init__(self, layer: Layer, phase: str, seconds: float) -> None:
+        self.layer = layer
+        self.phase = phase
+        self.seconds = seconds
+        self.open: OrderedDict[deadline, None] = OrderedDict()
+        self.armed = False
+
+    def fire(self) -> None:
+        """Expire who is due, and come back for the next; between two firings at most one timer is armed."""
+        loop = asyncio.get_running_loop()
+        due = loop.time() + 1e-9
+        while self.open:
+            first = next(iter(self.open))
+            if first.when > due:
+                loop.call_at(first.when, self.fire)
+                return
+            del self.open[first]
+            first.expired = True
+            first.task.cancel()
+        self.armed = False
+
+
+_Queues = dict[tuple[str, float, Layer], _Queue]
+
+
+class _Table:
+    """The queues of every loop; those of the loop that asked last are at hand."""
+
+    def __init__(self) -> None:
+        self._all: WeakKeyDictionary[asyncio.AbstractEventLoop, _Queues] = WeakKeyDictionary()
+        self.loop: Callable[[], asyncio.AbstractEventLoop | None] = lambda: None
+        self.queues: _Queues = {}
+
+    def of(self, loop: asyncio.AbstractEventLoop) -> _Queues:
+        self.loop = weakref.ref(loop)
+        self.queues = self._all.setdefault(loop, {})
+        return self.queues
+
+
+_table = _Table()
+
+
+def waits() -> list[PendingWait]:
+    """Everything that is being waited for under a deadline on the running loop, the longest wait first."""
+    loop = asyncio.get_running_loop()
+    found = [
+        PendingWait(
+            queue.layer, queue.phase, len(queue.open), loop.time() - next(iter(queue.open)).when + queue.seconds
+        )
+        for queue in _table.of(loop).values()
+        if queue.open
+    ]
+    return sorted(found, key=lambda wait: -wait.longest)

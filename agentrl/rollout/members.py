@@ -1,0 +1,164 @@
+"""`GroupPlayer`: plays the members of one group, again where they fail, until the group is complete.
+
+What may fail and be tried again is decided here, and only here: by whose fault it was (`rollout.retries`). A failed
+reward is asked again about the same trajectory; every other failure plays the member's episode again, with the same
+environment seed and new sampling.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from agentrl.errors import AgentRLError, Layer, RewardError
+from agentrl.flow import EventLog, Flow, Ticket, deadline, now
+from agentrl.protocols import Reward
+from agentrl.rollout.bias import Bias
+from agentrl.rollout.config import RolloutConfig
+from agentrl.rollout.episode import Episode, EpisodePlayer
+from agentrl.rollout.ledger import Ledger
+from agentrl.rollout.live_limit import Places
+from agentrl.rollout.seeds import derive_seed
+from agentrl.trajectory import Failed, Group, Score, Task, Trajectory
+
+_FIRST_PAUSE = 0.5
+_LONGEST_PAUSE = 30.0
+
+
+class MembersLostError(AgentRLError):
+    """More members of a group have spent their retries than it can spare. The scheduler makes a failed task of it."""
+
+
+@dataclass(eq=False, slots=True)
+class _Game:
+    """One group in play. `claims` are places that were taken for it and that no member uses yet."""
+
+    ticket: Ticket
+    number: int
+    task: Task
+    flow: Flow
+    claims: int
+    attempts: dict[int, int] = field(default_factory=dict)  # the open attempt of each member
+    played: dict[int, tuple[Trajectory, Score]] = field(default_factory=dict)
+    lost: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlayer:
+    """What all groups of a run are played with. `episode_ended` is told whenever a place has become free."""
+
+    config: RolloutConfig
+    player: EpisodePlayer
+    reward: Reward
+    ledger: Ledger
+    events: EventLog
+    places: Places
+    bias: Bias
+    seed: int
+    episode_ended: Callable[[], None]
+
+    async def play(self, ticket: Ticket, number: int, task: Task, claims: int) -> Group:
+        """The group of `task`: the first `group_size` members to finish, in order of member.
+
+        Raises:
+            MembersLostError: too many members have spent their retries.
+        """
+        game = _Game(ticket, number, task, Flow(task.id), claims)
+        try:
+            async with game.flow as members:
+                for member in range(self.config.group_size + self.config.extra_members):
+                    members.start(self._play_member(game, member), name=str(member))
+        finally:
+            for _ in range(game.claims):
+                self.places.give_back()
+        if len(game.played) < self.config.group_size:
+            raise MembersLostError("; ".join(game.lost))
+        for member, attempt in game.attempts.items():
+            self.ledger.end(number, member, attempt, "cancelled", "its group was complete without it")
+        first = [game.played[member] for member in sorted(game.played)]
+        return Group(task, tuple(t for t, _ in first), tuple(s for _, s in first), ticket.admitted_version)
+
+    async def _play_member(self, game: _Game, member: int) -> None:
+        """Attempts, until one is played and scored, or the budget is spent; then see whether the group is decided."""
+        failures: Counter[Layer] = Counter()
+        for attempt in range(1 << 30):
+            outcome = await self._attempt(game, member, attempt)
+            if not isinstance(outcome, Failed):
+                game.played[member] = outcome
+                break
+            failures[outcome.layer] += 1
+            if failures[outcome.layer] > self.config.retries.of(outcome.layer):
+                game.lost.append(
+                    f"member {member} failed {failures.total()} times, at last by {outcome.layer}: {outcome.error}"
+                )
+                break
+            if outcome.layer == "engine":
+                await asyncio.sleep(_pause(failures["engine"]))
+        complete = len(game.played) == self.config.group_size
+        if complete or len(game.lost) > self.config.extra_members:
+            game.flow.cancel()
+
+    async def _attempt(self, game: _Game, member: int, attempt: int) -> tuple[Trajectory, Score] | Failed:
+        if game.claims:
+            game.claims -= 1
+        else:
+            await self.places.take(game.ticket)
+        task, number, started = game.task, game.number, now()
+        episode = Episode(
+            id=f"{task.id}/{member}/{attempt}",
+            task=task,
+            seed=derive_seed(self.seed, "sampling", task.id, member, attempt),
+            priority=game.ticket.deadline,
+        )
+        try:
+            self.ledger.begin(number, member, attempt)
+            game.attempts[member] = attempt
+            trajectory = await self.player.play(episode)
+            failure = trajectory.status if isinstance(trajectory.status, Failed) else None
+            if failure is None:
+                score = await self._score(trajectory)
+                failure = score.status if isinstance(score.status, Failed) else None
+        except asyncio.CancelledError:
+            self.bias.cut(now() - started)
+            raise
+        finally:
+            self.places.give_back()
+            self.episode_ended()
+        del game.attempts[member]
+        if failure is not None:
+            self.ledger.end(number, member, attempt, "failed", f"{failure.layer}: {failure.error}")
+            self.events.record("episode failed", episode.id)
+            return failure
+        self.bias.sampled(trajectory)
+        return trajectory, score
+
+    async def _score(self, trajectory: Trajectory) -> Score:
+        """The reward's verdict; a reward that fails is asked again, and the trajectory is kept meanwhile."""
+        budget = self.config.retries.reward
+        for failures in range(1, budget + 2):
+            score = await score_trajectory(self.reward, trajectory, self.config.deadlines.reward)
+            if not isinstance(score.status, Failed):
+                return score
+            if failures <= budget:
+                self.events.record("reward failed", trajectory.id)
+                await asyncio.sleep(_pause(failures))
+        return score
+
+
+def _pause(failures: int) -> float:
+    """Seconds to wait after the n-th failure in a row."""
+    return min(_FIRST_PAUSE * 2.0 ** (failures - 1), _LONGEST_PAUSE)
+
+
+async def score_trajectory(reward: Reward, trajectory: Trajectory, seconds: float) -> Score:
+    """The reward's verdict within a deadline; what goes wrong is a failed score, never a number."""
+    try:
+        with deadline("reward", "reward", seconds):
+            score = await reward.score(trajectory)
+    except RewardError as error:
+        return Score.failed(str(error))
+    except Exception as error:  # a reward is the user's code: whatever it raises is its failure
+        return Score.failed(f"{type(error).__name__}: {error}")
+    if not isinstance(score.status, Failed) and score.value != score.value:
+        return Score.failed("the reward returned NaN")
+    return score
