@@ -1,13 +1,20 @@
 """What only an engine over HTTP has: keys, busy and missing servers, answers that are not as they should be."""
 
 import asyncio
+import os
+import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 
+from agentrl.engines.local import LocalEngine
 from agentrl.engines.openai import OpenAIEngine
 from agentrl.errors import ConfigError, EngineDeadError, EngineError
 from agentrl.protocols import GenerateRequest, SamplingParams
@@ -205,3 +212,48 @@ def test_leaving_ends_who_has_a_connection_and_who_waits_for_one() -> None:
             assert len(scripted.requests) == 2
 
     asyncio.run(main())
+
+
+@pytest.mark.vllm
+def test_a_server_of_vllm_gives_what_the_local_engine_gives(tiny_model_dir: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = "--host 127.0.0.1 --enforce-eager --dtype float32 --max-model-len 256 --generation-config vllm"
+    options += " --logprobs-mode processed_logprobs --scheduling-policy priority --enable-prompt-tokens-details"
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", tiny_model_dir, "--port", port]
+    quiet = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    server = subprocess.Popen([*map(str, command), *options.split()], env=quiet, stdout=subprocess.DEVNULL)
+
+    async def main() -> None:
+        prompt = tuple(range(10, 150))
+        first = GenerateRequest("a", prompt, SamplingParams(24, 0.0), priority=2, session="episode-1")
+        url = f"http://127.0.0.1:{port}"
+        while True:
+            engine = engine_of(url, retries=0, model=str(tiny_model_dir))
+            try:
+                await engine.__aenter__()
+                break
+            except EngineDeadError:  # it is starting
+                assert server.poll() is None
+                await asyncio.sleep(1)
+        async with LocalEngine(LocalEngine.Config(), tiny_model_dir) as local:
+            assert engine.max_context == 256
+            answers = [await engine.generate(first), await local.generate(first)]
+            assert answers[0].token_ids == answers[1].token_ids
+            stop = replace(first, sampling=SamplingParams(24, 0.0, (answers[0].token_ids[5],)))
+            stopped = await engine.generate(stop)
+            assert stopped.finish_reason == "stop"
+            assert stopped.token_ids == (await local.generate(stop)).token_ids
+            assert engine.stats().cached_tokens > 0
+            for answer, other in zip(*(each.logprobs for each in answers), strict=True):
+                assert abs(answer - other) < 1e-3
+            with pytest.raises(EngineError, match="400"):
+                await engine.generate(replace(first, prompt_ids=(10**6,)))
+        await engine.__aexit__()
+
+    try:
+        asyncio.run(main())
+    finally:
+        server.terminate()
+        server.wait(60)

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from agentrl.errors import ConfigError
 from agentrl.rollout.renderer import TemplateRenderer
@@ -75,6 +76,26 @@ def test_a_real_template_is_extended_exactly(tmp_path, template):
         opening = []
     rendered = renderer.encode(renderer.text(conversation.messages, tools))
     assert ids == rendered[: len(ids)]
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "m"
+    create_tiny_model(folder)
+    asks_for_both = AutoTokenizer.from_pretrained(folder)
+    asks_for_both.backend_tokenizer.enable_truncation(4)
+    asks_for_both.backend_tokenizer.enable_padding(length=9)
+    asks_for_both.backend_tokenizer.save(str(folder / "tokenizer.json"))
+    return TemplateRenderer.of_model(folder), AutoTokenizer.from_pretrained(folder)
+
+
+@given(text=st.text(max_size=40), special=st.sampled_from(["", "<|end|>", "<|user|>"]))
+def test_the_core_of_a_tokenizer_says_what_the_tokenizer_says(tokenizers, text, special):
+    renderer, tokenizer = tokenizers
+    text = text.encode(errors="replace").decode() + special + "P . . O\n"
+    ids = renderer.encode(text)
+    assert ids == renderer.encode(text) == tuple(tokenizer.encode(text, add_special_tokens=False))
+    assert renderer.decode(ids[:-1]) == tokenizer.decode(ids[:-1])
 
 
 def test_a_tokenizer_without_a_template_is_refused():

@@ -8,10 +8,13 @@ turns exactly as the model saw and wrote them, and that is checked at every turn
 
 Where it does not (a template that strips earlier reasoning, say), the conversation forks: the whole prompt is
 tokenised anew and a new training sample begins, which the caller counts.
+
+This runs once a turn, on the event loop. The check renders all messages, some 2 microseconds for each; tokenising what
+is new is the other half, and is remembered: the members of a group open with the same words.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,6 +36,26 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
 
 
+class _FastTokenizer:
+    """A Hugging Face tokenizer without the layers above its Rust core, which cost more than the core itself."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.chat_template = tokenizer.chat_template
+        self.eos_token_id: int | None = tokenizer.eos_token_id
+        self.apply_chat_template = tokenizer.apply_chat_template
+        self._core = tokenizer.backend_tokenizer
+        self._core.no_truncation()  # the files of a tokenizer may ask for either
+        self._core.no_padding()
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        ids: list[int] = self._core.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return ids
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        text: str = self._core.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+
 class TemplateRenderer:
     """`Renderer` over a tokenizer with a chat template.
 
@@ -50,13 +73,18 @@ class TemplateRenderer:
             raise ConfigError("the model's tokenizer has no eos token, so nothing would end an assistant turn")
         self._tokenizer = tokenizer
         self._stop_token_ids = (tokenizer.eos_token_id,)
+        self._encode = lru_cache(maxsize=1024)(
+            lambda text: tuple(tokenizer.encode(text, add_special_tokens=False)),
+        )
 
     @staticmethod
     def of_model(folder: Path) -> "TemplateRenderer":
         """The renderer of the Hugging Face model in `folder`."""
         from transformers import AutoTokenizer
 
-        return TemplateRenderer(AutoTokenizer.from_pretrained(folder))
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        has_core = tokenizer.is_fast and not tokenizer.clean_up_tokenization_spaces
+        return TemplateRenderer(_FastTokenizer(tokenizer) if has_core else tokenizer)
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -69,17 +97,18 @@ class TemplateRenderer:
 
     def text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
         """The template's text of `messages`, up to where the assistant begins to write."""
+        return self.template_text([_as_dict(message) for message in messages], [dict(tool) for tool in tools])
+
+    def template_text(self, messages: list[dict[str, str]], tools: list[dict[str, Any]]) -> str:
+        """`text` of messages and tools that are dictionaries already."""
         rendered: str = self._tokenizer.apply_chat_template(
-            [asdict(message) for message in messages],
-            tools=[dict(tool) for tool in tools] or None,
-            tokenize=False,
-            add_generation_prompt=True,
+            messages, tools=tools or None, tokenize=False, add_generation_prompt=True
         )
         return rendered
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Tokens of template text; its special tokens stand in it already."""
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+        return self._encode(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of sampled tokens, special ones included."""
@@ -95,8 +124,9 @@ class TemplateConversation:
 
     def __init__(self, renderer: TemplateRenderer, tools: Sequence[Mapping[str, Any]]) -> None:
         self._renderer = renderer
-        self._tools = tools
+        self._tools = [dict(tool) for tool in tools]
         self._messages: list[Message] = []
+        self._template_messages: list[dict[str, str]] = []  # the same
         self._seen_text = ""  # the last prompt's text with the answer's behind it
         self._seen_ids: tuple[int, ...] = ()  # the last prompt's tokens with the answer's behind them
 
@@ -107,8 +137,8 @@ class TemplateConversation:
 
     def prompt(self, messages: Sequence[Message]) -> Prompt:
         """Append `messages` and render the prompt for the next answer."""
-        self._messages += messages
-        text = self._renderer.text(self._messages, self._tools)
+        self._append(messages)
+        text = self._renderer.template_text(self._template_messages, self._tools)
         forked = not text.startswith(self._seen_text)
         if forked:
             self._seen_ids = ()
@@ -129,7 +159,15 @@ class TemplateConversation:
         if said and said[-1] in self._renderer.stop_token_ids:
             said = said[:-1]
         text = self._renderer.decode(said)
-        self._messages.append(Message("assistant", text))
+        self._append([Message("assistant", text)])
         self._seen_text += text
         self._seen_ids += completion.token_ids
         return text
+
+    def _append(self, messages: Sequence[Message]) -> None:
+        self._messages += messages
+        self._template_messages += map(_as_dict, messages)
+
+
+def _as_dict(message: Message) -> dict[str, str]:
+    return {"role": message.role, "content": message.content}
