@@ -15,6 +15,8 @@ from rich.table import Table
 from agentrl import plugins
 from agentrl.config import LoadedConfig, load_config
 from agentrl.errors import AgentRLError, ConfigError, ConformanceError
+from agentrl.observe import ledger_report
+from agentrl.rollout.ledger import LedgerReader, read_ledger
 from agentrl.tiny_model import SIZES, create_tiny_model
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
@@ -156,6 +158,51 @@ def _model_to_evaluate(run: Path, loaded: LoadedConfig) -> Path:
             f"model.name: {str(folder)!r} is no folder of a Hugging Face model; give a run, or model=FOLDER"
         )
     return folder
+
+
+@app.command("ledger")
+def show_ledger(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, which may be going on.")],
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="[ID]", help="A task (train-000012, or 12) or an episode (train-000012/3/0)."),
+    ] = None,
+) -> None:
+    """Show what became of a run's tasks and episodes, or why the one named ID was or was not trained."""
+    with read_ledger(_run_config(run).parent / "ledger.sqlite") as ledger:
+        if name is None:
+            _print_overview(ledger)
+            return
+        explanation = ledger_report.explain(ledger, name)
+    console.print(f"[bold]{escape(explanation.sentence)}[/bold]\n", highlight=False, soft_wrap=True)
+    console.print(ledger_report.details_table(explanation))
+    console.print()
+    console.print(ledger_report.episodes_table(explanation))
+
+
+def _print_overview(ledger: LedgerReader) -> None:
+    console.print(ledger_report.fates_table(ledger.tallies("tasks"), ledger.tallies("episodes")))
+    tasks, episodes = ledger.reasons("tasks", limit=5), ledger.reasons("episodes", limit=10)
+    if tasks or episodes:
+        console.print("\nThe commonest reasons why something was not trained:\n")
+        console.print(ledger_report.reasons_table(tasks, episodes))
+    if in_play := ledger.open_episodes(limit=20):
+        console.print(f"\nOpen: {escape(', '.join(in_play))}", highlight=False)
+
+
+@app.command()
+def simulate(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Run the config's scheduler on models of engine, environments and trainer, under a virtual clock.
+
+    Says what throughput, utilisation, staleness and bias to expect, in seconds and without a model. The models are the
+    config's section `simulation`: [bold]agentrl simulate CONFIG simulation.env.hung=0.01 rollout.max_staleness=2[/bold].
+    """
+    from agentrl.simulate.report import print_report
+    from agentrl.simulate.world import World
+
+    loaded = load_config(config, overrides or []).config
+    world = World(loaded.rollout, loaded.simulation, loaded.steps, loaded.seed)
+    print_report(world.run(), loaded.rollout.max_staleness, console)
 
 
 @app.command()

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.rollout.ledger import Ledger
+from agentrl.trajectory import Task
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -81,3 +84,41 @@ def test_what_is_missing_is_said_before_the_run_exists(tmp_path, setting):
     assert setting.split("=")[0] in done.stderr
     assert "Traceback" not in done.stderr
     assert not (run / "config.yaml").exists()
+
+
+def test_ledger_says_what_became_of_a_run_that_is_going_on_and_of_each_id(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text("")
+    with Ledger(run / "ledger.sqlite") as ledger:
+        for number in range(3):
+            ledger.admit(number, Task("frozen_lake", number, {}, f"train-{number:06d}"), 0)
+            ledger.begin(number, 0, 0)
+        ledger.end(0, 0, 0, "failed", "environment: [it] broke")
+        ledger.begin(0, 0, 1)
+        ledger.trained(4, {0: [1.0], 1: [0.5]})
+        ledger.flush()
+        overview = agentrl("ledger", str(run))
+        assert overview.returncode == 0, overview.stderr
+        assert ["trained", "2", "66.7", "train-000000", "2", "50.0", "train-000000/0/1"] in [
+            line.split() for line in overview.stdout.splitlines()
+        ]
+        assert "environment: [it] broke" in overview.stdout
+        assert "Open: train-000002/0/0" in overview.stdout
+        one = agentrl("ledger", str(run), "train-000000/0/0")
+        assert one.returncode == 0, one.stderr
+        assert one.stdout.startswith(
+            "train-000000/0/0 was not trained: it failed: environment: [it] broke; "
+            "attempt 1 took its place and was trained at step 4"
+        )
+    unknown = agentrl("ledger", str(run), "tran-000001")
+    assert unknown.returncode == 2
+    assert unknown.stderr.startswith("error: no task 'tran-000001'. Did you mean 'train-000001'?")
+
+
+def test_ledger_of_a_folder_without_one_is_an_error(tmp_path):
+    assert agentrl("ledger", str(tmp_path)).returncode == 2
+    (tmp_path / "config.yaml").write_text("")
+    done = agentrl("ledger", str(tmp_path))
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: there is no ledger")

@@ -1,0 +1,135 @@
+"""`WriteBehind`: statements that are queued by the loop and applied to SQLite by a thread.
+
+The order is kept and transactions are whole, so a process that dies loses a suffix of what was queued, nothing else.
+"""
+
+import sqlite3
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import groupby
+from operator import itemgetter
+from typing import NoReturn
+
+BATCH = 512
+"""Rows in one transaction: about a millisecond."""
+BACKLOG = 64 * 1024
+"""Rows that may wait; whoever appends more waits until some are written."""
+PERIOD = 0.2
+"""Seconds of real time after which a row is written, however few there are."""
+
+
+class WriteBehind:
+    """Applies rows to statements in the order they came, each of which must change exactly one row of its table.
+
+    `db` is this object's alone, and closed by it; it was opened for use by several threads. Without a thread of its
+    own (`threaded=False`) it writes in its callers'. After a failure nothing more is written, and every call raises.
+    """
+
+    def __init__(self, db: sqlite3.Connection, *, threaded: bool = True) -> None:
+        self._db = db
+        self._queue: deque[tuple[str, tuple[object, ...]]] = deque()
+        self._writing = threading.Lock()
+        self._wake = threading.Event()
+        self._written = threading.Event()
+        self._closing = False
+        self._failure: Exception | None = None
+        self._failure_was_raised = False
+        self._thread = threading.Thread(target=self._run, name="write-behind", daemon=True) if threaded else None
+        if self._thread is not None:
+            self._thread.start()
+
+    def append(self, statement: str, row: tuple[object, ...]) -> None:
+        """Queue one row for `statement`. Takes well under a microsecond, unless more than `BACKLOG` wait.
+
+        Raises:
+            RuntimeError: an earlier row could not be written, or this is closed.
+        """
+        if self._failure is not None:
+            self._fail(self._failure)
+        self._queue.append((statement, row))
+        if len(self._queue) >= BATCH:
+            self._hand_over()
+
+    def flush(self) -> None:
+        """Return when all that was appended before is committed.
+
+        Raises:
+            RuntimeError: a row could not be written.
+        """
+        self._write_queued()
+        if self._failure is not None:
+            self._fail(self._failure)
+
+    @contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """The connection, between two batches: for statements of another kind."""
+        with self._writing, self._db:
+            self._db.execute("BEGIN IMMEDIATE")
+            yield self._db
+
+    def close(self) -> None:
+        """Flush and close.
+
+        Raises:
+            RuntimeError: a row could not be written, and no call has said so yet.
+        """
+        if self._closing:
+            return
+        self._closing = True
+        if self._thread is not None:
+            self._wake.set()
+            self._thread.join()
+        try:
+            if not self._failure_was_raised:
+                self.flush()
+        finally:
+            self._failure = self._failure or ValueError("it is closed")
+            self._db.close()
+
+    def _hand_over(self) -> None:
+        if self._thread is None:
+            self._write_batch()
+            return
+        if not self._wake.is_set():
+            self._wake.set()
+        while len(self._queue) >= BACKLOG:
+            # Writing here would not be faster: the lock is not fair, and the thread could keep it for the whole queue.
+            self._written.clear()
+            self._written.wait(PERIOD)
+
+    def _run(self) -> None:
+        while not self._closing:
+            self._wake.wait(PERIOD)
+            self._wake.clear()
+            self._write_queued()
+
+    def _write_queued(self) -> None:
+        # The oldest go first, whoever writes: after so many batches all that is queued now is committed. There is one
+        # more, so that a batch which another thread has taken is waited for.
+        for _ in range(len(self._queue) // BATCH + 1):
+            self._write_batch()
+
+    def _write_batch(self) -> None:
+        with self._writing:
+            batch = [self._queue.popleft() for _ in range(min(BATCH, len(self._queue)))]
+            if batch and self._failure is None:
+                try:
+                    self._apply(batch)
+                except Exception as error:  # whoever calls next raises it: the thread has nobody to tell
+                    self._failure = error
+        self._written.set()
+
+    def _apply(self, batch: list[tuple[str, tuple[object, ...]]]) -> None:
+        with self._db:
+            self._db.execute("BEGIN IMMEDIATE")
+            for statement, run in groupby(batch, key=itemgetter(0)):
+                rows = [row for _, row in run]
+                changed = self._db.executemany(statement, rows).rowcount
+                if changed != len(rows):
+                    raise ValueError(f"{len(rows) - changed} of {rows!r:.200} have a fate already, or do not exist")
+
+    def _fail(self, error: Exception) -> NoReturn:
+        self._failure_was_raised = True
+        raise RuntimeError(f"the ledger cannot be written: {error}") from error

@@ -1,0 +1,197 @@
+"""What the ledger costs its caller, against writing each row at once, on the same operations in the same run.
+
+    python benchmarks/ledger.py [--episodes 1000000] [--each 50000]
+
+Every 64 tasks of 8 episodes are admitted, begun and trained. The caller does nothing else, so the ledger's thread never
+keeps up, and the caller waits for the full queue: the worst case. The paced ways make an operation every 50 µs instead,
+more than a scheduler makes, and compute in between. "Longest" is between two looks at the clock, of which there is one
+after each call and many in between: how long the caller stood still. "nothing" calls a ledger that does nothing, so
+its time is the benchmark's own, and what it stood still is the machine's doing. CPU time is of all threads.
+"""
+
+import argparse
+import json
+import resource
+import sqlite3
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from rich.console import Console
+from rich.table import Table
+
+from agentrl.rollout.ledger import Ledger
+from agentrl.trajectory import Task
+
+GROUP, BATCH = 8, 64
+OPTIONS = {"size": 4, "slippery": False}
+
+
+class Writes(Protocol):
+    """What of a ledger is measured."""
+
+    def admit(self, number: int, task: Task, version: int) -> None: ...
+    def begin(self, number: int, member: int, attempt: int) -> None: ...
+    def trained(self, step: int, outcomes: Mapping[int, Sequence[float]]) -> None: ...
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Nothing:
+    """Takes every operation and does nothing."""
+
+    def admit(self, number: int, task: Task, version: int) -> None: ...
+    def begin(self, number: int, member: int, attempt: int) -> None: ...
+    def trained(self, step: int, outcomes: Mapping[int, Sequence[float]]) -> None: ...
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class RowByRow:
+    """Each row in a transaction of its own, by the caller: what the ledger did first."""
+
+    def __init__(self, path: Path) -> None:
+        self._db = sqlite3.connect(path, isolation_level=None)
+        self._db.executescript(
+            "PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;"
+            "CREATE TABLE tasks (number INTEGER PRIMARY KEY, id TEXT UNIQUE, env TEXT, seed INTEGER, options TEXT,"
+            " admitted_version INTEGER, fate TEXT, step INTEGER, why TEXT, rewards TEXT);"
+            "CREATE TABLE episodes (launch INTEGER, id TEXT, task INTEGER, fate TEXT, step INTEGER, why TEXT,"
+            " PRIMARY KEY (launch, id));"
+            "CREATE INDEX episodes_of_task ON episodes (task, fate);"
+        )
+
+    def admit(self, number: int, task: Task, version: int) -> None:
+        self._db.execute(
+            "INSERT INTO tasks (number, id, env, seed, options, admitted_version) VALUES (?, ?, ?, ?, ?, ?)",
+            (number, task.id, task.env, task.seed, json.dumps(dict(task.options)), version),
+        )
+
+    def begin(self, number: int, member: int, attempt: int) -> None:
+        name = f"train-{number:06d}/{member}/{attempt}"
+        self._db.execute("INSERT INTO episodes (launch, id, task) VALUES (0, ?, ?)", (name, number))
+
+    def trained(self, step: int, outcomes: Mapping[int, Sequence[float]]) -> None:
+        with self._db:
+            self._db.execute("BEGIN")
+            for number, rewards in outcomes.items():
+                self._db.execute(
+                    "UPDATE tasks SET fate = 'trained', step = ?, rewards = ? WHERE number = ?",
+                    (step, json.dumps(rewards), number),
+                )
+                self._db.execute("UPDATE episodes SET fate = 'trained', step = ? WHERE task = ?", (step, number))
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None:
+        self._db.close()
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one way, in seconds; `grown` are resident bytes, more at the end than after the first tenth."""
+
+    wall: float
+    cpu: float
+    caller_cpu: float
+    longest: float
+    stops: int
+    grown: int
+
+
+class Stopwatch:
+    """How long its caller stood still: the longest time between two looks, and how often it was over 3 ms."""
+
+    def __init__(self) -> None:
+        self.last, self.longest, self.stops = time.perf_counter(), 0.0, 0
+
+    def look(self) -> float:
+        now = time.perf_counter()
+        self.longest = max(self.longest, now - self.last)
+        self.stops += now - self.last > 3e-3
+        self.last = now
+        return now
+
+
+def measure(ledger: Writes, episodes: int, pause: float) -> Cost:
+    """Time `episodes` episodes; compute until `pause` seconds have passed for each."""
+    start, caller, first, early, paused = time.perf_counter(), time.thread_time(), cpu_seconds(), 0, 0.0
+    tasks, watch, due = episodes // GROUP, Stopwatch(), start
+    for step, begin in enumerate(range(0, tasks, BATCH)):
+        numbers = range(begin, min(begin + BATCH, tasks))
+        for number in numbers:
+            ledger.admit(number, Task("frozen_lake", number * 7919, OPTIONS, f"train-{number:06d}"), step)
+            watch.look()
+        for number in numbers:
+            for member in range(GROUP):
+                ledger.begin(number, member, 0)
+                watch.look()
+            due += pause * GROUP
+            before = time.thread_time()
+            while pause and watch.look() < due:
+                pass
+            paused += time.thread_time() - before
+        ledger.trained(step, {number: [1.0, 0.0] * (GROUP // 2) for number in numbers})
+        watch.look()
+        early = early or (resident() if begin > tasks // 10 else 0)
+    used = time.thread_time() - caller - paused
+    ledger.flush()
+    wall, cpu = time.perf_counter() - start, cpu_seconds() - first - paused
+    return Cost(wall, cpu, used, watch.longest, watch.stops, resident() - early)
+
+
+def cpu_seconds() -> float:
+    """Of this process, all threads, in user and system."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def resident() -> int:
+    """Bytes of memory in use."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--episodes", type=int, default=1_000_000, help="of the ledger at full speed")
+    arguments.add_argument("--each", type=int, default=100_000, help="episodes of the other ways")
+    options = arguments.parse_args()
+    table = Table(
+        "way", "episodes", "ops/s", "CPU µs/episode", "caller's", "longest ms", "over 3 ms", "file MB", "grown MB"
+    )
+    spent: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        ways: list[tuple[str, Writes, int, float]] = [
+            ("nothing", Nothing(), options.each, 0.0),
+            ("nothing, paced", Nothing(), options.each, 50e-6),
+            ("row by row", RowByRow(path / "row by row"), options.each, 0.0),
+            ("ledger", Ledger(path / "ledger"), options.episodes, 0.0),
+            ("ledger, paced", Ledger(path / "ledger, paced"), options.each, 50e-6),
+        ]
+        for name, ledger, episodes, pause in ways:
+            cost = measure(ledger, episodes, pause)
+            ledger.close()
+            file = path / name
+            spent[name] = cost.cpu / episodes
+            operations = episodes + episodes // GROUP * 2
+            table.add_row(
+                name,
+                f"{episodes:,}",
+                f"{operations / cost.wall:,.0f}",
+                f"{cost.cpu / episodes * 1e6:.2f}",
+                f"{cost.caller_cpu / episodes * 1e6:.2f}",
+                f"{cost.longest * 1e3:.1f}",
+                str(cost.stops),
+                f"{file.stat().st_size / 1e6:.1f}" if file.exists() else "",
+                f"{cost.grown / 1e6:.1f}",
+            )
+    Console(width=120).print(table)
+    print(f"CPU of row by row / ledger: {spent['row by row'] / spent['ledger']:.1f}")
+
+
+if __name__ == "__main__":
+    main()
