@@ -1,0 +1,311 @@
+"""What the rollout code costs beside engine and environments, in CPU time, on a real clock.
+
+    python benchmarks/overhead.py [--repeats 3] [--live 16 256 1000 10000]
+
+*In process*: an instant engine and an instant environment, through the real scheduler, renderer and ledger (on disk),
+at many numbers of live episodes. *Over HTTP*: 256 trajectories of 8 turns against a server in another process that
+answers with token ids and logprobs, 32 requests at a time in order of arrival; beside them a bare client that does the
+same turns with nothing but aiohttp. In the zero model answers are instant. In the scaled one an answer takes
+(50 ms + 20 ms for each token) / 100, with tokens lognormal(median 140, sigma 0.6) in [70, 500], and the environment
+lognormal(median 0.5 s, sigma 1.5, at most 30 s) / 100. Efficiency is the lower bound of the makespan / the makespan:
+no schedule of these times is shorter than its longest trajectory, nor than all answers one after the other / 32.
+
+CPU time is of this process, all threads. Figures are medians; wall-clock times mean little on a machine that is shared.
+"""
+
+import argparse
+import asyncio
+import gc
+import math
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import aiohttp
+from rich.console import Console
+from rich.table import Table
+
+from agentrl.engines.openai import OpenAIEngine
+from agentrl.protocols import Engine, EngineStats, GenerateRequest, SamplingParams
+from agentrl.rewards.environment import EnvironmentReward
+from agentrl.rollout.config import RolloutConfig
+from agentrl.rollout.env_host import EnvHost
+from agentrl.rollout.episode import EnginePolicy, Player
+from agentrl.rollout.ledger import Ledger
+from agentrl.rollout.renderer import TemplateRenderer
+from agentrl.rollout.scheduler import Rollouts
+from agentrl.rollout.tasks import SeededTasks
+from agentrl.testing.openai_server import MODEL, serve_engine
+from agentrl.tiny_model import create_tiny_model
+from agentrl.trajectory import Completion
+
+TURNS = 8
+GROUP = 8
+TRAJECTORIES = 256
+SLOTS = 32
+MAX_CONTEXT = 8192
+
+
+def answer_of(seed: int) -> tuple[int, ...]:
+    """The answer to a request with this seed: words of the tiny tokenizer, without a stop token."""
+    random = Random(seed)
+    return tuple(random.choices(range(300, 400), k=int(min(max(random.lognormvariate(math.log(140), 0.6), 70), 500))))
+
+
+def answer_seconds(tokens: int) -> float:
+    """The service time of an answer in the scaled model."""
+    return (0.050 + 0.020 * tokens) / 100
+
+
+def env_seconds(random: Random) -> float:
+    """The time of an environment's step in the scaled model."""
+    return min(random.lognormvariate(math.log(0.5), 1.5), 30) / 100
+
+
+class MockEngine:
+    """Answers after `seconds` of the answer's length, `slots` requests at a time in order of arrival."""
+
+    policy_version = 0
+    max_context = MAX_CONTEXT
+
+    def __init__(self, slots: int, answer: Callable[[int], tuple[int, ...]], seconds: Callable[[int], float]) -> None:
+        self._places = asyncio.Semaphore(slots)
+        self._answer = answer
+        self._seconds = seconds
+        self._tokens = 0
+
+    async def __aenter__(self) -> "MockEngine":
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        pass
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        tokens = (*self._answer(request.seed), *request.sampling.stop_token_ids[:1])
+        async with self._places:
+            await asyncio.sleep(self._seconds(len(tokens)))
+        self._tokens += len(tokens)
+        return Completion(tokens, tuple(-0.123456789 - token for token in tokens), (0,) * len(tokens), "stop")
+
+    async def interrupt(self) -> None:
+        raise NotImplementedError
+
+    async def update_weights(self, weights: object, version: int) -> None:
+        raise NotImplementedError
+
+    def stats(self) -> EngineStats:
+        return EngineStats(0, 0, self._tokens, 0, 0)
+
+
+class Game:
+    """Says something new in each turn; ends after the last one. Instant, on the loop."""
+
+    isolation = "inline"
+    system_prompt = "You play. Answer with what you want to do."
+
+    def reset(self, *, seed: int, options: object) -> tuple[str, dict[str, Any]]:
+        self._random = Random(seed)
+        self._turn = 0
+        return f"Game {seed % 1000} begins. {self._view()}", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self._turn += 1
+        return f"Turn {self._turn}. {self._view()}", 0.0, self._turn == TURNS, False, {}
+
+    def close(self) -> None:
+        pass
+
+    def _view(self) -> str:
+        return f"You see {self._random.randrange(10**4)} at {self._random.randrange(10**4)}. What do you do?"
+
+
+class SlowGame(Game):
+    """The same, whose steps take the time of the scaled model, each another."""
+
+    def __init__(self, random: Random) -> None:
+        self._delays = random
+
+    async def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:  # type: ignore[override]
+        seconds = env_seconds(self._delays)
+        await asyncio.sleep(seconds)
+        observation, reward, terminated, truncated, _ = super().step(action)
+        return observation, reward, terminated, truncated, {"seconds": seconds}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run: CPU and wall-clock seconds, and each trajectory's turns as (tokens, seconds the environment slept)."""
+
+    cpu: float
+    wall: float
+    turns: list[list[tuple[int, float]]]
+
+    @property
+    def cpu_ms_per_turn(self) -> float:
+        return 1000 * self.cpu / sum(map(len, self.turns))
+
+    @property
+    def efficiency(self) -> float:
+        """Lower bound of the makespan / makespan."""
+        services = [[answer_seconds(tokens) for tokens, _ in turns] for turns in self.turns]
+        chains = [
+            sum(service) + sum(seconds for _, seconds in turns)
+            for service, turns in zip(services, self.turns, strict=True)
+        ]
+        return max(*chains, sum(map(sum, services)) / SLOTS) / self.wall
+
+
+async def measured(work: Awaitable[list[list[tuple[int, float]]]]) -> Measured:
+    gc.collect()
+    wall, cpu = time.perf_counter(), time.process_time()
+    turns = await work
+    return Measured(time.process_time() - cpu, time.perf_counter() - wall, turns)
+
+
+async def play(
+    engine: Engine, game: Callable[[], Any], renderer: TemplateRenderer, trajectories: int, live: int
+) -> list[list[tuple[int, float]]]:
+    """Play one batch through the real scheduler. The one place that knows how it is put together."""
+    config = RolloutConfig(
+        groups_per_step=trajectories // GROUP,
+        group_size=GROUP,
+        max_turns=TURNS,
+        max_live_episodes=live,
+        min_live_episodes=live,
+    )
+    host = EnvHost({"game": game}, config.deadlines)
+    policy = EnginePolicy(engine, SamplingParams(512, 1.0, renderer.stop_token_ids), config.deadlines.generate)
+    with tempfile.TemporaryDirectory() as folder:
+        ledger = Ledger(Path(folder) / "ledger.sqlite")
+        rollouts = Rollouts(
+            config,
+            tasks=SeededTasks("game", seed=0),
+            player=Player(policy, renderer, host, config.max_turns, config.deadlines.episode),
+            reward=EnvironmentReward(EnvironmentReward.Config()),
+            engine=engine,
+            ledger=ledger,
+            seed=0,
+            groups=config.groups_per_step,
+        )
+        async with rollouts:
+            groups = await rollouts.next_batch()
+        await host.close()
+        ledger.close()
+    played = [trajectory for group in groups for trajectory in group.trajectories]
+    return [[(len(turn.completion.token_ids), turn.info.get("seconds", 0.0)) for turn in each.turns] for each in played]
+
+
+async def play_bare(url: str, scaled: bool) -> list[list[tuple[int, float]]]:
+    """The same turns, with token ids of the right number and nothing around the client."""
+    random = Random(0)
+
+    async def trajectory(session: aiohttp.ClientSession, number: int) -> list[tuple[int, float]]:
+        prompt = [300] * 40
+        turns = []
+        for turn in range(TURNS):
+            body = {"model": MODEL, "prompt": prompt, "max_tokens": 512, "seed": 1000 * number + turn, "logprobs": 0}
+            async with session.post(f"{url}/v1/completions", json=body) as response:
+                choice = (await response.json())["choices"][0]
+            seconds = env_seconds(random) if scaled else 0.0
+            if scaled:
+                await asyncio.sleep(seconds)
+            prompt += [*choice["token_ids"], *([300] * 20)]
+            turns.append((len(choice["token_ids"]), seconds))
+        return turns
+
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session, asyncio.TaskGroup() as tasks:
+        started = [tasks.create_task(trajectory(session, number)) for number in range(TRAJECTORIES)]
+        for task in started:
+            await task
+    return [task.result() for task in started]
+
+
+async def serve(scaled: bool) -> None:
+    """The other process: print the URL, serve until standard input ends."""
+    engine = MockEngine(SLOTS, answer_of, answer_seconds if scaled else lambda tokens: 0.0)
+    async with serve_engine(engine) as url:
+        print(url, flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+
+
+@asynccontextmanager
+async def server(scaled: bool) -> AsyncIterator[str]:
+    """A mock server in a process of its own."""
+    command = [sys.executable, __file__, "--serve", "scaled" if scaled else "zero"]
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
+    assert process.stdin is not None and process.stdout is not None  # noqa: PT018
+    yield (await process.stdout.readline()).decode().strip()
+    process.stdin.close()
+    await process.wait()
+
+
+async def in_process(renderer: TemplateRenderer, live: int, repeats: int) -> float:
+    """CPU-ms per turn with `live` episodes in play."""
+    trajectories = max(live, 1024)
+    engine = MockEngine(10**6, lambda seed: (320,) * 32, lambda tokens: 0.0)
+    await play(engine, Game, renderer, 64, 64)
+    runs = [await measured(play(engine, Game, renderer, trajectories, live)) for _ in range(repeats)]
+    return statistics.median(run.cpu_ms_per_turn for run in runs)
+
+
+async def over_http(renderer: TemplateRenderer, scaled: bool, repeats: int) -> dict[str, list[Measured]]:
+    """Our client and the bare one in turns, against the same server."""
+    runs: dict[str, list[Measured]] = {"agentrl, engine=openai": [], "bare aiohttp client": []}
+    random = Random(1)
+
+    def game() -> Game:
+        return SlowGame(random) if scaled else Game()
+
+    async with server(scaled) as url, OpenAIEngine(OpenAIEngine.Config(url=url)) as engine:
+        for repeat in range(repeats + 1):  # the first warms up
+            ours = await measured(play(engine, game, renderer, TRAJECTORIES, TRAJECTORIES))
+            bare = await measured(play_bare(url, scaled))
+            for name, run in zip(runs, (ours, bare), strict=True):
+                runs[name] += [run] if repeat else []
+    return runs
+
+
+async def benchmark(lives: Sequence[int], repeats: int) -> None:
+    console = Console()
+    with tempfile.TemporaryDirectory() as folder:
+        create_tiny_model(Path(folder) / "model")
+        renderer = TemplateRenderer.of_model(Path(folder) / "model")
+    table = Table("live episodes", "CPU-ms per turn", title="in process, instant engine and environment")
+    for live in lives:
+        table.add_row(f"{live:,}", f"{await in_process(renderer, live, repeats):.3f}")
+    console.print(table)
+    zero, scaled = [await over_http(renderer, scaled, repeats) for scaled in (False, True)]
+    title = f"{TRAJECTORIES} trajectories x {TURNS} turns over HTTP, {SLOTS} slots"
+    table = Table("", "CPU-ms per turn (zero)", "(scaled)", "efficiency (scaled)", title=title)
+    for name in zero:
+        table.add_row(
+            name,
+            f"{statistics.median(run.cpu_ms_per_turn for run in zero[name]):.2f}",
+            f"{statistics.median(run.cpu_ms_per_turn for run in scaled[name]):.2f}",
+            f"{statistics.median(run.efficiency for run in scaled[name]):.2f}",
+        )
+    console.print(table)
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--live", type=int, nargs="*", default=[16, 256, 1000, 10_000])
+    arguments.add_argument("--repeats", type=int, default=3)
+    arguments.add_argument("--serve", choices=["zero", "scaled"], help=argparse.SUPPRESS)
+    options = arguments.parse_args()
+    if options.serve:
+        asyncio.run(serve(options.serve == "scaled"))
+    else:
+        asyncio.run(benchmark(options.live, options.repeats))
+
+
+if __name__ == "__main__":
+    main()
