@@ -305,15 +305,12 @@ class Synchronous:
 
 
 class Gate(Synchronous):
-    """AReaL (arXiv 2505.24298, eq. 3), SkyRL: at most (version + K + 1) G groups are ever admitted; finished ones are
-    trained on first come, first served. A straggler holds nobody up and may be older than K.
+    """AReaL (arXiv 2505.24298, eq. 3), SkyRL: at most (version + K + 1) G groups are ever admitted, which means that
+    (K + 1) G exist at once, since G are gone with each version; finished ones are trained on first come, first served.
+    A straggler holds nobody up and may be older than K.
     """
 
     name = "gate"
-
-    def room(self, run: "Run") -> bool:
-        """By the count of admissions."""
-        return run.admitted < (run.floor.version + self.bound + 1) * run.G
 
 
 class Drop(Synchronous):
@@ -824,7 +821,7 @@ def main() -> None:
                 figures = (r.seconds_per_step, base / r.seconds_per_step, r.episodes_per_second, r.slot_utilisation)
                 shares = (f"{r.discarded:.2f}", f"{r.duration_ratio:.2f}", str(r.stalled_after or ""))
                 table.add_row(rule, str(bound), *(f"{x:.2f}" for x in figures), str(r.largest_staleness), *shares)
-        Console().print(table)
+        Console(width=130).print(table)
 
 
 if __name__ == "__main__":

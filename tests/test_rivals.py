@@ -100,6 +100,20 @@ def test_the_floor_obeys_the_law_of_the_simulated_engine() -> None:
     assert run_virtual(main) == close(modelled)
 
 
+def test_a_cancelled_episode_gives_its_slot_to_the_next_at_once() -> None:
+    floor = rivals.Floor(workload(slots=1))
+    first, waiting, last = (rivals.Episode(((10, 0.0),)) for _ in range(3))
+    for episode in (first, waiting, last):
+        floor.play(episode)
+    floor.alarm(4.0, "cancel")
+    assert floor.next() == "cancel"
+    floor.cancel(waiting)
+    floor.cancel(first)
+    assert floor.next() is last
+    assert (floor.now, floor.slot_seconds) == (close(14.0), close(14.0))
+    assert floor.next() is None
+
+
 def test_simple_cases_by_hand() -> None:
     w = workload(num_turns=2, tokens=Constant(value=5), env_seconds=Constant(value=3.0), slots=4)
     assert rivals.synchronous(w).seconds_per_step == close(26.0)  # two turns of 5 + 3, then the trainer's 10
@@ -192,6 +206,7 @@ def test_the_group_queue_does_what_its_own_code_did(
             assert found[0].discarded == close(thrown_away, abs=0.06)
 
 
+@pytest.mark.slow
 def test_the_asynchronous_rules_do_what_is_known_of_them() -> None:
     workloads = [rivals.SETTINGS["lognormal-1.0 tight"](seed) for seed in range(3)]
     synchronous = statistics.fmean(rivals.synchronous(w).seconds_per_step for w in workloads)
@@ -227,6 +242,7 @@ def test_lockstep_loses_more_the_more_turns_vary() -> None:
     assert lost(10.0) > 1.8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(rivals.SETTINGS))
 def test_every_rule_plays_every_setting(name: str) -> None:
     w = replace(rivals.SETTINGS[name](0), steps=2)

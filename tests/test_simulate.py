@@ -244,6 +244,15 @@ def test_a_later_turn_prefills_only_what_is_new_until_the_weights_change() -> No
     assert turns(50.0)[1] == close(114.0, abs=1e-3)
 
 
+@pytest.mark.parametrize(("kv_on_update", "second_ended"), [("keep", 34.0), ("recompute", 32.0)])
+def test_no_prefix_of_older_weights_is_served_to_a_later_turn(kv_on_update: str, second_ended: float) -> None:
+    # Kept, the first turn's KV is of version 0 to its end; recomputed, it is of version 1.
+    tested = engine(prefill_seconds_per_token=0.1, kv_on_update=kv_on_update)
+    first = (0.0, request(10, name="0", prompt=10, session="episode"))
+    second = (20.0, request(10, name="1", prompt=40, session="episode"))
+    assert played(tested, first, second, updates=[5.5])[1].ended == close(second_ended, abs=1e-3)
+
+
 def test_idle_prefixes_leave_the_cache_least_recently_used_first() -> None:
     async def main() -> tuple[int, int]:
         async with engine(kv_tokens=100, max_context=100) as tested:
