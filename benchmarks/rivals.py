@@ -546,7 +546,7 @@ def ring(workload: Workload, size: int = 4, *, strict: bool = True) -> Result:
 class GroupQueue:
     """ROLL (roll/distributed/scheduler/rollout_scheduler.py): G + `extra_groups` teams of size + `extra_members`
     environments. Each step opens one group for every team, `ahead` more of them at the start; an environment plays once
-    for each group of its team, in order. The first `size` to end make the group; the rest play on for
+    for each group of its team, in order (our reading: of two that we tried, the one nearer to known figures). The first `size` to end make the group; the rest play on for
     nothing, unless `cancel_losers`. A group opened more than `ahead` steps ago expires. The trainer takes one group of
     each team, then the next of each.
     """
@@ -743,8 +743,8 @@ SETTINGS: dict[str, Callable[[int], Workload]] = {
     "hung": _gauss("gauss", hung=0.001),
     **{f"env-var-{sd}": _gauss(f"env-var-{sd}", sd=sd, train_seconds=0.0) for sd in (1, 3, 5, 10)},
     **_lognormals(),
-    # A batch that just fills the slots, so that every straggler empties the engine, and a slower trainer: here the
-    # models give the figures that are known of the same rules elsewhere.
+    # A batch that just fills the slots, so that every straggler empties the engine. Its shape and its 1.45 were fitted,
+    # so that the models give the figures known of the same rules elsewhere, whose exact setting is not known.
     "lognormal-1.0 tight": _lognormal(
         "lognormal-1.0 tight", Lognormal(median=500, sigma=1.0, cap=5000), groups=8, size=8, share=1.45
     ),

@@ -196,7 +196,7 @@ def test_a_hung_environment_stalls_all_but_those_that_drop_it() -> None:
         ({"ahead": 1}, 110, 351, None),
     ],
 )
-def test_the_group_queue_does_what_its_own_code_did(
+def test_the_group_queue_comes_near_the_figures_known_of_it(
     queue: dict[str, int], gauss: float, fail_slow: float, thrown_away: float | None
 ) -> None:
     for name, known, tolerance in (("gauss", gauss, 0.03), ("fail-slow", fail_slow, 0.2)):
@@ -207,7 +207,7 @@ def test_the_group_queue_does_what_its_own_code_did(
 
 
 @pytest.mark.slow
-def test_the_asynchronous_rules_do_what_is_known_of_them() -> None:
+def test_the_asynchronous_rules_give_the_figures_they_were_fitted_to() -> None:
     workloads = [rivals.SETTINGS["lognormal-1.0 tight"](seed) for seed in range(3)]
     synchronous = statistics.fmean(rivals.synchronous(w).seconds_per_step for w in workloads)
 
