@@ -546,9 +546,9 @@ def ring(workload: Workload, size: int = 4, *, strict: bool = True) -> Result:
 class GroupQueue:
     """ROLL (roll/distributed/scheduler/rollout_scheduler.py): G + `extra_groups` teams of size + `extra_members`
     environments. Each step opens one group for every team, `ahead` more of them at the start; an environment plays once
-    for each group of its team, in order (our reading: of two that we tried, the one nearer to known figures). The first `size` to end make the group; the rest play on for
-    nothing, unless `cancel_losers`. A group opened more than `ahead` steps ago expires. The trainer takes one group of
-    each team, then the next of each.
+    for each group of its team, in order (of two readings that we tried, the one nearer to the known figures). The first
+    `size` to end make the group; the rest play on for nothing, unless `cancel_losers`. A group opened more than `ahead`
+    steps ago expires. The trainer takes one group of each team, then the next of each.
     """
 
     def __init__(
