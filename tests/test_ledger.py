@@ -51,7 +51,7 @@ def admit(ledger: Ledger, *numbers: int, members: int = 2, version: int = 0) -> 
         lambda ledger: ledger.end(0, 9, 0, "failed", "never began"),
     ],
 )
-def test_a_fate_is_final_and_only_of_what_exists(tmp_path, monkeypatch, path, again):
+def test_a_fate_is_final(tmp_path, monkeypatch, path, again):
     monkeypatch.chdir(tmp_path)
     with Ledger(path) as ledger:
         admit(ledger, 0)
@@ -255,7 +255,7 @@ def fate_of(number: int) -> str | None:
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10**9))
-def test_runs_cut_after_any_operation_train_the_same_tasks_as_one_that_was_not(seed):
+def test_runs_killed_anywhere_train_the_same_tasks_as_one_that_was_not(seed):
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "ledger.sqlite"
@@ -323,7 +323,7 @@ with Ledger(folder / "ledger.sqlite") as ledger:
 """
 
 
-def test_a_process_killed_three_times_has_trained_every_task_once(tmp_path):
+def test_what_a_killed_process_wrote_is_there_for_the_next(tmp_path):
     saved = tmp_path / "checkpoint"
     rng = random.Random(0)
 
