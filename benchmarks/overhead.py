@@ -24,6 +24,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -51,6 +52,7 @@ GROUP = 8
 TRAJECTORIES = 256
 SLOTS = 32
 MAX_CONTEXT = 8192
+_EVER_NEW = count(10**6)
 
 
 def answer_of(seed: int) -> tuple[int, ...]:
@@ -104,26 +106,37 @@ class MockEngine:
         return EngineStats(0, 0, self._tokens, 0, 0)
 
 
+class InstantEngine(MockEngine):
+    """Always says the same, in the loop's next iteration, so that all live episodes are in play at once."""
+
+    def __init__(self) -> None:
+        super().__init__(1, lambda seed: (), lambda tokens: 0.0)
+        self._said = Completion((320,) * 32, (-0.5,) * 32, (0,) * 32, "length")
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        await asyncio.sleep(0)
+        return self._said
+
+
 class Game:
-    """Says something new in each turn; ends after the last one. Instant, on the loop."""
+    """Opens alike for each member of a group, then says something new in each turn. Instant, on the loop."""
 
     isolation = "inline"
     system_prompt = "You play. Answer with what you want to do."
 
     def reset(self, *, seed: int, options: object) -> tuple[str, dict[str, Any]]:
-        self._random = Random(seed)
         self._turn = 0
-        return f"Game {seed % 1000} begins. {self._view()}", {}
+        return f"Game {seed} begins. {self._view(seed)}", {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         self._turn += 1
-        return f"Turn {self._turn}. {self._view()}", 0.0, self._turn == TURNS, False, {}
+        return f"Turn {self._turn}. {self._view(next(_EVER_NEW))}", 0.0, self._turn == TURNS, False, {}
 
     def close(self) -> None:
         pass
 
-    def _view(self) -> str:
-        return f"You see {self._random.randrange(10**4)} at {self._random.randrange(10**4)}. What do you do?"
+    def _view(self, number: int) -> str:
+        return f"You see {number % 10007} at {number % 9973}. What do you do?"
 
 
 class SlowGame(Game):
@@ -186,7 +199,7 @@ async def play(
         ledger = Ledger(Path(folder) / "ledger.sqlite")
         rollouts = Rollouts(
             config,
-            tasks=SeededTasks("game", seed=0),
+            tasks=SeededTasks("game", seed=next(_EVER_NEW)),
             player=Player(policy, renderer, host, config.max_turns, config.deadlines.episode),
             reward=EnvironmentReward(EnvironmentReward.Config()),
             engine=engine,
@@ -250,7 +263,7 @@ async def server(scaled: bool) -> AsyncIterator[str]:
 async def in_process(renderer: TemplateRenderer, live: int, repeats: int) -> float:
     """CPU-ms per turn with `live` episodes in play."""
     trajectories = max(live, 1024)
-    engine = MockEngine(10**6, lambda seed: (320,) * 32, lambda tokens: 0.0)
+    engine = InstantEngine()
     await play(engine, Game, renderer, 64, 64)
     runs = [await measured(play(engine, Game, renderer, trajectories, live)) for _ in range(repeats)]
     return statistics.median(run.cpu_ms_per_turn for run in runs)
