@@ -18,6 +18,7 @@ from agentrl.errors import ConfigError, PluginError
 from agentrl.plugins import Component, NoSettings
 from agentrl.protocols import Settings
 from agentrl.rollout.config import RolloutConfig
+from agentrl.simulate.world import SimulationConfig
 
 COMPONENTS = {
     "engine": "engines",
@@ -106,6 +107,8 @@ class RunConfig(Settings):
     cluster: ComponentField
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    simulation: SimulationConfig = SimulationConfig()
+    """What `agentrl simulate` puts in the place of engine, environments and trainer."""
     trackers: tuple[str, ...] = ("tensorboard",)
     """Where metrics go besides `metrics.jsonl`: tensorboard, wandb, mlflow, or your own."""
 

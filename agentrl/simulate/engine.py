@@ -491,9 +491,14 @@ class SimulatedEngine:
 
 
 def _drawn_by_seed(config: SimulatedEngine.Config) -> LengthOf:
-    rng = Random(config.seed)
-    lengths = [max(1, round(config.answer_tokens.sample(rng))) for _ in range(_POPULATION)]
+    lengths = _population(config.answer_tokens, config.seed)
     return lambda request: lengths[request.seed % _POPULATION]
+
+
+@lru_cache(maxsize=64)
+def _population(answer_tokens: Latency, seed: int) -> list[int]:
+    rng = Random(seed)
+    return [max(1, round(answer_tokens.sample(rng))) for _ in range(_POPULATION)]
 
 
 def _last_token(request: GenerateRequest, reason: FinishReason) -> int:

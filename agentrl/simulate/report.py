@@ -1,0 +1,81 @@
+"""What a simulation found, for the terminal."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from statistics import fmean, quantiles
+
+from rich.console import Console, Group
+from rich.table import Table
+
+from agentrl.rollout.ledger import Fates
+from agentrl.simulate.world import Moment, Report
+
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+_COLUMNS = 50
+
+
+def print_report(report: Report, bound: int, console: Console) -> None:
+    """Throughput, where the time went, staleness, bias and fates, and the timeline below them."""
+    facts = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    facts.add_column(style="bold")
+    facts.add_column()
+    for name, value in _facts(report, bound):
+        facts.add_row(name, value)
+    console.print(Group(facts, "", *_timeline(report)), highlight=False, soft_wrap=True)
+
+
+def _facts(report: Report, bound: int) -> list[tuple[str, str]]:
+    seconds, steps = report.seconds, report.step_seconds
+    late = quantiles(steps, n=20)[-1] if len(steps) > 1 else steps[0]
+    return [
+        ("throughput", f"{3600 * len(steps) / seconds:,.1f} steps/h   {report.episodes / seconds:,.2f} episodes/s   "
+                       f"{report.tokens / seconds:,.0f} tokens/s"),
+        ("a step takes", f"{fmean(steps):,.1f} s on average, one in twenty over {late:,.1f} s"),
+        ("trainer", f"busy {report.train_seconds / seconds:.1%}, waiting for groups {report.blocked_seconds / seconds:.1%}"),
+        ("engine", f"{report.slot_utilisation:.1%} of its slots in use on average, "
+                   f"live episodes limited to {report.metrics['live_episodes/limit']:.0f} at the end"),
+        ("staleness", f"at most {report.largest_staleness} (bound {bound})"),
+        ("  of groups", _shares(report.staleness_groups)),
+        ("  of tokens", _shares(report.staleness_tokens)),
+        ("bias", f"trained episodes are {report.metrics['bias/seconds']:.3f} times as long as sampled ones"),
+        ("tasks", _fates(report.task_fates)),
+        ("episodes", _fates(report.episode_fates)),
+        ("events", f"{report.events:,}, hash {report.event_hash[:16]}"),
+        ("simulated", f"{seconds:,.0f} s in {report.cpu_seconds:.1f} s of CPU, "
+                      f"{1e6 * report.cpu_seconds / max(1, report.episodes):.0f} µs an episode"),
+    ]  # fmt: skip
+
+
+def _shares(counts: Counter[int]) -> str:
+    total = counts.total() or 1
+    return "   ".join(f"{age}: {count / total:.1%}" for age, count in sorted(counts.items()))
+
+
+def _fates(fates: Fates) -> str:
+    named = ((name, getattr(fates, name)) for name in ("trained", "filtered", "stale", "cancelled", "failed", "open"))
+    return f"{fates.total:,}: " + "   ".join(f"{name} {n / fates.total:.1%}" for name, n in named if n)
+
+
+def _timeline(report: Report) -> list[str]:
+    moments = report.timeline
+    rows: list[tuple[str, Callable[[Moment], float]]] = [
+        ("episodes in play", lambda m: m.live),
+        ("in the batch", lambda m: m.running),
+        ("before it", lambda m: m.waiting),
+        ("trainer busy", lambda m: m.training),
+    ]
+    lines = []
+    for name, value in rows:
+        values = [value(moment) for moment in moments]
+        most = max([*values, 1])
+        lines.append(f"{name:>16} │{_spark(values, most)}│ {'' if name == 'trainer busy' else f'to {most:,.0f}'}")
+    end = f"{moments[-1].second:,.0f} s"
+    return [*lines, f"{'':>16}  0 s{end:>{_COLUMNS - 2}}"]
+
+
+def _spark(values: Sequence[float], most: float) -> str:
+    """One character for each of `_COLUMNS` equal spans of time, the mean of its values."""
+    spans = [values[i * len(values) // _COLUMNS : (i + 1) * len(values) // _COLUMNS] for i in range(_COLUMNS)]
+    means = [fmean(span) if span else values[min(i * len(values) // _COLUMNS, len(values) - 1)]
+             for i, span in enumerate(spans)]  # fmt: skip
+    return "".join(_BLOCKS[min(8, round(8 * mean / most))] for mean in means)
