@@ -341,7 +341,7 @@ class VllmEngine:
         A request that has no token yet would find its prefix in blocks of the version before, and leave its own to
         others under that name: it begins anew.
         """
-        self._salt = "0"
+        self._salt = str(version)
         untouched = [state for state in llm.output_processor.request_states.values() if state.is_prefilling]
         self._begin_anew |= self._live.keys() & {state.external_req_id for state in untouched}
         await llm.abort([state.request_id for state in untouched], internal=True)
