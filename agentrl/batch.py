@@ -75,10 +75,12 @@ class TrainBatch:
     num_samples: int
 
 
-def to_samples(trajectory: Trajectory, advantage: float) -> list[TrainingSample]:
+def to_samples(trajectory: Trajectory, advantage: float, *, oldest_version: int = 0) -> list[TrainingSample]:
     """Lay a trajectory's turns end to end; each fork starts a new sample. Every sampled token gets `advantage`.
 
-    `turn_ids` counts over the whole trajectory, so a sample after a fork starts with the forked turn's number.
+    `turn_ids` counts over the whole trajectory, so a sample after a fork starts with the forked turn's number. A token
+    of a version before `oldest_version` is context like a prompt's: it carries no loss. A sample in which none does is
+    left out.
 
     Raises:
         ValueError: as `TrainingSample`.
@@ -88,10 +90,11 @@ def to_samples(trajectory: Trajectory, advantage: float) -> list[TrainingSample]
         if turn.forked or not pieces:
             pieces.append([])
         pieces[-1].append((number, turn))
-    return [_sample(piece, advantage) for piece in pieces]
+    samples = [_sample(piece, advantage, oldest_version) for piece in pieces]
+    return [sample for sample in samples if any(sample.loss_mask)] if oldest_version > 0 else samples
 
 
-def _sample(turns: Sequence[tuple[int, Turn]], advantage: float) -> TrainingSample:
+def _sample(turns: Sequence[tuple[int, Turn]], advantage: float, oldest_version: int) -> TrainingSample:
     token_ids: list[int] = []
     loss_mask: list[int] = []
     rollout_logprobs: list[float] = []
@@ -100,10 +103,11 @@ def _sample(turns: Sequence[tuple[int, Turn]], advantage: float) -> TrainingSamp
     turn_ids: list[int] = []
     for number, turn in turns:
         shown, sampled = len(turn.prompt_ids), len(turn.completion.token_ids)
+        fresh = [version >= oldest_version for version in turn.completion.policy_versions]
         token_ids += [*turn.prompt_ids, *turn.completion.token_ids]
-        loss_mask += [0] * shown + [1] * sampled
+        loss_mask += [0] * shown + [int(is_fresh) for is_fresh in fresh]
         rollout_logprobs += [0.0] * shown + [*turn.completion.logprobs]
-        advantages += [0.0] * shown + [advantage] * sampled
+        advantages += [0.0] * shown + [advantage if is_fresh else 0.0 for is_fresh in fresh]
         policy_versions += [-1] * shown + [*turn.completion.policy_versions]
         turn_ids += [number] * (shown + sampled)
     return TrainingSample(

@@ -195,7 +195,7 @@ def simulate(config: ConfigPath, overrides: Overrides = None) -> None:
     """Run the config's scheduler on models of engine, environments and trainer, under a virtual clock.
 
     Says what throughput, utilisation, staleness and bias to expect, in seconds and without a model. The models are the
-    config's section `simulation`: [bold]agentrl simulate CONFIG simulation.env.hung=0.01 rollout.max_staleness=2[/bold].
+    config's section `simulation`: [bold]agentrl simulate CONFIG simulation.env.hung=0.01[/bold].
     """
     from agentrl.simulate.report import print_report
     from agentrl.simulate.world import World

@@ -297,7 +297,8 @@ class TaskSource(Protocol):
 class Curriculum(TaskSource, Protocol):
     """A task source that learns what became of its tasks, and may choose the next ones by it.
 
-    Outcomes come in the same order in a resumed run, which replays them from the ledger before it asks for a task.
+    Outcomes come with each batch, those of filtered groups first, each by task number. A resumed run replays them in
+    that order from its ledger before it asks for a task.
     """
 
     def saw(self, index: int, task: Task, rewards_G: Sequence[float]) -> None:

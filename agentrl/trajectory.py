@@ -203,3 +203,9 @@ class Group:
     def rewards_G(self) -> Sequence[float]:
         """One reward per member."""
         return [score.value for score in self.scores]
+
+
+def staleness(group: Group, step: int) -> int:
+    """How many versions the oldest token of `group` is behind the weights that `step` trains."""
+    versions = (trajectory.oldest_version for trajectory in group.trajectories)
+    return step - min((version for version in versions if version is not None), default=step)

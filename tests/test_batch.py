@@ -210,3 +210,16 @@ def test_nothing_to_collate_and_impossible_budgets_say_so() -> None:
         minibatches(batch, 0)
     with pytest.raises(ValueError, match="micro-batches"):
         micro_batches(batch, 0)
+
+
+@given(trajectory=trajectories(), oldest=st.integers(0, 6))
+def test_tokens_before_the_oldest_version_are_context_and_all_others_carry_loss(trajectory, oldest):
+    kept = to_samples(trajectory, 2.0, oldest_version=oldest)
+    everything = to_samples(trajectory, 2.0)
+    fresh = [v for sample in everything for v, m in zip(sample.policy_versions, sample.loss_mask, strict=True) if m]
+    assert sum(sum(sample.loss_mask) for sample in kept) == sum(version >= oldest for version in fresh)
+    assert all(any(sample.loss_mask) for sample in kept) or oldest == 0
+    for sample in kept:
+        for version, mask, advantage in zip(sample.policy_versions, sample.loss_mask, sample.advantages, strict=True):
+            assert mask == (version >= max(oldest, 0))
+            assert advantage == 2.0 * mask

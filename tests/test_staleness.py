@@ -10,7 +10,7 @@ from agentrl.errors import StalenessError
 from agentrl.flow import STALENESS_RULES, StalenessRule, Ticket
 from agentrl.flow.staleness import DeadlineFirst, Drain, Drop, Gate, Wait
 
-BOUNDED = sorted(STALENESS_RULES.keys() - {"gate"})
+BOUNDED = sorted(STALENESS_RULES.keys() - {"gate", "mask"})
 
 
 class Adversary:

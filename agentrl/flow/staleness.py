@@ -25,6 +25,9 @@ The others are what other systems do, as values of the same setting, for compari
 - `Wait`: strictly in order of admission. Bounded; waits for every straggler.
 - `Gate` (AReaL, arXiv 2505.24298, eq. 3): at most (s + K + 1) G groups are ever admitted, finished ones are taken first
   come, first served. Never waits for a straggler, which therefore may be older than the bound.
+- `Mask` (ours): admits as `Gate`, takes the earliest deadlines that are ready, and never waits; tokens that are older
+  than the bound carry no loss. Every group is trained on, no gradient comes from a token older than K; the price is the
+  first tokens of some stragglers.
 - `Drop` (verl, prime-rl): first come, first served; what is too old for the next step is given up and replaced.
   Bounded, and biased towards short episodes.
 - `Drain`: new weights wait until nothing plays, and nothing starts meanwhile.
@@ -38,7 +41,7 @@ from typing import Literal, NamedTuple
 
 from agentrl.errors import StalenessError
 
-StalenessRuleName = Literal["deadline_first", "wait", "gate", "drop", "drain"]
+StalenessRuleName = Literal["deadline_first", "wait", "gate", "mask", "drop", "drain"]
 
 
 class Ticket(NamedTuple):
@@ -52,10 +55,12 @@ class Ticket(NamedTuple):
 class StalenessRule:
     """The books that all rules keep. `version` is the live policy version, which is also the number of the next step.
 
-    `bounded`: whether no group is ever trained at a step after its deadline.
+    `bounded`: whether no group is ever trained at a step after its deadline. `masks`: whether tokens older than the
+    bound are to carry no loss.
     """
 
     bounded = True
+    masks = False
 
     def __init__(self, *, max_staleness: int, groups_per_step: int, version: int = 0) -> None:
         if max_staleness < 0 or groups_per_step < 1:
@@ -193,6 +198,15 @@ class Gate(StalenessRule):
         return self._next_number - self._forfeited < steps * self.groups_per_step
 
 
+class Mask(Gate):
+    """The gate's admission, earliest deadline first of what is ready; late tokens carry no loss."""
+
+    masks = True
+
+    def _choose(self) -> list[Ticket] | None:
+        return nsmallest(self.groups_per_step, self._ready)
+
+
 class Drop(StalenessRule):
     """First come, first served; what missed its deadline is given up."""
 
@@ -229,6 +243,7 @@ STALENESS_RULES: dict[StalenessRuleName, Callable[..., StalenessRule]] = {
     "deadline_first": DeadlineFirst,
     "wait": Wait,
     "gate": Gate,
+    "mask": Mask,
     "drop": Drop,
     "drain": Drain,
 }

@@ -7,16 +7,20 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from agentrl.trajectory import Group, Trajectory
+from agentrl.trajectory import Group, Trajectory, staleness
 
 
 def rollout_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
-    """Metrics of the trajectories trained on at `step`. Staleness is in versions, lengths in turns and tokens."""
+    """Metrics of the trajectories trained on at `step`. Staleness is in versions (its
+    histograms are shares of groups, by their oldest token, and of tokens), lengths in turns and tokens.
+    """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     scores = [score for group in groups for score in group.scores]
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
-    ages = [step - version for turn in turns for version in turn.completion.policy_versions]
     parts = sorted({name for score in scores for name in score.parts})
+    versions_T = [version for turn in turns for version in turn.completion.policy_versions]
+    ages_of_groups = Counter(staleness(group, step) for group in groups)
+    ages_of_tokens = Counter(step - version for version in versions_T)
     lengths = Counter(turn.completion.finish_reason for turn in turns)
     return {
         "reward": fmean(score.value for score in scores),
@@ -29,8 +33,10 @@ def rollout_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
         "cut_answers": lengths["length"] / max(1, len(turns)),
         "truncated": fmean(trajectory.status.name == "truncated" for trajectory in trajectories),
         "mixed_groups": fmean(len(set(group.rewards_G)) > 1 for group in groups),
-        "staleness/max": float(max(ages, default=0)),
-        "staleness/mean": fmean(ages) if ages else 0.0,
+        "staleness/max": float(max(ages_of_tokens, default=0)),
+        "staleness/mean": step - fmean(versions_T) if versions_T else 0.0,
+        **{f"staleness/groups/{age}": count / len(groups) for age, count in sorted(ages_of_groups.items())},
+        **{f"staleness/tokens/{age}": count / len(versions_T) for age, count in sorted(ages_of_tokens.items())},
     }
 
 

@@ -37,7 +37,9 @@ async def policy_gradient(run: Run) -> None:
                 with clock("rollout"):
                     groups = await rollouts.next_batch()
                 with clock("train"):
-                    batch = collate(samples_of(groups, algorithm), row_tokens=trainer.row_tokens)
+                    batch = collate(
+                        samples_of(groups, algorithm, rollouts.oldest_version(step)), row_tokens=trainer.row_tokens
+                    )
                     metrics = await trainer.step(batch, algorithm.loss, algorithm.normalizer(batch))
                 with clock("weights"):
                     async with rollouts.new_weights(step + 1):
@@ -51,11 +53,11 @@ async def policy_gradient(run: Run) -> None:
         run.finish(checksum(await trainer.weights()))
 
 
-def samples_of(groups: list[Group], algorithm: Algorithm) -> Iterator[TrainingSample]:
-    """The training samples of a batch of groups, each token with its trajectory's advantage."""
+def samples_of(groups: list[Group], algorithm: Algorithm, oldest_version: int) -> Iterator[TrainingSample]:
+    """The training samples of a batch of groups, each token with its trajectory's advantage, if it is fresh enough."""
     for group in groups:
         for trajectory, advantage in zip(group.trajectories, algorithm.advantages(group), strict=True):
-            yield from to_samples(trajectory, advantage)
+            yield from to_samples(trajectory, advantage, oldest_version=oldest_version)
 
 
 class Stopwatch:

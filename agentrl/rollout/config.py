@@ -50,7 +50,7 @@ class RolloutConfig(Settings):
     sent again with the tokens they have (`abort_resume`), or they are waited for (`drain`)."""
     max_live_episodes: int = Field(1024, gt=0)
     """Most episodes in play at once; below it, the number follows the engine (`agentrl/rollout/live_limit.py`)."""
-    min_live_episodes: int = Field(64, gt=0)
+    min_live_episodes: int = Field(128, gt=0)
     """Where that number starts, and what it never falls below."""
     retries: Retries = Retries()
     max_failed_tasks: int = Field(16, ge=0)

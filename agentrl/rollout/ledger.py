@@ -85,6 +85,7 @@ _END = (
 _END_TASK = "UPDATE tasks SET fate = ?, why = ? WHERE number = ? AND fate IS NULL"
 _TRAINED = "UPDATE tasks SET fate = 'trained', step = ?, rewards = ? WHERE number = ? AND fate IS NULL"
 
+_FILTERED = "UPDATE tasks SET fate = 'filtered', step = ?, why = ?, rewards = ? WHERE number = ? AND fate IS NULL"
 _TASK_COLUMNS = "number, id, env, seed, options, admitted_version, fate, step, why, rewards"
 _TALLY = {
     "tasks": (
@@ -121,7 +122,7 @@ class Fates:
 
 @dataclass(frozen=True, slots=True)
 class TaskRecord:
-    """What the ledger knows of a task. `fate` is None while it is open; `rewards` are those of a trained one."""
+    """What the ledger knows of a task. `fate` is None while it is open, `rewards` empty before it was trained on or filtered."""
 
     number: int
     task: Task
@@ -179,8 +180,11 @@ class LedgerReader:
         return [task_id for (task_id,) in self._rows("SELECT id FROM tasks WHERE fate = 'trained' ORDER BY number")]
 
     def outcomes(self) -> Iterator[tuple[int, Task, tuple[float, ...]]]:
-        """Number, task and rewards of the tasks trained on, in order of step, then of number."""
-        query = f"SELECT {_TASK_COLUMNS} FROM tasks WHERE fate = 'trained' ORDER BY step, number"
+        """Number, task and rewards of the tasks trained on or filtered, by step, filtered ones first, by number."""
+        query = (
+            f"SELECT {_TASK_COLUMNS} FROM tasks WHERE fate = 'trained' OR (fate = 'filtered' AND step IS NOT NULL) "
+            "ORDER BY step, fate = 'trained', number"
+        )
         for record in map(_task_record, self._rows(query)):
             yield record.number, record.task, record.rewards
 
@@ -310,6 +314,10 @@ class Ledger(LedgerReader):
         Its episodes that are still open share it; those of one that failed are cancelled.
         """
         self._append(_END_TASK, (fate, _storable(why), number))
+
+    def filtered(self, step: int, number: int, why: str, rewards: Sequence[float]) -> None:
+        """A task's group was played for the batch of `step`, and taught nothing. Its open episodes share the fate."""
+        self._append(_FILTERED, (step, _storable(why), json.dumps([float(reward) for reward in rewards]), number))
 
     def trained(self, step: int, outcomes: Mapping[int, Sequence[float]]) -> None:
         """The groups of these tasks, with their open episodes, go to the trainer as the batch of `step`.

@@ -24,11 +24,11 @@ from agentrl.protocols import Curriculum, Engine, Reward, TaskSource
 from agentrl.rollout.bias import Bias
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.episode import EpisodePlayer
-from agentrl.rollout.ledger import Fate, Ledger
+from agentrl.rollout.ledger import Ledger
 from agentrl.rollout.live_limit import LiveLimit, Load, Places
 from agentrl.rollout.members import GroupPlayer, MembersLostError
 from agentrl.rollout.watchdog import watch
-from agentrl.trajectory import Group, Task
+from agentrl.trajectory import Group, Task, staleness
 
 
 class _Ended(NamedTuple):
@@ -84,7 +84,7 @@ class Rollouts:
         self._observe_at = 0
         self._failed_tasks = 0
         self._last_failures: deque[str] = deque(maxlen=5)
-        self._filtered = 0
+        self._filtered: list[tuple[int, Group]] = []  # for the batch to come
         self.blocked = False
         """Whether `next_batch` is waiting."""
         self._curriculum = tasks if isinstance(tasks, Curriculum) else None
@@ -127,14 +127,15 @@ class Rollouts:
         self.blocked = False
         chosen = [self._ready.pop(ticket) for ticket in sorted(tickets, key=lambda ticket: ticket.number)]
         step = self._rule.version
-        for number, group in chosen:
+        self._tell_source(sorted(self._filtered, key=lambda played: played[0]))  # as the ledger will tell it again
+        self._tell_source(chosen)
+        self._filtered = []
+        for _, group in chosen:
             if self._rule.bounded and staleness(group, step) > self._config.max_staleness:
                 raise StalenessError(f"{group.task.id} has tokens {staleness(group, step)} versions old at step {step}")
             self._events.record("trained", group.task.id)
             self._bias.trained(group)
-            self._tell_source(number, group)
         self._ledger.trained(step, {number: group.rewards_G for number, group in chosen})
-        self._filtered = 0
         return [group for _, group in chosen]
 
     @asynccontextmanager
@@ -161,6 +162,10 @@ class Rollouts:
             "failed_tasks": float(self._failed_tasks),
             **self._bias.metrics(),
         }
+
+    def oldest_version(self, step: int) -> int:
+        """Tokens sampled under an older version than this carry no loss at `step` (only under the rule `mask`)."""
+        return max(0, step - self._config.max_staleness) if self._rule.masks else 0
 
     @property
     def flow(self) -> Flow:
@@ -209,7 +214,9 @@ class Rollouts:
                 self._ready[ticket] = (number, group)
 
     def _fail_task(self, ticket: Ticket, number: int, task: Task, why: str) -> None:
-        self._end_task(ticket, number, task, "failed", why)
+        del self._playing[ticket]
+        self._ledger.end_task(number, "failed", why)
+        self._events.record("failed", task.id)
         self._failed_tasks += 1
         self._last_failures.append(f"{task.id}: {why}")
         too_many = self._failed_tasks - self._config.max_failed_tasks
@@ -224,23 +231,21 @@ class Rollouts:
         self._replace(ticket)
 
     def _filter(self, ticket: Ticket, number: int, group: Group) -> None:
-        self._end_task(ticket, number, group.task, "filtered", f"all members earned {group.rewards_G[0]:g}")
-        self._tell_source(number, group)
-        self._filtered += 1
-        if self._filtered > self._config.max_filtered_per_step:
+        del self._playing[ticket]
+        why = f"all members earned {group.rewards_G[0]:g}"
+        self._ledger.filtered(self._rule.version, number, why, group.rewards_G)
+        self._events.record("filtered", group.task.id)
+        self._filtered.append((number, group))
+        if len(self._filtered) > self._config.max_filtered_per_step:
             self._closing = True
             raise FilterBudgetError(
-                f"{self._filtered} groups were filtered for one batch, and rollout.max_filtered_per_step allows "
+                f"{len(self._filtered)} groups were filtered for one batch, and rollout.max_filtered_per_step allows "
                 f"{self._config.max_filtered_per_step}: all members of a group earn the same, the last time "
                 f"{group.rewards_G[0]:g}. The tasks are too hard or too easy for this policy, or the reward is "
-                "constant: look at the run's trajectories/, choose other tasks, or set rollout.filter_zero_variance=false"
+                "constant: look at the run's trajectories/, choose other tasks, or leave rollout.filter_zero_variance "
+                "off"
             )
         self._replace(ticket)
-
-    def _end_task(self, ticket: Ticket, number: int, task: Task, fate: Fate, why: str) -> None:
-        del self._playing[ticket]
-        self._ledger.end_task(number, fate, why)
-        self._events.record(fate, task.id)
 
     def _replace(self, ticket: Ticket) -> None:
         """A group will not be trained on: the next task takes its place."""
@@ -260,9 +265,10 @@ class Rollouts:
         self._events.record("stale", str(number))
         self._groups_left += 1
 
-    def _tell_source(self, number: int, group: Group) -> None:
+    def _tell_source(self, played: Iterable[tuple[int, Group]]) -> None:
         if self._curriculum is not None:
-            self._curriculum.saw(number, group.task, group.rewards_G)
+            for number, group in played:
+                self._curriculum.saw(number, group.task, group.rewards_G)
 
     def _progress(self) -> tuple[int, int]:
         return self._episodes_ended, self._engine.stats().generated_tokens
@@ -282,9 +288,3 @@ class Rollouts:
             self._places.limit = self._limit.limit
             self._places.hand_out()
         self._admit()
-
-
-def staleness(group: Group, step: int) -> int:
-    """How many versions the oldest token of `group` is behind the weights that `step` trains."""
-    versions = (trajectory.oldest_version for trajectory in group.trajectories)
-    return step - min((version for version in versions if version is not None), default=step)

@@ -31,7 +31,8 @@ def _facts(report: Report, bound: int) -> list[tuple[str, str]]:
         ("throughput", f"{3600 * len(steps) / seconds:,.1f} steps/h   {report.episodes / seconds:,.2f} episodes/s   "
                        f"{report.tokens / seconds:,.0f} tokens/s"),
         ("a step takes", f"{fmean(steps):,.1f} s on average, one in twenty over {late:,.1f} s"),
-        ("trainer", f"busy {report.train_seconds / seconds:.1%}, waiting for groups {report.blocked_seconds / seconds:.1%}"),
+        ("trainer", f"busy {report.train_seconds / seconds:.1%}, "
+                    f"waiting for groups {report.blocked_seconds / seconds:.1%}"),
         ("engine", f"{report.slot_utilisation:.1%} of its slots in use on average, "
                    f"live episodes limited to {report.metrics['live_episodes/limit']:.0f} at the end"),
         ("staleness", f"at most {report.largest_staleness} (bound {bound})"),

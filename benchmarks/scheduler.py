@@ -1,0 +1,152 @@
+"""The production scheduler beside the rules of others: the same drawn episodes, five seeds, one run.
+
+    python benchmarks/scheduler.py [--settings gauss lognormal-1.0] [--bounds 1 2 4] [--seeds 5] [--steps 50]
+
+`agentrl` is `Rollouts` itself on simulated engine and environments (`agentrl.simulate`), with its deadlines, retries
+and ledger; `agentrl mask` is the same under `rollout.staleness_rule=mask`, whose masked tokens count as discarded. The
+others are the models of `rivals.py`. Two columns compare seconds a step, ours over theirs (below 1 ours is faster):
+`at K` with the same setting of the bound, and `at kept` with ours set to the largest staleness that was really seen of
+the other. A rule that does not keep its bound is only then compared with one that may do the same. `at least` is the
+lower bound of any schedule that drops nothing.
+"""
+
+import argparse
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+from rich.console import Console
+from rich.table import Table
+from rivals import SETTINGS, Result, Workload, lower_bound, mean, rivals
+
+from agentrl.flow import StalenessRuleName
+from agentrl.protocols import GenerateRequest
+from agentrl.rollout.config import Retries, RolloutConfig
+from agentrl.rollout.env_host import Deadlines
+from agentrl.simulate.engine import SimulatedEngine
+from agentrl.simulate.env import Plan, SimulatedEnvs
+from agentrl.simulate.latency import Constant
+from agentrl.simulate.world import SimulationConfig, World
+from agentrl.trajectory import Task
+
+WITHOUT_K = ("synchronous", "lockstep", "workers", "ring")
+PATIENCE = Deadlines(
+    reset=100, step=60, generate=1e6, episode=2e6, group=1e7, stall=5e6
+)  # a step is late after four times its slowest
+
+
+@dataclass(frozen=True)
+class IndexedTasks:
+    """`TaskSource` whose seeds are the tasks' indices, by which the workload knows them."""
+
+    def task(self, index: int) -> Task:
+        return Task("simulated", index, {}, f"task-{index:06d}")
+
+
+def world(workload: Workload, bound: int, rule: StalenessRuleName) -> World:
+    """The workload as a simulation of the production scheduler."""
+    instant = workload.slots >= 1_000_000
+
+    def plan_of(task: int, member: int) -> Plan:
+        return Plan(0.0, tuple(env for _, env in workload.turns(task, member)), 1.0)
+
+    def length_of(request: GenerateRequest) -> int:
+        task, member, _, turn = request.id.split("+")[0].split("/")
+        return max(1, workload.turns(int(task.removeprefix("task-")), int(member))[int(turn)][0])
+
+    engine = SimulatedEngine.Config(
+        slots=workload.slots,
+        seconds_per_token=0.0 if instant else workload.seconds_per_token,
+        slowdown=workload.slowdown,
+        knee=workload.knee,
+        max_context=10_000_000,
+        kv_on_update="keep",
+    )
+    rollout = RolloutConfig(
+        groups_per_step=workload.groups_per_step,
+        group_size=workload.group_size,
+        max_staleness=bound,
+        staleness_rule=rule,
+        max_turns=workload.num_turns,
+        max_live_episodes=1_000_000,
+        min_live_episodes=1_000_000 if instant else workload.slots,
+        max_failed_tasks=0,
+        retries=Retries(environment=20),
+        sampling={"max_tokens": 1_000_000},
+        deadlines=PATIENCE,
+    )
+    troubles = SimulatedEnvs.Config(hung=workload.hung, fail_slow=workload.fail_slow)
+    simulation = SimulationConfig(
+        engine=engine, env=troubles, prompt_tokens=1, train_seconds=Constant(value=workload.train_seconds)
+    )
+    return World(
+        rollout, simulation, workload.steps, workload.seed, tasks=IndexedTasks(), plan_of=plan_of, length_of=length_of
+    )
+
+
+def ours(workload: Workload, bound: int, rule: StalenessRuleName = "deadline_first") -> Result:
+    """What `Rollouts` achieves. What `mask` leaves out of the loss counts as discarded, by tokens."""
+    report = world(workload, bound, rule).run()
+    fates, tokens = report.episode_fates, report.staleness_tokens
+    masked = sum(count for age, count in tokens.items() if age > bound) / tokens.total()
+    return Result(
+        f"agentrl, K = {bound}" if rule == "deadline_first" else f"agentrl {rule}, K = {bound}",
+        report.seconds / report.steps,
+        fates.trained / report.seconds,
+        report.slot_utilisation if workload.slots < 1_000_000 else float("nan"),
+        min(bound, report.largest_staleness),
+        1 - fates.trained / fates.total * (1 - masked),
+        report.metrics["bias/seconds"],
+    )
+
+
+def rows(workloads: Sequence[Workload], bounds: Sequence[int]) -> Iterator[tuple[Result, float, float, float]]:
+    """(a rule's result, half its range over seeds, ours over it at the same K, the same at the bound it kept)."""
+
+    @cache
+    def ours_at(bound: int) -> Result:
+        return mean([ours(workload, bound) for workload in workloads])
+
+    for bound in bounds:
+        yield ours_at(bound), 0.0, 1.0, 1.0
+        yield mean([ours(workload, bound, "mask") for workload in workloads]), 0.0, 1.0, 1.0
+        for name, run in rivals(bound).items():
+            if name in WITHOUT_K and bound != bounds[0]:
+                continue
+            each = [run(workload) for workload in workloads]
+            result = replace(mean(each), rule=name if name in WITHOUT_K else f"{name}, K = {bound}")
+            seconds = [one.seconds_per_step for one in each]
+            same = ours_at(0 if name in WITHOUT_K else bound).seconds_per_step / result.seconds_per_step
+            kept = ours_at(max(result.largest_staleness, 0)).seconds_per_step / result.seconds_per_step
+            yield result, (max(seconds) - min(seconds)) / 2, same, kept
+
+
+def main() -> None:
+    """Print a table per setting."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=list(SETTINGS), metavar="NAME")
+    parser.add_argument("--bounds", nargs="*", type=int, default=[1, 2, 4])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=50)
+    args = parser.parse_args()
+    console = Console(width=140)
+    for name in args.settings:
+        workloads = [replace(SETTINGS[name](seed), steps=args.steps) for seed in range(args.seeds)]
+        floor = statistics.fmean(lower_bound(workload) / workload.steps for workload in workloads)
+        columns = ("rule", "s/step", "±", "at K", "at kept", "slots", "staleness", "discarded", "trained/all", "stalls")
+        table = Table(*columns, title=f"{name}: at least {floor:.1f} s/step")
+        for result, spread, same, kept in rows(workloads, args.bounds):
+            ratios = ("", "") if result.rule.startswith("agentrl") else (f"{same:.2f}", f"{kept:.2f}")
+            figures = (f"{result.slot_utilisation:.2f}", str(result.largest_staleness), f"{result.discarded:.2f}")
+            stalls = "" if result.stalled_after is None else f"after {result.stalled_after}"
+            style = "bold" if result.rule.startswith("agentrl") else ""
+            table.add_row(
+                result.rule, f"{result.seconds_per_step:.1f}", f"{spread:.1f}", *ratios, *figures,
+                f"{result.duration_ratio:.2f}", stalls, style=style,
+            )  # fmt: skip
+        console.print(table)
+
+
+if __name__ == "__main__":
+    main()
