@@ -142,14 +142,19 @@ def test_the_same_seed_gives_the_same_events_and_the_same_everything():
 
 
 @pytest.mark.slow
-def test_memory_is_flat_over_two_hundred_thousand_episodes(tmp_path):
-    def grown(episodes: int) -> int:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        many_short_episodes(episodes).run()
-        return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024
+def test_memory_is_flat_over_three_hundred_thousand_episodes(tmp_path):
+    def peak_after(episodes: int, name: str) -> int:
+        spans = SimulationConfig(
+            episode_seconds=Lognormal(median=5.0, sigma=1.0, cap=100), train_seconds=Constant(value=1.0)
+        )
+        rollout = RolloutConfig(groups_per_step=32, max_staleness=1, max_live_episodes=2048, min_live_episodes=512)
+        report = World(rollout, spans, episodes // 256, ledger=tmp_path / name).run()
+        assert report.task_fates.trained == report.task_fates.total
+        assert report.largest_staleness <= 1
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 
-    grown(40_000)
-    assert grown(200_000) < 40, "MiB more for five times the episodes (its ledger is in memory here)"
+    after_few = peak_after(30_000, "few")
+    assert peak_after(300_000, "many") - after_few < 15, "MiB more for ten times the episodes"
 
 
 def gauss(steps: int, **env: float) -> World:

@@ -122,7 +122,7 @@ class Fates:
 
 @dataclass(frozen=True, slots=True)
 class TaskRecord:
-    """What the ledger knows of a task. `fate` is None while it is open, `rewards` empty before it was trained on or filtered."""
+    """What the ledger knows of a task. `fate` is None while it is open; `rewards` come with training or filtering."""
 
     number: int
     task: Task

@@ -67,7 +67,7 @@ class Router:
     @property
     def policy_version(self) -> int:
         """The oldest version that a living replica samples from."""
-        return min(replica.engine.policy_version for replica in self._living())
+        return min([replica.engine.policy_version for replica in self._living()])
 
     @property
     def max_context(self) -> int:
