@@ -2,16 +2,17 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
-from torch import Tensor
 
 from agentrl.algorithms.advantages import Advantage, group_mean, group_std, leave_one_out
-from agentrl.algorithms.losses import negative_entropy, policy_gradient
 from agentrl.batch import TrainBatch
 from agentrl.protocols import LossOutput, LossTokens, Settings
 from agentrl.trajectory import Failed, Group
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _ADVANTAGES: Mapping[str, Advantage] = {
     "group_std": group_std,
@@ -70,8 +71,10 @@ class Grpo:
                 )
         return _ADVANTAGES[self.config.advantage](group.rewards_G)
 
-    def loss(self, logprobs_N: Tensor, tokens: LossTokens) -> LossOutput:
+    def loss(self, logprobs_N: "Tensor", tokens: LossTokens) -> LossOutput:
         """The clipped policy gradient of each token, and the entropy bonus."""
+        from agentrl.algorithms.losses import negative_entropy, policy_gradient
+
         output = policy_gradient(
             logprobs_N,
             tokens,

@@ -1,13 +1,14 @@
 """Supervised fine-tuning as an algorithm: every trajectory is worth imitating."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-from agentrl.algorithms.losses import cross_entropy
 from agentrl.batch import TrainBatch
 from agentrl.protocols import LossOutput, LossTokens
 from agentrl.trajectory import Group
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Sft:
@@ -17,8 +18,10 @@ class Sft:
         """1 for every member."""
         return [1.0] * len(group.trajectories)
 
-    def loss(self, logprobs_N: Tensor, tokens: LossTokens) -> LossOutput:
+    def loss(self, logprobs_N: "Tensor", tokens: LossTokens) -> LossOutput:
         """Cross entropy of each token."""
+        from agentrl.algorithms.losses import cross_entropy
+
         return cross_entropy(logprobs_N, tokens)
 
     def normalizer(self, batch: TrainBatch) -> float:
