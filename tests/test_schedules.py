@@ -203,11 +203,11 @@ def test_a_fifth_of_all_environments_failing_costs_little_and_leaks_nothing(max_
             env=SimulatedEnvs.Config(turns=Constant(value=16), step_seconds=Lognormal(median=1.0, sigma=0.5), **env),
             train_seconds=Constant(value=170.0),
         )
-        return World(rollout, simulation, steps=12)
+        return World(rollout, simulation, steps=24)
 
     clean, troubled = long_decode().run(), long_decode(hung=0.1, crash=0.05, slow_drip=0.05).run()
     assert clean.seconds / troubled.seconds >= 0.85
-    assert troubled.task_fates.trained == troubled.task_fates.total == 384
+    assert troubled.task_fates.trained == troubled.task_fates.total == 24 * 32
     assert troubled.episode_fates.settled
     assert troubled.leaked_envs == troubled.leaked_places == troubled.leaked_requests == 0
 
