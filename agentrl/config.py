@@ -18,6 +18,7 @@ from agentrl.errors import ConfigError, PluginError
 from agentrl.plugins import Component, NoSettings
 from agentrl.protocols import Settings
 from agentrl.rollout.config import RolloutConfig
+from agentrl.rollout.env_host import Isolation
 from agentrl.simulate.world import SimulationConfig
 
 COMPONENTS = {
@@ -41,6 +42,8 @@ class EnvConfig(Settings):
     """A registered name or `package.module:Name`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Passed to every `reset`."""
+    isolation: Isolation | None = None
+    """Where it runs: `inline` (on the event loop), `thread` or `process`; by default what the environment says."""
 
 
 class ModelConfig(Settings):

@@ -40,7 +40,7 @@ class Env(Protocol):
 
     - `system_prompt: str`, the system message of every episode;
     - `tools: Sequence[Mapping]`, JSON schemas of callable functions, passed to the chat template;
-    - `isolation: "inline" | "thread"`: where a sync environment runs. Inline ones must answer in microseconds; one
+    - `isolation: "inline" | "thread" | "process"`: where it runs. Inline ones must answer in microseconds; a sync one
       that may block runs in a thread of its own, which is the default.
 
     `info["success"]`, where given, says whether the episode reached its goal.

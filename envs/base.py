@@ -66,7 +66,7 @@ class TextEnv(ABC):
 
     system_prompt: str = ""
     tools: Sequence[Mapping[str, Any]] = ()
-    isolation: Literal["inline", "thread"] = "thread"
+    isolation: Literal["inline", "thread", "process"] = "thread"
     rng: random.Random
 
     @abstractmethod

@@ -224,7 +224,7 @@ BROKEN: list[tuple[str, Callable[[], Any], str]] = [
     ("shape", changed(4, {1: 2}), "return a dict with text keys"),
     ("shape", changed(4, {"success": 1.0}), '"success"'),
     ("attributes", with_attribute("system_prompt", None), "system_prompt is None"),
-    ("attributes", with_attribute("isolation", "process"), 'write "thread"'),
+    ("attributes", with_attribute("isolation", "fork"), 'write "thread"'),
     ("tools", with_attribute("tools", "go"), "sequence of JSON schemas"),
     ("tools", with_attribute("tools", ["go"]), "a tool is"),
     ("tools", with_attribute("tools", [tool(name="go there")]), "a name is"),
@@ -294,7 +294,7 @@ def test_an_async_environment_passes() -> None:
 
 def test_everything_wrong_is_listed_at_once() -> None:
     class Many(ClosesOnce, ChokesOnGarbage, ChangesOptions):
-        isolation = "process"
+        isolation = "fork"
 
     with pytest.raises(ConformanceError) as error:
         check_env(Many, options={"list": []})

@@ -1,6 +1,5 @@
 """Supervised fine-tuning on the play of a scripted player: a warm start for reinforcement learning."""
 
-import inspect
 import os
 import random
 import shutil
@@ -35,8 +34,7 @@ class ScriptedPolicy:
     async def answer(self, episode: Episode, turn: int, prompt: Prompt, env: LiveEnv) -> Completion:
         """The player's words; their logprobs are those of certainty."""
         rng = random.Random(derive_seed(episode.seed, turn))
-        said = self.player(env.env, rng)
-        words = await said if inspect.isawaitable(said) else said
+        words = await env.consult(self.player, rng)
         token_ids = self.renderer.answer_ids(words)
         return Completion(token_ids, (0.0,) * len(token_ids), (0,) * len(token_ids), "stop")
 

@@ -14,7 +14,8 @@ from agentrl.cluster.weights import WeightPublisher
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.protocols import Curriculum, Engine, Env, Renderer, Reward, SamplingParams, TaskSource, Trainer
-from agentrl.rollout.env_host import EnvHost
+from agentrl.rollout.env_host import EnvHost, Isolation
+from agentrl.rollout.env_process import ProcessEnv
 from agentrl.rollout.episode import EnginePolicy, Player, Sampling
 from agentrl.rollout.renderer import TemplateRenderer
 from agentrl.rollout.router import Router
@@ -102,7 +103,7 @@ async def start_players(config: RunConfig, model: Path) -> AsyncIterator[Players
 async def start_workers(config: RunConfig, model: Path) -> AsyncIterator[Workers]:
     """`start_players`, and a trainer that starts from the same model."""
     async with start_players(config, model) as players, make_trainer(config, model) as trainer:
-        publisher = WeightPublisher(players.engine)
+        publisher = WeightPublisher(players.engine, config.rollout.deadlines.update_weights)
         yield Workers(config, players.engine, players.player, players.reward, trainer, publisher)
 
 
@@ -123,16 +124,20 @@ def make_trainer(config: RunConfig, model: Path, *, steps: int | None = None, **
 @asynccontextmanager
 async def env_host(config: RunConfig) -> AsyncIterator[EnvHost]:
     """The run's environments; closed at the end."""
-    host = EnvHost({config.env.name: env_factory(config.env.name)}, config.rollout.deadlines)
+    name, isolation = config.env.name, config.env.isolation
+    host = EnvHost({name: env_factory(name, isolation)}, config.rollout.deadlines, isolation)
     try:
         yield host
     finally:
         await host.close()
 
 
-def env_factory(name: str) -> Callable[[], Env]:
-    """What makes an environment of this name."""
-    return partial(plugins.load("envs", name))
+def env_factory(name: str, isolation: Isolation | None = None) -> Callable[[], Env]:
+    """What makes an environment of this name; one of processes, where `isolation` or the environment says so."""
+    factory = plugins.load("envs", name)
+    if (isolation or getattr(factory, "isolation", "thread")) == "process":
+        return partial(ProcessEnv, name)
+    return partial(factory)
 
 
 async def base_model(run: Run) -> Path:

@@ -2,25 +2,31 @@
 
 A sync environment runs in a thread of its own unless it says `isolation = "inline"`; an async one runs on the event
 loop. A hung one is abandoned with its thread (a daemon): it costs its episode one deadline, and nobody waits for it.
+One that says `isolation = "process"` is a `ProcessEnv` here, and is killed at its deadline.
 """
 
 import asyncio
 import inspect
 import logging
 import queue
+import random
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from agentrl.errors import ConfigError, DeadlineError, EnvError, RolloutError
 from agentrl.flow import deadline
-from agentrl.protocols import Env, ResetResult, Settings, StepResult
+from agentrl.protocols import Env, ResetResult, ScriptedPlayer, Settings, StepResult
+from agentrl.rollout.env_process import ProcessEnv, with_frame
 
 logger = logging.getLogger(__name__)
+
+Isolation = Literal["inline", "thread", "process"]
+"""Where an environment runs: on the event loop, in a thread, in a process."""
 
 
 class Deadlines(Settings):
@@ -36,6 +42,8 @@ class Deadlines(Settings):
     """`Env.close`."""
     generate: float = Field(120.0, gt=0)
     """One completion, with its wait for a place in the batch."""
+    update_weights: float = Field(600.0, gt=0)
+    """New weights, from the trainer into all engines; what misses it ends the run."""
     reward: float = Field(60.0, gt=0)
     """The score of one trajectory."""
     episode: float = Field(900.0, gt=0)
@@ -101,7 +109,7 @@ def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | Non
 
 @dataclass(eq=False)
 class LiveEnv:
-    """One environment instance and the thread it may need.
+    """One environment instance and the thread it may need. `isolation`, where given, overrides the environment's own.
 
     Raises `EnvError` for whatever the environment raises, with the author's own frame in its text, and
     `DeadlineError` when it does not answer; after either, the instance is `broken` and never used again.
@@ -110,9 +118,17 @@ class LiveEnv:
     env: Env
     deadlines: Deadlines
     broken: bool = False
+    isolation: Isolation | None = None
 
     def __post_init__(self) -> None:
-        inline = getattr(self.env, "isolation", "thread") == "inline" or inspect.iscoroutinefunction(self.env.step)
+        chosen = None if isinstance(self.env, ProcessEnv) else self.isolation
+        isolation = chosen or getattr(self.env, "isolation", "thread")
+        if isolation == "process":
+            raise ConfigError(
+                f"{self._name} wants a process of its own, and was made in this one: make it by "
+                "agentrl.rollout.env_process.ProcessEnv(address), or override it by env.isolation=thread"
+            )
+        inline = isolation == "inline" or inspect.iscoroutinefunction(self.env.step)
         self._thread = None if inline else _Thread(f"env-{type(self.env).__name__}")
         self.tools: Sequence[Mapping[str, Any]] = ()
         """What the environment offers in this episode; known after `reset`."""
@@ -140,8 +156,18 @@ class LiveEnv:
             )
         return result
 
+    async def consult(self, player: ScriptedPlayer, rng: random.Random) -> str:
+        """What a scripted player would say here; it is called where the environment runs."""
+        if isinstance(self.env, ProcessEnv):
+            return str(await self._call("step", self.deadlines.step, partial(self.env.consult, player, rng)))
+        said = player(self.env, rng)
+        return await said if inspect.isawaitable(said) else said
+
     async def close(self) -> None:
         """Close for good. What goes wrong here is logged: the instance's episodes are long over."""
+        if isinstance(self.env, ProcessEnv) and self._thread is not None:
+            await self._end_process(self.env, self._thread)
+            return
         if self._thread is not None:
             self._thread.stop_after(self.env.close)
             return
@@ -150,9 +176,19 @@ class LiveEnv:
         except RolloutError as error:
             logger.warning("%s", error)
 
+    async def _end_process(self, env: ProcessEnv, thread: _Thread) -> None:
+        try:
+            if not self.broken:
+                await self._call("close", self.deadlines.close, env.close)
+        except RolloutError as error:
+            logger.warning("%s", error)
+        finally:
+            env.kill()  # a thread that waits for an answer gets the end of the stream, and goes on to the last call
+            thread.stop_after(env.reap)
+
     @property
     def _name(self) -> str:
-        return type(self.env).__name__
+        return self.env.address if isinstance(self.env, ProcessEnv) else type(self.env).__name__
 
     async def _call(self, phase: str, seconds: float, work: Callable[[], Any]) -> Any:
         try:
@@ -169,26 +205,23 @@ class LiveEnv:
             raise
         except Exception as error:
             self.broken = True
-            raise EnvError(f"{self._name}.{phase} raised {_with_frame(error)}") from error
-
-
-def _with_frame(error: BaseException) -> str:
-    """`KeyError: 'x' (game.py:31 in move)`: the error and the innermost frame it came from."""
-    frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
-    if frame is None:
-        return f"{type(error).__name__}: {error}"
-    code = frame.tb_frame.f_code
-    return f"{type(error).__name__}: {error} ({code.co_filename}:{frame.tb_lineno} in {code.co_name})"
+            if isinstance(self.env, ProcessEnv) and isinstance(error, EnvError):
+                raise  # it says already what was raised over there
+            raise EnvError(f"{self._name}.{phase} raised {with_frame(error)}") from error
 
 
 class EnvHost:
-    """Makes environments by name and keeps the idle ones for the next episode."""
+    """Makes environments by name and keeps the idle ones for the next episode.
 
-    def __init__(self, factories: Mapping[str, Callable[[], Env]], deadlines: Deadlines) -> None:
+    `isolation`, where given, overrides what the environments say; for "process" the factories make `ProcessEnv`s.
+    """
+
+    def __init__(
+        self, factories: Mapping[str, Callable[[], Env]], deadlines: Deadlines, isolation: Isolation | None = None
+    ) -> None:
         self._factories = factories
         self._deadlines = deadlines
+        self._isolation = isolation
         self._idle: dict[str, list[LiveEnv]] = {name: [] for name in factories}
 
     def take(self, name: str) -> LiveEnv:
@@ -196,13 +229,15 @@ class EnvHost:
 
         Raises:
             EnvError: its constructor raised.
+            ConfigError: it wants a process of its own and is not made as a `ProcessEnv`.
         """
         if self._idle[name]:
             return self._idle[name].pop()
         try:
-            return LiveEnv(self._factories[name](), self._deadlines)
+            env = self._factories[name]()
         except Exception as error:
-            raise EnvError(f"making the environment {name!r} raised {_with_frame(error)}") from error
+            raise EnvError(f"making the environment {name!r} raised {with_frame(error)}") from error
+        return LiveEnv(env, self._deadlines, isolation=self._isolation)
 
     async def give_back(self, name: str, env: LiveEnv) -> None:
         """Keep a sound instance for the next episode; close a broken one."""

@@ -436,9 +436,10 @@ def _check_attributes(env: Env, note: Callable[[str], None]) -> None:
     if not isinstance(prompt, str):
         note(f"[attributes] system_prompt is {prompt!r:.80}; it is the text of the system message: a str")
     isolation = getattr(env, "isolation", "thread")
-    if isolation not in ("inline", "thread"):
+    if isolation not in ("inline", "thread", "process"):
         note(
-            f'[attributes] isolation is {isolation!r:.80}; write "thread", or "inline" if every call takes microseconds'
+            f'[attributes] isolation is {isolation!r:.80}; write "thread", or "inline" if every call takes '
+            'microseconds, or "process" if it may hang or crash'
         )
     tools = getattr(env, "tools", ())
     if isinstance(tools, str | Mapping) or not isinstance(tools, Sequence):
