@@ -105,21 +105,29 @@ def rows(workloads: Sequence[Workload], bounds: Sequence[int]) -> Iterator[tuple
     """(a rule's result, half its range over seeds, ours over it at the same K, the same at the bound it kept)."""
 
     @cache
+    def all_of_ours(bound: int, rule: StalenessRuleName = "deadline_first") -> tuple[Result, float]:
+        return summary([ours(workload, bound, rule) for workload in workloads])
+
     def ours_at(bound: int) -> Result:
-        return mean([ours(workload, bound) for workload in workloads])
+        return all_of_ours(bound)[0]
 
     for bound in bounds:
-        yield ours_at(bound), 0.0, 1.0, 1.0
-        yield mean([ours(workload, bound, "mask") for workload in workloads]), 0.0, 1.0, 1.0
+        yield *all_of_ours(bound), 1.0, 1.0
+        yield *all_of_ours(bound, "mask"), 1.0, 1.0
         for name, run in rivals(bound).items():
             if name in WITHOUT_K and bound != bounds[0]:
                 continue
-            each = [run(workload) for workload in workloads]
-            result = replace(mean(each), rule=name if name in WITHOUT_K else f"{name}, K = {bound}")
-            seconds = [one.seconds_per_step for one in each]
+            result, spread = summary([run(workload) for workload in workloads])
+            result = replace(result, rule=name if name in WITHOUT_K else f"{name}, K = {bound}")
             same = ours_at(0 if name in WITHOUT_K else bound).seconds_per_step / result.seconds_per_step
             kept = ours_at(max(result.largest_staleness, 0)).seconds_per_step / result.seconds_per_step
-            yield result, (max(seconds) - min(seconds)) / 2, same, kept
+            yield result, spread, same, kept
+
+
+def summary(results: Sequence[Result]) -> tuple[Result, float]:
+    """The mean over seeds, and half the range of its seconds a step."""
+    seconds = [result.seconds_per_step for result in results]
+    return mean(results), (max(seconds) - min(seconds)) / 2
 
 
 def main() -> None:

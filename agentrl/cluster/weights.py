@@ -17,7 +17,7 @@ class WeightPublisher:
     """Brings the engine to the trainer's weights; returns when it samples under the new version."""
 
     engine: Engine
-    deadline: float = 600.0
+    deadline: float
 
     async def publish(self, trainer: Trainer, version: int) -> None:
         """Publish the trainer's weights as `version`.
