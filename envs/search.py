@@ -1,0 +1,271 @@
+"""Search and answer: questions about an invented little world, whose documents are only found by searching.
+
+Every seed invents people, towns and companies, writes a document about each, and asks a question whose answer takes
+`level` facts, each from another document. No name exists outside, so nothing that a model has learned helps it.
+"""
+
+import random
+import re
+import sqlite3
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from agentrl.envs.base import ToolEnv, ToolError, ToolResult, read_options
+from agentrl.errors import EnvError
+from agentrl.protocols import Env, Settings
+from agentrl.rollout.tools import ToolCall
+
+
+@dataclass(frozen=True, slots=True)
+class Relation:
+    """A fact about each thing of a kind: its sentence ({0} the thing, {1} the other), and how questions say {1}."""
+
+    kind: str
+    other: str
+    sentence: str
+    phrase: str
+
+
+RELATIONS = (
+    Relation("person", "town", "{0} was born in {1}.", "the town where {0} was born"),
+    Relation("person", "person", "{0} was taught by {1}.", "the teacher of {0}"),
+    Relation("person", "company", "{0} works for {1}.", "the employer of {0}"),
+    Relation("town", "person", "The mayor of {0} is {1}.", "the mayor of {0}"),
+    Relation("town", "river", "{0} lies on {1}.", "the river on which {0} lies"),
+    Relation("company", "person", "{0} was founded by {1}.", "the founder of {0}"),
+    Relation("company", "town", "{0} has its seat in {1}.", "the town where {0} has its seat"),
+    Relation("company", "product", "{0} became known for the {1}.", "the product that {0} became known for"),
+)
+
+REMARKS: Mapping[str, Sequence[str]] = {
+    "person": ("{0} collects old maps.", "{0} never learned to swim.", "{0} has {1} grandchildren."),
+    "town": ("{0} has {1}00 inhabitants.", "The market of {0} is held on Fridays.", "{0} burned down in 17{1}."),
+    "company": ("{0} was registered in 18{1}.", "{0} employs {1} people.", "{0} once stood before its ruin."),
+}
+"""Sentences that answer nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One entry of the corpus; `id` says nothing about what it holds."""
+
+    id: int
+    title: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The documents, a question, and the things that lead to its answer: each is named in the document before."""
+
+    documents: tuple[Document, ...]
+    question: str
+    chain: tuple[str, ...]
+
+
+class Search(ToolEnv):
+    """Answer the question: reward 1 for exactly the right name, in which case, articles and punctuation do not count.
+
+    An answer ends the episode. There is no limit of turns but the run's.
+    """
+
+    system_prompt = (
+        "Answer the question. The names in it are invented: look everything up. Search finds documents by their words; "
+        "read them, and answer with the name alone."
+    )
+    # A search in so small an index takes about a tenth of a millisecond, building it one or two.
+    isolation = "inline"
+
+    class Options(Settings):
+        """What `reset(options=...)` takes."""
+
+        level: int = Field(1, ge=1, le=5)
+        """How many facts the answer takes, each from another document. There are 16 documents for each level."""
+
+    def __init__(self) -> None:
+        self._index: sqlite3.Connection | None = None
+
+    def start(self, seed: int, options: Mapping[str, Any]) -> str:
+        """Invent the world of this seed and ask about it."""
+        self.world = make_world(read_options(self.Options, options).level, seed)
+        self.by_id = {document.id: document for document in self.world.documents}
+        self.found: set[int] = set()
+        self.done: set[int] = set()
+        self.close()
+        self._index = _index(self.world.documents)
+        return self.world.question
+
+    def close(self) -> None:
+        """Free the index."""
+        if self._index is not None:
+            self._index.close()
+            self._index = None
+
+    def search(self, query: str, k: Annotated[int, Field(ge=1, le=10)] = 3) -> str:
+        """Find the documents that fit a query best: their numbers, titles and an excerpt.
+
+        Args:
+            query: words to look for
+            k: how many documents at most
+        """
+        if self._index is None:
+            raise EnvError("no episode is being played; call reset first")
+        # Quoted, a word is no operator of FTS5's query language. More of them than this would be no query.
+        words = [f'"{word}"' for word in re.findall(r"\w+", query)[:32]]
+        if not words:
+            raise ToolError("the query has no words")
+        rows = self._index.execute(
+            "SELECT rowid, title, snippet(documents, 1, '', '', '...', 12) FROM documents WHERE documents MATCH ? "
+            "ORDER BY bm25(documents, 5.0, 1.0), rowid LIMIT ?",
+            (" OR ".join(words), k),
+        ).fetchall()
+        self.found |= {number for number, *_ in rows}
+        return "\n".join(f"[{number}] {title}: {excerpt}" for number, title, excerpt in rows) or "Nothing was found."
+
+    def read(self, document: int) -> str:
+        """Read a document.
+
+        Args:
+            document: its number, as search gives it
+        """
+        if document not in self.by_id:
+            raise ToolError(f"there is no document {document}; search gives the numbers of those that there are")
+        self.done.add(document)
+        return f"{self.by_id[document].title}\n{self.by_id[document].text}"
+
+    def answer(self, text: str) -> ToolResult:
+        """Give the answer. There is only one try.
+
+        Args:
+            text: the name that was asked for, and nothing else
+        """
+        right = normal(text) == normal(self.world.chain[-1])
+        return ToolResult("right" if right else "wrong", reward=float(right), terminated=True, success=right)
+
+
+def normal(answer: str) -> str:
+    """What an answer says, without case, punctuation, articles and spaces that mean nothing."""
+    words = re.findall(r"\w+", answer.casefold())
+    return " ".join(word for word in words if word not in ("a", "an", "the"))
+
+
+def strong_player(env: Env, rng: random.Random) -> str:
+    """Searches for what the question or the last document named, reads it, and so on. A `ScriptedPlayer`.
+
+    Raises:
+        TypeError: `env` is not a `Search`.
+    """
+    return weak_player(env, rng, skill=1.0)
+
+
+def weak_player(env: Env, rng: random.Random, skill: float = 0.7) -> str:
+    """With probability `skill` what `strong_player` does, else something at random. A `ScriptedPlayer` for warm starts.
+
+    Raises:
+        TypeError: `env` is not a `Search`.
+    """
+    if not isinstance(env, Search):
+        raise TypeError(f"this player plays Search, not {type(env).__name__}")
+    call = _next_call(env) if rng.random() < skill else _any_call(env, rng)
+    return call.render()
+
+
+def _next_call(env: Search) -> ToolCall:
+    numbers = {document.title: document.id for document in env.world.documents}
+    for title in env.world.chain[:-1]:
+        if numbers[title] not in env.found:
+            return ToolCall("search", {"query": title})
+        if numbers[title] not in env.done:
+            return ToolCall("read", {"document": numbers[title]})
+    return ToolCall("answer", {"text": env.world.chain[-1]})
+
+
+def _any_call(env: Search, rng: random.Random) -> ToolCall:
+    title = rng.choice(env.world.documents).title
+    calls = [ToolCall("search", {"query": title}), ToolCall("answer", {"text": title})]
+    calls += [ToolCall("read", {"document": number}) for number in sorted(env.found)[:1]]
+    return rng.choice(calls)
+
+
+@lru_cache(maxsize=1024)
+def make_world(level: int, seed: int) -> World:
+    """The world of a seed; all members of a group share it."""
+    rng = random.Random(seed)
+    things = _things(8 * level, rng)
+    facts = {
+        thing: [
+            (relation, rng.choice([other for other in things[relation.other] if other != thing]))
+            for relation in RELATIONS
+            if relation.kind == kind
+        ]
+        for kind in REMARKS
+        for thing in things[kind]
+    }
+    kinds = [(thing, kind) for kind in REMARKS for thing in things[kind]]
+    numbers = rng.sample(range(1000, 10_000), len(kinds))
+    documents = tuple(
+        Document(number, thing, _text(thing, facts[thing], REMARKS[kind], rng))
+        for number, (thing, kind) in zip(numbers, kinds, strict=True)
+    )
+    return World(documents, *_question(level, things["person"], facts, rng))
+
+
+def _things(people: int, rng: random.Random) -> dict[str, list[str]]:
+    """Names by kind, no two alike. Surnames are shared, so that a name is found only by all of it."""
+    names = list(dict.fromkeys(_name(rng) for _ in range(8 * people)))
+    few = people // 2
+    families = names[: few // 2]
+    firsts, towns, companies, rivers, products = (
+        names[few + at * people : few + at * people + count] for at, count in enumerate((people, few, few, few, few))
+    )
+    return {
+        "person": [f"{first} {rng.choice(families)}" for first in firsts],
+        "town": towns,
+        "company": [f"{name} {rng.choice(('Works', 'Brothers', 'Society'))}" for name in companies],
+        "river": [f"River {name}" for name in rivers],
+        "product": [f"{name} {rng.choice(('lamp', 'clock', 'boat'))}" for name in products],
+    }
+
+
+def _name(rng: random.Random) -> str:
+    syllables = [rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(rng.randint(2, 3))]
+    return "".join(syllables).capitalize() + rng.choice("lmnrst")
+
+
+_Facts = Mapping[str, Sequence[tuple[Relation, str]]]
+
+
+def _text(thing: str, facts: Sequence[tuple[Relation, str]], remarks: Sequence[str], rng: random.Random) -> str:
+    sentences = [relation.sentence.format(thing, other) for relation, other in facts]
+    sentences += [remark.format(thing, rng.randint(10, 99)) for remark in rng.sample(remarks, 2)]
+    rng.shuffle(sentences)
+    return " ".join(sentences)
+
+
+def _question(level: int, people: Sequence[str], facts: _Facts, rng: random.Random) -> tuple[str, tuple[str, ...]]:
+    """A question of `level` facts, and the things from the one it names to the one it asks for, all different."""
+    while True:
+        chain = [rng.choice(people)]
+        phrase = chain[0]
+        for _ in range(level):
+            ways = [(relation, other) for relation, other in facts.get(chain[-1], ()) if other not in chain]
+            if not ways:
+                break
+            relation, other = rng.choice(ways)
+            phrase = relation.phrase.format(phrase)
+            chain.append(other)
+        if len(chain) == level + 1:
+            return f"What is the name of {phrase}?", tuple(chain)
+
+
+def _index(documents: Sequence[Document]) -> sqlite3.Connection:
+    # An environment may be closed from another thread than it was played on, never from two at once.
+    index = sqlite3.connect(":memory:", check_same_thread=False)
+    index.execute("CREATE VIRTUAL TABLE documents USING fts5(title, text)")
+    rows = [(document.id, document.title, document.text) for document in documents]
+    index.executemany("INSERT INTO documents (rowid, title, text) VALUES (?, ?, ?)", rows)
+    return index

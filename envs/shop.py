@@ -1,0 +1,264 @@
+"""Booking a room for a user who says what they want only when asked. The model talks to the user and to the desk.
+
+The user is a function: `scripted_user` by default, or another by the option `user`, such as one that asks a model.
+"""
+
+import inspect
+import random
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from pydantic import Field, ImportString
+
+from agentrl.envs.base import ToolEnv, ToolError, ToolResult, read_options
+from agentrl.protocols import Env, Settings
+from agentrl.rollout.tools import ToolCall
+
+AREAS = ("centre", "harbour", "old town", "university")
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What the desk knows of a room. `price` is in euros a night; a room that is not `free` cannot be booked."""
+
+    name: str
+    price: int
+    area: str
+    beds: int
+    breakfast: bool
+    pets: bool
+    parking: bool
+    free: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """One thing that the user wants: at most that `price`, at least so many `beds`, else exactly that value."""
+
+    about: str
+    value: int | str | bool
+
+    def holds(self, room: Room) -> bool:
+        """Whether the room is as wished."""
+        value = getattr(room, self.about)
+        if self.about == "price":
+            return bool(value <= self.value)
+        return bool(value >= self.value) if self.about == "beds" else bool(value == self.value)
+
+    def __str__(self) -> str:
+        said = {
+            "price": f"It may cost at most {self.value} euros a night.",
+            "area": f"It should be in this part of town: {self.value}.",
+            "beds": f"We need at least {self.value} beds.",
+            "breakfast": "There must be breakfast.",
+            "pets": "Our dog comes with us.",
+            "parking": "We come by car and must park it.",
+        }
+        return said[self.about]
+
+
+TOPICS: Mapping[str, str] = {
+    "price": r"pric|cost|budget|pay|euro|expensive|cheap|money",
+    "area": r"area|where|location|part of|district|town|neighbou?rhood",
+    "beds": r"\bbed|sleep|people|person|guest|how many of you",
+    "breakfast": r"breakfast|meal|food|eat",
+    "pets": r"\bpet|dog|\bcat|animal",
+    "parking": r"parking|\bcar\b|drive|vehicle",
+}
+"""What can be wished for, and the words by which the scripted user knows that it is asked about."""
+
+User = Callable[[str, Sequence[Wish], random.Random], str | Awaitable[str]]
+"""Answers a question, given all wishes and the episode's generator. May be async; keeps nothing between calls."""
+
+
+def scripted_user(question: str, wishes: Sequence[Wish], rng: random.Random) -> str:
+    """Answers what is asked about, two things at most, and volunteers nothing."""
+    asked = [topic for topic, words in TOPICS.items() if re.search(words, question.lower())][:2]
+    if not asked:
+        return f"Please ask me about something: {', '.join(TOPICS)}."
+    wished = {wish.about: str(wish) for wish in wishes}
+    return " ".join(wished.get(topic, f"I do not mind about the {topic}.") for topic in asked)
+
+
+class Shop(ToolEnv):
+    """Book a room that is as the user wishes, then finish: reward 1 if what is booked then fulfils every wish.
+
+    Finishing ends the episode; there is no limit of turns but the run's. Exactly one free room fits, and for each wish
+    another misses it alone.
+    """
+
+    system_prompt = (
+        "Book the room that the user wants. The user tells you their wishes only if you ask about them. Look at the "
+        "rooms with the tools, book one, then finish."
+    )
+    isolation = "inline"
+
+    class Options(Settings):
+        """What `reset(options=...)` takes."""
+
+        level: int = Field(1, ge=1, le=5)
+        """The user has `level` + 1 wishes, the house 4 rooms for each level and 4 more. From level 3 on, one that would
+        fit is taken."""
+        user: ImportString[User] = Field(default=scripted_user)
+        """Who answers `ask_user`: a `User`, or where to find one, as `package.module:name`."""
+
+    def start(self, seed: int, options: Mapping[str, Any]) -> str:
+        """Make up rooms and wishes."""
+        chosen = read_options(self.Options, options)
+        self._user: User = chosen.user
+        self.wishes = _wishes(chosen.level + 1, self.rng)
+        self.rooms = {room.name: room for room in _rooms(chosen.level, self.wishes, self.rng)}
+        self.booked: Room | None = None
+        self.listed = False
+        self.questions: list[str] = []
+        self.inspected: set[str] = set()
+        return "Hello! I need a room for the night, please."
+
+    # One async tool makes the whole environment run on the event loop, where a user may wait for a model.
+    async def ask_user(self, question: str) -> str:
+        """Ask the user something.
+
+        Args:
+            question: what you want to know, in words
+        """
+        self.questions.append(question)
+        answer = self._user(question, self.wishes, self.rng)
+        return await answer if inspect.isawaitable(answer) else answer
+
+    def list_rooms(self) -> str:
+        """List the names of all rooms, with price and area."""
+        self.listed = True
+        return "\n".join(f"{room.name}: {room.price} euros, {room.area}" for room in self.rooms.values())
+
+    def inspect_room(self, room: str) -> dict[str, Any]:
+        """Tell all about a room.
+
+        Args:
+            room: its name, as in the list
+        """
+        found = self._find(room)
+        self.inspected.add(found.name)
+        return asdict(found)
+
+    def book(self, room: str) -> str:
+        """Book a room. An earlier booking is cancelled.
+
+        Args:
+            room: its name, as in the list
+        """
+        found = self._find(room)
+        if not found.free:
+            raise ToolError(f"{found.name} is not free")
+        self.booked = found
+        return f"{found.name} is booked."
+
+    def finish(self) -> ToolResult:
+        """Say goodbye to the user. Nothing can be changed afterwards."""
+        fits = self.booked is not None and all(wish.holds(self.booked) for wish in self.wishes)
+        said = "Thank you, this is what I wanted." if fits else "This is not what I wanted."
+        return ToolResult(said, reward=float(fits), terminated=True, success=fits)
+
+    def _find(self, name: str) -> Room:
+        found = self.rooms.get(name.strip().title())
+        if found is None:
+            raise ToolError(f"there is no room {name[:40]!r}; list_rooms names those that there are")
+        return found
+
+
+def strong_player(env: Env, rng: random.Random) -> str:
+    """Asks about everything, inspects what may fit, books what does. A `ScriptedPlayer` for demonstrations.
+
+    Raises:
+        TypeError: `env` is not a `Shop`.
+    """
+    return weak_player(env, rng, skill=1.0)
+
+
+def weak_player(env: Env, rng: random.Random, skill: float = 0.8) -> str:
+    """With probability `skill` what `strong_player` does, else something at random. A `ScriptedPlayer` for warm starts.
+
+    Raises:
+        TypeError: `env` is not a `Shop`.
+    """
+    if not isinstance(env, Shop):
+        raise TypeError(f"this player plays Shop, not {type(env).__name__}")
+    call = _next_call(env) if rng.random() < skill else _any_call(env, rng)
+    return call.render()
+
+
+def _next_call(env: Shop) -> ToolCall:
+    """What to do next; it knows only what has been said and seen."""
+    asked = " ".join(env.questions)
+    unasked = [topic for topic in TOPICS if topic not in asked]
+    if unasked:
+        return ToolCall("ask_user", {"question": f"What do you wish as to {' and '.join(unasked[:2])}?"})
+    if not env.listed:
+        return ToolCall("list_rooms", {})
+    shown = [wish for wish in env.wishes if wish.about in ("price", "area")]
+    for room in env.rooms.values():
+        if not all(wish.holds(room) for wish in shown):
+            continue
+        if room.name not in env.inspected:
+            return ToolCall("inspect_room", {"room": room.name})
+        if room.free and all(wish.holds(room) for wish in env.wishes):
+            return ToolCall("finish", {}) if env.booked == room else ToolCall("book", {"room": room.name})
+    return ToolCall("finish", {})
+
+
+def _any_call(env: Shop, rng: random.Random) -> ToolCall:
+    room = rng.choice(list(env.rooms))
+    calls = [ToolCall("ask_user", {"question": f"And the {rng.choice(list(TOPICS))}?"}), ToolCall("list_rooms", {})]
+    calls += [ToolCall("inspect_room", {"room": room}), ToolCall("book", {"room": room}), ToolCall("finish", {})]
+    return rng.choice(calls)
+
+
+def _wishes(count: int, rng: random.Random) -> tuple[Wish, ...]:
+    values: dict[str, int | str | bool] = {
+        "price": rng.randrange(60, 160, 10),
+        "area": rng.choice(AREAS),
+        "beds": rng.randint(2, 4),
+        "breakfast": True,
+        "pets": True,
+        "parking": True,
+    }
+    return tuple(Wish(about, values[about]) for about in rng.sample(list(values), count))
+
+
+def _rooms(level: int, wishes: Sequence[Wish], rng: random.Random) -> list[Room]:
+    """One that fits, one for each wish that misses it alone, and others that miss some, in any order."""
+    missed = [[], *([wish] for wish in wishes)]
+    missed += [rng.sample(wishes, rng.randint(1, len(wishes))) for _ in range(4 * level + 4 - len(missed))]
+    names = rng.sample(_NAMES, len(missed))
+    rooms = [_room(name, wishes, misses, rng) for name, misses in zip(names, missed, strict=True)]
+    if level >= 3:
+        rooms[-1] = replace(rooms[0], name=rooms[-1].name, free=False)
+    rng.shuffle(rooms)
+    return rooms
+
+
+def _room(name: str, wishes: Sequence[Wish], misses: Sequence[Wish], rng: random.Random) -> Room:
+    """A random room that is as wished, except for what it misses."""
+    breakfast, pets, parking = (rng.random() < 0.5 for _ in range(3))
+    room = Room(name, rng.randrange(40, 200, 5), rng.choice(AREAS), rng.randint(1, 5), breakfast, pets, parking)
+    values: dict[str, Any] = {wish.about: _value(wish, wish not in misses, rng) for wish in wishes}
+    return replace(room, **values)
+
+
+def _value(wish: Wish, granted: bool, rng: random.Random) -> int | str | bool:
+    """A value that fulfils the wish, or one that does not."""
+    if wish.about == "price":
+        limit = int(wish.value)
+        return rng.randrange(40, limit + 1, 5) if granted else limit + rng.randrange(5, 60, 5)
+    if wish.about == "beds":
+        return rng.randint(int(wish.value), 5) if granted else rng.randint(1, int(wish.value) - 1)
+    if granted:
+        return wish.value
+    return rng.choice([area for area in AREAS if area != wish.value]) if wish.about == "area" else False
+
+
+_NAMES = [
+    *("Amber", "Birch", "Cedar", "Clover", "Coral", "Crystal", "Fern", "Garnet", "Hazel", "Heather", "Iris", "Ivy"),
+    *("Jade", "Juniper", "Laurel", "Lilac", "Maple", "Olive", "Opal", "Pearl", "Rowan", "Ruby", "Sage", "Willow"),
+]

@@ -1,0 +1,251 @@
+"""Sokoban with a new solvable puzzle for every seed: push each box onto a goal. One wrong push can lose the game.
+
+The observation is the grid in the usual letters, a space before each: `@` the player, `$` a box, `.` a goal, `*` a box
+on a goal, `+` the player on a goal, `#` a wall, `-` free floor. Puzzles are made by playing backwards: the boxes start
+on the goals and are pulled away from them, so that pushing them back is a solution, and it is known.
+"""
+
+import random
+import re
+from collections import deque
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from pydantic import Field
+
+from agentrl.envs.base import TextEnv, read_options
+from agentrl.errors import EnvError
+from agentrl.protocols import Env, Settings, StepResult
+
+Cell = tuple[int, int]
+"""(row, column); the room's inside begins at (0, 0)."""
+
+Pull = tuple[frozenset[Cell], Cell, str, int]
+"""Where the boxes and the player are after it, the word that pushes the box back, and the steps to get there."""
+
+MOVES: Mapping[str, Cell] = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
+"""The legal words, and where they lead."""
+
+_HINT = "Say one of left, down, right, up."
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What makes a level: cells per side, walls inside, boxes, and how often a box is pulled at most."""
+
+    side: int
+    walls: int
+    boxes: int
+    pulls: int
+
+
+LEVELS = {
+    1: Shape(side=4, walls=1, boxes=1, pulls=6),
+    2: Shape(side=5, walls=3, boxes=1, pulls=12),
+    3: Shape(side=6, walls=5, boxes=2, pulls=20),
+    4: Shape(side=7, walls=8, boxes=3, pulls=32),
+    5: Shape(side=8, walls=11, boxes=4, pulls=48),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Puzzle:
+    """A room, where things stand at first, and a solution: where to stand, and the word to push, by where boxes are."""
+
+    side: int
+    floor: frozenset[Cell]
+    goals: frozenset[Cell]
+    boxes: frozenset[Cell]
+    player: Cell
+    solution: Mapping[frozenset[Cell], tuple[Cell, str]]
+
+
+class Sokoban(TextEnv):
+    """Push every box onto a goal: reward 1, and the episode ends. Boxes cannot be pulled.
+
+    The message is free text with exactly one legal word in it, in any case; any other costs a turn and is answered by
+    the same grid and a hint. Nobody says that a box is stuck for good: seeing it coming is the task. There is no limit
+    of turns but the run's.
+    """
+
+    system_prompt = (
+        "You are @. Push every box $ onto a goal . (then it is *). # is a wall. You push a box by walking into it, one "
+        "at a time, and cannot pull. Say left, down, right or up."
+    )
+    # A step takes microseconds; making a puzzle takes a few milliseconds at the highest levels, once for a group.
+    isolation = "inline"
+
+    class Options(Settings):
+        """What `reset(options=...)` takes."""
+
+        level: int = Field(1, ge=1, le=5)
+        """1 is one box in a room of 4 x 4, 5 is four boxes in a room of 8 x 8 with walls (see `LEVELS`)."""
+        shaping: float = Field(0.0, ge=0.0, le=1.0)
+        """Reward for each box that a push brings onto a goal, taken back when it leaves; 0 rewards the solution alone.
+        What it pays over an episode is the number of boxes that stand better at its end, so circling earns nothing."""
+
+    def start(self, seed: int, options: Mapping[str, Any]) -> str:
+        """Take the puzzle of this seed."""
+        chosen = read_options(self.Options, options)
+        self._shaping = chosen.shaping
+        self._puzzle = make_puzzle(chosen.level, seed)
+        self._boxes, self._player = self._puzzle.boxes, self._puzzle.player
+        return self._grid()
+
+    def step(self, action: str) -> StepResult:
+        """Move or push, where the message holds one legal word.
+
+        Raises:
+            EnvError: no episode is being played.
+        """
+        if not hasattr(self, "_puzzle") or self._solved:
+            raise EnvError("no episode is being played; call reset first")
+        said = set(re.findall(r"[a-z]+", action.lower())) & set(MOVES)
+        if len(said) != 1:
+            return f"{self._grid()}\n{_HINT}", 0.0, False, False, {"success": False}
+        before = len(self._boxes & self._puzzle.goals)
+        moved = self._move(*said)
+        reward = float(self._solved) + self._shaping * (len(self._boxes & self._puzzle.goals) - before)
+        observation = self._grid() if moved else f"{self._grid()}\nThat way is blocked."
+        return observation, reward, self._solved, False, {"success": self._solved}
+
+    def known_moves(self) -> list[str]:
+        """The words that go on with the known solution; empty where a push has left it."""
+        stand, push = self._puzzle.solution.get(self._boxes, (self._player, ""))
+        if self._player == stand:
+            return [push] if push else []
+        way = _distances(self._puzzle.floor - self._boxes, stand)
+        here = way.get(self._player, 0)
+        return [word for word in MOVES if here and way.get(_beside(self._player, word)) == here - 1]
+
+    @property
+    def _solved(self) -> bool:
+        return self._boxes == self._puzzle.goals
+
+    def _move(self, word: str) -> bool:
+        to = _beside(self._player, word)
+        if to in self._boxes:
+            behind = _beside(to, word)
+            if behind not in self._puzzle.floor - self._boxes:
+                return False
+            self._boxes = self._boxes - {to} | {behind}
+        elif to not in self._puzzle.floor:
+            return False
+        self._player = to
+        return True
+
+    def _grid(self) -> str:
+        cells = range(-1, self._puzzle.side + 1)
+        return "\n".join("".join(f" {self._letter((row, column))}" for column in cells) for row in cells)
+
+    def _letter(self, cell: Cell) -> str:
+        on_goal = cell in self._puzzle.goals
+        if cell == self._player:
+            return "+" if on_goal else "@"
+        if cell in self._boxes:
+            return "*" if on_goal else "$"
+        if cell not in self._puzzle.floor:
+            return "#"
+        return "." if on_goal else "-"
+
+
+def strong_player(env: Env, rng: random.Random) -> str:
+    """A word of the known solution, or any once it is left. A `ScriptedPlayer` for demonstrations.
+
+    Raises:
+        TypeError: `env` is not a `Sokoban`.
+    """
+    return weak_player(env, rng, skill=1.0)
+
+
+def weak_player(env: Env, rng: random.Random, skill: float = 0.6) -> str:
+    """With probability `skill` a word of the known solution, else any legal word. A `ScriptedPlayer` for warm starts.
+
+    Raises:
+        TypeError: `env` is not a `Sokoban`.
+    """
+    if not isinstance(env, Sokoban):
+        raise TypeError(f"this player plays Sokoban, not {type(env).__name__}")
+    known = env.known_moves() if rng.random() < skill else []
+    return rng.choice(known or list(MOVES))
+
+
+@lru_cache(maxsize=4096)
+def make_puzzle(level: int, seed: int) -> Puzzle:
+    """The puzzle of a seed; all members of a group share it."""
+    rng, shape = random.Random(seed), LEVELS[level]
+    while (puzzle := _pulled_apart(_room(shape, rng), shape, rng)) is None:
+        pass
+    return puzzle
+
+
+def _room(shape: Shape, rng: random.Random) -> frozenset[Cell]:
+    """Floor that hangs together."""
+    cells = [(row, column) for row in range(shape.side) for column in range(shape.side)]
+    while True:
+        rng.shuffle(cells)
+        floor = frozenset(cells[shape.walls :])
+        if len(_distances(floor, cells[-1])) == len(floor):
+            return floor
+
+
+def _pulled_apart(floor: frozenset[Cell], shape: Shape, rng: random.Random) -> Puzzle | None:
+    """Pull boxes away from the goals, never back to where all stood before, and begin where they stand farthest off.
+
+    `None` where no position with every box off the goals came up.
+    """
+    player, *places = rng.sample(sorted(floor), 1 + shape.boxes)
+    boxes = goals = frozenset(places)
+    solution, best = {goals: (player, "")}, (0, goals, player)
+    for _ in range(shape.pulls):
+        pulls = _pulls(floor, boxes, player)
+        new = [pull for pull in pulls if pull[0] not in solution]
+        if not new:
+            break
+        # Mostly off the goals, and what is near: a random walk would make long solutions of easy puzzles.
+        boxes, player, push, _ = max(new, key=lambda pull: _off_goals(pull[0], goals) - pull[3] / 2 + rng.uniform(0, 2))
+        solution[boxes] = (player, push)
+        if not boxes & goals:
+            best = max(best, (_off_goals(boxes, goals), boxes, player), key=lambda found: found[0])
+    if not best[0]:
+        return None
+    return Puzzle(shape.side, floor, goals, best[1], best[2], solution)
+
+
+def _pulls(floor: frozenset[Cell], boxes: frozenset[Cell], player: Cell) -> list[Pull]:
+    """All pulls that can be walked to."""
+    free = floor - boxes
+    reached = _distances(free, player)
+    pulls = []
+    for row, column in sorted(boxes):
+        for word, (down, right) in MOVES.items():
+            near, far = (row - down, column - right), (row - 2 * down, column - 2 * right)
+            if near in reached and far in free:
+                pulls.append((boxes - {(row, column)} | {near}, far, word, reached[near]))
+    return pulls
+
+
+def _off_goals(boxes: Set[Cell], goals: Set[Cell]) -> int:
+    """Steps from each box to its nearest goal, walls aside, summed."""
+    return sum(min(abs(row - r) + abs(column - c) for r, c in goals) for row, column in boxes)
+
+
+def _beside(cell: Cell, word: str) -> Cell:
+    down, right = MOVES[word]
+    return cell[0] + down, cell[1] + right
+
+
+def _distances(free: Set[Cell], start: Cell) -> dict[Cell, int]:
+    """Steps from `start` to each cell that can be walked to, by breadth-first search."""
+    distances = {start: 0}
+    queue = deque([start])
+    while queue:
+        cell = queue.popleft()
+        for word in MOVES:
+            to = _beside(cell, word)
+            if to in free and to not in distances:
+                distances[to] = distances[cell] + 1
+                queue.append(to)
+    return distances

@@ -1,0 +1,228 @@
+"""A maze that one sees only a step of at a time, new for every seed; higher levels have locked doors and their keys.
+
+The observation says what lies left, down, right and up, and what one holds. Nothing says where one is: whoever wants
+to find the goal has to remember the way. A key is taken by walking onto it, and stays; a door opens to its key.
+"""
+
+import random
+import re
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from pydantic import Field
+
+from agentrl.envs.base import TextEnv, read_options
+from agentrl.errors import EnvError
+from agentrl.protocols import Env, Settings, StepResult
+
+Cell = tuple[int, int]
+"""(row, column)"""
+
+MOVES: Mapping[str, Cell] = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
+"""The legal words, and where they lead."""
+
+LEVELS = {1: (3, 0), 2: (4, 0), 3: (5, 1), 4: (6, 2), 5: (7, 3)}
+"""Cells per side and doors, by level."""
+
+COLOURS = ("red", "green", "blue", "yellow", "white")
+
+_HINT = "Say one of left, down, right, up."
+
+
+@dataclass(frozen=True, slots=True)
+class Maze:
+    """A tree of cells: `parents` leads from each cell towards the start, which is its own parent.
+
+    `doors` names the colour of the door between a cell and its parent, `keys` that of the key that lies in a cell.
+    """
+
+    start: Cell
+    goal: Cell
+    parents: Mapping[Cell, Cell]
+    doors: Mapping[Cell, str]
+    keys: Mapping[Cell, str]
+
+
+class TextMaze(TextEnv):
+    """Walk to the goal: reward 1, and the episode ends.
+
+    The message is free text with exactly one legal word in it, in any case; any other costs a turn and is answered by
+    the same view and a hint. There is no limit of turns but the run's.
+    """
+
+    system_prompt = (
+        "You are in a maze and see only what is next to you. Find the goal. A door opens if you hold the key of its "
+        "colour. Say left, down, right or up."
+    )
+    isolation = "inline"
+
+    class Options(Settings):
+        """What `reset(options=...)` takes."""
+
+        level: int = Field(1, ge=1, le=5)
+        """1 is 3 x 3 cells without doors, 5 is 7 x 7 cells with three doors (see `LEVELS`)."""
+
+    def __init__(self) -> None:
+        self._over = True
+
+    def start(self, seed: int, options: Mapping[str, Any]) -> str:
+        """Take the maze of this seed."""
+        self.maze = make_maze(read_options(self.Options, options).level, seed)
+        self.cell = self.maze.start
+        self.visited = {self.cell}
+        self.keys: tuple[str, ...] = ()
+        self._over = False
+        return self._view()
+
+    def step(self, action: str) -> StepResult:
+        """Walk, where the message holds one legal word.
+
+        Raises:
+            EnvError: no episode is being played.
+        """
+        if self._over:
+            raise EnvError("no episode is being played; call reset first")
+        said = set(re.findall(r"[a-z]+", action.lower())) & set(MOVES)
+        happened = self._walk(*said) if len(said) == 1 else _HINT
+        self._over = self.cell == self.maze.goal
+        return f"{happened}\n{self._view()}".lstrip(), float(self._over), self._over, False, {"success": self._over}
+
+    def way_on(self) -> str:
+        """The word that begins a shortest way, through cells visited, to one never visited: to the goal if next to it.
+
+        It knows nothing that the player has not been shown.
+        """
+        words = [word for word in MOVES if self._next(self.cell, word) == self.maze.goal]
+        if words:
+            return words[0]
+        firsts = {self.cell: ""}
+        queue = deque([self.cell])
+        while queue:
+            cell = queue.popleft()
+            for word in MOVES:
+                to = self._next(cell, word)
+                if to is None or to in firsts:
+                    continue
+                firsts[to] = firsts[cell] or word
+                if to not in self.visited:
+                    return firsts[to]
+                queue.append(to)
+        raise EnvError("every cell that can be reached was visited, and the goal is none of them")
+
+    def _walk(self, word: str) -> str:
+        """Go there if possible, and say what happened, if anything did."""
+        to = self._next(self.cell, word)
+        if to is None:
+            return f"You cannot go {word}."
+        self.cell = to
+        self.visited.add(to)
+        key = self.maze.keys.get(to)
+        if key and key not in self.keys:
+            self.keys += (key,)
+            return f"You take the {key} key."
+        return "You are at the goal." if to == self.maze.goal else ""
+
+    def _next(self, cell: Cell, word: str) -> Cell | None:
+        """Where the word leads now, if anywhere."""
+        to = _beside(cell, word)
+        door = _passage(self.maze, cell, to)
+        return to if door == "" or door in self.keys else None
+
+    def _view(self) -> str:
+        held = ", ".join(f"{key} key" for key in self.keys) or "nothing"
+        return "\n".join([*(f"{word}: {self._seen(word)}" for word in MOVES), f"You hold: {held}"])
+
+    def _seen(self, word: str) -> str:
+        """What lies in that direction."""
+        to = _beside(self.cell, word)
+        door = _passage(self.maze, self.cell, to)
+        if door is None:
+            return "wall"
+        if door:
+            return f"{door} door"
+        if to == self.maze.goal:
+            return "goal"
+        key = self.maze.keys.get(to)
+        return f"{key} key" if key and key not in self.keys else "free"
+
+
+def strong_player(env: Env, rng: random.Random) -> str:
+    """Explores what is nearest, with a perfect memory and nothing else. A `ScriptedPlayer` for demonstrations.
+
+    Raises:
+        TypeError: `env` is not a `TextMaze`.
+    """
+    return weak_player(env, rng, skill=1.0)
+
+
+def weak_player(env: Env, rng: random.Random, skill: float = 0.3) -> str:
+    """With probability `skill` what `strong_player` says, else any legal word. A `ScriptedPlayer` for warm starts.
+
+    Raises:
+        TypeError: `env` is not a `TextMaze`.
+    """
+    if not isinstance(env, TextMaze):
+        raise TypeError(f"this player plays TextMaze, not {type(env).__name__}")
+    return env.way_on() if rng.random() < skill else rng.choice(list(MOVES))
+
+
+@lru_cache(maxsize=4096)
+def make_maze(level: int, seed: int) -> Maze:
+    """The maze of a seed; all members of a group share it."""
+    rng = random.Random(seed)
+    side, how_many = LEVELS[level]
+    parents = _tree(side, rng)
+    start = next(iter(parents))
+    depths = {start: 0}
+    for cell, parent in list(parents.items())[1:]:
+        depths[cell] = depths[parent] + 1
+    goal = max(depths, key=lambda cell: depths[cell])
+    way = [goal]
+    while way[-1] != start:
+        way.append(parents[way[-1]])
+    # The way is from the goal back. No door stands next to the start, where there would be no room for its key.
+    behind = sorted(rng.sample(way[:-2], how_many), key=lambda cell: depths[cell])
+    doors = dict(zip(behind, rng.sample(COLOURS, how_many), strict=True))
+    return Maze(start, goal, parents, doors, _hide_keys(parents, doors, rng))
+
+
+def _tree(side: int, rng: random.Random) -> dict[Cell, Cell]:
+    """All cells, each with its parent and after it: a tree grown mostly at its newest end, so that ways are long."""
+    start = (rng.randrange(side), rng.randrange(side))
+    parents, ends = {start: start}, [start]
+    while ends:
+        cell = ends[-1] if rng.random() < 0.7 else rng.choice(ends)
+        around = [_beside(cell, word) for word in MOVES]
+        new = [to for to in around if to not in parents and 0 <= to[0] < side and 0 <= to[1] < side]
+        if not new:
+            ends.remove(cell)
+            continue
+        to = rng.choice(new)
+        parents[to] = cell
+        ends.append(to)
+    return parents
+
+
+def _hide_keys(parents: Mapping[Cell, Cell], doors: Mapping[Cell, str], rng: random.Random) -> dict[Cell, str]:
+    """Each door's key lies behind all doors before it and before the door itself, so the maze can be solved."""
+    passed: dict[Cell, int] = {}
+    for cell, parent in parents.items():
+        passed[cell] = passed.get(parent, 0) + (cell in doors)
+    start = next(iter(parents))
+    places = [[cell for cell in parents if passed[cell] == number and cell != start] for number in range(len(doors))]
+    return {rng.choice(place): colour for place, colour in zip(places, doors.values(), strict=True)}
+
+
+def _passage(maze: Maze, cell: Cell, to: Cell) -> str | None:
+    """The colour of the door between two cells, "" where the way is free, `None` for a wall."""
+    if maze.parents.get(to) == cell:
+        return maze.doors.get(to, "")
+    return maze.doors.get(cell, "") if maze.parents[cell] == to else None
+
+
+def _beside(cell: Cell, word: str) -> Cell:
+    down, right = MOVES[word]
+    return cell[0] + down, cell[1] + right

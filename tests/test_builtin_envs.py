@@ -1,0 +1,347 @@
+"""Sokoban, the maze, search and shop: every seed can be solved, the level is felt, and rewards say what they should."""
+
+import asyncio
+import copy
+import random
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl.envs import search, shop, sokoban, text_maze
+from agentrl.envs.search import Search, make_world, normal
+from agentrl.envs.shop import TOPICS, Shop, Wish, scripted_user
+from agentrl.envs.sokoban import MOVES, Sokoban
+from agentrl.envs.text_maze import TextMaze
+from agentrl.errors import ConfigError, EnvError
+from agentrl.protocols import StepResult
+from agentrl.rollout.tools import ToolCall
+from agentrl.testing import check_env
+
+Player = Callable[[Any, random.Random], str]
+
+# The environment, its module, and turns that suffice at level 3.
+GAMES = [(Sokoban, sokoban, 100), (TextMaze, text_maze, 80), (Search, search, 20), (Shop, shop, 30)]
+each_game = pytest.mark.parametrize(("env", "module", "turns"), GAMES, ids=lambda value: getattr(value, "__name__", ""))
+levels = st.integers(1, 5)
+seeds = st.integers(0, 2**32)
+
+
+def call(name: str, **arguments: Any) -> str:
+    return ToolCall(name, arguments).render()
+
+
+def step(env: Any, action: str) -> StepResult:
+    result = env.step(action)
+    if isinstance(result, Coroutine):
+        try:
+            result.send(None)
+        except StopIteration as done:
+            result = done.value
+    assert isinstance(result, tuple)
+    return result
+
+
+def begin(env: type, seed: int, **options: Any) -> Any:
+    made = env()
+    made.opening = made.reset(seed=seed, options=options)[0]
+    return made
+
+
+def solved(env: type, player: Player, seed: int, level: int, turns: int) -> bool:
+    live, rng = begin(env, seed, level=level), random.Random(seed)
+    for _ in range(turns):
+        _, reward, terminated, _, info = step(live, player(live, rng))
+        if terminated:
+            live.close()
+            assert info["success"] == (reward == 1.0)
+            return bool(info["success"])
+    live.close()
+    return False
+
+
+@each_game
+@pytest.mark.parametrize("level", [1, 5])
+def test_each_keeps_the_contract_played_by_anyone(env: Any, module: Any, turns: int, level: int) -> None:
+    check_env(env, options={"level": level})
+    check_env(env, options={"level": level}, actions=module.weak_player, max_turns=64)
+
+
+@each_game
+def test_a_strong_player_solves_almost_every_seed_and_a_random_one_almost_none(
+    env: Any, module: Any, turns: int
+) -> None:
+    def at_random(live: Any, rng: random.Random) -> str:
+        return str(module.weak_player(live, rng, 0.0))
+
+    assert sum(solved(env, module.strong_player, seed, 3, turns) for seed in range(100)) >= 95
+    assert sum(solved(env, module.weak_player, seed, 3, turns) for seed in range(30)) >= 3
+    assert sum(solved(env, at_random, seed, 3, turns) for seed in range(100)) <= 10
+
+
+@each_game
+def test_the_highest_level_is_solved_too_by_the_strong_player(env: Any, module: Any, turns: int) -> None:
+    assert sum(solved(env, module.strong_player, seed, 5, 2 * turns) for seed in range(20)) >= 19
+
+
+@each_game
+def test_a_wrong_option_is_named_with_the_nearest_right_one(env: Any, module: Any, turns: int) -> None:
+    with pytest.raises(ConfigError, match="did you mean 'level'"):
+        begin(env, 0, levle=2)
+    with pytest.raises(ConfigError, match="less than or equal to 5"):
+        begin(env, 0, level=6)
+
+
+@each_game
+def test_a_player_plays_its_own_game_only(env: Any, module: Any, turns: int) -> None:
+    other = Sokoban if env is not Sokoban else TextMaze
+    with pytest.raises(TypeError, match=f"plays {env.__name__}, not {other.__name__}"):
+        module.strong_player(other(), random.Random(0))
+
+
+@pytest.mark.parametrize("env", [Sokoban, TextMaze])
+def test_one_legal_word_is_found_in_a_sentence_and_two_are_asked_about(env: Any) -> None:
+    for seed in range(5):
+        plain, wordy = begin(env, seed), begin(env, seed)
+        assert step(plain, "down") == step(wordy, "I think I'll go DOWN!")
+        view = step(plain, "")[0]
+        observation, reward, terminated, truncated, _ = step(plain, "Left, or rather right?")
+        assert observation == view
+        assert "Say one of left, down, right, up." in observation
+        assert (reward, terminated, truncated) == (0.0, False, False)
+
+
+# Sokoban: the rules once more, on the text alone, so that they judge the environment's.
+
+State = tuple[frozenset[tuple[int, int]], tuple[int, int]]
+
+
+def read_grid(text: str) -> tuple[dict[tuple[int, int], str], State]:
+    rows = [row.split() for row in text.splitlines() if row.startswith(" ")]
+    cells = {(r, c): cell for r, row in enumerate(rows) for c, cell in enumerate(row)}
+    boxes = frozenset(at for at, cell in cells.items() if cell in "$*")
+    (player,) = [at for at, cell in cells.items() if cell in "@+"]
+    return cells, (boxes, player)
+
+
+def after(cells: dict[tuple[int, int], str], state: State, word: str) -> State:
+    boxes, (row, column) = state
+    down, right = MOVES[word]
+    to, behind = (row + down, column + right), (row + 2 * down, column + 2 * right)
+    if cells[to] == "#" or (to in boxes and (cells[behind] == "#" or behind in boxes)):
+        return state
+    return (boxes - {to} | {behind}) if to in boxes else boxes, to
+
+
+def shortest_solution(text: str) -> list[str] | None:
+    cells, start = read_grid(text)
+    goals = {at for at, cell in cells.items() if cell in ".*+"}
+    ways: dict[State, list[str]] = {start: []}
+    queue = deque([start])
+    while queue:
+        state = queue.popleft()
+        if state[0] == goals:
+            return ways[state]
+        for word in MOVES:
+            following = after(cells, state, word)
+            if following not in ways:
+                ways[following] = [*ways[state], word]
+                queue.append(following)
+    return None
+
+
+@pytest.mark.parametrize(("level", "how_many"), [(1, 40), (2, 40), (3, 4)])
+def test_a_search_of_the_whole_game_finds_a_solution_and_it_pays_one(level: int, how_many: int) -> None:
+    for seed in range(how_many):
+        env = begin(Sokoban, seed, level=level)
+        solution = shortest_solution(env.opening)
+        assert solution, "no puzzle is impossible, and none is solved before it begins"
+        results = [step(env, word) for word in solution]
+        assert [result[1] for result in results] == [0.0] * (len(solution) - 1) + [1.0]
+        assert results[-1][2:] == (True, False, {"success": True})
+        with pytest.raises(EnvError, match="call reset first"):
+            env.step("up")
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=seeds, level=levels, words=st.lists(st.sampled_from(list(MOVES)), max_size=30))
+def test_every_move_is_by_the_rules_of_sokoban(seed: int, level: int, words: list[str]) -> None:
+    env = begin(Sokoban, seed, level=level)
+    cells, state = read_grid(env.opening)
+    assert len(state[0]) == level - (level > 1) == sum(cell in ".+" for cell in cells.values())
+    for word in words:
+        observation, _, terminated, _, _ = step(env, word)
+        expected = after(cells, state, word)
+        assert read_grid(observation)[1] == expected
+        assert ("blocked" in observation) == (expected == state)
+        state = expected
+        if terminated:
+            break
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=seeds, play=st.integers(0, 99))
+def test_shaping_pays_what_stands_better_at_the_end_and_no_more(seed: int, play: int) -> None:
+    env, rng = begin(Sokoban, seed, level=3, shaping=0.25), random.Random(play)
+    earned, observation, won = 0.0, env.opening, False
+    for _ in range(60):
+        observation, reward, won, _, _ = step(env, sokoban.weak_player(env, rng))
+        earned += reward
+        if won:
+            break
+    assert earned == pytest.approx(0.25 * observation.count("*") + won)
+
+
+# The maze
+
+
+@pytest.mark.parametrize("level", [1, 2, 3, 4, 5])
+def test_the_goal_can_be_walked_to_and_only_with_every_key(level: int) -> None:
+    for seed in range(10):
+        env = begin(TextMaze, seed, level=level)
+        seen = {(env.cell, env.keys)}
+        queue, found = deque([env]), []
+        while queue:
+            here = queue.popleft()
+            for word in MOVES:
+                there = copy.copy(here)
+                _, reward, terminated, _, _ = step(there, word)
+                if terminated:
+                    assert reward == 1.0
+                    found.append(there)
+                elif (there.cell, there.keys) not in seen:
+                    seen.add((there.cell, there.keys))
+                    queue.append(there)
+        assert found
+        assert all(len(there.keys) == text_maze.LEVELS[level][1] for there in found)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=seeds, level=levels, words=st.lists(st.sampled_from(list(MOVES)), max_size=40))
+def test_what_is_seen_in_a_direction_is_what_happens_there(seed: int, level: int, words: list[str]) -> None:
+    env = begin(TextMaze, seed, level=level)
+    view = env.opening
+    for word in words:
+        seen = dict(line.split(": ") for line in view.splitlines()[-5:])
+        assert set(seen) == {*MOVES, "You hold"}
+        what, held, before = seen[word], seen["You hold"], env.cell
+        view, _, terminated, _, _ = step(env, word)
+        locked = what.endswith("door") and what.replace("door", "key") not in held
+        assert (env.cell == before) == (what == "wall" or locked) == (f"You cannot go {word}." in view)
+        if what.endswith("key"):
+            assert f"You take the {what}." in view
+        if what == "goal":
+            assert terminated
+        if terminated:
+            break
+
+
+# Search
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=seeds, level=levels)
+def test_each_document_on_the_way_names_the_next_thing_and_the_question_the_first(seed: int, level: int) -> None:
+    world = make_world(level, seed)
+    texts = {document.title: document.text for document in world.documents}
+    assert len(texts) == len(world.documents) == len({document.id for document in world.documents}) == 16 * level
+    assert len(world.chain) == level + 1
+    assert world.chain[0] in world.question
+    assert not any(thing in world.question for thing in world.chain[1:])
+    for thing, following in zip(world.chain, world.chain[1:], strict=False):
+        assert following in texts[thing]
+
+
+def test_an_answer_counts_whatever_its_case_articles_and_punctuation() -> None:
+    for said, right in [("{}", 1.0), ("  the {}. ", 1.0), ("{} lamp", 0.0), ("", 0.0)]:
+        env = begin(Search, 1, level=2)
+        _, reward, terminated, _, info = step(env, call("answer", text=said.format(env.world.chain[-1].upper())))
+        assert (reward, terminated, info) == (right, True, {"success": bool(right)})
+        env.close()
+    assert normal("The River  Sonn!") == "river sonn"
+
+
+@settings(max_examples=50, deadline=None)
+@given(query=st.text() | st.text(alphabet='"*()^:-+ANDORNEAR \x00', max_size=40))
+def test_no_query_breaks_the_index(query: str) -> None:
+    env = begin(Search, 0)
+    found = step(env, call("search", query=query, k=10))[0]
+    assert len(found.splitlines()) <= 10
+    env.close()
+
+
+def test_documents_are_read_by_the_numbers_that_search_gives() -> None:
+    env = begin(Search, 0)
+    title = env.world.chain[0]
+    found = step(env, call("search", query=title))[0]
+    number = int(found[1 : found.index("]")])
+    assert step(env, call("read", document=number))[0].startswith(f"{title}\n")
+    assert "there is no document 1;" in step(env, call("read", document=1))[0]
+    env.close()
+
+
+# Shop
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=seeds, level=levels)
+def test_one_room_fits_and_every_wish_is_needed_to_find_it(seed: int, level: int) -> None:
+    env = begin(Shop, seed, level=level)
+    assert len(env.wishes) == level + 1
+    assert len(env.rooms) == 4 * level + 4
+    missed = [
+        tuple(wish.about for wish in env.wishes if not wish.holds(room)) for room in env.rooms.values() if room.free
+    ]
+    assert missed.count(()) == 1
+    assert all((wish.about,) in missed for wish in env.wishes)
+    assert sum(not room.free for room in env.rooms.values()) == (level >= 3)
+
+
+def test_the_user_says_a_wish_only_when_asked_about_it_and_two_at_most() -> None:
+    wishes = (Wish("price", 90), Wish("beds", 3), Wish("pets", True))
+    answer = {question: scripted_user(question, wishes, random.Random(0)) for question in (
+        "Hello, what would you like?", "What is your budget?", "Do you need parking?", "Price, beds and pets?"
+    )}  # fmt: skip
+    said = [[str(wish) in text for wish in wishes] for text in answer.values()]
+    assert said == [[False] * 3, [True, False, False], [False] * 3, [True, True, False]]
+    for topic in TOPICS:
+        assert f"mind about the {topic}" in scripted_user(f"And the {topic}?", (), random.Random(0))
+
+
+def test_only_a_standing_booking_that_fits_is_a_success() -> None:
+    env = begin(Shop, 0, level=3)
+    fitting = [room for room in env.rooms.values() if all(wish.holds(room) for wish in env.wishes)]
+    (taken,), (right,) = [r.name for r in fitting if not r.free], [r.name for r in fitting if r.free]
+    wrong = next(room.name for room in env.rooms.values() if room not in fitting)
+    for bookings, success in [([], False), ([wrong], False), ([taken], False), ([right], True),
+                              ([wrong, right], True), ([right, wrong], False), ([right, taken], True),
+                              ([right.upper(), "nowhere"], True)]:  # fmt: skip
+        env.reset(seed=0, options={"level": 3})
+        said = [step(env, call("book", room=name))[0] for name in bookings]
+        assert all(
+            ("is booked" in text) == (name not in (taken, "nowhere")) for text, name in zip(said, bookings, strict=True)
+        )
+        assert step(env, call("finish"))[1:] == (float(success), True, False, {"success": success})
+
+
+def silent_user(question: str, wishes: Sequence[Wish], rng: random.Random) -> str:
+    return "..."
+
+
+async def slow_user(question: str, wishes: Sequence[Wish], rng: random.Random) -> str:
+    await asyncio.sleep(0)
+    return f"You ask {question!r}; I have {len(wishes)} wishes."
+
+
+def test_another_user_may_be_given_as_a_function_a_name_or_async() -> None:
+    asking = call("ask_user", question="Price?")
+    assert step(begin(Shop, 0, user=silent_user), asking)[0] == "..."
+    named = step(begin(Shop, 0, user="agentrl.envs.shop:scripted_user"), asking)
+    assert named == step(begin(Shop, 0), asking)
+    assert asyncio.run(begin(Shop, 0, level=1, user=slow_user).step(asking))[0] == "You ask 'Price?'; I have 2 wishes."
+    for wrong in ("no_such_module:user", "agentrl.envs.shop:AREAS"):
+        with pytest.raises(ConfigError, match="'user'"):
+            begin(Shop, 0, user=wrong)
