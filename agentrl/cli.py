@@ -239,6 +239,56 @@ def check_environment(
     console.print(f"[green]{name} keeps the contract[/green]")
 
 
+@app.command("new-env")
+def new_env(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A new name, such as my_game; also the folder's.")],
+    parent: Annotated[Path, typer.Option("--in", metavar="FOLDER", help="Where to write it.")] = Path(),
+) -> None:
+    """Write a package with an environment, its test and its entry point, which passes check-env at once."""
+    from agentrl.new_env import class_name, write_env_package
+
+    folder = write_env_package(name, parent)
+    module = folder.name
+    address = f"{module}:{class_name(module)}"
+    console.print(
+        f"wrote {folder}: the environment, its test, its entry point and a config to train it. Now:\n\n"
+        f"  cd {folder}\n"
+        f"  agentrl check-env {address}\n"
+        f"  agentrl play {address}\n"
+        f"  agentrl train {module}.yaml\n\n"
+        f"With `pip install -e {folder}` it is {module!r} everywhere.",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+@app.command()
+def play(
+    name: Annotated[str, typer.Argument(metavar="ENV", help="A registered name or package.module:Name.")],
+    seed: Annotated[int, typer.Option(help="Which episode.")] = 0,
+    options: Annotated[str, typer.Option(help="Options of reset, as YAML.")] = "{}",
+    player: Annotated[
+        str | None, typer.Option(metavar="MODULE:FUNCTION", help="A scripted player instead of you.")
+    ] = None,
+    max_turns: Annotated[int, typer.Option(help="Turns after which to stop.")] = 64,
+) -> None:
+    """Play an environment in the terminal; shows the system prompt, tools and observations the model would see."""
+    import yaml
+
+    from agentrl.recipes.play import play as play_episode
+
+    asyncio.run(
+        play_episode(
+            name,
+            console,
+            seed=seed,
+            options=yaml.safe_load(options),
+            player=plugins.load("players", player) if player else None,
+            max_turns=max_turns,
+        )
+    )
+
+
 @app.command("config")
 def show_config(config: ConfigPath, overrides: Overrides = None) -> None:
     """Show the resolved config, and where each value came from."""

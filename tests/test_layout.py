@@ -16,7 +16,7 @@ LAYERS = [
     {"errors", "trajectory"},
     {"batch"},
     {"protocols"},
-    {"algorithms", "plugins", "tiny_model"},
+    {"algorithms", "new_env", "plugins", "tiny_model"},
     {"flow"},
     {"rollout", "engines", "cluster", "observe", "checkpoint"},
     {"testing", "simulate"},

@@ -1,0 +1,90 @@
+"""`agentrl new-env` and `agentrl play`, as an author meets them."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from agentrl.cli import app
+from agentrl.config import load_config
+from agentrl.errors import ConfigError
+from agentrl.new_env import write_env_package
+
+ROOT = Path(__file__).parent.parent
+
+
+def agentrl(*arguments: str, cwd: Path, said: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from agentrl.cli import main; main()", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, input=said, timeout=60, check=False)
+
+
+def play(*arguments: str, said: str = "") -> str:
+    done = CliRunner().invoke(app, ["play", *arguments], input=said, catch_exceptions=False)
+    assert done.exit_code == 0
+    return done.output
+
+
+def test_a_new_environment_passes_check_env_and_its_own_test_at_once_and_is_short(tmp_path):
+    made = agentrl("new-env", "my-game", cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
+    folder = tmp_path / "my_game"
+    assert "agentrl check-env my_game:MyGame" in made.stdout
+    checked = agentrl("check-env", "my_game:MyGame", cwd=folder)
+    assert checked.returncode == 0, checked.stdout
+    tested = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"], cwd=folder, check=False, capture_output=True
+    )
+    assert tested.returncode == 0, tested.stdout
+    source = (folder / "my_game.py").read_text().splitlines()
+    assert len([line for line in source if line.strip()]) <= 25
+    assert max(map(len, source)) <= 120
+
+
+def test_its_config_is_valid_and_its_entry_point_names_its_class(tmp_path, monkeypatch):
+    folder = write_env_package("card_table", tmp_path)
+    monkeypatch.syspath_prepend(folder)
+    assert load_config(folder / "card_table.yaml").config.env.name == "card_table:CardTable"
+    assert 'card_table = "card_table:CardTable"' in (folder / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize("name", ["random", "frozen_lake", "agentrl", "class", "9lives", "a.b", "../up", "_"])
+def test_a_name_that_cannot_be_or_is_taken_is_refused_and_nothing_is_written(name, tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot be the name|choose another"):
+        write_env_package(name, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_folder_is_left_alone(tmp_path):
+    (tmp_path / "my_game").mkdir()
+    with pytest.raises(ConfigError, match="exists already"):
+        write_env_package("my_game", tmp_path)
+    assert list((tmp_path / "my_game").iterdir()) == []
+
+
+def test_a_person_sees_what_the_model_would_and_plays_to_the_end():
+    output = play("guess_number", "--seed", "1", said="no number\n" + "".join(f"{n}\n" for n in range(1, 9)))
+    assert "system Guess the secret number" in output
+    assert "user Guess a number from 1 to 16." in output
+    assert "user Answer with one number" in output
+    assert output.endswith("terminated after 6 turns, reward 1\n")
+
+
+def test_a_person_who_leaves_is_told_where():
+    output = play("frozen_lake", "--options", "{size: 6}", said="left\n")
+    assert "left after 1 turns, reward 0" in output
+
+
+def test_a_tool_environment_shows_its_schemas_and_a_call_to_copy():
+    output = play("calculator")
+    assert '"type": "function"' in output
+    assert 'a call <tool_call>\n{"name":' in output or 'a call <tool_call>{"name":' in output
+
+
+def test_a_scripted_player_plays_in_a_persons_place_and_always_the_same():
+    arguments = ("frozen_lake", "--player", "agentrl.envs.frozen_lake:careful_player", "--max-turns", "5")
+    first = play(*arguments)
+    assert first == play(*arguments)
+    assert first.count("assistant ") == first.count("reward ") - 1
+    assert "after" in first
