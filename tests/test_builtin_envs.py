@@ -102,6 +102,22 @@ def test_a_player_plays_its_own_game_only(env: Any, module: Any, turns: int) -> 
         module.strong_player(other(), random.Random(0))
 
 
+@each_game
+def test_a_player_does_on_a_used_instance_what_it_does_on_a_fresh_one(env: Any, module: Any, turns: int) -> None:
+    def said(live: Any) -> list[str]:
+        live.reset(seed=1, options={"level": 3})
+        words = []
+        for _ in range(turns):
+            words.append(module.strong_player(live, random.Random(0)))
+            if step(live, words[-1])[2]:
+                break
+        live.close()
+        return words
+
+    used = env()
+    assert said(used) == said(used) == said(env())
+
+
 @pytest.mark.parametrize("env", [Sokoban, TextMaze])
 def test_one_legal_word_is_found_in_a_sentence_and_two_are_asked_about(env: Any) -> None:
     for seed in range(5):
@@ -180,6 +196,16 @@ def test_every_move_is_by_the_rules_of_sokoban(seed: int, level: int, words: lis
         state = expected
         if terminated:
             break
+
+
+def test_a_box_is_not_pushed_into_another_nor_pulled(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = frozenset((0, column) for column in range(6))
+    boxes, goals = frozenset({(0, 2), (0, 4)}), frozenset({(0, 4), (0, 5)})
+    made = sokoban.Puzzle(6, row, goals, boxes, (0, 1), {})
+    monkeypatch.setattr(sokoban, "make_puzzle", lambda level, seed: made)
+    env = begin(Sokoban, 0)
+    rows = [step(env, word)[0].splitlines()[1] for word in ("left", "right", "right", "right")]
+    assert rows == [" # @ - $ - * . #", " # - @ $ - * . #", " # - - @ $ * . #", " # - - @ $ * . #"]
 
 
 @settings(max_examples=25, deadline=None)
