@@ -207,16 +207,19 @@ def simulate(config: ConfigPath, overrides: Overrides = None) -> None:
 
 @app.command()
 def envs() -> None:
-    """List the environments, with where they come from."""
+    """List the environments, with where they come from, and the schemes of addresses, with an example each."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("name", "what it is", "class", "from"):
         table.add_column(column, overflow="fold")
-    for plugin in plugins.installed("envs"):
+    for plugin in (*plugins.installed("envs"), *plugins.installed("env_schemes")):
+        name = plugin.name
         try:
-            about = (plugins.load("envs", plugin.name).__doc__ or "").strip().split("\n")[0]
+            about = (plugins.load(plugin.kind, name).__doc__ or "").strip().split("\n")[0]
+            if plugin.kind == "env_schemes":  # begins with an example of an address
+                name, _, about = about.partition(": ")
         except AgentRLError as error:
             about = f"[red]{escape(str(error))}[/red]"
-        table.add_row(f"[bold]{plugin.name}[/bold]", about, plugin.address, plugin.origin)
+        table.add_row(f"[bold]{name}[/bold]", about, plugin.address, plugin.origin)
     console.print(table)
 
 

@@ -4,20 +4,31 @@ The built-in plug-ins register as a user's package does, by an entry point:
 
     [project.entry-points."agentrl.envs"]
     my_game = "my_package.game:MyGame"
+
+An environment can also be given by an address `scheme:rest` ("gymnasium:Taxi-v4"), which needs no registration. A
+package adds a scheme by an entry point of a function that makes a factory of `rest`; its docstring begins with an
+example:
+
+    [project.entry-points."agentrl.env_schemes"]
+    mine = "my_package.games:scheme"
 """
 
 import difflib
 import importlib
 import sys
-from collections.abc import Iterable
+import zlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from agentrl.errors import PluginError
-from agentrl.protocols import Settings
+from agentrl.protocols import Env, Settings
 
-GROUPS = ("envs", "rewards", "engines", "trainers", "algorithms", "recipes", "clusters", "trackers")
+GROUPS = ("envs", "env_schemes", "rewards", "engines", "trainers", "algorithms", "recipes", "clusters", "trackers")
 _FOLDERS = ("envs", "rewards", "trainers")
 
 
@@ -65,13 +76,19 @@ def installed(kind: str) -> list[Plugin]:
 
 
 def load(kind: str, name: str) -> Any:
-    """The object behind a name or a `package.module:Name`.
+    """The object behind a name or a `package.module:Name`; for an environment, also behind a `scheme:rest`.
+
+    A scheme goes before a module of the same name.
 
     Raises:
         PluginError: there is none, or its import failed.
     """
     if ":" in name:
-        return _import(kind, name)
+        scheme, _, rest = name.partition(":")
+        schemes = {point.name: point for point in entry_points(group="agentrl.env_schemes")} if kind == "envs" else {}
+        if scheme in schemes:
+            return _import("env_schemes", schemes[scheme].value)(rest)
+        return _import(kind, name, schemes)
     points = {point.name: point for point in entry_points(group=f"agentrl.{kind}")}
     if name not in points:
         listed = ", ".join(sorted(points)) or "none"
@@ -82,7 +99,69 @@ def load(kind: str, name: str) -> Any:
     return _import(kind, points[name].value)
 
 
-def _import(kind: str, address: str) -> Any:
+@dataclass(frozen=True, slots=True)
+class FileEnv:
+    """Makes the environment that a file holds, in any process that has the file: it pickles as two texts."""
+
+    path: str
+    attribute: str
+
+    def __call__(self) -> Env:
+        """The environment."""
+        env: Env = _attribute(_module_of(Path(self.path)), self.attribute, self.path)()
+        return env
+
+
+def from_file(rest: str) -> Callable[[], Env]:
+    """file:my_game.py:MyGame: an environment's class in a file; the file runs once per process.
+
+    Raises:
+        PluginError: there is no such file or class, or the file cannot be run.
+    """
+    written, _, attribute = rest.rpartition(":")
+    path = Path(written or rest).expanduser().resolve()
+    if not path.is_file():
+        there = sorted(str(file.name) for file in path.parent.glob("*.py")) if path.parent.is_dir() else []
+        raise PluginError(f"'file:{rest}': there is no file {str(path)!r}.{nearest(path.name, there)}")
+    module = _module_of(path)
+    if not written:
+        raise PluginError(f"'file:{rest}' names no class: write 'file:{rest}:Name' with one of {_public(module)}")
+    _attribute(module, attribute, str(path))
+    return FileEnv(str(path), attribute)
+
+
+def _module_of(path: Path) -> ModuleType:
+    """The file as a module, under a name of its path, so that two files of one name are two modules."""
+    name = f"agentrl_file_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise PluginError(f"{str(path)!r} is no Python file: its name has to end in .py")
+    module = sys.modules[name] = module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise PluginError(f"running {str(path)!r} raised {type(error).__name__}: {error}") from error
+    return module
+
+
+def _public(found: ModuleType) -> list[str]:
+    return [name for name in vars(found) if not name.startswith("_")]
+
+
+def _attribute(module: ModuleType, attribute: str, called: str) -> Any:
+    found: Any = module
+    try:
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except AttributeError as error:
+        raise PluginError(f"{called!r} has no {attribute!r}.{nearest(attribute, _public(module))}") from error
+    return found
+
+
+def _import(kind: str, address: str, schemes: Iterable[str] = ()) -> Any:
     module_name, _, attribute = address.partition(":")
     if module_name.split(".")[0] in _FOLDERS:
         raise PluginError(
@@ -92,15 +171,12 @@ def _import(kind: str, address: str) -> Any:
         module = importlib.import_module(module_name)
     except ImportError as error:
         missing = f" (sys.path begins with {sys.path[0]!r})" if isinstance(error, ModuleNotFoundError) else ""
-        raise PluginError(f"cannot import {module_name!r} for the {kind[:-1]} {address!r}: {error}{missing}") from error
-    try:
-        found: Any = module
-        for part in attribute.split("."):
-            found = getattr(found, part)
-    except AttributeError as error:
-        public = [name for name in vars(module) if not name.startswith("_")]
-        raise PluginError(f"{module_name!r} has no {attribute!r}.{nearest(attribute, public)}") from error
-    return found
+        listed = sorted(schemes)
+        other = f".{nearest(module_name, listed)} Schemes: {', '.join(listed)}" if listed else ""
+        raise PluginError(
+            f"cannot import {module_name!r} for the {kind[:-1]} {address!r}: {error}{missing}{other}"
+        ) from error
+    return _attribute(module, attribute, module_name)
 
 
 def _origin(point: EntryPoint) -> str:

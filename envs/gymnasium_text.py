@@ -2,6 +2,9 @@
 
     env.reset(seed=7, options={"id": "Taxi-v4", "kwargs": {"is_rainy": True}})
 
+`env: gymnasium:Taxi-v4` in a config is this environment with the id chosen. Packages that still register by the
+entry-point group `gymnasium.envs`, which Gymnasium itself no longer reads, are found too.
+
 The observation is the environment's own text drawing ("ansi") where it has one, with the highlighted cell in square
 brackets, else its observation written out. The action is the one action word in the model's message.
 """
@@ -10,17 +13,20 @@ import difflib
 import importlib
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache, partial
+from importlib.metadata import entry_points
 from typing import Any
 
 import gymnasium
 import numpy as np
-from gymnasium.envs.registration import EnvSpec, load_env_creator
+from gymnasium.envs.registration import EnvSpec, load_env_creator, namespace
 from pydantic import Field
 
 from agentrl.envs.base import TextEnv, read_options
-from agentrl.errors import ConfigError, EnvError
-from agentrl.protocols import Settings, StepResult
+from agentrl.errors import ConfigError, EnvError, PluginError
+from agentrl.protocols import Env, Settings, StepResult
 
 GymEnv = gymnasium.Env[Any, Any]
 MAX_NUMBERS = 256
@@ -104,6 +110,19 @@ GAMES: Mapping[str, Game] = {
 """By the environment's name without its version."""
 
 
+def scheme(rest: str) -> Callable[[], Env]:
+    """gymnasium:Taxi-v4: a Gymnasium environment of discrete actions, in text.
+
+    Raises:
+        PluginError: there is no such environment.
+    """
+    try:
+        _find(rest)
+    except ConfigError as error:
+        raise PluginError(str(error)) from error
+    return partial(GymnasiumText, rest)
+
+
 class GymnasiumText(TextEnv):
     """Gymnasium in text. A message without exactly one action word costs a turn and is answered by a list of them.
 
@@ -123,7 +142,9 @@ class GymnasiumText(TextEnv):
         actions: tuple[str, ...] = ()
         """A word for each action, in the order of the action space. Default: known games have words, others numbers."""
 
-    def __init__(self) -> None:
+    def __init__(self, env_id: str = "") -> None:
+        """`env_id` is the id where the options name none."""
+        self._defaults = {"id": env_id} if env_id else {}
         self._env: GymEnv | None = None
         self._made_of: Options | None = None
         self._over = True
@@ -134,7 +155,7 @@ class GymnasiumText(TextEnv):
         Raises:
             ConfigError: there is no such environment, or it cannot be played in text.
         """
-        chosen = read_options(self.Options, options)
+        chosen = read_options(self.Options, {**self._defaults, **options})
         if self._env is None or self._made_of != chosen:
             self.close()
             self._env, self._game = _make(chosen)
@@ -207,13 +228,36 @@ def _find(env_id: str) -> EnvSpec:
             importlib.import_module(module)
         except ImportError as error:
             raise ConfigError(
-                f"options['id'] = {env_id!r}: the package {module!r} cannot be imported: {error}"
+                f"gymnasium cannot find {env_id!r}: the package {module!r} cannot be imported: {error}"
             ) from error
+    failed = () if name in gymnasium.registry else _register_installed()
     if name in gymnasium.registry:
         return gymnasium.registry[name]
     near = difflib.get_close_matches(name, gymnasium.registry, n=3)
     hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else f"There are {', '.join(gymnasium.registry)}."
-    raise ConfigError(f"options['id']: gymnasium has no environment {name!r}. {hint}")
+    also = f" Packages that could not register theirs: {'; '.join(failed)}" if failed else ""
+    raise ConfigError(f"gymnasium has no environment {name!r}. {hint}{also}")
+
+
+@cache
+def _register_installed() -> tuple[str, ...]:
+    """Let every package of the entry-point group `gymnasium.envs` register its environments; tells which could not.
+
+    The name of an entry point is the namespace of the ids ("MyGames" in "MyGames/Maze-v0"), or begins with `__` for
+    none; it is a module, or a function that registers.
+    """
+    failed = []
+    for point in entry_points(group="gymnasium.envs"):
+        with nullcontext() if point.name.startswith("__") else namespace(point.name):
+            try:
+                found = point.load()
+                if callable(found):
+                    found()
+            # Another package's failure must not keep this one from being played, and Gymnasium's `namespace` is never
+            # left by an exception.
+            except Exception as error:
+                failed.append(f"{point.value} ({error!r})")
+    return tuple(failed)
 
 
 def _game(options: Options, spec: EnvSpec, env: GymEnv) -> Game:

@@ -1,0 +1,91 @@
+"""What an adapter of another library's environments is built on."""
+
+import difflib
+import importlib
+import random
+import threading
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from agentrl.errors import EnvError, PluginError
+
+LOAN_SECONDS = 25.0
+"""How long a call waits for the global generators: a little less than the default deadline of a step."""
+
+_lent = threading.Lock()
+
+
+class RngBox:
+    """The process-global `random` and `numpy.random`, lent to one foreign environment for one call at a time.
+
+        box = RngBox(seed)
+        with box.lend():
+            game.step(action)
+
+    Every box has states of its own, so that games played in turns draw what each would draw alone; the caller's
+    states are put back after each loan. Threads wait for each other: what a hung call holds, nobody else gets.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._python = random.Random(seed).getstate()
+        self._numpy: Any = np.random.RandomState(seed % 2**32).get_state()
+
+    @contextmanager
+    def lend(self) -> Iterator[None]:
+        """The global generators are this box's inside.
+
+        Raises:
+            EnvError: another call has not given them back for `LOAN_SECONDS`.
+        """
+        if not _lent.acquire(timeout=LOAN_SECONDS):
+            raise EnvError(
+                f"another game of this process has held the global random for {LOAN_SECONDS:g} s and does not return. "
+                "Play games that hang with env.isolation=process: then each is killed at its deadline"
+            )
+        try:
+            python, numpy = random.getstate(), np.random.get_state()
+            random.setstate(self._python)
+            np.random.set_state(self._numpy)
+            try:
+                yield
+            finally:
+                self._python, self._numpy = random.getstate(), np.random.get_state()
+                random.setstate(python)
+                np.random.set_state(numpy)
+        finally:
+            _lent.release()
+
+
+def load_package(name: str) -> ModuleType:
+    """Import an optional package, without the warnings of its import, which are its authors'.
+
+    Raises:
+        PluginError: it is not installed; says what to install.
+    """
+    try:
+        with RngBox(0).lend(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return importlib.import_module(name)
+    except ImportError as error:
+        raise PluginError(
+            f"the package {name!r} cannot be imported: {error}. Install it by: pip install 'agentrl[envs]'"
+        ) from error
+
+
+def check_known(address: str, name: str, known: Iterable[str]) -> None:
+    """Nothing, where `name` is one of `known`.
+
+    Raises:
+        PluginError: it is not; names the nearest ones, or the first few.
+    """
+    there = sorted(known)
+    if name in there:
+        return
+    near = difflib.get_close_matches(name, there, n=3, cutoff=0.4)
+    hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else f"Some of them: {', '.join(there[:12])}"
+    raise PluginError(f"{address!r}: there is no {name!r} among {len(there)}. {hint}")

@@ -1,0 +1,131 @@
+"""reasoning-gym's procedurally generated questions, each an episode of one turn: `env: rg:leg_counting`."""
+
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from pydantic import Field
+
+from agentrl.envs.base import TextEnv, read_options
+from agentrl.envs.foreign import RngBox, check_known, load_package
+from agentrl.errors import ConfigError, EnvError
+from agentrl.protocols import Env, Settings, StepResult
+
+MAX_ANSWER = 20_000
+"""Characters. A longer answer is wrong unread: some scorers take quadratic time."""
+
+
+def scheme(rest: str) -> Callable[[], Env]:
+    """rg:leg_counting: a data set of reasoning-gym, a question and its scored answer.
+
+    Raises:
+        PluginError: there is no such data set, or the package is missing.
+    """
+    load_package("reasoning_gym")
+    from reasoning_gym.factory import DATASETS
+
+    check_known(f"rg:{rest}", rest, DATASETS)
+    return partial(ReasoningGym, rest)
+
+
+class ReasoningGym(TextEnv):
+    """One question of a data set, chosen by the seed. The one message is the answer: what stands between the last
+    <answer> and </answer>, or else all of it. The reward is the data set's score, from 0 to 1; a score of 1 is a
+    success, and `info["answer"]` is the expected one.
+    """
+
+    system_prompt = "Answer the question. Write the answer alone between <answer> and </answer>."
+
+    class Options(Settings):
+        """What `reset(options=...)` takes."""
+
+        size: int = Field(10_000, ge=1)
+        """Questions of the data set; the seed modulo this is the number of the question. `acre` makes them all at once
+        and pairs them: give it 500."""
+        config: dict[str, Any] = Field(default_factory=dict)
+        """Settings of the data set, such as its difficulty. `seed` chooses another set of questions."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._data: Any = None
+        self._made_of: Options | None = None
+        self._entry: dict[str, Any] | None = None
+
+    def start(self, seed: int, options: Mapping[str, Any]) -> str:
+        """Take the question of this seed.
+
+        Raises:
+            ConfigError: the data set does not take these options.
+        """
+        chosen = read_options(self.Options, options)
+        if self._made_of != chosen:
+            with RngBox(0).lend():
+                self._data = _make(self._name, chosen)
+            self._made_of = chosen.model_copy(deep=True)
+        self._box = RngBox(seed)  # some data sets draw from the global generators
+        with self._box.lend():
+            entry: dict[str, Any] = self._data[seed % chosen.size]
+        self._entry = entry
+        return str(entry["question"])
+
+    def step(self, action: str) -> StepResult:
+        """Score the answer.
+
+        Raises:
+            EnvError: no question is open.
+        """
+        if self._entry is None:
+            raise EnvError("no episode is being played; call reset first")
+        entry, self._entry = self._entry, None
+        with self._box.lend():
+            score = _score(self._data, _answer(action), entry)
+        gold = entry.get("answer")
+        info = {"success": score >= 1, "answer": None if gold is None else str(gold)}
+        return f"Score: {score:.3g}.", score, True, False, info
+
+    def close(self) -> None:
+        """Forget the data set."""
+        self._data = self._made_of = self._entry = None
+
+
+Options = ReasoningGym.Options
+
+
+def _make(name: str, options: Options) -> Any:
+    import reasoning_gym
+
+    try:
+        return reasoning_gym.create_dataset(name, size=options.size, **{"seed": 0, **options.config})
+    except Exception as error:
+        raise ConfigError(
+            f"reasoning_gym cannot make {name!r} with size={options.size} and config={options.config!r}: {error!r}. "
+            f"Its settings: {_settings_of(name)}"
+        ) from error
+
+
+def _settings_of(name: str) -> str:
+    """The data set's settings, as `name=default` where there is a default."""
+    from dataclasses import MISSING, fields
+
+    from reasoning_gym.factory import DATASETS
+
+    return ", ".join(
+        field.name if field.default is MISSING else f"{field.name}={field.default!r}"
+        for field in fields(DATASETS[name][1])
+    )
+
+
+def _answer(message: str) -> str:
+    tagged = re.findall(r"<answer>(.*?)</answer>", message, re.DOTALL)
+    return (tagged[-1] if tagged else message).strip()
+
+
+def _score(data: Any, answer: str, entry: dict[str, Any]) -> float:
+    """Between 0 and 1. A scorer that stumbles over an answer has not accepted it."""
+    if len(answer) > MAX_ANSWER:
+        return 0.0
+    try:
+        return float(data.score_answer(answer=answer, entry=entry))
+    except Exception:
+        return 0.0

@@ -1,0 +1,231 @@
+"""TextArena's games: `env: textarena:Wordle-v0`, alone or against scripted opponents.
+
+The observation is what the game has told the player since its last turn. A game of several players is played with
+opponents, which are `"random"`, `"first"` (the first legal move found), or a function `opponent(seen, rng) -> message`
+given as "package.module:name"; `seen` is all that this opponent has been told in this episode.
+"""
+
+import copy
+import importlib
+import random
+import re
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+from pydantic import Field
+
+from agentrl.envs.base import TextEnv, read_options
+from agentrl.envs.foreign import RngBox, check_known, load_package
+from agentrl.errors import ConfigError, EnvError
+from agentrl.protocols import Env, Settings, StepResult
+
+MOST_PLAYERS = 8
+MOST_REPLIES = 400
+"""Moves of the opponents between two turns of the player; then the episode is truncated."""
+MOST_TRIES = 40
+"""Moves that a scripted opponent tries on a copy of the game before it says the last of them anyway."""
+
+Opponent = Callable[[str, random.Random], str]
+
+
+def scheme(rest: str) -> Callable[[], Env]:
+    """textarena:TicTacToe-v0: a game of TextArena, with scripted opponents where it needs some.
+
+    Raises:
+        PluginError: there is no such game, or the package is missing.
+    """
+    load_package("textarena")
+    from textarena.envs.registration import ENV_REGISTRY
+
+    check_known(f"textarena:{rest}", rest, ENV_REGISTRY)
+    return partial(TextArena, rest)
+
+
+class TextArena(TextEnv):
+    """A game of TextArena. The reward comes at the end and is the game's: from -1 to 1.
+
+    A success is a reward of 1 where the player is alone, and any above 0 against others.
+    """
+
+    system_prompt = "You play a game. Write each move as its rules say, in square brackets where they ask for them."
+
+    class Options(Settings):
+        """What `reset(options=...)` takes."""
+
+        kwargs: dict[str, Any] = Field(default_factory=dict)
+        """Keyword arguments of `textarena.make`."""
+        players: int = Field(0, ge=0, le=MOST_PLAYERS)
+        """How many play, with the opponents; 0 is the fewest that the game allows."""
+        seat: int = Field(0, ge=0)
+        """Which player is the model's; 0 moves first in most games."""
+        opponent: str = "random"
+        """"random", "first", or "package.module:name" of a function."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._env: Any = None
+
+    def start(self, seed: int, options: Mapping[str, Any]) -> str:
+        """Make a new game, and let the opponents play until it is the player's turn.
+
+        Raises:
+            ConfigError: TextArena cannot make it, or nobody can play it so.
+            EnvError: the game ended before the player's first turn.
+        """
+        chosen = read_options(self.Options, options)
+        opponent = _opponent(chosen.opponent)
+        self._seat = chosen.seat
+        self._seen: dict[int, list[str]] = {}
+        self._box = RngBox(seed)
+        with self._box.lend():
+            self._env, self._players = _make(self._name, chosen, seed)
+            self._opponent = opponent or partial(_legal_move, self._env, shuffled=chosen.opponent == "random")
+            text = self._until_own_turn()
+        if text is None:
+            self._env = None
+            raise EnvError(f"{self._name} ended before the turn of player {self._seat}; choose another options['seat']")
+        return text
+
+    def step(self, action: str) -> StepResult:
+        """Say the message to the game, and let the opponents answer.
+
+        Raises:
+            EnvError: no episode is being played.
+        """
+        if self._env is None:
+            raise EnvError("no episode is being played; call reset first")
+        with self._box.lend():
+            done, _ = self._env.step(action)
+            text = None if done else self._until_own_turn()
+            if text is not None:
+                return text, 0.0, False, False, {"success": False}
+            return self._end()
+
+    def close(self) -> None:
+        """Forget the game."""
+        self._env = None
+
+    def _until_own_turn(self) -> str | None:
+        """What the player is told when it is its turn; `None` where that does not come."""
+        for _ in range(MOST_REPLIES):
+            player, messages = _inner(self._env).get_observation()
+            text = _text(messages, player)
+            if player == self._seat:
+                return text or "It is your turn."
+            seen = self._seen.setdefault(player, [])
+            seen.append(text)
+            done, _ = self._env.step(self._opponent("\n".join(seen), self.rng))
+            if done:
+                return None
+        return None
+
+    def _end(self) -> StepResult:
+        env, self._env = self._env, None
+        state = _inner(env).state
+        text = _text(state.observations.get(self._seat, []), self._seat)
+        if not state.done:
+            return text or "The others play on without you.", 0.0, False, True, {"success": False}
+        rewards, about = env.close()
+        paid, reason = (rewards or {}).get(self._seat, 0.0), (about or {}).get(self._seat, {}).get("reason")
+        if isinstance(paid, str):  # a game that swaps the two
+            paid, reason = 0.0, paid
+        reward = float(paid)
+        success = reward > 0 if self._players > 1 else reward >= 1
+        text = "\n".join(filter(None, (text, str(reason or "")))) or "The game is over."
+        return text, reward, True, False, {"success": success}
+
+
+Options = TextArena.Options
+
+
+def _inner(env: Any) -> Any:
+    """The game itself: its wrappers repeat the whole history in each observation."""
+    from textarena.core import Wrapper
+
+    while isinstance(env, Wrapper):
+        env = env.env
+    return env
+
+
+def _make(name: str, options: Options, seed: int) -> tuple[Any, int]:
+    """The game, reset, and how many play it. Games say how many they need only by refusing others."""
+    import textarena
+
+    refused = ""
+    for players in [options.players] if options.players else range(1, MOST_PLAYERS + 1):
+        try:
+            env = textarena.make(name, **options.kwargs)
+        except Exception as error:
+            raise ConfigError(
+                f"textarena cannot make {name!r} with kwargs={options.kwargs!r}: {error!r}. Install or download what "
+                "it needs, or correct options['kwargs']"
+            ) from error
+        try:
+            env.reset(num_players=players, seed=seed)
+        except (AssertionError, ValueError) as error:
+            refused = str(error)
+            continue
+        if options.seat >= players:
+            raise ConfigError(f"options['seat'] = {options.seat}, but {name} is played by {players}, from 0")
+        return env, players
+    raise ConfigError(f"{name} refuses options['players'] = {options.players or f'1 to {MOST_PLAYERS}'}: {refused}")
+
+
+def _text(messages: Any, player: int) -> str:
+    """What others have said; the player knows its own words."""
+    if isinstance(messages, str):
+        return messages
+    lines = []
+    for message in messages:
+        # Some games pass the fields in another order; the first text is what was said.
+        sender = message[0] if isinstance(message[0], int) else -1
+        said = next((part for part in message if isinstance(part, str)), "").strip("\n")
+        if said and sender != player:
+            lines.append(said if sender < 0 else f"[Player {sender}] {said}")
+    return "\n".join(lines)
+
+
+def _opponent(name: str) -> Opponent | None:
+    """The function that was named; `None` for the scripted ones, which look at the game."""
+    if name in ("random", "first"):
+        return None
+    module, _, attribute = name.partition(":")
+    try:
+        found: Opponent = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"options['opponent'] = {name!r} cannot be found: {error}. Write 'random', 'first', or "
+            "'package.module:name' of a function opponent(seen, rng) that returns a message"
+        ) from error
+    return found
+
+
+def _legal_move(env: Any, seen: str, rng: random.Random, *, shuffled: bool) -> str:
+    """A move that the game accepts, tried on copies of it: one that was read in `seen` if any."""
+    moves = list(_candidates(seen))
+    if shuffled:
+        rng.shuffle(moves)
+    for move in moves[:MOST_TRIES]:
+        if _accepts(env, move):
+            return move
+    return moves[min(MOST_TRIES, len(moves)) - 1]
+
+
+def _candidates(seen: str) -> Iterable[str]:
+    """Everything in brackets, the latest first, and what is a move in many games."""
+    read = re.findall(r"\[[^\[\]\n]{1,40}\]", seen)[::-1]
+    numbers = [f"[{number}]" for number in range(10)]
+    cells = [f"[{row} {column}]" for row in range(4) for column in range(4)]
+    return dict.fromkeys([*read[:MOST_TRIES], *numbers, *cells, "pass"])
+
+
+def _accepts(env: Any, move: str) -> bool:
+    trial = copy.deepcopy(env)
+    state = _inner(trial).state
+    player, errors = state.current_player_id, state.error_count
+    try:
+        trial.step(move)
+    except Exception:  # a move that the game cannot read is none
+        return False
+    return bool(state.error_count <= errors and not state.game_info.get(player, {}).get("invalid_move"))
