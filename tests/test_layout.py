@@ -19,7 +19,7 @@ LAYERS = [
     {"algorithms", "new_env", "plugins", "tiny_model"},
     {"flow"},
     {"rollout", "engines", "cluster", "observe", "checkpoint"},
-    {"testing", "simulate"},
+    {"testing", "simulate", "remote"},
     {"envs", "rewards", "trainers"},
     {"config"},
     {"run"},

@@ -1,0 +1,144 @@
+"""What client and server of a remote environment say to each other, and what each status means.
+
+Over plain HTTP, for anybody:
+
+    POST   /sessions                                             -> Opened
+    POST   /sessions/{session}/reset  {"seq": 1, "seed": 7}      -> Began
+    POST   /sessions/{session}/step   {"seq": 2, "action": ".."} -> Stepped
+    DELETE /sessions/{session}                                   -> {}
+
+Over the WebSocket /ws the same for many sessions at once: a frame {"id": 5, "op": "step", "session": .., "seq": ..,
+"action": ..} is answered, in any order, by {"id": 5, "status": 200, "body": {..}}.
+
+`seq` counts the resets and steps of a session from 1. The last number again, with the same content, gives the same
+answer and does nothing; so what got lost on the way can be sent again.
+
+| status | what it means | and the session |
+|---|---|---|
+| 401 | the token is missing or wrong (403 where a WebSocket is opened) | |
+| 404 | no such session: it expired, was deleted, failed, or never was | |
+| 409 | a `seq` that is neither the last nor the next, a step without an episode or after its end | goes on |
+| 413 | the body is larger than the server takes (over the WebSocket: closed with code 1009) | goes on |
+| 422 | no JSON, or not this shape | goes on |
+| 424 | `options` that the environment does not take | is ended |
+| 429 | as many sessions as the server takes: come again after `Retry-After` seconds | |
+| 500 | the environment raised, or broke its contract | is ended |
+| 503 | the server drains: no new session, no new episode | may finish its episode |
+| 504 | the environment did not answer in time | is ended |
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+TOKEN_VARIABLE = "AGENTRL_REMOTE_TOKEN"
+"""Environment variable of the bearer token, on both sides."""
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class Reset(_Message):
+    """Begin an episode."""
+
+    seq: int = Field(ge=1)
+    """One more than that of the session's last reset or step."""
+    seed: int
+    options: dict[str, Any] = {}
+
+
+class Step(_Message):
+    """The model's message."""
+
+    seq: int = Field(ge=1)
+    """One more than that of the session's last reset or step."""
+    action: str
+
+
+class Opened(_Message):
+    """A session: an environment for its holder alone."""
+
+    session: str
+    """Whoever knows it may use it."""
+    idle_seconds: float
+    """How long it lives without being asked anything."""
+    max_body_bytes: int
+    """The longest message that the server takes."""
+
+
+class Began(_Message):
+    """The beginning of an episode."""
+
+    observation: str
+    info: dict[str, Any]
+    system_prompt: str
+    tools: list[dict[str, Any]]
+
+
+class Stepped(_Message):
+    """The answer to the model's message."""
+
+    observation: str
+    reward: float
+    terminated: bool
+    truncated: bool
+    info: dict[str, Any]
+
+
+class OpenFrame(_Message):
+    """POST /sessions."""
+
+    id: int
+    op: Literal["open"]
+
+
+class ResetFrame(Reset):
+    """POST /sessions/{session}/reset."""
+
+    id: int
+    op: Literal["reset"]
+    session: str
+
+
+class StepFrame(Step):
+    """POST /sessions/{session}/step."""
+
+    id: int
+    op: Literal["step"]
+    session: str
+
+
+class CloseFrame(_Message):
+    """DELETE /sessions/{session}."""
+
+    id: int
+    op: Literal["close"]
+    session: str
+
+
+Frame = OpenFrame | ResetFrame | StepFrame | CloseFrame
+FRAMES: TypeAdapter[Frame] = TypeAdapter(Annotated[Frame, Field(discriminator="op")])
+"""Reads a request from a WebSocket."""
+
+
+class Reply(BaseModel):
+    """A frame from the server."""
+
+    id: int | None
+    """The request's; none where the request could not be read."""
+    status: int
+    body: dict[str, Any]
+    """The answer, or {"detail": what is wrong}."""
+    retry_after: float | None = None
+    """Seconds after which a 429 or 503 may be different."""
+
+
+class Refusal(Exception):  # noqa: N818  an answer, not a defect
+    """A request that is answered by a status other than 200."""
+
+    def __init__(self, status: int, detail: str, retry_after: float | None = None) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.detail = detail
+        self.retry_after = retry_after

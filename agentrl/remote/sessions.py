@@ -1,0 +1,245 @@
+"""The sessions of a server: who holds which environment, what was answered last, and when it lapses."""
+
+import asyncio
+import math
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from pydantic import Field
+from pydantic_core import from_json, to_json
+
+from agentrl.errors import ConfigError, DeadlineError, EnvError
+from agentrl.flow import deadline, now
+from agentrl.protocols import Settings
+from agentrl.remote.protocol import Began, Opened, Refusal, Reset, Step, Stepped
+from agentrl.rollout.env_host import EnvHost, LiveEnv
+
+Answer = TypeVar("Answer", Began, Stepped)
+
+
+class Limits(Settings):
+    """What a server gives at most."""
+
+    max_sessions: int = Field(1024, ge=1)
+    """Sessions at once; the next is told to come again."""
+    idle_seconds: float = Field(900.0, gt=0)
+    """How long a session lives without being asked anything."""
+    max_body_bytes: int = Field(1 << 20, ge=1024)
+    """The longest request."""
+    call_seconds: float = Field(60.0, gt=0)
+    """How long the environment may take for one reset or step."""
+    drain_seconds: float = Field(60.0, ge=0)
+    """How long running episodes may go on once the server was told to end."""
+    retry_seconds: float = Field(1.0, gt=0)
+    """When who was refused for want of room shall come again."""
+
+
+@dataclass(eq=False)
+class _Session:
+    id: str
+    env: LiveEnv
+    used: float
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    seq: int = 0
+    asked: tuple[Any, ...] = ()
+    answer: Any = None
+    playing: bool = False
+    gone: bool = False
+
+
+class Metrics:
+    """What `/metrics` shows, in a registry of its own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.sessions = Gauge("agentrl_env_sessions", "Sessions that are open", registry=self.registry)
+        self.seconds = Histogram("agentrl_env_seconds", "Time in the environment", ["call"], registry=self.registry)
+        self.repeated = Counter("agentrl_env_repeated", "Requests answered a second time", registry=self.registry)
+        self.expired = Counter("agentrl_env_expired", "Sessions that lapsed", registry=self.registry)
+        self.refused = Counter(
+            "agentrl_env_refused", "Requests not answered by 200", ["status"], registry=self.registry
+        )
+        self.reset_seconds = self.seconds.labels("reset")
+        self.step_seconds = self.seconds.labels("step")
+
+
+class Sessions:
+    """All sessions of a server, of the environment `name` of `host`. Every method raises `Refusal`."""
+
+    def __init__(self, host: EnvHost, name: str, limits: Limits) -> None:
+        self.limits = limits
+        self.metrics = Metrics()
+        self.draining = False
+        self._host = host
+        self._name = name
+        self._sessions: dict[str, _Session] = {}
+        self._opening = 0
+
+    def __len__(self) -> int:
+        return len(self._sessions) + self._opening
+
+    @property
+    def busy(self) -> bool:
+        """Whether an episode is going on."""
+        return any(session.playing or session.lock.locked() for session in self._sessions.values())
+
+    async def open(self) -> Opened:
+        """A new session."""
+        self._refuse_if_draining()
+        if len(self) >= self.limits.max_sessions:
+            raise Refusal(429, f"{len(self)} sessions are open; no more are taken", self.limits.retry_seconds)
+        self._opening += 1
+        try:
+            with deadline("environment", "reset", self.limits.call_seconds):
+                # A constructor may load for seconds, and the loop has others to serve.
+                env = await asyncio.to_thread(self._host.take, self._name)
+        except DeadlineError:
+            raise Refusal(504, f"making the environment took over {self.limits.call_seconds:g} s") from None
+        except (EnvError, ConfigError) as error:
+            raise Refusal(500, str(error)) from error
+        finally:
+            self._opening -= 1
+        session = _Session(secrets.token_urlsafe(24), env, now())
+        self._sessions[session.id] = session
+        self.metrics.sessions.set(len(self._sessions))
+        return Opened(
+            session=session.id, idle_seconds=self.limits.idle_seconds, max_body_bytes=self.limits.max_body_bytes
+        )
+
+    async def reset(self, session_id: str, request: Reset) -> Began:
+        """Begin an episode, once."""
+
+        async def begin(session: _Session) -> Began:
+            self._refuse_if_draining()
+            started = now()
+            observation, info = await session.env.reset(request.seed, request.options)
+            session.playing = True
+            self.metrics.reset_seconds.observe(now() - started)
+            return Began(
+                observation=observation,
+                info=_plain(info),
+                system_prompt=session.env.system_prompt,
+                tools=[dict(tool) for tool in session.env.tools],
+            )
+
+        return await self._once(session_id, request.seq, ("reset", request.seed, request.options), begin)
+
+    async def step(self, session_id: str, request: Step) -> Stepped:
+        """Take the model's message, once."""
+
+        async def go_on(session: _Session) -> Stepped:
+            if not session.playing:
+                raise Refusal(409, "no episode is being played: reset the session first")
+            started = now()
+            observation, reward, terminated, truncated, info = await session.env.step(request.action)
+            self.metrics.step_seconds.observe(now() - started)
+            if not math.isfinite(reward):
+                session.env.broken = True
+                raise EnvError(f"the reward is {reward!r}, and must be finite")
+            session.playing = not (terminated or truncated)
+            return Stepped(
+                observation=observation,
+                reward=float(reward),
+                terminated=bool(terminated),
+                truncated=bool(truncated),
+                info=_plain(info),
+            )
+
+        return await self._once(session_id, request.seq, ("step", request.action), go_on)
+
+    async def close(self, session_id: str) -> None:
+        """End a session; its environment serves the next one."""
+        await self._end(self._find(session_id))
+
+    async def expire(self) -> None:
+        """End the sessions that were idle for too long, and while draining those that play no episode."""
+        idle_since = now() - self.limits.idle_seconds
+        for session in list(self._sessions.values()):
+            lapsed = session.used <= idle_since or (self.draining and not session.playing)
+            if lapsed and not session.lock.locked():
+                self.metrics.expired.inc()
+                await self._end(session)
+
+    async def sweep(self) -> None:
+        """Expire sessions for ever."""
+        while True:
+            await asyncio.sleep(min(1.0, self.limits.idle_seconds / 4))
+            await self.expire()
+
+    async def end_all(self) -> None:
+        """End every session, and close every environment."""
+        for session in list(self._sessions.values()):
+            await self._end(session)
+        await self._host.close()
+
+    def _refuse_if_draining(self) -> None:
+        if self.draining:
+            raise Refusal(503, "the server is about to end and begins nothing new", self.limits.retry_seconds)
+
+    def _find(self, session_id: str) -> _Session:
+        session = self._sessions.get(session_id)
+        if session is None:
+            raise Refusal(404, "no such session: it expired, was deleted, failed, or never was; open another")
+        return session
+
+    async def _once(
+        self, session_id: str, seq: int, asked: tuple[Any, ...], work: Callable[[_Session], Awaitable[Answer]]
+    ) -> Answer:
+        """Do the work of number `seq`, or give the answer again that it had. One call of a session at a time."""
+        session = self._find(session_id)
+        async with session.lock:
+            if session.gone:
+                self._find(session_id)  # raises: it is gone
+            session.used = now()
+            if seq == session.seq and asked == session.asked:
+                self.metrics.repeated.inc()
+                answer: Answer = session.answer
+                return answer
+            if seq != session.seq + 1:
+                what = "again with other content" if seq == session.seq else "out of order"
+                raise Refusal(409, f"seq {seq} came {what}; the last was {session.seq}")
+            try:
+                answer = await work(session)
+            except (EnvError, DeadlineError, ConfigError) as error:
+                session.env.broken = True
+                raise Refusal(_status_of(error), str(error)) from error
+            except (TypeError, ValueError) as error:
+                session.env.broken = True
+                raise Refusal(500, f"the environment gave what it must not: {error}") from error
+            finally:
+                session.used = now()
+                if session.env.broken:
+                    await self._end(session)
+            session.seq, session.asked, session.answer = seq, asked, answer
+            return answer
+
+    async def _end(self, session: _Session) -> None:
+        if session.gone:
+            return
+        session.gone = True
+        del self._sessions[session.id]
+        self.metrics.sessions.set(len(self._sessions))
+        if session.lock.locked():
+            session.env.broken = True  # a call is under way, or has failed: nobody else may have this instance
+        await self._host.give_back(self._name, session.env)
+
+
+def _status_of(error: Exception) -> int:
+    if isinstance(error, DeadlineError):
+        return 504
+    return 424 if isinstance(error, ConfigError) else 500
+
+
+def _plain(info: dict[str, Any]) -> dict[str, Any]:
+    """The info as JSON can say it: arrays become lists, what else cannot be said becomes its text."""
+    if not info:
+        return {}
+    plain: dict[str, Any] = from_json(to_json(info, fallback=_say, inf_nan_mode="constants"), allow_inf_nan=True)
+    return plain
+
+
+def _say(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else repr(value)
