@@ -1,12 +1,15 @@
 """An environment in a process of its own: what `isolation = "process"` means.
 
 `ProcessEnv` is the driver's end, a plain sync `Env`; `serve` is the worker's. One process holds one instance and plays
-one episode after the other. So it can be killed at any moment and nothing but its own episode is lost: a hang, a crash,
+one episode after the other, so it can be killed at any moment and nothing but its own episode is lost: a hang, a crash,
 a `sys.exit`, the memory killer. The environment travels by its address and is imported over there; what comes back is
 JSON and never pickle, so that an environment which is not trusted cannot make the driver run anything.
 
 The worker's current folder is an empty one of its own, removed with it; what it writes to stdout and stderr is caught,
 and its last lines stand in the errors. It leads a process group of its own, and the group dies with the driver.
+
+Workers are forked from one process, the nursery, which has imported agentrl and no environment: a start takes
+milliseconds, and a worker has only the memory that its environment adds.
 """
 
 import asyncio
@@ -28,9 +31,10 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from io import TextIOWrapper
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from agentrl import plugins
 from agentrl.errors import ConfigError, EnvError
@@ -42,10 +46,10 @@ LARGEST_ANSWER = 64 << 20
 """Bytes of one answer; a worker that sends more is ended."""
 _OUTPUT_KEPT = 1 << 20
 """Bytes of output after which, at the next reset, what was caught is thrown away."""
-_SECONDS_TO_DIE = 5.0
-"""How long a process that was sent SIGKILL may take to be gone before it is left to the system."""
 
-_START = "import sys; sys.path[:] = {path!r}; from agentrl.rollout.env_process import serve; serve{arguments!r}"
+_START = (
+    "import sys; sys.path[:] = {path!r}; from agentrl.rollout.env_process import run_nursery; run_nursery{arguments!r}"
+)
 
 
 def with_frame(error: BaseException) -> str:
@@ -132,7 +136,7 @@ class ProcessEnv:
     @property
     def pid(self) -> int | None:
         """The worker's process id, where one is running."""
-        return None if self._worker is None else self._worker.process.pid
+        return None if self._worker is None else self._worker.pid
 
     def _ask(self, call: str, **arguments: Any) -> dict[str, Any]:
         worker = self._worker
@@ -162,6 +166,81 @@ def _result(answer: Mapping[str, Any]) -> Any:
     return tuple(answer["tuple"]) if "tuple" in answer else answer.get("text")
 
 
+class _Nursery:
+    """The process that the workers are forked from. It imports no environment, since not every package survives a fork,
+    and it reaps a worker only when it is told to: until then nobody else has the worker's process id.
+    """
+
+    def __init__(self) -> None:
+        mine, theirs = socket.socketpair()
+        lifeline, self._lifeline = os.pipe()
+        arguments = (theirs.fileno(), lifeline)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _START.format(path=_absolute_path(), arguments=arguments)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=arguments,
+                start_new_session=True,
+            )
+        os.close(lifeline)
+        self._socket = mine
+        self._calls = Connection(os.dup(mine.fileno()))
+        self._lock = threading.Lock()
+        weakref.finalize(self, _end_nursery, self._process, self._calls, self._socket, self._lifeline)
+
+    def start(self, address: str, folder: Path, socket_fd: int, lifeline: int, output: int) -> int:
+        """Fork a worker, and return its process id."""
+        return self._call(
+            {
+                "address": address,
+                "scratch": str(folder),
+                "path": _absolute_path(),
+                "home": str(Path.cwd()),
+                "environment": dict(os.environ),
+            },
+            socket_fd,
+            lifeline,
+            output,
+        )
+
+    def end(self, pid: int) -> int:
+        """Reap a worker that was killed, and return its wait status."""
+        return self._call({"end": pid})
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether somebody has killed it."""
+        return self._process.poll() is not None
+
+    def _call(self, request: Mapping[str, Any], *fds: int) -> int:
+        with self._lock:
+            self._calls.send_bytes(json.dumps(request).encode())
+            if fds:
+                socket.send_fds(self._socket, [b"+"], fds)
+            return int(self._calls.recv_bytes())
+
+
+def _end_nursery(process: "subprocess.Popen[bytes]", calls: Connection, control: socket.socket, lifeline: int) -> None:
+    process.kill()
+    process.wait()
+    calls.close()
+    control.close()
+    os.close(lifeline)
+
+
+_nurseries: dict[int, _Nursery] = {}
+_nurseries_lock = threading.Lock()
+
+
+def _nursery() -> _Nursery:
+    """The one of this process (by its id, since this process may be a fork itself); another, where it has died."""
+    with _nurseries_lock:
+        found = _nurseries.get(os.getpid())
+        if found is None or found.is_dead:
+            found = _nurseries[os.getpid()] = _Nursery()
+        return found
+
+
 class _Worker:
     """A running process, the driver's end of its socket, its scratch folder and its output."""
 
@@ -171,32 +250,28 @@ class _Worker:
         scratch.mkdir()
         mine, theirs = socket.socketpair()
         reads, lifeline = os.pipe()
-        arguments = (theirs.fileno(), reads, address, str(scratch))
-        with theirs, (self._folder / "output").open("ab") as output:
-            try:
-                self.process = subprocess.Popen(
-                    [sys.executable, "-c", _START.format(path=_absolute_path(), arguments=arguments)],
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    # Unbuffered, so that nothing is lost in a crash; and no text of a model is one that print refuses.
-                    env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8:backslashreplace"},
-                    pass_fds=(theirs.fileno(), reads),
-                    start_new_session=True,
-                )
-            finally:
-                os.close(reads)
         self.connection = Connection(mine.detach())
+        nursery = _nursery()
+        try:
+            with theirs, (self._folder / "output").open("ab") as output:
+                self.pid = nursery.start(address, scratch, theirs.fileno(), reads, output.fileno())
+        except BaseException:
+            _clean_up(self.connection, lifeline, self._folder)
+            raise
+        finally:
+            os.close(reads)
         # Also at the driver's exit, and when a broken environment was forgotten.
-        self._end = weakref.finalize(self, _end, self.process, self.connection, lifeline, self._folder)
+        self._end = weakref.finalize(self, _end, nursery, self.pid, self.connection, lifeline, self._folder)
 
     def signal_group(self) -> None:
-        _kill_group(self.process)
+        # Until it is reaped, which the nursery does when it is told to, its number is nobody else's.
+        if self._end.alive:
+            _kill_group(self.pid)
 
     def end(self) -> str:
         """Kill, reap and clean up; how it had ended by itself, or was ended."""
-        self._end()
-        return _how_it_ended(self.process.returncode)
+        status = self._end()
+        return "is gone" if status is None else _how_it_ended(os.waitstatus_to_exitcode(status))
 
     def forget_old_output(self) -> None:
         path = self._folder / "output"
@@ -213,27 +288,28 @@ class _Worker:
         return "; it last wrote:\n  " + "\n  ".join(text.splitlines()[-lines:]) if text else ""
 
 
-def _end(process: "subprocess.Popen[bytes]", connection: Connection, lifeline: int, folder: Path) -> None:
-    _kill_group(process)
+def _end(nursery: _Nursery, pid: int, connection: Connection, lifeline: int, folder: Path) -> int | None:
+    _kill_group(pid)
+    try:
+        return nursery.end(pid)
+    except (OSError, EOFError):  # it has died, and the system reaps the worker
+        return None
+    finally:
+        _clean_up(connection, lifeline, folder)
+
+
+def _clean_up(connection: Connection, lifeline: int, folder: Path) -> None:
     connection.close()
     os.close(lifeline)
-    try:
-        process.wait(_SECONDS_TO_DIE)
-    except subprocess.TimeoutExpired:
-        logger.warning("process %d of an environment did not die of SIGKILL", process.pid)
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _kill_group(process: "subprocess.Popen[bytes]") -> None:
-    # The number of a process that was reaped may be another's by now; the group is then gone with its leader's end.
-    if process.returncode is None:
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
+def _kill_group(pid: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
 
 
-def _how_it_ended(status: int | None) -> str:
-    if status is None:
-        return "cannot be ended"
+def _how_it_ended(status: int) -> str:
     if status < 0:
         return f"was killed by {signal.Signals(-status).name}"
     return f"ended with exit status {status}"
@@ -244,15 +320,63 @@ def _absolute_path() -> list[str]:
     return [str(Path(entry).absolute()) for entry in sys.path]
 
 
+# --- in the nursery ---
+
+
+def run_nursery(control: int, lifeline: int) -> None:
+    """Fork workers and reap them, as the driver says, until it is gone. In a worker: serve its environment."""
+    os.set_inheritable(control, False)
+    _die_with_the_driver(lifeline)
+    with socket.socket(fileno=control) as channel:
+        calls = Connection(os.dup(control))
+        while True:
+            try:
+                request = json.loads(calls.recv_bytes())
+            except (EOFError, OSError):
+                return
+            if "end" in request:
+                os.kill(request["end"], signal.SIGKILL)
+                _, answer = os.waitpid(request["end"], 0)
+            else:
+                _, fds, _, _ = socket.recv_fds(channel, 1, 3)
+                answer = os.fork()
+                if answer == 0:
+                    break
+                # In the parent, so that the driver can kill the group as soon as it knows of it.
+                os.setpgid(answer, answer)
+                for fd in fds:
+                    os.close(fd)
+            calls.send_bytes(str(answer).encode())
+        calls.close()
+        os.close(lifeline)
+    _become_a_worker(request, *fds)
+
+
+def _become_a_worker(request: Mapping[str, Any], fd: int, lifeline: int, output: int) -> None:
+    os.setpgid(0, 0)  # the parent does the same; whichever comes first
+    _die_with_the_driver(lifeline)
+    for inherited in (fd, lifeline):
+        os.set_inheritable(inherited, False)
+    for standard in (1, 2):
+        os.dup2(output, standard)
+    os.close(output)
+    for stream in (sys.stdout, sys.stderr):
+        # Unbuffered, so that nothing is lost in a crash; and no text of a model is one that print refuses.
+        cast(TextIOWrapper, stream).reconfigure(encoding="utf-8", errors="backslashreplace", write_through=True)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    sys.path[:] = request["path"]
+    importlib.invalidate_caches()
+    os.chdir(request["home"])
+    serve(fd, request["address"], request["scratch"])
+
+
 # --- in the worker ---
 
 
-def serve(fd: int, lifeline: int, address: str, scratch: str) -> None:
+def serve(fd: int, address: str, scratch: str) -> None:
     """Answer the calls of the driver until it goes away."""
     faulthandler.enable()
-    for inherited in (fd, lifeline):
-        os.set_inheritable(inherited, False)
-    _die_with_the_driver(lifeline)
     # `fd` itself stays open to the very end of the process: when the driver reads the end of the stream, the exit
     # status is settled, and killing what is left of the group cannot change it.
     connection = Connection(os.dup(fd))
