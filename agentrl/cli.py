@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -203,6 +204,45 @@ def simulate(config: ConfigPath, overrides: Overrides = None) -> None:
     loaded = load_config(config, overrides or []).config
     world = World(loaded.rollout, loaded.simulation, loaded.steps, loaded.seed)
     print_report(world.run(), loaded.rollout.max_staleness, console)
+
+
+@app.command()
+def serve(  # noqa: PLR0917  typer calls it by name
+    name: Annotated[str, typer.Argument(metavar="ENV", help="A registered name, an address or package.module:Name.")],
+    port: Annotated[int, typer.Option(help="Where to listen; 0 takes a free one.")] = 8800,
+    host: Annotated[str, typer.Option(help="Address to listen on. Any but this machine's own needs a token.")] = (
+        "127.0.0.1"
+    ),
+    token_env: Annotated[
+        str, typer.Option(help="Environment variable of the token that clients have to show.")
+    ] = "AGENTRL_REMOTE_TOKEN",
+    max_sessions: Annotated[int, typer.Option(min=1, help="Sessions at once; the next is told to wait.")] = 1024,
+    idle_seconds: Annotated[float, typer.Option(min=0.1, help="When a session that asks nothing lapses.")] = 900.0,
+    max_body_bytes: Annotated[int, typer.Option(min=1024, help="The longest message taken.")] = 1 << 20,
+    call_seconds: Annotated[float, typer.Option(min=0.1, help="The longest reset or step.")] = 60.0,
+    drain_seconds: Annotated[float, typer.Option(min=0, help="How long episodes may go on after SIGTERM.")] = 60.0,
+) -> None:
+    """Serve an environment over HTTP, for runs elsewhere: there, [bold]env=http://HOST:PORT[/bold]."""
+    from agentrl.recipes.workers import env_factory
+    from agentrl.remote.server import EnvServer
+    from agentrl.remote.sessions import Limits
+
+    server = EnvServer(
+        env_factory(name),
+        name=name,
+        host=host,
+        port=port,
+        token=os.environ.get(token_env),
+        limits=Limits(
+            max_sessions=max_sessions,
+            idle_seconds=idle_seconds,
+            max_body_bytes=max_body_bytes,
+            call_seconds=call_seconds,
+            drain_seconds=drain_seconds,
+        ),
+        on_start=lambda url: console.print(f"{name} at {url}", highlight=False, soft_wrap=True),
+    )
+    server.run()
 
 
 @app.command()

@@ -65,13 +65,7 @@ class PostEnv:
 
 def serve(pipe: Connection) -> None:
     """The server's process."""
-
-    class Server(EnvServer):
-        async def startup(self, sockets: object = None) -> None:
-            await super().startup()
-            pipe.send(self.url)
-
-    Server(FrozenLake, limits=Limits(max_sessions=4096, drain_seconds=0)).run()
+    EnvServer(FrozenLake, limits=Limits(max_sessions=4096, drain_seconds=0), on_start=pipe.send).run()
 
 
 @dataclass(frozen=True)

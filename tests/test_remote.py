@@ -16,6 +16,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from agentrl import plugins
 from agentrl.envs.base import TextEnv
 from agentrl.envs.calculator import Calculator
 from agentrl.envs.frozen_lake import ACTIONS, FrozenLake
@@ -65,27 +66,19 @@ def served(factory: type[TextEnv] = Counting, *, token: str | None = None, **lim
         assert not thread.is_alive()
 
 
-_SERVE = """
-import sys
-sys.path.insert(0, "tests")
-from test_remote import Counting
-from agentrl.remote.server import EnvServer
-from agentrl.remote.sessions import Limits
-class Server(EnvServer):
-    async def startup(self, sockets=None):
-        await super().startup(sockets)
-        print(self.url, flush=True)
-Server(Counting, limits=Limits(drain_seconds=20)).run()
-"""
+_SERVE = (
+    "import sys; sys.argv = ['agentrl', 'serve', 'file:tests/test_remote.py:Counting', '--port', '0']; "
+    "from agentrl.cli import main; main()"
+)
 
 
 @contextmanager
 def in_process() -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server in a process of its own, and its address."""
+    """The command that serves, in a process of its own, and the address that it says."""
     process = subprocess.Popen([sys.executable, "-c", _SERVE], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
-        yield process, process.stdout.readline().strip()
+        yield process, process.stdout.readline().strip().rpartition(" ")[2]
     finally:
         process.kill()
         process.wait()
@@ -282,14 +275,14 @@ def test_an_idle_session_expires_and_reset_opens_another():
         at = await ask.open()
         env = RemoteEnv([ask.url])
         await env.reset(seed=3, options={})
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.9)
         assert (await ask("POST", f"{at}/reset", {"seq": 1, "seed": 5}))[0] == 404
         with pytest.raises(EnvError, match="404"):
             await env.step("a")
         assert await env.reset(seed=4, options={}) == ("seed 4", {})
         await env.close()
 
-    with served(idle_seconds=0.1) as server:
+    with served(idle_seconds=0.4) as server:
         plainly(server.url, work)
 
 
@@ -298,7 +291,7 @@ def test_a_late_answer_is_never_given_to_the_next_request():
         envs = [RemoteEnv([url]) for _ in range(6)]
         for seed, env in enumerate(envs):
             await env.reset(seed=seed, options={})
-        late, *others = [LiveEnv(env, Deadlines(step=0.05)) for env in envs]
+        late, others = LiveEnv(envs[0], Deadlines(step=0.05)), envs[1:]
         with pytest.raises(DeadlineError):
             await late.step("sleep 0.2")
         for turn in range(1, 40):
@@ -306,7 +299,8 @@ def test_a_late_answer_is_never_given_to_the_next_request():
                 steps = [group.create_task(env.step(f"{number}")) for number, env in enumerate(others)]
             assert [task.result()[0] for task in steps] == [f"{number} {turn}" for number in range(len(others))]
             await asyncio.sleep(0.005)
-        for env in (late, *others):
+        await late.close()
+        for env in others:
             await env.close()
 
     with served() as server:
@@ -346,7 +340,7 @@ def test_a_blocking_environment_blocks_no_other_and_is_ended_at_its_deadline():
         await slow.reset(seed=1, options={})
         await quick.reset(seed=2, options={})
         async with asyncio.TaskGroup() as group:
-            hung = group.create_task(asyncio.wait_for(_error(slow.step("sleep 0.6")), 5))
+            hung = group.create_task(asyncio.wait_for(_error(slow.step("sleep 1.2")), 5))
             await asyncio.sleep(0.01)
             for turn in range(1, 20):
                 assert (await quick.step("a"))[0] == f"a {turn}"
@@ -360,7 +354,7 @@ def test_a_blocking_environment_blocks_no_other_and_is_ended_at_its_deadline():
             await step
         return str(raised.value)
 
-    with served(call_seconds=0.3) as server:
+    with served(call_seconds=0.6) as server:
         asyncio.run(main(server.url))
 
 
@@ -455,7 +449,7 @@ def test_metrics_and_health_and_the_schema_are_served():
         plainly(server.url, work)
 
 
-def test_sigterm_lets_running_episodes_end_and_begins_no_more():
+def test_sigterm_to_the_command_lets_running_episodes_end_and_begins_no_more():
     async def work(ask: Plain, process: subprocess.Popen[str]) -> None:
         at, waiting = await ask.open(), await ask.open()
         await ask("POST", f"{at}/reset", {"seq": 1, "seed": 5})
@@ -473,6 +467,20 @@ def test_sigterm_lets_running_episodes_end_and_begins_no_more():
     with in_process() as (process, url):
         plainly(url, lambda ask: work(ask, process))
         assert process.wait(10) == 0
+
+
+def test_a_config_names_a_server_where_it_named_an_environment():
+    async def main(url: str) -> None:
+        for name in (url, f"remote:{url},http://127.0.0.1:9"):
+            host = EnvHost({name: plugins.load("envs", name)}, Deadlines())
+            env = host.take(name)
+            assert env.env.isolation == "inline"
+            assert (await env.reset(3, {"size": 4}))[0].count("P") == 1
+            await host.give_back(name, env)
+            await host.close()
+
+    with served(FrozenLake) as server:
+        asyncio.run(main(server.url))
 
 
 def test_the_protocol_page_lists_every_status_that_is_used():

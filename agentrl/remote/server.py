@@ -3,6 +3,7 @@
 import contextlib
 import hmac
 import logging
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from types import FrameType
 from typing import Any
@@ -45,7 +46,7 @@ class EnvServer(uvicorn.Server):
     """Serves the environment that `factory` makes.
 
     SIGTERM and SIGINT drain it: no session and no episode begins any more, and it ends when the running episodes have,
-    or after `limits.drain_seconds`. A second signal ends it at once.
+    or after `limits.drain_seconds`. A second signal ends it at once. `on_start` is told the address.
 
     Raises:
         ConfigError: others than this machine could reach it, and there is no token.
@@ -61,6 +62,7 @@ class EnvServer(uvicorn.Server):
         token: str | None = None,
         limits: Limits | None = None,
         isolation: Isolation | None = None,
+        on_start: Callable[[str], None] = lambda url: None,
     ) -> None:
         if not token and host not in ("127.0.0.1", "::1", "localhost"):
             raise ConfigError(
@@ -72,6 +74,7 @@ class EnvServer(uvicorn.Server):
         deadlines = Deadlines(reset=seconds, step=seconds, tool=seconds, stall=seconds + 1200)
         self.sessions = Sessions(EnvHost({name: factory}, deadlines, isolation), name, self.limits)
         self._drain_until: float | None = None
+        self._on_start = on_start
         super().__init__(
             uvicorn.Config(
                 create_app(self.sessions, name, token),
@@ -92,6 +95,12 @@ class EnvServer(uvicorn.Server):
         """Where it listens, once it has started."""
         host, port = self.servers[0].sockets[0].getsockname()[:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say where."""
+        await super().startup(sockets)
+        if self.servers:
+            self._on_start(self.url)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Drain at the first signal, end at the second."""
@@ -132,8 +141,8 @@ def create_app(sessions: Sessions, name: str, token: str | None) -> FastAPI:
         return JSONResponse({"detail": refusal.detail}, refusal.status, headers)
 
     @app.websocket("/ws")
-    async def multiplexed(socket: WebSocket) -> None:
-        await _serve_socket(socket, sessions, app.state.flow)
+    async def multiplexed(client: WebSocket) -> None:
+        await _serve_socket(client, sessions, app.state.flow)
 
     app.add_middleware(_Gate, token=token, max_body_bytes=sessions.limits.max_body_bytes)
     return app
@@ -168,27 +177,27 @@ def _add_routes(app: FastAPI, sessions: Sessions, name: str) -> None:
         return Response(generate_latest(sessions.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
-async def _serve_socket(socket: WebSocket, sessions: Sessions, flow: Flow) -> None:
+async def _serve_socket(client: WebSocket, sessions: Sessions, flow: Flow) -> None:
     """Answer frames as the answers come. A call goes on when its socket is lost: it will be asked for again."""
-    await socket.accept()
+    await client.accept()
     room = _Room(2 * sessions.limits.max_sessions)
     with contextlib.suppress(WebSocketDisconnect):
         while True:
-            message = await socket.receive()
+            message = await client.receive()
             if message["type"] == "websocket.disconnect":
                 return
             raw = message.get("text") or message.get("bytes") or ""
             try:
                 frame = FRAMES.validate_json(raw)
             except ValidationError as error:
-                await _send(socket, _refused(sessions, None, Refusal(422, str(error))))
+                await _send(client, _refused(sessions, None, Refusal(422, str(error))))
                 continue
             if room.left == 0:
                 refusal = Refusal(429, "too many requests are under way on this socket", sessions.limits.retry_seconds)
-                await _send(socket, _refused(sessions, frame.id, refusal))
+                await _send(client, _refused(sessions, frame.id, refusal))
                 continue
             room.left -= 1
-            flow.start(_answer(socket, frame, sessions, room), name="frame")
+            flow.start(_answer(client, frame, sessions, room), name="frame")
 
 
 class _Room:
@@ -198,7 +207,7 @@ class _Room:
         self.left = left
 
 
-async def _answer(socket: WebSocket, frame: Frame, sessions: Sessions, room: _Room) -> None:
+async def _answer(client: WebSocket, frame: Frame, sessions: Sessions, room: _Room) -> None:
     try:
         try:
             reply = _accepted(frame.id, await _do(frame, sessions))
@@ -207,7 +216,7 @@ async def _answer(socket: WebSocket, frame: Frame, sessions: Sessions, room: _Ro
         except Exception as error:  # a defect here shall cost one request, not the server
             logger.exception("answering a frame")
             reply = _refused(sessions, frame.id, Refusal(500, repr(error)))
-        await _send(socket, reply)
+        await _send(client, reply)
     finally:
         room.left += 1
 
@@ -232,10 +241,10 @@ def _refused(sessions: Sessions, request: int | None, refusal: Refusal) -> bytes
     return to_json(Reply(id=request, status=refusal.status, body=body, retry_after=refusal.retry_after))
 
 
-async def _send(socket: WebSocket, reply: bytes) -> None:
+async def _send(client: WebSocket, reply: bytes) -> None:
     # The client may be gone, and a RuntimeError is how Starlette says that we have closed already.
     with contextlib.suppress(WebSocketDisconnect, RuntimeError):
-        await socket.send_text(reply.decode())
+        await client.send_text(reply.decode())
 
 
 class _Gate:
