@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-EXTRAS ?= cpu,dev
+EXTRAS ?= cpu,dev,envs
 STAMP  := $(VENV)/.installed-$(EXTRAS)
 
 # A CPU build of torch: from the find-links folder of pip's own configuration where there is one, else from
