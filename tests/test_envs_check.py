@@ -209,6 +209,24 @@ class AnswersGarbageWithNone(Sound):
         return super().step(action) if action.strip() else None
 
 
+class PaysGarbage(Sound):
+    def step(self, action: str) -> StepResult:
+        over = not action.strip()
+        return f"turn {self.draw()}", float(over), over, False, {"success": over}
+
+
+class PaysTooMuch(Sound):
+    reward_range = (-1.0, 0.5)
+
+
+class BlocksInline(Sound):
+    isolation = "inline"
+
+    def step(self, action: str) -> StepResult:
+        time.sleep(0.06)
+        return super().step(action)
+
+
 BROKEN: list[tuple[str, Callable[[], Any], str]] = [
     ("shape", NoClose, "lacks one of the methods"),
     ("shape", WrongReset, "return (observation, info)"),
@@ -254,6 +272,9 @@ BROKEN: list[tuple[str, Callable[[], Any], str]] = [
     ("close", ClosesOnlyAfterReset, "before the first reset"),
     ("garbage", ChokesOnGarbage, "the message '' is not answered"),
     ("garbage", AnswersGarbageWithNone, "step returned None"),
+    ("garbage", PaysGarbage, "the message '' succeeds and earns 1"),
+    ("reward", PaysTooMuch, "the reward 1 outside of its reward_range, -1 to 0.5"),
+    ("attributes", with_attribute("reward_range", 1), "write (lowest, highest)"),
 ]
 
 
@@ -267,6 +288,17 @@ def test_a_broken_environment_is_found_by_the_check_for_it_and_no_other(
     text = str(error.value)
     assert set(re.findall(r"^  \d+\. \[(\w+)\]", text, re.MULTILINE)) == {check}, text
     assert said in text
+
+
+def test_an_inline_environment_that_blocks_is_found_and_the_same_in_a_thread_is_sound() -> None:
+    with pytest.raises(ConformanceError, match=r"1\. \[blocking\] .* the median step takes 0\.") as error:
+        check_env(BlocksInline, seeds=(0,), actions=["yes", "no"])
+    assert "2. " not in str(error.value)
+
+    class InThread(BlocksInline):
+        isolation = "thread"
+
+    check_env(InThread, seeds=(0,), actions=["yes"])
 
 
 @pytest.mark.parametrize("actions", [None, ["yes", "no", "yes"], lambda env, rng: rng.choice(["yes", "no"])])

@@ -16,7 +16,9 @@ import math
 import queue
 import random
 import re
+import statistics
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -29,6 +31,9 @@ import numpy as np
 from agentrl.errors import ConformanceError
 from agentrl.protocols import Env
 from agentrl.rollout.tools import ToolCall
+
+INLINE_STEP = 0.05
+"""Seconds that the median step of an inline environment may take: all others stand still meanwhile."""
 
 Actions = Sequence[str] | Callable[[Env, random.Random], str] | None
 """Messages in order, or a scripted player, or `None`: the checker makes calls of the environment's tools, or says words
@@ -57,7 +62,8 @@ def check_env(
 ) -> None:
     """Play episodes and hold them against the contract.
 
-    `make_env` is the class, or a function that makes a fresh instance; `deadline` is seconds per call.
+    `make_env` is the class, or a function that makes a fresh instance; `deadline` is seconds per call. Where the
+    environment has a `reward_range`, (lowest, highest) of a single step, rewards are held against it.
 
     Raises:
         ConformanceError: lists everything found, each with what to write instead.
@@ -167,6 +173,7 @@ class _Check:
     deadline: float
     max_turns: int
     findings: list[str] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
     not_run: str = ""
 
     def run(self) -> None:
@@ -199,6 +206,7 @@ class _Check:
             self.note(broken)
             self.not_run = "The checks that play episodes were not run; repair this first."
             return
+        self._check_blocking()
         self._check_garbage()
         if self._check_determinism(scripts):
             self._check_global_seed(scripts)
@@ -235,12 +243,26 @@ class _Check:
             return str(self.worker.call("the player given as actions", lambda: player(env, rng)))
         return self.actions[turn] if turn < len(self.actions) else None
 
+    def _check_blocking(self) -> None:
+        with _Subject(self) as subject:
+            inline = getattr(subject.env, "isolation", "thread") == "inline"
+        if inline and self.step_seconds and statistics.median(self.step_seconds) > INLINE_STEP:
+            self.note(
+                f"[blocking] isolation is inline, and the median step takes {statistics.median(self.step_seconds):.2f} "
+                f"s, which all other episodes wait for. Leave `isolation` out, and it runs in a thread"
+            )
+
     def _check_garbage(self) -> None:
         for text in GARBAGE:
             with _Subject(self) as subject:
                 subject.reset(self.seeds[0])
                 try:
-                    subject.step(text)
+                    seen = subject.step(text)
+                    if seen.terminated and seen.success and seen.reward > 0:
+                        self.note(
+                            f"[garbage] the message {text!r:.60} succeeds and earns {seen.reward:g}. Read answers "
+                            "strictly, and pay nothing for one that cannot be read"
+                        )
                 except _Hung:
                     raise
                 except _Broken as broken:
@@ -327,18 +349,27 @@ class _Subject:
 
     def step(self, action: str) -> _Seen:
         self._turn += 1
-        return _checked_step(self._call("step", lambda: self.env.step(action)))
+        started = time.perf_counter()
+        result = self._call("step", lambda: self.env.step(action))
+        self._check.step_seconds.append(time.perf_counter() - started)
+        seen = _checked_step(result)
+        low, high = getattr(self.env, "reward_range", (-math.inf, math.inf))
+        if not low <= seen.reward <= high:
+            self._check.note(
+                f"[reward] step returned the reward {seen.reward:g} outside of its reward_range, {low:g} to {high:g}"
+            )
+        return seen
 
     def close(self, when: str) -> None:
-        for time in ("", ", a second time"):
+        for again in ("", ", a second time"):
             try:
                 self._call("close", self.env.close)
             except _Hung:
                 raise
             except _Broken as broken:
                 self._check.note(
-                    f"[close] close {when}{time}: {broken}. It may be called at any time, more than once: release what "
-                    "is held and forget it"
+                    f"[close] close {when}{again}: {broken}. It may be called at any time, more than once: release "
+                    "what is held and forget it"
                 )
                 return
 
@@ -432,6 +463,7 @@ def _check_info(phase: str, info: Any) -> None:
 
 
 def _check_attributes(env: Env, note: Callable[[str], None]) -> None:
+    _check_reward_range(getattr(env, "reward_range", (-math.inf, math.inf)))
     prompt = getattr(env, "system_prompt", "")
     if not isinstance(prompt, str):
         note(f"[attributes] system_prompt is {prompt!r:.80}; it is the text of the system message: a str")
@@ -452,6 +484,13 @@ def _check_attributes(env: Env, note: Callable[[str], None]) -> None:
             note(
                 f"[tools] {problem} in {tool!r:.150}. agentrl.rollout.tools.tools_of writes schemas from typed methods"
             )
+
+
+def _check_reward_range(declared: Any) -> None:
+    match declared:
+        case (int() | float() as low, int() | float() as high) if low < high:
+            return
+    raise _Broken("attributes", f"reward_range is {declared!r:.80}; write (lowest, highest), of a single step")
 
 
 def _tool_problem(tool: Any, names: set[str]) -> str:
