@@ -125,8 +125,8 @@ class LiveEnv:
         isolation = chosen or getattr(self.env, "isolation", "thread")
         if isolation == "process":
             raise ConfigError(
-                f"{self._name} wants a process of its own, and was made in this one: make it by "
-                "agentrl.rollout.env_process.ProcessEnv(address), or override it by env.isolation=thread"
+                f"{self._name} wants a process of its own, and was made in this one, as its factory does not say so: "
+                "write env.isolation=process in the config (or env.isolation=thread, if it may run here)"
             )
         inline = isolation == "inline" or inspect.iscoroutinefunction(self.env.step)
         self._thread = None if inline else _Thread(f"env-{type(self.env).__name__}")
