@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -85,6 +85,12 @@ def in_process() -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.stdout.close()
 
 
+@pytest.fixture(scope="module")
+def counting() -> Iterator[EnvServer]:
+    with served() as server:
+        yield server
+
+
 class Plain:
     """A client that speaks HTTP as curl would."""
 
@@ -145,7 +151,7 @@ def test_the_same_scripted_episodes_are_identical_locally_and_remotely(factory, 
         asyncio.run(both(server.url))
 
 
-def test_a_step_that_is_sent_again_gives_the_first_answer_and_happens_once():
+def test_a_step_that_is_sent_again_gives_the_first_answer_and_happens_once(counting):
     async def work(ask: Plain) -> None:
         at = await ask.open()
         began = await ask("POST", f"{at}/reset", {"seq": 1, "seed": 5})
@@ -160,11 +166,10 @@ def test_a_step_that_is_sent_again_gives_the_first_answer_and_happens_once():
             twice = [group.create_task(ask("POST", f"{at}/step", body)) for _ in range(2)]
         assert [task.result()[1]["observation"] for task in twice] == ["sleep 0.1 3"] * 2
 
-    with served() as server:
-        plainly(server.url, work)
+    plainly(counting.url, work)
 
 
-def test_a_number_that_is_skipped_or_old_or_has_other_content_is_a_conflict():
+def test_a_number_that_is_skipped_or_old_or_has_other_content_is_a_conflict(counting):
     async def work(ask: Plain) -> None:
         at = await ask.open()
         assert (await ask("POST", f"{at}/step", {"seq": 1, "action": "a"}))[0] == 409  # before reset
@@ -177,8 +182,7 @@ def test_a_number_that_is_skipped_or_old_or_has_other_content_is_a_conflict():
         assert (await ask("POST", f"{at}/step", {"seq": 4, "action": "a"}))[0] == 409  # after the end
         assert (await ask("POST", f"{at}/reset", {"seq": 4, "seed": 6}))[0] == 200  # and all of it costs nothing
 
-    with served() as server:
-        plainly(server.url, work)
+    plainly(counting.url, work)
 
 
 def test_hostile_requests_get_the_documented_status_and_harm_nobody():
@@ -286,7 +290,7 @@ def test_an_idle_session_expires_and_reset_opens_another():
         plainly(server.url, work)
 
 
-def test_a_late_answer_is_never_given_to_the_next_request():
+def test_a_late_answer_is_never_given_to_the_next_request(counting):
     async def main(url: str) -> None:
         envs = [RemoteEnv([url]) for _ in range(6)]
         for seed, env in enumerate(envs):
@@ -303,11 +307,10 @@ def test_a_late_answer_is_never_given_to_the_next_request():
         for env in others:
             await env.close()
 
-    with served() as server:
-        asyncio.run(main(server.url))
+    asyncio.run(main(counting.url))
 
 
-def test_cancelled_waits_in_any_order_leave_the_others_served():
+def test_cancelled_waits_in_any_order_leave_the_others_served(counting):
     async def one(url: str, number: int, rng: random.Random) -> int:
         env, turn, cancelled = RemoteEnv([url]), 0, 0
         await env.reset(seed=number, options={})
@@ -330,8 +333,7 @@ def test_cancelled_waits_in_any_order_leave_the_others_served():
             tasks = [group.create_task(one(url, number, rng)) for number in range(20)]
         assert sum(task.result() for task in tasks) > 20
 
-    with served() as server:
-        asyncio.run(main(server.url))
+    asyncio.run(main(counting.url))
 
 
 def test_a_blocking_environment_blocks_no_other_and_is_ended_at_its_deadline():
@@ -412,7 +414,7 @@ def test_nobody_at_the_address_is_an_env_error_and_no_address_a_config_error():
         remote("localhost")
 
 
-def test_a_lost_socket_is_opened_again_and_the_step_happens_once():
+def test_a_lost_socket_is_opened_again_and_the_step_happens_once(counting):
     async def main(url: str) -> None:
         env = RemoteEnv([url])
         await env.reset(seed=1, options={})
@@ -425,8 +427,7 @@ def test_a_lost_socket_is_opened_again_and_the_step_happens_once():
         assert (await env.step("b"))[0] == "b 2"
         await env.close()
 
-    with served() as server:
-        asyncio.run(main(server.url))
+    asyncio.run(main(counting.url))
 
 
 def test_metrics_and_health_and_the_schema_are_served():
@@ -449,23 +450,50 @@ def test_metrics_and_health_and_the_schema_are_served():
         plainly(server.url, work)
 
 
-def test_sigterm_to_the_command_lets_running_episodes_end_and_begins_no_more():
-    async def work(ask: Plain, process: subprocess.Popen[str]) -> None:
-        at, waiting = await ask.open(), await ask.open()
-        await ask("POST", f"{at}/reset", {"seq": 1, "seed": 5})
-        process.send_signal(signal.SIGTERM)
-        for _ in range(500):
-            if (await ask("GET", "/health"))[0] == 503:
-                break
-            await asyncio.sleep(0.01)
-        assert (await ask("POST", "/sessions"))[0] == 503
-        assert (await ask("POST", f"{waiting}/reset", {"seq": 1, "seed": 5}))[0] in (503, 404)
-        assert process.poll() is None
-        assert (await ask("POST", f"{at}/step", {"seq": 2, "action": "a"}))[1]["observation"] == "a 1"
-        assert (await ask("POST", f"{at}/step", {"seq": 3, "action": "end"}))[1]["terminated"]
+async def drained(ask: Plain, tell: Callable[[], None]) -> None:
+    at, waiting = await ask.open(), await ask.open()
+    await ask("POST", f"{at}/reset", {"seq": 1, "seed": 5})
+    tell()
+    for _ in range(500):
+        if (await ask("GET", "/health"))[0] == 503:
+            break
+        await asyncio.sleep(0.01)
+    assert (await ask("POST", "/sessions"))[0] == 503
+    assert (await ask("POST", f"{waiting}/reset", {"seq": 1, "seed": 5}))[0] in (503, 404)
+    await asyncio.sleep(0.3)  # it looks ten times a second whether it may end
+    assert (await ask("POST", f"{at}/step", {"seq": 2, "action": "a"}))[1]["observation"] == "a 1"
+    assert (await ask("POST", f"{at}/step", {"seq": 3, "action": "end"}))[1]["terminated"]
 
+
+def test_a_server_that_drains_lets_running_episodes_end_and_begins_no_more():
+    with served(drain_seconds=30) as server:
+        plainly(server.url, lambda ask: drained(ask, lambda: server.handle_exit(signal.SIGTERM, None)))
+        for _ in range(300):
+            if server.should_exit:
+                break
+            time.sleep(0.01)
+        assert server.should_exit
+
+
+def test_a_server_that_drains_waits_for_no_episode_longer_than_it_may():
+    async def work(ask: Plain, server: EnvServer) -> None:
+        at = await ask.open()
+        await ask("POST", f"{at}/reset", {"seq": 1, "seed": 5})
+        server.handle_exit(signal.SIGTERM, None)
+
+    with served(drain_seconds=0.2) as server:
+        plainly(server.url, lambda ask: work(ask, server))
+        for _ in range(300):
+            if server.should_exit:
+                break
+            time.sleep(0.01)
+        assert server.should_exit
+
+
+@pytest.mark.slow
+def test_sigterm_drains_the_command_which_then_exits_with_0():
     with in_process() as (process, url):
-        plainly(url, lambda ask: work(ask, process))
+        plainly(url, lambda ask: drained(ask, lambda: process.send_signal(signal.SIGTERM)))
         assert process.wait(10) == 0
 
 
