@@ -37,7 +37,10 @@ TOO_SLOW = "searches a puzzle for minutes in reset; not tried"
 MAY_WORK_ELSEWHERE = (NO_WORDS, NO_KEY, NO_PANDAS, NEEDS_312)
 LEVELS = ("easy", "hard", "random")
 NOT_PLAYED: Mapping[str, Mapping[str, str]] = {
-    "rg": {"composite": "has no questions of its own"},
+    "rg": {
+        "composite": "has no questions of its own",
+        "game_of_life_halting": "pays garbage in full: its scorer takes any words for an answer",
+    },
     "textarena": {
         "BabyAiText-v0": "imports gym",
         "CharacterConclave-v0": "calls TextArena's State wrongly",
