@@ -56,6 +56,7 @@ def test_config_shows_values_and_origins():
     assert "examples/frozen_lake.yaml" in done.stdout
 
 
+@pytest.mark.slow
 def test_model_init_makes_a_model_that_loads_and_refuses_a_second(tmp_path):
     made = agentrl("model", "init", str(tmp_path / "m"))
     assert made.returncode == 0, made.stderr

@@ -186,6 +186,7 @@ def test_a_hung_environment_stalls_all_but_those_that_drop_it() -> None:
     assert all(after is not None for after in stalled.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("queue", "gauss", "fail_slow", "thrown_away"),
     [
