@@ -229,10 +229,19 @@ def test_a_broken_reward_is_asked_again_about_the_same_trajectory_and_no_score_i
     assert min(scores) > 0
 
 
-def test_a_reward_that_stays_broken_fails_its_episode_and_says_so():
-    world = World(config(retries=Retries(reward=1), max_failed_tasks=100), steps=2, reward=Sum(lambda t: "/1/" in t.id))
+def test_a_reward_that_stays_broken_is_asked_as_often_as_its_budget_says_and_fails_its_task():
+    asked: Counter[str] = Counter()
+
+    def always(trajectory):
+        asked[trajectory.id] += 1
+        return "/1/" in trajectory.id
+
+    world = World(config(retries=Retries(reward=3), max_failed_tasks=2), steps=2, reward=Sum(always))
     with pytest.raises(RetriesExhaustedError, match="the judge is down"):
         world.run()
+    broken = {name: times for name, times in asked.items() if "/1/" in name}
+    assert all(name.endswith("/1/0") for name in broken), "an episode was played again for its reward's sake"
+    assert max(broken.values()) == 4
     assert "reward: the judge is down" in world.ledger.why_failed()[0][0]
 
 
@@ -339,7 +348,8 @@ def test_a_loser_is_cancelled_within_a_second_and_leaves_the_engine():
     assert slow_one.stats().running == 0
 
 
-def test_groups_without_variance_are_replaced_and_the_source_learns_of_all():
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_groups_without_variance_are_replaced_and_the_source_learns_of_all(max_staleness):
     class Source(SeededTasks):
         seen: ClassVar[list] = []
 
@@ -351,7 +361,9 @@ def test_groups_without_variance_are_replaced_and_the_source_learns_of_all():
             member = int(trajectory.id.split("/")[1])
             return Score(float(member if trajectory.task.seed % 8 < 4 else 1.0))
 
-    world = World(config(filter_zero_variance=True), steps=4, reward=Varied(), tasks=Source("slow", 0)).run()
+    Source.seen.clear()
+    settings = config(filter_zero_variance=True, max_staleness=max_staleness)
+    world = World(settings, steps=4, reward=Varied(), tasks=Source("slow", 0), train_seconds=20.0).run()
     fates = world.ledger.task_fates()
     assert fates.trained == 16
     assert fates.filtered > 3

@@ -81,9 +81,9 @@ class StalenessRule:
         return (self.max_staleness + 1) * self.groups_per_step
 
     @property
-    def playing(self) -> int:
-        """How many tickets are playing."""
-        return len(self._playing)
+    def next_step(self) -> int:
+        """The step that the next batch will be trained at."""
+        return self.version + bool(self._training)
 
     def admit(self) -> Ticket | None:
         """A ticket for one more group, or `None` while there is no room."""

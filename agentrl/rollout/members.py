@@ -9,6 +9,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import count
 
 from agentrl.errors import AgentRLError, Layer, RewardError
 from agentrl.flow import EventLog, Flow, Ticket, deadline, now
@@ -81,13 +82,14 @@ class GroupPlayer:
     async def _play_member(self, game: _Game, member: int) -> None:
         """Attempts, until one is played and scored, or the budget is spent; then see whether the group is decided."""
         failures: Counter[Layer] = Counter()
-        for attempt in range(1 << 30):
+        for attempt in count():
             outcome = await self._attempt(game, member, attempt)
             if not isinstance(outcome, Failed):
                 game.played[member] = outcome
                 break
             failures[outcome.layer] += 1
-            if failures[outcome.layer] > self.config.retries.of(outcome.layer):
+            # A reward that failed has spent its budget already, on this very trajectory: see `_score`.
+            if outcome.layer == "reward" or failures[outcome.layer] > self.config.retries.of(outcome.layer):
                 game.lost.append(
                     f"member {member} failed {failures.total()} times, at last by {outcome.layer}: {outcome.error}"
                 )

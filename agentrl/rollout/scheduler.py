@@ -167,11 +167,6 @@ class Rollouts:
         """Tokens sampled under an older version than this carry no loss at `step` (only under the rule `mask`)."""
         return max(0, step - self._config.max_staleness) if self._rule.masks else 0
 
-    @property
-    def flow(self) -> Flow:
-        """The tasks and channels, for a snapshot of the dataflow graph."""
-        return self._flow
-
     def _admit(self) -> None:
         """Start groups while the rule has a slot and a place is free."""
         members = self._config.group_size + self._config.extra_members
@@ -233,7 +228,7 @@ class Rollouts:
     def _filter(self, ticket: Ticket, number: int, group: Group) -> None:
         del self._playing[ticket]
         why = f"all members earned {group.rewards_G[0]:g}"
-        self._ledger.filtered(self._rule.version, number, why, group.rewards_G)
+        self._ledger.filtered(self._rule.next_step, number, why, group.rewards_G)
         self._events.record("filtered", group.task.id)
         self._filtered.append((number, group))
         if len(self._filtered) > self._config.max_filtered_per_step:
