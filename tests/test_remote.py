@@ -215,7 +215,10 @@ def test_hostile_requests_get_the_documented_status_and_harm_nobody():
 
 def test_hostile_frames_are_answered_and_an_oversized_one_ends_its_own_socket_only():
     async def work(ask: Plain) -> None:
-        async with ask.http.ws_connect(f"{ask.url}/ws") as hostile, ask.http.ws_connect(f"{ask.url}/ws") as other:
+        async with (
+            ask.http.ws_connect(f"{ask.url}/sessions/ws") as hostile,
+            ask.http.ws_connect(f"{ask.url}/sessions/ws") as other,
+        ):
             for data in ("{", "[]", '{"id": 1, "op": "steal"}', '{"id": 1, "op": "step"}', "\x00"):
                 await hostile.send_str(data)
                 assert (await hostile.receive_json())["status"] == 422
@@ -236,7 +239,7 @@ def test_who_has_no_token_gets_nothing():
         for wrong in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
             assert (await ask("POST", "/sessions", headers=wrong))[0] == 401
         with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
-            await ask.http.ws_connect(f"{ask.url}/ws")
+            await ask.http.ws_connect(f"{ask.url}/sessions/ws")
         assert refused.value.status == 403
         assert (await ask("POST", "/sessions", headers={"Authorization": "Bearer secret"}))[0] == 200
         assert (await ask("GET", "/health"))[0] == 200

@@ -237,7 +237,7 @@ class _Link:
                 self._http = aiohttp.ClientSession(headers=self._headers, cookie_jar=aiohttp.DummyCookieJar())
             try:
                 self._socket = await self._http.ws_connect(
-                    f"{self.url}/ws",
+                    f"{self.url}/sessions/ws",
                     max_msg_size=_LARGEST_ANSWER,
                     timeout=aiohttp.ClientWSTimeout(ws_close=1.0),
                 )
@@ -247,7 +247,9 @@ class _Link:
                     raise ConfigError(
                         f"{self.url} does not take the token: set {TOKEN_VARIABLE} to the server's"
                     ) from error
-                raise _LostError(f"it answers {error.status} where /ws should be: is it `agentrl serve`?") from error
+                raise _LostError(
+                    f"it answers {error.status} where /sessions/ws should be: is it `agentrl serve`?"
+                ) from error
             except (aiohttp.ClientError, OSError) as error:
                 await self._close()
                 raise _LostError(str(error) or type(error).__name__) from error

@@ -7,8 +7,8 @@ Over plain HTTP, for anybody:
     POST   /sessions/{session}/step   {"seq": 2, "action": ".."} -> Stepped
     DELETE /sessions/{session}                                   -> {}
 
-Over the WebSocket /ws the same for many sessions at once: a frame {"id": 5, "op": "step", "session": .., "seq": ..,
-"action": ..} is answered, in any order, by {"id": 5, "status": 200, "body": {..}}.
+Over the WebSocket /sessions/ws the same for many sessions at once: a frame {"id": 5, "op": "step", "session": ..,
+"seq": .., "action": ..} is answered, in any order, by {"id": 5, "status": 200, "body": {..}}. (/ws is OpenEnv's.)
 
 `seq` counts the resets and steps of a session from 1. The last number again, with the same content, gives the same
 answer and does nothing; so what got lost on the way can be sent again.

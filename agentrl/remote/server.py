@@ -140,7 +140,7 @@ def create_app(sessions: Sessions, name: str, token: str | None) -> FastAPI:
         headers = None if wait is None else {"Retry-After": f"{wait:.0f}" if wait >= 1 else "1"}
         return JSONResponse({"detail": refusal.detail}, refusal.status, headers)
 
-    @app.websocket("/ws")
+    @app.websocket("/sessions/ws")
     async def multiplexed(client: WebSocket) -> None:
         await _serve_socket(client, sessions, app.state.flow)
 
