@@ -123,6 +123,8 @@ class World:
     plan_of: PlanOf | None = None
     length_of: LengthOf | None = None
     ledger: Path | str = ":memory:"
+    goes_on: bool = False
+    """Stop after the last step as if there were more to come: with groups in play, which count as cancelled."""
 
     def run(self) -> Report:
         """Simulate it to its end."""
@@ -160,6 +162,7 @@ class World:
 
     def _rollouts(self, router: Router, host: EnvHost, ledger: Ledger, events: EventLog) -> Rollouts:
         simulation, config = self.simulation, self.rollout
+        steps = self.steps + (config.max_staleness + 1 if self.goes_on else 0)
         renderer = SimulatedRenderer(simulation.prompt_tokens, simulation.observation_tokens)
         params = SamplingParams(config.sampling.max_tokens, config.sampling.temperature, renderer.stop_token_ids)
         policy = EnginePolicy(router, params, config.deadlines.generate)
@@ -177,7 +180,7 @@ class World:
             rescue=router.abandon_silent,
             ledger=ledger,
             seed=self.seed,
-            groups=self.steps * config.groups_per_step,
+            groups=steps * config.groups_per_step,
             events=events,
         )
 
