@@ -7,8 +7,9 @@ Over plain HTTP, for anybody:
     POST   /sessions/{session}/step   {"seq": 2, "action": ".."} -> Stepped
     DELETE /sessions/{session}                                   -> {}
 
-Over the WebSocket /sessions/ws the same for many sessions at once: a frame {"id": 5, "op": "step", "session": ..,
-"seq": .., "action": ..} is answered, in any order, by {"id": 5, "status": 200, "body": {..}}. (/ws is OpenEnv's.)
+Over the WebSocket /sessions/ws the same for many sessions at once. A frame is a list of messages, in both directions:
+[{"id": 5, "op": "step", "session": .., "seq": .., "action": ..}, ..] is answered by [{"id": 5, "status": 200, "body":
+{..}}], in any order and in any frames. A server reads no more while it owes many answers. (/ws is OpenEnv's.)
 
 `seq` counts the resets and steps of a session from 1. The last number again, with the same content, gives the same
 answer and does nothing; so what got lost on the way can be sent again.
@@ -27,9 +28,17 @@ answer and does nothing; so what got lost on the way can be sent again.
 | 504 | the environment did not answer in time | is ended |
 """
 
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+SOCKET_PATH = "/sessions/ws"
+"""Where the WebSocket is."""
+
+MOST_MESSAGES = 1024
+"""Messages in one frame."""
 
 TOKEN_VARIABLE = "AGENTRL_REMOTE_TOKEN"
 """Environment variable of the bearer token, on both sides."""
@@ -56,18 +65,19 @@ class Step(_Message):
     action: str
 
 
-class Opened(_Message):
-    """A session: an environment for its holder alone."""
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A session: an environment for its holder alone. Whoever knows `session` may use it."""
 
     session: str
-    """Whoever knows it may use it."""
     idle_seconds: float
     """How long it lives without being asked anything."""
     max_body_bytes: int
-    """The longest message that the server takes."""
+    """The longest message that the server takes, and the longest frame."""
 
 
-class Began(_Message):
+@dataclass(frozen=True, slots=True)
+class Began:
     """The beginning of an episode."""
 
     observation: str
@@ -76,7 +86,8 @@ class Began(_Message):
     tools: list[dict[str, Any]]
 
 
-class Stepped(_Message):
+@dataclass(frozen=True, slots=True)
+class Stepped:
     """The answer to the model's message."""
 
     observation: str
@@ -118,20 +129,37 @@ class CloseFrame(_Message):
 
 
 Frame = OpenFrame | ResetFrame | StepFrame | CloseFrame
-FRAMES: TypeAdapter[Frame] = TypeAdapter(Annotated[Frame, Field(discriminator="op")])
-"""Reads a request from a WebSocket."""
+FRAMES: TypeAdapter[list[Frame]] = TypeAdapter(
+    Annotated[list[Annotated[Frame, Field(discriminator="op")]], Field(max_length=MOST_MESSAGES)]
+)
+"""Reads a frame of requests from a WebSocket."""
 
 
-class Reply(BaseModel):
-    """A frame from the server."""
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """An answer from the server, over the WebSocket."""
 
     id: int | None
-    """The request's; none where the request could not be read."""
+    """The request's; none where the frame could not be read."""
     status: int
     body: dict[str, Any]
     """The answer, or {"detail": what is wrong}."""
     retry_after: float | None = None
     """Seconds after which a 429 or 503 may be different."""
+
+
+def packed(messages: Iterable[bytes], max_bytes: int) -> Iterator[bytes]:
+    """Frames of at most `max_bytes` that hold the messages in their order; one that is longer is alone in its own."""
+    batch: list[bytes] = []
+    size = 1
+    for message in messages:
+        if batch and (size + len(message) + 1 > max_bytes or len(batch) == MOST_MESSAGES):
+            yield b"[%b]" % b",".join(batch)
+            batch, size = [], 1
+        batch.append(message)
+        size += len(message) + 1
+    if batch:
+        yield b"[%b]" % b",".join(batch)
 
 
 class Refusal(Exception):  # noqa: N818  an answer, not a defect

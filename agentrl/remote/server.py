@@ -4,35 +4,21 @@ import contextlib
 import hmac
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from types import FrameType
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, Request, Response, WebSocket, WebSocketDisconnect
+from fastapi import FastAPI, Request, Response, WebSocket
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from pydantic import BaseModel, ValidationError
-from pydantic_core import to_json
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentrl.errors import ConfigError
 from agentrl.flow import Flow, now
 from agentrl.protocols import Env
-from agentrl.remote.protocol import (
-    FRAMES,
-    Began,
-    CloseFrame,
-    Frame,
-    Opened,
-    OpenFrame,
-    Refusal,
-    Reply,
-    Reset,
-    ResetFrame,
-    Step,
-    Stepped,
-)
+from agentrl.remote.multiplex import Multiplexed
+from agentrl.remote.protocol import SOCKET_PATH, Began, Opened, Refusal, Reset, Step, Stepped
 from agentrl.remote.sessions import Limits, Sessions
 from agentrl.rollout.env_host import Deadlines, EnvHost, Isolation
 
@@ -82,7 +68,8 @@ class EnvServer(uvicorn.Server):
                 port=port,
                 ws="websockets-sansio",
                 ws_max_size=self.limits.max_body_bytes,
-                ws_ping_interval=None,  # a client reads only while it waits for an answer
+                ws_ping_interval=60,  # finds the sockets of machines that vanished
+                ws_ping_timeout=600,  # a trainer may hold its loop for long
                 ws_per_message_deflate=False,
                 access_log=False,  # it would write down sessions' ids
                 log_level="warning",
@@ -140,9 +127,9 @@ def create_app(sessions: Sessions, name: str, token: str | None) -> FastAPI:
         headers = None if wait is None else {"Retry-After": f"{wait:.0f}" if wait >= 1 else "1"}
         return JSONResponse({"detail": refusal.detail}, refusal.status, headers)
 
-    @app.websocket("/sessions/ws")
+    @app.websocket(SOCKET_PATH)
     async def multiplexed(client: WebSocket) -> None:
-        await _serve_socket(client, sessions, app.state.flow)
+        await Multiplexed(client, sessions, app.state.flow).serve()
 
     app.add_middleware(_Gate, token=token, max_body_bytes=sessions.limits.max_body_bytes)
     return app
@@ -175,76 +162,6 @@ def _add_routes(app: FastAPI, sessions: Sessions, name: str) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(generate_latest(sessions.metrics.registry), media_type=CONTENT_TYPE_LATEST)
-
-
-async def _serve_socket(client: WebSocket, sessions: Sessions, flow: Flow) -> None:
-    """Answer frames as the answers come. A call goes on when its socket is lost: it will be asked for again."""
-    await client.accept()
-    room = _Room(2 * sessions.limits.max_sessions)
-    with contextlib.suppress(WebSocketDisconnect):
-        while True:
-            message = await client.receive()
-            if message["type"] == "websocket.disconnect":
-                return
-            raw = message.get("text") or message.get("bytes") or ""
-            try:
-                frame = FRAMES.validate_json(raw)
-            except ValidationError as error:
-                await _send(client, _refused(sessions, None, Refusal(422, str(error))))
-                continue
-            if room.left == 0:
-                refusal = Refusal(429, "too many requests are under way on this socket", sessions.limits.retry_seconds)
-                await _send(client, _refused(sessions, frame.id, refusal))
-                continue
-            room.left -= 1
-            flow.start(_answer(client, frame, sessions, room), name="frame")
-
-
-class _Room:
-    """How many more requests of a socket may be under way."""
-
-    def __init__(self, left: int) -> None:
-        self.left = left
-
-
-async def _answer(client: WebSocket, frame: Frame, sessions: Sessions, room: _Room) -> None:
-    try:
-        try:
-            reply = _accepted(frame.id, await _do(frame, sessions))
-        except Refusal as refusal:
-            reply = _refused(sessions, frame.id, refusal)
-        except Exception as error:  # a defect here shall cost one request, not the server
-            logger.exception("answering a frame")
-            reply = _refused(sessions, frame.id, Refusal(500, repr(error)))
-        await _send(client, reply)
-    finally:
-        room.left += 1
-
-
-def _do(frame: Frame, sessions: Sessions) -> Coroutine[Any, Any, Opened | Began | Stepped | None]:
-    if isinstance(frame, OpenFrame):
-        return sessions.open()
-    if isinstance(frame, CloseFrame):
-        return sessions.close(frame.session)
-    if isinstance(frame, ResetFrame):
-        return sessions.reset(frame.session, frame)
-    return sessions.step(frame.session, frame)
-
-
-def _accepted(request: int, body: BaseModel | None) -> bytes:
-    return to_json({"id": request, "status": 200, "body": {} if body is None else body}, inf_nan_mode="constants")
-
-
-def _refused(sessions: Sessions, request: int | None, refusal: Refusal) -> bytes:
-    sessions.metrics.refused.labels(refusal.status).inc()
-    body = {"detail": refusal.detail}
-    return to_json(Reply(id=request, status=refusal.status, body=body, retry_after=refusal.retry_after))
-
-
-async def _send(client: WebSocket, reply: bytes) -> None:
-    # The client may be gone, and a RuntimeError is how Starlette says that we have closed already.
-    with contextlib.suppress(WebSocketDisconnect, RuntimeError):
-        await client.send_text(reply.decode())
 
 
 class _Gate:

@@ -81,6 +81,11 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._sessions) + self._opening
 
+    def answers_at_once(self, session_id: str) -> bool:
+        """Whether nothing that is asked of this session waits for anything."""
+        session = self._sessions.get(session_id)
+        return session is None or (session.env.answers_at_once and not session.lock.locked())
+
     @property
     def busy(self) -> bool:
         """Whether an episode is going on."""

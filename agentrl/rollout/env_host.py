@@ -134,6 +134,12 @@ class LiveEnv:
         """What the environment offers in this episode; known after `reset`."""
 
     @property
+    def answers_at_once(self) -> bool:
+        """Whether its calls wait for nothing: it is sync, and runs on the event loop."""
+        calls = (self.env.reset, self.env.step)
+        return self._thread is None and not any(inspect.iscoroutinefunction(call) for call in calls)
+
+    @property
     def system_prompt(self) -> str:
         return str(getattr(self.env, "system_prompt", "") or "")
 

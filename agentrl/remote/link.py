@@ -1,0 +1,309 @@
+"""The one WebSocket between this process and a server: many requests at once, several to a frame, answers in any order.
+
+A `Line` is a connection. It is an `asyncio.Protocol`, so that no task reads it: what comes hands its answers to those
+who wait, and an answer that nobody waits for any more is dropped. What is asked during one iteration of the loop goes
+out as one frame at its end. A `Link` is a server: it opens another line where one broke, and asks again.
+"""
+
+import asyncio
+import itertools
+import ssl
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+from weakref import WeakKeyDictionary
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import to_json
+from websockets.client import ClientProtocol
+from websockets.exceptions import InvalidHandshake, InvalidStatus
+from websockets.frames import Frame, Opcode
+from websockets.protocol import State
+from websockets.uri import parse_uri
+
+from agentrl.errors import ConfigError, EnvError
+from agentrl.flow import now
+from agentrl.remote.protocol import SOCKET_PATH, TOKEN_VARIABLE, Reply, packed
+
+SHUN_SECONDS = 5.0
+"""How long a server that could not be reached is asked last."""
+
+LARGEST_ANSWER = 64 << 20
+"""Bytes of one frame from a server."""
+
+CLOSE_SECONDS = 1.0
+"""How long a server may take to say farewell."""
+
+_LEAST_FRAME = 1024
+"""What every server takes; more is known when a session was opened."""
+
+_REPLIES: TypeAdapter[list[Reply]] = TypeAdapter(list[Reply])
+
+
+class UnreachableError(EnvError):
+    """The server cannot be used; another may be."""
+
+
+class _LostError(Exception):
+    """The connection broke before the answer came."""
+
+
+class Link:
+    """A server, and the line to it. `sessions` is how many of this process it carries."""
+
+    def __init__(self, url: str, token: str | None) -> None:
+        self.url = url
+        self.sessions = 0
+        self.unanswered = 0  # waits given up since the server last answered
+        self.shunned_until = 0.0
+        self.max_bytes = _LEAST_FRAME
+        self._token = token
+        self._line: _Line | None = None
+        self._connecting = asyncio.Lock()
+        self._numbers = itertools.count(1)
+
+    @property
+    def load(self) -> tuple[bool, bool, int]:
+        """The least is the best to open a session at."""
+        return self.shunned_until > now(), self.unanswered > 0, self.sessions
+
+    async def ask(self, op: str, **what: Any) -> Reply:
+        """Send a request and wait for its answer; where the line breaks, open another and send it again.
+
+        Raises:
+            EnvError: the server cannot be reached, or the request is larger than it takes.
+            ConfigError: the server does not take the token.
+        """
+        number = next(self._numbers)
+        message = _encoded(number, op, what)
+        if len(message) + 2 > self.max_bytes:
+            raise EnvError(f"{self.url} takes messages of {self.max_bytes} bytes, and this has {len(message)}")
+        lost = ""
+        for _ in range(2):
+            try:
+                reply = await (await self._connected()).ask(number, message, self.max_bytes)
+            except _LostError as error:
+                lost = str(error)
+            except asyncio.CancelledError:
+                self.unanswered += 1
+                raise
+            else:
+                self.unanswered = 0
+                return reply
+        self.shunned_until = now() + SHUN_SECONDS
+        raise UnreachableError(f"{self.url} cannot be used: {lost}")
+
+    async def give_back(self, session: str) -> None:
+        """Say that a session is not needed any more. Nobody waits for the answer."""
+        if self._line is not None and self._line.is_open:
+            self._line.tell(_encoded(next(self._numbers), "close", {"session": session}), self.max_bytes)
+        await self.release()
+
+    async def release(self) -> None:
+        """Count a session less; close the line after the last one."""
+        self.sessions -= 1
+        if self.sessions == 0 and self._line is not None and not self._connecting.locked():
+            await self._line.close()
+
+    async def _connected(self) -> "_Line":
+        if self._line is not None and self._line.is_open:
+            return self._line
+        async with self._connecting:
+            if self._line is None or not self._line.is_open:  # another may have come first
+                self._line = await _connect(self.url, self._token)
+            return self._line
+
+
+_links: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, str | None], Link]] = WeakKeyDictionary()
+"""The links of every loop: one for each server and token."""
+
+
+def link_to(url: str, token: str | None) -> Link:
+    """The link of this loop to the server at `url`."""
+    links = _links.setdefault(asyncio.get_running_loop(), {})
+    return links.setdefault((url, token), Link(url, token))
+
+
+def _encoded(number: int, op: str, what: Mapping[str, Any]) -> bytes:
+    return to_json({"id": number, "op": op, **what}, inf_nan_mode="constants")
+
+
+async def _connect(url: str, token: str | None) -> "_Line":
+    """An open line.
+
+    Raises:
+        ConfigError: the server does not take the token.
+        _LostError: there is none, or it is no `agentrl serve`.
+    """
+    address = urlsplit(url)
+    secure = address.scheme == "https"
+    uri = parse_uri(f"{'wss' if secure else 'ws'}{url.removeprefix(address.scheme)}{SOCKET_PATH}")
+    loop = asyncio.get_running_loop()
+    try:
+        _, line = await loop.create_connection(
+            lambda: _Line(ClientProtocol(uri, max_size=LARGEST_ANSWER), token),
+            uri.host,
+            uri.port,
+            ssl=ssl.create_default_context() if secure else None,
+        )
+    except OSError as error:
+        raise _LostError(str(error) or type(error).__name__) from error
+    try:
+        await line.opened
+    except BaseException as error:
+        line.abort()
+        if isinstance(error, InvalidStatus):
+            status = error.response.status_code
+            if status in (401, 403):
+                raise ConfigError(f"{url} does not take the token: set {TOKEN_VARIABLE} to the server's") from error
+            raise _LostError(f"it answers {status} where {SOCKET_PATH} should be: is it `agentrl serve`?") from error
+        if isinstance(error, InvalidHandshake | OSError):
+            raise _LostError(f"it speaks no WebSocket at {SOCKET_PATH}: {error}") from error
+        raise
+    return line
+
+
+class _Line(asyncio.Protocol):
+    """A WebSocket. `opened` is done when the server has taken it, `ended` when it is gone."""
+
+    def __init__(self, wire: ClientProtocol, token: str | None) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.opened: asyncio.Future[None] = self._loop.create_future()
+        self.ended: asyncio.Future[None] = self._loop.create_future()
+        self._wire = wire
+        self._token = token
+        self._waiting: dict[int, asyncio.Future[Reply]] = {}
+        self._outbox: list[bytes] = []
+        self._fragments: list[bytes] = []
+        self._transport: asyncio.Transport | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether something can be sent."""
+        return self._transport is not None and self._wire.state is State.OPEN
+
+    async def ask(self, number: int, message: bytes, max_bytes: int) -> Reply:
+        """The answer of request `number`. Raises `_LostError` where the line ends before it came."""
+        future: asyncio.Future[Reply] = self._loop.create_future()
+        self._waiting[number] = future
+        try:
+            self.tell(message, max_bytes)
+            return await future
+        finally:
+            del self._waiting[number]
+
+    def tell(self, message: bytes, max_bytes: int) -> None:
+        """Send a message, with all others of this iteration of the loop."""
+        self._outbox.append(message)
+        if len(self._outbox) == 1:
+            self._loop.call_soon(self._flush, max_bytes)
+
+    async def close(self) -> None:
+        """Send what is to be sent, and end as soon as the server knows."""
+        self._flush(LARGEST_ANSWER)
+        if self.is_open:
+            self._wire.send_close()
+            self._write()
+        try:
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await asyncio.shield(self.ended)
+        except TimeoutError:
+            pass  # it has all that it needs, and lapses its sessions by itself
+        finally:
+            self.abort()
+
+    def abort(self) -> None:
+        """End at once."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The connection stands: ask for a WebSocket."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        request = self._wire.connect()
+        if self._token:
+            request.headers["Authorization"] = f"Bearer {self._token}"
+        self._wire.send_request(request)
+        self._write()
+
+    def data_received(self, data: bytes) -> None:
+        """Hand out the answers."""
+        self._wire.receive_data(data)
+        if not self.opened.done():
+            if self._wire.handshake_exc is not None:
+                self._refuse(self._wire.handshake_exc)
+            elif self._wire.state is State.OPEN:
+                self.opened.set_result(None)
+        for event in self._wire.events_received():
+            if isinstance(event, Frame):
+                self._take(event)
+        self._write()  # answers to pings, and to a close
+        if self._wire.parser_exc is not None:
+            self._fail(_LostError(f"it does not keep to WebSocket's rules: {self._wire.parser_exc}"))
+
+    def eof_received(self) -> None:
+        """The server has gone; the transport closes by itself."""
+        self._wire.receive_eof()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tell everybody."""
+        self._transport = None
+        self.ended.set_result(None)
+        self._refuse(self._wire.handshake_exc or exc or ConnectionError("the connection ended"))
+        self._fail(_LostError(f"the connection ended ({self._reason(exc)})"))
+
+    def _refuse(self, error: Exception) -> None:
+        if not self.opened.done():
+            self.opened.set_exception(error)
+            self.opened.exception()  # it may have been given up
+
+    def _reason(self, error: Exception | None) -> str:
+        if self._wire.close_rcvd is not None:
+            return f"{self._wire.close_rcvd.code} {self._wire.close_rcvd.reason}".strip()
+        return str(error or self._wire.parser_exc or "no farewell")
+
+    def _flush(self, max_bytes: int) -> None:
+        messages, self._outbox = self._outbox, []
+        if self.is_open:  # if it is not, all who wait know
+            for frame in packed(messages, max_bytes):
+                self._wire.send_text(frame)
+            self._write()
+
+    def _write(self) -> None:
+        if self._transport is None:
+            return
+        for data in self._wire.data_to_send():
+            if data:
+                self._transport.write(data)
+            else:  # how the library says: half-close
+                self._transport.close()
+
+    def _take(self, frame: Frame) -> None:
+        if frame.opcode not in (Opcode.TEXT, Opcode.CONT):
+            return
+        self._fragments.append(bytes(frame.data))
+        if not frame.fin:
+            return
+        data = b"".join(self._fragments)
+        self._fragments.clear()
+        try:
+            replies = _REPLIES.validate_json(data)
+        except ValidationError as error:
+            self._fail(_LostError(f"it answered what is no list of replies: {error}"))
+            return
+        for reply in replies:
+            if reply.id is None:  # whose it is, is not known
+                self._fail(_LostError(f"it answered {reply.status}: {reply.body.get('detail')}"))
+                return
+            future = self._waiting.get(reply.id)
+            if future is not None and not future.done():
+                future.set_result(reply)
+
+    def _fail(self, error: _LostError) -> None:
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(error)
+                future.exception()  # it may be given up before it looks
+        if self._transport is not None:
+            self._transport.close()

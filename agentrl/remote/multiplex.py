@@ -1,0 +1,108 @@
+"""The server's end of a WebSocket that carries many sessions: frames of requests in, frames of answers out."""
+
+import asyncio
+import contextlib
+import logging
+from typing import Any
+
+from fastapi import WebSocket, WebSocketDisconnect
+from pydantic import ValidationError
+from pydantic_core import to_json
+
+from agentrl.flow import Flow
+from agentrl.remote.protocol import (
+    FRAMES,
+    Began,
+    CloseFrame,
+    Frame,
+    Opened,
+    OpenFrame,
+    Refusal,
+    ResetFrame,
+    Stepped,
+    packed,
+)
+from agentrl.remote.sessions import Sessions
+
+logger = logging.getLogger(__name__)
+
+_FRAME_BYTES = 1 << 20
+"""About how long a frame of answers may become."""
+
+
+class Multiplexed:
+    """One client's WebSocket.
+
+    A call goes on when its socket is lost: it will be asked for again. At most so many requests are unanswered at a
+    time as two for each session that the server takes; a client that asks more, or reads no answers, is not read
+    either.
+    """
+
+    def __init__(self, client: WebSocket, sessions: Sessions, flow: Flow) -> None:
+        self._client = client
+        self._sessions = sessions
+        self._flow = flow
+        self._room = asyncio.Semaphore(2 * sessions.limits.max_sessions)
+        self._answers: list[bytes] = []
+
+    async def serve(self) -> None:
+        """Answer until the client is gone."""
+        await self._client.accept()
+        while True:
+            message = await self._client.receive()
+            if message["type"] == "websocket.disconnect":
+                return
+            try:
+                frames = FRAMES.validate_json(message.get("text") or message.get("bytes") or "")
+            except ValidationError as error:
+                await self._room.acquire()
+                self._send(self._refused(None, Refusal(422, str(error))))
+                continue
+            for frame in frames:
+                await self._room.acquire()
+                if not isinstance(frame, OpenFrame) and self._sessions.answers_at_once(frame.session):
+                    await self._answer(frame)
+                else:
+                    self._flow.start(self._answer(frame), name=frame.op)
+
+    async def _answer(self, frame: Frame) -> None:
+        try:
+            answer = to_json({"id": frame.id, "status": 200, "body": await self._do(frame)}, inf_nan_mode="constants")
+        except Refusal as refusal:
+            answer = self._refused(frame.id, refusal)
+        except Exception as error:  # a defect here shall cost one request, not the server
+            logger.exception("answering a frame")
+            answer = self._refused(frame.id, Refusal(500, repr(error)))
+        self._send(answer)
+
+    async def _do(self, frame: Frame) -> Opened | Began | Stepped | dict[str, Any]:
+        if isinstance(frame, OpenFrame):
+            return await self._sessions.open()
+        if isinstance(frame, CloseFrame):
+            await self._sessions.close(frame.session)
+            return {}
+        if isinstance(frame, ResetFrame):
+            return await self._sessions.reset(frame.session, frame)
+        return await self._sessions.step(frame.session, frame)
+
+    def _refused(self, request: int | None, refusal: Refusal) -> bytes:
+        self._sessions.metrics.refused.labels(refusal.status).inc()
+        body = {"detail": refusal.detail}
+        return to_json({"id": request, "status": refusal.status, "body": body, "retry_after": refusal.retry_after})
+
+    def _send(self, answer: bytes) -> None:
+        self._answers.append(answer)
+        if len(self._answers) == 1:
+            self._flow.start(self._flush(), name="answers")
+
+    async def _flush(self) -> None:
+        """Send all that is answered by the time this begins, which is after what runs now."""
+        answers, self._answers = self._answers, []
+        try:
+            # The client may be gone, and a RuntimeError is how Starlette says that we have closed already.
+            with contextlib.suppress(WebSocketDisconnect, RuntimeError):
+                for frame in packed(answers, _FRAME_BYTES):
+                    await self._client.send_text(frame.decode())
+        finally:
+            for _ in answers:
+                self._room.release()
