@@ -196,10 +196,46 @@ class Renderer(Protocol):
 
 
 class Reward(Protocol):
-    """Scores a trajectory. What it cannot score it raises `RewardError` for, or returns `Score.failed(...)`."""
+    """Scores a trajectory. What it cannot score it raises `RewardError` for, or returns `Score.failed(...)`.
+
+    A reward of any shape may be an async context manager, which the run enters and leaves. A plain function, sync or
+    async, of a trajectory that returns a `Score` or a number is a reward too; its keyword-only parameters are its
+    settings. Several rewards at once are a weighted sum (`agentrl/rollout/composite.py`).
+    """
 
     async def score(self, trajectory: Trajectory) -> Score:
         """The verdict on one trajectory."""
+        ...
+
+
+@runtime_checkable
+class GroupReward(Protocol):
+    """Scores the trajectories of a group by comparing them. It is asked once, when the group is complete."""
+
+    async def score_group(self, trajectories: Sequence[Trajectory]) -> Sequence[Score]:
+        """One verdict per trajectory, in their order. Fails as `Reward`, and as a whole."""
+        ...
+
+
+@runtime_checkable
+class Rule(Protocol):
+    """A reward that is a pure function of a part of the trajectory.
+
+    `judge` runs in a process that is killed at the deadline `rollout.rules.deadline`, and what it said of some content
+    it is not asked again. It says `isolation = "inline"` where it always answers in microseconds; then it runs on the
+    event loop.
+    """
+
+    def content(self, trajectory: Trajectory) -> Any:
+        """All that `judge` looks at, as something that pickles. Runs on the event loop.
+
+        Raises:
+            RewardError: it is not there (a task without a right answer).
+        """
+        ...
+
+    def judge(self, content: Any) -> Score | float:
+        """The verdict. The same content always gets the same."""
         ...
 
 

@@ -242,7 +242,7 @@ def test_a_reward_that_stays_broken_is_asked_as_often_as_its_budget_says_and_fai
     broken = {name: times for name, times in asked.items() if "/1/" in name}
     assert all(name.endswith("/1/0") for name in broken), "an episode was played again for its reward's sake"
     assert max(broken.values()) == 4
-    assert "reward: the judge is down" in world.ledger.why_failed()[0][0]
+    assert "reward: Sum: the judge is down" in world.ledger.why_failed()[0][0]
 
 
 def test_a_dead_engine_ends_the_run_and_an_engine_that_hangs_costs_a_deadline():

@@ -9,7 +9,7 @@ from agentrl.flow import Flow
 from agentrl.observe.trajectories import write_trajectories
 from agentrl.recipes.workers import Players, tasks_of
 from agentrl.rollout.episode import Episode, Player
-from agentrl.rollout.members import score_trajectory
+from agentrl.rollout.scoring import Scoring
 from agentrl.rollout.seeds import derive_seed
 from agentrl.run import Run
 from agentrl.trajectory import Failed, Score, Task, Trajectory
@@ -48,14 +48,20 @@ async def play_all(player: Player, tasks: Iterable[Task], seed: int, live: int) 
 
 
 async def evaluate(players: Players, tasks: int | None = None) -> Evaluation:
-    """Play the held-out tasks with the engine's present weights."""
+    """Play the held-out tasks with the engine's present weights.
+
+    Each is played once, so what a reward says by comparing a group's members is no part of these scores.
+    """
     config = players.config
     source = tasks_of(config, "held-out")
     held_out = [source.task(index) for index in range(config.evaluation.tasks if tasks is None else tasks)]
     player = players.at_temperature(config.evaluation.temperature)
     trajectories = await play_all(player, held_out, config.seed, config.rollout.max_live_episodes)
     ended = [t for t in trajectories if not isinstance(t.status, Failed)]
-    scores = [await score_trajectory(players.reward, t, config.rollout.deadlines.reward) for t in ended]
+    scoring = Scoring(players.reward, config.rollout.deadlines.reward, config.rollout.retries)
+    async with Flow("scoring") as flow:
+        asked = [flow.start(scoring.score(trajectory), name=trajectory.id) for trajectory in ended]
+    scores = [score.result() for score in asked]
     scored = [pair for pair in zip(ended, scores, strict=True) if not isinstance(pair[1].status, Failed)]
     kept = {trajectory.id for trajectory, _ in scored}
     return Evaluation(tuple(scored), tuple(t for t in trajectories if t.id not in kept))

@@ -13,7 +13,8 @@ from agentrl import plugins
 from agentrl.cluster.weights import WeightPublisher
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
-from agentrl.protocols import Curriculum, Engine, Env, Renderer, Reward, SamplingParams, TaskSource, Trainer
+from agentrl.protocols import Curriculum, Engine, Env, Renderer, SamplingParams, TaskSource, Trainer
+from agentrl.rollout.composite import Composite
 from agentrl.rollout.env_host import EnvHost, Isolation
 from agentrl.rollout.env_process import ProcessEnv
 from agentrl.rollout.episode import EnginePolicy, Player, Sampling
@@ -32,7 +33,7 @@ class Players:
     config: RunConfig
     engine: Router
     player: Player
-    reward: Reward
+    reward: Composite
 
     def at_temperature(self, temperature: float) -> Player:
         """The same player, sampling at another temperature."""
@@ -93,10 +94,14 @@ async def start_players(config: RunConfig, model: Path) -> AsyncIterator[Players
     cluster = config.cluster.make()
     renderer = TemplateRenderer.of_model(model)
     engines = cluster.engines(config.engine, model)
-    async with Router(engines, update=config.rollout.weight_update) as engine, env_host(config) as envs:
+    async with (
+        Router(engines, update=config.rollout.weight_update) as engine,
+        env_host(config) as envs,
+        Composite.of(config.reward.make()) as reward,
+    ):
         policy = _policy(config, engine, renderer, config.rollout.sampling)
         player = Player(policy, renderer, envs, config.rollout.max_turns, config.rollout.deadlines.episode)
-        yield Players(config, engine, player, config.reward.make())
+        yield Players(config, engine, player, reward)
 
 
 @asynccontextmanager

@@ -9,6 +9,7 @@ from agentrl.flow import StalenessRuleName
 from agentrl.protocols import Settings
 from agentrl.rollout.env_host import Deadlines
 from agentrl.rollout.episode import Sampling
+from agentrl.rollout.rule_pool import RulePoolConfig
 
 
 class Retries(Settings):
@@ -27,6 +28,11 @@ class Retries(Settings):
         """The budget of a layer."""
         budget: int = getattr(self, layer)
         return budget
+
+    @staticmethod
+    def pause(failures: int) -> float:
+        """Seconds to wait after the n-th failure in a row: half a second, doubled up to half a minute."""
+        return min(0.5 * 2.0 ** (failures - 1), 30.0)
 
 
 class RolloutConfig(Settings):
@@ -62,3 +68,4 @@ class RolloutConfig(Settings):
     """Groups that may be filtered for one batch before the run ends and says so."""
     sampling: Sampling = Sampling()
     deadlines: Deadlines = Deadlines()
+    rules: RulePoolConfig = RulePoolConfig()

@@ -45,7 +45,7 @@ class Deadlines(Settings):
     update_weights: float = Field(600.0, gt=0)
     """New weights, from the trainer into all engines; what misses it ends the run."""
     reward: float = Field(60.0, gt=0)
-    """The score of one trajectory."""
+    """What one part of the reward says of one trajectory, or of one group."""
     episode: float = Field(900.0, gt=0)
     """A whole episode."""
     group: float = Field(7200.0, gt=0)

@@ -1,8 +1,8 @@
 """`GroupPlayer`: plays the members of one group, again where they fail, until the group is complete.
 
-What may fail and be tried again is decided here, and only here: by whose fault it was (`rollout.retries`). A failed
-reward is asked again about the same trajectory; every other failure plays the member's episode again, with the same
-environment seed and new sampling.
+What may fail and be tried again is decided by whose fault it was (`rollout.retries`). A failed reward is asked again
+about the same trajectory (`agentrl/rollout/scoring.py`); every other failure plays the member's episode again, with
+the same environment seed and new sampling.
 """
 
 import asyncio
@@ -11,19 +11,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
-from agentrl.errors import AgentRLError, Layer, RewardError
-from agentrl.flow import EventLog, Flow, Ticket, deadline, now
-from agentrl.protocols import Reward
+from agentrl.errors import AgentRLError, Layer
+from agentrl.flow import EventLog, Flow, Ticket, now
 from agentrl.rollout.bias import Bias
+from agentrl.rollout.composite import Composite
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.episode import Episode, EpisodePlayer
 from agentrl.rollout.ledger import Ledger
 from agentrl.rollout.live_limit import Places
+from agentrl.rollout.scoring import Scoring
 from agentrl.rollout.seeds import derive_seed
 from agentrl.trajectory import Failed, Group, Score, Task, Trajectory
-
-_FIRST_PAUSE = 0.5
-_LONGEST_PAUSE = 30.0
 
 
 class MembersLostError(AgentRLError):
@@ -50,7 +48,7 @@ class GroupPlayer:
 
     config: RolloutConfig
     player: EpisodePlayer
-    reward: Reward
+    reward: Composite
     ledger: Ledger
     events: EventLog
     places: Places
@@ -62,7 +60,7 @@ class GroupPlayer:
         """The group of `task`: the first `group_size` members to finish, in order of member.
 
         Raises:
-            MembersLostError: too many members have spent their retries.
+            MembersLostError: too many members have spent their retries, or the group its own.
         """
         game = _Game(ticket, number, task, Flow(task.id), claims)
         try:
@@ -77,7 +75,18 @@ class GroupPlayer:
         for member, attempt in game.attempts.items():
             self.ledger.end(number, member, attempt, "cancelled", "its group was complete without it")
         first = [game.played[member] for member in sorted(game.played)]
-        return Group(task, tuple(t for t, _ in first), tuple(s for _, s in first), ticket.admitted_version)
+        trajectories = tuple(trajectory for trajectory, _ in first)
+        scores = await self._scoring.score_group(trajectories, [score for _, score in first])
+        if failed := next((score.status for score in scores if isinstance(score.status, Failed)), None):
+            raise MembersLostError(f"the group could not be scored: {failed.error}")
+        return Group(task, trajectories, tuple(scores), ticket.admitted_version)
+
+    @property
+    def _scoring(self) -> Scoring:
+        return Scoring(self.reward, self.config.deadlines.reward, self.config.retries, self._reward_failed)
+
+    def _reward_failed(self, trajectory_id: str) -> None:
+        self.events.record("reward failed", trajectory_id)
 
     async def _play_member(self, game: _Game, member: int) -> None:
         """Attempts, until one is played and scored, or the budget is spent; then see whether the group is decided."""
@@ -88,14 +97,14 @@ class GroupPlayer:
                 game.played[member] = outcome
                 break
             failures[outcome.layer] += 1
-            # A reward that failed has spent its budget already, on this very trajectory: see `_score`.
+            # A reward that failed has spent its budget already, on this very trajectory: see `Scoring`.
             if outcome.layer == "reward" or failures[outcome.layer] > self.config.retries.of(outcome.layer):
                 game.lost.append(
                     f"member {member} failed {failures.total()} times, at last by {outcome.layer}: {outcome.error}"
                 )
                 break
             if outcome.layer == "engine":
-                await asyncio.sleep(_pause(failures["engine"]))
+                await asyncio.sleep(self.config.retries.pause(failures["engine"]))
         complete = len(game.played) == self.config.group_size
         if complete or len(game.lost) > self.config.extra_members:
             game.flow.cancel()
@@ -118,7 +127,7 @@ class GroupPlayer:
             trajectory = await self.player.play(episode)
             failure = trajectory.status if isinstance(trajectory.status, Failed) else None
             if failure is None:
-                score = await self._score(trajectory)
+                score = await self._scoring.score(trajectory)
                 failure = score.status if isinstance(score.status, Failed) else None
         except asyncio.CancelledError:
             self.bias.cut(now() - started)
@@ -133,34 +142,3 @@ class GroupPlayer:
             return failure
         self.bias.sampled(trajectory)
         return trajectory, score
-
-    async def _score(self, trajectory: Trajectory) -> Score:
-        """The reward's verdict; a reward that fails is asked again, and the trajectory is kept meanwhile."""
-        budget = self.config.retries.reward
-        for failures in range(1, budget + 2):
-            score = await score_trajectory(self.reward, trajectory, self.config.deadlines.reward)
-            if not isinstance(score.status, Failed):
-                return score
-            if failures <= budget:
-                self.events.record("reward failed", trajectory.id)
-                await asyncio.sleep(_pause(failures))
-        return score
-
-
-def _pause(failures: int) -> float:
-    """Seconds to wait after the n-th failure in a row."""
-    return min(_FIRST_PAUSE * 2.0 ** (failures - 1), _LONGEST_PAUSE)
-
-
-async def score_trajectory(reward: Reward, trajectory: Trajectory, seconds: float) -> Score:
-    """The reward's verdict within a deadline; what goes wrong is a failed score, never a number."""
-    try:
-        with deadline("reward", "reward", seconds):
-            score = await reward.score(trajectory)
-    except RewardError as error:
-        return Score.failed(str(error))
-    except Exception as error:  # a reward is the user's code: whatever it raises is its failure
-        return Score.failed(f"{type(error).__name__}: {error}")
-    if not isinstance(score.status, Failed) and score.value != score.value:
-        return Score.failed("the reward returned NaN")
-    return score

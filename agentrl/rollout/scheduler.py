@@ -20,8 +20,9 @@ from typing import Any, NamedTuple, Self
 
 from agentrl.errors import DeadlineError, FilterBudgetError, RetriesExhaustedError, StalenessError
 from agentrl.flow import STALENESS_RULES, Channel, EventLog, Flow, Ticket, deadline
-from agentrl.protocols import Curriculum, Engine, Reward, TaskSource
+from agentrl.protocols import Curriculum, Engine, GroupReward, Reward, TaskSource
 from agentrl.rollout.bias import Bias
+from agentrl.rollout.composite import Composite
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.episode import EpisodePlayer
 from agentrl.rollout.ledger import Ledger
@@ -54,7 +55,7 @@ class Rollouts:
         *,
         tasks: TaskSource,
         player: EpisodePlayer,
-        reward: Reward,
+        reward: Reward | GroupReward | Composite,
         engine: Engine,
         ledger: Ledger,
         seed: int,
@@ -95,7 +96,15 @@ class Rollouts:
         self._ready: dict[Ticket, tuple[int, Group]] = {}
         self._bias = Bias()
         self._groups = GroupPlayer(
-            config, player, reward, ledger, self._events, self._places, self._bias, seed, self._episode_ended
+            config,
+            player,
+            Composite.of(reward),
+            ledger,
+            self._events,
+            self._places,
+            self._bias,
+            seed,
+            self._episode_ended,
         )
 
     async def __aenter__(self) -> Self:

@@ -1,0 +1,132 @@
+"""`RulePool`: pure functions in processes that can be killed, and what they said before.
+
+A rule that hangs (a regular expression that backtracks for ever, a number of a billion digits) holds its process, and
+often the interpreter's lock: no signal and no thread ends it. So each call has a deadline, counted from when a process
+begins it, after which the process is killed and another one started (pebble's `ProcessPool`). A process that wants
+more memory than it may have gets a `MemoryError` in its rule.
+"""
+
+import asyncio
+import ctypes
+import multiprocessing
+import pickle
+import resource
+import signal
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
+from hashlib import blake2b
+from typing import Any, Self
+
+from pebble import ProcessExpired, ProcessPool
+from pydantic import Field
+
+from agentrl.errors import RewardError
+from agentrl.protocols import Settings
+
+
+class RulePoolConfig(Settings):
+    """The processes that rules run in."""
+
+    workers: int = Field(2, gt=0)
+    """Processes; they start when the first rule needs one."""
+    deadline: float = Field(10.0, gt=0)
+    """Seconds for one verdict, after which its process is killed."""
+    memory_mb: int = Field(4096, ge=512)
+    """Address space of a process, in megabytes."""
+    cache: int = Field(100_000, ge=0)
+    """Verdicts that are kept, so that the same content is not judged again."""
+
+
+class RulePool:
+    """Runs pure functions in killable processes. An async context manager; leaving it ends the processes."""
+
+    def __init__(self, config: RulePoolConfig | None = None) -> None:
+        self._config = config or RulePoolConfig()
+        self._pool: ProcessPool | None = None
+        self._known: OrderedDict[bytes, Any] = OrderedDict()
+        self.hits = 0
+        """Verdicts that were known already."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        if self._pool is not None:
+            pool, self._pool = self._pool, None
+            pool.stop()  # type: ignore[no-untyped-call]  # pebble's own
+            await asyncio.to_thread(pool.join)
+
+    async def run(self, function: Callable[[Any], Any], argument: Any, *, cached: bool = True) -> Any:
+        """`function(argument)`, both of which pickle; from what is known, if it was asked before and is `cached`.
+
+        Raises:
+            RewardError: it raised, missed the deadline or took its process down; or something does not pickle.
+        """
+        name = getattr(function, "__qualname__", repr(function))
+        try:
+            call = pickle.dumps((function, argument))
+        except Exception as error:  # pickle raises whatever the object's own code raises
+            raise RewardError(
+                f"{name} cannot run in a process: {type(error).__name__}: {error}. What it is given and what it holds "
+                'must pickle; or let it run here with isolation: inline (or "thread")'
+            ) from error
+        key = blake2b(call, digest_size=16).digest()
+        if cached and key in self._known:
+            self.hits += 1
+            self._known.move_to_end(key)
+            return self._known[key]
+        said = await self._ask(name, call)
+        if cached:
+            self._known[key] = said
+            while len(self._known) > self._config.cache:
+                self._known.popitem(last=False)
+        return said
+
+    async def _ask(self, name: str, call: bytes) -> Any:
+        self._pool = self._pool or self._start()
+        try:
+            return await asyncio.wrap_future(self._pool.schedule(_call, args=[call], timeout=self._config.deadline))
+        except FutureTimeoutError as error:
+            raise RewardError(
+                f"{name} did not answer within {self._config.deadline:g} s (rollout.rules.deadline): "
+                "its process was killed"
+            ) from error
+        except ProcessExpired as error:
+            raise RewardError(f"{name} took its process down (exit status {error.exitcode})") from error
+        except MemoryError as error:
+            raise RewardError(
+                f"{name} wanted more than {self._config.memory_mb} MB (rollout.rules.memory_mb)"
+            ) from error
+        except RewardError:
+            raise
+        except Exception as error:  # the rule's own
+            raise RewardError(f"{name}: {type(error).__name__}: {error}") from error
+
+    def _start(self) -> ProcessPool:
+        return ProcessPool(
+            max_workers=self._config.workers,
+            initializer=_prepare,
+            initargs=[self._config.memory_mb << 20, list(sys.path)],
+            context=multiprocessing.get_context("forkserver"),  # a fork of a driver with threads could hang
+        )
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def _prepare(memory: int, path: list[str]) -> None:
+    """Once in each process: it ends with the fork server, which ends with the driver, and keeps its bounds."""
+    sys.path[:] = path
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver, not the terminal, ends the processes
+    with suppress(AttributeError, OSError):  # not on Linux
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _call(call: bytes) -> Any:
+    function, argument = pickle.loads(call)
+    return function(argument)
