@@ -18,6 +18,7 @@ from agentrl.errors import ConfigError
 from agentrl.flow import Flow, now
 from agentrl.protocols import Env
 from agentrl.remote.multiplex import Multiplexed
+from agentrl.remote.openenv_server import add_openenv
 from agentrl.remote.protocol import SOCKET_PATH, Began, Opened, Refusal, Reset, Step, Stepped
 from agentrl.remote.sessions import Limits, Sessions
 from agentrl.rollout.env_host import Deadlines, EnvHost, Isolation
@@ -119,6 +120,7 @@ def create_app(sessions: Sessions, name: str, token: str | None) -> FastAPI:
 
     app = FastAPI(title=f"agentrl environment {name}", lifespan=lifespan)
     _add_routes(app, sessions, name)
+    add_openenv(app, sessions, name)
 
     @app.exception_handler(Refusal)
     async def refuse(request: Request, refusal: Refusal) -> JSONResponse:
@@ -156,7 +158,7 @@ def _add_routes(app: FastAPI, sessions: Sessions, name: str) -> None:
     @app.get("/health")
     async def health(response: Response) -> dict[str, Any]:
         response.status_code = 503 if sessions.draining else 200
-        state = "draining" if sessions.draining else "ok"
+        state = "draining" if sessions.draining else "healthy"
         return {"status": state, "env": name, "sessions": len(sessions), "max_sessions": sessions.limits.max_sessions}
 
     @app.get("/metrics")

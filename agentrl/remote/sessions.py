@@ -81,6 +81,9 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._sessions) + self._opening
 
+    def __contains__(self, session_id: str) -> bool:
+        return session_id in self._sessions
+
     def answers_at_once(self, session_id: str) -> bool:
         """Whether nothing that is asked of this session waits for anything."""
         session = self._sessions.get(session_id)
