@@ -124,10 +124,14 @@ class ToolEnv(TextEnv):
 
     _specs: ClassVar[tuple[ToolSpec, ...]] = ()
     _is_async: ClassVar[bool] = False
+    _base: ClassVar[type]  # whose public methods are no tools
 
-    def __init_subclass__(cls) -> None:
+    def __init_subclass__(cls, no_tools: bool = False) -> None:
+        """With `no_tools`, a class to build on: its public methods are no tools, in its subclasses neither."""
         super().__init_subclass__()
-        cls._specs = tools_of(cls, base=ToolEnv)
+        if no_tools:
+            cls._base = cls
+        cls._specs = tools_of(cls, base=cls._base)
         cls.tools = tuple(spec.schema for spec in cls._specs)
         cls._is_async = any(
             inspect.iscoroutinefunction(getattr(cls, name)) for name in ("reply", *(spec.name for spec in cls._specs))
@@ -135,7 +139,7 @@ class ToolEnv(TextEnv):
 
     def reply(self, text: str) -> str | ToolResult | Awaitable[str | ToolResult]:
         """Answer a message without any call; override it where plain text means something. May be async."""
-        names = ", ".join(spec.name for spec in self._specs)
+        names = ", ".join(str(tool["function"]["name"]) for tool in self.tools)
         example = ToolCall("...", {}).render().replace("{}", "{...}")
         return f"Call a tool ({names}) like this:\n{example}"
 
@@ -165,6 +169,9 @@ class ToolEnv(TextEnv):
             return _as_result(await _now(getattr(self, spec.name)(**arguments)), spec.name)
         except ToolError as error:
             return ToolResult(f"Error: {error}")
+
+
+ToolEnv._base = ToolEnv
 
 
 async def _now(value: Any) -> Any:

@@ -11,7 +11,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,11 +130,16 @@ def find_tool(specs: Sequence[ToolSpec], name: str) -> ToolSpec:
         ToolError: there is none; names the nearest and lists all.
     """
     by_name = {spec.name: spec for spec in specs}
-    if name in by_name:
-        return by_name[name]
-    near = difflib.get_close_matches(name[:64], by_name, n=1)
+    if name not in by_name:
+        raise no_such_tool(name, by_name)
+    return by_name[name]
+
+
+def no_such_tool(name: str, known: Collection[str]) -> ToolError:
+    """What tells the model that there is no tool of that name: the nearest one, and all."""
+    near = difflib.get_close_matches(name[:64], known, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else "."
-    raise ToolError(f"there is no tool {name[:64]!r}{hint} Tools: {', '.join(by_name)}")
+    return ToolError(f"there is no tool {name[:64]!r}{hint} Tools: {', '.join(known)}")
 
 
 def parse_tool_calls(text: str) -> ParsedReply:

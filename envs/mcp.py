@@ -1,0 +1,374 @@
+"""The tools of an MCP server as those of an environment: `env: mcp:stdio:COMMAND ARGS`, `env: mcp:http://HOST:PORT/mcp`.
+
+A plain server has tools, but no task and no reward. The address takes both from its options; a class of your own says
+`server = "..."`, begins with a task, and rewards what it likes; it may have tools of its own beside the server's:
+
+    class Librarian(McpToolEnv):
+        server = "mcp:stdio:python -m my_library"
+        system_prompt = "Find the book."
+
+        def start(self, seed: int, options: Mapping[str, Any]) -> str:
+            self.wanted = self.rng.choice(TITLES)
+            return f"Which shelf holds {self.wanted!r}?"
+
+        def reply(self, text: str) -> ToolResult:  # the model has called no tool: it answers
+            right = SHELVES[self.wanted] in text
+            return ToolResult("", reward=float(right), terminated=True, success=right)
+
+The structured content of a tool's result counts where it has these keys: `reward` (a number), `terminated`,
+`truncated`, `success`. What the model reads is the text of the result. Each episode has a session of its own, and so,
+with `stdio`, a process of its own.
+"""
+
+import asyncio
+import inspect
+import json
+import math
+import os
+import shlex
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any, ClassVar, TextIO
+from urllib.parse import urlsplit
+
+from pydantic import Field
+
+from agentrl.envs import background
+from agentrl.envs.base import ToolEnv, ToolError, ToolResult, read_options
+from agentrl.envs.foreign import load_package
+from agentrl.errors import ConfigError, EnvError, PluginError
+from agentrl.protocols import Env, ResetResult, Settings, StepResult
+from agentrl.rollout.tools import ToolCall, no_such_tool
+
+Schema = Mapping[str, Any]
+
+
+def scheme(rest: str) -> Callable[[], Env]:
+    """mcp:stdio:python my_server.py: the tools of an MCP server (or mcp:http://host:8000/mcp).
+
+    Raises:
+        PluginError: the address cannot be read, there is no such command, or the package `mcp` is missing.
+    """
+    _check_server(f"mcp:{rest}")
+    load_package("mcp")
+    return partial(McpEnv, f"mcp:{rest}")
+
+
+class McpToolEnv(ToolEnv, no_tools=True):
+    """An environment whose tools are those of the MCP server `server`, and its own typed public methods.
+
+    `reply` answers a message without any call; by default it asks for one. `hidden` names tools of the server that
+    the model is not shown; `call` calls any of them, from `start` too. A server that dies, or breaks the protocol, is
+    an `EnvError` of its episode. A call that misses its deadline drops the connection, and ends a `stdio` server.
+    """
+
+    server: str = ""
+    hidden: Sequence[str] = ()
+    _is_async: ClassVar[bool] = True
+    _session: "_Session | None" = None
+
+    def __init_subclass__(cls, no_tools: bool = False) -> None:
+        """Waits for the server in each step, whatever its own tools are."""
+        super().__init_subclass__(no_tools=no_tools)
+        cls._is_async = True
+
+    async def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetResult:
+        """Open a session, learn its tools, and begin an episode with `start`.
+
+        Raises:
+            EnvError: the server cannot be started or reached, or does not speak MCP.
+            ConfigError: a tool of the server has the name of one of its own, or a hidden one is not there.
+        """
+        await self.close()
+        self._session = session = _Session(self.server)
+        await session.open()
+        own = [spec.schema for spec in self._specs]
+        self._check_names([_name(tool) for tool in own])
+        self.tools = (*own, *(tool for tool in session.tools if _name(tool) not in self.hidden))
+        begun = super().reset(seed=seed, options=options)
+        return await begun if inspect.isawaitable(begun) else begun
+
+    async def step(self, action: str) -> StepResult:
+        """Run the calls in the model's message and return what they say."""
+        return await self._play(action)
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        """Call a tool of the server.
+
+        Raises:
+            ToolError: the tool says that it could not.
+            EnvError: the server is gone, answers what is no MCP, or rewards with what is no number.
+        """
+        return _as_tool_result(self.server, *await self._ask(name, arguments))
+
+    async def close(self) -> None:
+        """End the session, and the server where it is a process of ours."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    async def _ask(self, name: str, arguments: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+        if self._session is None:
+            raise EnvError(f"{self.server}: no episode is being played; call reset first")
+        return await self._session.call(name, arguments)
+
+    async def _run(self, call: ToolCall) -> ToolResult:
+        if any(spec.name == call.name for spec in self._specs):
+            return await super()._run(call)
+        try:
+            if call.name not in (names := [_name(tool) for tool in self.tools]):
+                raise no_such_tool(call.name, names)
+            return await self.call(call.name, call.arguments)
+        except ToolError as error:
+            return ToolResult(f"Error: {error}")
+
+    def _check_names(self, own: Sequence[str]) -> None:
+        there = [_name(tool) for tool in self._session.tools] if self._session else []
+        if twice := sorted(set(own) & set(there)):
+            raise ConfigError(
+                f"{type(self).__name__} and {self.server} both have a tool {', '.join(twice)}: rename the method"
+            )
+        if missing := sorted(set(self.hidden) - set(there)):
+            raise ConfigError(f"{self.server} has no tool {', '.join(missing)} to hide; its tools: {', '.join(there)}")
+
+
+class McpEnv(McpToolEnv):
+    """An MCP server by its address. The episode ends when the model answers without calling a tool."""
+
+    class Options(Settings):
+        """What `reset(options=...)` takes."""
+
+        task: str = ""
+        """What the model is asked; without it, what the tool `setup` answers."""
+        system_prompt: str = ""
+        """The system message."""
+        setup: str = ""
+        """A tool that begins an episode: it is called with `seed`, and the model does not see it."""
+        judge: str = ""
+        """A tool that scores the model's last message: called with `answer`, it gives a number, or `reward` in its
+        structured content; the model does not see it. Without it only results with a `reward` pay, or a reward of
+        yours (`reward: ...`) looks at the trajectory."""
+        hidden: tuple[str, ...] = Field(default=())
+        """Tools that the model is not shown."""
+
+    def __init__(self, server: str) -> None:
+        self.server = server
+
+    async def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetResult:
+        """Open a session and begin an episode.
+
+        Raises:
+            ConfigError: there is neither a `task` nor a `setup`.
+        """
+        chosen = read_options(self.Options, options)
+        if not (chosen.task or chosen.setup):
+            raise ConfigError(
+                f"{self.server}: an MCP server brings tools and no task. Write options: {{task: ...}}, "
+                "or {setup: TOOL} with a tool that is called with the seed and answers with the task"
+            )
+        self._options = chosen
+        self.system_prompt = chosen.system_prompt
+        self.hidden = (*chosen.hidden, *filter(None, (chosen.setup, chosen.judge)))
+        return await super().reset(seed=seed, options=options)
+
+    async def start(self, seed: int, options: Mapping[str, Any]) -> str:
+        """The task, after `setup` was called."""
+        chosen, begun = self._options, ""
+        if chosen.setup:
+            try:
+                begun, _ = await self._ask(chosen.setup, {"seed": seed})
+            except ToolError as error:
+                raise EnvError(f"{self.server}: the setup {chosen.setup!r} says: {error}") from error
+        return chosen.task or begun
+
+    async def reply(self, text: str) -> ToolResult:
+        """The model's last message, which the judge scores."""
+        if not self._options.judge:
+            return ToolResult("", terminated=True)
+        try:
+            readable = text.encode(errors="replace").decode()  # a model may write half of a surrogate pair
+            text, content = await self._ask(self._options.judge, {"answer": readable})
+        except ToolError as error:
+            raise EnvError(f"{self.server}: the judge {self._options.judge!r} says: {error}") from error
+        said = content.get("reward", content.get("result", text))
+        success = content.get("success")
+        return ToolResult("", _number(self.server, said), True, success=None if success is None else bool(success))
+
+
+class _Session:
+    """One session with a server. It lives in one task of the background, as the library wants it."""
+
+    def __init__(self, server: str) -> None:
+        self._kind, self._parts = _check_server(server)
+        self.tools: tuple[Schema, ...] = ()
+        self._server = server
+        self._ready: Future[tuple[Schema, ...]] = Future()
+        self._gone: Future[None] = Future()
+        self._task: Future[None] | None = None
+        self._client: Any = None
+        self._end = asyncio.Event()
+        self._stderr: TextIO = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
+
+    async def open(self) -> None:
+        """Connect and list the tools."""
+        self._task = background.start(self._live())
+        self.tools = await self._said(self._ready)
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+        """The text and the structured content of what a tool answers.
+
+        Raises:
+            ToolError: the tool says that it could not, or its arguments do not fit.
+        """
+        try:
+            json.dumps(dict(arguments), ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ToolError(f"{name}: the arguments are no Unicode text: {error.reason}") from error
+        result = await self._said(background.start(self._client.call_tool(name, dict(arguments))))
+        text = "\n".join(map(_text, result.content))
+        if result.is_error:
+            raise ToolError(text)
+        content = result.structured_content
+        return text, content if isinstance(content, Mapping) else {}
+
+    async def close(self) -> None:
+        """End the session; one whose server does not react is cancelled with the caller."""
+        if self._task is None:
+            return
+        if self._client is None:  # it was waited for long enough
+            self._task.cancel()
+        else:
+            background.call_soon(self._end.set)
+        try:
+            await asyncio.wrap_future(self._gone)
+        except asyncio.CancelledError:
+            self._task.cancel()
+            raise
+        finally:
+            self._stderr.close()
+
+    async def _live(self) -> None:
+        try:
+            async with _client(self._kind, self._parts, self._stderr) as client:
+                self._client = client
+                self._ready.set_result(await _list_tools(client))
+                await self._end.wait()
+        except Exception as error:
+            if not self._ready.done():
+                self._ready.set_exception(error)
+        finally:
+            if not self._gone.cancelled():
+                self._gone.set_result(None)
+
+    async def _said(self, answer: Future[Any]) -> Any:
+        """What the server answers, or who is to blame that it does not."""
+        from mcp import MCPError
+
+        try:
+            return await asyncio.wrap_future(answer)
+        except Exception as raised:
+            error: BaseException = raised
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            if isinstance(error, MCPError) and error.error.code == _INVALID_PARAMS:
+                raise ToolError(str(error)) from raised
+            raise EnvError(f"{self._server}: {type(error).__name__}: {error}{self._last_words()}") from raised
+
+    def _last_words(self, lines: int = 8) -> str:
+        size = os.fstat(self._stderr.fileno()).st_size
+        text = os.pread(self._stderr.fileno(), 2000, max(0, size - 2000)).decode(errors="replace").strip()
+        return "; it last wrote:\n  " + "\n  ".join(text.splitlines()[-lines:]) if text else ""
+
+
+_INVALID_PARAMS = -32602
+"""JSON-RPC's code for arguments that do not fit."""
+
+
+def _check_server(address: str) -> tuple[str, list[str]]:
+    """("stdio", command and arguments) or ("http", [URL]).
+
+    Raises:
+        PluginError: it cannot be read, or there is no such command.
+    """
+    kind, _, rest = address.removeprefix("mcp:").partition(":")
+    if kind == "stdio":
+        try:
+            command = shlex.split(rest)
+        except ValueError as error:
+            raise PluginError(f"{address!r}: the command cannot be read: {error}") from error
+        if command and shutil.which(command[0]) is None:
+            raise PluginError(f"{address!r}: there is no command {command[0]!r} on the PATH")
+        if command:
+            return kind, command
+    elif kind in ("http", "https") and urlsplit(f"{kind}:{rest}").netloc:
+        return "http", [f"{kind}:{rest}"]
+    raise PluginError(f"{address!r}: write mcp:stdio:COMMAND ARGUMENTS or mcp:http://HOST:PORT/mcp")
+
+
+@asynccontextmanager
+async def _client(kind: str, parts: Sequence[str], stderr: TextIO) -> AsyncIterator[Any]:
+    from mcp import Client, StdioServerParameters, stdio_client
+
+    target: Any = parts[0]
+    if kind == "stdio":
+        target = stdio_client(StdioServerParameters(command=parts[0], args=list(parts[1:])), errlog=stderr)
+    async with Client(target) as client:
+        yield client
+
+
+async def _list_tools(client: Any) -> tuple[Schema, ...]:
+    """All tools of a server, page by page, as the chat templates expect them."""
+    page = await client.list_tools()
+    tools = list(page.tools)
+    while page.next_cursor:
+        page = await client.list_tools(cursor=page.next_cursor)
+        tools += page.tools
+    return tuple(
+        {
+            "type": "function",
+            "function": {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema},
+        }
+        for tool in tools
+    )
+
+
+def _name(tool: Schema) -> str:
+    return str(tool["function"]["name"])
+
+
+def _text(block: Any) -> str:
+    """A block of a result as the model reads it; of a picture or a sound only that there is one."""
+    resource = getattr(block, "resource", block)
+    if (text := getattr(resource, "text", None)) is not None:
+        return str(text)
+    return f"[{block.type} {getattr(resource, 'mime_type', None) or getattr(resource, 'uri', '')}]"
+
+
+def _number(server: str, value: Any) -> float:
+    """A reward.
+
+    Raises:
+        EnvError: it is none.
+    """
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise EnvError(f"{server}: a reward must be a finite number, got {value!r:.100}")
+    return number
+
+
+def _as_tool_result(server: str, text: str, content: Mapping[str, Any]) -> ToolResult:
+    success = content.get("success")
+    return ToolResult(
+        text,
+        reward=_number(server, content.get("reward", 0.0)),
+        terminated=bool(content.get("terminated")),
+        truncated=bool(content.get("truncated")),
+        success=None if success is None else bool(success),
+    )
