@@ -267,19 +267,25 @@ def envs() -> None:
 def check_environment(
     name: Annotated[str, typer.Argument(metavar="ENV", help="A registered name or package.module:Name.")],
     options: Annotated[str, typer.Option(help="Options of reset, as YAML.")] = "{}",
+    gold: Annotated[
+        str, typer.Option(metavar="PACKAGE.MODULE:PLAYER", help="A scripted player that has to succeed.")
+    ] = "",
 ) -> None:
-    """Check that an environment keeps the contract: API, determinism, no leaks, closes."""
+    """Check that an environment keeps the contract: API, determinism, no leaks, closes, right answers that pay."""
     import yaml
 
     from agentrl.testing import check_env
 
     make = plugins.load("envs", name)
+    player = plugins.load("players", gold) if gold else None
     try:
-        check_env(make, options=yaml.safe_load(options))
+        remarks = check_env(make, options=yaml.safe_load(options), gold=player)
     except ConformanceError as error:
         console.print(f"[red]{name} breaks the contract:[/red]\n{escape(str(error))}", highlight=False)
         raise typer.Exit(1) from error
     console.print(f"[green]{name} keeps the contract[/green]")
+    for remark in remarks:
+        console.print(escape(remark), highlight=False)
 
 
 @app.command("new-env")

@@ -3,10 +3,11 @@
 import difflib
 import importlib
 import random
+import sys
 import threading
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +19,7 @@ LOAN_SECONDS = 25.0
 """How long a call waits for the global generators: a little less than the default deadline of a step."""
 
 _lent = threading.Lock()
+_hushing = threading.Lock()
 
 
 class RngBox:
@@ -59,6 +61,39 @@ class RngBox:
                 np.random.set_state(numpy)
         finally:
             _lent.release()
+
+
+class _Hush:
+    """A stdout that drops what one thread prints and passes on all else."""
+
+    def __init__(self, around: Any) -> None:
+        self._around = around
+        self._thread = threading.get_ident()
+
+    def write(self, text: str) -> int:
+        return len(text) if threading.get_ident() == self._thread else int(self._around.write(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._around, name)
+
+
+@contextmanager
+def hushed() -> Iterator[None]:
+    """What this thread prints inside is dropped; what others print is not. Threads wait for each other.
+
+    Raises:
+        EnvError: another call has been inside for `LOAN_SECONDS`.
+    """
+    if not _hushing.acquire(timeout=LOAN_SECONDS):
+        raise EnvError(
+            f"another environment of this process has not come back from reset for {LOAN_SECONDS:g} s. Play those that "
+            "hang with env.isolation=process: then each is killed at its deadline"
+        )
+    try:
+        with redirect_stdout(_Hush(sys.stdout)):
+            yield
+    finally:
+        _hushing.release()
 
 
 def load_package(name: str) -> ModuleType:

@@ -3,7 +3,8 @@
     env.reset(seed=7, options={"id": "Taxi-v4", "kwargs": {"is_rainy": True}})
 
 `env: gymnasium:Taxi-v4` in a config is this environment with the id chosen. Packages that still register by the
-entry-point group `gymnasium.envs`, which Gymnasium itself no longer reads, are found too.
+entry-point group `gymnasium.envs`, which Gymnasium itself no longer reads, are found too; so are MiniGrid and BabyAI,
+as `gymnasium:minigrid:MiniGrid-DoorKey-5x5-v0`.
 
 The observation is the environment's own text drawing ("ansi") where it has one, with the highlighted cell in square
 brackets, else its observation written out. The action is the one action word in the model's message.
@@ -14,7 +15,7 @@ import importlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.metadata import entry_points
 from typing import Any
@@ -24,7 +25,9 @@ import numpy as np
 from gymnasium.envs.registration import EnvSpec, load_env_creator, namespace
 from pydantic import Field
 
+from agentrl.envs import minigrid
 from agentrl.envs.base import TextEnv, read_options
+from agentrl.envs.foreign import hushed
 from agentrl.errors import ConfigError, EnvError, PluginError
 from agentrl.protocols import Env, Settings, StepResult
 
@@ -38,12 +41,14 @@ class Game:
     """What agentrl knows about a Gymnasium environment: words for its actions, and what a person would be told.
 
     `success(reward, terminated)` judges the last step of an episode; most games pay only for reaching the goal.
+    A `noisy` one prints in reset.
     """
 
     actions: tuple[str, ...]
     rules: str
     describe: Callable[[GymEnv, Any], str] | None = None
     success: Callable[[float, bool], bool] = lambda reward, terminated: terminated and reward > 0
+    noisy: bool = False
 
 
 def _describe_taxi(env: GymEnv, observation: Any) -> str:
@@ -109,6 +114,11 @@ GAMES: Mapping[str, Game] = {
 }
 """By the environment's name without its version."""
 
+FAMILIES: Mapping[str, Callable[[GymEnv], Game]] = {
+    "minigrid": lambda env: Game(minigrid.action_words(env), minigrid.RULES, minigrid.describe, noisy=True),
+}
+"""By the package that an environment comes from, for those that are too many to name."""
+
 
 def scheme(rest: str) -> Callable[[], Env]:
     """gymnasium:Taxi-v4: a Gymnasium environment of discrete actions, in text.
@@ -162,7 +172,8 @@ class GymnasiumText(TextEnv):
             self._first_action = int(getattr(self._env.action_space, "start", 0))
             self._words = _pattern(self._game.actions)
             self._made_of = chosen.model_copy(deep=True)
-        observation, _ = self._env.reset(seed=seed)
+        with hushed() if self._game.noisy else nullcontext():
+            observation, _ = self._env.reset(seed=seed)
         self._over = False
         rules = f"{self._game.rules}\n" if self._game.rules else ""
         return f"{rules}Actions: {', '.join(self._game.actions)}.\n{_as_text(self._env, self._game, observation)}"
@@ -228,7 +239,8 @@ def _find(env_id: str) -> EnvSpec:
             importlib.import_module(module)
         except ImportError as error:
             raise ConfigError(
-                f"gymnasium cannot find {env_id!r}: the package {module!r} cannot be imported: {error}"
+                f"gymnasium cannot find {env_id!r}: the package {module!r} cannot be imported: {error}. Install it "
+                "(minigrid comes with agentrl[envs])"
             ) from error
     failed = () if name in gymnasium.registry else _register_installed()
     if name in gymnasium.registry:
@@ -267,7 +279,8 @@ def _game(options: Options, spec: EnvSpec, env: GymEnv) -> Game:
             f"{options.id} has the action space {space}; only discrete ones can be played by words. "
             "Wrap the environment so that it has a Discrete action space, or write an agentrl.envs.base.TextEnv for it"
         )
-    known = GAMES.get(spec.name, Game((), ""))
+    family = FAMILIES.get(str(spec.entry_point).partition(".")[0])
+    known = GAMES.get(spec.name) or (family(env) if family else Game((), ""))
     numbers = tuple(str(int(space.start) + index) for index in range(int(space.n)))
     actions = options.actions or (known.actions if len(known.actions) == len(numbers) else numbers)
     if len(actions) != len(numbers) or len({word.lower().strip() for word in actions} - {""}) != len(numbers):
@@ -275,7 +288,7 @@ def _game(options: Options, spec: EnvSpec, env: GymEnv) -> Game:
             f"options['actions'] must hold {len(numbers)} different words for {options.id}, got {list(actions)}"
         )
     _check_readable(options, env)
-    return Game(actions, known.rules, known.describe, known.success)
+    return replace(known, actions=actions)
 
 
 def _check_readable(options: Options, env: GymEnv) -> None:

@@ -71,6 +71,11 @@ def test_each_keeps_the_contract_played_by_anyone(env: Any, module: Any, turns: 
 
 
 @each_game
+def test_the_doctor_sees_the_strong_player_succeed(env: Any, module: Any, turns: int) -> None:
+    check_env(env, seeds=(0, 1), gold=module.strong_player)
+
+
+@each_game
 def test_a_strong_player_solves_almost_every_seed_and_a_random_one_almost_none(
     env: Any, module: Any, turns: int
 ) -> None:

@@ -219,6 +219,20 @@ class PaysTooMuch(Sound):
     reward_range = (-1.0, 0.5)
 
 
+class Quiz(Sound):
+    """One question, whose answer is told afterwards, as it is and then as it is believed to be."""
+
+    answer, told = "7", "7"
+
+    def step(self, action: str) -> StepResult:
+        right = action == self.answer
+        return f"{self.draw()}", float(right), True, False, {"success": right, "answer": self.told}
+
+
+class WrongGold(Quiz):
+    told = "8"
+
+
 class BlocksInline(Sound):
     isolation = "inline"
 
@@ -273,6 +287,7 @@ BROKEN: list[tuple[str, Callable[[], Any], str]] = [
     ("garbage", ChokesOnGarbage, "the message '' is not answered"),
     ("garbage", AnswersGarbageWithNone, "step returned None"),
     ("garbage", PaysGarbage, "the message '' succeeds and earns 1"),
+    ("gold", WrongGold, "seed 0 does not: reward 0, success False; its last message was '8'"),
     ("reward", PaysTooMuch, "the reward 1 outside of its reward_range, -1 to 0.5"),
     ("attributes", with_attribute("reward_range", 1), "write (lowest, highest)"),
 ]
@@ -365,3 +380,28 @@ def test_the_deadline_of_an_environment_of_its_own_is_no_hang() -> None:
 
     with pytest.raises(ConformanceError, match=r"\[raises\] step \(turn 1\) raised TimeoutError: the service"):
         check_env(TimesOut)
+
+
+def test_an_answer_that_is_told_is_tried_and_one_that_nobody_knows_is_remarked_on() -> None:
+    assert check_env(Quiz) == ()
+    assert check_env(type("Unknown", (Quiz,), {"told": None}))[0].startswith('[gold] info["answer"] of seed 0 is None')
+
+
+def test_a_player_that_should_succeed_has_to() -> None:
+    class Door(Sound):
+        def step(self, action: str) -> StepResult:
+            opened = action == f"key {self.turns}"
+            self.turns += opened
+            return f"{self.draw()}", -1.0, self.turns == 3, False, {"success": self.turns == 3}
+
+    def fits(env: Any, rng: random.Random) -> str:
+        return f"key {env.turns}"
+
+    assert check_env(Door, gold=fits) == ()
+    for player, turns, said in (
+        (lambda env, rng: "key 0", 32, "reward -32, success False; it was not over after 32 turns"),
+        (fits, 2, "it was not over after 2 turns"),
+    ):
+        with pytest.raises(ConformanceError, match=said) as error:
+            check_env(Door, gold=player, max_turns=turns)
+        assert set(re.findall(r"\d+\. \[(\w+)\]", str(error.value))) == {"gold"}

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from agentrl.errors import ConformanceError
-from agentrl.protocols import Env
+from agentrl.protocols import Env, ScriptedPlayer
 from agentrl.rollout.tools import ToolCall
 
 INLINE_STEP = 0.05
@@ -59,11 +59,16 @@ def check_env(
     options: Mapping[str, Any] | None = None,
     deadline: float = 5.0,
     max_turns: int = 32,
-) -> None:
+    gold: ScriptedPlayer | None = None,
+) -> tuple[str, ...]:
     """Play episodes and hold them against the contract.
 
     `make_env` is the class, or a function that makes a fresh instance; `deadline` is seconds per call. Where the
-    environment has a `reward_range`, (lowest, highest) of a single step, rewards are held against it.
+    environment has a `reward_range`, (lowest, highest) of a single step, rewards are held against it. `gold` is a
+    player that has to succeed on every seed within `max_turns`; without one, where an episode of one message tells
+    the right one as `info["answer"]`, that has to succeed.
+
+    Returns what keeps the contract and should be known all the same.
 
     Raises:
         ConformanceError: lists everything found, each with what to write instead.
@@ -72,7 +77,7 @@ def check_env(
         raise ConformanceError(
             f"check_env needs a class or a function that makes an environment, got {make_env!r:.100}"
         )
-    check = _Check(make_env, list(seeds), actions, dict(options or {}), deadline, max_turns)
+    check = _Check(make_env, list(seeds), actions, dict(options or {}), deadline, max_turns, gold)
     with _global_rng_kept():
         check.run()
     if check.findings:
@@ -80,6 +85,7 @@ def check_env(
         note = f"\n{check.not_run}" if check.not_run else ""
         name = getattr(make_env, "__qualname__", repr(make_env))
         raise ConformanceError(f"{name} breaks the contract of an environment:\n{listed}{note}")
+    return tuple(check.remarks)
 
 
 class _Broken(Exception):  # noqa: N818 (control flow of this module; never leaves it)
@@ -93,6 +99,9 @@ class _Hung(_Broken):
     """A finding after which nothing can go on."""
 
 
+_UNTOLD = object()
+
+
 @dataclass(frozen=True, slots=True)
 class _Seen:
     """What a player can notice of a reset or a step."""
@@ -102,6 +111,11 @@ class _Seen:
     terminated: bool = False
     truncated: bool = False
     success: object = None
+    answer: object = _UNTOLD
+
+    @property
+    def over(self) -> bool:
+        return self.terminated or self.truncated
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +186,9 @@ class _Check:
     options: dict[str, Any]
     deadline: float
     max_turns: int
+    gold: ScriptedPlayer | None
     findings: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
     not_run: str = ""
 
@@ -208,6 +224,7 @@ class _Check:
             return
         self._check_blocking()
         self._check_garbage()
+        self._check_gold(scripts)
         if self._check_determinism(scripts):
             self._check_global_seed(scripts)
             self._check_state(scripts)
@@ -226,7 +243,7 @@ class _Check:
             seen = [subject.reset(seed)]
             said: list[str] = []
             rng = random.Random(seed)
-            while len(said) < self.max_turns and not (seen[-1].terminated or seen[-1].truncated):
+            while len(said) < self.max_turns and not seen[-1].over:
                 action = self._next_action(subject.env, seen[-1].observation, len(said), rng)
                 if action is None:
                     break
@@ -239,9 +256,11 @@ class _Check:
         if self.actions is None:
             return _plausible(env, observation, rng)
         if callable(self.actions):
-            player = self.actions
-            return str(self.worker.call("the player given as actions", lambda: player(env, rng)))
+            return self._said_by("actions", self.actions, env, rng)
         return self.actions[turn] if turn < len(self.actions) else None
+
+    def _said_by(self, argument: str, player: ScriptedPlayer, env: Env, rng: random.Random) -> str:
+        return str(self.worker.call(f"the player given as {argument}", lambda: player(env, rng)))
 
     def _check_blocking(self) -> None:
         with _Subject(self) as subject:
@@ -270,6 +289,40 @@ class _Check:
                         f"[garbage] the message {text!r:.60} is not answered: {broken}. Answer what cannot be used by "
                         "an observation that says what is expected, with reward 0"
                     )
+
+    def _check_gold(self, scripts: Sequence[_Script]) -> None:
+        for script in scripts:
+            player = self.gold or self._teller(script)
+            if player is not None:
+                self._check_golden_play(script.seed, player)
+
+    def _teller(self, script: _Script) -> ScriptedPlayer | None:
+        """Says what the environment has told to be right, if it has, and one message is all there is to say."""
+        answer = script.seen[-1].answer
+        if answer is None and not self.remarks:
+            self.remarks.append(
+                f'[gold] info["answer"] of seed {script.seed} is None: no answer is known to be right, and nothing '
+                "here shows that the task can be solved"
+            )
+        if answer is None or answer is _UNTOLD or len(script.actions) != 1:
+            return None
+        return lambda env, rng: str(answer)
+
+    def _check_golden_play(self, seed: int, player: ScriptedPlayer) -> None:
+        rng, said, seen = random.Random(seed), "", []
+        with _Subject(self) as subject:
+            seen.append(subject.reset(seed))
+            while len(seen) <= self.max_turns and not seen[-1].over:
+                said = self._said_by("gold", player, subject.env, rng)
+                seen.append(subject.step(said))
+        last, earned = seen[-1], sum(step.reward for step in seen)
+        succeeded = earned > 0 if last.success is None else last.success
+        if not (last.over and succeeded):
+            end = f"its last message was {said!r:.80}" if last.over else f"it was not over after {self.max_turns} turns"
+            self.note(
+                f"[gold] what should succeed on seed {seed} does not: reward {earned:g}, success {last.success}; "
+                f"{end}. Correct the answer or how it is scored, or the player; a long game needs a larger max_turns"
+            )
 
     def _check_determinism(self, scripts: Sequence[_Script]) -> bool:
         for script in scripts:
@@ -412,7 +465,7 @@ class _Subject:
 def _difference(script: _Script, turn: int, seen: _Seen) -> str:
     where = "reset" if turn == 0 else f"turn {turn}, action {script.actions[turn - 1]!r:.40},"
     expected = script.seen[turn]
-    for name in ("observation", "reward", "terminated", "truncated", "success"):
+    for name in ("observation", "reward", "terminated", "truncated", "success", "answer"):
         was, now = getattr(expected, name), getattr(seen, name)
         if was != now:
             return f"{where} gave {name} {was!r:.80} first and then {now!r:.80}"
@@ -443,7 +496,7 @@ def _checked_step(result: Any) -> _Seen:
                 "shape", f"step returned {name}={flag!r:.80} ({type(flag).__name__}); return a bool: `bool(...)`"
             )
     _check_info("step", info)
-    return _Seen(observation, float(reward), terminated, truncated, info.get("success"))
+    return _Seen(observation, float(reward), terminated, truncated, info.get("success"), info.get("answer", _UNTOLD))
 
 
 def _check_observation(phase: str, observation: Any) -> None:
