@@ -14,9 +14,10 @@ import yaml
 from pydantic import BaseModel, Field, InstanceOf, PlainSerializer, ValidationError
 
 from agentrl import plugins
-from agentrl.errors import ConfigError, PluginError
+from agentrl.errors import ConfigError
 from agentrl.plugins import Component, NoSettings
 from agentrl.protocols import Settings
+from agentrl.rewards_config import RewardsConfig, name_of, settings_of
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.env_host import Isolation
 from agentrl.simulate.world import SimulationConfig
@@ -25,14 +26,14 @@ COMPONENTS = {
     "engine": "engines",
     "trainer": "trainers",
     "algorithm": "algorithms",
-    "reward": "rewards",
     "cluster": "clusters",
 }
 """Sections of a config that are plug-ins with settings, and the kind of each."""
-_NAMED = (*COMPONENTS, "env", "model")
+_NAMED = (*COMPONENTS, "reward", "env", "model")
 
 
 ComponentField = Annotated[InstanceOf[Component], PlainSerializer(Component.dump)]
+RewardsField = Annotated[InstanceOf[RewardsConfig], PlainSerializer(RewardsConfig.dump)]
 
 
 class EnvConfig(Settings):
@@ -106,7 +107,8 @@ class RunConfig(Settings):
     engine: ComponentField
     trainer: ComponentField
     algorithm: ComponentField
-    reward: ComponentField
+    reward: RewardsField
+    """One reward, or a list of parts with weights: `[environment, {name: numeric, weight: 0.5, as: answer}]`."""
     cluster: ComponentField
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -124,7 +126,6 @@ _DEFAULT_NAMES = {
     "engine": "local",
     "trainer": "local",
     "algorithm": "grpo",
-    "reward": "environment",
     "cluster": "local",
 }
 
@@ -137,7 +138,11 @@ class _Source:
     origins: dict[str, str] = field(default_factory=dict)
 
     def set(self, path: Sequence[str], value: Any, origin: str) -> None:
-        if len(path) == 1 and path[0] in _NAMED and isinstance(value, str):
+        if path == ("reward",) and isinstance(value, list | str):
+            self._forget("reward", keep_one=isinstance(value, str))
+        if path == ("reward",) and isinstance(value, list) and value:
+            value = {str(number): part for number, part in enumerate(value)}
+        if isinstance(value, str) and ((path[0] in _NAMED and len(path) == 1) or _is_part(path)):
             path = (*path, "name")
         if isinstance(value, dict) and value:
             for key, inner in value.items():
@@ -151,6 +156,18 @@ class _Source:
             node = inner
         node[path[-1]] = value
         self.origins[".".join(path)] = origin
+
+    def _forget(self, section: str, *, keep_one: bool) -> None:
+        """What was written before in a section that is written anew; not where one component gets another name."""
+        if keep_one and "0" not in self.values.get(section, {}):
+            return
+        self.values.pop(section, None)
+        self.origins = {key: origin for key, origin in self.origins.items() if key.split(".")[0] != section}
+
+
+def _is_part(path: Sequence[str]) -> bool:
+    """Whether this is the path of a part of the reward: `reward.1`."""
+    return len(path) == 2 and path[0] == "reward" and path[1].isdigit()
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +196,7 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> LoadedConfig:
         key, equals, text = override.partition("=")
         if not equals or not key:
             raise ConfigError(f"cannot read the override {override!r}: write key=value, such as trainer.lr=1e-3")
-        source.set(key.split("."), _scalar(text), "command line")
+        source.set(tuple(key.split(".")), _scalar(text), "command line")
     return validate_config(source.values, source.origins)
 
 
@@ -211,6 +228,10 @@ def _read_node(node: yaml.Node, keys: tuple[str, ...], path: Path, source: _Sour
         for key, value in node.value:
             _read_node(value, (*keys, str(key.value)), path, source)
         return
+    if keys == ("reward",) and isinstance(node, yaml.SequenceNode) and node.value:
+        for number, part in enumerate(node.value):
+            _read_node(part, (*keys, str(number)), path, source)
+        return
     value = yaml.safe_load(yaml.serialize(node))
     source.set(keys, _scalar(value) if isinstance(value, str) else value, f"{path}:{node.start_mark.line + 1}")
 
@@ -224,10 +245,14 @@ def validate_config(values: Mapping[str, Any], origins: Mapping[str, str] | None
     origins = origins or {}
     sections = dict(values)
     problems: list[str] = []
-    for section, kind in COMPONENTS.items():
+    for section in (*COMPONENTS, "reward"):
         raw = sections.get(section, {})
         try:
-            sections[section] = _component(section, kind, raw, origins)
+            sections[section] = (
+                _rewards(raw, origins)
+                if section == "reward"
+                else _component(section, COMPONENTS[section], raw, origins)
+            )
         except ConfigError as error:
             problems.append(str(error))
             sections.pop(section, None)
@@ -236,7 +261,9 @@ def validate_config(values: Mapping[str, Any], origins: Mapping[str, str] | None
     except ValidationError as error:
         failed = {problem.split(":")[0].split(".")[0] for problem in problems}
         problems += [
-            line for line, at in _explain(RunConfig, error, (), origins) if not (at in COMPONENTS and at in failed)
+            line
+            for line, at in _explain(RunConfig, error, (), origins)
+            if at not in failed or at not in (*COMPONENTS, "reward")
         ]
     if problems:
         raise ConfigError("\n".join(problems))
@@ -249,17 +276,53 @@ def validate_config(values: Mapping[str, Any], origins: Mapping[str, str] | None
 
 def _component(section: str, kind: str, raw: Any, origins: Mapping[str, str]) -> Component:
     raw = {"name": raw} if isinstance(raw, str) else dict(raw or {})
-    name = raw.pop("name", _DEFAULT_NAMES[section])
+    name = raw.pop("name", _DEFAULT_NAMES.get(section))
+    if name is None:
+        raise ConfigError(f"{section}.name: missing{_at(origins, section)}. {_installed(kind)}")
     try:
         factory = plugins.load(kind, name)
-    except PluginError as error:
+        model = settings_of(name, factory) if kind == "rewards" else getattr(factory, "Config", NoSettings)
+    except ConfigError as error:
         raise ConfigError(f"{section}.name: {error}{_at(origins, f'{section}.name')}") from error
-    model: type[Settings] = getattr(factory, "Config", NoSettings)
     try:
         return Component(name, factory, model.model_validate(raw))
     except ValidationError as error:
-        lines = (line for line, _ in _explain(model, error, (section,), origins))
+        lines = (line for line, _ in _explain(model, error, tuple(section.split(".")), origins))
         raise ConfigError("\n".join(lines)) from error
+
+
+def _rewards(raw: Any, origins: Mapping[str, str]) -> RewardsConfig:
+    """The section `reward`: a mapping of settings, or of the parts' numbers to theirs."""
+    numbers = [key for key in raw if key.isdigit()] if isinstance(raw, dict) else []
+    if not numbers:
+        if isinstance(raw, list):
+            raise ConfigError(f"reward: the list is empty{_at(origins, 'reward')}: name one part at least")
+        return RewardsConfig((_component("reward", "rewards", {"name": "environment"} | dict(raw), origins),), False)
+    wrong = [key for key in raw if key not in map(str, range(len(raw)))]
+    if wrong:
+        parts = ", ".join(f"{number} is {raw[number].get('name')}" for number in sorted(numbers) if number not in wrong)
+        raise ConfigError(
+            f"reward.{wrong[0]}{_at(origins, f'reward.{wrong[0]}')}: reward is a list here, so say which part, "
+            f"reward.0.weight=0.5; there is {parts or 'no part 0'}"
+        )
+    found: list[Component] = []
+    problems: list[str] = []
+    for number in map(str, range(len(raw))):
+        try:
+            found.append(_component(f"reward.{number}", "rewards", raw[number], origins))
+        except ConfigError as error:
+            problems.append(str(error))
+    names = [name_of(part) for part in found]
+    if twice := {name for name in names if names.count(name) > 1}:
+        numbered = ", ".join(f"reward.{number}" for number, name in enumerate(names) if name in twice)
+        problems.append(f"{numbered}: more than one part is called {min(twice)!r}; give each a name with `as: NAME`")
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return RewardsConfig(tuple(found), True)
+
+
+def _installed(kind: str) -> str:
+    return f"Installed: {', '.join(plugin.name for plugin in plugins.installed(kind))}"
 
 
 def _explain(
@@ -302,5 +365,7 @@ def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict) and value:
         for key, inner in value.items():
             yield from _leaves(inner, f"{prefix}.{key}" if prefix else str(key))
+    elif isinstance(value, list) and value and all(isinstance(inner, dict) for inner in value):
+        yield from _leaves({str(number): inner for number, inner in enumerate(value)}, prefix)
     else:
         yield prefix, value

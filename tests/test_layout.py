@@ -18,15 +18,17 @@ LAYERS = [
     {"protocols"},
     {"algorithms", "new_env", "plugins", "tiny_model"},
     {"flow"},
+    {"sandbox"},
     {"rollout", "engines", "cluster", "observe", "checkpoint"},
     {"testing", "simulate", "remote"},
     {"envs", "rewards", "trainers"},
+    {"rewards_config"},
     {"config"},
     {"run"},
     {"recipes"},
     {"cli"},
 ]
-PLUGINS_MAY_IMPORT = {"batch", "errors", "protocols", "rollout", "testing", "trajectory"}
+PLUGINS_MAY_IMPORT = {"batch", "errors", "protocols", "rollout", "sandbox", "testing", "trajectory"}
 
 
 def sources() -> list[Path]:

@@ -97,7 +97,7 @@ async def start_players(config: RunConfig, model: Path) -> AsyncIterator[Players
     async with (
         Router(engines, update=config.rollout.weight_update) as engine,
         env_host(config) as envs,
-        Composite.of(config.reward.make()) as reward,
+        config.reward.make(config.rollout.rules) as reward,
     ):
         policy = _policy(config, engine, renderer, config.rollout.sampling)
         player = Player(policy, renderer, envs, config.rollout.max_turns, config.rollout.deadlines.episode)

@@ -90,8 +90,8 @@ class Composite:
         """How a part is asked: its function, made async by where it runs."""
         reward = part.reward
         if isinstance(reward, Rule):
-            where: Isolation = part.isolation or getattr(reward, "isolation", "process")
-            return self._judge(reward, where)
+            where: Isolation | None = getattr(reward, "isolation", None)
+            return self._judge(reward, part.isolation or where or "process")
         function = reward.score_group if part in self.grouped else getattr(reward, "score", reward)
         isolation = part.isolation or getattr(reward, "isolation", "thread")
         if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
