@@ -43,7 +43,16 @@ class Env(Protocol):
     - `isolation: "inline" | "thread" | "process"`: where it runs. Inline ones must answer in microseconds; a sync one
       that may block runs in a thread of its own, which is the default.
 
-    `info["success"]`, where given, says whether the episode reached its goal.
+    `info["success"]`, where given, says whether the episode reached its goal; `info["answer"]`, at its end, what message
+    would have, in a game of one (`check_env` tries it).
+
+    Several agents may play in turns, in one environment. Its infos say so, and thus every door carries it:
+
+    - of a reset: `info["agents"]`, all their names; `info["agent"]`, who acts first and sees the observation; where
+      they differ, `info["system_prompts"]` by name;
+    - of a step: `info["agent"]`, who acts next and sees the observation, which is what is new since its own last
+      action; `info["rewards"]`, by name, what each earned in this step, where others than the one who acted (whose
+      the step's reward is) earned something. `info["success"]` may be by name.
     """
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetResult | Awaitable[ResetResult]:
@@ -166,7 +175,7 @@ class Prompt:
 
 
 class Conversation(Protocol):
-    """One episode's messages and exact tokens, in step."""
+    """One agent's messages in an episode, and exact tokens, in step."""
 
     def prompt(self, messages: Sequence[Message]) -> Prompt:
         """Append `messages` (system, user or tool) and return the prompt for the next assistant turn."""
@@ -179,6 +188,19 @@ class Conversation(Protocol):
     @property
     def messages(self) -> tuple[Message, ...]:
         """All messages so far."""
+        ...
+
+    @property
+    def shown(self) -> Sequence[Message]:
+        """Those of them that the next prompt shows, with what is new then. It may not be changed."""
+        ...
+
+    def show(self, messages: Sequence[Message]) -> None:
+        """Show these in place of those shown so far."""
+        ...
+
+    def size(self, messages: Sequence[Message]) -> int:
+        """Tokens that `prompt(messages)` would have."""
         ...
 
 

@@ -118,8 +118,11 @@ Status = Terminated | Truncated | Failed | Cancelled | Stale
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One finished episode as data. `messages` is the conversation as text, `turns` the same as exact tokens;
-    `seconds` is how long it was in play.
+    """One finished episode as data, as one agent saw it. `messages` is the conversation as text, `turns` the same as
+    exact tokens; `seconds` is how long it was in play.
+
+    `id` is the episode's. Where several agents play, each that is trained has a trajectory of its own under that id,
+    and `agent` says whose it is. `head_start` is what the agent was paid before its first turn, by what others did.
     """
 
     id: str
@@ -128,6 +131,8 @@ class Trajectory:
     status: Status
     messages: tuple[Message, ...] = ()
     seconds: float = 0.0
+    agent: str = ""
+    head_start: float = 0.0
 
     @property
     def trainable(self) -> bool:
@@ -136,15 +141,13 @@ class Trajectory:
 
     @property
     def env_return(self) -> float:
-        """Sum of the environment's rewards over all turns, undiscounted."""
-        return sum(turn.reward for turn in self.turns)
+        """Sum of the environment's rewards over all turns, undiscounted, and of the head start."""
+        return self.head_start + sum(turn.reward for turn in self.turns)
 
     @property
     def success(self) -> bool:
         """`info["success"]` of the last turn where the environment says so, else whether the return is above zero."""
-        if not self.turns:
-            return False
-        said = self.turns[-1].info.get("success")
+        said = self.turns[-1].info.get("success") if self.turns else None
         return bool(said) if said is not None else self.env_return > 0
 
     @property
@@ -187,6 +190,9 @@ class Score:
 class Group:
     """The scored trajectories of one task, all from the same start; what an advantage is computed over.
 
+    Where several agents are trained, a group holds the trajectories of all, agent by agent, and an advantage is
+    computed over each of `by_agent`.
+
     `admitted_version` is the policy version that was live when the group was admitted: no token in it is older.
     """
 
@@ -201,8 +207,26 @@ class Group:
 
     @property
     def rewards_G(self) -> Sequence[float]:
-        """One reward per member."""
+        """One reward per trajectory."""
         return [score.value for score in self.scores]
+
+    @property
+    def mixed(self) -> bool:
+        """Whether some agent earned differently in different episodes: else there is nothing to learn from."""
+        return any(len(set(group.rewards_G)) > 1 for group in self.by_agent())
+
+    def by_agent(self) -> tuple["Group", ...]:
+        """A group for each agent, in order of first appearance; this one where there is one agent.
+
+        What an agent earns is compared with what the same agent earned in the other episodes: games are rarely fair to
+        each role (role-conditioned baselines, SPIRAL, arXiv:2506.24119).
+        """
+        agents = dict.fromkeys(trajectory.agent for trajectory in self.trajectories)
+        return (self,) if len(agents) == 1 else tuple(map(self._of_agent, agents))
+
+    def _of_agent(self, agent: str) -> "Group":
+        pairs = [p for p in zip(self.trajectories, self.scores, strict=True) if p[0].agent == agent]
+        return Group(self.task, tuple(t for t, _ in pairs), tuple(s for _, s in pairs), self.admitted_version)
 
 
 def staleness(group: Group, step: int) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from agentrl.trajectory import Group, Trajectory, staleness
+from agentrl.trajectory import Group, Score, Trajectory, staleness
 
 
 def rollout_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
@@ -24,6 +24,7 @@ def rollout_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
     lengths = Counter(turn.completion.finish_reason for turn in turns)
     return {
         "reward": fmean(score.value for score in scores),
+        **by_agent(list(zip(trajectories, scores, strict=True))),
         **{f"reward/{name}": fmean(score.parts[name] for score in scores if name in score.parts) for name in parts},
         "success": fmean(trajectory.success for trajectory in trajectories),
         "turns": fmean(len(trajectory.turns) for trajectory in trajectories),
@@ -32,12 +33,23 @@ def rollout_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
         "forked_turns": float(sum(turn.forked for turn in turns)),
         "cut_answers": lengths["length"] / max(1, len(turns)),
         "truncated": fmean(trajectory.status.name == "truncated" for trajectory in trajectories),
-        "mixed_groups": fmean(len(set(group.rewards_G)) > 1 for group in groups),
+        "mixed_groups": fmean(group.mixed for group in groups),
         "staleness/max": float(max(ages_of_tokens, default=0)),
         "staleness/mean": step - fmean(versions_T) if versions_T else 0.0,
         **{f"staleness/groups/{age}": count / len(groups) for age, count in sorted(ages_of_groups.items())},
         **{f"staleness/tokens/{age}": count / len(versions_T) for age, count in sorted(ages_of_tokens.items())},
     }
+
+
+def by_agent(scored: Sequence[tuple[Trajectory, Score]]) -> dict[str, float]:
+    """Reward, success and turns of each agent that has a name."""
+    metrics: dict[str, float] = {}
+    for agent in sorted({trajectory.agent for trajectory, _ in scored} - {""}):
+        own = [(trajectory, score) for trajectory, score in scored if trajectory.agent == agent]
+        metrics[f"agents/{agent}/reward"] = fmean(score.value for _, score in own)
+        metrics[f"agents/{agent}/success"] = fmean(trajectory.success for trajectory, _ in own)
+        metrics[f"agents/{agent}/turns"] = fmean(len(trajectory.turns) for trajectory, _ in own)
+    return metrics
 
 
 def success_rate(trajectories: Iterable[Trajectory]) -> float:

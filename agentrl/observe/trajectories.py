@@ -1,4 +1,4 @@
-"""Trajectories on disk: one Parquet file a step, one row an episode, exact tokens and readable text side by side."""
+"""Trajectories on disk: one Parquet file a step, one row a trajectory, exact tokens and readable text side by side."""
 
 import json
 from collections.abc import Iterable
@@ -27,6 +27,7 @@ _TURN = pa.struct(
 SCHEMA = pa.schema(
     [
         ("id", pa.string()),
+        ("agent", pa.string()),
         ("task", pa.string()),
         ("env", pa.string()),
         ("seed", pa.int64()),
@@ -55,6 +56,7 @@ def _row(trajectory: Trajectory, score: Score) -> dict[str, object]:
     status = trajectory.status
     return {
         "id": trajectory.id,
+        "agent": trajectory.agent,
         "task": trajectory.task.id,
         "env": trajectory.task.env,
         "seed": trajectory.task.seed,

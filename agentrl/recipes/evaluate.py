@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from agentrl.flow import Flow
+from agentrl.observe.metrics import by_agent
 from agentrl.observe.trajectories import write_trajectories
 from agentrl.recipes.workers import Players, tasks_of
 from agentrl.rollout.episode import Episode, Player
@@ -31,20 +32,21 @@ class Evaluation:
             "eval/turns": fmean(len(t.turns) for t in played) if played else float("nan"),
             "eval/episodes": float(len(played)),
             "eval/failed": float(len(self.failed)),
+            **{f"eval/{name}": value for name, value in by_agent(self.scored).items()},
         }
 
 
 async def play_all(player: Player, tasks: Iterable[Task], seed: int, live: int) -> list[Trajectory]:
-    """Play each task once, at most `live` at a time; in order of the tasks."""
+    """Play each task once, at most `live` at a time; in order of the tasks, one for each agent that is trained."""
     places = asyncio.Semaphore(live)
 
-    async def play(task: Task) -> Trajectory:
+    async def play(task: Task) -> tuple[Trajectory, ...]:
         async with places:
             return await player.play(Episode(task.id, task, derive_seed(seed, "sampling", task.id)))
 
     async with Flow("evaluation") as flow:
         playing = [flow.start(play(task), name=task.id) for task in tasks]
-    return [episode.result() for episode in playing]
+    return [trajectory for episode in playing for trajectory in episode.result()]
 
 
 async def evaluate(players: Players, tasks: int | None = None) -> Evaluation:
@@ -63,8 +65,8 @@ async def evaluate(players: Players, tasks: int | None = None) -> Evaluation:
         asked = [flow.start(scoring.score(trajectory), name=trajectory.id) for trajectory in ended]
     scores = [score.result() for score in asked]
     scored = [pair for pair in zip(ended, scores, strict=True) if not isinstance(pair[1].status, Failed)]
-    kept = {trajectory.id for trajectory, _ in scored}
-    return Evaluation(tuple(scored), tuple(t for t in trajectories if t.id not in kept))
+    kept = {(trajectory.id, trajectory.agent) for trajectory, _ in scored}
+    return Evaluation(tuple(scored), tuple(t for t in trajectories if (t.id, t.agent) not in kept))
 
 
 async def evaluate_run(run: Run, players: Players, step: int) -> None:

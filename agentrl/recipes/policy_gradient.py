@@ -54,9 +54,12 @@ async def policy_gradient(run: Run) -> None:
 
 
 def samples_of(groups: list[Group], algorithm: Algorithm, oldest_version: int) -> Iterator[TrainingSample]:
-    """The training samples of a batch of groups, each token with its trajectory's advantage, if it is fresh enough."""
-    for group in groups:
-        for trajectory, advantage in zip(group.trajectories, algorithm.advantages(group), strict=True):
+    """The training samples of a batch of groups, each token with its trajectory's advantage, if it is fresh enough.
+
+    An agent's episodes are compared with its own, where several are trained.
+    """
+    for part in (of_agent for group in groups for of_agent in group.by_agent()):
+        for trajectory, advantage in zip(part.trajectories, algorithm.advantages(part), strict=True):
             yield from to_samples(trajectory, advantage, oldest_version=oldest_version)
 
 

@@ -1,9 +1,7 @@
 """Supervised fine-tuning on the play of a scripted player: a warm start for reinforcement learning."""
 
 import os
-import random
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
@@ -12,31 +10,12 @@ from agentrl.algorithms.sft import Sft
 from agentrl.batch import collate, to_samples
 from agentrl.config import DemonstrationsConfig, RunConfig
 from agentrl.errors import ConfigError, EnvError
-from agentrl.protocols import Prompt, ScriptedPlayer
 from agentrl.recipes.evaluate import play_all
 from agentrl.recipes.workers import base_model, env_host, make_trainer, tasks_of
-from agentrl.rollout.env_host import LiveEnv
-from agentrl.rollout.episode import Episode, Player
+from agentrl.rollout.episode import Player, ScriptedPolicy
 from agentrl.rollout.renderer import TemplateRenderer
-from agentrl.rollout.seeds import derive_seed
 from agentrl.run import Run
-from agentrl.trajectory import Completion, Trajectory
-
-
-@dataclass(frozen=True, slots=True)
-class ScriptedPolicy:
-    """`Policy` of a scripted player: its words as the tokens that a model would have sampled to say them."""
-
-    player: ScriptedPlayer
-    renderer: TemplateRenderer
-    max_context: int
-
-    async def answer(self, episode: Episode, turn: int, prompt: Prompt, env: LiveEnv) -> Completion:
-        """The player's words; their logprobs are those of certainty."""
-        rng = random.Random(derive_seed(episode.seed, turn))
-        words = await env.consult(self.player, rng)
-        token_ids = self.renderer.answer_ids(words)
-        return Completion(token_ids, (0.0,) * len(token_ids), (0,) * len(token_ids), "stop")
+from agentrl.trajectory import Trajectory
 
 
 async def sft(run: Run) -> None:
@@ -92,7 +71,7 @@ async def demonstrate(config: RunConfig, demonstrations: DemonstrationsConfig, m
         EnvError: an episode failed.
     """
     renderer = TemplateRenderer.of_model(model)
-    policy = ScriptedPolicy(plugins.load("players", demonstrations.player), renderer, max_context=1 << 30)
+    policy = ScriptedPolicy(plugins.load("players", demonstrations.player), renderer)
     source = tasks_of(config, "demonstrations")
     async with env_host(config) as envs:
         player = Player(policy, renderer, envs, config.rollout.max_turns, config.rollout.deadlines.episode)

@@ -1,19 +1,32 @@
-"""One episode: environment and policy take turns until one of them, or a limit, ends it.
+"""One episode: environment and agents take turns until one of them, or a limit, ends it.
 
 This is the one place where what goes wrong in a rollout becomes data: a `RolloutError` ends the episode as
 `Failed(layer, error)`. Anything else is a defect and surfaces.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from pydantic import Field
 
 from agentrl.errors import EngineError, RolloutError
 from agentrl.flow import deadline, now
-from agentrl.protocols import Conversation, Engine, GenerateRequest, Prompt, Renderer, SamplingParams, Settings
+from agentrl.protocols import (
+    Conversation,
+    Engine,
+    GenerateRequest,
+    Prompt,
+    Renderer,
+    SamplingParams,
+    ScriptedPlayer,
+    Settings,
+)
+from agentrl.rollout.agents import agents_in, check_routes, earnings, next_agent, success_of, system_prompt_in
+from agentrl.rollout.context import FULL, ContextPolicy
 from agentrl.rollout.env_host import EnvHost, LiveEnv
+from agentrl.rollout.renderer import TemplateRenderer
 from agentrl.rollout.seeds import derive_seed
 from agentrl.trajectory import Completion, Failed, Message, Status, Task, Terminated, Trajectory, Truncated, Turn
 
@@ -80,36 +93,125 @@ class EnginePolicy:
         return completion
 
 
+@dataclass(frozen=True, slots=True)
+class ScriptedPolicy:
+    """`Policy` of a scripted player: its words as the tokens that a model would have sampled to say them."""
+
+    player: ScriptedPlayer
+    renderer: TemplateRenderer
+    max_context: int = 1 << 30
+
+    async def answer(self, episode: Episode, turn: int, prompt: Prompt, env: LiveEnv) -> Completion:
+        """The player's words; their logprobs are those of certainty."""
+        rng = random.Random(derive_seed(episode.seed, turn))
+        words = await env.consult(self.player, rng)
+        token_ids = self.renderer.answer_ids(words)
+        return Completion(token_ids, (0.0,) * len(token_ids), (0,) * len(token_ids), "stop")
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """How an agent is played: who answers, in which tokens, what it is shown, and whether it is trained."""
+
+    policy: Policy
+    renderer: Renderer
+    context: ContextPolicy = FULL
+    trained: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """What an agent was shown anew and answered, in tokens and as the action, and the seconds it took."""
+
+    prompt: Prompt
+    completion: Completion
+    action: str
+    seconds: float
+
+    def turn(self, reward: float, info: Mapping[str, Any], env_seconds: float = 0.0) -> Turn:
+        prompt = self.prompt
+        return Turn(prompt.new_ids, self.completion, reward, info, prompt.forked, self.seconds, env_seconds)
+
+
+@dataclass(slots=True)
+class _Seat:
+    """An agent in an episode, with its own view of it; `unanswered` are the messages it has not been shown yet."""
+
+    agent: str
+    role: Role
+    episode: Episode
+    conversation: Conversation
+    unanswered: Sequence[Message]
+    turns: list[Turn] = field(default_factory=list)
+    head_start: float = 0.0
+
+    def earn(self, reward: float) -> None:
+        """Pay for the last turn, or before the first one."""
+        if self.turns:
+            self.turns[-1] = replace(self.turns[-1], reward=self.turns[-1].reward + reward)
+        else:
+            self.head_start += reward
+
+    def mark_success(self, success: bool | None) -> None:
+        """What the episode's end says of this agent, in its own last turn."""
+        if self.turns:
+            info = {key: value for key, value in self.turns[-1].info.items() if key != "success"}
+            known = {} if success is None else {"success": success}
+            self.turns[-1] = replace(self.turns[-1], info={**info, **known})
+
+    def trajectory(self, episode: Episode, status: Status, seconds: float) -> Trajectory:
+        messages = (*self.conversation.messages, *self.unanswered)
+        turns = tuple(self.turns)
+        return Trajectory(episode.id, episode.task, turns, status, messages, seconds, self.agent, self.head_start)
+
+
 @dataclass(slots=True)
 class _Play:
-    """What has happened in an episode so far; `unanswered` are the messages that the policy has not been shown."""
+    """What has happened in an episode so far. `answers` counts what was sampled, by whomever."""
 
-    conversation: Conversation
-    turns: list[Turn] = field(default_factory=list)
-    unanswered: Sequence[Message] = ()
+    seats: dict[str, _Seat] = field(default_factory=dict)
+    answers: int = 0
+
+    def settle(self, actor: str, reward: float, info: Mapping[str, Any]) -> None:
+        """Pay everybody for a step, where agents have names; the one who acted has been paid already."""
+        if not actor:
+            return
+        for agent, earned in earnings(info, actor, reward, tuple(self.seats)).items():
+            if agent != actor and earned:
+                self.seats[agent].earn(float(earned))
+        for agent, seat in self.seats.items():
+            seat.mark_success(success_of(info, agent))
 
 
 class EpisodePlayer(Protocol):
     """Plays episodes, whatever they are made of."""
 
-    async def play(self, episode: Episode) -> Trajectory:
-        """Play `episode` to its end, whatever end that is. Only cancellation and defects are raised."""
+    async def play(self, episode: Episode) -> Sequence[Trajectory]:
+        """Play `episode` to its end, whatever end that is: a trajectory for each agent that is trained, one at least.
+
+        All have the same status. Only cancellation and defects are raised.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Player:
-    """`EpisodePlayer` of a policy and environments: the parts that all episodes share."""
+    """`EpisodePlayer` of a policy and environments: the parts that all episodes share.
+
+    Where several agents play, `others` are those that the policy does not play. `max_turns` counts the turns of all.
+    """
 
     policy: Policy
     renderer: Renderer
     envs: EnvHost
     max_turns: int
     deadline: float
+    context: ContextPolicy = FULL
+    others: Mapping[str, Role] = field(default_factory=dict)
 
-    async def play(self, episode: Episode) -> Trajectory:
-        """Play `episode` to its end, whatever end that is. Only cancellation and defects are raised."""
-        play = _Play(self.renderer.conversation())
+    async def play(self, episode: Episode) -> tuple[Trajectory, ...]:
+        """Play `episode` to its end, whatever end that is. Only wrong settings, cancellation and defects are raised."""
+        play = _Play()
         started = now()
         try:
             env = self.envs.take(episode.task.env)
@@ -121,37 +223,79 @@ class Player:
                 await self.envs.give_back(episode.task.env, env)
         except RolloutError as error:
             status = Failed(error.layer, str(error))
-        messages = (*play.conversation.messages, *play.unanswered)
-        return Trajectory(episode.id, episode.task, tuple(play.turns), status, messages, now() - started)
+        seconds = now() - started
+        if not play.seats:
+            return (Trajectory(episode.id, episode.task, (), status, (), seconds),)
+        seats = [seat for seat in play.seats.values() if seat.role.trained]
+        return tuple([seat.trajectory(episode, status, seconds) for seat in seats])
 
     async def _take_turns(self, episode: Episode, play: _Play, env: LiveEnv) -> Status:
         observation, info = await env.reset(episode.task.seed, episode.task.options)
-        play.conversation = self.renderer.conversation(env.tools)
-        opening = [Message("system", env.system_prompt)] if env.system_prompt else []
-        play.unanswered = [*opening, Message("user", observation)]
-        while len(play.turns) < self.max_turns:
-            prompt = play.conversation.prompt(play.unanswered)
-            play.unanswered = ()
-            if len(prompt.ids) >= self.policy.max_context:
-                return Truncated("context") if play.turns else _too_long(len(prompt.ids), self.policy.max_context)
-            asked = now()
-            completion = await self.policy.answer(episode, len(play.turns), prompt, env)
-            answered = now()
-            action = play.conversation.answer(completion)
-            reward = 0.0
+        agents = agents_in(info)
+        play.seats = self._seats(episode, agents, info, env)
+        seat = play.seats[next_agent(info, agents)]
+        seat.unanswered = [*seat.unanswered, Message("user", observation)]
+        for _ in range(self.max_turns):
+            said = await self._summarise(play, seat, env) or await self._ask(play, seat, env)
+            if not isinstance(said, _Said):
+                return said
+            reward, info, stepped = 0.0, {}, now()
             try:
-                observation, reward, terminated, truncated, info = await env.step(action)
+                observation, reward, terminated, truncated, info = await env.step(said.action)
             finally:  # what the model said is not lost if the environment fails
-                turn = Turn(
-                    prompt.new_ids, completion, float(reward), info, prompt.forked, answered - asked, now() - answered
-                )
-                play.turns.append(turn)
-            play.unanswered = [Message("tool" if env.tools else "user", observation)]
-            if terminated:
-                return Terminated()
-            if truncated:
-                return Truncated("env")
+                seat.turns.append(said.turn(float(reward), info, now() - stepped))
+            play.settle(seat.agent, reward, info)
+            is_over = terminated or truncated
+            seat = seat if is_over else play.seats[next_agent(info, agents)]
+            seat.unanswered = [*seat.unanswered, Message("tool" if env.tools and seat.turns else "user", observation)]
+            if is_over:
+                return Terminated() if terminated else Truncated("env")
         return Truncated("turns")
+
+    def _seats(
+        self, episode: Episode, agents: Sequence[str], info: Mapping[str, Any], env: LiveEnv
+    ) -> dict[str, _Seat]:
+        check_routes(self.others, agents)
+        policy = Role(self.policy, self.renderer, self.context)
+        seats = {}
+        for agent in agents:
+            role = self.others.get(agent, policy)
+            prompts = (system_prompt_in(info, agent, env.system_prompt), role.context.instructions)
+            prompt = "\n\n".join(filter(None, prompts))
+            opening = [Message("system", prompt)] if prompt else []
+            own = replace(episode, id=f"{episode.id}/{agent}") if agent else episode
+            seats[agent] = _Seat(agent, role, own, role.renderer.conversation(env.tools), opening)
+        return seats
+
+    async def _summarise(self, play: _Play, seat: _Seat, env: LiveEnv) -> Status | None:
+        """Ask for what the context policy wants to know first, in a turn of its own; a status where that cannot be."""
+        conversation, coming = seat.conversation, seat.unanswered
+        request = seat.role.context.request(conversation.shown, lambda: conversation.size(coming))
+        if not request:
+            return None
+        seat.unanswered = [Message("user", request)]
+        said = await self._ask(play, seat, env)
+        seat.unanswered = coming
+        if not isinstance(said, _Said):
+            return said
+        seat.turns.append(said.turn(0.0, {"context": seat.role.context.name}))
+        return None
+
+    async def _ask(self, play: _Play, seat: _Seat, env: LiveEnv) -> _Said | Status:
+        """The agent's answer to what it has not answered yet; a status where its context is full."""
+        conversation, policy = seat.conversation, seat.role.policy
+        kept = seat.role.context.keep(conversation.shown)
+        if kept is not conversation.shown:
+            conversation.show(kept)
+        prompt = conversation.prompt(seat.unanswered)
+        seat.unanswered = ()
+        if len(prompt.ids) >= policy.max_context:
+            return Truncated("context") if seat.turns else _too_long(len(prompt.ids), policy.max_context)
+        asked = now()
+        completion = await policy.answer(seat.episode, play.answers, prompt, env)
+        play.answers += 1
+        answered = now()
+        return _Said(prompt, completion, conversation.answer(completion), answered - asked)
 
 
 def _too_long(tokens: int, limit: int) -> Failed:

@@ -7,8 +7,8 @@ the same environment seed and new sampling.
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 from agentrl.errors import AgentRLError, Layer
@@ -22,6 +22,9 @@ from agentrl.rollout.live_limit import Places
 from agentrl.rollout.scoring import Scoring
 from agentrl.rollout.seeds import derive_seed
 from agentrl.trajectory import Failed, Group, Score, Task, Trajectory
+
+_Scored = tuple[tuple[Trajectory, Score], ...]
+"""One episode: the trajectory of each agent that is trained, with its score."""
 
 
 class MembersLostError(AgentRLError):
@@ -38,7 +41,7 @@ class _Game:
     flow: Flow
     claims: int
     attempts: dict[int, int] = field(default_factory=dict)  # the open attempt of each member
-    played: dict[int, tuple[Trajectory, Score]] = field(default_factory=dict)
+    played: dict[int, _Scored] = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)
 
 
@@ -74,12 +77,19 @@ class GroupPlayer:
             raise MembersLostError("; ".join(game.lost))
         for member, attempt in game.attempts.items():
             self.ledger.end(number, member, attempt, "cancelled", "its group was complete without it")
-        first = [game.played[member] for member in sorted(game.played)]
-        trajectories = tuple(trajectory for trajectory, _ in first)
-        scores = await self._scoring.score_group(trajectories, [score for _, score in first])
+        first = [pair for member in sorted(game.played) for pair in game.played[member]]
+        group = Group(task, tuple(t for t, _ in first), tuple(s for _, s in first), ticket.admitted_version)
+        compared = [await self._compared(of_agent) for of_agent in group.by_agent()]
+        trajectories = tuple(trajectory for of_agent in compared for trajectory in of_agent.trajectories)
+        scores = tuple(score for of_agent in compared for score in of_agent.scores)
+        return Group(task, trajectories, scores, ticket.admitted_version)
+
+    async def _compared(self, group: Group) -> Group:
+        """The group with what the parts of the reward add that compare its members."""
+        scores = await self._scoring.score_group(group.trajectories, group.scores)
         if failed := next((score.status for score in scores if isinstance(score.status, Failed)), None):
             raise MembersLostError(f"the group could not be scored: {failed.error}")
-        return Group(task, trajectories, tuple(scores), ticket.admitted_version)
+        return replace(group, scores=tuple(scores))
 
     @property
     def _scoring(self) -> Scoring:
@@ -109,7 +119,7 @@ class GroupPlayer:
         if complete or len(game.lost) > self.config.extra_members:
             game.flow.cancel()
 
-    async def _attempt(self, game: _Game, member: int, attempt: int) -> tuple[Trajectory, Score] | Failed:
+    async def _attempt(self, game: _Game, member: int, attempt: int) -> _Scored | Failed:
         if game.claims:
             game.claims -= 1
         else:
@@ -124,11 +134,7 @@ class GroupPlayer:
         try:
             self.ledger.begin(number, member, attempt)
             game.attempts[member] = attempt
-            trajectory = await self.player.play(episode)
-            failure = trajectory.status if isinstance(trajectory.status, Failed) else None
-            if failure is None:
-                score = await self._scoring.score(trajectory)
-                failure = score.status if isinstance(score.status, Failed) else None
+            outcome = await self._scored(await self.player.play(episode))
         except asyncio.CancelledError:
             self.bias.cut(now() - started)
             raise
@@ -136,9 +142,22 @@ class GroupPlayer:
             self.places.give_back()
             self.episode_ended()
         del game.attempts[member]
-        if failure is not None:
-            self.ledger.end(number, member, attempt, "failed", f"{failure.layer}: {failure.error}")
+        if isinstance(outcome, Failed):
+            self.ledger.end(number, member, attempt, "failed", f"{outcome.layer}: {outcome.error}")
             self.events.record("episode failed", episode.id)
-            return failure
-        self.bias.sampled(trajectory)
-        return trajectory, score
+            return outcome
+        for trajectory, _ in outcome:
+            self.bias.sampled(trajectory)
+        return outcome
+
+    async def _scored(self, trajectories: Sequence[Trajectory]) -> _Scored | Failed:
+        """An episode's trajectories with their scores, or why it cannot be trained on."""
+        scored = []
+        for trajectory in trajectories:
+            if isinstance(trajectory.status, Failed):
+                return trajectory.status
+            score = await self._scoring.score(trajectory)
+            if isinstance(score.status, Failed):
+                return score.status
+            scored.append((trajectory, score))
+        return tuple(scored)

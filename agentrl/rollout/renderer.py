@@ -120,13 +120,14 @@ class TemplateRenderer:
 
 
 class TemplateConversation:
-    """One episode's messages, and the text and tokens that the model saw and wrote, in step."""
+    """One agent's messages in an episode, and the text and tokens that the model saw and wrote, in step."""
 
     def __init__(self, renderer: TemplateRenderer, tools: Sequence[Mapping[str, Any]]) -> None:
         self._renderer = renderer
         self._tools = [dict(tool) for tool in tools]
         self._messages: list[Message] = []
-        self._template_messages: list[dict[str, str]] = []  # the same
+        self._shown: list[Message] = []
+        self._template_messages: list[dict[str, str]] = []  # those that are shown
         self._seen_text = ""  # the last prompt's text with the answer's behind it
         self._seen_ids: tuple[int, ...] = ()  # the last prompt's tokens with the answer's behind them
 
@@ -135,23 +136,39 @@ class TemplateConversation:
         """All messages so far."""
         return tuple(self._messages)
 
+    @property
+    def shown(self) -> Sequence[Message]:
+        """Those of the messages that the next prompt shows, with what is new then."""
+        return self._shown
+
+    def show(self, messages: Sequence[Message]) -> None:
+        """Show these from now on in place of those shown so far; `messages` keeps all."""
+        self._shown = list(messages)
+        self._template_messages = [_as_dict(message) for message in messages]
+
+    def size(self, messages: Sequence[Message]) -> int:
+        """Tokens that the prompt would have with `messages`."""
+        return len(self._next([*self._template_messages, *map(_as_dict, messages)])[1].ids)
+
     def prompt(self, messages: Sequence[Message]) -> Prompt:
         """Append `messages` and render the prompt for the next answer."""
         self._append(messages)
-        text = self._renderer.template_text(self._template_messages, self._tools)
-        forked = not text.startswith(self._seen_text)
-        if forked:
-            self._seen_ids = ()
-            new_ids = self._renderer.encode(text)
-        else:
-            new_ids = self._renderer.encode(text[len(self._seen_text) :])
-            # The template writes the end of turn that the model has sampled already, unless it was cut short.
-            stop = self._renderer.stop_token_ids
-            if self._seen_ids and self._seen_ids[-1] in stop and new_ids[:1] == self._seen_ids[-1:]:
-                new_ids = new_ids[1:]
-        self._seen_text = text
-        self._seen_ids += new_ids
-        return Prompt(self._seen_ids, new_ids, forked)
+        self._seen_text, prompt = self._next(self._template_messages)
+        self._seen_ids = prompt.ids
+        return prompt
+
+    def _next(self, messages: list[dict[str, str]]) -> tuple[str, Prompt]:
+        """The prompt of these messages after what was seen, and its text."""
+        text = self._renderer.template_text(messages, self._tools)
+        if not text.startswith(self._seen_text):
+            ids = self._renderer.encode(text)
+            return text, Prompt(ids, ids, True)
+        new_ids = self._renderer.encode(text[len(self._seen_text) :])
+        # The template writes the end of turn that the model has sampled already, unless it was cut short.
+        stop = self._renderer.stop_token_ids
+        if self._seen_ids and self._seen_ids[-1] in stop and new_ids[:1] == self._seen_ids[-1:]:
+            new_ids = new_ids[1:]
+        return text, Prompt(self._seen_ids + new_ids, new_ids, False)
 
     def answer(self, completion: Completion) -> str:
         """Append what was sampled; its text without the stop token is the assistant's message."""
@@ -166,6 +183,7 @@ class TemplateConversation:
 
     def _append(self, messages: Sequence[Message]) -> None:
         self._messages += messages
+        self._shown += messages
         self._template_messages += map(_as_dict, messages)
 
 

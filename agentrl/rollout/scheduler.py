@@ -203,7 +203,7 @@ class Rollouts:
         except Exception:
             self._closing = True  # a defect, or wrong options: the flow ends with it, and nothing may start meanwhile
             raise
-        if group is not None and self._config.filter_zero_variance and len(set(group.rewards_G)) == 1:
+        if group is not None and self._config.filter_zero_variance and not group.mixed:
             self._filter(ticket, number, group)
             group = None
         if group is not None:

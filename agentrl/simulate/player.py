@@ -33,7 +33,7 @@ class SpanPlayer:
         rng = Random(seed)
         return SpanPlayer(tuple(seconds.sample(rng) for _ in range(_POPULATION)), version, deadline)
 
-    async def play(self, episode: Episode) -> Trajectory:
+    async def play(self, episode: Episode) -> tuple[Trajectory]:
         """Wait as long as the episode takes."""
         started, first = now(), self.version()
         length = self.lengths[episode.seed % _POPULATION]
@@ -41,9 +41,10 @@ class SpanPlayer:
             with deadline("environment", "episode", self.deadline):
                 await asyncio.sleep(length)
         except DeadlineError as error:
-            return Trajectory(episode.id, episode.task, (), Failed(error.layer, str(error)), (), now() - started)
+            failed = Failed(error.layer, str(error))
+            return (Trajectory(episode.id, episode.task, (), failed, (), now() - started),)
         turns = (_turn(first, self.version(), episode.seed & 1),)
-        return Trajectory(episode.id, episode.task, turns, Terminated(), (), now() - started)
+        return (Trajectory(episode.id, episode.task, turns, Terminated(), (), now() - started),)
 
 
 @lru_cache(maxsize=4096)

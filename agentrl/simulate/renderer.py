@@ -41,11 +41,27 @@ class SimulatedConversation:
         """None are kept."""
         return ()
 
+    @property
+    def shown(self) -> tuple[Message, ...]:
+        """None are kept, so there is nothing to leave out."""
+        return ()
+
+    def show(self, messages: Sequence[Message]) -> None:
+        """Prompts have their lengths, whatever is shown."""
+
+    def size(self, messages: Sequence[Message]) -> int:
+        """The length of the next prompt."""
+        return self._length + self._grows_by
+
     def prompt(self, messages: Sequence[Message]) -> Prompt:
         """The next prompt, by its length."""
-        new = self._renderer.observation_tokens if self._length else self._renderer.prompt_tokens
+        new = self._grows_by
         self._length += new
         return Prompt(_tokens(self._length), _tokens(new), False)
+
+    @property
+    def _grows_by(self) -> int:
+        return self._renderer.observation_tokens if self._length else self._renderer.prompt_tokens
 
     def answer(self, completion: Completion) -> str:
         """The action is always the same."""
