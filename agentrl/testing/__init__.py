@@ -2,5 +2,6 @@
 
 from agentrl.testing.engines import ScriptedEngine
 from agentrl.testing.envs import check_env
+from agentrl.testing.judge_server import JudgeServer
 
-__all__ = ["ScriptedEngine", "check_env"]
+__all__ = ["JudgeServer", "ScriptedEngine", "check_env"]

@@ -1,0 +1,152 @@
+"""`JudgeServer`: an OpenAI-compatible chat endpoint whose answers, and whose failures, are a script.
+
+async with JudgeServer(lambda call: Reply.json({"levels": {"polite": 10}}, seconds=0.1)) as server:
+    ... RubricJudge(RubricJudge.Config(url=server.url, criteria={"polite": "It is polite."})) ...
+    assert len(server.calls) == 1
+"""
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
+
+from aiohttp import web
+from pydantic_core import to_json
+
+from agentrl.errors import AgentRLError
+
+MODEL = "scripted-judge"
+"""The name of the one model."""
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeCall:
+    """One request: the how-manieth, from 0, the contents of its messages, and the whole body."""
+
+    number: int
+    system: str
+    user: str
+    body: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What happens to a request, after `seconds`: it is answered with `content`, refused with `status`, or worse.
+
+    `hang` answers never, `drop` closes the connection without a word.
+    """
+
+    content: str = ""
+    status: int = 200
+    seconds: float = 0.0
+    retry_after: str | None = None
+    fault: Literal["", "hang", "drop"] = ""
+    finish_reason: str = "stop"
+    prompt_tokens: int = 100
+    completion_tokens: int = 10
+
+    @staticmethod
+    def json(verdict: Mapping[str, Any], seconds: float = 0.0) -> "Reply":
+        """A verdict."""
+        return Reply(json.dumps(verdict), seconds=seconds)
+
+
+Script = Callable[[JudgeCall], Reply]
+"""What to answer to a request."""
+
+
+@dataclass(slots=True, eq=False)
+class JudgeServer:
+    """A real HTTP server on this machine. An async context manager; `stop` and `start` again keep the port.
+
+    `calls` are all requests for a verdict so far, refused and dropped ones included, `most_live` how many were under
+    way at once. With an `api_key`, requests without it are refused with 401, and are no calls.
+    """
+
+    script: Script
+    api_key: str | None = None
+    port: int = 0
+    calls: list[JudgeCall] = field(default_factory=list)
+    live: int = 0
+    most_live: int = 0
+    _runner: web.AppRunner | None = None
+
+    @property
+    def url(self) -> str:
+        """The address to give a judge."""
+        return f"http://127.0.0.1:{self.port}"
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Listen: at first on a free port, unless one was given, and on the same one later.
+
+        Raises:
+            AgentRLError: it listens already.
+        """
+        if self._runner is not None:
+            raise AgentRLError(f"the server listens at {self.url} already")
+        app = web.Application(client_max_size=2**26)
+        app.add_routes([web.get("/v1/models", self._models), web.post("/v1/chat/completions", self._complete)])
+        # At the end, requests under way are not waited for (to aiohttp 0 seconds are for ever).
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", self.port, backlog=1024).start()
+        self.port, self._runner = runner.addresses[0][1], runner
+
+    async def stop(self) -> None:
+        """Stop listening, and cut all connections: what a killed server looks like from outside."""
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            await runner.cleanup()
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return self._refusal(request) or _json({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
+
+    async def _complete(self, request: web.Request) -> web.Response:
+        if (refusal := self._refusal(request)) is not None:
+            return refusal
+        body = json.loads(await request.read())
+        said = {message["role"]: message["content"] for message in body["messages"]}
+        call = JudgeCall(len(self.calls), said.get("system", ""), said.get("user", ""), body)
+        self.calls.append(call)
+        self.live += 1
+        self.most_live = max(self.most_live, self.live)
+        try:
+            return await _act(self.script(call), request)
+        finally:
+            self.live -= 1
+
+    def _refusal(self, request: web.Request) -> web.Response | None:
+        given = request.headers.get("Authorization", "")
+        if self.api_key is None or given == f"Bearer {self.api_key}":
+            return None
+        return _json({"error": {"message": f"Incorrect API key provided: {given}"}}, 401)  # some say it aloud
+
+
+async def _act(reply: Reply, request: web.Request) -> web.Response:
+    await asyncio.sleep(reply.seconds)
+    if reply.fault == "hang":
+        await asyncio.Event().wait()
+    if reply.fault == "drop":
+        if request.transport is not None:
+            request.transport.abort()
+        raise web.HTTPServiceUnavailable
+    if reply.status != 200:
+        headers = {} if reply.retry_after is None else {"Retry-After": reply.retry_after}
+        return _json({"error": {"message": reply.content or f"scripted {reply.status}"}}, reply.status, headers)
+    message = {"role": "assistant", "content": reply.content}
+    choice = {"index": 0, "message": message, "finish_reason": reply.finish_reason}
+    usage = {"prompt_tokens": reply.prompt_tokens, "completion_tokens": reply.completion_tokens}
+    return _json({"id": "chatcmpl-scripted", "object": "chat.completion", "model": MODEL, "choices": [choice],
+                  "usage": usage})  # fmt: skip
+
+
+def _json(value: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    return web.Response(body=to_json(value), status=status, content_type="application/json", headers=headers)

@@ -1,0 +1,92 @@
+"""`RubricJudge`: a language model scores a trajectory by named criteria."""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Self
+
+from pydantic import BeforeValidator, Field, StringConstraints, WithJsonSchema, create_model
+
+from agentrl.protocols import Settings
+from agentrl.rewards.judge_endpoint import JudgeEndpoint, Verdict
+from agentrl.rewards.judge_evidence import EvidenceSettings
+from agentrl.rewards.judge_prompt import JudgePrompt
+from agentrl.trajectory import Score, Trajectory
+
+
+class Criterion(Settings):
+    """One thing that is judged."""
+
+    about: str
+    """What it means, and what earns a high level."""
+    weight: float = Field(default=1.0, gt=0)
+    """How much it counts."""
+
+
+def _criterion(written: Any) -> Any:
+    return {"about": written} if isinstance(written, str) else written
+
+
+CriterionName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]{0,47}$")]
+
+
+class RubricJudge:
+    """Scores each trajectory by criteria: the weighted mean of their levels, as a share of the highest (0 to 1).
+
+    Each criterion is a part of the score, unweighted. Enters and fails as `JudgeEndpoint`.
+    """
+
+    class Config(EvidenceSettings):
+        """Settings of `judge`."""
+
+        criteria: dict[CriterionName, Annotated[Criterion, BeforeValidator(_criterion)]] = Field(min_length=1)
+        """By name: `clear: The answer is easy to follow`, or with a weight: `clear: {about: ..., weight: 2}`."""
+        levels: int = Field(default=10, ge=1, le=100)
+        """The highest level of a criterion; the lowest is 0."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._endpoint = JudgeEndpoint(config)
+        self._verdict = _verdict(list(config.criteria), config.levels, reasons=config.reasons)
+
+    async def __aenter__(self) -> Self:
+        await self._endpoint.__aenter__()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._endpoint.__aexit__(*exc)
+
+    async def score(self, trajectory: Trajectory) -> Score:
+        """The judge's levels, weighted."""
+        said = await self._endpoint.ask(self.prompt(trajectory), self._verdict)
+        levels: dict[str, int] = said.model_dump(by_alias=True)["levels"]
+        parts = {name: level / self._config.levels for name, level in levels.items()}
+        weights = {name: criterion.weight for name, criterion in self._config.criteria.items()}
+        value = sum(weights[name] * part for name, part in parts.items()) / sum(weights.values())
+        return Score(value, parts)
+
+    def prompt(self, trajectory: Trajectory) -> JudgePrompt:
+        """What the judge is asked about a trajectory."""
+        config = self._config
+        listed = "\n".join(f"- {name}: {criterion.about}" for name, criterion in config.criteria.items())
+        return JudgePrompt(
+            role=config.role("You give the work of a program levels by named criteria."),
+            data={"messages": config.messages(trajectory), **config.right_answer(trajectory)},
+            ask=f"Give what the assistant wrote there a level from 0 (not at all) to {config.levels} (fully) for each "
+            f"criterion:\n{listed}",
+        )
+
+    def metrics(self) -> Mapping[str, float]:
+        """What was asked since the last call: answers, cached, failures by kind, tokens, cost, latency in seconds."""
+        return self._endpoint.tally.take()
+
+
+def _verdict(criteria: Sequence[str], levels: int, *, reasons: bool) -> type[Verdict]:
+    """The schema of an answer. Levels are an enumeration, which every engine of structured output knows."""
+    schema = {"type": "integer", "enum": [*range(levels + 1)]}
+    level: Any = Annotated[int, Field(ge=0, le=levels), WithJsonSchema(schema)]
+    # Fields under other names than the criteria's: one may be called as a method of pydantic's, such as `copy`.
+    by_name: dict[str, Any] = {f"level_{i}": (level, Field(alias=name)) for i, name in enumerate(criteria)}
+    fields: dict[str, Any] = {"levels": (create_model("Levels", __base__=Verdict, **by_name), ...)}
+    if reasons:
+        fields = {"reason": (str, Field(description="one or two sentences for each criterion")), **fields}
+    verdict: type[Verdict] = create_model("Rubric", __base__=Verdict, **fields)
+    return verdict

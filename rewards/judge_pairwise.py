@@ -1,0 +1,120 @@
+"""`PairwiseJudge`: a language model ranks the members of a group, two at a time."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Self
+
+from pydantic import Field
+
+from agentrl.errors import AgentRLError, ConfigError
+from agentrl.rewards.judge_endpoint import JudgeEndpoint, Verdict
+from agentrl.rewards.judge_evidence import EvidenceSettings
+from agentrl.rewards.judge_prompt import JudgePrompt
+from agentrl.rewards.judge_ranking import meetings, win_shares
+from agentrl.trajectory import Score, Trajectory
+
+
+class Choice(Verdict):
+    """The answer about a pair."""
+
+    better: Literal["first", "second", "tie"]
+
+
+class ReasonedChoice(Verdict):
+    """The same, thought over."""
+
+    reason: str = Field(description="one or two sentences")
+    better: Literal["first", "second", "tie"]
+
+
+_POINTS = {"first": 1.0, "tie": 0.5, "second": 0.0}
+
+
+@dataclass(slots=True)
+class _Orders:
+    """How many pairs were judged, and how many otherwise when their order was swapped."""
+
+    pairs: int = 0
+    swayed: int = 0
+
+
+class PairwiseJudge:
+    """Scores the members of a group by how many of the others they are better than (0 to 1).
+
+    Each pair is judged in both orders, and a member has of it the mean of both: 1 for a win, 0.5 for a tie. So a judge
+    that always prefers the first text gives everybody 0.5. Texts that are equal tie and are not judged. The score is
+    the share of wins (`agentrl.rewards.judge_ranking.win_shares`). When one verdict fails, the group's scores do; asked
+    again, the others come from the cache. Enters and fails as `JudgeEndpoint`.
+    """
+
+    class Config(EvidenceSettings):
+        """Settings of `judge_pairwise`."""
+
+        better: str
+        """What makes one better: `Which answer is friendlier?`"""
+        opponents: int | None = Field(default=None, ge=1)
+        """Each member meets this many that follow it in the group, in a ring; null: all meet all. A group of G costs
+        G (G - 1) verdicts, or 2 G `opponents`."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._endpoint = JudgeEndpoint(config)
+        self._verdict: type[Choice | ReasonedChoice] = ReasonedChoice if config.reasons else Choice
+        self._orders = _Orders()
+
+    async def __aenter__(self) -> Self:
+        await self._endpoint.__aenter__()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._endpoint.__aexit__(*exc)
+
+    async def score_group(self, trajectories: Sequence[Trajectory]) -> Sequence[Score]:
+        """The win share of each member."""
+        size = len(trajectories)
+        if size < 2:
+            raise ConfigError("judge_pairwise compares the members of a group: rollout.group_size has to be 2 or more")
+        pairs = meetings(size, self._config.opponents)
+        async with asyncio.TaskGroup() as asking:
+            asked = {
+                (i, j): asking.create_task(self._choose(trajectories[i], trajectories[j]))
+                for pair in pairs
+                for i, j in (pair, pair[::-1])
+            }
+        said: dict[tuple[int, int], float] = {}
+        for order, task in asked.items():
+            points = task.result()
+            if isinstance(points, AgentRLError):
+                raise points
+            said[order] = points
+        self._orders.pairs += len(pairs)
+        self._orders.swayed += sum(said[i, j] != 1.0 - said[j, i] for i, j in pairs)
+        shares = win_shares({(i, j): (said[i, j] + 1.0 - said[j, i]) / 2 for i, j in pairs}, size)
+        return [Score(share, {"win_share": share}) for share in shares]
+
+    async def _choose(self, first: Trajectory, second: Trajectory) -> float | AgentRLError:
+        """What the first has of it. A failure is returned, so that the verdicts on the other pairs still come in."""
+        if self._config.messages(first) == self._config.messages(second):
+            return _POINTS["tie"]
+        try:
+            said = await self._endpoint.ask(self.prompt(first, second), self._verdict)
+        except AgentRLError as error:
+            return error
+        return _POINTS[said.better]
+
+    def prompt(self, first: Trajectory, second: Trajectory) -> JudgePrompt:
+        """What the judge is asked about a pair."""
+        config = self._config
+        shown = {"first": config.messages(first), "second": config.messages(second)}
+        return JudgePrompt(
+            role=config.role("You compare two works of a program on the same task."),
+            data={**shown, **config.right_answer(first)},
+            ask=f"Compare what the assistant wrote in each. {config.better} Their order means nothing. Answer "
+            '"first" or "second" for the better one, or "tie".',
+        )
+
+    def metrics(self) -> Mapping[str, float]:
+        """As `RubricJudge.metrics`, and the share of pairs that were judged otherwise when their order was swapped."""
+        orders, self._orders = self._orders, _Orders()
+        return {**self._endpoint.tally.take(), "swayed_by_order": orders.swayed / max(1, orders.pairs)}

@@ -1,0 +1,60 @@
+"""From who was better than whom to a score for each: pure functions. G is the size of the group."""
+
+from collections.abc import Mapping
+
+_PRIOR_GAMES = 0.1
+_ROUNDS = 200
+
+
+def meetings(size: int, opponents: int | None = None) -> list[tuple[int, int]]:
+    """Which members of a group meet: all pairs, or each with the `opponents` that follow it in a ring.
+
+    In a ring each has 2 * `opponents` meetings, and no part of the group is without a meeting with the rest.
+    """
+    reach = size // 2 if opponents is None else min(opponents, size // 2)
+    ring = ((member, (member + step) % size) for step in range(1, reach + 1) for member in range(size))
+    return sorted({(min(pair), max(pair)) for pair in ring})
+
+
+def win_shares(points: Mapping[tuple[int, int], float], size: int) -> list[float]:
+    """The share of its meetings with all others that each member wins, or would win, 0 to 1.
+
+    `points[i, j]` is what i had of its meeting with j: 1 for a win, 0 for a defeat, 0.5 for a tie. Where all have met,
+    it is the share itself. Else it is what the Bradley-Terry model P(i beats j) = s_i / (s_i + s_j) expects, fitted
+    to the meetings there were; fitted to all, it would say the same: at its maximum of likelihood the expected
+    wins of each equal those it had (Hunter 2004, "MM algorithms for generalized Bradley-Terry models").
+    """
+    if len(points) == size * (size - 1) // 2:
+        won_G = _wins(points, size)
+        return [won / (size - 1) for won in won_G]
+    strength_G = strengths(points, size)
+    return [
+        sum(mine / (mine + other) for j, other in enumerate(strength_G) if j != i) / (size - 1)
+        for i, mine in enumerate(strength_G)
+    ]
+
+
+def strengths(points: Mapping[tuple[int, int], float], size: int) -> list[float]:
+    """The s of Bradley and Terry, by the MM algorithm (Hunter 2004, equation 3).
+
+    Each also plays a tenth of a game against a strength of 1 and has half of it, so that who won or lost all keeps a
+    finite strength above zero.
+    """
+    won_G = [won + _PRIOR_GAMES / 2 for won in _wins(points, size)]
+    strength_G = [1.0] * size
+    for _ in range(_ROUNDS):
+        games_G = [_PRIOR_GAMES / (strength + 1.0) for strength in strength_G]
+        for i, j in points:
+            share = 1.0 / (strength_G[i] + strength_G[j])
+            games_G[i] += share
+            games_G[j] += share
+        strength_G = [won / games for won, games in zip(won_G, games_G, strict=True)]
+    return strength_G
+
+
+def _wins(points: Mapping[tuple[int, int], float], size: int) -> list[float]:
+    won_G = [0.0] * size
+    for (i, j), of_first in points.items():
+        won_G[i] += of_first
+        won_G[j] += 1.0 - of_first
+    return won_G
