@@ -1,33 +1,70 @@
 """What a step of a remote environment costs: steps a second, and CPU time of client and server, each its own process.
 
-    python benchmarks/remote_env.py [--sessions 1 32 128 1024] [--seconds 3] [--rounds 3]
+    python benchmarks/remote_env.py [--sessions 1 32 128 1024] [--seconds 3] [--rounds 3] [--openenv FOLDER]
 
-FrozenLake, which itself takes microseconds, played without pause in every session: what is measured is the way there
-and back. "websocket" is `RemoteEnv`; "http" is a POST for each step, by aiohttp with a connection for each session (at
-most 128 of them: more gain nothing). "local" is the same environment without a way. The best of the rounds is shown.
+An environment that counts to 8 is played without pause in every session: what is measured is the way there and back.
+
+- "remote": `RemoteEnv` and `agentrl serve`, the environment inline;
+- "threads": the same, where each environment has a thread of its own, as those have that may block;
+- "http": a POST for each step, by aiohttp with a connection for each session (at most 128: more gain nothing);
+- "openenv": OpenEnv 0.10's own client and server (`benchmarks/openenv_rival.py`), in a virtual environment of their
+  own in FOLDER, which is made with uv where it is missing.
+
+The ways take turns, and the best round of each is shown: the machine may have other things to do.
 """
 
 import argparse
 import asyncio
+import contextlib
+import json
 import multiprocessing
 import os
-import random
+import shutil
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
 
 import aiohttp
 import psutil
+from openenv_rival import STEPS_OF_AN_EPISODE
 from rich.console import Console
 from rich.table import Table
 
-from agentrl.envs.frozen_lake import ACTIONS, FrozenLake
-from agentrl.protocols import ResetResult, StepResult
+from agentrl.envs.base import TextEnv
+from agentrl.protocols import Env, ResetResult, StepResult
 from agentrl.remote.client import RemoteEnv
 from agentrl.remote.server import EnvServer
 from agentrl.remote.sessions import Limits
 from agentrl.rollout.env_host import Deadlines, LiveEnv
+
+OPENENV = "openenv==0.10.0"
+
+
+class Counting(TextEnv):
+    """Counts."""
+
+    isolation = "inline"
+
+    def start(self, seed: int, options: Mapping[str, Any]) -> str:
+        """Begin at nothing."""
+        self.count = 0
+        return f"counting from {seed}"
+
+    def step(self, action: str) -> StepResult:
+        """Count on."""
+        self.count += 1
+        return f"{action}: the counter is {self.count}", 1.0, self.count == STEPS_OF_AN_EPISODE, False, {}
+
+
+class CountingInThread(Counting):
+    """The same, in a thread."""
+
+    isolation = "thread"
 
 
 class PostEnv:
@@ -55,7 +92,7 @@ class PostEnv:
         """Send a message."""
         self._seq += 1
         said = await self._post(f"{self._at}/step", seq=self._seq, action=action)
-        return str(said["observation"]), 0.0, bool(said["terminated"]), False, {}
+        return str(said["observation"]), 1.0, bool(said["terminated"]), False, {}
 
     async def close(self) -> None:
         """Give the session back."""
@@ -63,69 +100,139 @@ class PostEnv:
             pass
 
 
-def serve(pipe: Connection) -> None:
+def serve(pipe: Connection, factory: Callable[[], Env]) -> None:
     """The server's process."""
-    EnvServer(FrozenLake, limits=Limits(max_sessions=4096, drain_seconds=0), on_start=pipe.send).run()
+    EnvServer(factory, limits=Limits(max_sessions=4096, drain_seconds=0), on_start=pipe.send).run()
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one run: steps a second; CPU milliseconds a step of client and server; the slowest percent's milliseconds."""
+    """Of one run: steps a second; CPU milliseconds a step of client and server; milliseconds of a step; threads."""
 
     rate: float
     client: float
     server: float
     p50: float
     p99: float
+    threads: int
 
 
-async def measure(make: Callable[[], object], sessions: int, seconds: float, server: psutil.Process) -> Measured:
+def cpu_seconds(process: psutil.Process) -> float:
+    """Of all its threads."""
+    return sum(process.cpu_times()[:2])
+
+
+async def measure(make: Callable[[], Env], sessions: int, seconds: float, server: psutil.Process) -> Measured:
     """Play `sessions` at once for some seconds."""
-    lives = [LiveEnv(make(), Deadlines()) for _ in range(sessions)]  # type: ignore[arg-type]
+    lives = [LiveEnv(make(), Deadlines()) for _ in range(sessions)]
     waits: list[float] = []
     stop = False
 
-    async def play(live: LiveEnv, rng: random.Random) -> None:
+    async def play(live: LiveEnv, seed: int) -> None:
         while not stop:
+            await live.reset(seed, {})
             over = False
             while not over and not stop:
                 began = time.perf_counter()
-                _, _, over, _, _ = await live.step(rng.choice(ACTIONS))
+                _, _, over, _, _ = await live.step("go on")
                 waits.append(time.perf_counter() - began)
-                if len(waits) % 8 == 0:
-                    await asyncio.sleep(0)  # a local one never waits
-                over = over or rng.random() < 0.02
-            if not stop:
-                await live.reset(rng.randrange(1000), {})
 
     async with asyncio.TaskGroup() as group:
-        for index, live in enumerate(lives):
-            group.create_task(live.reset(index, {}))
-    began, own, others = time.perf_counter(), time.process_time(), sum(server.cpu_times()[:2])
-    async with asyncio.TaskGroup() as group:
-        for index, live in enumerate(lives):
-            group.create_task(play(live, random.Random(index)))
+        for seed, live in enumerate(lives):
+            group.create_task(play(live, seed))
+        await asyncio.sleep(0.5)
+        waits.clear()
+        began, own, others = time.perf_counter(), time.process_time(), cpu_seconds(server)
         await asyncio.sleep(seconds)
-        took, own = time.perf_counter() - began, time.process_time() - own
-        others, steps = sum(server.cpu_times()[:2]) - others, len(waits)
+        took, own, others = time.perf_counter() - began, time.process_time() - own, cpu_seconds(server) - others
+        steps, threads = len(waits), server.num_threads()
         stop = True
     for live in lives:
         await live.close()
-    waits.sort()
-    p50, p99 = waits[len(waits) // 2], waits[int(len(waits) * 0.99)]
-    return Measured(steps / took, 1e3 * own / steps, 1e3 * others / steps, 1e3 * p50, 1e3 * p99)
+    p50, p99 = percentiles(waits[:steps])
+    return Measured(steps / took, 1e3 * own / steps, 1e3 * others / steps, p50, p99, threads)
 
 
-async def ways(url: str, sessions: int, seconds: float, server: psutil.Process) -> dict[str, Measured]:
-    """Every way, measured once."""
+def percentiles(waits: list[float]) -> tuple[float, float]:
+    """The median and the slowest percent's milliseconds."""
+    waits = sorted(waits)
+    return 1e3 * waits[len(waits) // 2], 1e3 * waits[int(len(waits) * 0.99)]
+
+
+async def by_http(url: str, sessions: int, seconds: float, server: psutil.Process) -> Measured:
+    """A POST for each step."""
     connector = aiohttp.TCPConnector(limit=min(sessions, 128))
     async with aiohttp.ClientSession(connector=connector) as http:
-        makes: dict[str, Callable[[], object]] = {
-            "websocket": lambda: RemoteEnv([url]),
-            "http": lambda: PostEnv(url, http),
-            "local": FrozenLake,
-        }
-        return {way: await measure(make, sessions, seconds, server) for way, make in makes.items()}
+        return await measure(lambda: PostEnv(url, http), sessions, seconds, server)
+
+
+def by_openenv(python: Path, url: str, sessions: int, seconds: float, server: psutil.Process) -> Measured:
+    """OpenEnv's own client."""
+    with subprocess.Popen(
+        [python, RIVAL, "play", url, str(sessions), str(seconds)], stdout=subprocess.PIPE, text=True
+    ) as client:
+        assert client.stdout is not None
+        try:
+            client.stdout.readline()
+            others = cpu_seconds(server)
+            client.stdout.readline()
+            others, threads = cpu_seconds(server) - others, server.num_threads()
+            said = json.loads(client.stdout.readline())
+        finally:
+            client.kill()
+    per_step = 1e3 / said["steps"]
+    return Measured(
+        said["steps"] / said["seconds"],
+        per_step * said["client_seconds"],
+        per_step * others,
+        1e3 * said["p50"],
+        1e3 * said["p99"],
+        threads,
+    )
+
+
+RIVAL = Path(__file__).with_name("openenv_rival.py")
+
+
+def openenv_python(folder: Path) -> Path:
+    """The interpreter of a virtual environment with OpenEnv, made where it is missing.
+
+    Raises:
+        OSError: there is no uv.
+        subprocess.CalledProcessError: uv could not install it.
+    """
+    python = folder / "bin" / "python"
+    if subprocess.run([python, "-c", "import openenv"], check=False).returncode if python.exists() else True:
+        uv = shutil.which("uv") or str(Path(sys.executable).with_name("uv"))
+        subprocess.run([uv, "venv", "--quiet", "--allow-existing", "--python", "3.11", folder], check=True)
+        subprocess.run([uv, "pip", "install", "--quiet", "--python", python, OPENENV], check=True)
+    return python
+
+
+@contextlib.contextmanager
+def ours(factory: Callable[[], Env]) -> Iterator[tuple[str, psutil.Process]]:
+    """A server of ours: its address and its process."""
+    mine, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs, factory), daemon=True)
+    process.start()
+    try:
+        yield mine.recv(), psutil.Process(process.pid)
+    finally:
+        process.terminate()
+        process.join()
+
+
+@contextlib.contextmanager
+def theirs(python: Path) -> Iterator[tuple[str, psutil.Process]]:
+    """A server of OpenEnv's: its address and its process."""
+    with subprocess.Popen([python, RIVAL, "serve"], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            url = process.stdout.readline().strip()
+            assert url, "OpenEnv's server did not start"
+            yield url, psutil.Process(process.pid)
+        finally:
+            process.kill()
 
 
 def main() -> None:
@@ -134,25 +241,41 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, nargs="+", default=[1, 32, 128, 1024])
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--openenv", type=Path, metavar="FOLDER", help="also measure OpenEnv, installed there")
     arguments = parser.parse_args()
-    ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs,), daemon=True)
-    process.start()
-    url = ours.recv()
-    table = Table(title=f"{os.cpu_count()} cores, load before {os.getloadavg()[0]:.1f}", box=None)
-    for column in ("sessions", "way", "steps/s", "client CPU ms/step", "server CPU ms/step", "p50 ms", "p99 ms"):
-        table.add_column(column, justify="right")
-    for sessions in arguments.sessions:
-        rounds = [
-            asyncio.run(ways(url, sessions, arguments.seconds, psutil.Process(process.pid)))
-            for _ in range(arguments.rounds)
-        ]
-        for way in rounds[0]:
-            best = max((found[way] for found in rounds), key=lambda measured: measured.rate)
-            figures = (best.client, best.server, best.p50, best.p99)
-            table.add_row(str(sessions), way, f"{best.rate:,.0f}", *(f"{figure:.3f}" for figure in figures))
-    Console().print(table)
-    process.terminate()
+    seconds = arguments.seconds
+    console = Console()
+    with contextlib.ExitStack() as stack:
+        url, server = stack.enter_context(ours(Counting))
+        thread_url, thread_server = stack.enter_context(ours(CountingInThread))
+        ways: dict[str, Callable[[int], Measured]] = {
+            "remote": lambda sessions: asyncio.run(measure(lambda: RemoteEnv([url]), sessions, seconds, server)),
+            "threads": lambda sessions: asyncio.run(
+                measure(lambda: RemoteEnv([thread_url]), sessions, seconds, thread_server)
+            ),
+            "http": lambda sessions: asyncio.run(by_http(url, sessions, seconds, server)),
+        }
+        if arguments.openenv is None:
+            console.print("OpenEnv is not measured: name a folder for it with --openenv")
+        else:
+            try:
+                python = openenv_python(arguments.openenv)
+                rival_url, rival_server = stack.enter_context(theirs(python))
+                ways["openenv"] = lambda sessions: by_openenv(python, rival_url, sessions, seconds, rival_server)
+            except (OSError, subprocess.CalledProcessError) as error:
+                console.print(f"OpenEnv is not measured: {OPENENV} cannot be installed: {error}")
+        table = Table(title=f"{os.cpu_count()} cores, load before {os.getloadavg()[0]:.1f}", box=None)
+        columns = ("sessions", "way", "steps/s", "client CPU ms/step", "server CPU ms/step", "p50 ms", "p99 ms")
+        for column in (*columns, "server's threads"):
+            table.add_column(column, justify="right")
+        for sessions in arguments.sessions:
+            rounds = [{way: run(sessions) for way, run in ways.items()} for _ in range(arguments.rounds)]
+            for way in ways:
+                best = max((found[way] for found in rounds), key=lambda measured: measured.rate)
+                figures = (best.client, best.server, best.p50, best.p99)
+                row = (str(sessions), way, f"{best.rate:,.0f}", *(f"{figure:.3f}" for figure in figures))
+                table.add_row(*row, str(best.threads))
+        console.print(table)
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ from agentrl.errors import ConfigError, EnvError
 from agentrl.flow import now
 from agentrl.remote.protocol import SOCKET_PATH, TOKEN_VARIABLE, Reply, packed
 
-SHUN_SECONDS = 5.0
-"""How long a server that could not be reached is asked last."""
+REST_SECONDS = 5.0
+"""How long a server that did not answer is asked last."""
 
 LARGEST_ANSWER = 64 << 20
 """Bytes of one frame from a server."""
@@ -54,18 +54,19 @@ class Link:
     def __init__(self, url: str, token: str | None) -> None:
         self.url = url
         self.sessions = 0
-        self.unanswered = 0  # waits given up since the server last answered
-        self.shunned_until = 0.0
         self.max_bytes = _LEAST_FRAME
+        self._asking = 0  # requests under way
+        self._in_doubt = False  # the last one that ended was not answered, in time or at all
+        self._rests_until = 0.0
         self._token = token
         self._line: _Line | None = None
         self._connecting = asyncio.Lock()
         self._numbers = itertools.count(1)
 
     @property
-    def load(self) -> tuple[bool, bool, int]:
-        """The least is the best to open a session at."""
-        return self.shunned_until > now(), self.unanswered > 0, self.sessions
+    def load(self) -> tuple[bool, int]:
+        """The least is the best to open a session at. A server in doubt is asked last, and then by one at a time."""
+        return self._in_doubt and (self._asking > 0 or now() < self._rests_until), self.sessions
 
     async def ask(self, op: str, **what: Any) -> Reply:
         """Send a request and wait for its answer; where the line breaks, open another and send it again.
@@ -78,19 +79,22 @@ class Link:
         message = _encoded(number, op, what)
         if len(message) + 2 > self.max_bytes:
             raise EnvError(f"{self.url} takes messages of {self.max_bytes} bytes, and this has {len(message)}")
-        lost = ""
-        for _ in range(2):
-            try:
-                reply = await (await self._connected()).ask(number, message, self.max_bytes)
-            except _LostError as error:
-                lost = str(error)
-            except asyncio.CancelledError:
-                self.unanswered += 1
-                raise
-            else:
-                self.unanswered = 0
-                return reply
-        self.shunned_until = now() + SHUN_SECONDS
+        answered, lost = False, ""
+        self._asking += 1
+        try:
+            for _ in range(2):
+                try:
+                    reply = await (await self._connected()).ask(number, message, self.max_bytes)
+                except _LostError as error:
+                    lost = str(error)
+                else:
+                    answered = True
+                    return reply
+        finally:
+            self._asking -= 1
+            self._in_doubt = not answered
+            if not answered:
+                self._rests_until = now() + REST_SECONDS
         raise UnreachableError(f"{self.url} cannot be used: {lost}")
 
     async def give_back(self, session: str) -> None:
@@ -230,6 +234,7 @@ class _Line(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Hand out the answers."""
         self._wire.receive_data(data)
+        self._write()  # answers to pings, and to a close
         if not self.opened.done():
             if self._wire.handshake_exc is not None:
                 self._refuse(self._wire.handshake_exc)
@@ -238,9 +243,8 @@ class _Line(asyncio.Protocol):
         for event in self._wire.events_received():
             if isinstance(event, Frame):
                 self._take(event)
-        self._write()  # answers to pings, and to a close
-        if self._wire.parser_exc is not None:
-            self._fail(_LostError(f"it does not keep to WebSocket's rules: {self._wire.parser_exc}"))
+        if self._wire.close_rcvd is not None or self._wire.parser_exc is not None:
+            self._fail(_LostError(f"the connection ended ({self._reason(None)})"))
 
     def eof_received(self) -> None:
         """The server has gone; the transport closes by itself."""
