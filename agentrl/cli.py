@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,6 +29,13 @@ console = Console()
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[a.b=c ...]", help="Settings that replace the file's, such as engine=vllm."),
+]
+EnvPython = Annotated[
+    str | None, typer.Option("--python", metavar="PYTHON", help="The interpreter that runs it, if not this one.")
+]
+EnvRequires = Annotated[
+    list[str] | None,
+    typer.Option("--requires", metavar="PACKAGE", help="A package for an interpreter of its own; may be repeated."),
 ]
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file.", show_default=False)]
 
@@ -221,6 +229,8 @@ def serve(  # noqa: PLR0917  typer calls it by name
     max_body_bytes: Annotated[int, typer.Option(min=1024, help="The longest message taken.")] = 1 << 20,
     call_seconds: Annotated[float, typer.Option(min=0.1, help="The longest reset or step.")] = 60.0,
     drain_seconds: Annotated[float, typer.Option(min=0, help="How long episodes may go on after SIGTERM.")] = 60.0,
+    python: EnvPython = None,
+    requires: EnvRequires = None,
 ) -> None:
     """Serve an environment over HTTP, for runs elsewhere: there, [bold]env=http://HOST:PORT[/bold]."""
     from agentrl.recipes.workers import env_factory
@@ -228,7 +238,7 @@ def serve(  # noqa: PLR0917  typer calls it by name
     from agentrl.remote.sessions import Limits
 
     server = EnvServer(
-        env_factory(name),
+        env_factory(name, python=python, requires=requires or ()),
         name=name,
         host=host,
         port=port,
@@ -270,22 +280,35 @@ def check_environment(
     gold: Annotated[
         str, typer.Option(metavar="PACKAGE.MODULE:PLAYER", help="A scripted player that has to succeed.")
     ] = "",
+    python: EnvPython = None,
+    requires: EnvRequires = None,
 ) -> None:
     """Check that an environment keeps the contract: API, determinism, no leaks, closes, right answers that pay."""
     import yaml
 
+    from agentrl.recipes.workers import env_factory
     from agentrl.testing import check_env
 
-    make = plugins.load("envs", name)
+    foreign = python is not None or bool(requires)
+    # Looked at from within, where it can be: as an object of this process, wherever it would run.
+    make = env_factory(name, python=python, requires=requires or ()) if foreign else plugins.load("envs", name)
     player = plugins.load("players", gold) if gold else None
+    if foreign and player:
+        player = partial(_consult, player)
     try:
-        remarks = check_env(make, options=yaml.safe_load(options), gold=player)
+        # The first call to another interpreter has its packages to import.
+        remarks = check_env(make, options=yaml.safe_load(options), gold=player, deadline=60.0 if foreign else 5.0)
     except ConformanceError as error:
         console.print(f"[red]{name} breaks the contract:[/red]\n{escape(str(error))}", highlight=False)
         raise typer.Exit(1) from error
     console.print(f"[green]{name} keeps the contract[/green]")
     for remark in remarks:
         console.print(escape(remark), highlight=False)
+
+
+def _consult(player: Any, env: Any, rng: Any) -> str:
+    """What a player says of an environment that is not here: it is asked where the environment is."""
+    return str(env.consult(player, rng))
 
 
 @app.command("new-env")
@@ -312,7 +335,7 @@ def new_env(
 
 
 @app.command()
-def play(
+def play(  # noqa: PLR0917  typer calls it by name
     name: Annotated[str, typer.Argument(metavar="ENV", help="A registered name or package.module:Name.")],
     seed: Annotated[int, typer.Option(help="Which episode.")] = 0,
     options: Annotated[str, typer.Option(help="Options of reset, as YAML.")] = "{}",
@@ -320,6 +343,8 @@ def play(
         str | None, typer.Option(metavar="MODULE:FUNCTION", help="A scripted player instead of you.")
     ] = None,
     max_turns: Annotated[int, typer.Option(help="Turns after which to stop.")] = 64,
+    python: EnvPython = None,
+    requires: EnvRequires = None,
 ) -> None:
     """Play an environment in the terminal; shows the system prompt, tools and observations the model would see."""
     import yaml
@@ -334,6 +359,8 @@ def play(
             options=yaml.safe_load(options),
             player=plugins.load("players", player) if player else None,
             max_turns=max_turns,
+            python=python,
+            requires=requires or (),
         )
     )
 

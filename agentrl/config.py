@@ -8,10 +8,10 @@ name. `engine: local` is short for `engine: {name: local}`, in the file and on t
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import yaml
-from pydantic import BaseModel, Field, InstanceOf, PlainSerializer, ValidationError
+from pydantic import BaseModel, Field, InstanceOf, PlainSerializer, ValidationError, model_validator
 
 from agentrl import plugins
 from agentrl.errors import ConfigError
@@ -45,6 +45,23 @@ class EnvConfig(Settings):
     """Passed to every `reset`."""
     isolation: Isolation | None = None
     """Where it runs: `inline` (on the event loop), `thread` or `process`; by default what the environment says."""
+    python: str | None = None
+    """The Python that runs it, each episode in a process: a path, or a name on the PATH; by default this one."""
+    requires: tuple[str, ...] = ()
+    """Packages for an interpreter of its own, as pip takes them; installed once, into the cache folder."""
+
+    @model_validator(mode="after")
+    def _another_interpreter_is_another_process(self) -> Self:
+        if self.foreign and self.isolation not in (None, "process"):
+            raise ValueError(
+                f"with python or requires it runs in a process; leave out isolation, which is {self.isolation!r}"
+            )
+        return self
+
+    @property
+    def foreign(self) -> bool:
+        """Whether it runs in another interpreter, which alone can say whether there is such an environment."""
+        return self.python is not None or bool(self.requires)
 
 
 class ModelConfig(Settings):
@@ -267,8 +284,9 @@ def validate_config(values: Mapping[str, Any], origins: Mapping[str, str] | None
         ]
     if problems:
         raise ConfigError("\n".join(problems))
-    for kind, name in (("envs", config.env.name), ("recipes", config.recipe)):
-        plugins.load(kind, name)
+    if not config.env.foreign:
+        plugins.load("envs", config.env.name)
+    plugins.load("recipes", config.recipe)
     for tracker in config.trackers:
         plugins.load("trackers", tracker)
     return LoadedConfig(config, origins)

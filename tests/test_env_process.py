@@ -86,7 +86,10 @@ def workers() -> list[psutil.Process]:
 
 async def gone(pid: int) -> bool:
     for _ in range(300):
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
             return True
         await asyncio.sleep(0.01)
     return False

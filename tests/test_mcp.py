@@ -127,12 +127,16 @@ def live(address: str, **deadlines: float) -> LiveEnv:
 
 
 def children() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)
+    """The servers that are running; not the processes of other tests."""
+    return [child for child in psutil.Process().children(recursive=True) if "odd.py" in " ".join(child.cmdline())]
 
 
 async def gone(pid: int) -> bool:
     for _ in range(500):
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
             return True
         await asyncio.sleep(0.01)
     return False

@@ -23,12 +23,14 @@ async def play(
     options: Mapping[str, Any],
     player: ScriptedPlayer | None,
     max_turns: int,
+    python: str | None = None,
+    requires: Sequence[str] = (),
 ) -> None:
     """Play one episode of the environment `name`, and show all that the model would be shown.
 
     Without a `player` the actions are read from the terminal, one a line, until the episode or the input ends.
     """
-    envs = EnvHost({name: env_factory(name)}, Deadlines())
+    envs = EnvHost({name: env_factory(name, python=python, requires=requires)}, Deadlines())
     env = envs.take(name)
     try:
         await _episode(env, console, seed=seed, options=options, player=player, max_turns=max_turns)

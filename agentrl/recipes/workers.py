@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,6 +18,7 @@ from agentrl.rollout.composite import Composite
 from agentrl.rollout.env_host import EnvHost, Isolation
 from agentrl.rollout.env_process import ProcessEnv
 from agentrl.rollout.episode import EnginePolicy, Player, Sampling
+from agentrl.rollout.interpreter import find_interpreter
 from agentrl.rollout.renderer import TemplateRenderer
 from agentrl.rollout.router import Router
 from agentrl.rollout.scheduler import Rollouts
@@ -95,8 +96,8 @@ async def start_players(config: RunConfig, model: Path) -> AsyncIterator[Players
     renderer = TemplateRenderer.of_model(model)
     engines = cluster.engines(config.engine, model)
     async with (
+        env_host(config) as envs,  # first: what is wrong with them is said before a model is loaded
         Router(engines, update=config.rollout.weight_update) as engine,
-        env_host(config) as envs,
         config.reward.make(config.rollout.rules) as reward,
     ):
         policy = _policy(config, engine, renderer, config.rollout.sampling)
@@ -129,16 +130,28 @@ def make_trainer(config: RunConfig, model: Path, *, steps: int | None = None, **
 @asynccontextmanager
 async def env_host(config: RunConfig) -> AsyncIterator[EnvHost]:
     """The run's environments; closed at the end."""
-    name, isolation = config.env.name, config.env.isolation
-    host = EnvHost({name: env_factory(name, isolation)}, config.rollout.deadlines, isolation)
+    env = config.env
+    factory = env_factory(env.name, env.isolation, env.python, env.requires)
+    host = EnvHost({env.name: factory}, config.rollout.deadlines, env.isolation)
     try:
         yield host
     finally:
         await host.close()
 
 
-def env_factory(name: str, isolation: Isolation | None = None) -> Callable[[], Env]:
-    """What makes an environment of this name; one of processes, where `isolation` or the environment says so."""
+def env_factory(
+    name: str, isolation: Isolation | None = None, python: str | None = None, requires: Sequence[str] = ()
+) -> Callable[[], Env]:
+    """What makes an environment of this name; one of processes, where `isolation` or the environment says so, or where
+    it has an interpreter of its own (`python`, `requires`).
+
+    Raises:
+        ConfigError: there is no such environment or interpreter.
+    """
+    if python is not None or requires:
+        found = find_interpreter(python, requires)
+        ProcessEnv(name, found).check()
+        return partial(ProcessEnv, name, found)
     factory = plugins.load("envs", name)
     if (isolation or getattr(factory, "isolation", "thread")) == "process":
         return partial(ProcessEnv, name)

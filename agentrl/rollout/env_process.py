@@ -9,7 +9,8 @@ The worker's current folder is an empty one of its own, removed with it; what it
 and its last lines stand in the errors. It leads a process group of its own, and the group dies with the driver.
 
 Workers are forked from one process, the nursery, which has imported agentrl and no environment: a start takes
-milliseconds, and a worker has only the memory that its environment adds.
+milliseconds, and a worker has only the memory that its environment adds. Each interpreter
+(`agentrl/rollout/interpreter.py`) has a nursery of its own.
 """
 
 import asyncio
@@ -39,6 +40,7 @@ from typing import Any, NoReturn, cast
 from agentrl import plugins
 from agentrl.errors import ConfigError, EnvError
 from agentrl.protocols import Env, ResetResult, ScriptedPlayer, StepResult
+from agentrl.rollout.interpreter import agentrl_alone, environment
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +49,13 @@ LARGEST_ANSWER = 64 << 20
 _OUTPUT_KEPT = 1 << 20
 """Bytes of output after which, at the next reset, what was caught is thrown away."""
 
-_START = (
-    "import sys; sys.path[:] = {path!r}; from agentrl.rollout.env_process import run_nursery; run_nursery{arguments!r}"
-)
+_START = """
+import sys
+rest = sys.path[:] if {foreign!r} else []
+sys.path[:] = [*{path!r}, *rest]
+from agentrl.rollout.env_process import run_nursery
+run_nursery(*{arguments!r}, rest)
+"""
 
 
 def with_frame(error: BaseException) -> str:
@@ -64,7 +70,8 @@ def with_frame(error: BaseException) -> str:
 
 
 class ProcessEnv:
-    """The environment of an address (a registered name or `package.module:Name`) in a worker process.
+    """The environment of an address (a registered name or `package.module:Name`) in a worker process, which another
+    `python` than this one may run.
 
     The process starts with the first `reset` and serves until `close` or `kill`; after a crash or `close`, the next
     `reset` starts another. Calls block, so a `LiveEnv` makes them in a thread. `system_prompt` and `tools` are known
@@ -76,8 +83,9 @@ class ProcessEnv:
 
     isolation = "thread"
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, python: str | None = None) -> None:
         self.address = address
+        self.python = python
         self.system_prompt = ""
         self.tools: Sequence[Mapping[str, Any]] = ()
         self._worker: _Worker | None = None
@@ -85,16 +93,23 @@ class ProcessEnv:
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetResult:
         """Start an episode, and the process if none is running."""
-        if self._worker is None:
-            self._worker = _Worker(self.address)
-        if self._killed:  # while the process was starting
-            self.reap()
-            raise EnvError(f"{self.address}.reset: its process was killed")
-        self._worker.forget_old_output()
+        self._start("reset").forget_old_output()
         answer = self._ask("reset", seed=seed, options=dict(options))
         self.system_prompt, self.tools = str(answer["system_prompt"]), tuple(answer["tools"])
         result: ResetResult = _result(answer)
         return result
+
+    def check(self) -> None:
+        """Find the environment over there without making it, and end the process.
+
+        Raises:
+            ConfigError: there is no such environment.
+        """
+        try:
+            self._start("check")
+            self._ask("check")
+        finally:
+            self.reap()
 
     def step(self, action: str) -> StepResult:
         """Take the model's message."""
@@ -138,6 +153,14 @@ class ProcessEnv:
         """The worker's process id, where one is running."""
         return None if self._worker is None else self._worker.pid
 
+    def _start(self, call: str) -> "_Worker":
+        if self._worker is None:
+            self._worker = _Worker(self.address, self.python)
+        if self._killed:  # while the process was starting
+            self.reap()
+            raise EnvError(f"{self.address}.{call}: its process was killed")
+        return self._worker
+
     def _ask(self, call: str, **arguments: Any) -> dict[str, Any]:
         worker = self._worker
         if worker is None:
@@ -171,16 +194,19 @@ class _Nursery:
     and it reaps a worker only when it is told to: until then nobody else has the worker's process id.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, python: str | None) -> None:
         mine, theirs = socket.socketpair()
         lifeline, self._lifeline = os.pipe()
         arguments = (theirs.fileno(), lifeline)
+        self._python = python
+        code = _START.format(path=_path(python), foreign=python is not None, arguments=arguments)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _START.format(path=_absolute_path(), arguments=arguments)],
+                [python or sys.executable, "-P", "-c", code],
                 stdin=subprocess.DEVNULL,
                 pass_fds=arguments,
                 start_new_session=True,
+                env=environment(python) if python else None,
             )
         os.close(lifeline)
         self._socket = mine
@@ -194,9 +220,9 @@ class _Nursery:
             {
                 "address": address,
                 "scratch": str(folder),
-                "path": _absolute_path(),
+                "path": _path(self._python),
                 "home": str(Path.cwd()),
-                "environment": dict(os.environ),
+                "environment": environment(self._python) if self._python else dict(os.environ),
             },
             socket_fd,
             lifeline,
@@ -228,30 +254,31 @@ def _end_nursery(process: "subprocess.Popen[bytes]", calls: Connection, control:
     os.close(lifeline)
 
 
-_nurseries: dict[int, _Nursery] = {}
+_nurseries: dict[tuple[int, str | None], _Nursery] = {}
 _nurseries_lock = threading.Lock()
 
 
-def _nursery() -> _Nursery:
+def _nursery(python: str | None) -> _Nursery:
     """The one of this process (by its id, since this process may be a fork itself); another, where it has died."""
     with _nurseries_lock:
-        found = _nurseries.get(os.getpid())
+        key = (os.getpid(), python)
+        found = _nurseries.get(key)
         if found is None or found.is_dead:
-            found = _nurseries[os.getpid()] = _Nursery()
+            found = _nurseries[key] = _Nursery(python)
         return found
 
 
 class _Worker:
     """A running process, the driver's end of its socket, its scratch folder and its output."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, python: str | None) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="agentrl-env-"))
         scratch = self._folder / "scratch"
         scratch.mkdir()
         mine, theirs = socket.socketpair()
         reads, lifeline = os.pipe()
         self.connection = Connection(mine.detach())
-        nursery = _nursery()
+        nursery = _nursery(python)
         try:
             with theirs, (self._folder / "output").open("ab") as output:
                 self.pid = nursery.start(address, scratch, theirs.fileno(), reads, output.fileno())
@@ -315,15 +342,18 @@ def _how_it_ended(status: int) -> str:
     return f"ended with exit status {status}"
 
 
-def _absolute_path() -> list[str]:
-    """`sys.path` as it is meant here, for a process whose current folder is another."""
-    return [str(Path(entry).absolute()) for entry in sys.path]
+def _path(python: str | None) -> list[str]:
+    """What stands first in a worker's `sys.path`: all of it as it is meant here, whatever its current folder is; for
+    another interpreter, agentrl and, where it is on the path here, the current folder.
+    """
+    here = [str(Path(entry).absolute()) for entry in sys.path]
+    return [str(agentrl_alone()), *({str(Path.cwd())} & set(here))] if python else here
 
 
 # --- in the nursery ---
 
 
-def run_nursery(control: int, lifeline: int) -> None:
+def run_nursery(control: int, lifeline: int, rest_of_path: Sequence[str]) -> None:
     """Fork workers and reap them, as the driver says, until it is gone. In a worker: serve its environment."""
     os.set_inheritable(control, False)
     _die_with_the_driver(lifeline)
@@ -349,7 +379,7 @@ def run_nursery(control: int, lifeline: int) -> None:
             calls.send_bytes(str(answer).encode())
         calls.close()
         os.close(lifeline)
-    _become_a_worker(request, *fds)
+    _become_a_worker({**request, "path": [*request["path"], *rest_of_path]}, *fds)
 
 
 def _become_a_worker(request: Mapping[str, Any], fd: int, lifeline: int, output: int) -> None:
@@ -421,6 +451,8 @@ class _Hosted:
                 return None
             # The address may be a path from the driver's current folder; what it makes lives in the scratch folder.
             make = plugins.load("envs", self._address)
+            if call == "check":
+                return None
             os.chdir(self._scratch)
             self._env = make()
         env = self._env
@@ -433,7 +465,7 @@ class _Hosted:
         version, internal, gauss = arguments["state"]
         rng = random.Random()
         rng.setstate((version, tuple(internal), gauss))
-        return player(env, rng)
+        return player(getattr(env, "unwrapped", env), rng)
 
 
 async def _awaited(awaitable: Any) -> Any:
