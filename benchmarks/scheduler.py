@@ -96,7 +96,7 @@ def ours(workload: Workload, bound: int, rule: StalenessRuleName = "deadline_fir
         fates.trained / report.seconds,
         report.slot_utilisation if workload.slots < 1_000_000 else float("nan"),
         min(bound, report.largest_staleness),
-        1 - fates.trained / (fates.total - fates.cancelled) * (1 - masked),
+        1 - fates.trained / (fates.total - fates.open) * (1 - masked),
         report.metrics["bias/seconds"],
     )
 

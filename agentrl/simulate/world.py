@@ -124,7 +124,7 @@ class World:
     length_of: LengthOf | None = None
     ledger: Path | str = ":memory:"
     goes_on: bool = False
-    """Stop after the last step as if there were more to come: with groups in play, which count as cancelled."""
+    """Stop after the last step as if there were more to come: with groups in play, whose fate stays open."""
 
     def run(self) -> Report:
         """Simulate it to its end."""
