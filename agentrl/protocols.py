@@ -43,8 +43,8 @@ class Env(Protocol):
     - `isolation: "inline" | "thread" | "process"`: where it runs. Inline ones must answer in microseconds; a sync one
       that may block runs in a thread of its own, which is the default.
 
-    `info["success"]`, where given, says whether the episode reached its goal; `info["answer"]`, at its end, what message
-    would have, in a game of one (`check_env` tries it).
+    `info["success"]`, where given, says whether the episode reached its goal; `info["answer"]`, at its end, what
+    message would have, in a game of one (`check_env` tries it).
 
     Several agents may play in turns, in one environment. Its infos say so, and thus every door carries it:
 
@@ -69,7 +69,10 @@ class Env(Protocol):
 
 
 ScriptedPlayer = Callable[[Env, Random], str | Awaitable[str]]
-"""Looks at a live environment and says what it would do: the player of demonstrations."""
+"""Looks at a live environment and says what it would do: the player of demonstrations.
+
+It is given `env.unwrapped`, where there is such a thing: the environment without its wrappers.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +225,8 @@ class Reward(Protocol):
 
     A reward of any shape may be an async context manager, which the run enters and leaves. A plain function, sync or
     async, of a trajectory that returns a `Score` or a number is a reward too; its keyword-only parameters are its
-    settings. Several rewards at once are a weighted sum (`agentrl/rollout/composite.py`).
+    settings. Several rewards at once are a weighted sum (`agentrl/rollout/composite.py`). One that has a method
+    `metrics() -> Mapping[str, float]` is asked by it, after each step, what its work has cost since the last one.
     """
 
     async def score(self, trajectory: Trajectory) -> Score:
@@ -245,7 +249,7 @@ class Rule(Protocol):
 
     `judge` runs in a process that is killed at the deadline `rollout.rules.deadline`, and what it said of some content
     it is not asked again. It says `isolation = "inline"` where it always answers in microseconds; then it runs on the
-    event loop.
+    event loop. The modules that it names in `imports`, where it has that, are imported before a deadline begins.
     """
 
     def content(self, trajectory: Trajectory) -> Any:

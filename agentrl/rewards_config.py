@@ -79,6 +79,13 @@ def settings_of(name: str, factory: Any) -> type[Settings]:
     return create_model(own.__qualname__, __base__=own, **_PART)
 
 
+def made(factory: Any, settings: Mapping[str, Any]) -> Any:
+    """A reward from its class or function with validated settings of its own, which are of its own class and pickle."""
+    if not isinstance(factory, type):
+        return partial(factory, **settings) if settings else factory
+    return factory(factory.Config(**settings)) if hasattr(factory, "Config") else factory()
+
+
 def _of_function(name: str, function: Callable[..., Any]) -> type[Settings]:
     """The keyword-only parameters of a function as settings."""
     parameters = list(inspect.signature(function).parameters.values())
@@ -101,13 +108,9 @@ def _of_function(name: str, function: Callable[..., Any]) -> type[Settings]:
 
 def _part(component: Component) -> RewardPart:
     shared = {key: getattr(component.settings, key) for key in _PART}
-    factory = component.factory
-    if not isinstance(factory, type):
-        own = {key: value for key, value in component.settings if key not in _PART}
-        reward: Any = partial(factory, **own) if own else factory
-        shared["isolation"] = shared["isolation"] or getattr(factory, "isolation", None)
-    else:
-        reward = factory(component.settings) if hasattr(factory, "Config") else factory()
+    own = {key: value for key, value in component.settings if key not in _PART}
+    reward = made(component.factory, own)
+    shared["isolation"] = shared["isolation"] or getattr(component.factory, "isolation", None)
     if not (
         callable(reward) or hasattr(reward, "score") or hasattr(reward, "judge") or isinstance(reward, GroupReward)
     ):

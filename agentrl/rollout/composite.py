@@ -86,11 +86,21 @@ class Composite:
             raise RewardError(f"score_group returned {len(said)} scores for {len(trajectories)} trajectories")
         return [_as_score(score) for score in said]
 
+    def metrics(self) -> dict[str, float]:
+        """What the parts say of their own work since the last call, by the part's name: `scoring/judge/cost`."""
+        return {
+            f"scoring/{part.name}/{name}": float(value)
+            for part in self.parts
+            if hasattr(part.reward, "metrics")
+            for name, value in part.reward.metrics().items()
+        }
+
     def _call(self, part: RewardPart) -> Callable[[Any], Awaitable[Any]]:
         """How a part is asked: its function, made async by where it runs."""
         reward = part.reward
         if isinstance(reward, Rule):
             where: Isolation | None = getattr(reward, "isolation", None)
+            self._pool.imports += [type(reward).__module__, *getattr(reward, "imports", ())]
             return self._judge(reward, part.isolation or where or "process")
         function = reward.score_group if part in self.grouped else getattr(reward, "score", reward)
         isolation = part.isolation or getattr(reward, "isolation", "thread")

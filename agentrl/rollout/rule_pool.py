@@ -8,13 +8,14 @@ more memory than it may have gets a `MemoryError` in its rule.
 
 import asyncio
 import ctypes
+import importlib
 import multiprocessing
 import pickle
 import resource
 import signal
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from hashlib import blake2b
@@ -23,7 +24,7 @@ from typing import Any, Self
 from pebble import ProcessExpired, ProcessPool
 from pydantic import Field
 
-from agentrl.errors import RewardError
+from agentrl.errors import ConfigError, RewardError
 from agentrl.protocols import Settings
 
 
@@ -41,10 +42,14 @@ class RulePoolConfig(Settings):
 
 
 class RulePool:
-    """Runs pure functions in killable processes. An async context manager; leaving it ends the processes."""
+    """Runs pure functions in killable processes. An async context manager; leaving it ends the processes.
 
-    def __init__(self, config: RulePoolConfig | None = None) -> None:
+    A process imports the modules `imports` before its first deadline begins.
+    """
+
+    def __init__(self, config: RulePoolConfig | None = None, imports: Iterable[str] = ()) -> None:
         self._config = config or RulePoolConfig()
+        self.imports = list(imports)
         self._pool: ProcessPool | None = None
         self._known: OrderedDict[bytes, Any] = OrderedDict()
         self.hits = 0
@@ -59,11 +64,16 @@ class RulePool:
             pool.stop()  # type: ignore[no-untyped-call]  # pebble's own
             await asyncio.to_thread(pool.join)
 
+    def forget(self) -> None:
+        """Judge everything anew from now on."""
+        self._known.clear()
+
     async def run(self, function: Callable[[Any], Any], argument: Any, *, cached: bool = True) -> Any:
         """`function(argument)`, both of which pickle; from what is known, if it was asked before and is `cached`.
 
         Raises:
             RewardError: it raised, missed the deadline or took its process down; or something does not pickle.
+            ConfigError: it raised that.
         """
         name = getattr(function, "__qualname__", repr(function))
         try:
@@ -100,24 +110,26 @@ class RulePool:
             raise RewardError(
                 f"{name} wanted more than {self._config.memory_mb} MB (rollout.rules.memory_mb)"
             ) from error
-        except RewardError:
+        except (ConfigError, RewardError):
             raise
         except Exception as error:  # the rule's own
             raise RewardError(f"{name}: {type(error).__name__}: {error}") from error
 
     def _start(self) -> ProcessPool:
+        context = multiprocessing.get_context("forkserver")  # a fork of a driver with threads could hang
+        context.set_forkserver_preload(self.imports)  # where this starts the server, a process has them when it begins
         return ProcessPool(
             max_workers=self._config.workers,
             initializer=_prepare,
-            initargs=[self._config.memory_mb << 20, list(sys.path)],
-            context=multiprocessing.get_context("forkserver"),  # a fork of a driver with threads could hang
+            initargs=[self._config.memory_mb << 20, list(sys.path), self.imports],
+            context=context,
         )
 
 
 _PR_SET_PDEATHSIG = 1
 
 
-def _prepare(memory: int, path: list[str]) -> None:
+def _prepare(memory: int, path: list[str], imports: list[str]) -> None:
     """Once in each process: it ends with the fork server, which ends with the driver, and keeps its bounds."""
     sys.path[:] = path
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver, not the terminal, ends the processes
@@ -125,6 +137,9 @@ def _prepare(memory: int, path: list[str]) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for module in imports:
+        with suppress(ImportError):  # whoever needs it says so
+            importlib.import_module(module)
 
 
 def _call(call: bytes) -> Any:

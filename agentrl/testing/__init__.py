@@ -3,5 +3,6 @@
 from agentrl.testing.engines import ScriptedEngine
 from agentrl.testing.envs import check_env
 from agentrl.testing.judge_server import JudgeServer
+from agentrl.testing.rewards import check_reward
 
-__all__ = ["JudgeServer", "ScriptedEngine", "check_env"]
+__all__ = ["JudgeServer", "ScriptedEngine", "check_env", "check_reward"]

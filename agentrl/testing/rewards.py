@@ -1,0 +1,137 @@
+"""`check_reward`: the contract of a reward as a test, and trajectories to try one on."""
+
+import asyncio
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+from agentrl.errors import ConformanceError, RewardError
+from agentrl.flow import Flow, deadline
+from agentrl.protocols import Rule
+from agentrl.rollout.composite import Composite, RewardPart
+from agentrl.rollout.rule_pool import RulePool, RulePoolConfig
+from agentrl.trajectory import Completion, Failed, Message, Score, Task, Terminated, Trajectory, Turn
+
+
+def trajectory(
+    said: str | Sequence[str],
+    *,
+    observations: Sequence[str] = (),
+    rewards: Sequence[float] = (),
+    options: Mapping[str, Any] | None = None,
+    id: str = "task/0/0",  # noqa: A002  as the field is called
+) -> Trajectory:
+    """An episode in which the model said this, a message a turn, with the environment's answers and rewards (0).
+
+    The messages are tokenised byte by byte; the first observation is empty. With `observations`, they come as a tool's.
+    """
+    texts = [said] if isinstance(said, str) else list(said)
+    messages, turns = [Message("user", "")], []
+    for text, seen, reward in zip_longest(texts, observations[: len(texts)], rewards[: len(texts)]):
+        tokens = tuple(text.encode())
+        turns.append(
+            Turn((0,), Completion(tokens, (-1.0,) * len(tokens), (0,) * len(tokens), "stop"), reward or 0.0, {})
+        )
+        messages += [Message("assistant", text), *([Message("tool", seen)] if seen is not None else [])]
+    return Trajectory(
+        id, Task("test", 0, options or {}, id.partition("/")[0]), tuple(turns), Terminated(), tuple(messages)
+    )
+
+
+def check_reward(
+    make_reward: Callable[[], Any],
+    trajectories: Sequence[Trajectory],
+    *,
+    pure: bool | None = None,
+    seconds: float = 10.0,
+) -> None:
+    """Ask a reward about trajectories and hold it against the contract.
+
+    `make_reward` is what makes it: a class without settings, or a function without arguments that returns it (for a
+    plain function `f`: `lambda: f`). It is entered and left, and asked about every trajectory one by one, again, and
+    about all at once. `pure` says that the same trajectory always gets the same score; a `Rule` always has to.
+    `seconds` is the deadline of one question. A reward may fail, by `RewardError` or `Score.failed`; it must not
+    answer with NaN, an infinity, a failed score that has a value, or another exception.
+
+    Raises:
+        ConformanceError: lists everything found, each with what to write instead.
+    """
+    if not trajectories:
+        raise ConformanceError(
+            "check_reward needs one trajectory at least; agentrl.testing.rewards.trajectory makes one"
+        )
+    findings = asyncio.run(_findings(make_reward, list(trajectories), pure, seconds))
+    if findings:
+        listed = "\n".join(f"  {number}. {text}" for number, text in enumerate(dict.fromkeys(findings), 1))
+        raise ConformanceError(f"the reward breaks the contract:\n{listed}")
+
+
+async def _findings(
+    make_reward: Callable[[], Any], played: list[Trajectory], pure: bool | None, seconds: float
+) -> list[str]:
+    reward = make_reward()
+    part = RewardPart(reward, "reward")
+    kept = copy.deepcopy(played)
+    composite = Composite([part], RulePool(RulePoolConfig(deadline=seconds, workers=1, cache=0)))
+    asker = _Asker(composite, part, seconds)
+    async with composite:
+        groups = [played] if composite.grouped else [[one] for one in played]
+        alone = [await asker.ask(group) for group in groups]
+        again = [await asker.ask(group) for group in groups]
+        async with Flow("check_reward") as flow:
+            tasks = [flow.start(asker.ask(group), name=str(number)) for number, group in enumerate(groups)]
+        together = [task.result() for task in tasks]
+    if played != kept:
+        asker.findings.append("[pure] it changed a trajectory; make a new value instead")
+    if pure or (pure is None and isinstance(reward, Rule)):
+        asker.hold("pure", alone, again, "asked twice about the same trajectory it said {0} and then {1}")
+        asker.hold("concurrent", alone, together, "asked about several at once it said {1}, and one by one {0}")
+    return asker.findings
+
+
+class _Asker:
+    """Asks, and notes what is not as it should be."""
+
+    def __init__(self, composite: Composite, part: RewardPart, seconds: float) -> None:
+        self._composite = composite
+        self._part = part
+        self._seconds = seconds
+        self.findings: list[str] = []
+
+    async def ask(self, trajectories: Sequence[Trajectory]) -> list[Score] | str:
+        """The scores, or why there are none."""
+        try:
+            with deadline("reward", "reward", self._seconds):
+                scores = await self._composite.ask(self._part, trajectories)
+        except RewardError as error:
+            if "the reward returned" in str(error) or "score_group returned" in str(error):
+                self.findings.append(f"[value] {error}")
+            return f"RewardError: {error}"
+        except Exception as error:  # whatever the reward raises is a finding
+            self.findings.append(
+                f"[failure] {trajectories[0].id}: it raised {type(error).__name__}: {error}; raise RewardError(why) "
+                "for what cannot be scored"
+            )
+            return type(error).__name__
+        for score in scores:
+            if isinstance(score.status, Failed) and not math.isnan(score.value):
+                self.findings.append(
+                    f"[failure] {trajectories[0].id}: a failed score has the value {score.value:g}; "
+                    "write Score.failed(why)"
+                )
+        return scores
+
+    def hold(self, check: str, first: Sequence[object], second: Sequence[object], text: str) -> None:
+        """Both rounds have to be equal; failed scores hold NaN, so by how they are written."""
+        for one, other in zip(first, second, strict=True):
+            if repr(one) != repr(other):
+                self.findings.append(f"[{check}] " + text.format(_short(one), _short(other)))
+                return
+
+
+def _short(said: object) -> str:
+    if isinstance(said, list):
+        return ", ".join(f"{score.value:g} {dict(score.parts) or ''}".strip() for score in said)
+    return str(said)

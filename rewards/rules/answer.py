@@ -1,0 +1,91 @@
+"""`AnswerRule`: what the rules share that hold the model's last message against a right answer."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from pydantic import Field
+
+from agentrl.errors import ConfigError
+from agentrl.protocols import Settings
+from agentrl.trajectory import Score, Trajectory
+
+LONGEST = 20_000
+"""Characters of a message that are looked at: its last ones, where answers stand."""
+
+
+class AnswerSettings(Settings):
+    """Where the answer and the right answer are."""
+
+    gold: str = "answer"
+    """The task's option that holds the right answer, or a list of them."""
+    tag: str | None = Field(None, min_length=1)
+    """The answer is what stands in the last `<tag>...</tag>`; by default the whole last message."""
+
+
+class AnswerRule(ABC):
+    """A rule on (the answer, the right ones); write `right`. An answer that is missing is wrong."""
+
+    isolation: Literal["inline", "process"] = "inline"
+
+    class Config(AnswerSettings):
+        """Where the answers are."""
+
+    def __init__(self, config: AnswerSettings) -> None:
+        self._where = config
+
+    def content(self, trajectory: Trajectory) -> tuple[str | None, tuple[Any, ...]]:
+        """The answer, and the right ones.
+
+        Raises:
+            ConfigError: the task has no right answer.
+        """
+        return answer_of(trajectory, self._where.tag), gold_of(trajectory, self._where.gold)
+
+    def judge(self, content: tuple[str | None, Sequence[Any]]) -> Score | float:
+        """1 where the answer is one of the right ones, else 0."""
+        answer, golds = content
+        return 0.0 if answer is None else float(any(self.right(answer, gold) for gold in golds))
+
+    @abstractmethod
+    def right(self, answer: str, gold: Any) -> bool:
+        """Whether this is the right answer."""
+
+
+def answer_of(trajectory: Trajectory, tag: str | None = None) -> str | None:
+    """The end of the model's last message, or what stands in its last `<tag>`; None where there is none."""
+    said = (message.content for message in reversed(trajectory.messages) if message.role == "assistant")
+    text = next(said, "").strip()[-LONGEST:]
+    if tag is None:
+        return text or None
+    end = text.rfind(f"</{tag}>")
+    start = text.rfind(f"<{tag}>", 0, max(end, 0))
+    return text[start + len(tag) + 2 : end].strip() if start >= 0 else None
+
+
+def gold_of(trajectory: Trajectory, key: str) -> tuple[Any, ...]:
+    """The right answers of a task.
+
+    Raises:
+        ConfigError: it has none under this option.
+    """
+    options = trajectory.task.options
+    if key not in options:
+        raise ConfigError(
+            f"task {trajectory.task.id!r} has no option {key!r} with its right answer; it has "
+            f"{', '.join(map(repr, options)) or 'no options'}. Write gold: OPTION, or give tasks the option"
+        )
+    gold = options[key]
+    return tuple(gold) if isinstance(gold, list | tuple) else (gold,)
+
+
+def checked(option: str, gold: Any, read: Callable[[Any], Any]) -> Any:
+    """`read(gold)`, of a right answer that has to be of some form.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    try:
+        return read(gold)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"the task's option {option!r} is {gold!r:.80}: {error}") from error

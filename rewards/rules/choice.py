@@ -1,0 +1,53 @@
+"""The answer to a multiple-choice question."""
+
+import re
+from typing import Any
+
+from pydantic import Field
+
+from agentrl.rewards.rules.answer import AnswerRule, AnswerSettings, checked
+
+
+class Choice(AnswerRule):
+    """1 where the choice that the answer names is the right one.
+
+    Read in this order: the last "answer is (C)", "answer: C" or "option C"; the last "(C)" or "\\boxed{C}"; the last
+    line that is a letter or begins with "C." or "C)".
+    """
+
+    class Config(AnswerSettings):
+        """The letters."""
+
+        choices: str = Field("ABCDE", pattern=r"^[A-Z]+$")
+        """Letters that are choices."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._config = config
+        letter = rf"[{config.choices}]"
+        self._patterns = [
+            re.compile(rf"(?:(?i:answer)(?: is:?|:)|(?i:option|choice))[ *]{{1,4}}\(?({letter})\b"),
+            re.compile(rf"\(({letter})\)|\\boxed\{{({letter})\}}"),
+            re.compile(rf"(?m)^[ *]{{0,4}}({letter})(?:[.):]|[ *]{{0,4}}$)"),
+        ]
+
+    def right(self, answer: str, gold: Any) -> bool:
+        """Whether this letter (or the number of a choice, from 0) is named."""
+        return bool(self.chosen(answer) == checked(self._config.gold, gold, self._letter))
+
+    def chosen(self, answer: str) -> str | None:
+        """The letter that an answer names; None where it names none."""
+        for pattern in self._patterns:
+            found = pattern.findall(answer)
+            if found:
+                last = found[-1]
+                return last if isinstance(last, str) else "".join(last)
+        return None
+
+    def _letter(self, gold: Any) -> str:
+        if isinstance(gold, int) and not isinstance(gold, bool) and 0 <= gold < len(self._config.choices):
+            return self._config.choices[gold]
+        letter = str(gold).strip("() .").upper()
+        if letter not in tuple(self._config.choices):
+            raise ValueError(f"the rule `choice` needs one of the letters {self._config.choices}, or its number")
+        return letter

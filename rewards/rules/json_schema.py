@@ -1,0 +1,82 @@
+"""The answer is JSON that fits a schema."""
+
+import json
+from typing import Any, Self
+
+from pydantic import model_validator
+
+from agentrl.errors import ConfigError
+from agentrl.rewards.rules.answer import AnswerRule, AnswerSettings, answer_of, gold_of
+from agentrl.trajectory import Trajectory
+
+
+class JsonSchema(AnswerRule):
+    """1 where the answer, or the last ```json block in it, is JSON of the schema. Schemas hold patterns, so a process.
+
+    Needs the package jsonschema (`pip install "agentrl[rewards]"`).
+    """
+
+    isolation = "process"
+    imports = ("jsonschema",)
+
+    class Config(AnswerSettings):
+        """The schema."""
+
+        gold: str = "schema"
+        """The task's option that holds the schema, where `json_schema` is not given."""
+        json_schema: dict[str, Any] | None = None
+        """A JSON schema (draft 2020-12) for all tasks."""
+
+        @model_validator(mode="after")
+        def _is_a_schema(self) -> Self:
+            if self.json_schema is not None:
+                _check(self.json_schema)
+            return self
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._config = config
+
+    def content(self, trajectory: Trajectory) -> tuple[str | None, tuple[Any, ...]]:
+        """The answer, and the schema.
+
+        Raises:
+            ConfigError: the task has no schema, or what it has is none.
+        """
+        shared = self._config.json_schema
+        schemas = gold_of(trajectory, self._config.gold) if shared is None else (shared,)
+        for schema in schemas:
+            try:
+                _check(schema)
+            except ValueError as error:
+                raise ConfigError(f"task {trajectory.task.id!r}, option {self._config.gold!r}: {error}") from error
+        return answer_of(trajectory, self._config.tag), schemas
+
+    def right(self, answer: str, gold: Any) -> bool:
+        """Whether the answer is JSON of this schema."""
+        from jsonschema import Draft202012Validator
+
+        try:
+            said = json.loads(_block(answer), parse_constant=_no_constant)
+        except (ValueError, RecursionError):
+            return False
+        return bool(Draft202012Validator(gold).is_valid(said))
+
+
+def _block(answer: str) -> str:
+    """What stands in the last ```json block, or all of it."""
+    _, opened, rest = answer.rpartition("```json")
+    return rest.partition("```")[0] if opened else answer
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _check(schema: Any) -> None:
+    from jsonschema import Draft202012Validator, SchemaError
+
+    try:
+        Draft202012Validator.check_schema(schema)
+    except SchemaError as error:
+        raise ValueError(f"not a JSON schema: {error.message}") from error
