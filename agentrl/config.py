@@ -11,15 +11,17 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 import yaml
-from pydantic import BaseModel, Field, InstanceOf, PlainSerializer, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, InstanceOf, PlainSerializer, ValidationError, model_validator
 
 from agentrl import plugins
 from agentrl.errors import ConfigError
 from agentrl.plugins import Component, NoSettings
 from agentrl.protocols import Settings
 from agentrl.rewards_config import RewardsConfig, name_of, settings_of
+from agentrl.rollout.agents import AgentRoute, Frozen
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.env_host import Isolation
+from agentrl.rollout.wrappers import wrapper
 from agentrl.simulate.world import SimulationConfig
 
 COMPONENTS = {
@@ -36,6 +38,16 @@ ComponentField = Annotated[InstanceOf[Component], PlainSerializer(Component.dump
 RewardsField = Annotated[InstanceOf[RewardsConfig], PlainSerializer(RewardsConfig.dump)]
 
 
+def _wrapper(raw: Any) -> Component:
+    try:
+        return wrapper(raw)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+
+
+WrapperField = Annotated[ComponentField, BeforeValidator(_wrapper)]
+
+
 class EnvConfig(Settings):
     """Which environment to train on."""
 
@@ -45,6 +57,11 @@ class EnvConfig(Settings):
     """Passed to every `reset`."""
     isolation: Isolation | None = None
     """Where it runs: `inline` (on the event loop), `thread` or `process`; by default what the environment says."""
+    wrappers: tuple[WrapperField, ...] = ()
+    """Environments around it, each around those before: `time_limit`, `action_format`, or your own."""
+    agents: dict[str, AgentRoute] = Field(default_factory=dict)
+    """Who plays which of its agents, where it has several: `policy`, `frozen` or `scripted`
+    (`agentrl/rollout/agents.py`); by default the policy plays all."""
     python: str | None = None
     """The Python that runs it, each episode in a process: a path, or a name on the PATH; by default this one."""
     requires: tuple[str, ...] = ()
@@ -134,6 +151,16 @@ class RunConfig(Settings):
     trackers: tuple[str, ...] = ("tensorboard",)
     """Where metrics go besides `metrics.jsonl`: tensorboard, wandb, mlflow, or your own."""
 
+    @model_validator(mode="after")
+    def _a_resumed_run_meets_the_same_opponents(self) -> Self:
+        for agent, route in self.env.agents.items():
+            if isinstance(route, Frozen) and route.refresh and self.checkpoint.every % route.refresh:
+                raise ValueError(
+                    f"env.agents.{agent}.refresh ({route.refresh}) must divide checkpoint.every "
+                    f"({self.checkpoint.every}), or a resumed run would meet another opponent than one that went on"
+                )
+        return self
+
     def to_yaml(self) -> str:
         """The resolved config, which `agentrl train` reads back to the same run."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
@@ -145,6 +172,13 @@ _DEFAULT_NAMES = {
     "algorithm": "grpo",
     "cluster": "local",
 }
+
+
+def _is_named(path: tuple[str, ...]) -> bool:
+    """Whether a name alone stands for the section at `path`."""
+    if len(path) == 1:
+        return path[0] in _NAMED
+    return path == ("rollout", "context") or path[:-1] == ("env", "agents") or _is_part(path)
 
 
 @dataclass(slots=True)
@@ -159,7 +193,7 @@ class _Source:
             self._forget("reward", keep_one=isinstance(value, str))
         if path == ("reward",) and isinstance(value, list) and value:
             value = {str(number): part for number, part in enumerate(value)}
-        if isinstance(value, str) and ((path[0] in _NAMED and len(path) == 1) or _is_part(path)):
+        if isinstance(value, str) and _is_named(tuple(path)):
             path = (*path, "name")
         if isinstance(value, dict) and value:
             for key, inner in value.items():
@@ -358,7 +392,7 @@ def _explain(
         else:
             given = "" if problem["type"] == "missing" else f", got {problem['input']!r:.80}"
             line = f"{path}: {problem['msg']}{given}{where}"
-        yield line, (*prefix, *keys)[0]
+        yield line, next(iter((*prefix, *keys)), "")
 
 
 def _fields(model: type[BaseModel], keys: Sequence[str]) -> list[str]:

@@ -28,7 +28,18 @@ from typing import Any
 from agentrl.errors import PluginError
 from agentrl.protocols import Env, Settings
 
-GROUPS = ("envs", "env_schemes", "rewards", "engines", "trainers", "algorithms", "recipes", "clusters", "trackers")
+GROUPS = (
+    "envs",
+    "env_schemes",
+    "env_wrappers",
+    "rewards",
+    "engines",
+    "trainers",
+    "algorithms",
+    "recipes",
+    "clusters",
+    "trackers",
+)
 _FOLDERS = ("envs", "rewards", "trainers")
 
 

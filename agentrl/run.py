@@ -31,6 +31,7 @@ from agentrl.observe.metrics import MetricsFile, rollout_metrics
 from agentrl.observe.progress import ProgressDisplay
 from agentrl.observe.trajectories import write_trajectories
 from agentrl.protocols import Tracker, Trainer
+from agentrl.rollout.agents import Frozen
 from agentrl.rollout.ledger import Ledger
 from agentrl.tiny_model import SIZES
 from agentrl.trajectory import Group
@@ -62,6 +63,12 @@ class Run:
                 f"model.name: {name!r} is no folder of a Hugging Face model (no config.json in it), and no size that "
                 f"can be made from nothing ({', '.join(SIZES)})"
             )
+        for agent, route in self.config.env.agents.items():
+            if isinstance(route, Frozen) and route.model and not (route.model / "config.json").exists():
+                raise ConfigError(
+                    f"env.agents.{agent}.model: {str(route.model)!r} is no folder of a Hugging Face model (no "
+                    "config.json in it); a run's checkpoints are such folders"
+                )
         self.folder.mkdir(parents=True, exist_ok=True)
         self.checkpoints = Checkpoints(self.folder / "checkpoints", self.config.checkpoint.keep)
         self.ledger = Ledger(self.folder / "ledger.sqlite")

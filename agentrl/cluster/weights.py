@@ -14,10 +14,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WeightPublisher:
-    """Brings the engine to the trainer's weights; returns when it samples under the new version."""
+    """Brings the engine to the trainer's weights; returns when it samples under the new version.
+
+    Each of `followers` is an engine that takes up only the versions divisible by its number.
+    """
 
     engine: Engine
     deadline: float
+    followers: tuple[tuple[Engine, int], ...] = ()
 
     async def publish(self, trainer: Trainer, version: int) -> None:
         """Publish the trainer's weights as `version`.
@@ -26,8 +30,9 @@ class WeightPublisher:
             DeadlineError: an engine did not take them in time.
         """
         weights = await trainer.weights()
-        with deadline("engine", "update_weights", self.deadline):
-            await self.engine.update_weights(weights, version)
+        for engine in (self.engine, *(follower for follower, every in self.followers if version % every == 0)):
+            with deadline("engine", "update_weights", self.deadline):
+                await engine.update_weights(weights, version)
 
 
 def checksum(weights: Mapping[str, "Tensor"]) -> str:

@@ -2,8 +2,8 @@
 
 import json
 import shutil
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,15 +14,17 @@ from agentrl.cluster.weights import WeightPublisher
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.protocols import Curriculum, Engine, Env, Renderer, SamplingParams, TaskSource, Trainer
+from agentrl.rollout.agents import Frozen, Scripted
 from agentrl.rollout.composite import Composite
 from agentrl.rollout.env_host import EnvHost, Isolation
 from agentrl.rollout.env_process import ProcessEnv
-from agentrl.rollout.episode import EnginePolicy, Player, Sampling
+from agentrl.rollout.episode import EnginePolicy, Player, Role, Sampling, ScriptedPolicy
 from agentrl.rollout.interpreter import find_interpreter
 from agentrl.rollout.renderer import TemplateRenderer
 from agentrl.rollout.router import Router
 from agentrl.rollout.scheduler import Rollouts
 from agentrl.rollout.tasks import SeededTasks
+from agentrl.rollout.wrappers import address
 from agentrl.run import Run
 from agentrl.tiny_model import SIZES, create_tiny_model
 
@@ -35,6 +37,7 @@ class Players:
     engine: Router
     player: Player
     reward: Composite
+    frozen: Mapping[Frozen, Router]
 
     def at_temperature(self, temperature: float) -> Player:
         """The same player, sampling at another temperature."""
@@ -99,18 +102,28 @@ async def start_players(config: RunConfig, model: Path) -> AsyncIterator[Players
         env_host(config) as envs,  # first: what is wrong with them is said before a model is loaded
         Router(engines, update=config.rollout.weight_update) as engine,
         config.reward.make(config.rollout.rules) as reward,
+        _frozen_engines(config, model) as frozen,
     ):
         policy = _policy(config, engine, renderer, config.rollout.sampling)
-        player = Player(policy, renderer, envs, config.rollout.max_turns, config.rollout.deadlines.episode)
-        yield Players(config, engine, player, reward)
+        player = Player(
+            policy,
+            renderer,
+            envs,
+            config.rollout.max_turns,
+            config.rollout.deadlines.episode,
+            config.rollout.context,
+            _other_roles(config, model, renderer, frozen),
+        )
+        yield Players(config, engine, player, reward, frozen)
 
 
 @asynccontextmanager
 async def start_workers(config: RunConfig, model: Path) -> AsyncIterator[Workers]:
     """`start_players`, and a trainer that starts from the same model."""
     async with start_players(config, model) as players, make_trainer(config, model) as trainer:
-        publisher = WeightPublisher(players.engine, config.rollout.deadlines.update_weights)
-        yield Workers(config, players.engine, players.player, players.reward, trainer, publisher)
+        followers = tuple((engine, route.refresh) for route, engine in players.frozen.items() if route.refresh)
+        publisher = WeightPublisher(players.engine, config.rollout.deadlines.update_weights, followers)
+        yield Workers(config, players.engine, players.player, players.reward, players.frozen, trainer, publisher)
 
 
 def make_trainer(config: RunConfig, model: Path, *, steps: int | None = None, **settings: Any) -> Trainer:
@@ -131,7 +144,7 @@ def make_trainer(config: RunConfig, model: Path, *, steps: int | None = None, **
 async def env_host(config: RunConfig) -> AsyncIterator[EnvHost]:
     """The run's environments; closed at the end."""
     env = config.env
-    factory = env_factory(env.name, env.isolation, env.python, env.requires)
+    factory = env_factory(address(env.name, env.wrappers), env.isolation, env.python, env.requires)
     host = EnvHost({env.name: factory}, config.rollout.deadlines, env.isolation)
     try:
         yield host
@@ -187,6 +200,35 @@ async def opening_texts(config: RunConfig, episodes: int = 64) -> list[str]:
             texts += [env.system_prompt, observation, *(json.dumps(tool) for tool in env.tools)]
             await envs.give_back(config.env.name, env)
     return texts
+
+
+@asynccontextmanager
+async def _frozen_engines(config: RunConfig, model: Path) -> AsyncIterator[Mapping[Frozen, Router]]:
+    """An engine for each kind of frozen agent; agents of one kind share it."""
+    engines: dict[Frozen, Router] = {}
+    async with AsyncExitStack() as stack:
+        for route in config.env.agents.values():
+            if isinstance(route, Frozen) and route not in engines:
+                replicas = config.cluster.make().engines(config.engine, route.model or model)
+                router = Router(replicas, update=config.rollout.weight_update)
+                engines[route] = await stack.enter_async_context(router)
+        yield engines
+
+
+def _other_roles(
+    config: RunConfig, model: Path, renderer: TemplateRenderer, frozen: Mapping[Frozen, Router]
+) -> dict[str, Role]:
+    """How the agents are played that are not the policy's."""
+    roles = {}
+    for agent, route in config.env.agents.items():
+        if isinstance(route, Scripted):
+            policy = ScriptedPolicy(plugins.load("players", route.player), renderer)
+            roles[agent] = Role(policy, renderer, trained=False)
+        elif isinstance(route, Frozen):
+            own = renderer if route.model is None else TemplateRenderer.of_model(route.model)
+            served = _policy(config, frozen[route], own, config.rollout.sampling)
+            roles[agent] = Role(served, own, config.rollout.context, trained=False)
+    return roles
 
 
 def _policy(config: RunConfig, engine: Engine, renderer: Renderer, sampling: Sampling) -> EnginePolicy:

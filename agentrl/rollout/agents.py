@@ -13,9 +13,9 @@ import math
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from agentrl.errors import ConfigError, EnvError
 from agentrl.protocols import Settings
@@ -38,6 +38,12 @@ class Frozen(Settings):
     """The folder of a Hugging Face model (a checkpoint is one); by default the model that the run started with."""
     refresh: int = Field(0, ge=0)
     """Take up the trained weights at every version divisible by this number; 0 never does."""
+
+    @model_validator(mode="after")
+    def _trained_weights_fit_the_trained_model(self) -> Self:
+        if self.model is not None and self.refresh:
+            raise ValueError("refresh takes up the weights of the model that is trained: leave out model")
+        return self
 
 
 class Scripted(Settings):

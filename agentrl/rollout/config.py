@@ -7,6 +7,7 @@ from pydantic import Field
 from agentrl.errors import Layer
 from agentrl.flow import StalenessRuleName
 from agentrl.protocols import Settings
+from agentrl.rollout.context import FULL, Context
 from agentrl.rollout.env_host import Deadlines
 from agentrl.rollout.episode import Sampling
 from agentrl.rollout.rule_pool import RulePoolConfig
@@ -46,7 +47,10 @@ class RolloutConfig(Settings):
     """Episodes played beyond `group_size`: the first to finish make the group, the rest are cancelled. Hides slow and
     failing environments, and favours short episodes: watch the metric `bias/seconds`."""
     max_turns: int = Field(16, gt=0)
-    """Turns after which an episode is truncated."""
+    """Turns after which an episode is truncated, of all its agents together."""
+    context: Context = FULL
+    """What of its conversation the model is shown: `full`, `last_k`, `scratchpad` or `summary`
+    (`agentrl/rollout/context.py`)."""
     max_staleness: int = Field(0, ge=0)
     """How many versions older than the trained ones a token may be; 0 is synchronous training."""
     staleness_rule: StalenessRuleName = "deadline_first"

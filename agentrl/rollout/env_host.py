@@ -62,13 +62,13 @@ class Deadlines(Settings):
 
 
 class _Thread:
-    """Runs one call at a time on a daemon thread of its own."""
+    """Runs one call at a time on a daemon thread of its own, which starts with the first."""
 
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any] | None] | None] = (
             queue.SimpleQueue()
         )
-        threading.Thread(target=self._serve, name=name, daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
 
     def _serve(self) -> None:
         while (call := self._calls.get()) is not None:
@@ -88,13 +88,18 @@ class _Thread:
 
     async def run(self, work: Callable[[], Any]) -> Any:
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._calls.put((work, future))
+        self._put(work, future)
         return await future
 
     def stop_after(self, last: Callable[[], Any]) -> None:
         """Run `last` when the call that is going on now (if ever) returns, then end. Nobody waits for it."""
-        self._calls.put((last, None))
+        self._put(last, None)
         self._calls.put(None)
+
+    def _put(self, work: Callable[[], Any], future: asyncio.Future[Any] | None) -> None:
+        if self._thread.ident is None:
+            self._thread.start()
+        self._calls.put((work, future))
 
 
 def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
@@ -166,7 +171,7 @@ class LiveEnv:
         """What a scripted player would say here; it is called where the environment runs."""
         if isinstance(self.env, ProcessEnv):
             return str(await self._call("step", self.deadlines.step, partial(self.env.consult, player, rng)))
-        said = player(self.env, rng)
+        said = player(getattr(self.env, "unwrapped", self.env), rng)
         return await said if inspect.isawaitable(said) else said
 
     async def close(self) -> None:

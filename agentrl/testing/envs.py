@@ -23,13 +23,14 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from agentrl.errors import ConformanceError
+from agentrl.errors import ConformanceError, EnvError
 from agentrl.protocols import Env, ScriptedPlayer
+from agentrl.rollout.agents import ALONE, agents_in, earnings, next_agent, success_of, system_prompt_in
 from agentrl.rollout.tools import ToolCall
 
 INLINE_STEP = 0.05
@@ -112,6 +113,8 @@ class _Seen:
     truncated: bool = False
     success: object = None
     answer: object = _UNTOLD
+    agent: str = ""
+    rewards: tuple[tuple[str, float], ...] = ()
 
     @property
     def over(self) -> bool:
@@ -260,7 +263,13 @@ class _Check:
         return self.actions[turn] if turn < len(self.actions) else None
 
     def _said_by(self, argument: str, player: ScriptedPlayer, env: Env, rng: random.Random) -> str:
-        return str(self.worker.call(f"the player given as {argument}", lambda: player(env, rng)))
+        what = f"the player given as {argument}"
+        try:
+            return str(self.worker.call(what, lambda: player(getattr(env, "unwrapped", env), rng)))
+        except _Broken:
+            raise
+        except Exception as error:
+            raise _Broken(argument, f"{what} raised {type(error).__name__}: {error}") from error
 
     def _check_blocking(self) -> None:
         with _Subject(self) as subject:
@@ -398,20 +407,38 @@ class _Subject:
     def reset(self, seed: int) -> _Seen:
         self._turn = 0
         self._options = copy.deepcopy(self._check.options)
-        return _checked_reset(self._call("reset", lambda: self.env.reset(seed=seed, options=self._options)))
+        result = self._call("reset", lambda: self.env.reset(seed=seed, options=self._options))
+        seen, info = _checked_reset(result), result[1]
+        with _about_agents():
+            self._agents = agents_in(info)
+            self._actor = next_agent(info, self._agents)
+            for agent in self._agents:
+                system_prompt_in(info, agent, "")
+        return replace(seen, agent=self._actor)
 
     def step(self, action: str) -> _Seen:
         self._turn += 1
         started = time.perf_counter()
         result = self._call("step", lambda: self.env.step(action))
         self._check.step_seconds.append(time.perf_counter() - started)
-        seen = _checked_step(result)
+        seen = self._of_agents(_checked_step(result), result[4])
         low, high = getattr(self.env, "reward_range", (-math.inf, math.inf))
         if not low <= seen.reward <= high:
             self._check.note(
                 f"[reward] step returned the reward {seen.reward:g} outside of its reward_range, {low:g} to {high:g}"
             )
         return seen
+
+    def _of_agents(self, seen: _Seen, info: Mapping[str, Any]) -> _Seen:
+        """With what the info says of the one who acted, of what others earned, and of who is next."""
+        actor, rewards = self._actor, {}
+        with _about_agents():
+            if self._agents is not ALONE:
+                rewards = dict(earnings(info, actor, seen.reward, self._agents))
+            if not (seen.terminated or seen.truncated):
+                self._actor = next_agent(info, self._agents)
+        own = tuple(sorted(rewards.items()))
+        return replace(seen, success=success_of(info, actor), agent=self._actor, rewards=own)
 
     def close(self, when: str) -> None:
         for again in ("", ", a second time"):
@@ -462,10 +489,19 @@ class _Subject:
                 self._check.note(f"[global_rng] {phase} uses the global random or numpy.random. {_OWN_RNG}")
 
 
+@contextmanager
+def _about_agents() -> Iterator[None]:
+    """What an info says wrongly of its agents is a finding."""
+    try:
+        yield
+    except EnvError as error:
+        raise _Broken("agents", str(error)) from error
+
+
 def _difference(script: _Script, turn: int, seen: _Seen) -> str:
     where = "reset" if turn == 0 else f"turn {turn}, action {script.actions[turn - 1]!r:.40},"
     expected = script.seen[turn]
-    for name in ("observation", "reward", "terminated", "truncated", "success", "answer"):
+    for name in ("observation", "reward", "terminated", "truncated", "success", "answer", "agent", "rewards"):
         was, now = getattr(expected, name), getattr(seen, name)
         if was != now:
             return f"{where} gave {name} {was!r:.80} first and then {now!r:.80}"
@@ -509,7 +545,9 @@ def _check_info(phase: str, info: Any) -> None:
         raise _Broken(
             "shape", f"{phase} returned the info {info!r:.80}; return a dict with text keys, `{{}}` for nothing"
         )
-    if not isinstance(info.get("success", False), bool):
+    success = info.get("success", False)
+    by_agent = isinstance(success, Mapping) and all(isinstance(told, bool) for told in success.values())
+    if not isinstance(success, bool) and not by_agent:
         raise _Broken(
             "shape", f'{phase} returned info["success"]={info["success"]!r:.80}; write `bool(...)`, or leave it'
         )
