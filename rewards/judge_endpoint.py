@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, suppress
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from functools import cache
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -184,7 +185,7 @@ class JudgeEndpoint:
             RewardError: there was none within the budget, or the endpoint refuses the question.
             ConfigError: the endpoint refuses the key or the model.
         """
-        schema = verdict.model_json_schema()
+        schema = _schema_of(verdict)
         question = question_key(self._url, self._body(prompt.messages(schema, key="0"), schema))
         turn = self._asked_now.setdefault(question, asyncio.Lock())
         async with turn:
@@ -225,7 +226,7 @@ class JudgeEndpoint:
         """What the model answers now, asked under a new key."""
         clock = asyncio.get_running_loop()
         sent = clock.time()
-        schema = verdict.model_json_schema()
+        schema = _schema_of(verdict)
         body = self._body(prompt.messages(schema), schema)
         answer = _parse(_Answer, await self._request(client, "POST", "/chat/completions", body))
         usage, choice = answer.usage or _Usage(), answer.choices[0]
@@ -310,6 +311,11 @@ class JudgeEndpoint:
 
     def _without_key(self, text: str) -> str:
         return text.replace(self._key, "***") if self._key else text
+
+
+@cache  # making it takes longer than all else that is done for a verdict
+def _schema_of(verdict: type[BaseModel]) -> Mapping[str, Any]:
+    return verdict.model_json_schema()
 
 
 def _parse(model: type[V], answer: bytes | str) -> V:

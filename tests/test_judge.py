@@ -22,6 +22,7 @@ from agentrl.errors import ConfigError, RewardError
 from agentrl.rewards.judge import RubricJudge
 from agentrl.rewards.judge_pairwise import PairwiseJudge
 from agentrl.rewards.judge_ranking import meetings, strengths, win_shares
+from agentrl.rollout.composite import Composite, RewardPart
 from agentrl.testing.judge_server import MODEL, JudgeCall, JudgeServer, Reply
 from agentrl.trajectory import Message, Task, Terminated, Trajectory
 
@@ -104,6 +105,20 @@ def test_64_calls_of_a_second_finish_in_3_and_the_same_again_cost_nothing(tmp_pa
                 assert (metrics["cached"], metrics["answers"], metrics["cost"]) == (64, 0, 0)
                 assert resumed.metrics()["cached"] == 0
             assert len(server.calls) == 64
+
+    asyncio.run(main())
+
+
+def test_a_run_is_told_what_its_judges_cost_by_their_names(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with JudgeServer(lambda call: levels(7)) as server:
+            parts = [RewardPart(rubric(server, tmp_path, prompt_price=1e4), "style", 0.5), RewardPart(len, "length")]
+            async with Composite(parts) as reward:
+                (score,) = await reward.ask(parts[0], [trajectory("42")])
+                assert score.value == pytest.approx((3 * 0.7 + 1) / 4)
+                assert reward.metrics()["scoring/style/cost"] == 1.0
+                assert reward.metrics()["scoring/style/cost"] == 0.0
+                assert reward.metrics()["scoring/style/total_cost"] == 1.0
 
     asyncio.run(main())
 

@@ -163,13 +163,16 @@ class Rollouts:
         self._admit()
 
     def metrics(self) -> dict[str, float]:
-        """What the scheduler has done so far: places, time the trainer was blocked (in sum), bias, fates of groups."""
+        """What the scheduler has done so far: places, time the trainer was blocked (in sum), bias, fates of groups; and
+        what scoring has cost since the last call, where a reward says so.
+        """
         return {
             "live_episodes": float(self._places.taken),
             "live_episodes/limit": float(self._places.limit),
             "blocked_seconds": self._finished.snapshot().get_wait,
             "failed_tasks": float(self._failed_tasks),
             **self._bias.metrics(),
+            **self._groups.reward.metrics(),
         }
 
     def oldest_version(self, step: int) -> int:
