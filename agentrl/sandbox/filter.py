@@ -1,0 +1,138 @@
+"""Which system calls a program in a jail may make: a seccomp filter.
+
+All but those that need privileges, reach other processes or the network, or are new or seldom enough that only an
+attack would miss them. What is refused gets an errno, so Python says `PermissionError`. It runs inside of jails too,
+so it needs nothing but the standard library.
+"""
+
+import errno
+import os
+import struct
+
+# Numbers on (x86_64, aarch64); None where an architecture has no such call. From unistd_64.h and asm-generic/unistd.h.
+_Numbers = dict[str, tuple[int | None, int | None]]
+
+_REFUSED: _Numbers = {
+    # the machine
+    "init_module": (175, 105), "finit_module": (313, 273), "delete_module": (176, 106), "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294), "reboot": (169, 142), "swapon": (167, 224), "swapoff": (168, 225),
+    "quotactl": (179, 60), "quotactl_fd": (443, 443), "acct": (163, 89), "vhangup": (153, 58), "iopl": (172, None),
+    "ioperm": (173, None), "modify_ldt": (154, None), "personality": (135, 92), "syslog": (103, 116),
+    "settimeofday": (164, 170), "clock_settime": (227, 112), "adjtimex": (159, 171), "clock_adjtime": (305, 266),
+    "sethostname": (170, 161), "setdomainname": (171, 162),
+    # namespaces and mounts
+    "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "open_tree": (428, 428),
+    "move_mount": (429, 429), "fsopen": (430, 430), "fsconfig": (431, 431), "fsmount": (432, 432),
+    "fspick": (433, 433), "mount_setattr": (442, 442), "unshare": (272, 97), "setns": (308, 268),
+    "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "fanotify_init": (300, 262),
+    # the kernel's larger interfaces
+    "bpf": (321, 280), "userfaultfd": (323, 282), "perf_event_open": (298, 241), "seccomp": (317, 277),
+    "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
+    "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
+    # other processes
+    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
+    "process_madvise": (440, 440), "kcmp": (312, 272), "pidfd_getfd": (438, 438),
+    "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setaffinity": (203, 122),
+    "sched_setscheduler": (144, 119), "sched_setparam": (142, 118), "sched_setattr": (314, 274),
+    "migrate_pages": (256, 238), "move_pages": (279, 239), "mbind": (237, 235), "set_mempolicy": (238, 237),
+    # the network; a pair of connected sockets is a pipe, and allowed
+    "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201), "accept": (43, 202),
+    "accept4": (288, 242),
+    # what would outlive the run, or hold memory that no limit counts
+    "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "semget": (64, 190), "semop": (65, 193),
+    "semtimedop": (220, 192), "semctl": (66, 191), "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188),
+    "msgctl": (71, 187), "mq_open": (240, 180), "mq_unlink": (241, 181), "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+}  # fmt: skip
+
+_REFUSED_ALONE: _Numbers = {
+    # more processes, and those that there are
+    "fork": (57, None), "vfork": (58, None), "setsid": (112, 157), "setpgid": (109, 154), "tkill": (200, 130),
+    "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240), "pidfd_open": (434, 434),
+    "pidfd_send_signal": (424, 424),
+    # Landlock does not know about owners, modes and times of files
+    "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "chown": (92, None), "fchown": (93, 55),
+    "lchown": (94, None), "fchownat": (260, 54), "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7),
+    "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16), "utime": (132, None),
+    "utimes": (235, None), "utimensat": (280, 88), "futimesat": (261, None),
+}  # fmt: skip
+
+_NUMBERS: _Numbers = {
+    **_REFUSED, **_REFUSED_ALONE, "clone": (56, 220), "clone3": (435, 435), "socketpair": (53, 199), "kill": (62, 129),
+    "tgkill": (234, 131), "prlimit64": (302, 261), "fcntl": (72, 25), "ioctl": (16, 29), "prctl": (157, 167),
+}  # fmt: skip
+
+_LAST = 450
+"""The newest call that this list was made with; those that came later do not exist here."""
+_ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+_CLONE_NEW, _CLONE_THREAD, _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 0x7E020080, 0x10000, 1, 4
+_F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _FIOSETOWN, _SIOCSPGRP = 8, 10, 15, 0x8901, 0x8902
+
+# Classic BPF, of linux/filter.h and linux/seccomp.h: load a word, jump by it (so far if so, so far if not), return.
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
+_Code = list[tuple[int, int, int, int]]
+
+
+def _refuse(error: int) -> _Code:
+    return [(_RETURN, 0, 0, _ERRNO | error)]
+
+
+def _argument(index: int) -> _Code:
+    """Load the lower half of an argument; all that are looked at are ints."""
+    return [(_LOAD, 0, 0, 16 + 8 * index)]
+
+
+def _unless(test: int, values: tuple[int, ...], verdict: _Code) -> _Code:
+    """Go on where the loaded word passes the test with one of `values`, else `verdict`, which is one instruction."""
+    many = len(values)
+    return [*((test, many - at, 0, value) for at, value in enumerate(values)), *verdict]
+
+
+def _where(test: int, values: tuple[int, ...], verdict: _Code) -> _Code:
+    """`verdict`, which is one instruction, where the loaded word passes the test with one of `values`."""
+    return [step for value in values for step in ((test, 0, 1, value), *verdict)]
+
+
+def seccomp_filter(alone: int = 0) -> bytes:
+    """The filter as the kernel takes it.
+
+    `alone` is for where no namespace holds a process: its number. There is then this one process, with as many threads
+    as it likes, which can signal itself only.
+
+    Raises:
+        OSError: nobody has listed the calls of this machine's architecture.
+    """
+    machine = os.uname().machine
+    if machine not in _ARCHITECTURES:
+        raise OSError(errno.ENOSYS, f"there is no list of system calls for {machine}")
+    column, architecture = _ARCHITECTURES[machine]
+    no, allow = _refuse(errno.EPERM), [(_RETURN, 0, 0, _ALLOW)]
+    # A pair of stream sockets only: a datagram socket can send to a name.
+    about: dict[str, _Code] = {
+        "clone3": _refuse(errno.ENOSYS),  # its flags are behind a pointer; the C library then uses clone
+        "clone": [*_argument(0), *_where(_ANY_BIT, (_CLONE_NEW,), no)],
+        "prctl": [*_argument(0), *_where(_EQUAL, (_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE), no)],  # see and kill it
+        "socketpair": [
+            *_argument(0), *_unless(_EQUAL, (1,), no),
+            *_argument(1), *_unless(_EQUAL, (1, 0x80001, 0x801, 0x80801), no),
+        ],
+        "prlimit64": [*_argument(0), *_unless(_EQUAL, (0, alone), no)],  # the server has the same user
+    }  # fmt: skip
+    if alone:
+        about["clone"] = [*_argument(0), *_unless(_ANY_BIT, (_CLONE_THREAD,), no)]
+        about |= {name: [*_argument(0), *_unless(_EQUAL, (alone,), no)] for name in ("kill", "tgkill")}
+        about["fcntl"] = [*_argument(1), *_where(_EQUAL, (_F_SETOWN, _F_SETSIG, _F_SETOWN_EX), no)]
+        about["ioctl"] = [*_argument(1), *_where(_EQUAL, (_FIOSETOWN, _SIOCSPGRP), no)]
+    refused = _REFUSED | (_REFUSED_ALONE if alone else {})
+    about |= {name: _refuse(errno.EACCES if name == "socket" else errno.EPERM) for name in refused}
+    code: _Code = [
+        (_LOAD, 0, 0, 4), (_EQUAL, 1, 0, architecture), (_RETURN, 0, 0, _KILL),
+        (_LOAD, 0, 0, 0), (_AT_LEAST, 0, 1, _LAST + 1), *_refuse(errno.ENOSYS),
+    ]  # fmt: skip
+    for name, body in about.items():
+        number = _NUMBERS[name][column]
+        if number is not None:
+            code += [(_EQUAL, 0, len(body) + 1, number), *body, *allow]
+    code += allow
+    return b"".join(struct.pack("=HBBI", *step) for step in code)

@@ -1,0 +1,131 @@
+"""A jail, seen from the driver: a process that runs one program after the other."""
+
+import asyncio
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self
+
+import agentrl
+from agentrl.sandbox.order import HEADER, LARGEST_MESSAGE, Order
+from agentrl.sandbox.outcome import LimitHit, Outcome, Ran, SandboxLost
+from agentrl.sandbox.settings import SandboxConfig
+
+_START_SECONDS = 30.0
+_GRACE = 3.0
+"""Seconds after a run's wall limit within which its jail has to say so."""
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/ld.so.cache")
+_ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1",
+}  # fmt: skip
+"""All of it; the hash seed, so that a set has the same order in every run."""
+_START = (
+    "import sys; sys.path.insert(0, {source!r}); from agentrl.sandbox.server import main; del sys.path[0]; "
+    "main{arguments!r}"
+)
+
+
+class JailError(Exception):
+    """A jail did not start, or is lost."""
+
+
+class Jail:
+    """One process, which forks a child for every program. Made by `start`; after a `SandboxLost` it is `dead`."""
+
+    def __init__(self, backend: str, config: SandboxConfig) -> None:
+        self.dead = False
+        self._reader: asyncio.StreamReader
+        self._writer: asyncio.StreamWriter | None = None
+        ours, theirs = socket.socketpair()
+        self._socket = ours
+        self._scratch = tempfile.mkdtemp(prefix="agentrl-jail-")
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  closed by `kill`
+        python = os.path.realpath(sys.executable)
+        readable = (*_SYSTEM, sys.base_prefix, sys.base_exec_prefix, *config.paths)
+        arguments = (backend, readable, self._scratch, config.preload, config.paths)
+        code = _START.format(source=str(Path(agentrl.__file__).parent.parent), arguments=arguments)
+        self._process = subprocess.Popen(
+            [python, "-s", "-S", "-P", "-c", code],
+            stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=self._errors, env=_ENVIRONMENT, cwd="/",
+            start_new_session=True,
+        )  # fmt: skip
+        theirs.close()
+
+    @classmethod
+    async def start(cls, backend: str, config: SandboxConfig) -> Self:
+        """A jail that is ready.
+
+        Raises:
+            JailError: the machine has not what `backend` takes, and what it lacks.
+        """
+        jail = cls(backend, config)
+        try:
+            async with asyncio.timeout(_START_SECONDS):
+                jail._reader, jail._writer = await asyncio.open_connection(sock=jail._socket)
+                said = await jail._receive()
+        except (OSError, EOFError, TimeoutError) as error:
+            raise JailError(jail._last_words(error)) from error
+        except BaseException:
+            jail.kill()
+            raise
+        if "ready" not in said:
+            jail.kill()
+            raise JailError(str(said.get("error")))
+        os.rmdir(jail._scratch)
+        return jail
+
+    async def run(self, order: Order) -> Outcome:
+        """Run one program. Cancelling kills the jail, and with it all that the program has started."""
+        try:
+            async with asyncio.timeout(order.wall + _GRACE):
+                return await self._run(order)
+        except (OSError, EOFError, ValueError, TimeoutError) as error:
+            return SandboxLost(self._last_words(error))
+        except BaseException:
+            self.kill()
+            raise
+
+    async def _run(self, order: Order) -> Outcome:
+        assert self._writer is not None
+        self._writer.write(order.pack())
+        await self._writer.drain()
+        said = await self._receive()
+        wrote = {"stdout": said["stdout"], "stderr": said["stderr"], "seconds": said["seconds"]}
+        return LimitHit(said["hit"], **wrote) if said["hit"] else Ran(exit=said["exit"], **wrote)
+
+    async def _receive(self) -> Mapping[str, Any]:
+        (size,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
+        if size > LARGEST_MESSAGE:
+            raise ValueError(f"a message of {size} bytes")
+        said: dict[str, Any] = json.loads(await self._reader.readexactly(size))
+        return said
+
+    def _last_words(self, error: Exception) -> str:
+        """Kill the jail, and say why."""
+        self._errors.seek(0)
+        written = self._errors.read().decode(errors="replace").strip()
+        self.kill()
+        how = f"the jail's process ended with {self._process.returncode}; it wrote: {written[-2000:] or 'nothing'}"
+        return f"{type(error).__name__}: {error}; {how}"
+
+    def kill(self) -> None:
+        """Kill the jail with all that is in it, and remove what it left. May be called again."""
+        if self.dead:
+            return
+        self.dead = True
+        self._process.kill()
+        self._process.wait()
+        if self._writer is not None:
+            self._writer.close()
+        self._socket.close()
+        self._errors.close()
+        with suppress(OSError, RecursionError):
+            shutil.rmtree(self._scratch)

@@ -1,0 +1,135 @@
+"""The system calls of Linux that Python has no names for.
+
+It runs inside of jails too, so it needs nothing but the standard library.
+"""
+
+import ctypes
+import os
+import struct
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
+
+# clone(2), mount(2), mount_setattr(2), prctl(2), landlock(7)
+CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x2000000, 0x4000000, 0x8000000
+CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
+MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 8, 0x1000, 0x4000, 0x40000
+MNT_DETACH = 2
+MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV = 1, 2, 4
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 1, 4, 38
+_AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
+
+# The same numbers on x86_64 and aarch64.
+_NR_MOUNT_SETATTR, _NR_LANDLOCK_CREATE_RULESET, _NR_LANDLOCK_ADD_RULE, _NR_LANDLOCK_RESTRICT_SELF = 442, 444, 445, 446
+_NR = {"x86_64": {"pivot_root": 155, "capset": 126}, "aarch64": {"pivot_root": 41, "capset": 91}}
+
+
+def _checked(what: str, result: int) -> int:
+    if result < 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"{what}: {os.strerror(error)}")
+    return result
+
+
+def _syscall(what: str, number: int, *arguments: object) -> int:
+    return _checked(what, _libc.syscall(ctypes.c_long(number), *arguments))
+
+
+def unshare(spaces: int) -> None:
+    """Leave the namespaces of these kinds for new ones."""
+    _checked("unshare", _libc.unshare(ctypes.c_int(spaces)))
+
+
+def mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = "") -> None:
+    """mount(2)."""
+    arguments = (source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), data.encode())
+    _checked(f"mount {source} on {target}", _libc.mount(*arguments))
+
+
+def unmount(target: str) -> None:
+    """Detach what is mounted there."""
+    _checked(f"umount {target}", _libc.umount2(target.encode(), ctypes.c_int(MNT_DETACH)))
+
+
+def restrict_mounts(target: str, attributes: int) -> None:
+    """Set attributes of the mount at `target` and of all below it."""
+    attr = struct.pack("QQQQ", attributes, 0, 0, 0)
+    where = (ctypes.c_int(_AT_FDCWD), target.encode(), ctypes.c_uint(_AT_RECURSIVE))
+    _syscall(f"mount_setattr {target}", _NR_MOUNT_SETATTR, *where, attr, ctypes.c_size_t(len(attr)))
+
+
+def pivot_root(new: str) -> None:
+    """Make the mount at `new` the root, and forget the old one."""
+    os.chdir(new)
+    _syscall("pivot_root", _NR[os.uname().machine]["pivot_root"], b".", b".")
+    unmount(".")
+    os.chdir("/")
+
+
+def map_to_self(uid: int, gid: int) -> None:
+    """In a new user namespace: the one user and the one group there are who they were outside."""
+    prctl(PR_SET_DUMPABLE, 1)  # a process that changed its user does not own its files in /proc
+    with open("/proc/self/setgroups", "w") as file:
+        file.write("deny")
+    with open("/proc/self/uid_map", "w") as file:
+        file.write(f"{uid} {uid} 1")
+    with open("/proc/self/gid_map", "w") as file:
+        file.write(f"{gid} {gid} 1")
+
+
+def prctl(option: int, value: int) -> None:
+    """prctl(2) with one argument."""
+    _checked(f"prctl {option}", _libc.prctl(ctypes.c_int(option), *(ctypes.c_ulong(v) for v in (value, 0, 0, 0))))
+
+
+def drop_capabilities() -> None:
+    """Give up every capability, for good: with `PR_SET_NO_NEW_PRIVS`, no program that is started has more."""
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
+    header, none = struct.pack("Ii", 0x20080522, 0), struct.pack("IIIIII", *(0 for _ in range(6)))
+    _syscall("capset", _NR[os.uname().machine]["capset"], header, none)
+
+
+def install_filter(program: bytes) -> None:
+    """Filter the system calls of this thread, and of all that it starts, by a program of `agentrl.sandbox.filter`."""
+
+    class Program(ctypes.Structure):
+        _fields_ = (("len", ctypes.c_ushort), ("filter", ctypes.c_char_p))
+
+    at = Program(len(program) // 8, program)
+    mode = (ctypes.c_int(22), ctypes.c_ulong(2))  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+    _checked("seccomp", _libc.prctl(*mode, ctypes.byref(at), ctypes.c_ulong(0), ctypes.c_ulong(0)))
+
+
+def landlock_version() -> int:
+    """The version of Landlock's interface, 0 where the kernel has none."""
+    version = _libc.syscall(ctypes.c_long(_NR_LANDLOCK_CREATE_RULESET), None, ctypes.c_size_t(0), ctypes.c_uint(1))
+    return max(0, int(version))
+
+
+READ, WRITE = 0b1101, 0b10
+"""Of landlock(7): execute, read files and list folders; write to files that there are."""
+_ALL_RIGHTS = (1 << 15) - 1
+_MAKE_CHAR, _MAKE_DIR, _MAKE_SOCK, _MAKE_BLOCK = 1 << 6, 1 << 7, 1 << 9, 1 << 11
+OWN = _ALL_RIGHTS & ~(_MAKE_CHAR | _MAKE_DIR | _MAKE_SOCK | _MAKE_BLOCK)
+"""Of landlock(7): everything with files, but no folders, devices and sockets."""
+
+
+def landlock(rights: dict[str, int]) -> None:
+    """Close the file system to this thread and to all that it starts, but for `rights` at paths.
+
+    Needs version 3. From version 4 no TCP, from 6 no signals to those outside and no abstract sockets of theirs.
+    """
+    version = landlock_version()
+    files = _ALL_RIGHTS | (1 << 15 if version >= 5 else 0)  # ioctl on devices
+    attr = struct.pack("QQQ", files, 3 if version >= 4 else 0, 3 if version >= 6 else 0)[: 24 if version >= 6 else 16]
+    size = ctypes.c_size_t(len(attr) if version >= 4 else 8)
+    rules = _syscall("landlock_create_ruleset", _NR_LANDLOCK_CREATE_RULESET, attr, size, ctypes.c_uint(0))
+    for path, allowed in rights.items():
+        at = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        beneath = struct.pack("=Qi", allowed if os.path.isdir(path) else allowed & 0b111, at)
+        _syscall(
+            f"landlock {path}", _NR_LANDLOCK_ADD_RULE, ctypes.c_int(rules), ctypes.c_int(1), beneath, ctypes.c_uint(0)
+        )
+        os.close(at)
+    _syscall("landlock_restrict_self", _NR_LANDLOCK_RESTRICT_SELF, ctypes.c_int(rules), ctypes.c_uint(0))
+    os.close(rules)

@@ -1,0 +1,138 @@
+"""The sandbox: jails that are kept warm."""
+
+import asyncio
+import logging
+from typing import Self
+
+from agentrl.errors import ConfigError
+from agentrl.flow import Flow
+from agentrl.sandbox.jail import Jail, JailError
+from agentrl.sandbox.order import Order
+from agentrl.sandbox.outcome import Outcome, Ran, SandboxLost
+from agentrl.sandbox.settings import Limits, SandboxConfig
+
+logger = logging.getLogger(__name__)
+
+BACKENDS = ("namespaces", "landlock")
+"""What isolates, the strongest first (docs/sandbox.md)."""
+
+_BREAKOUTS = """
+import ctypes, os, socket
+
+def breaks_out(attempt):
+    try:
+        attempt()
+    except OSError:
+        return False
+    return True
+
+attempts = {
+    "write into the root": lambda: open("/agentrl-probe", "w"),
+    "write beside its own folder": lambda: open("/usr/agentrl-probe", "w"),
+    "open a socket": lambda: socket.socket(),
+    "read passwords": lambda: open("/etc/shadow"),
+    "list homes": lambda: os.listdir("/home"),
+    "see the first process": lambda: open("/proc/1/environ").read(),
+    "become root": lambda: os.setuid(0) if os.getuid() else ctypes.CDLL(None).capget and os.chroot("/"),
+}
+print(*[name for name, attempt in attempts.items() if breaks_out(attempt)], sep=", ", end="")
+"""
+
+
+class Sandbox:
+    """Runs Python programs that nobody has read.
+
+    Each run is a process of its own that was forked for it, in a fresh empty folder, and ends with all that it
+    started. An async context manager: entering chooses the strongest backend that this machine has, logs its name, and
+    tries whether it holds; leaving ends every run. It belongs to the event loop on which it was entered.
+
+        async with Sandbox(SandboxConfig()) as sandbox:
+            outcome = await sandbox.run("print(int(input()) ** 2)", stdin="12")  # Ran(stdout="144\\n", exit=0, ...)
+    """
+
+    def __init__(self, config: SandboxConfig) -> None:
+        self.config = config
+        self.backend = ""
+        """Name of what isolates; known after entering."""
+        self._idle: asyncio.LifoQueue[Jail | None] = asyncio.LifoQueue()
+        self._jails: set[Jail] = set()
+
+    async def __aenter__(self) -> Self:
+        """Choose the backend and start the jails.
+
+        Raises:
+            ConfigError: the machine cannot isolate, and `allow_unsafe` is not set; says what each backend lacks.
+        """
+        try:
+            first = await self._choose()
+            async with Flow("sandbox") as flow:
+                others = [flow.start(self._start(), name="jail") for _ in range(self.config.size - 1)]
+        except BaseException:
+            await self.__aexit__()
+            raise
+        for jail in (first, *(other.result() for other in others)):
+            self._idle.put_nowait(jail)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        """End every run and every jail."""
+        for jail in self._jails:
+            jail.kill()
+        self._jails.clear()
+
+    async def run(self, program: str, stdin: str = "", limits: Limits | None = None) -> Outcome:
+        """Run a program as a main module with this text on its stdin. It waits until a jail is free.
+
+        Cancelling kills the run. `limits` replace those of the config.
+        """
+        if not self.backend:
+            raise RuntimeError("the sandbox is not running: write `async with Sandbox(config) as sandbox`")
+        order = Order(program, stdin, **(limits or self.config.limits).model_dump())
+        jail = await self._idle.get()
+        try:
+            if jail is None or jail.dead:
+                jail = await self._start()
+            return await jail.run(order)
+        except JailError as error:
+            return SandboxLost(f"a new jail did not start: {error}")
+        finally:
+            if jail is not None and jail.dead:
+                self._jails.discard(jail)
+                jail = None  # who comes next starts a new one
+            self._idle.put_nowait(jail)
+
+    async def _start(self) -> Jail:
+        jail = await Jail.start(self.backend, self.config)
+        self._jails.add(jail)
+        return jail
+
+    async def _choose(self) -> Jail:
+        """The first jail, by the strongest backend that starts and holds."""
+        wanted = BACKENDS if self.config.backend == "auto" else (self.config.backend,)
+        if unknown := set(wanted) - set(BACKENDS):
+            raise ConfigError(f"there is no sandbox backend {unknown.pop()!r}; there are auto, {', '.join(BACKENDS)}")
+        lacks = []
+        for self.backend in wanted:
+            try:
+                jail = await self._start()
+            except JailError as error:
+                lacks.append(f"{self.backend}: {error}")
+                continue
+            await self._probe(jail)
+            weaker = f"; what is stronger does not work here: {'; '.join(lacks)}" if lacks else ""
+            logger.log(logging.WARNING if lacks else logging.INFO, "the sandbox isolates by %s%s", self.backend, weaker)
+            return jail
+        self.backend = "unsafe" if self.config.allow_unsafe else ""
+        if not self.backend:
+            raise ConfigError(
+                f"this machine cannot isolate programs ({'; '.join(lacks)}). Allow user namespaces or Landlock there "
+                "(docs/sandbox.md), or write allow_unsafe: true, and programs can do all that you can"
+            )
+        logger.warning("the sandbox does NOT isolate (allow_unsafe): %s", "; ".join(lacks))
+        return await self._start()
+
+    async def _probe(self, jail: Jail) -> None:
+        """Trust no kernel: try what must fail."""
+        outcome = await jail.run(Order(_BREAKOUTS, "", **Limits().model_dump()))
+        if not isinstance(outcome, Ran) or outcome.exit != 0 or outcome.stdout:
+            raise ConfigError(f"the sandbox backend {self.backend} does not hold on this machine: {outcome}")

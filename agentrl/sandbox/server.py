@@ -1,0 +1,290 @@
+"""The process that stays in a jail: it forks a child for each program, watches it, and says what came of it.
+
+`main` is what a bare interpreter calls (`agentrl.sandbox.jail`). In the server it never returns; in a child it leaves
+the stack, so that the program has all of it, and ends as any other interpreter ends. It needs nothing but the standard
+library.
+"""
+
+import atexit
+import builtins
+import gc
+import importlib
+import json
+import linecache
+import os
+import resource
+import select
+import signal
+import site
+import socket
+import sys
+import threading
+import time
+import traceback
+import types
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from agentrl.sandbox.order import HEADER, LARGEST_MESSAGE, Order, pack
+from agentrl.sandbox.walls import WALLS, Walls
+
+TICK = 0.02
+"""Seconds between two looks at what a run has used."""
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
+_OPEN_FILES = 256
+_READY = b"ready"
+
+
+def main(backend: str, readable: Sequence[str], scratch: str, preload: Sequence[str], paths: Sequence[str]) -> None:
+    """Serve runs on the socket that is file descriptor 0 until its other end is closed."""
+    # The default of SIGINT, unlike Python's handler, is one that the first process of a namespace never sees.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    walls = WALLS[backend](readable, scratch)
+    channel = socket.socket(fileno=0)
+    try:
+        walls.enter()
+        sys.path += paths
+        site.setquit()  # `exit` and `quit`, which programs expect
+        for name in preload:
+            importlib.import_module(name)
+    except Exception as error:
+        channel.sendall(pack({"error": f"{type(error).__name__}: {error}"}))
+        os._exit(1)
+    gc.collect()
+    gc.freeze()  # a collection in a child does not touch, and so copy, what is there by now
+    channel.sendall(pack({"ready": backend}))
+    _play(_serve(channel, walls))
+
+
+def _serve(channel: socket.socket, walls: Walls) -> str:
+    """Take orders for ever. Returns in children only, the program to play."""
+    while True:
+        order = _receive(channel)
+        folder = walls.begin(order)
+        (stdin, feed), (stdout, to_stdout), (stderr, to_stderr), (ready, say_ready) = (os.pipe() for _ in range(4))
+        child = os.fork()
+        if child == 0:
+            _become(order, walls, folder, (stdin, to_stdout, to_stderr, say_ready))
+            return order.program
+        for fd in (stdin, to_stdout, to_stderr, say_ready):
+            os.close(fd)
+        with open(ready, "rb") as said:
+            if (word := said.read()) != _READY:
+                sys.exit(f"a child could not be confined: {word.decode(errors='replace') or 'it died'}")
+        run = _Run(order, walls, folder, child, (channel.fileno(), feed, stdout, stderr))
+        report = run.to_its_end()
+        walls.end(folder)
+        channel.sendall(pack(report))
+
+
+def _receive(channel: socket.socket) -> Order:
+    (size,) = HEADER.unpack(_exactly(channel, HEADER.size))
+    if size > LARGEST_MESSAGE:
+        os._exit(1)
+    return Order(**json.loads(_exactly(channel, size)))
+
+
+def _exactly(channel: socket.socket, size: int) -> bytes:
+    parts = []
+    while size:
+        part = channel.recv(min(size, 1 << 20))
+        if not part:
+            os._exit(0)  # the driver is gone, or has no use for this jail any more
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+class _Run:
+    """One program from its fork to its end."""
+
+    def __init__(self, order: Order, walls: Walls, folder: str, child: int, fds: tuple[int, int, int, int]) -> None:
+        self.order, self.walls, self.folder, self.child = order, walls, folder, child
+        self.channel, self.stdin, self.stdout, self.stderr = fds
+        self.exit: int | None = None
+        self.hit = ""
+        self.begun = time.monotonic()
+        self.cpu_before = _cpu_of_the_dead()
+        self.input = memoryview(order.stdin.encode(errors="replace"))
+        self.output = {self.stdout: bytearray(), self.stderr: bytearray()}
+        self.poll = select.poll()
+        for fd, events in ((self.stdin, select.POLLOUT), (self.stdout, select.POLLIN), (self.stderr, select.POLLIN)):
+            os.set_blocking(fd, False)
+            self.poll.register(fd, events)
+        self.poll.register(self.channel, select.POLLRDHUP)
+        self.ended = os.pidfd_open(child)
+        self.poll.register(self.ended, select.POLLIN)
+
+    def to_its_end(self) -> dict[str, Any]:
+        """Attend the program until it ends or hits a limit; then kill what is left of it, and report."""
+        next_look = self.begun
+        while self.exit is None and not self.hit:
+            for fd, _ in self.poll.poll(TICK * 1000):
+                self._attend(fd)
+            if time.monotonic() >= next_look:
+                self.hit = self.hit or self._limit_hit()
+                next_look = time.monotonic() + TICK
+        seconds = time.monotonic() - self.begun
+        self.walls.kill(self.child)
+        self._reap(wait=True)
+        for fd in (self.stdout, self.stderr):  # nobody writes any more
+            self._read(fd)
+        for fd in {self.stdin, self.stdout, self.stderr, self.ended} - {-1}:
+            os.close(fd)
+        if not self.hit and _cpu_of_the_dead() - self.cpu_before >= self.order.cpu:
+            self.hit = "cpu"
+        stdout, stderr = (self.output[fd].decode(errors="replace") for fd in (self.stdout, self.stderr))
+        return {"hit": self.hit, "exit": self.exit, "stdout": stdout, "stderr": stderr, "seconds": seconds}
+
+    def _attend(self, fd: int) -> None:
+        if fd == self.ended:
+            self._reap()
+        elif fd == self.channel:  # the driver died, or gave this run up
+            self.walls.kill(self.child)
+            self._reap(wait=True)
+            self.walls.end(self.folder)
+            os._exit(0)
+        elif fd == self.stdin:
+            self._write()
+        else:
+            self._read(fd)
+
+    def _write(self) -> None:
+        try:
+            self.input = self.input[os.write(self.stdin, self.input[: 1 << 16]) :]
+        except BlockingIOError:
+            return
+        except OSError:  # it does not want to read it
+            self.input = self.input[:0]
+        if not self.input:
+            self.poll.unregister(self.stdin)
+            os.close(self.stdin)
+            self.stdin = -1
+
+    def _read(self, fd: int) -> None:
+        with suppress(BlockingIOError):
+            while self.hit != "output":
+                part = os.read(fd, 1 << 16)
+                if not part:
+                    with suppress(KeyError):
+                        self.poll.unregister(fd)
+                    return
+                room = self.order.output - sum(map(len, self.output.values()))
+                self.output[fd] += part[:room]
+                if len(part) > room:
+                    self.hit = self.hit or "output"
+                    return
+
+    def _reap(self, wait: bool = False) -> None:
+        """Take note of all that have ended, or wait until all have."""
+        with suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, 0 if wait else os.WNOHANG))[0]:
+                if ended[0] == self.child:
+                    self.exit = os.waitstatus_to_exitcode(ended[1])
+
+    def _limit_hit(self) -> str:
+        """Which limit has been hit by now, or nothing."""
+        order = self.order
+        if time.monotonic() - self.begun >= order.wall:
+            return "wall"
+        self._reap()  # orphans, which would count as processes
+        pids = self.walls.processes(self.child)
+        cpu, pages = _cpu_of_the_dead() - self.cpu_before, 0
+        for pid in pids:
+            its_cpu, its_pages = _used_by(pid)
+            cpu, pages = cpu + its_cpu, pages + its_pages
+        if cpu >= order.cpu:
+            return "cpu"
+        # Shared pages were counted for each who shares them, so now exactly, which takes longer.
+        if pages * _PAGE > order.memory and sum(map(_memory_of, pids)) > order.memory:
+            return "memory"
+        return "disk" if self.walls.used(self.folder) > order.disk else ""
+
+
+def _cpu_of_the_dead() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _used_by(pid: int) -> tuple[float, int]:
+    """CPU seconds, with those of children it has waited for, and resident pages: proc_pid_stat(5)."""
+    with suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
+        fields = file.read().rpartition(b")")[2].split()
+        return sum(map(int, fields[11:15])) / _CLOCK_TICKS, int(fields[21])
+    return 0.0, 0
+
+
+def _memory_of(pid: int) -> int:
+    """Bytes, of shared pages its share."""
+    with suppress(OSError), open(f"/proc/{pid}/smaps_rollup", "rb") as file:
+        return next((int(line.split()[1]) << 10 for line in file if line.startswith(b"Pss:")), 0)
+    return 0
+
+
+def _become(order: Order, walls: Walls, folder: str, pipes: tuple[int, int, int, int]) -> None:
+    """In the child: the program's place, and no way out of it. Nothing runs in a place that is not closed."""
+    *standard, say_ready = pipes
+    try:
+        os.setsid()
+        for to, fd in enumerate(standard):
+            os.dup2(fd, to)
+        say_ready = os.dup2(say_ready, 3)
+        os.closerange(4, 1 << 16)
+        os.chdir(folder)
+        os.environ.update(HOME=folder, TMPDIR=folder)
+        for limit, most in (
+            (resource.RLIMIT_CPU, int(order.cpu) + 1),  # for who is faster than the watch
+            (resource.RLIMIT_AS, order.memory), (resource.RLIMIT_FSIZE, order.disk),
+            (resource.RLIMIT_NOFILE, _OPEN_FILES), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_MEMLOCK, 0),
+            (resource.RLIMIT_MSGQUEUE, 0), (resource.RLIMIT_SIGPENDING, 128), (resource.RLIMIT_STACK, 8 << 20),
+        ):  # fmt: skip
+            resource.setrlimit(limit, (most, most))
+        walls.confine(folder, order)
+        os.write(say_ready, _READY)
+    except BaseException as error:
+        os.write(say_ready, f"{type(error).__name__}: {error}".encode())
+        os._exit(1)
+    os.close(say_ready)
+
+
+def _play(program: str) -> None:
+    """In the child: run the program as the main module, and leave by the ways that Python has."""
+    module = types.ModuleType("__main__")
+    module.__dict__.update(__file__="main.py", __builtins__=builtins)
+    for name in [name for name in sys.modules if name.startswith("agentrl")]:
+        del sys.modules[name]
+    sys.modules["__main__"] = module
+    sys.argv[:] = ["main.py"]
+    sys.path.insert(0, os.getcwd())
+    linecache.cache["main.py"] = (len(program), None, program.splitlines(keepends=True), "main.py")
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        errors = "backslashreplace" if name == "stderr" else "surrogateescape"
+        stream = open(number, mode, encoding="utf-8", errors=errors, closefd=False)  # noqa: SIM115
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    try:
+        exec(compile(program, "main.py", "exec"), module.__dict__)
+        status = 0
+    except SystemExit as leaving:
+        status = _status(leaving.code)
+    except BaseException as error:
+        status = 1
+        trace = error.__traceback__.tb_next if error.__traceback__ else None
+        traceback.print_exception(type(error), error, trace)
+    # What an interpreter does at its end, but to take every object apart, which takes longer than most programs.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for written in (sys.stdout, sys.stderr, sys.__stdout__):
+        with suppress(Exception):  # whatever the program has put there
+            written.flush()  # type: ignore[union-attr]
+    os._exit(status)
+
+
+def _status(code: object) -> int:
+    """The exit status that the argument of `sys.exit` means."""
+    if code is None or isinstance(code, int):
+        return int(code or 0) & 0xFF
+    print(code, file=sys.stderr)
+    return 1

@@ -1,0 +1,41 @@
+"""Settings of a sandbox."""
+
+import os
+
+from pydantic import Field
+
+from agentrl.protocols import Settings
+
+
+class Limits(Settings):
+    """What one run may use. What goes beyond is ended, or refused by the kernel, as each says."""
+
+    wall: float = Field(10.0, gt=0)
+    """Seconds from start to end."""
+    cpu: float = Field(5.0, gt=0)
+    """Seconds of CPU time, of all its processes together."""
+    memory: int = Field(512 << 20, ge=32 << 20)
+    """Bytes: of address space for each process, which then gets a MemoryError; of memory for all, and more end them."""
+    processes: int = Field(32, ge=1)
+    """Processes and threads at a time; more are refused. Where Landlock is the backend, it is one process."""
+    disk: int = Field(64 << 20, ge=1 << 12)
+    """Bytes of files, which count as memory of the machine; more are refused."""
+    output: int = Field(1 << 20, ge=1)
+    """Bytes of stdout and stderr together; more end the run."""
+
+
+class SandboxConfig(Settings):
+    """Settings of a sandbox."""
+
+    size: int = Field(default_factory=lambda: len(os.sched_getaffinity(0)), ge=1)
+    """How many programs run at a time; by default as many as there are processors."""
+    limits: Limits = Limits()
+    """What one run may use."""
+    preload: tuple[str, ...] = ("collections", "heapq", "itertools", "json", "math", "random", "re", "string", "typing")
+    """Modules that are imported before a program starts, so that importing them costs it nothing."""
+    paths: tuple[str, ...] = ()
+    """Folders of Python packages that programs may read and import from, such as a site-packages."""
+    backend: str = "auto"
+    """`namespaces`, `landlock`, or `auto`, the strongest of them that this machine has."""
+    allow_unsafe: bool = False
+    """Run programs without isolation where the machine has none. They can then do all that you can."""

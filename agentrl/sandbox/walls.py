@@ -1,0 +1,240 @@
+"""What holds a program: namespaces, or Landlock, or (told to) nothing.
+
+Each keeps a server and the one program it runs at a time. It runs inside of jails, so it needs nothing but the
+standard library.
+"""
+
+import os
+import resource
+import shutil
+import signal
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import suppress
+
+from agentrl.sandbox import kernel
+from agentrl.sandbox.filter import seccomp_filter
+from agentrl.sandbox.order import Order
+
+_NOBODY = 65534
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+_SMALL = "mode=0755,size=1m,nr_inodes=2k"
+FILES = 10_000
+"""How many files and folders a run may have."""
+
+
+class Walls(ABC):
+    """A server inside of walls calls `enter` once, then for each run `begin`, `confine` in its child, and `end`."""
+
+    def __init__(self, readable: Sequence[str], scratch: str) -> None:
+        """`readable`: what a program may read and execute. `scratch`: a folder of ours, until the server is ready."""
+        self.readable = readable
+        self.scratch = scratch
+
+    @abstractmethod
+    def enter(self) -> None:
+        """Set up the walls around this process; it may be a child that returns.
+
+        Raises:
+            OSError: the machine has not what it takes.
+        """
+
+    @abstractmethod
+    def begin(self, order: Order) -> str:
+        """A fresh empty folder for a run."""
+
+    @abstractmethod
+    def confine(self, folder: str, order: Order) -> None:
+        """In the child: give up, for good, everything that a program shall not have."""
+
+    @abstractmethod
+    def processes(self, child: int) -> Sequence[int]:
+        """The live processes of the run."""
+
+    @abstractmethod
+    def kill(self, child: int) -> None:
+        """Kill every process of the run."""
+
+    @abstractmethod
+    def end(self, folder: str) -> None:
+        """Remove the folder; no process of the run is left."""
+
+    def used(self, folder: str) -> int:
+        """Bytes in the folder, where nothing else limits them, or more than any limit where it has too many files."""
+        return 0
+
+
+class Namespaces(Walls):
+    """A root of its own, read-only but for a small file system in memory; own processes, network, IPC, users."""
+
+    _FOLDER = "/work"
+
+    def enter(self) -> None:
+        """The process that returns is the first one of the new namespaces: when it ends, the kernel kills the rest."""
+        os.umask(0o022)
+        self._filter = seccomp_filter()
+        root = os.geteuid() == 0
+        uid, gid = os.geteuid(), os.getegid()
+        spaces = kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC
+        kernel.unshare(spaces | kernel.CLONE_NEWUTS | kernel.CLONE_NEWCGROUP | (0 if root else kernel.CLONE_NEWUSER))
+        if not root:
+            kernel.map_to_self(uid, gid)
+        _go_on_in_child()
+        self._build_root()
+        if root:
+            # The kernel does not hold root to RLIMIT_NPROC, and files of root would be its own.
+            uid = gid = _NOBODY
+            os.setgroups([])
+            os.setresgid(gid, gid, gid)
+            os.setresuid(uid, uid, uid)
+        # A user namespace below: its mounts cannot be taken off, its processes are counted apart.
+        kernel.unshare(kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS)
+        kernel.map_to_self(uid, gid)
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    def _build_root(self) -> None:
+        new = self.scratch
+        quiet = kernel.MS_NOSUID | kernel.MS_NODEV
+        kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
+        kernel.mount("tmpfs", new, "tmpfs", quiet, _SMALL)
+        for path in self.readable:
+            _show(path, new)
+        for path in ("/dev", "/proc", self._FOLDER):
+            os.makedirs(new + path)
+        if not os.path.exists(f"{new}/tmp"):  # else something below it is to be readable
+            os.symlink(self._FOLDER, f"{new}/tmp")
+        os.symlink(self._FOLDER, f"{new}/dev/shm")
+        for number, name in enumerate(("stdin", "stdout", "stderr")):
+            os.symlink(f"/proc/self/fd/{number}", f"{new}/dev/{name}")
+        for device in _DEVICES:
+            open(new + device, "x").close()
+        kernel.restrict_mounts(new, kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NODEV)
+        for device in _DEVICES:
+            kernel.mount(device, new + device, flags=kernel.MS_BIND)
+        # Each sees the processes that it may trace, which are its own, and nothing else of the kernel's.
+        kernel.mount("proc", f"{new}/proc", "proc", quiet | kernel.MS_NOEXEC, "hidepid=invisible,subset=pid")
+        kernel.pivot_root(new)
+
+    def begin(self, order: Order) -> str:
+        """A file system in memory, with its own limits."""
+        sizes = f"mode=0700,size={order.disk},nr_inodes={FILES}"
+        kernel.mount("tmpfs", self._FOLDER, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, sizes)
+        return self._FOLDER
+
+    def confine(self, folder: str, order: Order) -> None:
+        """No capability, a filter on system calls; the first to go when memory is short."""
+        resource.setrlimit(resource.RLIMIT_NPROC, (order.processes + 1,) * 2)  # with the server
+        kernel.drop_capabilities()
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # else it could not open its own files in /proc
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
+        kernel.install_filter(self._filter)
+
+    def processes(self, child: int) -> Sequence[int]:
+        """All that there are in the namespace, but the server."""
+        return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
+
+    def kill(self, child: int) -> None:
+        """The kernel signals all at once, so nobody can run away by forking."""
+        with suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)
+
+    def end(self, folder: str) -> None:
+        """Forget the file system."""
+        kernel.unmount(folder)
+
+
+class Landlock(Walls):
+    """Landlock and a seccomp filter on a single process, which can open files in a few places only."""
+
+    def enter(self) -> None:
+        """Nothing holds the server; Landlock has to be there."""
+        if kernel.landlock_version() < 3:
+            raise OSError(f"Landlock has version {kernel.landlock_version()}, and 3 is needed (Linux 6.2)")
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+
+    def begin(self, order: Order) -> str:
+        """A folder on the machine's disk."""
+        os.mkdir(self.scratch, 0o700)
+        return self.scratch
+
+    def confine(self, folder: str, order: Order) -> None:
+        """No capability, few files, no other process, a filter on system calls; it dies with the server."""
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
+        kernel.drop_capabilities()
+        rights = dict.fromkeys(filter(os.path.exists, self.readable), kernel.READ)
+        kernel.landlock(rights | dict.fromkeys(_DEVICES, kernel.READ | kernel.WRITE) | {folder: kernel.OWN})
+        kernel.install_filter(seccomp_filter(alone=os.getpid()))
+
+    def processes(self, child: int) -> Sequence[int]:
+        """The one that it is."""
+        return [child]
+
+    def kill(self, child: int) -> None:
+        """The one that it is."""
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+
+    def end(self, folder: str) -> None:
+        """Remove it."""
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def used(self, folder: str) -> int:
+        """What the folder holds, as blocks on the disk. There are no folders in it, which could be deep."""
+        blocks = 0
+        with os.scandir(folder) as files:
+            for number, file in enumerate(files):
+                with suppress(FileNotFoundError):
+                    blocks += file.stat(follow_symlinks=False).st_blocks
+                if number == FILES:
+                    return 1 << 62
+        return blocks * 512
+
+
+class Nothing(Landlock):
+    """No walls: a process with limits, which can read and write whatever its user can."""
+
+    def enter(self) -> None:
+        """There is nothing to set up."""
+
+    def confine(self, folder: str, order: Order) -> None:
+        """It dies with the server, and that is all."""
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    def kill(self, child: int) -> None:
+        """The process group; who left it stays."""
+        with suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+
+
+WALLS: dict[str, type[Walls]] = {"namespaces": Namespaces, "landlock": Landlock, "unsafe": Nothing}
+"""The strongest first."""
+
+
+def _go_on_in_child() -> None:
+    """Fork, so that this is the first process of its namespace; the parent stays behind and ends when it ends."""
+    child = os.fork()
+    if child == 0:
+        return
+    os.closerange(0, 2)  # the channel: its end shall be seen when the server's is closed
+    status = os.waitpid(child, 0)[1]
+    os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+
+
+def _show(path: str, root: str) -> None:
+    """Make a file or folder, or the link it is, appear at its own place below `root`."""
+    if not os.path.lexists(path) or os.path.lexists(root + path):
+        return
+    os.makedirs(os.path.dirname(root + path), exist_ok=True)
+    if os.path.islink(path):
+        os.symlink(os.readlink(path), root + path)
+    elif os.path.isdir(path):
+        os.mkdir(root + path)
+        kernel.mount(path, root + path, flags=kernel.MS_BIND | kernel.MS_REC)
+    else:
+        open(root + path, "x").close()
+        kernel.mount(path, root + path, flags=kernel.MS_BIND)
