@@ -34,7 +34,7 @@ class ToolUse:
 
     def content(self, trajectory: Trajectory) -> tuple[tuple[str, str], ...]:
         """The model's messages, each with what the tools said to it."""
-        return tuple(_exchanges(trajectory.messages))
+        return tuple(exchanges(trajectory.messages))
 
     def judge(self, content: tuple[tuple[str, str], ...]) -> Score:
         """The share of good calls."""
@@ -46,7 +46,7 @@ class ToolUse:
             counts["malformed"] += len(reply.errors)
             for call in reply.calls:
                 written = json.dumps([call.name, dict(call.arguments)], sort_keys=True, default=str)
-                if _refused(answered, call.name, len(reply.calls) + len(reply.errors)):
+                if refused(answered, call.name, len(reply.calls) + len(reply.errors)):
                     counts["refused"] += 1
                 elif self._config.repeats and written in seen:
                     counts["repeated"] += 1
@@ -57,15 +57,19 @@ class ToolUse:
         return Score((calls - bad) / calls if calls else self._config.without_calls, {"calls": float(calls), **shares})
 
 
-def _exchanges(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:
+def exchanges(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:
+    """The model's messages, each with what the tools said to it."""
     for number, message in enumerate(messages):
         if message.role == "assistant":
             following = messages[number + 1] if number + 1 < len(messages) else message
             yield message.content, following.content if following.role == "tool" else ""
 
 
-def _refused(answered: str, name: str, calls: int) -> bool:
-    """Whether the tools answered a call by an error; of several calls, each has a line that begins with its name."""
+def refused(answered: str, name: str, calls: int) -> bool:
+    """Whether the tools answered a call of this name by an error.
+
+    Where a message had several calls, each has a line in the answer that begins with its name.
+    """
     if calls == 1:
         return answered.startswith(_REFUSED)
     return any(line.startswith(f"{name[:64]}: {_REFUSED}") for line in answered.splitlines())

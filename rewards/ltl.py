@@ -1,0 +1,450 @@
+"""Linear temporal logic over finite traces: a parser, formula progression, and the automaton of a formula.
+
+A trace is a sequence of events, each the set of atoms that hold in it. Formulas (De Giacomo and Vardi, IJCAI 2013):
+
+    true  false  pay  pay(method="card", times=2)     constants and atoms
+    !f  f & g  f | g  f -> g  f <-> g                 not, and, or, implies, if and only if
+    X f   N f                                         at the next event, which has to exist (X) or need not (N)
+    F f   G f                                         at some event, at every event from here on
+    f U g   f W g   f R g                             f until g, which has to come (U) or need not (W); g until f and g
+
+Unary operators bind tightest, then U, W and R (to the right), &, |, ->, <->. "F" in quotes is an atom of that name.
+
+Progression (Bacchus and Kabanza, 2000): what has to hold of the rest of a trace, after its first event. What is left
+is kept as alternatives, each a set of obligations, so that a formula has finitely many of them: the states of an
+automaton, which is built once and then read.
+"""
+
+import re
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain, combinations
+from typing import NamedTuple
+
+MOST_ATOMS = 8
+MOST_STATES = 2_000
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """True or false."""
+
+    value: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Atom:
+    """Something that holds of the event, or (not `positive`) does not."""
+
+    name: str
+    positive: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Remains:
+    """Some of the trace is left (or, with `some` false, nothing is). Arises in progression only."""
+
+    some: bool
+
+
+@dataclass(frozen=True, slots=True)
+class And:
+    """Both."""
+
+    left: "Formula"
+    right: "Formula"
+
+
+@dataclass(frozen=True, slots=True)
+class Or:
+    """One or both."""
+
+    left: "Formula"
+    right: "Formula"
+
+
+@dataclass(frozen=True, slots=True)
+class Next:
+    """At the next event; without one, it does not hold if `strong`, and holds if not."""
+
+    formula: "Formula"
+    strong: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Until:
+    """`right` comes, and up to then `left` holds."""
+
+    left: "Formula"
+    right: "Formula"
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """`right` holds up to the event, and there too, at which `left` does; to the end, if it never does."""
+
+    left: "Formula"
+    right: "Formula"
+
+
+Formula = Constant | Atom | Remains | And | Or | Next | Until | Release
+"""In negation normal form: only atoms are negated."""
+
+State = frozenset[frozenset[Formula]]
+"""Alternatives, of which one is to hold; each a set of obligations, all of which are to."""
+
+TRUE: State = frozenset({frozenset()})
+FALSE: State = frozenset()
+
+
+def negation(formula: Formula) -> Formula:  # noqa: PLR0911  one for each kind of formula
+    """The formula that holds where this one does not."""
+    match formula:
+        case Constant(value):
+            return Constant(not value)
+        case Atom(name, positive):
+            return Atom(name, not positive)
+        case Remains(some):
+            return Remains(not some)
+        case And(left, right):
+            return Or(negation(left), negation(right))
+        case Or(left, right):
+            return And(negation(left), negation(right))
+        case Next(inner, strong):
+            return Next(negation(inner), not strong)
+        case Until(left, right):
+            return Release(negation(left), negation(right))
+        case Release(left, right):
+            return Until(negation(left), negation(right))
+
+
+def progress(formula: Formula, event: frozenset[str]) -> State:  # noqa: PLR0911  one for each kind of formula
+    """What has to hold of the rest of a trace that begins with `event`, so that the formula holds of all of it."""
+    match formula:
+        case Constant(holds) | Remains(holds):
+            return TRUE if holds else FALSE
+        case Atom(name, positive):
+            return TRUE if (name in event) == positive else FALSE
+        case And(left, right):
+            return _both(progress(left, event), progress(right, event))
+        case Or(left, right):
+            return _either(progress(left, event), progress(right, event))
+        case Next(inner, strong):
+            return (
+                _both(state_of(inner), _just(Remains(True)))
+                if strong
+                else _either(state_of(inner), _just(Remains(False)))
+            )
+        case Until(left, right):
+            return _either(progress(right, event), _both(progress(left, event), _just(formula)))
+        case Release(left, right):
+            return _both(progress(right, event), _either(progress(left, event), _just(formula)))
+
+
+def holds_of_nothing(formula: Formula) -> bool:  # noqa: PLR0911  one for each kind of formula
+    """Whether the formula holds of an empty rest: of what is left when a trace has ended."""
+    match formula:
+        case Constant(value):
+            return value
+        case Atom(_, positive):
+            return not positive
+        case Remains(some):
+            return not some
+        case And(left, right):
+            return holds_of_nothing(left) and holds_of_nothing(right)
+        case Or(left, right):
+            return holds_of_nothing(left) or holds_of_nothing(right)
+        case Next(_, strong):
+            return not strong
+        case Until():
+            return False
+        case Release():
+            return True
+
+
+def state_of(formula: Formula) -> State:
+    """A formula as alternatives of obligations."""
+    match formula:
+        case Constant(value):
+            return TRUE if value else FALSE
+        case And(left, right):
+            return _both(state_of(left), state_of(right))
+        case Or(left, right):
+            return _either(state_of(left), state_of(right))
+        case _:
+            return _just(formula)
+
+
+def advance(state: State, event: frozenset[str]) -> State:
+    """`progress` of a state."""
+    after = FALSE
+    for alternative in state:
+        met = TRUE
+        for obligation in alternative:
+            met = _both(met, progress(obligation, event))
+        after = _either(after, met)
+    return after
+
+
+def accepts(state: State) -> bool:
+    """Whether the trace may end here."""
+    return any(all(holds_of_nothing(obligation) for obligation in alternative) for alternative in state)
+
+
+def _just(formula: Formula) -> State:
+    return frozenset({frozenset({formula})})
+
+
+def _both(left: State, right: State) -> State:
+    joined = {a | b for a in left for b in right}
+    return _shortest(alternative for alternative in joined if not _contradicts(alternative))
+
+
+def _either(left: State, right: State) -> State:
+    return _shortest(left | right)
+
+
+def _shortest(alternatives: Iterable[frozenset[Formula]]) -> State:
+    """Without those that ask for more than another one does."""
+    kept: list[frozenset[Formula]] = []
+    for alternative in sorted(set(alternatives), key=len):
+        if not any(other <= alternative for other in kept):
+            kept.append(alternative)
+    return frozenset(kept)
+
+
+def _contradicts(alternative: frozenset[Formula]) -> bool:
+    return any(isinstance(one, Atom | Remains) and negation(one) in alternative for one in alternative)
+
+
+@dataclass(frozen=True, slots=True)
+class Automaton:
+    """The states that are left of a formula after any trace. State 0 is the formula; a letter is a set of `atoms`, as
+    a binary number. `to_accepted` and `to_rejected` are the fewest further events after which the trace may end
+    accepted or rejected; None, where no number is enough.
+    """
+
+    atoms: tuple[str, ...]
+    after: tuple[tuple[int, ...], ...]
+    to_accepted: tuple[int | None, ...]
+    to_rejected: tuple[int | None, ...]
+
+    def run(self, trace: Iterable[Iterable[str]]) -> int:
+        """The state after a trace; atoms that the formula does not name make no difference."""
+        state = 0
+        for event in trace:
+            holding = set(event)
+            state = self.after[state][sum(1 << bit for bit, atom in enumerate(self.atoms) if atom in holding)]
+        return state
+
+    def verdict(self, state: int) -> bool | None:
+        """True and False where no continuation changes it any more, None while it is pending."""
+        if self.to_rejected[state] is None:
+            return True
+        return False if self.to_accepted[state] is None else None
+
+    def accepted(self, state: int) -> bool:
+        """Whether the formula holds of a trace that ends here."""
+        return self.to_accepted[state] == 0
+
+
+@lru_cache(maxsize=256)
+def automaton(text: str) -> Automaton:
+    """The automaton of a formula.
+
+    Raises:
+        ValueError: the text is no formula, or has too many atoms or states.
+    """
+    formula = parse(text)
+    atoms = tuple(sorted(set(_atoms(formula))))
+    if len(atoms) > MOST_ATOMS:
+        raise ValueError(
+            f"{text!r} has {len(atoms)} atoms, and a monitor may have {MOST_ATOMS}: write several monitors, whose "
+            "scores are added"
+        )
+    every = chain.from_iterable(combinations(range(len(atoms)), n) for n in range(len(atoms) + 1))
+    letters = sorted((sum(1 << bit for bit in bits), frozenset(atoms[bit] for bit in bits)) for bits in every)
+    numbers = {state_of(formula): 0}
+    after: list[tuple[int, ...]] = []
+    unseen = deque(numbers)
+    while unseen:
+        state = unseen.popleft()
+        row = []
+        for _, letter in letters:
+            following = advance(state, letter)
+            if following not in numbers:
+                numbers[following] = len(numbers)
+                unseen.append(following)
+            row.append(numbers[following])
+        after.append(tuple(row))
+        if len(numbers) > MOST_STATES:
+            raise ValueError(
+                f"{text!r} has more than {MOST_STATES} states: write several monitors, whose scores are added"
+            )
+    accepting = [accepts(state) for state in numbers]
+    return Automaton(
+        atoms, tuple(after), _distances(after, accepting), _distances(after, [not accepted for accepted in accepting])
+    )
+
+
+def _distances(after: list[tuple[int, ...]], goal: list[bool]) -> tuple[int | None, ...]:
+    """The fewest steps from each state to one of `goal`."""
+    before: list[set[int]] = [set() for _ in after]
+    for state, row in enumerate(after):
+        for following in row:
+            before[following].add(state)
+    found: list[int | None] = [0 if reached else None for reached in goal]
+    queue = deque(state for state, reached in enumerate(goal) if reached)
+    while queue:
+        state = queue.popleft()
+        for earlier in before[state]:
+            if found[earlier] is None:
+                found[earlier] = (found[state] or 0) + 1
+                queue.append(earlier)
+    return tuple(found)
+
+
+def _atoms(formula: Formula) -> Iterator[str]:
+    match formula:
+        case Atom(name):
+            yield name
+        case Next(inner):
+            yield from _atoms(inner)
+        case And(left, right) | Or(left, right) | Until(left, right) | Release(left, right):
+            yield from _atoms(left)
+            yield from _atoms(right)
+
+
+class _Token(NamedTuple):
+    kind: str
+    text: str
+    at: int
+
+
+_TOKENS = re.compile(
+    r"\s*(?:(?P<op><->|->|[!&|()])|(?P<quoted>\"[^\"\n]+\")"
+    r"|(?P<name>[A-Za-z_][\w.\-]*)(?P<arguments>\((?:[^()\"]|\"[^\"\n]*\")*\))?)"
+)
+_UNARY = {"!", "X", "N", "F", "G"}
+_TEMPORAL = {"U", "W", "R"}
+
+
+def parse(text: str) -> Formula:
+    """Read a formula.
+
+    Raises:
+        ValueError: it is none; says where, and what may stand there.
+    """
+    reader = _Reader(text)
+    formula = reader.equivalence()
+    if reader.token.kind != "end":
+        reader.fail("an operator or the end")
+    return formula
+
+
+class _Reader:
+    """Reads a formula from its tokens, one method for each strength of binding."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._tokens = _tokens(text)
+        self.token = next(self._tokens)
+
+    def fail(self, expected: str) -> None:
+        """Say what is wrong here."""
+        found = repr(self.token.text) if self.token.text else "the end"
+        raise ValueError(
+            f"the formula {self._text!r} has {found} at character {self.token.at + 1}, where {expected} should be; "
+            "operators are ! & | -> <-> X N F G U W R, others are atoms (put one of such a name in quotes)"
+        )
+
+    def _take(self, *kinds: str) -> bool:
+        if self.token.kind not in kinds:
+            return False
+        self.token = next(self._tokens)
+        return True
+
+    def equivalence(self) -> Formula:
+        left = self._implication()
+        while self._take("<->"):
+            right = self._implication()
+            left = And(Or(negation(left), right), Or(left, negation(right)))
+        return left
+
+    def _implication(self) -> Formula:
+        left = self._disjunction()
+        return Or(negation(left), self._implication()) if self._take("->") else left
+
+    def _disjunction(self) -> Formula:
+        left = self._conjunction()
+        while self._take("|"):
+            left = Or(left, self._conjunction())
+        return left
+
+    def _conjunction(self) -> Formula:
+        left = self._temporal()
+        while self._take("&"):
+            left = And(left, self._temporal())
+        return left
+
+    def _temporal(self) -> Formula:
+        left = self._unary()
+        operator = self.token.kind
+        if not self._take(*_TEMPORAL):
+            return left
+        right = self._temporal()
+        if operator == "U":
+            return Until(left, right)
+        return Release(left, right) if operator == "R" else Release(right, Or(left, right))
+
+    def _unary(self) -> Formula:
+        operator = self.token.kind
+        if not self._take(*_UNARY):
+            return self._primary()
+        inner = self._unary()
+        match operator:
+            case "!":
+                return negation(inner)
+            case "F":
+                return Until(Constant(True), inner)
+            case "G":
+                return Release(Constant(False), inner)
+            case _:
+                return Next(inner, strong=operator == "X")
+
+    def _primary(self) -> Formula:
+        token = self.token
+        if self._take("("):
+            inner = self.equivalence()
+            if not self._take(")"):
+                self.fail("an operator or )")
+            return inner
+        if self._take("true", "false"):
+            return Constant(token.kind == "true")
+        if not self._take("atom"):
+            self.fail("a formula")
+        return Atom(token.text)
+
+
+def _tokens(text: str) -> Iterator[_Token]:
+    at = 0
+    while found := _TOKENS.match(text, at):
+        start = found.end() - len(found[0].lstrip())
+        name, arguments = found["name"], found["arguments"] or ""
+        if found["quoted"]:
+            yield _Token("atom", found["quoted"][1:-1], start)
+        elif name is None:
+            yield _Token(found["op"], found["op"], start)
+        elif name in _UNARY | _TEMPORAL | {"true", "false"}:  # F(a) is an operator and its operand
+            yield _Token(name, name, start)
+            at = start + len(name)
+            continue
+        else:
+            yield _Token("atom", name + arguments, start)
+        at = found.end()
+    rest = text[at:].strip()
+    yield _Token("end" if not rest else "unknown", rest[:1], len(text) if not rest else text.index(rest, at))
+    while True:
+        yield _Token("end", "", len(text))

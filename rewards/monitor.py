@@ -1,0 +1,125 @@
+"""Monitors: temporal logic over the tool calls of an episode, as a reward and as the rate of violations."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import yaml
+from pydantic import field_validator
+
+from agentrl.protocols import Settings
+from agentrl.rewards.ltl import Automaton, automaton
+from agentrl.rewards.rules.tool_use import exchanges, refused
+from agentrl.rollout.tools import ToolCall, parse_tool_calls
+from agentrl.trajectory import Score, Trajectory
+
+
+class Monitor:
+    """Whether the calls of an episode keep a formula of `agentrl/rewards/ltl.py`, such as `!delete W confirm`.
+
+    Each call is an event, in which these atoms hold: the tool's name; the name with arguments, `buy(shop="north")`,
+    where the call has these and maybe others; `refused`, where the tools answered with an error; `malformed`, where
+    it could not be read. A message without any call is an event in which `message` holds.
+
+    Parts: `violated` is 1 where the formula does not hold (its mean is the rate of violations, which a constraint of
+    `shaping` can bound), `progress` is how far the episode has come: 1 - d / d0, where d is the fewest further events
+    after which the formula would hold, and d0 the same at the start. Rewards from the automaton of a task: LCRL
+    (arXiv:2209.10341).
+    """
+
+    isolation: Literal["inline"] = "inline"
+
+    class Config(Settings):
+        """The formula, and what it pays."""
+
+        formula: str
+        """A formula over finite traces; `agentrl/rewards/ltl.py` lists the operators."""
+        pays: Literal["verdict", "progress"] = "verdict"
+        """1 where the formula holds and else 0, or the progress."""
+        end: Literal["strong", "weak"] = "strong"
+        """What an episode's end means for what is still pending: it failed (strong), or was not violated (weak)."""
+
+        @field_validator("formula")
+        @classmethod
+        def _is_a_formula(cls, formula: str) -> str:
+            for atom in automaton(formula).atoms:
+                _matcher(atom)
+            return formula
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    @property
+    def automaton(self) -> Automaton:
+        """The formula's automaton."""
+        return automaton(self._config.formula)
+
+    def content(self, trajectory: Trajectory) -> tuple[frozenset[str], ...]:
+        """The episode's events, each as the formula's atoms that hold in it."""
+        matchers = {atom: _matcher(atom) for atom in self.automaton.atoms}
+        return tuple(
+            frozenset(atom for atom, (name, arguments) in matchers.items() if _holds(event, atom, name, arguments))
+            for event in events(trajectory)
+        )
+
+    def judge(self, content: tuple[frozenset[str], ...]) -> Score:
+        """The verdict at the end of the episode, or its progress."""
+        machine = self.automaton
+        state = machine.run(content)
+        holds = machine.accepted(state) if self._config.end == "strong" else machine.verdict(state) is not False
+        left, first = machine.to_accepted[state], machine.to_accepted[0]
+        progress = 0.0 if left is None else max(0.0, 1.0 - left / max(1, first or 0))
+        paid = progress if self._config.pays == "progress" else float(holds)
+        return Score(paid, {"violated": float(not holds), "progress": progress})
+
+
+_ARGUMENT = re.compile(r'\s*([\w.\-]+)\s*=\s*("[^"]*"|[^",]*?)\s*(?:,|$)')
+
+Event = tuple[ToolCall | None, frozenset[str]]
+"""A call, if there is one that could be read, and what else holds."""
+
+
+def events(trajectory: Trajectory) -> Iterator[Event]:
+    """What the model did, in order."""
+    for said, answered in exchanges(trajectory.messages):
+        reply = parse_tool_calls(said)
+        count = len(reply.calls) + len(reply.errors)
+        for call in reply.calls:
+            yield call, frozenset({"refused"} if refused(answered, call.name, count) else ())
+        for _ in reply.errors:
+            yield None, frozenset({"malformed"})
+        if not count:
+            yield None, frozenset({"message"})
+
+
+def _matcher(atom: str) -> tuple[str, dict[str, Any]]:
+    """The tool and the arguments that an atom names.
+
+    Raises:
+        ValueError: its arguments cannot be read.
+    """
+    name, opened, inside = atom.partition("(")
+    if not opened:
+        return atom, {}
+    found = list(_ARGUMENT.finditer(inside, 0, len(inside) - 1))
+    if "".join(argument[0] for argument in found) != inside[:-1]:
+        raise ValueError(f'the atom {atom!r} has arguments that cannot be read; write {name}(shop="north", count=2)')
+    return name, {argument[1]: yaml.safe_load(argument[2]) for argument in found}
+
+
+def _holds(event: Event, atom: str, name: str, arguments: dict[str, Any]) -> bool:
+    call, others = event
+    if atom in others:
+        return True
+    missing = object()
+    return (
+        call is not None
+        and call.name == name
+        and all(_same(call.arguments.get(key, missing), value) for key, value in arguments.items())
+    )
+
+
+def _same(given: Any, asked: Any) -> bool:
+    """Equal as JSON: 1 is not true."""
+    return type(given) is type(asked) and json.dumps(given, sort_keys=True) == json.dumps(asked, sort_keys=True)
