@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from typing import Self
 
 from agentrl.errors import ConfigError
@@ -101,6 +102,12 @@ class Sandbox:
                 jail = None  # who comes next starts a new one
             self._idle.put_nowait(jail)
 
+    async def run_all(self, programs: Sequence[tuple[str, str]], limits: Limits | None = None) -> list[Outcome]:
+        """What comes of each (program, stdin), as many at a time as there are jails."""
+        async with Flow("sandbox") as flow:
+            runs = [flow.start(self.run(*each, limits), name=f"run-{at}") for at, each in enumerate(programs)]
+        return [run.result() for run in runs]
+
     async def _start(self) -> Jail:
         jail = await Jail.start(self.backend, self.config)
         self._jails.add(jail)
@@ -109,8 +116,6 @@ class Sandbox:
     async def _choose(self) -> Jail:
         """The first jail, by the strongest backend that starts and holds."""
         wanted = BACKENDS if self.config.backend == "auto" else (self.config.backend,)
-        if unknown := set(wanted) - set(BACKENDS):
-            raise ConfigError(f"there is no sandbox backend {unknown.pop()!r}; there are auto, {', '.join(BACKENDS)}")
         lacks = []
         for self.backend in wanted:
             try:

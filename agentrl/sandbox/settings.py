@@ -1,6 +1,7 @@
 """Settings of a sandbox."""
 
 import os
+from typing import Literal
 
 from pydantic import Field
 
@@ -35,7 +36,7 @@ class SandboxConfig(Settings):
     """Modules that are imported before a program starts, so that importing them costs it nothing."""
     paths: tuple[str, ...] = ()
     """Folders of Python packages that programs may read and import from, such as a site-packages."""
-    backend: str = "auto"
+    backend: Literal["auto", "namespaces", "landlock"] = "auto"
     """`namespaces`, `landlock`, or `auto`, the strongest of them that this machine has."""
     allow_unsafe: bool = False
     """Run programs without isolation where the machine has none. They can then do all that you can."""
