@@ -2,7 +2,8 @@
 
 The observation is what the game has told the player since its last turn. A game of several players is played with
 opponents, which are `"random"`, `"first"` (the first legal move found), or a function `opponent(seen, rng) -> message`
-given as "package.module:name"; `seen` is all that this opponent has been told in this episode.
+given as "package.module:name"; `seen` is all that this opponent has been told in this episode. With the opponent
+`"agent"` there are none: each player is an agent, player_0, player_1 and so on (`agentrl.protocols.Env`).
 """
 
 import copy
@@ -18,7 +19,7 @@ from pydantic import Field
 from agentrl.envs.base import TextEnv, read_options
 from agentrl.envs.foreign import RngBox, check_known, load_package
 from agentrl.errors import ConfigError, EnvError
-from agentrl.protocols import Env, Settings, StepResult
+from agentrl.protocols import Env, ResetResult, Settings, StepResult
 
 MOST_PLAYERS = 8
 MOST_REPLIES = 400
@@ -43,7 +44,7 @@ def scheme(rest: str) -> Callable[[], Env]:
 
 
 class TextArena(TextEnv):
-    """A game of TextArena. The reward comes at the end and is the game's: from -1 to 1.
+    """A game of TextArena. The reward comes at the end and is the game's: from -1 to 1, for each player.
 
     A success is a reward of 1 where the player is alone, and any above 0 against others.
     """
@@ -60,7 +61,7 @@ class TextArena(TextEnv):
         seat: int = Field(0, ge=0)
         """Which player is the model's; 0 moves first in most games."""
         opponent: str = "random"
-        """"random", "first", or "package.module:name" of a function."""
+        """"random", "first", "package.module:name" of a function, or "agent": every player is an agent, seat or not."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -75,17 +76,27 @@ class TextArena(TextEnv):
         """
         chosen = read_options(self.Options, options)
         opponent = _opponent(chosen.opponent)
-        self._seat = chosen.seat
+        self._player = chosen.seat
         self._seen: dict[int, list[str]] = {}
         self._box = RngBox(seed)
         with self._box.lend():
             self._env, self._players = _make(self._name, chosen, seed)
             self._opponent = opponent or partial(_legal_move, self._env, shuffled=chosen.opponent == "random")
-            text = self._until_own_turn()
+            self._agents = _names(self._players) if chosen.opponent == "agent" else {chosen.seat: ""}
+            text = self._until_a_turn()
         if text is None:
             self._env = None
-            raise EnvError(f"{self._name} ended before the turn of player {self._seat}; choose another options['seat']")
+            raise EnvError(
+                f"{self._name} ended before the turn of player {self._player}; choose another options['seat']"
+            )
         return text
+
+    def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetResult:
+        """Make a new game; say who plays, where several agents do."""
+        self.rng = random.Random(seed)
+        observation = self.start(seed, options)
+        names = list(self._agents.values())
+        return observation, {"agents": names, **self._turn()} if names[0] else {}
 
     def step(self, action: str) -> StepResult:
         """Say the message to the game, and let the opponents answer.
@@ -96,22 +107,29 @@ class TextArena(TextEnv):
         if self._env is None:
             raise EnvError("no episode is being played; call reset first")
         with self._box.lend():
+            actor = self._player
             done, _ = self._env.step(action)
-            text = None if done else self._until_own_turn()
+            text = None if done else self._until_a_turn()
             if text is not None:
-                return text, 0.0, False, False, {"success": False}
-            return self._end()
+                return text, 0.0, False, False, self._turn() or {"success": False}
+            return self._end(actor)
 
     def close(self) -> None:
         """Forget the game."""
         self._env = None
 
-    def _until_own_turn(self) -> str | None:
-        """What the player is told when it is its turn; `None` where that does not come."""
+    def _turn(self) -> dict[str, Any]:
+        """Whose turn it is, where several agents play."""
+        agent = self._agents[self._player]
+        return {"agent": agent} if agent else {}
+
+    def _until_a_turn(self) -> str | None:
+        """What the next of the agents is told when it is its turn; `None` where that does not come."""
         for _ in range(MOST_REPLIES):
             player, messages = _inner(self._env).get_observation()
             text = _text(messages, player)
-            if player == self._seat:
+            if player in self._agents:
+                self._player = player
                 return text or "It is your turn."
             seen = self._seen.setdefault(player, [])
             seen.append(text)
@@ -120,23 +138,39 @@ class TextArena(TextEnv):
                 return None
         return None
 
-    def _end(self) -> StepResult:
+    def _end(self, actor: int) -> StepResult:
         env, self._env = self._env, None
         state = _inner(env).state
-        text = _text(state.observations.get(self._seat, []), self._seat)
+        told = _text(state.observations.get(actor, []), actor)
         if not state.done:
-            return text or "The others play on without you.", 0.0, False, True, {"success": False}
+            return told or "The others play on without you.", 0.0, False, True, {"success": False}
         rewards, about = env.close()
-        paid, reason = (rewards or {}).get(self._seat, 0.0), (about or {}).get(self._seat, {}).get("reason")
-        if isinstance(paid, str):  # a game that swaps the two
-            paid, reason = 0.0, paid
-        reward = float(paid)
-        success = reward > 0 if self._players > 1 else reward >= 1
-        text = "\n".join(filter(None, (text, str(reason or "")))) or "The game is over."
-        return text, reward, True, False, {"success": success}
+        outcomes = {player: _outcome(player, rewards or {}, about or {}) for player in self._agents}
+        success = {player: paid > 0 if self._players > 1 else paid >= 1 for player, (paid, _) in outcomes.items()}
+        reward, reason = outcomes[actor]
+        info: dict[str, Any] = {"success": success[actor]}
+        if self._agents[actor]:
+            names = self._agents
+            info = {
+                "rewards": {names[player]: paid for player, (paid, _) in outcomes.items()},
+                "success": {names[player]: won for player, won in success.items()},
+            }
+        return "\n".join(filter(None, (told, reason))) or "The game is over.", reward, True, False, info
 
 
 Options = TextArena.Options
+
+
+def _names(players: int) -> dict[int, str]:
+    return {player: f"player_{player}" for player in range(players)}
+
+
+def _outcome(player: int, rewards: Mapping[int, Any], about: Mapping[int, Any]) -> tuple[float, str]:
+    """What a game has paid a player, and why."""
+    paid, reason = rewards.get(player, 0.0), about.get(player, {}).get("reason")
+    if isinstance(paid, str):  # a game that swaps the two
+        paid, reason = 0.0, paid
+    return float(paid), str(reason or "")
 
 
 def _inner(env: Any) -> Any:
@@ -187,15 +221,15 @@ def _text(messages: Any, player: int) -> str:
 
 
 def _opponent(name: str) -> Opponent | None:
-    """The function that was named; `None` for the scripted ones, which look at the game."""
-    if name in ("random", "first"):
+    """The function that was named; `None` for the scripted ones, which look at the game, and where there is none."""
+    if name in ("random", "first", "agent"):
         return None
     module, _, attribute = name.partition(":")
     try:
         found: Opponent = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
-            f"options['opponent'] = {name!r} cannot be found: {error}. Write 'random', 'first', or "
+            f"options['opponent'] = {name!r} cannot be found: {error}. Write 'random', 'first', 'agent', or "
             "'package.module:name' of a function opponent(seen, rng) that returns a message"
         ) from error
     return found

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentrl import plugins
 from agentrl.algorithms.grpo import Grpo
 from agentrl.batch import to_samples
 from agentrl.envs.kuhn_poker import KuhnPoker, strong_player
@@ -292,3 +293,24 @@ def test_every_door_carries_the_agents(door):
             assert asyncio.run(play(env_factory(server.url))) == expected
     else:
         assert asyncio.run(play(env_factory("kuhn_poker", door), door)) == expected
+
+
+def test_the_players_of_a_textarena_game_are_agents():
+    pytest.importorskip("textarena")
+    env = plugins.load("envs", "textarena:TicTacToe-v0")()
+    seen, info = env.reset(seed=0, options={"opponent": "agent"})
+    assert info == {"agents": ["player_0", "player_1"], "agent": "player_0"}
+    assert "Available Moves" in seen
+    for cell, following in zip((0, 3, 1, 4), ("player_1", "player_0", "player_1", "player_0"), strict=True):
+        seen, reward, over, _, info = env.step(f"[{cell}]")
+        assert (reward, over, info) == (0.0, False, {"agent": following})
+        assert f"'[{cell}]'" not in seen.rpartition("Available Moves")[2]
+    _, reward, over, truncated, info = env.step("[2]")
+    assert (reward, over, truncated) == (1.0, True, False)
+    assert info == {"rewards": {"player_0": 1, "player_1": -1}, "success": {"player_0": True, "player_1": False}}
+
+
+@pytest.mark.parametrize("name", ["TicTacToe-v0", "IteratedPrisonersDilemma-v0", "Nim-v0"])
+def test_textarena_games_of_agents_keep_the_contract(name):
+    pytest.importorskip("textarena")
+    check_env(plugins.load("envs", f"textarena:{name}"), seeds=(0,), max_turns=4, options={"opponent": "agent"})
