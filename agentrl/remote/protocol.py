@@ -14,25 +14,14 @@ Over the WebSocket /sessions/ws the same for many sessions at once. A frame is a
 `seq` counts the resets and steps of a session from 1. The last number again, with the same content, gives the same
 answer and does nothing; so what got lost on the way can be sent again.
 
-| status | what it means | and the session |
-|---|---|---|
-| 401 | the token is missing or wrong (403 where a WebSocket is opened) | |
-| 404 | no such session: it expired, was deleted, failed, or never was | |
-| 409 | a `seq` that is neither the last nor the next, a step without an episode or after its end | goes on |
-| 413 | the body is larger than the server takes (over the WebSocket: closed with code 1009) | goes on |
-| 422 | no JSON, or not this shape | goes on |
-| 424 | `options` that the environment does not take | is ended |
-| 429 | as many sessions as the server takes: come again after `Retry-After` seconds | |
-| 500 | the environment raised, or broke its contract | is ended |
-| 503 | the server drains: no new session, no new episode | may finish its episode |
-| 504 | the environment did not answer in time | is ended |
+What each status means, `STATUSES` says.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
 
 SOCKET_PATH = "/sessions/ws"
 """Where the WebSocket is."""
@@ -44,6 +33,30 @@ TOKEN_VARIABLE = "AGENTRL_REMOTE_TOKEN"
 """Environment variable of the bearer token, on both sides."""
 
 
+STATUSES = {
+    401: "The token is missing or wrong (403 where a WebSocket is opened)",
+    404: "No such session: it expired, was deleted, failed, or never was",
+    408: "The request was not written in time",
+    409: "A `seq` neither the last nor the next, a step without an episode or after its end; the session goes on",
+    413: "The body is larger than the server takes (a WebSocket is closed with 1009); the session goes on",
+    422: "No JSON, or not this shape; the session goes on",
+    424: "`options` that the environment does not take; the session is ended",
+    429: "As many sessions as the server takes: come again after `Retry-After` seconds",
+    500: "The environment raised, or broke its contract; the session is ended",
+    503: "The server drains: no new session, no new episode; what is being played may end",
+    504: "The environment did not answer in time; the session is ended",
+}
+"""What a status other than 200 means, and what it does to the session. The answer is a `Problem`."""
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(_whole), Field(strict=True)]
+"""An integer as JSON Schema means it: 7 and 7.0, and neither true nor "7"."""
+
+
 class _Message(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -51,16 +64,16 @@ class _Message(BaseModel):
 class Reset(_Message):
     """Begin an episode."""
 
-    seq: int = Field(ge=1)
+    seq: Whole = Field(ge=1)
     """One more than that of the session's last reset or step."""
-    seed: int
+    seed: Whole
     options: dict[str, Any] = {}
 
 
 class Step(_Message):
     """The model's message."""
 
-    seq: int = Field(ge=1)
+    seq: Whole = Field(ge=1)
     """One more than that of the session's last reset or step."""
     action: str
 
@@ -95,6 +108,13 @@ class Stepped:
     terminated: bool
     truncated: bool
     info: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What is wrong."""
+
+    detail: str
 
 
 class OpenFrame(_Message):

@@ -1,32 +1,30 @@
 """`agentrl serve`: environments behind HTTP and a WebSocket. What is said there stands in `protocol.py`."""
 
 import contextlib
-import hmac
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from types import FrameType
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request, Response, WebSocket
-from fastapi.responses import JSONResponse
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.exceptions import HTTPException
 
 from agentrl.errors import ConfigError
 from agentrl.flow import Flow, now
 from agentrl.protocols import Env
+from agentrl.remote.gate import Gate, impatient
 from agentrl.remote.multiplex import Multiplexed
 from agentrl.remote.openenv_server import add_openenv
-from agentrl.remote.protocol import SOCKET_PATH, Began, Opened, Refusal, Reset, Step, Stepped
+from agentrl.remote.protocol import SOCKET_PATH, STATUSES, Began, Opened, Problem, Refusal, Reset, Step, Stepped
 from agentrl.remote.sessions import Limits, Sessions
 from agentrl.rollout.env_host import Deadlines, EnvHost, Isolation
 
 logger = logging.getLogger(__name__)
-
-OPEN_TO_ALL = ("/health", "/metrics", "/openapi.json", "/docs")
-"""Paths that need no token."""
 
 
 class EnvServer(uvicorn.Server):
@@ -67,6 +65,7 @@ class EnvServer(uvicorn.Server):
                 create_app(self.sessions, name, token),
                 host=host,
                 port=port,
+                http=impatient(self.limits.request_seconds),
                 ws="websockets-sansio",
                 ws_max_size=self.limits.max_body_bytes,
                 ws_ping_interval=60,  # finds the sockets of machines that vanished
@@ -118,114 +117,82 @@ def create_app(sessions: Sessions, name: str, token: str | None) -> FastAPI:
             flow.cancel()
         await sessions.end_all()
 
-    app = FastAPI(title=f"agentrl environment {name}", lifespan=lifespan)
+    app = FastAPI(title=f"agentrl environment {name}", lifespan=lifespan, responses=_refusals(422))
     _add_routes(app, sessions, name)
     add_openenv(app, sessions, name)
-
-    @app.exception_handler(Refusal)
-    async def refuse(request: Request, refusal: Refusal) -> JSONResponse:
-        sessions.metrics.refused.labels(refusal.status).inc()
-        wait = refusal.retry_after
-        headers = None if wait is None else {"Retry-After": f"{wait:.0f}" if wait >= 1 else "1"}
-        return JSONResponse({"detail": refusal.detail}, refusal.status, headers)
+    _add_refusals(app, sessions)
 
     @app.websocket(SOCKET_PATH)
     async def multiplexed(client: WebSocket) -> None:
         await Multiplexed(client, sessions, app.state.flow).serve()
 
-    app.add_middleware(_Gate, token=token, max_body_bytes=sessions.limits.max_body_bytes)
+    limits = sessions.limits
+    app.add_middleware(Gate, token=token, max_body_bytes=limits.max_body_bytes, request_seconds=limits.request_seconds)
     return app
 
 
 def _add_routes(app: FastAPI, sessions: Sessions, name: str) -> None:
-    @app.post("/sessions")
+    links = {
+        operation: {"operationId": operation, "parameters": {"session": "$response.body#/session"}}
+        for operation in ("reset_session", "step_session", "close_session")
+    }
+
+    @app.post("/sessions", responses={200: {"links": links}, **_refusals(429, 500, 503, 504)})
     async def open_session() -> Opened:
         return await sessions.open()
 
-    @app.post("/sessions/{session}/reset")
+    @app.post(
+        "/sessions/{session}/reset",
+        operation_id="reset_session",
+        responses=_refusals(404, 409, 422, 424, 500, 503, 504),
+    )
     async def reset(session: str, request: Reset) -> Began:
         return await sessions.reset(session, request)
 
-    @app.post("/sessions/{session}/step")
+    @app.post("/sessions/{session}/step", operation_id="step_session", responses=_refusals(404, 409, 422, 500, 504))
     async def step(session: str, request: Step) -> Stepped:
         return await sessions.step(session, request)
 
-    @app.delete("/sessions/{session}")
+    @app.delete("/sessions/{session}", operation_id="close_session", responses=_refusals(404, 422))
     async def close(session: str) -> dict[str, str]:
         await sessions.close(session)
         return {}
 
-    @app.get("/health")
+    @app.get("/health", responses={503: {"description": "The same, while the server drains"}})
     async def health(response: Response) -> dict[str, Any]:
         response.status_code = 503 if sessions.draining else 200
         state = "draining" if sessions.draining else "healthy"
         return {"status": state, "env": name, "sessions": len(sessions), "max_sessions": sessions.limits.max_sessions}
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return Response(generate_latest(sessions.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
-class _Gate:
-    """Lets in who has the token, and what is short enough."""
+def _add_refusals(app: FastAPI, sessions: Sessions) -> None:
+    """Whatever is wrong is said as {"detail": text}, and counted."""
 
-    def __init__(self, app: ASGIApp, token: str | None, max_body_bytes: int) -> None:
-        self._app = app
-        self._expected = f"Bearer {token}".encode() if token else None
-        self._max = max_body_bytes
+    def say(status: int, detail: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
+        sessions.metrics.refused.labels(status).inc()
+        return JSONResponse({"detail": detail}, status, headers)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] not in ("http", "websocket"):
-            await self._app(scope, receive, send)
-            return
-        headers = dict(scope["headers"])
-        if self._expected is not None and scope["path"] not in OPEN_TO_ALL:
-            given = headers.get(b"authorization", b"")
-            if not hmac.compare_digest(given, self._expected):
-                await self._refuse(scope, receive, send, 401, "the bearer token is missing or wrong")
-                return
-        if scope["type"] == "http":
-            body = await self._read(headers, receive)
-            if body is None:
-                await self._refuse(scope, receive, send, 413, f"the body is longer than {self._max} bytes")
-                return
-            receive = _again(body, receive)
-        await self._app(scope, receive, send)
+    @app.exception_handler(Refusal)
+    async def refuse(request: Request, refusal: Refusal) -> JSONResponse:
+        wait = refusal.retry_after
+        headers = None if wait is None else {"Retry-After": f"{wait:.0f}" if wait >= 1 else "1"}
+        return say(refusal.status, refusal.detail, headers)
 
-    async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
-        """The whole body, or none where it is too long.
+    @app.exception_handler(RequestValidationError)
+    async def refuse_shape(request: Request, error: RequestValidationError) -> JSONResponse:
+        wrong = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        return say(422, "; ".join(wrong))
 
-        The rest of a long one is read and forgotten, up to a bound: a client that still writes when the connection
-        closes may never see why.
-        """
-        stated = headers.get(b"content-length", b"0")
-        far_too_long = 16 * self._max
-        if not stated.isdigit() or int(stated) > far_too_long:
-            return None
-        body, length = bytearray(), 0
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            length += len(message.get("body", b""))
-            if length <= self._max:
-                body += message.get("body", b"")
-            if length > far_too_long or not message.get("more_body"):
-                return bytes(body) if length <= self._max else None
-
-    async def _refuse(self, scope: Scope, receive: Receive, send: Send, status: int, detail: str) -> None:
-        if scope["type"] == "websocket":
-            await receive()
-            await send({"type": "websocket.close", "code": 1008})  # before it was accepted: the answer is 403
-            return
-        await JSONResponse({"detail": detail}, status, {"Connection": "close"})(scope, receive, send)
+    @app.exception_handler(HTTPException)
+    async def refuse_otherwise(request: Request, error: HTTPException) -> JSONResponse:
+        # FastAPI has 400 for what is not even text, and 422 for all other things that are no JSON.
+        return say(422 if error.status_code == 400 else error.status_code, error.detail, error.headers)
 
 
-def _again(body: bytes, receive: Receive) -> Callable[[], Awaitable[Message]]:
-    """A `receive` that gives the body that was read, and then what comes."""
-    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def replay() -> Message:
-        return messages.pop() if messages else await receive()
-
-    return replay
+def _refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """What OpenAPI says of these statuses, and of those that any request may get."""
+    return {status: {"model": Problem, "description": STATUSES[status]} for status in (*statuses, 401, 408, 413)}

@@ -29,6 +29,8 @@ class Limits(Settings):
     """How long a session lives without being asked anything."""
     max_body_bytes: int = Field(1 << 20, ge=1024)
     """The longest request."""
+    request_seconds: float = Field(30.0, gt=0)
+    """How long a client may take to write a request; a connection that asks nothing for as long is closed."""
     call_seconds: float = Field(60.0, gt=0)
     """How long the environment may take for one reset or step."""
     drain_seconds: float = Field(60.0, ge=0)

@@ -1,0 +1,107 @@
+"""Who is let in: a client that has the token, is done writing in time, and writes no more than it may."""
+
+import asyncio
+import hmac
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+OPEN_TO_ALL = ("/health", "/metrics", "/openapi.json", "/docs")
+"""Paths that need no token."""
+
+
+def impatient(seconds: float) -> type[asyncio.Protocol]:
+    """A protocol for uvicorn that ends connections which ask nothing, or only half of a request, for `seconds` or more
+    (up to twice as long after an answer). It is h11's, which bounds how long the head of a request may grow.
+    """
+
+    class Impatient(H11Protocol):
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._seen: Any = None
+            self.loop.call_later(seconds, self._look)
+
+        def _look(self) -> None:
+            if self.transport.is_closing() or self.transport.get_protocol() is not self:
+                return  # it has ended, or is a WebSocket now
+            if self.cycle is self._seen and (self.cycle is None or self.cycle.response_complete):
+                self.transport.close()
+                return
+            self._seen = self.cycle
+            self.loop.call_later(seconds, self._look)
+
+    return Impatient
+
+
+class Gate:
+    """Middleware that answers 401, 408 and 413, so that what is behind it sees whole bodies of those who may ask."""
+
+    def __init__(self, app: ASGIApp, token: str | None, max_body_bytes: int, request_seconds: float) -> None:
+        self._app = app
+        self._expected = f"Bearer {token}".encode() if token else None
+        self._max = max_body_bytes
+        self._seconds = request_seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        if self._expected is not None and scope["path"] not in OPEN_TO_ALL:
+            given = headers.get(b"authorization", b"")
+            if not hmac.compare_digest(given, self._expected):
+                await self._refuse(scope, receive, send, 401, "the bearer token is missing or wrong")
+                return
+        if scope["type"] == "http":
+            try:
+                async with asyncio.timeout(self._seconds):
+                    body = await self._read(headers, receive)
+            except TimeoutError:
+                await self._refuse(scope, receive, send, 408, f"the body took longer than {self._seconds:g} s")
+                return
+            if body is None:
+                await self._refuse(scope, receive, send, 413, f"the body is longer than {self._max} bytes")
+                return
+            receive = _again(body, receive)
+        await self._app(scope, receive, send)
+
+    async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
+        """The whole body, or none where it is too long.
+
+        The rest of a long one is read and forgotten, up to a bound: a client that still writes when the connection
+        closes may never see why.
+        """
+        stated = headers.get(b"content-length", b"0")
+        far_too_long = 16 * self._max
+        if not stated.isdigit() or int(stated) > far_too_long:
+            return None
+        body, length = bytearray(), 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            length += len(message.get("body", b""))
+            if length <= self._max:
+                body += message.get("body", b"")
+            if length > far_too_long or not message.get("more_body"):
+                return bytes(body) if length <= self._max else None
+
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send, status: int, detail: str) -> None:
+        if scope["type"] == "websocket":
+            await receive()
+            await send({"type": "websocket.close", "code": 1008})  # before it was accepted: the answer is 403
+            return
+        await JSONResponse({"detail": detail}, status, {"Connection": "close"})(scope, receive, send)
+
+
+def _again(body: bytes, receive: Receive) -> Callable[[], Awaitable[Message]]:
+    """A `receive` that gives the body that was read, and then what comes."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return replay
