@@ -8,13 +8,14 @@ name. `engine: local` is short for `engine: {name: local}`, in the file and on t
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, Field, InstanceOf, PlainSerializer, ValidationError, model_validator
 
 from agentrl import plugins
 from agentrl.errors import ConfigError
+from agentrl.observe.preferences import PreferencesConfig
 from agentrl.plugins import Component, NoSettings
 from agentrl.protocols import Settings
 from agentrl.rewards_config import RewardsConfig, name_of, settings_of
@@ -137,6 +138,7 @@ class RunConfig(Settings):
     env: EnvConfig
     model: ModelConfig = ModelConfig()
     demonstrations: DemonstrationsConfig | None = None
+    preferences: PreferencesConfig | None = None
     rollout: RolloutConfig = RolloutConfig()
     engine: ComponentField
     trainer: ComponentField
@@ -382,30 +384,43 @@ def _explain(
 ) -> Iterator[tuple[str, str]]:
     """(one line per problem with the way out, its top-level section)."""
     for problem in error.errors():
-        keys = tuple(str(part) for part in problem["loc"])
+        keys, known = _locate(model, [str(part) for part in problem["loc"]])
         path = ".".join((*prefix, *keys))
         where = _at(origins, path)
         if problem["type"] == "extra_forbidden":
-            known = _fields(model, keys[:-1])
             listed = ", ".join(known)
             line = f"{path}: no such setting{where}.{plugins.nearest(keys[-1], known)} Known here: {listed}"
         else:
-            given = "" if problem["type"] == "missing" else f", got {problem['input']!r:.80}"
-            line = f"{path}: {problem['msg']}{given}{where}"
+            given = "" if problem["type"] == "missing" or not keys else f", got {problem['input']!r:.80}"
+            line = f"{path}: {problem['msg']}{given}{where}".removeprefix(": ").replace("Value error, ", "", 1)
         yield line, next(iter((*prefix, *keys)), "")
 
 
-def _fields(model: type[BaseModel], keys: Sequence[str]) -> list[str]:
-    """The field names of the section at `keys`."""
-    fields = model.model_fields
-    for key in keys:
-        annotation: Any = fields[key].annotation if key in fields else None
-        choices = [annotation, *getattr(annotation, "__args__", ())]
-        section = next((c for c in choices if isinstance(c, type) and issubclass(c, BaseModel)), None)
-        if section is None:
-            return []
-        fields = section.model_fields
-    return list(fields)
+def _locate(model: type[BaseModel], loc: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Where a problem is, as it is written, without the tags of unions; and the field names of that section."""
+    sections, keys = [model], []
+    known: list[str] = []
+    for key in loc:
+        fields = [section.model_fields[key] for section in sections if key in section.model_fields]
+        tagged = [section for section in sections if key in _tags(section)]
+        known = list(dict.fromkeys(name for section in sections for name in section.model_fields))
+        if fields or not tagged:
+            keys.append(key)
+        # What is neither a field nor a tag is a key of a mapping: the section is its value.
+        sections = [inner for f in fields for inner in _models(f.annotation)] if fields else tagged or sections
+    return keys, known
+
+
+def _tags(section: type[BaseModel]) -> set[Any]:
+    """What tells a section from the others of its union."""
+    return {field.default for field in section.model_fields.values() if get_origin(field.annotation) is Literal}
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    """The sections that a type is, or is made of."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for inner in get_args(annotation) for model in _models(inner)]
 
 
 def _at(origins: Mapping[str, str], path: str) -> str:
