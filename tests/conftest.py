@@ -1,9 +1,13 @@
 """Fixtures shared by the suite."""
 
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from agentrl.cli import main
 from agentrl.tiny_model import create_tiny_model
 
 pytest_plugins = ["agentrl.testing.fixtures"]
@@ -15,3 +19,42 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "tiny"
     create_tiny_model(folder, seed=0)
     return folder
+
+
+@pytest.fixture(scope="session")
+def shallow_model_dir(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model's first two layers, for what is about no model in particular and computes a lot."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("models") / "shallow"
+    config = AutoConfig.from_pretrained(tiny_model_dir)
+    config.num_hidden_layers, config.layer_types = 2, config.layer_types[:2]
+    AutoModelForCausalLM.from_pretrained(tiny_model_dir, config=config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_model_dir).save_pretrained(folder)
+    return folder
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What a command has left, as of `subprocess.run`."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def agentrl(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Done]:
+    """The command line in this process, `agentrl("train", "run.yaml", cwd=folder)`; one of its own takes seconds."""
+
+    def run(*arguments: str, cwd: Path = Path(__file__).parent.parent) -> Done:
+        monkeypatch.chdir(cwd)
+        monkeypatch.setattr(sys, "argv", ["agentrl", *arguments])
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capsys.readouterr()
+        return Done(int(ended.value.code or 0), said.out, said.err)
+
+    return run

@@ -12,21 +12,25 @@ from agentrl.trajectory import Task
 ROOT = Path(__file__).parent.parent
 
 
-def agentrl(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from agentrl.cli import main; main()", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=120, check=False)
-
-
 def test_a_mistyped_setting_is_explained_exits_with_two_and_starts_nothing(tmp_path):
     run = tmp_path / "run"
-    done = agentrl("train", "examples/frozen_lake.yaml", "trainer.lrr=1", f"run_dir={run}")
+    arguments = ("train", "examples/frozen_lake.yaml", "trainer.lrr=1", f"run_dir={run}")
+    # In a process of its own, as a user meets it; all others here are called in this one.
+    done = subprocess.run(
+        [sys.executable, "-c", "from agentrl.cli import main; main()", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 2
     assert "trainer.lrr: no such setting (command line). Did you mean 'lr'?" in done.stderr
     assert "Traceback" not in done.stderr
     assert not run.exists()
 
 
-def test_envs_lists_the_built_in_ones_with_their_origin():
+def test_envs_lists_the_built_in_ones_with_their_origin(agentrl):
     done = agentrl("envs")
     assert done.returncode == 0
     for name in ("frozen_lake", "guess_number", "calculator", "gymnasium"):
@@ -34,8 +38,12 @@ def test_envs_lists_the_built_in_ones_with_their_origin():
     assert "agentrl" in done.stdout
 
 
-def test_check_env_passes_a_good_one_and_refuses_a_bad_one(tmp_path):
-    assert agentrl("check-env", "guess_number").returncode == 0
+def test_check_env_passes_a_good_one_and_refuses_a_bad_one(agentrl, tmp_path):
+    good = agentrl("check-env", "shop", "--gold", "agentrl.envs.shop:strong_player")
+    assert (good.returncode, good.stdout) == (0, "shop keeps the contract\n")
+    no_gold = agentrl("check-env", "guess_number", "--gold", "agentrl.envs.shop:strong_player")
+    assert no_gold.returncode == 1
+    assert "[gold] the player given as gold raised TypeError: this player plays Shop" in no_gold.stdout
     (tmp_path / "bad.py").write_text(
         "import random\n"
         "class Bad:\n"
@@ -49,7 +57,7 @@ def test_check_env_passes_a_good_one_and_refuses_a_bad_one(tmp_path):
     assert "global" in done.stdout
 
 
-def test_config_shows_values_and_origins():
+def test_config_shows_values_and_origins(agentrl):
     done = agentrl("config", "examples/frozen_lake.yaml", "steps=7")
     assert done.returncode == 0
     assert "command line" in done.stdout
@@ -57,7 +65,7 @@ def test_config_shows_values_and_origins():
 
 
 @pytest.mark.slow
-def test_model_init_makes_a_model_that_loads_and_refuses_a_second(tmp_path):
+def test_model_init_makes_a_model_that_loads_and_refuses_a_second(agentrl, tmp_path):
     made = agentrl("model", "init", str(tmp_path / "m"))
     assert made.returncode == 0, made.stderr
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -71,23 +79,22 @@ def test_model_init_makes_a_model_that_loads_and_refuses_a_second(tmp_path):
 
 
 @pytest.mark.parametrize("arguments", [("train",), ("train", "--resume", "runs/nowhere"), ("eval", "no.yaml")])
-def test_missing_input_is_explained(arguments):
+def test_missing_input_is_explained(agentrl, arguments):
     done = agentrl(*arguments)
     assert done.returncode == 2
     assert done.stderr.startswith("error:")
 
 
 @pytest.mark.parametrize("setting", ["model=nowhere", "trackers=[wandb]"])
-def test_what_is_missing_is_said_before_the_run_exists(tmp_path, setting):
+def test_what_is_missing_is_said_before_the_run_exists(agentrl, tmp_path, setting):
     run = tmp_path / "run"
     done = agentrl("train", "examples/frozen_lake.yaml", setting, f"run_dir={run}")
     assert done.returncode == 2
     assert setting.split("=")[0] in done.stderr
-    assert "Traceback" not in done.stderr
     assert not (run / "config.yaml").exists()
 
 
-def test_ledger_says_what_became_of_a_run_that_is_going_on_and_of_each_id(tmp_path):
+def test_ledger_says_what_became_of_a_run_that_is_going_on_and_of_each_id(agentrl, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.yaml").write_text("")
@@ -117,7 +124,7 @@ def test_ledger_says_what_became_of_a_run_that_is_going_on_and_of_each_id(tmp_pa
     assert unknown.stderr.startswith("error: no task 'tran-000001'. Did you mean 'train-000001'?")
 
 
-def test_ledger_of_a_folder_without_one_is_an_error(tmp_path):
+def test_ledger_of_a_folder_without_one_is_an_error(agentrl, tmp_path):
     assert agentrl("ledger", str(tmp_path)).returncode == 2
     (tmp_path / "config.yaml").write_text("")
     done = agentrl("ledger", str(tmp_path))

@@ -1,8 +1,6 @@
 """`agentrl new-env` and `agentrl play`, as an author meets them."""
 
-import subprocess
-import sys
-from pathlib import Path
+import runpy
 
 import pytest
 from typer.testing import CliRunner
@@ -12,13 +10,6 @@ from agentrl.config import load_config
 from agentrl.errors import ConfigError
 from agentrl.new_env import write_env_package
 
-ROOT = Path(__file__).parent.parent
-
-
-def agentrl(*arguments: str, cwd: Path, said: str = "") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from agentrl.cli import main; main()", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, input=said, timeout=60, check=False)
-
 
 def play(*arguments: str, said: str = "") -> str:
     done = CliRunner().invoke(app, ["play", *arguments], input=said, catch_exceptions=False)
@@ -26,17 +17,17 @@ def play(*arguments: str, said: str = "") -> str:
     return done.output
 
 
-def test_a_new_environment_passes_check_env_and_its_own_test_at_once_and_is_short(tmp_path):
+def test_a_new_environment_passes_check_env_and_its_own_test_at_once_and_is_short(agentrl, tmp_path, monkeypatch):
     made = agentrl("new-env", "my-game", cwd=tmp_path)
     assert made.returncode == 0, made.stderr
     folder = tmp_path / "my_game"
     assert "agentrl check-env my_game:MyGame" in made.stdout
+    monkeypatch.syspath_prepend(folder)
     checked = agentrl("check-env", "my_game:MyGame", cwd=folder)
     assert checked.returncode == 0, checked.stdout
-    tested = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"], cwd=folder, check=False, capture_output=True
-    )
-    assert tested.returncode == 0, tested.stdout
+    tests = runpy.run_path(str(folder / "test_my_game.py"))
+    run = [function() for name, function in tests.items() if name.startswith("test_")]
+    assert len(run) == 2
     source = (folder / "my_game.py").read_text().splitlines()
     assert len([line for line in source if line.strip()]) <= 25
     assert max(map(len, source)) <= 120

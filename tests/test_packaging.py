@@ -44,6 +44,7 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "installed"
 
 
+@pytest.mark.slow  # pip builds and installs
 def test_an_environment_of_another_package_is_there_by_name(example: Path, tmp_path: Path) -> None:
     row = next(
         line for line in agentrl("envs", cwd=tmp_path, packages=example).splitlines() if line.startswith("higher_lower")
@@ -53,10 +54,12 @@ def test_an_environment_of_another_package_is_there_by_name(example: Path, tmp_p
     assert "Five of thirteen cards" in row
 
 
+@pytest.mark.slow  # pip builds and installs
 def test_an_environment_of_another_package_is_checked_by_name(example: Path, tmp_path: Path) -> None:
     assert "keeps the contract" in agentrl("check-env", "higher_lower", cwd=tmp_path, packages=example)
 
 
+@pytest.mark.slow  # pip builds and installs
 def test_the_other_package_is_an_entry_point_and_one_module(example: Path) -> None:
     modules = [path.relative_to(example).as_posix() for path in example.rglob("*.py")]
     assert modules == ["higher_lower.py"]

@@ -78,7 +78,7 @@ def check(world: World, report: Report) -> None:
 
 
 @given(seed=st.integers(0, 2**40))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)  # ten thousand below
 def test_a_random_schedule_keeps_the_bound_and_drops_nothing(seed):
     world = random_world(seed)
     check(world, world.run())
@@ -117,9 +117,9 @@ def test_other_rules_lose_nothing_they_do_not_name(seed, rule):
 
 
 def many_short_episodes(episodes: int, seed: int = 0) -> World:
-    """Single-turn episodes with heavy tails, drawn from a population of 65,536."""
+    """Single-turn episodes with heavy tails, drawn from a population of 4,096."""
     rng, latency = Random(seed), Lognormal(median=0.5, sigma=1.0, cap=10)
-    population = [Plan(0.0, (latency.sample(rng),), float(rng.random() < 0.5)) for _ in range(1 << 16)]
+    population = [Plan(0.0, (latency.sample(rng),), float(rng.random() < 0.5)) for _ in range(1 << 12)]
     rollout = RolloutConfig(groups_per_step=128, max_staleness=1, max_live_episodes=2048, min_live_episodes=512)
     simulation = SimulationConfig(
         engine=SimulatedEngine.Config(slots=512, answer_tokens=Lognormal(median=64, sigma=0.6, cap=512)),
@@ -136,7 +136,7 @@ def many_short_episodes(episodes: int, seed: int = 0) -> World:
 
 
 def test_the_same_seed_gives_the_same_events_and_the_same_everything():
-    first, again, other = (many_short_episodes(4096, seed).run() for seed in (1, 1, 2))
+    first, again, other = (many_short_episodes(2048, seed).run() for seed in (1, 1, 2))
     assert first.event_hash == again.event_hash != other.event_hash
     assert (first.seconds, first.tokens, first.timeline) == (again.seconds, again.tokens, again.timeline)
 
@@ -214,9 +214,9 @@ def test_a_fifth_of_all_environments_failing_costs_little_and_leaks_nothing(max_
 
 @pytest.mark.parametrize("sigma", [1.0, 1.4])
 def test_the_slots_are_kept_full_under_heavy_tails(sigma):
-    rollout = RolloutConfig(groups_per_step=2048, group_size=8, deadlines=PATIENT, sampling={"max_tokens": 10_000})
+    rollout = RolloutConfig(groups_per_step=512, group_size=8, deadlines=PATIENT, sampling={"max_tokens": 10_000})
     lengths = Lognormal(median=100, sigma=sigma, cap=1000)
-    engine = SimulatedEngine.Config(slots=64, seconds_per_token=0.01, answer_tokens=lengths)
+    engine = SimulatedEngine.Config(slots=16, seconds_per_token=0.01, answer_tokens=lengths)
     simulation = SimulationConfig(
         engine=engine, env=SimulatedEnvs.Config(turns=Constant(value=1)), train_seconds=Constant(value=0.0)
     )

@@ -53,24 +53,26 @@ async def run(trainer: LocalTrainer, batches: list[TrainBatch]) -> tuple[str, li
 
 
 @pytest.fixture(scope="module")
-def batches(tiny_model_dir: Path) -> list[TrainBatch]:
-    return random_batches(tiny_model_dir, 3)
+def batches(shallow_model_dir: Path) -> list[TrainBatch]:
+    return random_batches(shallow_model_dir, 3)
 
 
-def test_the_local_trainer_keeps_the_contract(tiny_model_dir: Path, tmp_path: Path) -> None:
-    asyncio.run(check_trainer(make_trainer, tiny_model_dir, tmp_path))
+def test_the_local_trainer_keeps_the_contract(shallow_model_dir: Path, tmp_path: Path) -> None:
+    asyncio.run(check_trainer(make_trainer, shallow_model_dir, tmp_path))
 
 
 @pytest.mark.parametrize("wrong", [{"temperature": 1.0}, {"weight_decay": 0.0}, {"max_grad_norm": 9.0}, {"eps": 1e-8}])
-def test_the_contract_notices_a_trainer_that_ignores_a_setting(tiny_model_dir: Path, wrong: dict[str, float]) -> None:
+def test_the_contract_notices_a_trainer_that_ignores_a_setting(
+    shallow_model_dir: Path, wrong: dict[str, float]
+) -> None:
     def make(model: Path, case: TrainerCase) -> LocalTrainer:
         return make_trainer(model, replace(case, **wrong))
 
     with pytest.raises(ConformanceError, match=r"reference has|off by"):
-        asyncio.run(check_equals_reference(make, tiny_model_dir, TrainerCase()))
+        asyncio.run(check_equals_reference(make, shallow_model_dir, TrainerCase()))
 
 
-def test_the_contract_notices_a_trainer_that_forgets_its_optimizer(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_the_contract_notices_a_trainer_that_forgets_its_optimizer(shallow_model_dir: Path, tmp_path: Path) -> None:
     class Forgetful(LocalTrainer):
         async def load(self, folder: Path) -> None:
             await super().load(folder)
@@ -81,16 +83,16 @@ def test_the_contract_notices_a_trainer_that_forgets_its_optimizer(tiny_model_di
         return Forgetful(config, model, total_steps=case.total_steps, temperature=case.temperature)
 
     with pytest.raises(ConformanceError, match="never having stopped"):
-        asyncio.run(check_resume(make, tiny_model_dir, tmp_path))
+        asyncio.run(check_resume(make, shallow_model_dir, tmp_path))
 
 
 def test_gradient_checkpointing_computes_twice_and_changes_no_bit(
-    tiny_model_dir: Path, batches: list[TrainBatch]
+    shallow_model_dir: Path, batches: list[TrainBatch]
 ) -> None:
     async def train(checkpointing: bool) -> tuple[str, int]:
         calls: list[None] = []
         case = TrainerCase(micro_batch_tokens=10**6)
-        async with make_trainer(tiny_model_dir, case, gradient_checkpointing=checkpointing) as trainer:
+        async with make_trainer(shallow_model_dir, case, gradient_checkpointing=checkpointing) as trainer:
             first_layer = trainer._entered.model.base_model.layers[0].mlp
             first_layer.register_forward_pre_hook(lambda *_: calls.append(None))
             await trainer.step(batches[0], LOSS, 100.0)
@@ -103,21 +105,23 @@ def test_gradient_checkpointing_computes_twice_and_changes_no_bit(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_two_runs_give_bitwise_equal_weights(tiny_model_dir: Path, batches: list[TrainBatch], dtype: str) -> None:
-    one, two = (asyncio.run(run(make_trainer(tiny_model_dir, TrainerCase(), dtype=dtype), batches)) for _ in range(2))
+def test_two_runs_give_bitwise_equal_weights(shallow_model_dir: Path, batches: list[TrainBatch], dtype: str) -> None:
+    one, two = (
+        asyncio.run(run(make_trainer(shallow_model_dir, TrainerCase(), dtype=dtype), batches)) for _ in range(2)
+    )
     assert one[0] == two[0]
-    start, _ = asyncio.run(run(make_trainer(tiny_model_dir, TrainerCase()), []))
+    start, _ = asyncio.run(run(make_trainer(shallow_model_dir, TrainerCase()), []))
     assert one[0] != start, "nothing was trained"
 
 
 def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(
-    tiny_model_dir: Path, batches: list[TrainBatch]
+    shallow_model_dir: Path, batches: list[TrainBatch]
 ) -> None:
     async def main() -> None:
-        async with make_trainer(tiny_model_dir, TrainerCase(), dtype="bfloat16") as trainer:
+        async with make_trainer(shallow_model_dir, TrainerCase(), dtype="bfloat16") as trainer:
             coarse = await trainer.step(batches[0], LOSS, 100.0)
             assert {w.dtype for w in (await trainer.weights()).values()} == {torch.float32}
-        async with make_trainer(tiny_model_dir, TrainerCase()) as trainer:
+        async with make_trainer(shallow_model_dir, TrainerCase()) as trainer:
             fine = await trainer.step(batches[0], LOSS, 100.0)
         assert coarse["loss"] != fine["loss"]
         assert coarse["loss"] == pytest.approx(fine["loss"], abs=0.02)
@@ -125,7 +129,7 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(
     asyncio.run(main())
 
 
-def test_a_policy_gradient_makes_the_good_likelier_and_the_bad_less_likely(tiny_model_dir: Path) -> None:
+def test_a_policy_gradient_makes_the_good_likelier_and_the_bad_less_likely(shallow_model_dir: Path) -> None:
     good = TrainingSample(
         (1, 2, 3, 4), (0, 0, 1, 1), (0.0, 0.0, -5.0, -5.0), (0.0, 0.0, 1.0, 1.0), (-1, -1, 0, 0), (0,) * 4
     )
@@ -139,7 +143,7 @@ def test_a_policy_gradient_makes_the_good_likelier_and_the_bad_less_likely(tiny_
         return Grpo(Grpo.Config(importance_cap=None)).loss(logprobs_N, tokens)
 
     async def main() -> None:
-        async with make_trainer(tiny_model_dir, TrainerCase(eps=1e-8)) as trainer:
+        async with make_trainer(shallow_model_dir, TrainerCase(eps=1e-8)) as trainer:
             for _ in range(3):
                 await trainer.step(batch, loss, 4.0)
 
@@ -149,8 +153,8 @@ def test_a_policy_gradient_makes_the_good_likelier_and_the_bad_less_likely(tiny_
     assert (change[2:] < -0.01).all()
 
 
-def test_logprobs_of_the_engine_that_equal_the_trainers_have_no_gap(tiny_model_dir: Path) -> None:
-    (batch,) = random_batches(tiny_model_dir, 1)
+def test_logprobs_of_the_engine_that_equal_the_trainers_have_no_gap(shallow_model_dir: Path) -> None:
+    (batch,) = random_batches(shallow_model_dir, 1)
     logprobs: list[torch.Tensor] = []
 
     def loss(logprobs_N: torch.Tensor, tokens: LossTokens) -> LossOutput:
@@ -158,7 +162,7 @@ def test_logprobs_of_the_engine_that_equal_the_trainers_have_no_gap(tiny_model_d
         return LossOutput(loss_N=logprobs_N * 0.0, metrics={"one": torch.ones_like(logprobs_N)})
 
     async def main() -> None:
-        async with make_trainer(tiny_model_dir, TrainerCase(weight_decay=0.0, micro_batch_tokens=10**6)) as trainer:
+        async with make_trainer(shallow_model_dir, TrainerCase(weight_decay=0.0, micro_batch_tokens=10**6)) as trainer:
             first = await trainer.step(batch, loss, 1.0)
             told = batch.rollout_logprobs_BT.copy()
             told[batch.loss_mask_BT == 1] = logprobs[0].numpy()
@@ -173,14 +177,14 @@ def test_logprobs_of_the_engine_that_equal_the_trainers_have_no_gap(tiny_model_d
     asyncio.run(main())
 
 
-def test_the_event_loop_goes_on_during_a_step(tiny_model_dir: Path, batches: list[TrainBatch]) -> None:
+def test_the_event_loop_goes_on_during_a_step(shallow_model_dir: Path, batches: list[TrainBatch]) -> None:
     def slow(logprobs_N: torch.Tensor, tokens: LossTokens) -> LossOutput:
         time.sleep(0.05)
         return LOSS(logprobs_N, tokens)
 
     async def main() -> int:
         ticks = 0
-        async with make_trainer(tiny_model_dir, TrainerCase()) as trainer, asyncio.TaskGroup() as group:
+        async with make_trainer(shallow_model_dir, TrainerCase()) as trainer, asyncio.TaskGroup() as group:
             step = group.create_task(trainer.step(batches[0], slow, 1.0))
             while not step.done():
                 await asyncio.sleep(0.005)
@@ -191,7 +195,7 @@ def test_the_event_loop_goes_on_during_a_step(tiny_model_dir: Path, batches: lis
 
 
 def test_a_cancelled_step_is_finished_before_the_trainer_closes(
-    tiny_model_dir: Path, batches: list[TrainBatch]
+    shallow_model_dir: Path, batches: list[TrainBatch]
 ) -> None:
     calls: list[int] = []
 
@@ -201,7 +205,7 @@ def test_a_cancelled_step_is_finished_before_the_trainer_closes(
         return LOSS(logprobs_N, tokens)
 
     async def main() -> None:
-        async with make_trainer(tiny_model_dir, TrainerCase()) as trainer:
+        async with make_trainer(shallow_model_dir, TrainerCase()) as trainer:
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.03):
                     await trainer.step(batches[0], slow, 1.0)
@@ -210,11 +214,11 @@ def test_a_cancelled_step_is_finished_before_the_trainer_closes(
     assert sum(calls) == batches[0].num_loss_tokens
 
 
-def test_a_batch_with_nothing_to_learn_from_is_refused(tiny_model_dir: Path, batches: list[TrainBatch]) -> None:
+def test_a_batch_with_nothing_to_learn_from_is_refused(shallow_model_dir: Path, batches: list[TrainBatch]) -> None:
     empty = replace(batches[0], loss_mask_BT=np.zeros_like(batches[0].loss_mask_BT), num_loss_tokens=0)
 
     async def main() -> None:
-        async with make_trainer(tiny_model_dir, TrainerCase()) as trainer:
+        async with make_trainer(shallow_model_dir, TrainerCase()) as trainer:
             with pytest.raises(TrainingError, match="0 loss tokens"):
                 await trainer.step(empty, LOSS, 1.0)
             with pytest.raises(TrainingError, match="normalizer"):
@@ -224,10 +228,10 @@ def test_a_batch_with_nothing_to_learn_from_is_refused(tiny_model_dir: Path, bat
 
 
 def test_a_checkpoint_that_is_missing_or_damaged_or_foreign_says_the_way_out(
-    tiny_model_dir: Path, tmp_path: Path, batches: list[TrainBatch]
+    shallow_model_dir: Path, tmp_path: Path, batches: list[TrainBatch]
 ) -> None:
     async def main() -> None:
-        async with make_trainer(tiny_model_dir, TrainerCase()) as trainer:
+        async with make_trainer(shallow_model_dir, TrainerCase()) as trainer:
             await trainer.step(batches[0], LOSS, 1.0)
             before = checksum(await trainer.weights())
             with pytest.raises(CheckpointError, match="older checkpoint"):
@@ -251,16 +255,16 @@ def test_a_checkpoint_that_is_missing_or_damaged_or_foreign_says_the_way_out(
 
 
 def test_a_resumed_schedule_goes_on_where_it_stopped(
-    tiny_model_dir: Path, tmp_path: Path, batches: list[TrainBatch]
+    shallow_model_dir: Path, tmp_path: Path, batches: list[TrainBatch]
 ) -> None:
     settings = {"schedule": "cosine", "warmup_steps": 2}
 
     async def main() -> None:
-        async with make_trainer(tiny_model_dir, TrainerCase(), **settings) as trainer:
+        async with make_trainer(shallow_model_dir, TrainerCase(), **settings) as trainer:
             rates = [(await trainer.step(batch, LOSS, 1.0))["lr"] for batch in batches]
             await trainer.save(tmp_path / "c")
             unbroken = (await trainer.step(batches[0], LOSS, 1.0))["lr"]
-        async with make_trainer(tiny_model_dir, TrainerCase(), **settings) as trainer:
+        async with make_trainer(shallow_model_dir, TrainerCase(), **settings) as trainer:
             await trainer.load(tmp_path / "c")
             assert (await trainer.step(batches[0], LOSS, 1.0))["lr"] == unbroken
         assert rates == [pytest.approx(1.5e-3), pytest.approx(3e-3), pytest.approx(3e-3)]
@@ -280,19 +284,19 @@ def test_the_schedule_climbs_falls_and_stays() -> None:
     assert {learning_rate(flat, step, 3) for step in range(6)} == {1.0}
 
 
-def test_wrong_settings_say_what_to_write(tiny_model_dir: Path, tmp_path: Path) -> None:
+def test_wrong_settings_say_what_to_write(shallow_model_dir: Path, tmp_path: Path) -> None:
     async def enter(trainer: LocalTrainer) -> None:
         async with trainer:
             pass
 
     with pytest.raises(ConfigError, match="temperature"):
-        LocalTrainer(LocalTrainer.Config(), tiny_model_dir, total_steps=1, temperature=0.0)
+        LocalTrainer(LocalTrainer.Config(), shallow_model_dir, total_steps=1, temperature=0.0)
     with pytest.raises(ConfigError, match=r"config\.json"):
         asyncio.run(enter(LocalTrainer(LocalTrainer.Config(), tmp_path, total_steps=1)))
     with pytest.raises(ConfigError, match="torch device"):
-        asyncio.run(enter(LocalTrainer(LocalTrainer.Config(device="quantum"), tiny_model_dir, total_steps=1)))
+        asyncio.run(enter(LocalTrainer(LocalTrainer.Config(device="quantum"), shallow_model_dir, total_steps=1)))
     with pytest.raises(AgentRLError, match="async with"):
-        asyncio.run(LocalTrainer(LocalTrainer.Config(), tiny_model_dir, total_steps=1).weights())
+        asyncio.run(LocalTrainer(LocalTrainer.Config(), shallow_model_dir, total_steps=1).weights())
 
 
 def test_a_model_whose_windows_or_logits_would_be_computed_wrongly_is_refused(tmp_path: Path) -> None:
