@@ -4,7 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, pstdev
 from typing import Any
 
 from agentrl.trajectory import Group, Score, Trajectory, staleness
@@ -17,15 +17,18 @@ def rollout_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     scores = [score for group in groups for score in group.scores]
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
-    parts = sorted({name for score in scores for name in score.parts})
+    names = sorted({name for score in scores for name in score.parts})
+    parts = {name: [score.parts[name] for score in scores if name in score.parts] for name in names}
     versions_T = [version for turn in turns for version in turn.completion.policy_versions]
     ages_of_groups = Counter(staleness(group, step) for group in groups)
     ages_of_tokens = Counter(step - version for version in versions_T)
     lengths = Counter(turn.completion.finish_reason for turn in turns)
     return {
         "reward": fmean(score.value for score in scores),
+        "reward_std": pstdev(score.value for score in scores),
         **by_agent(list(zip(trajectories, scores, strict=True))),
-        **{f"reward/{name}": fmean(score.parts[name] for score in scores if name in score.parts) for name in parts},
+        **{f"reward/{name}": fmean(values) for name, values in parts.items()},
+        **{f"reward_std/{name}": pstdev(values) for name, values in parts.items()},
         "success": fmean(trajectory.success for trajectory in trajectories),
         "turns": fmean(len(trajectory.turns) for trajectory in trajectories),
         "sampled_tokens": float(sum(trajectory.num_tokens for trajectory in trajectories)),
