@@ -20,6 +20,7 @@ from agentrl.errors import AgentRLError, ConfigError, ConformanceError
 from agentrl.observe import ledger_report
 from agentrl.rollout.ledger import LedgerReader, read_ledger
 from agentrl.tiny_model import SIZES, create_tiny_model
+from agentrl.trajectory import Trajectory
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 model_app = typer.Typer(no_args_is_help=True, help="Make models.")
@@ -143,14 +144,18 @@ def evaluate(
 
     evaluation = asyncio.run(play())
     for trajectory, score in evaluation.scored[:show]:
-        console.rule(f"{trajectory.id}: {trajectory.status.name}, score {score.value:g}")
+        console.rule(f"{_called(trajectory)}: {trajectory.status.name}, score {score.value:g}")
         for message in trajectory.messages:
             console.print(f"[bold cyan]{message.role}[/bold cyan] {escape(message.content)}", highlight=False)
     console.rule()
     for name, value in evaluation.metrics().items():
         console.print(f"{name.removeprefix('eval/'):10} {value:.4g}", highlight=False)
     for trajectory in evaluation.failed[:5]:
-        console.print(f"[red]{trajectory.id}[/red] {escape(str(trajectory.status))}", highlight=False)
+        console.print(f"[red]{_called(trajectory)}[/red] {escape(str(trajectory.status))}", highlight=False)
+
+
+def _called(trajectory: Trajectory) -> str:
+    return f"{trajectory.id} ({trajectory.agent})" if trajectory.agent else trajectory.id
 
 
 def _model_to_evaluate(run: Path, loaded: LoadedConfig) -> Path:
@@ -344,6 +349,9 @@ def play(  # noqa: PLR0917  typer calls it by name
     player: Annotated[
         str | None, typer.Option(metavar="MODULE:FUNCTION", help="A scripted player instead of you.")
     ] = None,
+    seat: Annotated[
+        str | None, typer.Option("--as", metavar="AGENT", help="The agent you are, where --player plays the others.")
+    ] = None,
     max_turns: Annotated[int, typer.Option(help="Turns after which to stop.")] = 64,
     python: EnvPython = None,
     requires: EnvRequires = None,
@@ -360,6 +368,7 @@ def play(  # noqa: PLR0917  typer calls it by name
             seed=seed,
             options=yaml.safe_load(options),
             player=plugins.load("players", player) if player else None,
+            seat=seat,
             max_turns=max_turns,
             python=python,
             requires=requires or (),

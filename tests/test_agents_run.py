@@ -1,7 +1,9 @@
 """Runs of several agents: frozen opponents follow the policy at their distance, and only the policy is trained."""
 
 import asyncio
+import io
 import json
+import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -73,6 +75,24 @@ def test_who_plays_whom_is_read_from_the_config_and_what_cannot_be_is_said(tmp_p
         with pytest.raises(ConfigError) as caught:
             loaded(tmp_path, override)
         assert said in str(caught.value)
+
+
+STRONG = ("play", "kuhn_poker", "--seed", "4", "--player", "agentrl.envs.kuhn_poker:strong_player")
+
+
+def test_a_person_takes_one_seat_and_sees_only_what_is_told_there(agentrl, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("bet\ncheck\n"))
+    said = agentrl(*STRONG, "--as", "north", "--options", "{hands: 2}").stdout
+    assert "user (north) Hand 1 of 2. You hold the jack." in said
+    assert "(south)" not in said
+    assert "reward north -3, south 3" in said
+    watched = agentrl(*STRONG).stdout
+    assert "user (south) Hand 1 of 1. You hold the queen." in watched
+
+
+def test_a_seat_that_is_not_there_is_said(agentrl):
+    assert "there are north, south" in agentrl(*STRONG, "--as", "east").stderr
+    assert "needs a --player" in agentrl("play", "kuhn_poker", "--as", "north").stderr
 
 
 @pytest.mark.slow
