@@ -16,6 +16,7 @@ from pydantic import BaseModel, BeforeValidator, Field, InstanceOf, PlainSeriali
 from agentrl import plugins
 from agentrl.errors import ConfigError
 from agentrl.observe.preferences import PreferencesConfig
+from agentrl.observe.preferences import PreferencesConfig
 from agentrl.plugins import Component, NoSettings
 from agentrl.protocols import Settings
 from agentrl.rewards_config import RewardsConfig, name_of, settings_of
@@ -138,6 +139,7 @@ class RunConfig(Settings):
     env: EnvConfig
     model: ModelConfig = ModelConfig()
     demonstrations: DemonstrationsConfig | None = None
+    preferences: PreferencesConfig | None = None
     preferences: PreferencesConfig | None = None
     rollout: RolloutConfig = RolloutConfig()
     engine: ComponentField

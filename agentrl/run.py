@@ -7,6 +7,7 @@ runs/NAME/
   trajectories/      step_000000.parquet ...
   checkpoints/       step_000010/ ... (each a Hugging Face folder with the optimizer beside it)
   demonstrations/    the model after supervised play, where the config asks for it
+  reward_model/      what the recipe reward_model has trained
   tensorboard/       event files
   reward_curve.png   when the run has ended
   summary.json       success before and after, steps, seconds, largest staleness, fates
@@ -124,6 +125,12 @@ class Run:
             f"held-out success after {step} steps: [bold]{metrics['eval/success']:.1%}[/bold] "
             f"of {metrics['eval/episodes']:.0f} episodes ({metrics['eval/failed']:.0f} failed)"
         )
+
+    def record_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write what a step of another kind of training did."""
+        self.metrics.append({"step": step, **metrics})
+        for tracker in self._trackers:
+            tracker.log(step, metrics)
 
     async def save_checkpoint(self, step: int, trainer: Trainer) -> None:
         """Save the state after `step` steps. The ledger's rows are in their file before: a resumed run trusts them."""

@@ -2,21 +2,20 @@
 
 import asyncio
 import json
-import os
-import sys
-from asyncio.subprocess import PIPE, STDOUT
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from rich.console import Console
 
+from agentrl.config import load_config
+from agentrl.recipes.policy_gradient import policy_gradient
+from agentrl.run import Run
 from agentrl.testing.judge_server import JudgeCall, JudgeServer, Reply
 
-ROOT = Path(__file__).parent.parent
 STEPS = 2
 LEVELS = {"brief": 3, "bold": 8}
 SMALL = {
@@ -54,26 +53,10 @@ def verdict(call: JudgeCall) -> Reply:
     return Reply.json({"better": "first"} if '"better"' in call.user else {"levels": LEVELS}, seconds=0.05)
 
 
-@asynccontextmanager
-async def training(config: Path, name: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    command = [
-        sys.executable,
-        "-c",
-        "from agentrl.cli import main; main()",
-        "train",
-        str(config),
-        f"run_dir={config.parent / name}",
-    ]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = await asyncio.create_subprocess_exec(*command, env=env, stdout=PIPE, stderr=STDOUT)
-    try:
-        yield process
-        output, _ = await asyncio.wait_for(process.communicate(), 300)
-        assert process.returncode == 0, output.decode()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+async def train(config: Path, name: str) -> None:
+    loaded = load_config(config, [f"run_dir={config.parent / name}"])
+    with Run(loaded, Console(file=StringIO())) as run:
+        await policy_gradient(run)
 
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:
@@ -86,19 +69,18 @@ def test_a_run_waits_for_a_judge_that_is_killed_and_the_same_run_again_asks_noth
     async def main() -> int:
         async with JudgeServer(verdict) as server:
             path = config(tmp_path, server)
-            async with training(path, "first") as run:
-                while len(server.calls) < 20:
-                    assert run.returncode is None, "the run ended before the judge was killed"
-                    await asyncio.sleep(0.01)
-                await server.stop()
-                asked = len(server.calls)
-                await asyncio.sleep(1.0)
-                assert len(server.calls) == asked
-                assert run.returncode is None
-                await server.start()
+            training = asyncio.ensure_future(train(path, "first"))
+            while len(server.calls) < 20 and not training.done():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            await server.stop()
             asked = len(server.calls)
-            async with training(path, "second"):
-                pass
+            await asyncio.sleep(1.0)
+            assert not training.done()
+            assert len(server.calls) == asked
+            await server.start()
+            await training
+            asked = len(server.calls)
+            await train(path, "second")
             return len(server.calls) - asked
 
     asked_again = asyncio.run(main())

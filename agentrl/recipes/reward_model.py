@@ -1,0 +1,105 @@
+"""Train a reward model: a sequence classifier with one output, on pairs of conversations, by Bradley and Terry.
+
+    config.preferences ─▶ pairs ─▶ tokens ─▶ model(chosen), model(rejected) ─▶ -log sigmoid(difference) ─▶ AdamW
+
+It starts from the configured causal model (its body and its chat template; the output layer is new), and is left in the
+run's folder `reward_model`, which the reward `reward_model` takes.
+"""
+
+import asyncio
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING
+
+from agentrl.errors import ConfigError
+from agentrl.observe.preferences import Preference, PreferencesConfig, read_preferences, split
+from agentrl.recipes.workers import base_model
+from agentrl.rollout.renderer import TemplateRenderer
+from agentrl.rollout.seeds import derive_seed
+from agentrl.run import Run
+
+if TYPE_CHECKING:
+    from agentrl.recipes.preference_core import Pair
+
+
+async def reward_model(run: Run) -> None:
+    """The recipe. Each step's loss and accuracy, and the accuracy on pairs held out, are in the run's metrics.
+
+    Raises:
+        ConfigError: the config has no section `preferences`, or there is nothing in it to train on.
+        TrainingError: the loss is not finite.
+    """
+    config = run.config.preferences
+    if config is None:
+        raise ConfigError("recipe reward_model needs a `preferences` section that names a file or a run")
+    final = run.folder / "reward_model"
+    if final.exists():
+        run.display.say(f"the reward model is in {final} already")
+        return
+    rng = Random(derive_seed(run.config.seed, "preferences"))
+    pairs = read_preferences(config, rng)
+    base = await base_model(run)
+    training, held_out = (_tokens(run, base, part, config) for part in split(pairs, config.held_out, rng))
+    if not training:
+        raise ConfigError(f"no pair of {config.path} is left to train on: raise max_tokens, or lower held_out")
+    unfinished = run.folder / ".unfinished-reward-model"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    batches = list(_batches(training, config, rng))
+    await _train(run, config, base, batches=batches, held_out=held_out, into=unfinished)
+    os.replace(unfinished, final)
+    run.display.say(f"the reward model is in {final}")
+
+
+async def _train(
+    run: Run,
+    config: PreferencesConfig,
+    base: Path,
+    *,
+    batches: Sequence[Sequence["Pair"]],
+    held_out: Sequence["Pair"],
+    into: Path,
+) -> None:
+    from agentrl.recipes.preference_core import PreferenceCore
+
+    core = await asyncio.to_thread(PreferenceCore, base, config, run.config.seed)
+    run.metrics.rewind(0)  # of a run that was stopped: its training begins anew
+    warm_up = max(1, len(batches) // 10)
+    for step, batch in enumerate(batches):
+        metrics = await asyncio.to_thread(core.step, batch, min(1.0, (step + 1) / warm_up))
+        run.record_metrics(step, metrics)
+        if (step + 1) % max(1, len(batches) // 8) == 0:
+            run.display.say(
+                f"step {step + 1} of {len(batches)}: loss {metrics['loss']:.3f} nats a pair, "
+                f"{metrics['accuracy']:.0%} in the right order"
+            )
+    if held_out:
+        accuracy = await asyncio.to_thread(core.accuracy, held_out)
+        run.record_metrics(len(batches), {"eval/preference_accuracy": accuracy})
+        run.display.say(f"of {len(held_out)} held-out pairs, [bold]{accuracy:.1%}[/bold] are in the right order")
+    await asyncio.to_thread(core.save, into)
+
+
+def _tokens(run: Run, base: Path, pairs: Sequence[Preference], config: PreferencesConfig) -> list["Pair"]:
+    """The tokens of each pair, by the model's chat template up to where the assistant would go on."""
+    renderer = TemplateRenderer.of_model(base)
+    encoded = [
+        (renderer.encode(renderer.text(pair.chosen, ())), renderer.encode(renderer.text(pair.rejected, ())))
+        for pair in pairs
+    ]
+    short = [pair for pair in encoded if max(map(len, pair)) <= config.max_tokens]
+    if len(short) < len(encoded):
+        run.display.say(
+            f"{len(encoded) - len(short)} of {len(encoded)} pairs are longer than {config.max_tokens} tokens: left out"
+        )
+    return short
+
+
+def _batches(pairs: Sequence["Pair"], config: PreferencesConfig, rng: Random) -> Iterator[list["Pair"]]:
+    """Batches of all pairs, in another order in each epoch; the last of an epoch may be smaller."""
+    for _ in range(config.epochs):
+        mixed = rng.sample(pairs, len(pairs))
+        for start in range(0, len(mixed), config.pairs_per_step):
+            yield mixed[start : start + config.pairs_per_step]

@@ -1,0 +1,158 @@
+"""`RewardModel`: a trained classifier scores trajectories."""
+
+import asyncio
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from pydantic import Field
+
+from agentrl.errors import ConfigError, RewardError
+from agentrl.protocols import Settings
+from agentrl.rollout.renderer import TemplateRenderer
+from agentrl.trajectory import Score, Trajectory
+
+
+class _Waiting(NamedTuple):
+    token_ids: tuple[int, ...]
+    score: "asyncio.Future[float]"
+
+
+class RewardModel:
+    """The output of a Hugging Face sequence classifier with one label, over the whole conversation, as a reward.
+
+    It computes in a thread of its own; what waits meanwhile makes the next batch. The recipe `reward_model` trains such
+    models; one of other origin needs a tokenizer with a chat template and a pad token. An async context manager.
+
+    Raises:
+        ConfigError: on entering: the folder holds no such model.
+    """
+
+    class Config(Settings):
+        """Settings of `reward_model`."""
+
+        path: Path
+        """The model's folder."""
+        batch: int = Field(default=16, gt=0)
+        """Most conversations that go through the model at once."""
+        device: str = "auto"
+        """A torch device, or "auto": the first GPU, else the CPU."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._model: Any = None
+        self._renderer: TemplateRenderer | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._queue: deque[_Waiting] = deque()
+        self._busy = False
+        self._scored = self._batches = 0
+
+    async def __aenter__(self) -> Self:
+        if not (self._config.path / "config.json").is_file():
+            raise ConfigError(f"the reward model {self._config.path} is no Hugging Face folder: no config.json in it")
+        self._renderer = TemplateRenderer.of_model(self._config.path)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward-model")
+        loop = asyncio.get_running_loop()
+        try:
+            self._model = await loop.run_in_executor(self._thread, _load, self._config.path, self._config.device)
+        except BaseException:
+            self._thread.shutdown(wait=False)
+            raise
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        thread, self._thread, self._model = self._thread, None, None
+        for waiting in self._queue:
+            waiting.score.cancel()
+        self._queue.clear()
+        if thread is not None:
+            thread.shutdown(wait=False, cancel_futures=True)
+
+    async def score(self, trajectory: Trajectory) -> Score:
+        """What the model says of the conversation.
+
+        Raises:
+            RewardError: the conversation is longer than the model can read, or the output is not finite.
+        """
+        if self._renderer is None or self._model is None:
+            raise ConfigError("the reward model is not running: use it inside `async with reward:`")
+        token_ids = self._renderer.encode(self._renderer.text(trajectory.messages, ()))
+        longest = getattr(self._model.config, "max_position_embeddings", None)
+        if longest is not None and len(token_ids) > longest:
+            raise RewardError(f"the conversation has {len(token_ids)} tokens, and the reward model reads {longest}")
+        waiting = _Waiting(token_ids, asyncio.get_running_loop().create_future())
+        self._queue.append(waiting)
+        self._work()
+        return Score(await waiting.score)
+
+    def metrics(self) -> Mapping[str, float]:
+        """What was scored since the last call, and how many at once."""
+        scored, batches = self._scored, self._batches
+        self._scored = self._batches = 0
+        return {"scored": float(scored), "batch_mean": scored / max(1, batches)}
+
+    def _work(self) -> None:
+        """Start on what waits, unless the thread is at work."""
+        batch: list[_Waiting] = []
+        while self._queue and not self._busy and len(batch) < self._config.batch:
+            waiting = self._queue.popleft()
+            if not waiting.score.done():  # its trajectory may have been given up meanwhile
+                batch.append(waiting)
+        if not batch:
+            return
+        self._busy = True
+        self._batches += 1
+        self._scored += len(batch)
+        ids = [waiting.token_ids for waiting in batch]
+        working = asyncio.get_running_loop().run_in_executor(self._thread, _score, self._model, ids)
+        working.add_done_callback(lambda done: self._finish(batch, done))
+
+    def _finish(self, batch: Sequence[_Waiting], done: "asyncio.Future[list[float]]") -> None:
+        self._busy = False
+        error = None if done.cancelled() else done.exception()
+        for place, waiting in enumerate(batch):
+            if waiting.score.done():
+                continue
+            if done.cancelled():
+                waiting.score.cancel()
+            elif error is not None:
+                waiting.score.set_exception(RewardError(f"the reward model: {type(error).__name__}: {error}"))
+            else:
+                waiting.score.set_result(done.result()[place])
+        if self._thread is not None:
+            self._work()
+
+
+def _load(folder: Path, device: str) -> Any:
+    import torch
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    config = AutoConfig.from_pretrained(folder)
+    kinds = [kind for kind in config.architectures or () if kind.endswith("ForSequenceClassification")]
+    if not kinds or config.num_labels != 1 or config.pad_token_id is None:
+        raise ConfigError(
+            f"{folder} is {config.architectures} with {config.num_labels} labels and the pad token "
+            f"{config.pad_token_id}; a reward model is a ...ForSequenceClassification with one label and a pad token "
+            "(the recipe reward_model trains one)"
+        )
+    chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    return model.eval().to(chosen)
+
+
+def _score(model: Any, sequences: Sequence[Sequence[int]]) -> list[float]:
+    """One output for each sequence of tokens. The padding at the end changes no more than the last digits."""
+    import torch
+    from torch.nn.utils.rnn import pad_sequence
+
+    tokens_BT = pad_sequence(
+        [torch.tensor(ids) for ids in sequences], batch_first=True, padding_value=model.config.pad_token_id
+    )
+    lengths_B = torch.tensor([len(ids) for ids in sequences])
+    mask_BT = torch.arange(tokens_BT.shape[1])[None] < lengths_B[:, None]
+    with torch.inference_mode():
+        logits_B1 = model(input_ids=tokens_BT.to(model.device), attention_mask=mask_BT.to(model.device)).logits
+    scores: list[float] = logits_B1[:, 0].float().tolist()
+    return scores
