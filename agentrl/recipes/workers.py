@@ -163,8 +163,10 @@ def env_factory(
     """
     if python is not None or requires:
         found = find_interpreter(python, requires)
-        ProcessEnv(name, found).check()
-        return partial(ProcessEnv, name, found)
+        preload = ProcessEnv(name, found).check()
+        if preload:
+            ProcessEnv(name, found, preload).check()  # before the deadline of a reset counts
+        return partial(ProcessEnv, name, found, preload)
     factory = plugins.load("envs", name)
     if (isolation or getattr(factory, "isolation", "thread")) == "process":
         return partial(ProcessEnv, name)

@@ -10,12 +10,14 @@ and its last lines stand in the errors. It leads a process group of its own, and
 
 Workers are forked from one process, the nursery, which has imported agentrl and no environment: a start takes
 milliseconds, and a worker has only the memory that its environment adds. Each interpreter
-(`agentrl/rollout/interpreter.py`) has a nursery of its own.
+(`agentrl/rollout/interpreter.py`) has a nursery of its own. What takes seconds to import and survives a fork is named
+by the environment's factory (`preload`, names of modules), and imported by the nursery.
 """
 
 import asyncio
 import faulthandler
 import fcntl
+import gc
 import importlib
 import inspect
 import json
@@ -53,7 +55,8 @@ _START = """
 import sys
 rest = sys.path[:] if {foreign!r} else []
 sys.path[:] = [*{path!r}, *rest]
-from agentrl.rollout.env_process import run_nursery
+from agentrl.rollout.env_process import preload, run_nursery
+preload(*{preload!r})
 run_nursery(*{arguments!r}, rest)
 """
 
@@ -71,7 +74,7 @@ def with_frame(error: BaseException) -> str:
 
 class ProcessEnv:
     """The environment of an address (a registered name or `package.module:Name`) in a worker process, which another
-    `python` than this one may run.
+    `python` than this one may run, forked from one that has imported `preload`.
 
     The process starts with the first `reset` and serves until `close` or `kill`; after a crash or `close`, the next
     `reset` starts another. Calls block, so a `LiveEnv` makes them in a thread. `system_prompt` and `tools` are known
@@ -83,9 +86,10 @@ class ProcessEnv:
 
     isolation = "thread"
 
-    def __init__(self, address: str, python: str | None = None) -> None:
+    def __init__(self, address: str, python: str | None = None, preload: tuple[str, ...] = ()) -> None:
         self.address = address
         self.python = python
+        self.preload = preload
         self.system_prompt = ""
         self.tools: Sequence[Mapping[str, Any]] = ()
         self._worker: _Worker | None = None
@@ -99,15 +103,15 @@ class ProcessEnv:
         result: ResetResult = _result(answer)
         return result
 
-    def check(self) -> None:
-        """Find the environment over there without making it, and end the process.
+    def check(self) -> tuple[str, ...]:
+        """Find the environment over there without making it, and end the process; the modules to `preload`.
 
         Raises:
             ConfigError: there is no such environment.
         """
         try:
             self._start("check")
-            self._ask("check")
+            return tuple(self._ask("check")["preload"])
         finally:
             self.reap()
 
@@ -155,7 +159,7 @@ class ProcessEnv:
 
     def _start(self, call: str) -> "_Worker":
         if self._worker is None:
-            self._worker = _Worker(self.address, self.python)
+            self._worker = _Worker(self.address, self.python, self.preload)
         if self._killed:  # while the process was starting
             self.reap()
             raise EnvError(f"{self.address}.{call}: its process was killed")
@@ -194,12 +198,12 @@ class _Nursery:
     and it reaps a worker only when it is told to: until then nobody else has the worker's process id.
     """
 
-    def __init__(self, python: str | None) -> None:
+    def __init__(self, python: str | None, preload: tuple[str, ...]) -> None:
         mine, theirs = socket.socketpair()
         lifeline, self._lifeline = os.pipe()
         arguments = (theirs.fileno(), lifeline)
         self._python = python
-        code = _START.format(path=_path(python), foreign=python is not None, arguments=arguments)
+        code = _START.format(path=_path(python), foreign=python is not None, preload=preload, arguments=arguments)
         with theirs:
             self._process = subprocess.Popen(
                 [python or sys.executable, "-P", "-c", code],
@@ -254,31 +258,31 @@ def _end_nursery(process: "subprocess.Popen[bytes]", calls: Connection, control:
     os.close(lifeline)
 
 
-_nurseries: dict[tuple[int, str | None], _Nursery] = {}
+_nurseries: dict[tuple[int, str | None, tuple[str, ...]], _Nursery] = {}
 _nurseries_lock = threading.Lock()
 
 
-def _nursery(python: str | None) -> _Nursery:
+def _nursery(python: str | None, preload: tuple[str, ...]) -> _Nursery:
     """The one of this process (by its id, since this process may be a fork itself); another, where it has died."""
     with _nurseries_lock:
-        key = (os.getpid(), python)
+        key = (os.getpid(), python, preload)
         found = _nurseries.get(key)
         if found is None or found.is_dead:
-            found = _nurseries[key] = _Nursery(python)
+            found = _nurseries[key] = _Nursery(python, preload)
         return found
 
 
 class _Worker:
     """A running process, the driver's end of its socket, its scratch folder and its output."""
 
-    def __init__(self, address: str, python: str | None) -> None:
+    def __init__(self, address: str, python: str | None, preload: tuple[str, ...]) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="agentrl-env-"))
         scratch = self._folder / "scratch"
         scratch.mkdir()
         mine, theirs = socket.socketpair()
         reads, lifeline = os.pipe()
         self.connection = Connection(mine.detach())
-        nursery = _nursery(python)
+        nursery = _nursery(python, preload)
         try:
             with theirs, (self._folder / "output").open("ab") as output:
                 self.pid = nursery.start(address, scratch, theirs.fileno(), reads, output.fileno())
@@ -351,6 +355,15 @@ def _path(python: str | None) -> list[str]:
 
 
 # --- in the nursery ---
+
+
+def preload(*modules: str) -> None:
+    """Import modules for all workers. One that cannot be imported is left to the worker that needs it, and says so."""
+    for name in modules:
+        with suppress(Exception):
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # so that no collection in a worker writes to the memory that all share
 
 
 def run_nursery(control: int, lifeline: int, rest_of_path: Sequence[str]) -> None:
@@ -427,6 +440,7 @@ class _Hosted:
         self._address = address
         self._scratch = scratch
         self._env: Env | None = None
+        self._preload: list[str] = []
 
     def answer(self, runner: asyncio.Runner, request: dict[str, Any]) -> bytes:
         """What a call gave, or what it raised, as JSON."""
@@ -436,6 +450,8 @@ class _Hosted:
             if inspect.isawaitable(result):
                 result = runner.run(_awaited(result))
             answer: dict[str, Any] = {"tuple": result} if isinstance(result, tuple) else {"text": _text(result)}
+            if call == "check":
+                answer["preload"] = self._preload
             if call == "reset":
                 answer["system_prompt"] = str(getattr(self._env, "system_prompt", "") or "")
                 answer["tools"] = list(getattr(self._env, "tools", ()))
@@ -452,6 +468,7 @@ class _Hosted:
             # The address may be a path from the driver's current folder; what it makes lives in the scratch folder.
             make = plugins.load("envs", self._address)
             if call == "check":
+                self._preload = list(getattr(make, "preload", ()))
                 return None
             os.chdir(self._scratch)
             self._env = make()
