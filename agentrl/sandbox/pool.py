@@ -59,19 +59,17 @@ class Sandbox:
         self._jails: set[Jail] = set()
 
     async def __aenter__(self) -> Self:
-        """Choose the backend and start the jails.
+        """Choose the backend and start the first jail; the others start when they are needed.
 
         Raises:
             ConfigError: the machine cannot isolate, and `allow_unsafe` is not set; says what each backend lacks.
         """
         try:
             first = await self._choose()
-            async with Flow("sandbox") as flow:
-                others = [flow.start(self._start(), name="jail") for _ in range(self.config.size - 1)]
         except BaseException:
             await self.__aexit__()
             raise
-        for jail in (first, *(other.result() for other in others)):
+        for jail in (*[None] * (self.config.size - 1), first):  # the last one is taken first
             self._idle.put_nowait(jail)
         return self
 
@@ -80,6 +78,7 @@ class Sandbox:
         for jail in self._jails:
             jail.kill()
         self._jails.clear()
+        self.backend = ""
 
     async def run(self, program: str, stdin: str = "", limits: Limits | None = None) -> Outcome:
         """Run a program as a main module with this text on its stdin. It waits until a jail is free.

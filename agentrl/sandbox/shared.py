@@ -1,0 +1,45 @@
+"""One sandbox for all who want the same one: environments come by the hundred, and processors do not."""
+
+import asyncio
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+from agentrl.sandbox.pool import Sandbox
+from agentrl.sandbox.settings import SandboxConfig
+
+
+@dataclass(eq=False)
+class _Entry:
+    sandbox: Sandbox
+    users: int = 0
+    starting: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+_entries: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[SandboxConfig, _Entry]] = WeakKeyDictionary()
+
+
+async def borrow(config: SandboxConfig) -> Sandbox:
+    """The running loop's sandbox of this config, started for whoever comes first. Each `borrow` needs a `give_back`.
+
+    Raises:
+        ConfigError: the machine cannot isolate.
+    """
+    entries = _entries.setdefault(asyncio.get_running_loop(), {})
+    entry = entries.setdefault(config, _Entry(Sandbox(config)))
+    async with entry.starting:
+        if not entry.sandbox.backend:
+            await entry.sandbox.__aenter__()
+        entry.users += 1
+    return entry.sandbox
+
+
+async def give_back(sandbox: Sandbox) -> None:
+    """The last who gives it back ends it."""
+    entries = _entries.get(asyncio.get_running_loop(), {})
+    entry = entries.get(sandbox.config)
+    if entry is None or entry.sandbox is not sandbox:
+        return
+    entry.users -= 1
+    if entry.users == 0:
+        del entries[sandbox.config]
+        await sandbox.__aexit__()

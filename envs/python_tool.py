@@ -1,0 +1,375 @@
+"""Problems that need computing, and a `python` tool that computes: the model's programs run in the sandbox.
+
+Every seed makes another problem of its level. Its answer comes from a function of this module, whose source is also
+what the strong player sends to the tool.
+"""
+
+import inspect
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import Field
+
+from agentrl.envs.base import ToolEnv, ToolResult, read_options
+from agentrl.errors import EnvError
+from agentrl.protocols import Env, Settings
+from agentrl.rollout.tools import ToolCall
+from agentrl.sandbox.outcome import LimitHit, Ran, SandboxLost
+from agentrl.sandbox.pool import Sandbox
+from agentrl.sandbox.settings import Limits, SandboxConfig
+from agentrl.sandbox.shared import borrow, give_back
+
+LONGEST = 2000
+"""Characters of a program's output that the model is shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A question, and the function and arguments that answer it."""
+
+    question: str
+    solve: Callable[..., int]
+    arguments: tuple[Any, ...]
+
+    @property
+    def answer(self) -> int:
+        """The right answer."""
+        return self.solve(*self.arguments)
+
+    @property
+    def program(self) -> str:
+        """A program that prints the right answer."""
+        return f"{inspect.getsource(self.solve)}\nprint({self.solve.__name__}{self.arguments!r})\n"
+
+
+class PythonTool(ToolEnv):
+    """Answer a question with the help of programs: reward 1 for the right number, which ends the episode.
+
+    Names that a program has set are there for the next one of the episode. They are kept by running the programs that
+    went well again before it, silently, in a fresh process: no process waits for a model to think, and a sandbox that
+    breaks costs nothing. So what a program does once more has to come out the same, and its time counts again.
+    """
+
+    system_prompt = "Answer the question. Compute with Python; what you do not print you do not see."
+    # Its calls wait for the sandbox on the event loop.
+    isolation = "inline"
+
+    class Options(Settings):
+        """What `reset(options=...)` takes."""
+
+        level: int = Field(1, ge=1, le=5)
+        """How hard the question is."""
+        limits: Limits = Limits(wall=10.0, cpu=5.0)
+        """What a program may use, with those that run again before it."""
+        allow_unsafe: bool = False
+        """Run programs without isolation where the machine has none. They can then do all that you can."""
+
+    def __init__(self) -> None:
+        self._sandbox: Sandbox | None = None
+
+    async def start(self, seed: int, options: Mapping[str, Any]) -> str:
+        """Make up a problem."""
+        chosen = read_options(self.Options, options)
+        self._limits = chosen.limits
+        self.problem = make_problem(chosen.level, seed)
+        self.kept: list[str] = []
+        self.printed = ""
+        config = SandboxConfig(allow_unsafe=chosen.allow_unsafe)
+        if self._sandbox is None or self._sandbox.config != config:
+            await self.close()
+            self._sandbox = await borrow(config)
+        return self.problem.question
+
+    async def close(self) -> None:
+        """Give the sandbox back, which all environments of this process share."""
+        sandbox, self._sandbox = self._sandbox, None
+        if sandbox is not None:
+            await give_back(sandbox)
+
+    async def python(self, code: str) -> str:
+        """Run a Python program. Names that it sets can be used by the next one.
+
+        Args:
+            code: the program; it prints what it has found out
+        """
+        outcome = await self._outcome(_HARNESS.format(earlier=self.kept, code=code))
+        if isinstance(outcome, LimitHit):
+            stopped = f"Error: the program was stopped, it used more {_USED[outcome.which]}"
+            return f"{_shown(outcome.stdout).rstrip()}\n{stopped}"
+        if outcome.exit == 0:
+            self.kept.append(code)
+            self.printed = outcome.stdout
+        ended = f"\nError: it ended with exit status {outcome.exit}" if outcome.exit else ""
+        return f"{_shown(outcome.stdout + outcome.stderr).rstrip()}{ended}"
+
+    def answer(self, number: int) -> ToolResult:
+        """Give the answer. There is only one try.
+
+        Args:
+            number: the number that was asked for
+        """
+        right = number == self.problem.answer
+        return ToolResult("right" if right else "wrong", reward=float(right), terminated=True, success=right)
+
+    async def _outcome(self, program: str) -> Ran | LimitHit:
+        """A lost sandbox says nothing about the program, so it is asked again, once."""
+        if self._sandbox is None:
+            raise EnvError("no episode is being played; call reset first")
+        outcome = await self._sandbox.run(program, limits=self._limits)
+        if isinstance(outcome, SandboxLost):
+            outcome = await self._sandbox.run(program, limits=self._limits)
+        if isinstance(outcome, SandboxLost):
+            raise EnvError(f"the sandbox was lost twice: {outcome.error}")
+        return outcome
+
+
+_USED = {
+    "wall": "time than it may", "cpu": "processor time than it may", "memory": "memory than it may",
+    "disk": "disk than it may", "output": "output than it may",
+}  # fmt: skip
+
+_HARNESS = """
+import ast, contextlib, io, linecache, sys, traceback
+
+def run(code, scope):
+    linecache.cache["code.py"] = (len(code), None, code.splitlines(keepends=True), "code.py")
+    body = ast.parse(code, "code.py").body
+    last = ast.Expression(body.pop().value) if body and isinstance(body[-1], ast.Expr) else None
+    exec(compile(ast.Module(body, []), "code.py", "exec"), scope)
+    shown = eval(compile(last, "code.py", "eval"), scope) if last else None
+    if shown is not None:
+        print(repr(shown))
+
+scope = {{"__name__": "__main__"}}
+try:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        for earlier in {earlier!r}:
+            run(earlier, scope)
+    run({code!r}, scope)
+except Exception as error:
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "code.py"]
+    print("".join(traceback.format_list(frames) + traceback.format_exception_only(error)), end="", file=sys.stderr)
+    sys.exit(1)
+"""
+
+
+def _shown(text: str) -> str:
+    """What is shown of an output: its beginning and its end."""
+    if not text.strip():
+        return "(nothing was printed)"
+    half = LONGEST // 2
+    return text if len(text) <= LONGEST else f"{text[:half]}\n... {len(text) - LONGEST} characters ...\n{text[-half:]}"
+
+
+def strong_player(env: Env, rng: random.Random) -> str:
+    """Sends the right program, then answers what it printed. A `ScriptedPlayer`.
+
+    Raises:
+        TypeError: `env` is not a `PythonTool`.
+    """
+    return weak_player(env, rng, skill=1.0)
+
+
+def weak_player(env: Env, rng: random.Random, skill: float = 0.7) -> str:
+    """With probability `skill` what `strong_player` does, else something hasty. A `ScriptedPlayer` for warm starts.
+
+    Raises:
+        TypeError: `env` is not a `PythonTool`.
+    """
+    if not isinstance(env, PythonTool):
+        raise TypeError(f"this player plays PythonTool, not {type(env).__name__}")
+    if rng.random() < skill:
+        found = env.printed.split()
+        call = ToolCall("answer", {"number": int(found[-1])}) if found else _program(env.problem.program)
+    else:
+        hasty = ToolCall("answer", {"number": rng.randrange(1000)})
+        call = rng.choice([hasty, _program(env.problem.program.replace("return", "return 1 +")), _program("1 / 0")])
+    return call.render()
+
+
+def _program(code: str) -> ToolCall:
+    return ToolCall("python", {"code": code})
+
+
+# Their source is what the strong player sends, so they need nothing but builtins.
+
+
+def multiples(low: int, high: int, one: int, other: int) -> int:
+    return sum(n for n in range(low, high + 1) if n % one == 0 or n % other == 0)
+
+
+def digit_sum(base: int, exponent: int) -> int:
+    return sum(map(int, str(base**exponent)))
+
+
+def primes(low: int, high: int) -> int:
+    return sum(all(n % d for d in range(2, int(n**0.5) + 1)) for n in range(max(low, 2), high + 1))
+
+
+def change(amount: int, coins: list[int]) -> int:
+    ways = [1] + [0] * amount
+    for coin in coins:
+        for total in range(coin, amount + 1):
+            ways[total] += ways[total - coin]
+    return ways[amount]
+
+
+def recurrence(begin: tuple[int, int], factors: tuple[int, int], n: int, modulus: int) -> int:
+    last, new = begin
+    for _ in range(n - 1):
+        last, new = new, (factors[0] * new + factors[1] * last) % modulus
+    return last
+
+
+def common(one: str, other: str) -> int:
+    row = [0] * (len(other) + 1)
+    for x in one:
+        before = row[:]
+        for j, y in enumerate(other):
+            row[j + 1] = before[j] + 1 if x == y else max(before[j + 1], row[j])
+    return row[-1]
+
+
+def knapsack(room: int, weights: list[int], values: list[int]) -> int:
+    best = [0] * (room + 1)
+    for weight, value in zip(weights, values, strict=True):
+        for left in range(room, weight - 1, -1):
+            best[left] = max(best[left], best[left - weight] + value)
+    return best[room]
+
+
+def shortest(towns: int, roads: list[tuple[int, int, int]]) -> int:
+    far = [0] + [10**9] * (towns - 1)
+    for _ in range(towns):
+        for a, b, length in roads:
+            far[a], far[b] = min(far[a], far[b] + length), min(far[b], far[a] + length)
+    return far[-1]
+
+
+def paths(size: int, walls: list[tuple[int, int]]) -> int:
+    ways = {(0, 0): 1}
+    for row in range(size):
+        for column in range(size):
+            if (row, column) in walls:
+                ways[row, column] = 0
+            elif row or column:
+                ways[row, column] = ways.get((row - 1, column), 0) + ways.get((row, column - 1), 0)
+    return ways[size - 1, size - 1]
+
+
+def subsets(numbers: list[int], total: int) -> int:
+    ways = {0: 1}
+    for number in numbers:
+        for reached, many in list(ways.items()):
+            ways[reached + number] = ways.get(reached + number, 0) + many
+    return ways.get(total, 0)
+
+
+def make_problem(level: int, seed: int) -> Problem:
+    """The problem of a seed: one of two kinds for each level from 1 to 5."""
+    rng = random.Random(seed)
+    return rng.choice(_KINDS[level])(rng)
+
+
+def _multiples(rng: random.Random) -> Problem:
+    low, high = rng.randint(1, 500), rng.randint(1000, 9999)
+    one, other = rng.sample(range(3, 20), 2)
+    return Problem(
+        f"What is the sum of all numbers from {low} to {high} that are divisible by {one} or by {other}?",
+        multiples, (low, high, one, other),
+    )  # fmt: skip
+
+
+def _digit_sum(rng: random.Random) -> Problem:
+    base, exponent = rng.randint(3, 99), rng.randint(30, 300)
+    return Problem(f"What is the sum of the decimal digits of {base}**{exponent}?", digit_sum, (base, exponent))
+
+
+def _primes(rng: random.Random) -> Problem:
+    low, high = rng.randint(1, 5000), rng.randint(6000, 20_000)
+    return Problem(f"How many primes are there from {low} to {high}?", primes, (low, high))
+
+
+def _change(rng: random.Random) -> Problem:
+    amount, coins = rng.randint(100, 500), sorted(rng.sample(range(2, 60), rng.randint(4, 6)))
+    return Problem(
+        f"In how many ways can {amount} cents be paid with coins of {_listed(coins)} cents? The order does not count.",
+        change, (amount, coins),
+    )  # fmt: skip
+
+
+def _recurrence(rng: random.Random) -> Problem:
+    first, second, a, b = (rng.randint(2, 9) for _ in range(4))
+    n, modulus = rng.randint(1000, 9999), rng.randint(10**5, 10**6)
+    return Problem(
+        f"x(1) = {first}, x(2) = {second}, and x(n) = ({a} * x(n-1) + {b} * x(n-2)) mod {modulus}. What is x({n})?",
+        recurrence, ((first, second), (a, b), n, modulus),
+    )  # fmt: skip
+
+
+def _common(rng: random.Random) -> Problem:
+    one, other = ("".join(rng.choices("abcd", k=rng.randint(25, 40))) for _ in range(2))
+    return Problem(
+        f"How long is the longest common subsequence (with gaps) of {one} and {other}?", common, (one, other)
+    )
+
+
+def _knapsack(rng: random.Random) -> Problem:
+    many = rng.randint(10, 15)
+    weights, values = ([rng.randint(3, 40) for _ in range(many)] for _ in range(2))
+    room = sum(weights) // 2
+    things = _listed([f"({weight}, {value})" for weight, value in zip(weights, values, strict=True)])
+    return Problem(
+        f"A bag holds a weight of {room}. Of these things, as (weight, value): {things}, what is the greatest total "
+        "value that fits? There is one of each.",
+        knapsack, (room, weights, values),
+    )  # fmt: skip
+
+
+def _shortest(rng: random.Random) -> Problem:
+    towns = rng.randint(9, 12)
+    pairs = [(town, rng.randrange(town)) for town in range(1, towns)]
+    pairs += [tuple(sorted(rng.sample(range(towns), 2), reverse=True)) for _ in range(towns)]  # type: ignore[misc]
+    roads = [(a, b, rng.randint(5, 99)) for a, b in dict.fromkeys(pairs)]
+    lines = _listed([f"{a} to {b}: {length}" for a, b, length in roads])
+    return Problem(
+        f"Roads between towns 0 to {towns - 1}, both ways, with their lengths: {lines}. "
+        f"How long is the shortest way from town 0 to town {towns - 1}?",
+        shortest, (towns, roads),
+    )  # fmt: skip
+
+
+def _paths(rng: random.Random) -> Problem:
+    size = rng.randint(7, 10)
+    cells = [(row, column) for row in range(size) for column in range(size)][1:-1]
+    walls = rng.sample(cells, size)
+    return Problem(
+        f"A grid of {size} x {size} cells, rows and columns from 0. These cells (row, column) are blocked: "
+        f"{_listed(walls)}. How many ways lead from (0, 0) to ({size - 1}, {size - 1}), going only right and down?",
+        paths, (size, walls),
+    )  # fmt: skip
+
+
+def _subsets(rng: random.Random) -> Problem:
+    numbers = [rng.randint(10, 60) for _ in range(rng.randint(18, 24))]
+    total = sum(rng.sample(numbers, len(numbers) // 2))
+    return Problem(
+        f"In how many ways can some of these numbers be chosen, so that they sum to {total}: {_listed(numbers)}? "
+        "Equal numbers at different places are different choices.",
+        subsets, (numbers, total),
+    )  # fmt: skip
+
+
+def _listed(things: Sequence[object]) -> str:
+    return ", ".join(map(str, things))
+
+
+_KINDS: Mapping[int, Sequence[Callable[[random.Random], Problem]]] = {
+    1: (_multiples, _digit_sum),
+    2: (_primes, _change),
+    3: (_recurrence, _common),
+    4: (_knapsack, _shortest),
+    5: (_paths, _subsets),
+}
