@@ -14,8 +14,8 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, Field, InstanceOf, PlainSerializer, ValidationError, model_validator
 
 from agentrl import plugins
+from agentrl.algorithms.shaping import ShapingConfig
 from agentrl.errors import ConfigError
-from agentrl.observe.preferences import PreferencesConfig
 from agentrl.observe.preferences import PreferencesConfig
 from agentrl.plugins import Component, NoSettings
 from agentrl.protocols import Settings
@@ -140,7 +140,6 @@ class RunConfig(Settings):
     model: ModelConfig = ModelConfig()
     demonstrations: DemonstrationsConfig | None = None
     preferences: PreferencesConfig | None = None
-    preferences: PreferencesConfig | None = None
     rollout: RolloutConfig = RolloutConfig()
     engine: ComponentField
     trainer: ComponentField
@@ -148,6 +147,8 @@ class RunConfig(Settings):
     reward: RewardsField
     """One reward, or a list of parts with weights: `[environment, {name: numeric, weight: 0.5, as: answer}]`."""
     cluster: ComponentField
+    shaping: ShapingConfig = ShapingConfig()
+    """What is done to the scores of a batch before advantages, and to advantages before the loss."""
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     simulation: SimulationConfig = SimulationConfig()

@@ -11,7 +11,9 @@ live. With 1 or more, the episodes of the next steps are played while the traine
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 
+from agentrl.algorithms.shaping import Shaping, ShapingConfig
 from agentrl.batch import TrainingSample, collate, to_samples
 from agentrl.cluster.weights import checksum
 from agentrl.flow import now
@@ -32,19 +34,21 @@ async def policy_gradient(run: Run) -> None:
         start = await workers.take_up(run)
         await evaluate_run(run, workers, start)
         async with workers.rollouts(run, start) as rollouts:
+            shaping = Shaping(config.shaping, run.metrics.rows())
             for step in range(start, config.steps):
                 clock = Stopwatch()
                 with clock("rollout"):
                     groups = await rollouts.next_batch()
                 with clock("train"):
-                    batch = collate(
-                        samples_of(groups, algorithm, rollouts.oldest_version(step)), row_tokens=trainer.row_tokens
-                    )
+                    samples = samples_of(shaping.scores(groups), algorithm, rollouts.oldest_version(step), shaping)
+                    batch = collate(samples, row_tokens=trainer.row_tokens)
                     metrics = await trainer.step(batch, algorithm.loss, algorithm.normalizer(batch))
                 with clock("weights"):
                     async with rollouts.new_weights(step + 1):
                         await weights.publish(trainer, version=step + 1)
-                run.record_step(step, groups, {**metrics, **rollouts.metrics()}, clock.seconds)
+                run.record_step(
+                    step, groups, {**metrics, **rollouts.metrics(), **shaping.update(groups)}, clock.seconds
+                )
                 if (step + 1) % config.checkpoint.every == 0 or step + 1 == config.steps:
                     await run.save_checkpoint(step + 1, trainer)
                 if config.evaluation.every and (step + 1) % config.evaluation.every == 0:
@@ -53,13 +57,20 @@ async def policy_gradient(run: Run) -> None:
         run.finish(checksum(await trainer.weights()))
 
 
-def samples_of(groups: list[Group], algorithm: Algorithm, oldest_version: int) -> Iterator[TrainingSample]:
+def samples_of(
+    groups: list[Group], algorithm: Algorithm, oldest_version: int, shaping: Shaping | None = None
+) -> Iterator[TrainingSample]:
     """The training samples of a batch of groups, each token with its trajectory's advantage, if it is fresh enough.
 
     An agent's episodes are compared with its own, where several are trained.
     """
-    for part in (of_agent for group in groups for of_agent in group.by_agent()):
-        for trajectory, advantage in zip(part.trajectories, algorithm.advantages(part), strict=True):
+    shaping = shaping or Shaping(ShapingConfig())
+    parts = [of_agent for group in groups for of_agent in group.by_agent()]
+    advantages = shaping.advantages(parts, [algorithm.advantages(part) for part in parts])
+    trajectories = [trajectory for part in parts for trajectory in part.trajectories]
+    kept = shaping.trained(trajectories)
+    for trajectory, advantage, trained in zip(trajectories, chain(*advantages), kept, strict=True):
+        if trained:
             yield from to_samples(trajectory, advantage, oldest_version=oldest_version)
 
 
