@@ -69,6 +69,7 @@ class RemoteEnv:
         if lease is None:
             raise EnvError("no episode is being played; call reset first")
         lease.seq += 1
+        action = action.encode(errors="replace").decode()  # half of a surrogate pair cannot be sent
         reply = await lease.link.ask("step", session=lease.session, seq=lease.seq, action=action)
         said = _read(_STEPPED, reply)
         return said.observation, said.reward, said.terminated, said.truncated, said.info

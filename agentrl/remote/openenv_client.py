@@ -358,7 +358,8 @@ class _Socket:
             EnvError: the connection broke, or the environment failed.
             _MisfitError: the server does not take the data; the connection is as good as before.
         """
-        frame = json.dumps({"type": kind, "data": dict(data)})
+        frame = json.dumps({"type": kind, "data": dict(data)}, ensure_ascii=False)
+        frame = frame.encode(errors="replace").decode()  # half of a surrogate pair cannot be read over there
         self.usable = False
         try:
             said = self._read(await self._exchange(frame))

@@ -1,0 +1,155 @@
+"""One environment, one policy, one seed, by every door: here, in a thread, in a process, over HTTP, as OpenEnv's."""
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl import plugins
+from agentrl.protocols import Env, Prompt
+from agentrl.recipes.workers import env_factory
+from agentrl.remote.server import EnvServer
+from agentrl.rollout.env_host import Deadlines, EnvHost, Isolation, LiveEnv
+from agentrl.rollout.episode import Episode, Player
+from agentrl.rollout.renderer import TemplateRenderer
+from agentrl.rollout.seeds import derive_seed
+from agentrl.testing import check_env
+from agentrl.testing.tokenizer import ByteTokenizer
+from agentrl.trajectory import Completion, Task, Terminated, Trajectory, Truncated
+
+SOURCE = Path(__file__).parent / "one_env.py"
+ADDRESS = f"file:{SOURCE}:Dials"
+RENDERER = TemplateRenderer(ByteTokenizer())
+SAID = [f"{number:03b}" for number in range(8)] + ["", "1", "é 漢 🦆 \u202e", "<tool_call>{"]
+
+
+@dataclass(frozen=True, slots=True)
+class Scripted:
+    """A policy that says what the episode's seed and the turn say, wherever the environment is."""
+
+    max_context: int = 1 << 20
+
+    async def answer(self, episode: Episode, turn: int, prompt: Prompt, env: LiveEnv) -> Completion:
+        ids = RENDERER.answer_ids(random.Random(derive_seed(episode.seed, turn)).choice(SAID))
+        return Completion(ids, (-0.25,) * len(ids), (0,) * len(ids), "stop")
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """What makes the environment, and where it is said to run."""
+
+    make: Callable[[], Env]
+    isolation: Isolation | None = None
+
+
+@contextmanager
+def served() -> Iterator[str]:
+    """The environment on a server in a thread of its own."""
+    server = EnvServer(plugins.load("envs", ADDRESS), name="dials")
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive()
+            time.sleep(0.005)
+        yield server.url
+    finally:
+        server.should_exit = True
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+@contextmanager
+def here(isolation: Isolation) -> Iterator[Door]:
+    yield Door(env_factory(ADDRESS, isolation), isolation)
+
+
+@contextmanager
+def over(scheme: str) -> Iterator[Door]:
+    with served() as url:
+        yield Door(plugins.load("envs", f"{scheme}{url}"))
+
+
+DOORS = {
+    "inline": lambda: here("inline"),
+    "thread": lambda: here("thread"),
+    "process": lambda: here("process"),
+    "http": lambda: over(""),
+    "openenv": lambda: over("openenv:"),
+}
+
+
+@pytest.fixture(scope="module", params=DOORS)
+def door(request: pytest.FixtureRequest) -> Iterator[Door]:
+    with DOORS[request.param]() as opened:
+        yield opened
+
+
+def trajectories(door: Door, episodes: int = 24) -> list[Trajectory]:
+    """Episodes of six seeds, eight at a time, as they were but for the time they took."""
+
+    async def play() -> list[Trajectory]:
+        host = EnvHost({"dials": door.make}, Deadlines(), door.isolation)
+        player = Player(Scripted(), RENDERER, host, max_turns=8, deadline=60)
+        tasks = [Task("dials", number % 6, {"digits": 2 + number % 2}, f"{number}") for number in range(episodes)]
+        places = asyncio.Semaphore(8)
+
+        async def one(task: Task) -> Trajectory:
+            async with places:
+                (trajectory,) = await player.play(Episode(task.id, task, derive_seed(7, task.id)))
+            return trajectory
+
+        async with asyncio.TaskGroup() as group:
+            playing = [group.create_task(one(task)) for task in tasks]
+        await host.close()
+        return [without_seconds(task.result()) for task in playing]
+
+    return asyncio.run(play())
+
+
+def without_seconds(trajectory: Trajectory) -> Trajectory:
+    turns = tuple(replace(turn, generate_seconds=0.0, env_seconds=0.0) for turn in trajectory.turns)
+    return replace(trajectory, turns=turns, seconds=0.0)
+
+
+@pytest.fixture(scope="module")
+def played_here() -> list[Trajectory]:
+    with here("inline") as door:
+        return trajectories(door)
+
+
+def test_the_episodes_are_worth_comparing(played_here: list[Trajectory]) -> None:
+    assert {type(played.status) for played in played_here} == {Terminated, Truncated}
+    assert len({played.messages for played in played_here}) == len(played_here)
+    assert len([line for line in SOURCE.read_text().partition("class ")[2].splitlines() if line.strip()]) <= 25
+
+
+def test_every_door_gives_the_same_trajectories(door: Door, played_here: list[Trajectory]) -> None:
+    for played, expected in zip(trajectories(door), played_here, strict=True):
+        assert played == expected
+
+
+def test_the_contract_is_kept_through_every_door(door: Door) -> None:
+    def finds(env: Any, rng: random.Random) -> str:
+        return rng.choice(SAID)
+
+    make = door.make if door.isolation != "thread" else in_thread(door.make)
+    assert check_env(make, seeds=(0, 3), actions=finds, options={"digits": 2}, deadline=30) == ()
+
+
+def in_thread(make: Callable[[], Env]) -> Callable[[], Env]:
+    """`check_env` plays on a thread of its own in any case, and reads the attribute."""
+
+    def threaded() -> Env:
+        env = make()
+        env.isolation = "thread"  # type: ignore[attr-defined]
+        return env
+
+    return threaded
