@@ -422,6 +422,16 @@ def test_an_environment_plays_alike_here_over_http_and_by_openenvs_protocol(fact
         asyncio.run(main(server.url))
 
 
+def test_half_of_a_surrogate_pair_costs_no_episode(counting):
+    async def main() -> None:
+        env = OpenEnv([counting.url])
+        await env.reset(seed=1, options={})
+        assert (await env.step("\ud800 é"))[0] == "? é 1"
+        await env.close()
+
+    asyncio.run(main())
+
+
 def test_wrong_options_addresses_and_tokens_are_errors_of_the_config(monkeypatch):
     async def main(url: str) -> None:
         with pytest.raises(ConfigError, match="AGENTRL_OPENENV_TOKEN"):

@@ -20,6 +20,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from agentrl.remote.protocol import Whole
+
 TOOL_ACTIONS = ("Action", "CallToolAction", "ListToolsAction")
 """Titles of the Action schema of an environment whose actions are calls of tools."""
 LARGEST_MESSAGE = 100 << 20
@@ -56,6 +58,9 @@ class CallToolAction(_Strict):
     metadata: dict[str, Any] = {}
 
 
+Action = MessageAction | CallToolAction | ListToolsAction
+
+
 class MessageObservation(_Strict):
     """What the environment says. `metadata` has `truncated`, and what else the environment tells."""
 
@@ -90,7 +95,7 @@ class Episode(BaseModel):
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
-    seed: int | None = Field(None, ge=0, lt=1 << 63)
+    seed: Whole | None = Field(None, ge=0)
     episode_id: str | None = Field(None, max_length=255)
 
     @property
@@ -104,7 +109,7 @@ class StepRequest(BaseModel):
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
-    action: dict[str, Any]
+    action: Action
 
 
 class Answer(BaseModel):

@@ -22,6 +22,7 @@ from agentrl.remote.openenv_protocol import (
     SESSION_ERROR,
     UNKNOWN_TYPE,
     VALIDATION_ERROR,
+    Action,
     Answer,
     CallToolAction,
     CallToolObservation,
@@ -35,11 +36,14 @@ from agentrl.remote.openenv_protocol import (
     State,
     StepRequest,
 )
-from agentrl.remote.protocol import Began, Refusal, Reset, Step, Stepped
+from agentrl.remote.protocol import STATUSES, Began, Problem, Refusal, Reset, Step, Stepped
 from agentrl.remote.sessions import Sessions
 from agentrl.rollout.tools import ToolCall
 
 _FULL = (429, 503)
+_REFUSALS: dict[int | str, dict[str, Any]] = {
+    status: {"model": Problem, "description": STATUSES[status]} for status in (409, 422, 424, 429, 500, 503, 504)
+}
 _AnswerTo = Callable[[str | bytes, "_Seats", "_Seat"], Awaitable[dict[str, Any] | None]]
 
 
@@ -68,20 +72,16 @@ def add_openenv(app: FastAPI, sessions: Sessions, name: str) -> None:
 def _add_stateless(app: FastAPI, seats: "_Seats") -> None:
     """Each of these has an environment of its own, which ends with the answer."""
 
-    @app.post("/reset", response_model=Answer)
+    @app.post("/reset", response_model=Answer, responses=_REFUSALS)
     async def reset(episode: Episode | None = None) -> Response:
         async with seats.seat() as seat:
             return _json(await seat.reset(episode or Episode()))
 
-    @app.post("/step", response_model=Answer)
+    @app.post("/step", response_model=Answer, responses=_REFUSALS)
     async def step(request: StepRequest) -> Response:
-        try:
-            action = _read_action(request.action)
-        except ValidationError as error:
-            raise Refusal(422, str(error)) from error
         async with seats.seat() as seat:
             await seat.look()
-            return _json(await seat.act(action))
+            return _json(await seat.act(request.action))
 
     @app.get("/state")
     async def state() -> State:
@@ -89,7 +89,7 @@ def _add_stateless(app: FastAPI, seats: "_Seats") -> None:
 
 
 def _add_descriptions(app: FastAPI, seats: "_Seats", name: str) -> None:
-    @app.get("/schema")
+    @app.get("/schema", responses=_REFUSALS)
     async def schema() -> Schemas:
         tools = bool((await seats.about()).tools)
         return Schemas(
@@ -99,7 +99,7 @@ def _add_descriptions(app: FastAPI, seats: "_Seats", name: str) -> None:
             state=State.model_json_schema(),
         )
 
-    @app.get("/metadata")
+    @app.get("/metadata", responses=_REFUSALS)
     async def metadata() -> Metadata:
         about = (await seats.about()).system_prompt
         return Metadata(name=name, description=about or f"The environment {name}", version=version("agentrl"))
@@ -153,7 +153,7 @@ class _Seat:
         async with self._lock:
             return self._began or await self._begin(0, Episode())
 
-    async def act(self, action: MessageAction | CallToolAction | ListToolsAction) -> Answer:
+    async def act(self, action: Action) -> Answer:
         """Do what a step asks for."""
         if isinstance(action, ListToolsAction):
             return _answer_of({"tools": [_tool(tool, "input_schema") for tool in (await self.look()).tools]}, {})
@@ -329,7 +329,7 @@ async def _do(frame: _Frame, seats: _Seats, seat: _Seat) -> dict[str, Any]:
     return _error(UNKNOWN_TYPE, f"Unknown message type: {frame.type[:64]!r}; there are {known}")
 
 
-def _read_action(data: dict[str, Any]) -> MessageAction | CallToolAction | ListToolsAction:
+def _read_action(data: dict[str, Any]) -> Action:
     match data.get("type"):
         case "list_tools":
             return ListToolsAction.model_validate(data)
