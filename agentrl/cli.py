@@ -18,6 +18,7 @@ from agentrl import plugins
 from agentrl.config import LoadedConfig, load_config
 from agentrl.errors import AgentRLError, ConfigError, ConformanceError
 from agentrl.observe import ledger_report
+from agentrl.rollout.env_host import Isolation
 from agentrl.rollout.ledger import LedgerReader, read_ledger
 from agentrl.tiny_model import SIZES, create_tiny_model
 from agentrl.trajectory import Trajectory
@@ -230,6 +231,10 @@ def serve(  # noqa: PLR0917  typer calls it by name
         str, typer.Option(help="Environment variable of the token that clients have to show.")
     ] = "AGENTRL_REMOTE_TOKEN",
     max_sessions: Annotated[int, typer.Option(min=1, help="Sessions at once; the next is told to wait.")] = 1024,
+    max_processes: Annotated[int, typer.Option(min=1, help="The same, where each has a process of its own.")] = 64,
+    isolation: Annotated[
+        Isolation | None, typer.Option(help="Where each session's environment runs, if not where it says itself.")
+    ] = None,
     idle_seconds: Annotated[float, typer.Option(min=0.1, help="When a session that asks nothing lapses.")] = 900.0,
     max_body_bytes: Annotated[int, typer.Option(min=1024, help="The longest message taken.")] = 1 << 20,
     request_seconds: Annotated[float, typer.Option(min=0.1, help="How long a client may write a request.")] = 30.0,
@@ -244,13 +249,15 @@ def serve(  # noqa: PLR0917  typer calls it by name
     from agentrl.remote.sessions import Limits
 
     server = EnvServer(
-        env_factory(name, python=python, requires=requires or ()),
+        env_factory(name, isolation, python=python, requires=requires or ()),
         name=name,
+        isolation=isolation,
         host=host,
         port=port,
         token=os.environ.get(token_env),
         limits=Limits(
             max_sessions=max_sessions,
+            max_processes=max_processes,
             idle_seconds=idle_seconds,
             max_body_bytes=max_body_bytes,
             request_seconds=request_seconds,

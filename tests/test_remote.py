@@ -1,6 +1,7 @@
 """Environments over HTTP: `agentrl serve` and `RemoteEnv`, with real servers and sockets."""
 
 import asyncio
+import os
 import random
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +28,15 @@ from agentrl.remote.client import RemoteEnv, remote
 from agentrl.remote.server import EnvServer
 from agentrl.remote.sessions import Limits
 from agentrl.rollout.env_host import Deadlines, EnvHost, LiveEnv
+from agentrl.rollout.env_process import ProcessEnv
 
 ROOT = Path(__file__).parent.parent
 
 
 class Counting(TextEnv):
-    """Says how many steps there were; `sleep S` takes S seconds, `raise` raises, `end` ends the episode."""
+    """Says how many steps there were. `sleep S` takes S seconds, `raise` raises; `exit` ends the process, `end` the
+    episode.
+    """
 
     isolation = "thread"
 
@@ -45,11 +50,13 @@ class Counting(TextEnv):
             time.sleep(float(action.split()[1]))
         if action == "raise":
             raise RuntimeError("broken game")
+        if action == "exit":
+            os._exit(3)
         return f"{action} {self.count}", 0.5, action == "end", False, {"count": self.count}
 
 
 @contextmanager
-def served(factory: type[TextEnv] = Counting, *, token: str | None = None, **limits: Any) -> Iterator[EnvServer]:
+def served(factory: Callable[[], Env] = Counting, *, token: str | None = None, **limits: Any) -> Iterator[EnvServer]:
     """A server in a thread of its own."""
     server = EnvServer(factory, token=token, limits=Limits(**limits))
     thread = threading.Thread(target=server.run)
@@ -274,6 +281,24 @@ def test_a_full_server_says_when_to_come_again_and_remote_envs_do():
         await env.close()
 
     with served(max_sessions=1, retry_seconds=0.05) as server:
+        plainly(server.url, work)
+
+
+@pytest.mark.slow
+def test_sessions_in_processes_are_bounded_and_one_that_dies_takes_no_other_along():
+    async def work(ask: Plain) -> None:
+        dying, other = await ask.open(), await ask.open()
+        status, body = await ask("POST", "/sessions")
+        assert (status, "--max-processes" in body["detail"]) == (429, True)
+        for at in (dying, other):
+            assert (await ask("POST", f"{at}/reset", {"seq": 1, "seed": 5}))[0] == 200
+        status, body = await ask("POST", f"{dying}/step", {"seq": 2, "action": "exit"})
+        assert (status, "exit status 3" in body["detail"]) == (500, True)
+        assert (await ask("POST", f"{other}/step", {"seq": 2, "action": "a"}))[1]["observation"] == "a 1"
+        assert await ask.open()  # there is room again
+        assert (await ask("GET", "/health"))[1]["max_sessions"] == 2
+
+    with served(partial(ProcessEnv, "file:tests/test_remote.py:Counting"), max_processes=2) as server:
         plainly(server.url, work)
 
 

@@ -23,6 +23,7 @@ from agentrl.remote.openenv_server import add_openenv
 from agentrl.remote.protocol import SOCKET_PATH, STATUSES, Began, Opened, Problem, Refusal, Reset, Step, Stepped
 from agentrl.remote.sessions import Limits, Sessions
 from agentrl.rollout.env_host import Deadlines, EnvHost, Isolation
+from agentrl.rollout.env_process import ProcessEnv
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,9 @@ class EnvServer(uvicorn.Server):
         self.limits = limits or Limits()
         seconds = self.limits.call_seconds
         deadlines = Deadlines(reset=seconds, step=seconds, tool=seconds, stall=seconds + 1200)
-        self.sessions = Sessions(EnvHost({name: factory}, deadlines, isolation), name, self.limits)
+        host_of_envs = EnvHost({name: factory}, deadlines, isolation)
+        in_processes = getattr(factory, "func", factory) is ProcessEnv
+        self.sessions = Sessions(host_of_envs, name, self.limits, in_processes=in_processes)
         self._drain_until: float | None = None
         self._on_start = on_start
         super().__init__(

@@ -25,6 +25,8 @@ class Limits(Settings):
 
     max_sessions: int = Field(1024, ge=1)
     """Sessions at once; the next is told to come again."""
+    max_processes: int = Field(64, ge=1)
+    """Sessions at once where each has a process of its own (`isolation = "process"`), if that is fewer."""
     idle_seconds: float = Field(900.0, gt=0)
     """How long a session lives without being asked anything."""
     max_body_bytes: int = Field(1 << 20, ge=1024)
@@ -69,9 +71,17 @@ class Metrics:
 
 
 class Sessions:
-    """All sessions of a server, of the environment `name` of `host`. Every method raises `Refusal`."""
+    """All sessions of a server, of the environment `name` of `host`. Every method raises `Refusal`.
 
-    def __init__(self, host: EnvHost, name: str, limits: Limits) -> None:
+    In processes, each session has one of its own, so that a hang or a crash costs one episode and no neighbour's. Such
+    a session costs megabytes where others cost kilobytes, so fewer are taken (`Limits.max_processes`).
+    """
+
+    def __init__(self, host: EnvHost, name: str, limits: Limits, *, in_processes: bool = False) -> None:
+        self._full = "no more are taken (--max-sessions)"
+        if in_processes and limits.max_processes < limits.max_sessions:
+            self._full = "each has a process of its own, and no more are started (--max-processes)"
+            limits = limits.model_copy(update={"max_sessions": limits.max_processes})
         self.limits = limits
         self.metrics = Metrics()
         self.draining = False
@@ -100,7 +110,7 @@ class Sessions:
         """A new session."""
         self._refuse_if_draining()
         if len(self) >= self.limits.max_sessions:
-            raise Refusal(429, f"{len(self)} sessions are open; no more are taken", self.limits.retry_seconds)
+            raise Refusal(429, f"{len(self)} sessions are open; {self._full}", self.limits.retry_seconds)
         self._opening += 1
         try:
             with deadline("environment", "reset", self.limits.call_seconds):
