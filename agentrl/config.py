@@ -289,7 +289,10 @@ def _read_node(node: yaml.Node, keys: tuple[str, ...], path: Path, source: _Sour
             _read_node(part, (*keys, str(number)), path, source)
         return
     value = yaml.safe_load(yaml.serialize(node))
-    source.set(keys, _scalar(value) if isinstance(value, str) else value, f"{path}:{node.start_mark.line + 1}")
+    bare = (
+        isinstance(value, str) and isinstance(node, yaml.ScalarNode) and node.style is None
+    )  # what is quoted is a text
+    source.set(keys, _scalar(value) if bare else value, f"{path}:{node.start_mark.line + 1}")
 
 
 def validate_config(values: Mapping[str, Any], origins: Mapping[str, str] | None = None) -> LoadedConfig:

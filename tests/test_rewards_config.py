@@ -115,3 +115,10 @@ def test_the_resolved_list_reads_back_to_itself(path, tmp_path):
         "as": "short",
         "isolation": None,
     }
+
+
+def test_what_is_quoted_in_the_file_stays_a_text(path):
+    path.write_text(BASE + "reward:\n- {name: regex, pattern: '[0-9]'}\n- {name: exact, gold: '1e3'}\nmodel: '7'\n")
+    config = load_config(path).config
+    settings = [part.settings for part in config.reward.parts]
+    assert (settings[0].pattern, settings[1].gold, config.model.name) == ("[0-9]", "1e3", "7")
