@@ -328,9 +328,9 @@ def privileges(rng: Random) -> str:
 for flags in (0x10000000, 0x20000, 0x40000000, 0x20000000, 0x10020000):
     if libc.unshare(flags) != -1: print("ESCAPED unshare", flags)
     if libc.clone(None, None, flags | 17, None) != -1: print("ESCAPED clone")
-if libc.mount(b"none", b"/work", b"tmpfs", 0, None) != -1: print("ESCAPED mount")
+if libc.mount(b"none", b"/box", b"tmpfs", 0, None) != -1: print("ESCAPED mount")
 if libc.mount(None, b"/", None, 32 | 4096, None) != -1: print("ESCAPED remount")
-if libc.umount2(b"/proc", 2) != -1 or libc.umount2(b"/work", 2) != -1: print("ESCAPED umount")
+if libc.umount2(b"/proc", 2) != -1 or libc.umount2(b"/box", 2) != -1: print("ESCAPED umount")
 if libc.setns(0, 0) != -1: print("ESCAPED setns")
 wall("chroot", lambda: os.chroot("."))
 wall("setuid", lambda: os.getuid() and os.setuid(0) or open("/no"))
@@ -381,11 +381,11 @@ sys.exit(3)
 def leftovers(rng: Random) -> str:
     """Leaves what it can for the next one, and looks for what the last one left."""
     return f"""
-for place in (".", "/tmp", "/dev/shm", "/work"):
+for place in (".", "/tmp", "/dev/shm", "/box"):
     try: left = os.listdir(place)
     except OSError: continue
     if left: print("ESCAPED: files of another run in", place, left)
-for place in (".", "/tmp", "/dev/shm", "/work"):
+for place in (".", "/tmp", "/dev/shm", "/box"):
     try: open(place + "/left-by-me", "w").write("x")
     except OSError: pass
 for module in ("json", "math", "os"):

@@ -373,6 +373,7 @@ def test_a_thousand_hostile_programs_are_contained_and_the_pool_lives(backend: s
             found.extend(filter(None, [escape(kind, program, outcome, busy=True)]))
 
     async def main(sandbox: Sandbox) -> None:
+        await sandbox.run_all([("import time; time.sleep(0.5)", "")] * sandbox.config.size)
         first = {process.pid for process in jails()}
         async with Flow("test") as flow:
             for number in range(sandbox.config.size):

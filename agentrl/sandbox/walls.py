@@ -67,7 +67,7 @@ class Walls(ABC):
 class Namespaces(Walls):
     """A root of its own, read-only but for a small file system in memory; own processes, network, IPC, users."""
 
-    _FOLDER = "/work"
+    _FOLDER = "/box"
 
     def enter(self) -> None:
         """The process that returns is the first one of the new namespaces: when it ends, the kernel kills the rest."""
