@@ -3,7 +3,7 @@
 from typing import Any, Literal
 
 from agentrl.errors import ConfigError
-from agentrl.rewards.judge_endpoint import JudgeSettings
+from agentrl.rewards.judge_settings import JudgeSettings
 from agentrl.trajectory import Trajectory
 
 

@@ -4,12 +4,15 @@ import asyncio
 import json
 import logging
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +233,22 @@ def test_a_judge_that_goes_away_and_comes_back_is_waited_for(tmp_path: Path) -> 
     asyncio.run(main())
 
 
+def test_a_question_that_is_given_up_gives_its_connection_back(tmp_path: Path) -> None:
+    async def main() -> None:
+        rng = random.Random(0)
+        server = JudgeServer(lambda call: levels(4, seconds=0.004))
+        async with server, rubric(server, tmp_path, concurrency=1, cache=None) as judge:
+            for number in range(100):
+                asked = asyncio.ensure_future(judge.score(trajectory(f"{number}")))
+                await asyncio.sleep(rng.uniform(0, 0.01))
+                asked.cancel()
+                await asyncio.wait([asked])
+            async with asyncio.timeout(5):
+                assert (await judge.score(trajectory("at last"))).parts["correct"] == 0.4
+
+    asyncio.run(main())
+
+
 def test_no_more_requests_than_allowed_are_under_way_or_sent_in_a_minute(tmp_path: Path) -> None:
     async def main() -> None:
         asked = [trajectory(f"{number}") for number in range(12)]
@@ -340,6 +359,7 @@ def test_the_key_stands_in_no_file_no_log_and_no_error(
         ({"url": "localhost:8000"}, "write an address"),
         ({"url": "https://user:password@host/v1"}, "no secrets"),
         ({"url": "https://host/v1?key=secret"}, "no secrets"),
+        ({"url": "https://host/v1/chat/completions"}, "only what stands before"),
         ({"criteria": {}}, "at least 1"),
         ({"criteria": {"Bad Name": "x"}}, "pattern"),
         ({"criteria": {"a": {"about": "x", "weight": 0}}}, "greater than 0"),
@@ -372,6 +392,33 @@ def test_an_endpoint_that_cannot_work_is_found_on_entering(tmp_path: Path) -> No
             await rubric(server, tmp_path, retries=2).__aenter__()
 
     asyncio.run(main())
+
+
+def test_an_endpoint_without_a_list_of_models_is_believed_to_serve_the_one_that_is_named(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with JudgeServer(lambda call: levels(4), lists_models=False) as server:
+            with pytest.raises(ConfigError, match="name one with `model`"):
+                await rubric(server, tmp_path).__aenter__()
+            async with rubric(server, tmp_path, model="gpt-9") as judge:
+                await judge.score(trajectory("42"))
+            assert server.calls[0].body["model"] == "gpt-9"
+
+    asyncio.run(main())
+
+
+def test_a_server_may_say_by_a_date_when_it_wants_to_be_asked_again(tmp_path: Path) -> None:
+    soon = format_datetime(datetime.now(UTC) + timedelta(seconds=2), usegmt=True)  # whole seconds: 1 to 2 from now
+    late = format_datetime(datetime.now(UTC) - timedelta(days=2), usegmt=True)
+    busy = [Reply(status=429, retry_after=when) for when in (late, "soon", soon)]
+
+    async def main() -> float:
+        async with JudgeServer(script_of(*busy, levels(4))) as server, rubric(server, tmp_path) as judge:
+            begun = time.perf_counter()
+            await judge.score(trajectory("42"))
+            assert len(server.calls) == 4
+            return time.perf_counter() - begun
+
+    assert 0.8 < asyncio.run(main()) < 10
 
 
 def test_only_the_question_and_the_last_answer_are_shown_where_that_is_wanted(tmp_path: Path) -> None:

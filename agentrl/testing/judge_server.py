@@ -61,12 +61,14 @@ class JudgeServer:
     """A real HTTP server on this machine. An async context manager; `stop` and `start` again keep the port.
 
     `calls` are all requests for a verdict so far, refused and dropped ones included, `most_live` how many were under
-    way at once. With an `api_key`, requests without it are refused with 401, and are no calls.
+    way at once. With an `api_key`, requests without it are refused with 401, and are no calls. Without `lists_models`
+    it does not say what it serves.
     """
 
     script: Script
     api_key: str | None = None
     port: int = 0
+    lists_models: bool = True
     calls: list[JudgeCall] = field(default_factory=list)
     live: int = 0
     most_live: int = 0
@@ -107,6 +109,8 @@ class JudgeServer:
             await runner.cleanup()
 
     async def _models(self, request: web.Request) -> web.Response:
+        if not self.lists_models:
+            raise web.HTTPNotFound
         return self._refusal(request) or _json({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
 
     async def _complete(self, request: web.Request) -> web.Response:
