@@ -15,6 +15,7 @@ import pytest
 from typer.core import TyperGroup
 from typer.main import get_command
 
+from agentrl import plugins
 from agentrl.cli import app
 from agentrl.config import load_config
 from agentrl.testing import check_env
@@ -184,6 +185,24 @@ def test_every_environment_shown_runs_and_keeps_the_contract(name: str, block: s
             check_env(env)
     finally:
         del sys.modules[module.__name__]
+
+
+def test_the_rewards_shown_are_valid_and_keep_the_contract(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    doc = ROOT / "docs" / "rewards.md"
+    shown, contract = blocks(doc, "python")
+    (tmp_path / "mine.py").write_text(shown)
+    monkeypatch.syspath_prepend(tmp_path)
+    exec(contract, {})
+    del sys.modules["mine"]
+    for number, settings in enumerate(blocks(doc, "yaml")):
+        path = tmp_path / f"{number}.yaml"
+        path.write_text(settings if settings.startswith("env:") else f"env: frozen_lake\n{settings}")
+        reward = load_config(path).config.reward.make()
+        assert len(reward.parts) == 3
+    listed = re.findall(
+        r"`(\w+)`", "".join(line.split("|")[1] for line in doc.read_text().splitlines() if ".py` |" in line)
+    )
+    assert set(listed) == {plugin.name for plugin in plugins.installed("rewards")}
 
 
 def test_the_environment_shown_is_the_example_file_and_both_are_short() -> None:
