@@ -25,7 +25,7 @@ STEPS = 6
 
 
 class Noted(TextEnv):
-    """Four turns. Each is written down where it happens, and told in the info: of which episode, and the which it is."""
+    """Four turns. Each is written down where it happens; its info tells of which episode it is, and the how many-th."""
 
     isolation = "thread"
 

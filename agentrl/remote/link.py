@@ -184,7 +184,8 @@ class _Line(asyncio.Protocol):
     @property
     def is_open(self) -> bool:
         """Whether something can be sent."""
-        return self._transport is not None and self._wire.state is State.OPEN
+        transport = self._transport
+        return transport is not None and not transport.is_closing() and self._wire.state is State.OPEN
 
     async def ask(self, number: int, message: bytes, max_bytes: int) -> Reply:
         """The answer of request `number`. Raises `_LostError` where the line ends before it came."""
@@ -238,7 +239,7 @@ class _Line(asyncio.Protocol):
         if not self.opened.done():
             if self._wire.handshake_exc is not None:
                 self._refuse(self._wire.handshake_exc)
-            elif self._wire.state is State.OPEN:
+            elif self._wire.state is not State.CONNECTING:  # it may say farewell with the same bytes
                 self.opened.set_result(None)
         for event in self._wire.events_received():
             if isinstance(event, Frame):
