@@ -104,3 +104,10 @@ def test_reading_a_config_loads_no_torch(path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("name", [path.name for path in (Path(__file__).parent.parent / "examples").glob("*.yaml")])
+def test_an_example_is_a_valid_config_whose_player_exists(name):
+    loaded = load_config(Path(__file__).parent.parent / "examples" / name)
+    assert loaded.config.demonstrations is not None
+    assert callable(load("players", loaded.config.demonstrations.player))

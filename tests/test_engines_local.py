@@ -44,9 +44,9 @@ def plain_logprobs(
     return torch.log_softmax(logits.float(), -1).gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
 
 
-def test_a_later_turn_computes_only_what_is_new(tiny_model_dir: Path) -> None:
+def test_a_later_turn_computes_only_what_is_new(shallow_model_dir: Path) -> None:
     async def main() -> None:
-        async with engine_of(tiny_model_dir) as engine:
+        async with engine_of(shallow_model_dir) as engine:
             prompt = list(range(10, 60))
             first = await engine.generate(request("a", prompt, 8))
             assert engine.stats().prefilled_tokens == 50
@@ -58,9 +58,9 @@ def test_a_later_turn_computes_only_what_is_new(tiny_model_dir: Path) -> None:
     asyncio.run(main())
 
 
-def test_each_sibling_of_a_group_finds_its_own_episode_again(tiny_model_dir: Path) -> None:
+def test_each_sibling_of_a_group_finds_its_own_episode_again(shallow_model_dir: Path) -> None:
     async def main() -> None:
-        async with engine_of(tiny_model_dir) as engine:
+        async with engine_of(shallow_model_dir) as engine:
             prompt = tuple(range(10, 30))
             first = await all_of(engine, [request(f"a{i}", prompt, 5, seed=i) for i in range(4)])
             follow = [request(f"b{i}", (*prompt, *c.token_ids, 11), 5) for i, c in enumerate(first)]
@@ -71,12 +71,12 @@ def test_each_sibling_of_a_group_finds_its_own_episode_again(tiny_model_dir: Pat
 
 
 @pytest.mark.parametrize("off", ["by config", "by new weights"])
-def test_no_kv_is_reused_when_it_must_not_be(tiny_model_dir: Path, off: str) -> None:
+def test_no_kv_is_reused_when_it_must_not_be(shallow_model_dir: Path, off: str) -> None:
     async def main() -> None:
-        async with engine_of(tiny_model_dir, prefix_cache=off != "by config") as engine:
+        async with engine_of(shallow_model_dir, prefix_cache=off != "by config") as engine:
             first = await engine.generate(request("a", range(10, 60)))
             if off == "by new weights":
-                model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+                model = AutoModelForCausalLM.from_pretrained(shallow_model_dir)
                 await engine.update_weights(model.state_dict(), 1)  # with the tied head's second name
             await engine.generate(request("b", [*range(10, 60), *first.token_ids, 11]))
             assert engine.stats().cached_tokens == 0
@@ -84,7 +84,7 @@ def test_no_kv_is_reused_when_it_must_not_be(tiny_model_dir: Path, off: str) -> 
     asyncio.run(main())
 
 
-def test_the_same_callers_get_bit_for_bit_the_same_in_every_run(tiny_model_dir: Path) -> None:
+def test_the_same_callers_get_bit_for_bit_the_same_in_every_run(shallow_model_dir: Path) -> None:
     async def episode(engine: LocalEngine, number: int) -> list[Completion]:
         prompt = list(range(10, 20 + number))
         turns = []
@@ -94,7 +94,7 @@ def test_the_same_callers_get_bit_for_bit_the_same_in_every_run(tiny_model_dir: 
         return turns
 
     async def run() -> tuple[list[list[Completion]], Any]:
-        async with engine_of(tiny_model_dir) as engine, asyncio.TaskGroup() as tasks:
+        async with engine_of(shallow_model_dir) as engine, asyncio.TaskGroup() as tasks:
             episodes = [tasks.create_task(episode(engine, number)) for number in range(9)]
             for task in episodes:
                 await task
@@ -103,7 +103,9 @@ def test_the_same_callers_get_bit_for_bit_the_same_in_every_run(tiny_model_dir: 
     assert asyncio.run(run()) == asyncio.run(run())
 
 
-def test_callers_answered_together_are_decoded_together(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_callers_answered_together_are_decoded_together(
+    shallow_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     batches: list[int] = []
     step = packed_model.PackedModel.step
 
@@ -119,7 +121,7 @@ def test_callers_answered_together_are_decoded_together(tiny_model_dir: Path, mo
                 await engine.generate(request(f"{number}.{turn}", range(10, 20), 3))
 
     async def main() -> None:
-        async with engine_of(tiny_model_dir) as engine, asyncio.TaskGroup() as tasks:
+        async with engine_of(shallow_model_dir) as engine, asyncio.TaskGroup() as tasks:
             for number in range(4):
                 tasks.create_task(episode(engine, number))
 
@@ -129,54 +131,54 @@ def test_callers_answered_together_are_decoded_together(tiny_model_dir: Path, mo
 
 @pytest.mark.parametrize("step_tokens", [1, 7, 64])
 def test_prompts_longer_than_a_step_are_computed_in_parts(
-    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, step_tokens: int
+    shallow_model_dir: Path, monkeypatch: pytest.MonkeyPatch, step_tokens: int
 ) -> None:
     monkeypatch.setattr(local, "_STEP_TOKENS", step_tokens)
     requests = [request(f"{i}", range(10, 20 + 97 * i), 5, seed=i) for i in range(4)]
 
     async def main() -> list[Completion]:
-        async with engine_of(tiny_model_dir) as engine:
+        async with engine_of(shallow_model_dir) as engine:
             return await all_of(engine, requests)
 
     for each, completion in zip(requests, asyncio.run(main()), strict=True):
         torch.testing.assert_close(
             torch.tensor(completion.logprobs),
-            plain_logprobs(tiny_model_dir, each.prompt_ids, completion),
+            plain_logprobs(shallow_model_dir, each.prompt_ids, completion),
             atol=1e-4,
             rtol=0,
         )
 
 
-def test_the_cache_grows_under_live_requests(tiny_model_dir: Path) -> None:
+def test_the_cache_grows_under_live_requests(shallow_model_dir: Path) -> None:
     requests = [request("short", range(10, 30), 300), request("long", [7] * 600, 5)]
 
     async def main() -> list[Completion]:
-        async with engine_of(tiny_model_dir, max_batch=64) as engine, asyncio.TaskGroup() as tasks:
+        async with engine_of(shallow_model_dir, max_batch=64) as engine, asyncio.TaskGroup() as tasks:
             short = tasks.create_task(engine.generate(requests[0]))
             while engine.stats().generated_tokens < 100:  # noqa: ASYNC110
                 await asyncio.sleep(0)
             return [await engine.generate(requests[1]), await short]
 
     for each, completion in zip(requests[::-1], asyncio.run(main()), strict=True):
-        expected = plain_logprobs(tiny_model_dir, each.prompt_ids, completion)
+        expected = plain_logprobs(shallow_model_dir, each.prompt_ids, completion)
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
 
 
-def test_bfloat16_is_as_near_the_truth_as_a_plain_bfloat16_forward_pass(tiny_model_dir: Path) -> None:
+def test_bfloat16_is_as_near_the_truth_as_a_plain_bfloat16_forward_pass(shallow_model_dir: Path) -> None:
     async def main() -> Completion:
-        async with engine_of(tiny_model_dir, dtype="bfloat16") as engine:
+        async with engine_of(shallow_model_dir, dtype="bfloat16") as engine:
             return await engine.generate(request("a", range(10, 60), 40))
 
     completion = asyncio.run(main())
-    truth = plain_logprobs(tiny_model_dir, range(10, 60), completion)
-    plain = plain_logprobs(tiny_model_dir, range(10, 60), completion, torch.bfloat16)
+    truth = plain_logprobs(shallow_model_dir, range(10, 60), completion)
+    plain = plain_logprobs(shallow_model_dir, range(10, 60), completion, torch.bfloat16)
     engines = torch.tensor(completion.logprobs)
     assert (engines - truth).abs().max() < 2 * (plain - truth).abs().max()
     assert (engines - truth).abs().mean() < 0.05
 
 
 def test_when_a_step_fails_everybody_is_told_and_nobody_hangs(
-    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    shallow_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(self: packed_model.PackedModel, rows: Sequence[packed_model.StepRow]) -> list[tuple[int, float]]:
         raise RuntimeError("out of memory")
@@ -186,7 +188,7 @@ def test_when_a_step_fails_everybody_is_told_and_nobody_hangs(
             await engine.generate(request(name, (7, 8)))
 
     async def main() -> None:
-        async with engine_of(tiny_model_dir) as engine:
+        async with engine_of(shallow_model_dir) as engine:
             await engine.generate(request("fine", (7, 8)))
             monkeypatch.setattr(packed_model.PackedModel, "step", broken)
             async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
@@ -199,8 +201,8 @@ def test_when_a_step_fails_everybody_is_told_and_nobody_hangs(
     asyncio.run(main())
 
 
-def test_leaving_ends_who_still_waits_and_the_body_s_own_error_stays_as_it_is(tiny_model_dir: Path) -> None:
-    engine = engine_of(tiny_model_dir)
+def test_leaving_ends_who_still_waits_and_the_body_s_own_error_stays_as_it_is(shallow_model_dir: Path) -> None:
+    engine = engine_of(shallow_model_dir)
 
     async def told(name: str) -> None:
         with pytest.raises(EngineError, match="closed"):
@@ -222,8 +224,8 @@ def test_leaving_ends_who_still_waits_and_the_body_s_own_error_stays_as_it_is(ti
     asyncio.run(main())
 
 
-def test_wrong_weights_are_refused_whole(tiny_model_dir: Path) -> None:
-    weights = dict(AutoModelForCausalLM.from_pretrained(tiny_model_dir).named_parameters())
+def test_wrong_weights_are_refused_whole(shallow_model_dir: Path) -> None:
+    weights = dict(AutoModelForCausalLM.from_pretrained(shallow_model_dir).named_parameters())
     doubled = {name: 2 * p.detach() for name, p in weights.items()}
     wrong = [
         {**doubled, "model.norm.weight": torch.ones(3)},
@@ -232,21 +234,21 @@ def test_wrong_weights_are_refused_whole(tiny_model_dir: Path) -> None:
     ]
 
     async def main() -> None:
-        async with engine_of(tiny_model_dir) as engine:
+        async with engine_of(shallow_model_dir) as engine:
             for each in wrong:
                 with pytest.raises(EngineError, match="nothing was changed"):
                     await engine.update_weights(each, 1)
             completion = await engine.generate(request("a", range(10, 60)))
-            expected = plain_logprobs(tiny_model_dir, range(10, 60), completion)
+            expected = plain_logprobs(shallow_model_dir, range(10, 60), completion)
             torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
             assert set(completion.policy_versions) == {0}
 
     asyncio.run(main())
 
 
-def test_a_malformed_request_is_refused(tiny_model_dir: Path) -> None:
+def test_a_malformed_request_is_refused(shallow_model_dir: Path) -> None:
     async def main() -> None:
-        async with engine_of(tiny_model_dir) as engine, asyncio.TaskGroup() as tasks:
+        async with engine_of(shallow_model_dir) as engine, asyncio.TaskGroup() as tasks:
             for bad in (request("a", [99999]), request("b", [-1]), request("c", [7], 0)):
                 with pytest.raises(EngineError):
                     await engine.generate(bad)
@@ -258,9 +260,9 @@ def test_a_malformed_request_is_refused(tiny_model_dir: Path) -> None:
     asyncio.run(main())
 
 
-def test_more_context_than_the_model_has_is_a_config_error(tiny_model_dir: Path) -> None:
+def test_more_context_than_the_model_has_is_a_config_error(shallow_model_dir: Path) -> None:
     with pytest.raises(ConfigError, match="2048"):
-        asyncio.run(engine_of(tiny_model_dir, max_context=4096).__aenter__())
+        asyncio.run(engine_of(shallow_model_dir, max_context=4096).__aenter__())
 
 
 operations = st.lists(
