@@ -22,11 +22,22 @@ from agentrl.envs.guess_number import GuessNumber
 from agentrl.errors import ConfigError, DeadlineError, EnvError
 from agentrl.protocols import Env, StepResult
 from agentrl.remote.openenv_client import OpenEnv, openenv
+from agentrl.remote.openenv_protocol import Episode
+from agentrl.remote.openenv_seats import Seats
 from agentrl.remote.openenv_text import action_from, how_to_act, text_from, tools_from, what_is_wrong
+from agentrl.remote.protocol import Refusal
 from agentrl.remote.server import EnvServer
-from agentrl.remote.sessions import Limits
-from agentrl.rollout.env_host import Deadlines, LiveEnv
+from agentrl.remote.sessions import Limits, Sessions
+from agentrl.rollout.env_host import Deadlines, EnvHost, LiveEnv
 from agentrl.rollout.tools import ToolCall, ToolError
+
+_json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["data", "content", "text", "x"]), inner)
+    ),
+    max_leaves=8,
+)
 
 
 class Counting(TextEnv):
@@ -249,6 +260,47 @@ def test_what_openenv_validates_is_there(counting, calculator):
     asyncio.run(main())
 
 
+_frames = st.fixed_dictionaries(
+    {"type": st.sampled_from(["reset", "step", "state", "mcp", "other"]) | st.integers()},
+    optional={
+        "data": st.dictionaries(
+            st.sampled_from(["seed", "type", "message", "tool_name", "arguments", "method", "x"]), _json
+        )
+    },
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(_frames.map(json.dumps) | st.text() | st.binary(), max_size=8))
+def test_whatever_frames_come_each_is_answered_and_the_session_goes_on(counting, frames):
+    async def work(ask: Socket) -> None:
+        for frame in frames:
+            await (ask.socket.send_bytes if isinstance(frame, bytes) else ask.socket.send_str)(frame)
+            assert (await ask.socket.receive_json(timeout=5))["type"] in ("error", "observation", "state", "mcp")
+        assert (await ask("reset", seed=8))["observation"]["message"] == "seed 8"
+
+    talk(counting.url, work)
+
+
+def test_seats_that_ended_or_lapsed_are_forgotten():
+    async def main() -> None:
+        sessions = Sessions(EnvHost({"counting": Counting}, Deadlines()), "counting", Limits())
+        seats = Seats(sessions)
+        async with seats.seat() as seat:
+            await seat.reset(Episode(seed=1))
+        left = [await seats.open() for _ in range(3)]
+        await sessions.end_all()  # as the sweep ends what is idle
+        kept = await seats.open()
+        assert seats.find(kept.id) is kept
+        for seat in left:
+            with pytest.raises(Refusal, match="Unknown session_id"):
+                seats.find(seat.id)
+        await seats.close(kept.id)
+        assert len(sessions) == 0
+
+    asyncio.run(main())
+
+
 def test_a_full_server_says_so_closes_the_socket_and_has_room_when_another_goes():
     async def main(url: str) -> None:
         async with aiohttp.ClientSession() as http:
@@ -323,15 +375,6 @@ def test_a_message_becomes_the_action_that_the_schema_asks_for(schema, message, 
 def test_a_message_that_is_no_action_is_answered_by_what_to_write(message):
     with pytest.raises(ToolError, match=r"JSON object.*x, y"):
         action_from(message, _action("x y", x=_NUMBER, y=_NUMBER))
-
-
-_json = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["data", "content", "text", "x"]), inner)
-    ),
-    max_leaves=8,
-)
 
 
 @settings(max_examples=50)
