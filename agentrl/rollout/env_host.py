@@ -135,14 +135,11 @@ class LiveEnv:
             )
         inline = isolation == "inline" or inspect.iscoroutinefunction(self.env.step)
         self._thread = None if inline else _Thread(f"env-{type(self.env).__name__}")
+        calls = (self.env.reset, self.env.step)
+        self.answers_at_once = inline and not any(inspect.iscoroutinefunction(call) for call in calls)
+        """Whether its calls wait for nothing: it is sync, and runs on the event loop."""
         self.tools: Sequence[Mapping[str, Any]] = ()
         """What the environment offers in this episode; known after `reset`."""
-
-    @property
-    def answers_at_once(self) -> bool:
-        """Whether its calls wait for nothing: it is sync, and runs on the event loop."""
-        calls = (self.env.reset, self.env.step)
-        return self._thread is None and not any(inspect.iscoroutinefunction(call) for call in calls)
 
     @property
     def system_prompt(self) -> str:
