@@ -1,5 +1,7 @@
 """Environments of verifiers, classic API: `env: {name: verifiers:ENV_ID, requires: [verifiers==0.3.0, ./my_env]}`.
 
+(Those of 0.4 are in `envs/verifiers_v1.py`; the installed version says which it is.)
+
 Such an environment owns its loop and asks a client for the model's answers. Here the client hands each prompt to
 `reset` or `step` and waits for the next message; rollout, tools, stop conditions and rubric run untouched. The rubric's
 reward comes with the last step.
@@ -11,12 +13,10 @@ The rows of its dataset are the tasks: the seed draws one. Held-out seeds draw f
 import importlib.util
 import json
 import logging
-import queue
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar
 
@@ -24,10 +24,11 @@ from pydantic import Field
 
 from agentrl.envs import background
 from agentrl.envs.base import TextEnv, read_options
+from agentrl.envs.inversion import Ask, Asked, Inverted, line, opening, tenths
+from agentrl.envs.verifiers_v1 import TasksetFactory
 from agentrl.errors import ConfigError, EnvError, PluginError
 from agentrl.protocols import Env, Settings, StepResult
 from agentrl.rollout.seeds import SPLITS
-from agentrl.rollout.tools import parse_tool_calls
 
 _LIMITS = ("max_turns_reached", "max_total_completion_tokens_reached", "prompt_too_long", "timeout_reached")
 """Stop conditions that cut an episode; any other is an end of its own."""
@@ -51,7 +52,7 @@ class Factory:
 
 
 def scheme(rest: str) -> Callable[[], Env]:
-    """verifiers:wordle: an environment of verifiers, by the package that has its `load_environment`.
+    """verifiers:wordle: an environment or a taskset of verifiers, by the package that has it.
 
     Raises:
         PluginError: verifiers, or the environment's package, is not installed where this runs.
@@ -61,17 +62,17 @@ def scheme(rest: str) -> Callable[[], Env]:
         installed = version("verifiers")
     except PackageNotFoundError as error:
         raise PluginError(f"'verifiers:{rest}': the package 'verifiers' is not installed. {way_out}") from error
-    if tuple(map(int, installed.split(".")[:2])) >= (0, 4):
-        raise PluginError(f"'verifiers:{rest}': verifiers {installed} has no classic environments. {way_out}")
     module = _module(rest)
-    if not module or importlib.util.find_spec(module) is None:
-        raise PluginError(f"'verifiers:{rest}': there is no module {module!r} with a load_environment. {way_out}")
-    return Factory(rest)
+    classic = tuple(map(int, installed.split(".")[:2])) < (0, 4)
+    built_in = "" if classic else f"verifiers.v1.tasksets.{module}"
+    if not any(name and importlib.util.find_spec(name) for name in (module, built_in)):
+        raise PluginError(f"'verifiers:{rest}': verifiers {installed} finds no module {module!r}. {way_out}")
+    return Factory(rest) if classic else TasksetFactory(rest)
 
 
 def _module(env_id: str) -> str:
     """As verifiers finds it."""
-    return env_id.replace("-", "_").split("/")[-1]
+    return env_id.rpartition("/")[2].partition("@")[0].replace("-", "_")
 
 
 class Verifiers(TextEnv):
@@ -88,7 +89,7 @@ class Verifiers(TextEnv):
     def __init__(self, env_id: str) -> None:
         self._env_id = env_id
         self._loaded: tuple[dict[str, Any], Any] | None = None
-        self._rollout: _Rollout | None = None
+        self._rollout: Inverted[Mapping[str, Any]] | None = None
 
     def start(self, seed: int, options: Mapping[str, Any]) -> str:
         """Draw a row and play until the model is asked.
@@ -100,17 +101,13 @@ class Verifiers(TextEnv):
         self._chosen = read_options(self.Options, options)
         self._forget()
         env = self._load(self._chosen.args)
-        self._rollout = _Rollout(env, self._row(env, seed))
+        self._rollout = Inverted(partial(_play, env, self._row(env, seed)))
         asked = self._rollout.next()
-        if not isinstance(asked, _Asked):
+        if not isinstance(asked, Asked):
             raise EnvError(f"verifiers:{self._env_id} ended before the model was asked: {asked.get('stop_condition')}")
-        system = [message for message in asked.messages if message.role == "system"]
-        rest = [message for message in asked.messages if message.role != "system"]
-        self.system_prompt = "\n".join(map(_text, system))
+        self.system_prompt, observation = opening(asked.lines)
         self.tools = asked.tools
-        if len(rest) == 1:
-            return _text(rest[0])
-        return "\n\n".join(f"{message.role}: {_text(message)}" for message in rest)
+        return observation
 
     def step(self, action: str) -> StepResult:
         """Answer the prompt, and play until the next one or the end.
@@ -122,8 +119,8 @@ class Verifiers(TextEnv):
         if self._rollout is None:
             raise EnvError("no episode is being played; call reset first")
         asked = self._rollout.answer(action)
-        if isinstance(asked, _Asked):
-            return "\n".join(map(_text, asked.messages)), 0.0, False, False, {}
+        if isinstance(asked, Asked):
+            return "\n".join(text for _, text in asked.lines), 0.0, False, False, {}
         self._rollout = None
         return self._over(asked)
 
@@ -167,7 +164,7 @@ class Verifiers(TextEnv):
         test = seed % len(SPLITS) == SPLITS.index("held-out")
         if rows is None or (test and held_out is not None):
             rows = held_out
-        numbers = _tenths(len(rows), test) if held_out is None else range(len(rows))
+        numbers = tenths(len(rows), test) if held_out is None else range(len(rows))
         row: Mapping[str, Any] = rows[self.rng.choice(numbers)]
         return row
 
@@ -178,70 +175,25 @@ class Verifiers(TextEnv):
         for message in reversed(output.get("completion") or []):
             if message["role"] == "assistant":
                 break
-            said.insert(0, _text(message))
+            said.insert(0, line(message)[1])
         info = {"success": reward >= self._chosen.success_at, "stop": why, "metrics": dict(output.get("metrics") or {})}
         return "\n".join(said), reward, not truncated, truncated, info
 
 
-def _tenths(count: int, test: bool) -> Sequence[int]:
-    """Every tenth row for the test, the others for training; with fewer than ten the last is for the test."""
-    if count < 2:
-        return range(count)
-    held_out = range(count - 1, -1, -10)
-    return held_out if test else [number for number in range(count) if number not in held_out]
+async def _play(env: Any, row: Mapping[str, Any], ask: Ask) -> Mapping[str, Any]:
+    """A rollout with its score.
 
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """What is new in the prompt, the tools, and where the answer goes."""
-
-    messages: Sequence[Any]
-    tools: tuple[Mapping[str, Any], ...]
-    answer: "Future[str]"
-
-
-class _Rollout:
-    """One rollout in the background, which stands still while the model is asked."""
-
-    def __init__(self, env: Any, row: Mapping[str, Any]) -> None:
-        self._heard: queue.SimpleQueue[_Asked | Future[Any]] = queue.SimpleQueue()
-        self._asked: _Asked | None = None
-        self._errors: list[str] = []
-        client = _client_class()(self._heard)
-        self._done = background.start(self._play(env, row, client))
-        self._done.add_done_callback(self._heard.put)
-
-    def next(self) -> "_Asked | Mapping[str, Any]":
-        """The next prompt, or the output of the whole rollout."""
-        heard = self._heard.get()
-        if isinstance(heard, _Asked):
-            self._asked = heard
-            return heard
-        output: Mapping[str, Any] = heard.result()
-        if error := output.get("error"):
-            raise EnvError(f"the environment failed: {error}")
-        if self._errors:
-            # Which verifiers itself makes a reward of 0.
-            raise EnvError(f"the rubric failed: {'; '.join(self._errors)}")
-        return output
-
-    def answer(self, text: str) -> "_Asked | Mapping[str, Any]":
-        """Answer the last prompt, and wait for the next."""
-        assert self._asked is not None
-        self._asked.answer.set_result(text)
-        return self.next()
-
-    def cancel(self) -> None:
-        """End it where it stands."""
-        self._done.cancel()
-        with suppress(Exception):
-            while not isinstance(self._heard.get(timeout=5.0), Future):
-                pass
-
-    async def _play(self, env: Any, row: Mapping[str, Any], client: Any) -> Mapping[str, Any]:
-        with _errors_logged("verifiers.rubrics", self._errors):
-            output: Mapping[str, Any] = await env.run_rollout(dict(row), client, "agentrl", {})
-        return output
+    Raises:
+        EnvError: the environment, or its rubric, failed.
+    """
+    errors: list[str] = []
+    with _errors_logged("verifiers.rubrics", errors):
+        output: Mapping[str, Any] = await env.run_rollout(dict(row), _client_class()(ask), "agentrl", {})
+    if error := output.get("error"):
+        raise EnvError(f"the environment failed: {error}")
+    if errors:  # of which verifiers itself makes a reward of 0
+        raise EnvError(f"the rubric failed: {'; '.join(errors)}")
+    return output
 
 
 @contextmanager
@@ -268,17 +220,11 @@ class _Collector(logging.Handler):
 @cache
 def _client_class() -> type[Any]:
     """The client, whose base class is only there where verifiers is."""
-    import asyncio
-
     from verifiers.clients import Client
     from verifiers.types import Response, ResponseMessage, ToolCall
 
     class Asking(Client):  # type: ignore[misc]
-        """Hands the prompts over and waits for the answers."""
-
-        def __init__(self, heard: "queue.SimpleQueue[Any]") -> None:
-            super().__init__(heard)
-            self._seen: list[tuple[str, str]] = []
+        """Asks whom it is given."""
 
         def setup_client(self, config: Any) -> Any:
             return config
@@ -293,30 +239,18 @@ def _client_class() -> type[Any]:
         async def get_native_response(
             self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **_: Any
         ) -> Any:
-            shown = [(message.role, _text(message)) for message in prompt]
-            if shown[: len(self._seen)] != self._seen:
-                raise EnvError(
-                    "the environment shows the model another conversation than the one it was in: it rewrites its "
-                    "history, or asks models of its own. Neither is played here"
-                )
-            asked = _Asked(prompt[len(self._seen) :], tuple(tools or ()), Future())
-            self.client.put(asked)
-            text = await asyncio.wrap_future(asked.answer)
-            text = text.encode(errors="replace").decode()  # a model may write half of a surrogate pair
-            reply = parse_tool_calls(text) if tools else None
-            said = reply.text if reply and reply.calls else text
-            self._seen = [*shown, ("assistant", said)]
+            reply = await self.client([line(message) for message in prompt], tools or ())
             calls = [
-                ToolCall(id=f"call_{len(shown)}_{number}", name=call.name, arguments=json.dumps(dict(call.arguments)))
-                for number, call in enumerate(reply.calls if reply else ())
+                ToolCall(id=f"call_{len(prompt)}_{number}", name=call.name, arguments=json.dumps(dict(call.arguments)))
+                for number, call in enumerate(reply.calls)
             ]
             message = ResponseMessage(
-                content=said,
+                content=reply.text,
                 tool_calls=calls or None,
                 finish_reason="tool_calls" if calls else "stop",
                 is_truncated=False,
             )
-            return Response(id=f"answer_{len(shown)}", created=0, model=model, message=message)
+            return Response(id=f"answer_{len(prompt)}", created=0, model=model, message=message)
 
         async def raise_from_native_response(self, response: Any) -> None:
             return None
@@ -328,18 +262,3 @@ def _client_class() -> type[Any]:
             return None
 
     return Asking
-
-
-def _text(message: Any) -> str:
-    """A message as text.
-
-    Raises:
-        EnvError: it has other parts than text.
-    """
-    content = message.get("content") or ""
-    if isinstance(content, str):
-        return content
-    texts = [part.get("text") for part in content]
-    if not all(isinstance(text, str) for text in texts):
-        raise EnvError("the environment shows the model something other than text, which is not played here")
-    return "".join(texts)
