@@ -15,6 +15,7 @@ import pytest
 from agentrl.errors import ConformanceError
 from agentrl.protocols import ResetResult, StepResult
 from agentrl.testing import check_env
+from agentrl.testing import envs as testing_envs
 
 
 class Sound:
@@ -237,7 +238,7 @@ class BlocksInline(Sound):
     isolation = "inline"
 
     def step(self, action: str) -> StepResult:
-        time.sleep(0.06)
+        time.sleep(0.006)
         return super().step(action)
 
 
@@ -305,7 +306,10 @@ def test_a_broken_environment_is_found_by_the_check_for_it_and_no_other(
     assert said in text
 
 
-def test_an_inline_environment_that_blocks_is_found_and_the_same_in_a_thread_is_sound() -> None:
+def test_an_inline_environment_that_blocks_is_found_and_the_same_in_a_thread_is_sound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(testing_envs, "INLINE_STEP", 0.005)
     with pytest.raises(ConformanceError, match=r"1\. \[blocking\] .* the median step takes 0\.") as error:
         check_env(BlocksInline, seeds=(0,), actions=["yes", "no"])
     assert "2. " not in str(error.value)

@@ -167,7 +167,7 @@ class _Worker:
         )
         try:
             # An awaitable is cancelled by the thread itself, a little earlier.
-            error = future.exception(timeout=self._deadline + 0.5)
+            error = future.exception(timeout=self._deadline + min(0.5, self._deadline))
         except TimeoutError:
             raise _Hung("deadline", text) from None
         if isinstance(error, _Hung):
