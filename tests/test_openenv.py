@@ -500,7 +500,7 @@ def test_wrong_options_addresses_and_tokens_are_errors_of_the_config(monkeypatch
         openenv("localhost:8000")
 
 
-def test_episodes_wait_for_room_and_get_it_when_another_has_ended():
+def test_episodes_wait_for_room_and_get_it_when_another_has_ended(caplog):
     async def main(url: str) -> None:
         envs = [OpenEnv([url]) for _ in range(4)]
 
@@ -517,6 +517,8 @@ def test_episodes_wait_for_room_and_get_it_when_another_has_ended():
 
     with served(max_sessions=2) as server:
         asyncio.run(main(server.url))
+    (warning,) = (record.message for record in caplog.records if record.name == "agentrl.remote.openenv_socket")
+    assert "rollout.max_live_episodes" in warning
 
 
 def test_a_pool_shares_the_load_and_goes_on_without_a_server_that_went_away():

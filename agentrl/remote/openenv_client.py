@@ -96,8 +96,9 @@ class OpenEnv:
                 try:
                     self._socket = await Socket.open(server)
                     return await self._begin(self._socket, data)
-                except FullError:
+                except FullError as error:
                     await self.close()
+                    server.warn_once(f"{error}. Episodes wait: let it take more, or lower rollout.max_live_episodes")
                 except LostError as error:
                     await self.close()
                     server.shunned_until = now() + SHUN_SECONDS

@@ -7,6 +7,7 @@ without its answer, for whatever reason, is never used again: the next answer on
 import asyncio
 import contextlib
 import json
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -22,6 +23,8 @@ from agentrl.flow import now
 from agentrl.protocols import StepResult
 from agentrl.remote.openenv_protocol import CAPACITY_REACHED, LARGEST_MESSAGE, VALIDATION_ERROR
 from agentrl.remote.openenv_text import text_from
+
+logger = logging.getLogger(__name__)
 
 TOKEN_VARIABLE = "AGENTRL_OPENENV_TOKEN"
 """Environment variable of the bearer token that is shown to OpenEnv servers."""
@@ -82,6 +85,7 @@ class Server:
         self.sockets = 0
         self.waiting = 0
         self.shunned_until = 0.0
+        self._has_warned = False
         self._action_schema: dict[str, Any] | None = None
 
     @property
@@ -115,6 +119,12 @@ class Server:
         if not isinstance(schema, dict):
             raise ConfigError(f"{self.url}/schema describes no action: is it an OpenEnv server?")
         return schema
+
+    def warn_once(self, text: str) -> None:
+        """Log this warning, where none was logged of this server."""
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("%s", text)
 
     def check_status(self, status: int, path: str, said: str) -> None:
         """Nothing, where the server takes requests there."""
