@@ -1,6 +1,8 @@
 """The rules: what is right, what is wrong, and that nothing a model writes can hold them up."""
 
 import asyncio
+import subprocess
+import sys
 import time
 
 import psutil
@@ -191,6 +193,36 @@ def test_what_a_hostile_answer_costs_is_one_deadline_and_the_pool_is_alive_after
         assert value == 0.0 or "did not answer within" in str(value) or "MB" in str(value), value
     left = [process for process in psutil.Process().children(recursive=True) if "spawn_main" in str(process.cmdline())]
     assert left == []
+
+
+DRIVER = """
+import asyncio, re
+from agentrl.rollout.rule_pool import RulePool, RulePoolConfig
+
+async def main():
+    async with RulePool(RulePoolConfig(deadline=2.0, workers=1)) as pool:
+        await pool.run(re.compile("x").search, "")
+        print("ready", flush=True)
+        await pool.run(re.compile("(a+)+b").fullmatch, "a" * 60)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+def test_a_rule_that_hangs_when_the_driver_is_killed_does_not_outlive_it_for_long(tmp_path):
+    script = tmp_path / "driver.py"
+    script.write_text(DRIVER)
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        assert driver.stdout.readline() == "ready\n"
+        time.sleep(0.3)
+        children = psutil.Process(driver.pid).children(recursive=True)
+        assert len(children) >= 2
+        driver.kill()
+    _, alive = psutil.wait_procs(children, timeout=40)  # 3 s of computing, on a machine that may be busy
+    assert alive == []
 
 
 @pytest.mark.slow

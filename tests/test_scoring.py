@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from agentrl.errors import ConfigError, ConformanceError, RewardError
 from agentrl.flow import now
 from agentrl.observe.metrics import rollout_metrics
+from agentrl.recipes.evaluate import Evaluation
 from agentrl.rollout.composite import Composite, RewardPart, total
 from agentrl.rollout.config import Retries
 from agentrl.rollout.rule_pool import RulePool, RulePoolConfig
@@ -192,6 +193,13 @@ def test_a_failed_ranking_is_asked_again_without_playing_again_and_a_lasting_one
     stubborn = World(config(retries=Retries(reward=1), max_failed_tasks=0), steps=1, reward=Ranking(failures=9))
     with pytest.raises(Exception, match="the group could not be scored: Ranking: no ranking today"):
         stubborn.run()
+
+
+def test_an_evaluation_without_groups_has_no_mean_of_what_compares_them():
+    score = asyncio.run(Scoring(Composite.of(Ranking()), 5.0).score(PLAYED))
+    metrics = Evaluation(((PLAYED, score),), ()).metrics()
+    assert math.isnan(metrics["eval/reward"])
+    assert metrics["eval/episodes"] == 1
 
 
 def test_one_score_too_few_for_a_group_is_a_failure():

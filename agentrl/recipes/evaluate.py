@@ -26,9 +26,10 @@ class Evaluation:
     def metrics(self) -> dict[str, float]:
         """Success, reward and turns of the episodes that came to an end, and how many did not."""
         played = [trajectory for trajectory, _ in self.scored]
+        values = [score.value for _, score in self.scored if score.parts]  # none, where every part compares members
         return {
             "eval/success": fmean(t.success for t in played) if played else float("nan"),
-            "eval/reward": fmean(score.value for _, score in self.scored) if played else float("nan"),
+            "eval/reward": fmean(values) if values else float("nan"),
             "eval/turns": fmean(len(t.turns) for t in played) if played else float("nan"),
             "eval/episodes": float(len(played)),
             "eval/failed": float(len(self.failed)),

@@ -7,8 +7,8 @@ more memory than it may have gets a `MemoryError` in its rule.
 """
 
 import asyncio
-import ctypes
 import importlib
+import math
 import multiprocessing
 import pickle
 import resource
@@ -33,7 +33,7 @@ class RulePoolConfig(Settings):
 
     workers: int = Field(2, gt=0)
     """Processes; they start when the first rule needs one."""
-    deadline: float = Field(10.0, gt=0)
+    deadline: float = Field(5.0, gt=0)
     """Seconds for one verdict, after which its process is killed."""
     memory_mb: int = Field(4096, ge=512)
     """Address space of a process, in megabytes."""
@@ -121,27 +121,38 @@ class RulePool:
         return ProcessPool(
             max_workers=self._config.workers,
             initializer=_prepare,
-            initargs=[self._config.memory_mb << 20, list(sys.path), self.imports],
+            initargs=[self._config.memory_mb << 20, self._config.deadline, list(sys.path), self.imports],
             context=context,
         )
 
 
-_PR_SET_PDEATHSIG = 1
+_cpu_seconds = 0.0
+"""In a process: what a call may compute."""
 
 
-def _prepare(memory: int, path: list[str], imports: list[str]) -> None:
-    """Once in each process: it ends with the fork server, which ends with the driver, and keeps its bounds."""
+def _prepare(memory: int, cpu_seconds: float, path: list[str], imports: list[str]) -> None:
+    """Once in each process."""
+    global _cpu_seconds  # noqa: PLW0603  pebble's initializer has no other place to leave something
+    _cpu_seconds = cpu_seconds
     sys.path[:] = path
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver, not the terminal, ends the processes
-    with suppress(AttributeError, OSError):  # not on Linux
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _limit(resource.RLIMIT_AS, memory)
+    _limit(resource.RLIMIT_CORE, 0)
     for module in imports:
         with suppress(ImportError):  # whoever needs it says so
             importlib.import_module(module)
 
 
 def _call(call: bytes) -> Any:
+    """One call. Should the driver be killed in the middle of it, the kernel ends it when it has computed too long."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    most = math.ceil(used.ru_utime + used.ru_stime + _cpu_seconds) + 1
+    _limit(resource.RLIMIT_CPU, most)
     function, argument = pickle.loads(call)
     return function(argument)
+
+
+def _limit(what: int, value: int) -> None:
+    """Set a soft limit, as far as this process may."""
+    _, hard = resource.getrlimit(what)
+    resource.setrlimit(what, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
