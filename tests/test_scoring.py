@@ -133,7 +133,7 @@ def test_what_is_no_score_is_a_failure(said, why):
     assert math.isnan(score.value)
 
 
-@pytest.mark.parametrize("isolation", ["inline", "thread", "process", None])
+@pytest.mark.parametrize("isolation", ["inline", "thread", pytest.param("process", marks=pytest.mark.slow), None])
 @pytest.mark.parametrize("reward", [length, length_async])
 def test_a_function_is_a_reward_wherever_it_runs(reward, isolation):
     async def main():
@@ -260,6 +260,7 @@ class Squared:
         return float(content**2)
 
 
+@pytest.mark.slow  # a process imports all of this module
 def test_a_rule_runs_in_a_process_that_may_die_and_is_not_asked_twice_about_the_same_content():
     async def main():
         pool = RulePool(RulePoolConfig(workers=1, cache=2))

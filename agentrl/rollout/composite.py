@@ -100,13 +100,14 @@ class Composite:
         reward = part.reward
         if isinstance(reward, Rule):
             where: Isolation | None = getattr(reward, "isolation", None)
-            self._pool.imports += [type(reward).__module__, *getattr(reward, "imports", ())]
+            self._pool.imports += [reward.__module__, *getattr(reward, "imports", ())]
             return self._judge(reward, part.isolation or where or "process")
         function = reward.score_group if part in self.grouped else getattr(reward, "score", reward)
         isolation = part.isolation or getattr(reward, "isolation", "thread")
         if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
             return cast(Callable[[Any], Awaitable[Any]], function)
         if isolation == "process":
+            self._pool.imports.append(getattr(reward, "func", reward).__module__)
             return partial(self._pool.run, function, cached=False)
         return partial(_in_thread if isolation == "thread" else _now, function)
 
