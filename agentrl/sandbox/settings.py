@@ -21,7 +21,7 @@ class Limits(Settings):
     """Processes and threads at a time; more are refused. Where Landlock is the backend, it is one process."""
     disk: int = Field(64 << 20, ge=1 << 12)
     """Bytes of files, which count as memory of the machine; more are refused."""
-    output: int = Field(1 << 20, ge=1)
+    output: int = Field(1 << 20, ge=1, le=16 << 20)
     """Bytes of stdout and stderr together; more end the run."""
 
 
