@@ -52,6 +52,7 @@ def play(test: Callable[[PythonTool], Awaitable[None]], **options: Any) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_it_keeps_the_contract() -> None:
     check_env(PythonTool, seeds=(0,), actions=weak_player, options={"level": 2}, deadline=20.0, max_turns=6)
 

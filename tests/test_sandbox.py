@@ -149,6 +149,7 @@ def test_the_limit_that_was_hit_is_named_and_what_was_written_is_kept(backend: s
     run(main, SandboxConfig(backend=backend, size=1))
 
 
+@pytest.mark.slow
 def test_the_memory_of_all_processes_together_is_limited_but_what_they_share_is_counted_once() -> None:
     program = """
 import os, time
@@ -200,6 +201,7 @@ def test_a_jail_that_dies_is_a_loss_and_no_result_and_is_replaced() -> None:
     run(main, SandboxConfig(size=1))
 
 
+@pytest.mark.slow
 def test_a_server_that_says_nothing_is_a_loss_after_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jail, "_GRACE", 0.2)
 
