@@ -11,12 +11,12 @@ token for token, the conversation forks and a new training sample begins, so wha
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from agentrl.protocols import Settings
+from agentrl.protocols import Conversation, Settings
 from agentrl.trajectory import Message
 
 _PAD = re.compile(r"<scratchpad>.*?</scratchpad>", re.DOTALL)
@@ -36,8 +36,8 @@ class ContextPolicy(Settings):
         """What stays of the messages shown so far, the last of which is an answer; `shown` itself for all of them."""
         return shown
 
-    def request(self, shown: Sequence[Message], tokens: Callable[[], int]) -> str:
-        """What the model is asked before its next turn, whose prompt would have so many tokens; mostly nothing."""
+    def request(self, conversation: Conversation, coming: Sequence[Message]) -> str:
+        """What the model is asked before its next turn, which shows it the messages `coming`; mostly nothing."""
         return ""
 
 
@@ -108,10 +108,10 @@ class Summary(ContextPolicy):
             return [*_opening(shown), shown[-1]]
         return shown
 
-    def request(self, shown: Sequence[Message], tokens: Callable[[], int]) -> str:
+    def request(self, conversation: Conversation, coming: Sequence[Message]) -> str:
         """A summary, where there is something to summarise and the next prompt would be too long."""
-        is_due = bool(shown) and shown[-1].role == "assistant" and tokens() > self.max_prompt_tokens
-        return self.prompt if is_due else ""
+        begun = bool(conversation.shown)  # the first observation is still to come, else
+        return self.prompt if begun and conversation.size(coming) > self.max_prompt_tokens else ""
 
 
 def _opening(shown: Sequence[Message]) -> Sequence[Message]:

@@ -7,7 +7,7 @@ This is the one place where what goes wrong in a rollout becomes data: a `Rollou
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from pydantic import Field
 
@@ -119,18 +119,18 @@ class Role:
     trained: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class _Said:
-    """What an agent was shown anew and answered, in tokens and as the action, and the seconds it took."""
+class _Said(NamedTuple):
+    """What an agent was shown anew and answered, in tokens and as the action; when it was asked and had answered."""
 
     prompt: Prompt
     completion: Completion
     action: str
-    seconds: float
+    asked: float
+    answered: float
 
-    def turn(self, reward: float, info: Mapping[str, Any], env_seconds: float = 0.0) -> Turn:
-        prompt = self.prompt
-        return Turn(prompt.new_ids, self.completion, reward, info, prompt.forked, self.seconds, env_seconds)
+    def turn(self, reward: float, info: Mapping[str, Any], ended: float) -> Turn:
+        prompt, seconds = self.prompt, self.answered - self.asked
+        return Turn(prompt.new_ids, self.completion, reward, info, prompt.forked, seconds, ended - self.answered)
 
 
 @dataclass(slots=True)
@@ -173,9 +173,7 @@ class _Play:
     answers: int = 0
 
     def settle(self, actor: str, reward: float, info: Mapping[str, Any]) -> None:
-        """Pay everybody for a step, where agents have names; the one who acted has been paid already."""
-        if not actor:
-            return
+        """Pay everybody for a step; the one who acted has been paid already."""
         for agent, earned in earnings(info, actor, reward, tuple(self.seats)).items():
             if agent != actor and earned:
                 self.seats[agent].earn(float(earned))
@@ -236,15 +234,20 @@ class Player:
         seat = play.seats[next_agent(info, agents)]
         seat.unanswered = [*seat.unanswered, Message("user", observation)]
         for _ in range(self.max_turns):
-            said = await self._summarise(play, seat, env) or await self._ask(play, seat, env)
+            if request := seat.role.context.request(seat.conversation, seat.unanswered):
+                ended = await self._summarise(play, seat, env, request)
+                if ended is not None:
+                    return ended
+            said = await self._ask(play, seat, env)
             if not isinstance(said, _Said):
                 return said
-            reward, info, stepped = 0.0, {}, now()
+            reward, info = 0.0, {}
             try:
                 observation, reward, terminated, truncated, info = await env.step(said.action)
             finally:  # what the model said is not lost if the environment fails
-                seat.turns.append(said.turn(float(reward), info, now() - stepped))
-            play.settle(seat.agent, reward, info)
+                seat.turns.append(said.turn(float(reward), info, now()))
+            if seat.agent:
+                play.settle(seat.agent, reward, info)
             is_over = terminated or truncated
             seat = seat if is_over else play.seats[next_agent(info, agents)]
             seat.unanswered = [*seat.unanswered, Message("tool" if env.tools and seat.turns else "user", observation)]
@@ -267,18 +270,14 @@ class Player:
             seats[agent] = _Seat(agent, role, own, role.renderer.conversation(env.tools), opening)
         return seats
 
-    async def _summarise(self, play: _Play, seat: _Seat, env: LiveEnv) -> Status | None:
+    async def _summarise(self, play: _Play, seat: _Seat, env: LiveEnv, request: str) -> Status | None:
         """Ask for what the context policy wants to know first, in a turn of its own; a status where that cannot be."""
-        conversation, coming = seat.conversation, seat.unanswered
-        request = seat.role.context.request(conversation.shown, lambda: conversation.size(coming))
-        if not request:
-            return None
-        seat.unanswered = [Message("user", request)]
+        coming, seat.unanswered = seat.unanswered, [Message("user", request)]
         said = await self._ask(play, seat, env)
         seat.unanswered = coming
         if not isinstance(said, _Said):
             return said
-        seat.turns.append(said.turn(0.0, {"context": seat.role.context.name}))
+        seat.turns.append(said.turn(0.0, {"context": seat.role.context.name}, said.answered))
         return None
 
     async def _ask(self, play: _Play, seat: _Seat, env: LiveEnv) -> _Said | Status:
@@ -295,7 +294,7 @@ class Player:
         completion = await policy.answer(seat.episode, play.answers, prompt, env)
         play.answers += 1
         answered = now()
-        return _Said(prompt, completion, conversation.answer(completion), answered - asked)
+        return _Said(prompt, completion, conversation.answer(completion), asked, answered)
 
 
 def _too_long(tokens: int, limit: int) -> Failed:
