@@ -21,7 +21,7 @@ class Retries(Settings):
     engine: int = Field(4, ge=0)
     """The same, after a pause that doubles."""
     reward: int = Field(4, ge=0)
-    """Score the same trajectory again, after a pause that doubles."""
+    """Ask the part of the reward that failed again about the same trajectory (or group), after a pause that doubles."""
     data: int = Field(0, ge=0)
     """Play again what cannot be played as it is (a first prompt that is too long)."""
 
