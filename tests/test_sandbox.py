@@ -201,6 +201,21 @@ def test_a_jail_that_dies_is_a_loss_and_no_result_and_is_replaced() -> None:
     run(main, SandboxConfig(size=1))
 
 
+def test_a_sandbox_that_is_closed_during_a_run_loses_it_and_can_be_entered_again() -> None:
+    async def main() -> None:
+        sandbox = Sandbox(SandboxConfig(size=1))
+        async with Flow("test") as flow, sandbox:
+            task = flow.start(sandbox.run("import time; time.sleep(100)"), name="run")
+            await asyncio.sleep(0.1)
+        assert task.result() == SandboxLost("the sandbox was closed during the run")
+        with pytest.raises(RuntimeError, match="async with Sandbox"):
+            await sandbox.run("print(1)")
+        async with sandbox:
+            assert ran(await sandbox.run("print(1)")) == "1\n"
+
+    asyncio.run(main())
+
+
 @pytest.mark.slow
 def test_a_server_that_says_nothing_is_a_loss_after_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jail, "_GRACE", 0.2)

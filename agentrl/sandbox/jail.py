@@ -110,6 +110,8 @@ class Jail:
 
     def _last_words(self, error: Exception) -> str:
         """Kill the jail, and say why."""
+        if self.dead:
+            return "the sandbox was closed during the run"
         self._errors.seek(0)
         written = self._errors.read().decode(errors="replace").strip()
         self.kill()

@@ -64,6 +64,7 @@ class Sandbox:
         Raises:
             ConfigError: the machine cannot isolate, and `allow_unsafe` is not set; says what each backend lacks.
         """
+        self._idle = asyncio.LifoQueue()
         try:
             first = await self._choose()
         except BaseException:
