@@ -6,10 +6,11 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
+import psutil
 import pytest
 
 from agentrl import plugins
-from agentrl.envs.verifiers import _tenths
+from agentrl.envs.inversion import tenths
 from agentrl.errors import ConfigError, EnvError, PluginError
 from agentrl.protocols import Env
 from agentrl.recipes.workers import env_factory
@@ -83,18 +84,74 @@ QUESTS = '''
 '''
 
 
+SUMS = '''
+    """A taskset of verifiers 0.4, with a tool server."""
+    from collections.abc import Iterable
+    import verifiers.v1 as vf
+
+    class Calculator(vf.Toolset[vf.ToolsetConfig]):
+        @vf.tool
+        async def add(self, a: int, b: int) -> int:
+            """Add two numbers."""
+            return a + b
+
+    class Sum(vf.TaskData):
+        answer: str
+        broken: bool
+
+    class SumTask(vf.Task[Sum]):
+        @vf.reward
+        async def right(self, trace: vf.Trace) -> float:
+            if self.data.broken:
+                raise ValueError("no idea")
+            return float(self.data.answer in (trace.assistant_messages[-1].content or ""))
+
+        @classmethod
+        def toolsets(cls, config) -> list[vf.Toolset]:
+            return [Calculator(vf.ToolsetConfig())]
+
+    class SumsConfig(vf.TasksetConfig):
+        broken: bool = False
+
+    class Sums(vf.Taskset[SumTask, SumsConfig]):
+        def load(self) -> Iterable[SumTask]:
+            for n in range(20):
+                prompt, broken = f"What is {n} + 1?", self.config.broken
+                data = Sum(prompt=prompt, system_prompt="Add.", answer=str(n + 1), broken=broken)
+                yield SumTask(data, self.config.task)
+
+    __all__ = ["Sums"]
+
+    if __name__ == "__main__":
+        Calculator.run()
+'''
+
+
 @pytest.fixture(scope="module")
-def make(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Env]]:
-    """The factory of the environments above, under verifiers 0.3.0; the current folder is theirs."""
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The current folder has the modules above; what is installed goes into a cache of the tests."""
     folder = tmp_path_factory.mktemp("hub")
     (folder / "quests.py").write_text(dedent(QUESTS))
+    # Its tool server is a process of verifiers' own, which finds installed packages only.
+    (folder / "my_tasks").mkdir()
+    (folder / "my_tasks" / "sums.py").write_text(dedent(SUMS))
+    (folder / "my_tasks" / "pyproject.toml").write_text(
+        "[build-system]\nrequires = ['setuptools']\nbuild-backend = 'setuptools.build_meta'\n"
+        "[project]\nname = 'sums'\nversion = '1'\n[tool.setuptools]\npy-modules = ['sums']\n"
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("UV_CACHE_DIR", os.environ.get("UV_CACHE_DIR", str(Path("~/.cache/uv").expanduser())))
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
         patch.setenv("HF_HOME", str(folder / "hf"))
         patch.chdir(folder)
         patch.syspath_prepend("")
-        yield env_factory("verifiers:quests", requires=["verifiers==0.3.0"])
+        yield
+
+
+@pytest.fixture(scope="module")
+def make(hub: None) -> Callable[[], Env]:
+    """The factory of the classic environments above, under verifiers 0.3.0."""
+    return env_factory("verifiers:quests", requires=["verifiers==0.3.0"])
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +212,7 @@ def test_a_single_turn_environment_shows_its_examples_and_weighs_its_rewards(env
         ("failing", ["1", "2", "3"], "the rubric failed: .*no idea"),
         ("count", ["boom"], "the environment failed: .*boom"),
         ("count", ["bang"], r"KeyError: 'bang' \(.*quests.py:\d+ in env_response\)"),
-        ("forgetful", ["1", "2"], "shows the model another conversation"),
+        ("forgetful", ["1"], "shows the model another conversation"),
     ],
 )
 def test_what_fails_over_there_is_a_failed_episode_and_never_a_reward(env, kind, actions, said):
@@ -190,9 +247,33 @@ def test_it_keeps_the_contract(make):
     check_env(make, seeds=(0,), deadline=60.0)
 
 
+@pytest.mark.slow
+def test_a_taskset_of_the_newer_verifiers_is_played_by_its_own_harness_and_paid_by_its_rewards(hub):
+    env: Any = env_factory("verifiers:sums", requires=["verifiers==0.4.0", "uv", "./my_tasks"])()
+    question = begin(env)
+    number = int(question.split()[2])
+    assert question == f"What is {number} + 1?"
+    assert env.system_prompt == "Add."
+    (tool,) = env.tools
+    assert set(tool["function"]["parameters"]["properties"]) == {"a", "b"}
+    observation, *rest = env.step(ToolCall(tool["function"]["name"], {"a": number, "b": 1}).render())
+    assert str(number + 1) in observation
+    assert rest == [0.0, False, False, {}]
+    _, reward, terminated, _, info = env.step(f"It is {number + 1}.")
+    assert (reward, terminated, info["success"]) == (1.0, True, True)
+    assert begin(env, broken=True) == question
+    with pytest.raises(EnvError, match=r"the episode failed: .*no idea"):
+        env.step("1")
+    with pytest.raises(ConfigError, match="verifiers cannot load"):
+        begin(env, level=3)
+    family = psutil.Process(env.pid).children(recursive=True)
+    env.close()
+    assert not psutil.wait_procs(family, timeout=10)[1]
+
+
 @pytest.mark.parametrize("count", [1, 2, 9, 10, 11, 100])
 def test_every_tenth_row_is_held_out(count):
-    train, test = set(_tenths(count, False)), set(_tenths(count, True))
+    train, test = set(tenths(count, False)), set(tenths(count, True))
     assert train | test == set(range(count))
     if count > 1:
         assert not train & test
