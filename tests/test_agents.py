@@ -274,6 +274,41 @@ class Returns:
         return Score(trajectory.env_return)
 
 
+class Ranks:
+    """A reward that compares the members of a group."""
+
+    def __init__(self) -> None:
+        self.asked: list[set[str]] = []
+
+    async def score_group(self, trajectories):
+        self.asked.append({trajectory.agent for trajectory in trajectories})
+        return [Score(float(rank)) for rank, _ in enumerate(trajectories)]
+
+
+def test_a_reward_that_compares_is_asked_about_one_agent_at_a_time():
+    ranks = Ranks()
+
+    async def main() -> Group:
+        config = RolloutConfig(groups_per_step=1, group_size=3, max_turns=20)
+        async with talking() as engine:
+            rollouts = Rollouts(
+                config,
+                tasks=SeededTasks("env", 0),
+                player=player(engine, KuhnPoker),
+                reward=ranks,
+                engine=engine,
+                ledger=Ledger(":memory:"),
+                seed=0,
+                groups=1,
+            )
+            async with rollouts:
+                (group,) = await rollouts.next_batch()
+        return group
+
+    assert [part.rewards_G for part in run_virtual(main).by_agent()] == [[0, 1, 2], [0, 1, 2]]
+    assert ranks.asked == [{"north"}, {"south"}]
+
+
 @pytest.mark.parametrize("door", ["inline", "thread", "process", "http"])
 def test_every_door_carries_the_agents(door):
     async def play(make_env, isolation=None) -> list[tuple]:
