@@ -202,7 +202,7 @@ def openenv_python(folder: Path) -> Path:
         subprocess.CalledProcessError: uv could not install it.
     """
     python = folder / "bin" / "python"
-    if subprocess.run([python, "-c", "import openenv"], check=False).returncode if python.exists() else True:
+    if not python.exists() or subprocess.run([python, "-c", "import openenv"], check=False).returncode != 0:
         uv = shutil.which("uv") or str(Path(sys.executable).with_name("uv"))
         subprocess.run([uv, "venv", "--quiet", "--allow-existing", "--python", "3.11", folder], check=True)
         subprocess.run([uv, "pip", "install", "--quiet", "--python", python, OPENENV], check=True)
