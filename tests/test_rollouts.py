@@ -229,6 +229,19 @@ def test_a_broken_reward_is_asked_again_about_the_same_trajectory_and_no_score_i
     assert min(scores) > 0
 
 
+def test_a_slow_reward_holds_no_place_of_an_episode():
+    """With four places and 40 s a score: held through the score, 48 episodes of about 8 s would take 48 / 4 * 48 s."""
+
+    class Slow(Sum):
+        async def score(self, trajectory):
+            await asyncio.sleep(40)
+            return await super().score(trajectory)
+
+    few = {"max_live_episodes": 4, "min_live_episodes": 4, "groups_per_step": 16}
+    quick, slow = (World(config(**few), steps=1, reward=reward).run() for reward in (Sum(), Slow()))
+    assert slow.seconds < quick.seconds + 41
+
+
 def test_a_reward_that_stays_broken_is_asked_as_often_as_its_budget_says_and_fails_its_task():
     asked: Counter[str] = Counter()
 

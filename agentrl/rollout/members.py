@@ -134,13 +134,10 @@ class GroupPlayer:
         try:
             self.ledger.begin(number, member, attempt)
             game.attempts[member] = attempt
-            outcome = await self._scored(await self.player.play(episode))
+            outcome = await self._scored(await self._played(episode))
         except asyncio.CancelledError:
             self.bias.cut(now() - started)
             raise
-        finally:
-            self.places.give_back()
-            self.episode_ended()
         del game.attempts[member]
         if isinstance(outcome, Failed):
             self.ledger.end(number, member, attempt, "failed", f"{outcome.layer}: {outcome.error}")
@@ -149,6 +146,14 @@ class GroupPlayer:
         for trajectory, _ in outcome:
             self.bias.sampled(trajectory)
         return outcome
+
+    async def _played(self, episode: Episode) -> Sequence[Trajectory]:
+        """The episode's trajectories. Its place is free then, for another: a slow reward holds none."""
+        try:
+            return await self.player.play(episode)
+        finally:
+            self.places.give_back()
+            self.episode_ended()
 
     async def _scored(self, trajectories: Sequence[Trajectory]) -> _Scored | Failed:
         """An episode's trajectories with their scores, or why it cannot be trained on."""
