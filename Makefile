@@ -10,6 +10,10 @@ STAMP  := $(VENV)/.installed-$(EXTRAS)
 FIND_LINKS = $(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null)
 TORCH_FROM = $(if $(FIND_LINKS),--find-links "$(FIND_LINKS)",$(if $(findstring cpu,$(EXTRAS)),--torch-backend cpu))
 
+# Tests run in so many processes at a time.
+WORKERS ?= 2
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
 # Two threads of torch on cores that others use too can be many times slower than one.
 test fast: export OMP_NUM_THREADS ?= 1
 
@@ -27,11 +31,11 @@ demo: install
 	$(BIN)/agentrl train examples/frozen_lake.yaml run_dir=runs/demo-$$(date +%Y%m%d-%H%M%S)
 
 fast: install
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test: install
-	$(BIN)/python -m pytest
-	$(BIN)/python -m pytest -m "vllm or slow" -o addopts="-q --strict-markers --strict-config --durations=10"
+	$(PYTEST)
+	$(PYTEST) -m "vllm or slow" -o addopts="-q --strict-markers --strict-config --durations=10"
 
 check: install
 	$(BIN)/ruff format --check .
