@@ -10,14 +10,15 @@ STAMP  := $(VENV)/.installed-$(EXTRAS)
 FIND_LINKS = $(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null)
 TORCH_FROM = $(if $(FIND_LINKS),--find-links "$(FIND_LINKS)",$(if $(findstring cpu,$(EXTRAS)),--torch-backend cpu))
 
-# Tests run in so many processes at a time.
+# Tests run in so many processes at a time; those that start vLLM one after another, in one of them.
 WORKERS ?= 2
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+MARKED = -o addopts="-q --strict-markers --strict-config --durations=10"
 
 # Two threads of torch on cores that others use too can be many times slower than one.
-test fast: export OMP_NUM_THREADS ?= 1
+test fast long: export OMP_NUM_THREADS ?= 1
 
-.PHONY: install demo test fast check format clean
+.PHONY: install demo test fast long check format clean
 
 install: $(STAMP)
 
@@ -35,7 +36,10 @@ fast: install
 
 test: install
 	$(PYTEST)
-	$(PYTEST) -m "vllm or slow" -o addopts="-q --strict-markers --strict-config --durations=10"
+	$(PYTEST) $(MARKED) -m "(vllm or slow) and not long"
+
+long: install
+	$(PYTEST) $(MARKED) -m long
 
 check: install
 	$(BIN)/ruff format --check .

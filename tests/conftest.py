@@ -13,6 +13,13 @@ from agentrl.tiny_model import create_tiny_model
 pytest_plugins = ["agentrl.testing.fixtures"]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that start vLLM run one after another: each takes both cores, and a fixture starts it once for many."""
+    for item in items:
+        if item.get_closest_marker("vllm"):
+            item.add_marker(pytest.mark.xdist_group("vllm"))
+
+
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with its tokenizer and compact chat template; read-only by agreement."""

@@ -399,6 +399,7 @@ def test_wrong_options_are_an_error_of_the_config():
         asyncio.run(main(server.url))
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_costs_its_episodes_and_the_pool_goes_on():
     async def main(dying: subprocess.Popen[str], first: str, second: str) -> None:
         pool = remote(f"{first},{second}")

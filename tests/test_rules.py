@@ -163,14 +163,18 @@ def parts_of(cases: list[tuple[str, str, dict]]) -> list[RewardPart]:
     ]
 
 
-async def outcomes(pool: RulePool, cases: list[tuple[str, str, dict]]) -> list[tuple[float | str, float]]:
-    """Of each answer the score, or why it failed, and the seconds; a plain one before and after is right."""
+async def outcomes(pool: RulePool, cases: list[tuple[str, str, dict]]) -> tuple[float, list[tuple[float | str, float]]]:
+    """The seconds that a plain answer takes in new processes; of each case the score, or why it failed, and the
+    seconds. A plain answer before and after is right.
+    """
     plain = ("math", "$2$", {"gold": "two"})
     *parts, warm = parts_of([*cases, plain])
     found = []
     async with Composite([*parts, warm], pool) as reward:
         two = trajectory("$2$", options={"two": "2"})
+        started = time.monotonic()
         assert (await reward.ask(warm, [two]))[0].value == 1.0
+        cold = time.monotonic() - started
         for part, (name, answer, _) in zip(parts, cases, strict=True):
             started = time.monotonic()
             value: float | str = ""
@@ -181,15 +185,15 @@ async def outcomes(pool: RulePool, cases: list[tuple[str, str, dict]]) -> list[t
             found.append((value, time.monotonic() - started))
         pool.forget()
         assert (await reward.ask(warm, [two]))[0].value == 1.0
-    return found
+    return cold, found
 
 
 @pytest.mark.slow
 def test_what_a_hostile_answer_costs_is_one_deadline_and_the_pool_is_alive_after():
-    found = asyncio.run(outcomes(RulePool(RulePoolConfig(workers=2, deadline=2.0, memory_mb=1500)), HOSTILE))
+    cold, found = asyncio.run(outcomes(RulePool(RulePoolConfig(workers=2, deadline=2.0, memory_mb=1500)), HOSTILE))
     assert all("did not answer within 2 s" in str(value) for value, _ in found[:2]), found
     for value, seconds in found:
-        assert seconds < 4.0
+        assert seconds < 2.0 + 2 * cold + 1.0  # its own deadline, after a new process for one that was killed
         assert value == 0.0 or "did not answer within" in str(value) or "MB" in str(value), value
     left = [process for process in psutil.Process().children(recursive=True) if "spawn_main" in str(process.cmdline())]
     assert left == []
@@ -227,7 +231,7 @@ def test_a_rule_that_hangs_when_the_driver_is_killed_does_not_outlive_it_for_lon
 
 @pytest.mark.slow
 def test_long_answers_are_wrong_and_slow_nothing_down():
-    found = asyncio.run(outcomes(RulePool(RulePoolConfig(workers=1, deadline=30.0)), HARMLESS))
+    _, found = asyncio.run(outcomes(RulePool(RulePoolConfig(workers=1, deadline=30.0)), HARMLESS))
     assert [value for value, _ in found] == [0.0] * len(HARMLESS)
 
 

@@ -50,8 +50,14 @@ def folder(parent: Path, name: str) -> Path:
     return made
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("bound", [0, 1, 4])
+@pytest.mark.parametrize(
+    "bound",
+    [
+        pytest.param(0, marks=pytest.mark.long),
+        pytest.param(1, marks=pytest.mark.slow),
+        pytest.param(4, marks=pytest.mark.long),
+    ],
+)
 def test_the_bound_holds_and_every_fate_is_known(tmp_path, bound):
     summary = train(*SMALL, "run_dir=run", f"rollout.max_staleness={bound}", cwd=tmp_path)
     assert summary["largest_staleness"] <= bound
@@ -84,8 +90,7 @@ def test_two_runs_with_one_seed_end_in_the_same_weights_and_another_seed_in_othe
     assert sums[0] == sums[1] != sums[2]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("bound", [0, 1])
+@pytest.mark.parametrize("bound", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.long)])
 def test_a_run_killed_at_five_moments_trains_the_same_tasks_as_one_that_was_not(tmp_path, bound):
     settings = [*SMALL, "run_dir=run", f"rollout.max_staleness={bound}"]
     whole = train(*settings, cwd=folder(tmp_path, "whole"))
@@ -146,7 +151,7 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path):
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("bound", [0, 1])
+@pytest.mark.parametrize("bound", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_the_same_config_trains_on_vllm(tmp_path, bound):
     settings = ["engine=vllm", "engine.max_batch=16", "steps=3", f"rollout.max_staleness={bound}"]
     summary = train(*SMALL, "run_dir=run", *settings, cwd=tmp_path)

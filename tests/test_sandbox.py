@@ -24,7 +24,9 @@ from agentrl.sandbox.settings import Limits, SandboxConfig
 
 SMALL = Limits(wall=0.5, cpu=0.2, memory=256 << 20, processes=16, disk=4 << 20, output=1 << 16)
 
-each_backend = pytest.mark.parametrize("backend", BACKENDS)
+each_backend = pytest.mark.parametrize(
+    "backend", [BACKENDS[0], *(pytest.param(backend, marks=pytest.mark.slow) for backend in BACKENDS[1:])]
+)
 
 
 def run(test: Callable[[Sandbox], Awaitable[None]], config: SandboxConfig) -> None:

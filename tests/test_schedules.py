@@ -96,6 +96,11 @@ def check_seeds(seeds: range) -> int:
 
 
 @pytest.mark.slow
+def test_a_thousand_random_schedules_keep_the_bound_and_drop_nothing():
+    assert check_seeds(range(1_000)) == 1_000
+
+
+@pytest.mark.long
 def test_ten_thousand_random_schedules_keep_the_bound_and_drop_nothing():
     parts = [range(start, start + 500) for start in range(0, 10_000, 500)]
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
@@ -141,7 +146,7 @@ def test_the_same_seed_gives_the_same_events_and_the_same_everything():
     assert (first.seconds, first.tokens, first.timeline) == (again.seconds, again.tokens, again.timeline)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_memory_is_flat_over_three_hundred_thousand_episodes(tmp_path):
     def peak_after(episodes: int, name: str) -> int:
         spans = SimulationConfig(
@@ -174,18 +179,21 @@ def gauss(steps: int, **env: float) -> World:
     return World(rollout, simulation, steps)
 
 
-@pytest.mark.slow
-def test_a_few_hung_and_slow_environments_never_stall_a_thousand_steps():
-    clean, troubled = gauss(1000).run(), gauss(1000, hung=0.001, fail_slow=0.01).run()
-    assert troubled.steps == 1000
-    assert troubled.episode_fates.failed > 300
+@pytest.mark.parametrize(
+    "steps", [pytest.param(200, marks=pytest.mark.slow), pytest.param(1000, marks=pytest.mark.long)]
+)
+def test_a_few_hung_and_slow_environments_never_stall_a_thousand_steps(steps):
+    clean, troubled = gauss(steps).run(), gauss(steps, hung=0.001, fail_slow=0.01).run()
+    assert troubled.steps == steps
+    assert troubled.episode_fates.failed > 0.3 * steps
     assert clean.seconds / troubled.seconds >= 0.95
     assert troubled.largest_staleness <= 8
     assert troubled.leaked_envs == troubled.leaked_places == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("max_staleness", [1, 2])
+@pytest.mark.parametrize(
+    "max_staleness", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.long)]
+)
 def test_a_fifth_of_all_environments_failing_costs_little_and_leaks_nothing(max_staleness):
     def long_decode(**env: float) -> World:
         rollout = RolloutConfig(
