@@ -106,6 +106,7 @@ def test_a_lost_sandbox_is_asked_again_once_and_then_fails_the_episode(monkeypat
 
 def test_many_environments_share_one_sandbox_which_ends_with_the_last() -> None:
     async def main() -> None:
+        before = psutil.Process().children()
         envs = [PythonTool() for _ in range(5)]
         for env in envs:
             await reset(env, seed=1)
@@ -114,7 +115,8 @@ def test_many_environments_share_one_sandbox_which_ends_with_the_last() -> None:
             await env.close()
             await env.close()
         assert await python(envs[0], "print(1)") == "1"
-        jails = psutil.Process().children()
+        jails = [process for process in psutil.Process().children() if process not in before]
+        assert jails
         await envs[0].close()
         assert psutil.wait_procs(jails, timeout=5)[1] == []
         with pytest.raises(EnvError, match="call reset first"):
