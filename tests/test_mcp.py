@@ -127,8 +127,15 @@ def live(address: str, **deadlines: float) -> LiveEnv:
 
 
 def children() -> list[psutil.Process]:
-    """The servers that are running; not the processes of other tests."""
-    return [child for child in psutil.Process().children(recursive=True) if "odd.py" in " ".join(child.cmdline())]
+    """The servers that run; one that was killed and is not yet reaped does not."""
+
+    def serves(child: psutil.Process) -> bool:
+        try:
+            return "odd.py" in " ".join(child.cmdline())
+        except psutil.NoSuchProcess:  # a zombie is one
+            return False
+
+    return [child for child in psutil.Process().children(recursive=True) if serves(child)]
 
 
 async def gone(pid: int) -> bool:
