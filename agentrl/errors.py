@@ -14,6 +14,7 @@
     ├── StallError                 nothing has moved for too long; names the stage that is waited for
     ├── StalenessError             the staleness bound would be broken (a defect: the rule makes it impossible)
     ├── TrainingError              an update would break the weights; they were left as they were
+    ├── WorkerDiedError            a worker of the cluster is gone, with what it held
     ├── CheckpointError            a checkpoint is missing, incomplete or of another run
     └── ConformanceError           `agentrl.testing` found that a plug-in breaks its contract
 
@@ -95,6 +96,19 @@ class StalenessError(AgentRLError):
 
 class TrainingError(AgentRLError):
     """An update cannot be made: its loss or gradient is not finite, or the batch has nothing to learn from."""
+
+
+class WorkerDiedError(AgentRLError):
+    """A worker process or actor is gone. Whether the call that it was busy with took effect is not known."""
+
+    def __init__(self, role: str, rank: int, why: str) -> None:
+        super().__init__(f"{role} {rank} died: {why}")
+        self.role = role
+        self.rank = rank
+        self.why = why
+
+    def __reduce__(self) -> tuple[type["WorkerDiedError"], tuple[str, int, str]]:
+        return type(self), (self.role, self.rank, self.why)
 
 
 class CheckpointError(AgentRLError):

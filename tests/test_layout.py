@@ -28,7 +28,7 @@ LAYERS = [
     {"recipes"},
     {"cli"},
 ]
-PLUGINS_MAY_IMPORT = {"batch", "errors", "protocols", "rollout", "sandbox", "testing", "trajectory"}
+PLUGINS_MAY_IMPORT = {"batch", "cluster", "errors", "protocols", "rollout", "sandbox", "testing", "trajectory"}
 
 
 def sources() -> list[Path]:

@@ -76,7 +76,7 @@ def test_the_contract_notices_a_trainer_that_forgets_its_optimizer(shallow_model
     class Forgetful(LocalTrainer):
         async def load(self, folder: Path) -> None:
             await super().load(folder)
-            self._entered.optimizer.state.clear()
+            self._entered.workers[0].made.core.sharding.optimizer.state.clear()
 
     def make(model: Path, case: TrainerCase) -> LocalTrainer:
         config = make_trainer(model, case).config
@@ -93,7 +93,7 @@ def test_gradient_checkpointing_computes_twice_and_changes_no_bit(
         calls: list[None] = []
         case = TrainerCase(micro_batch_tokens=10**6)
         async with make_trainer(shallow_model_dir, case, gradient_checkpointing=checkpointing) as trainer:
-            first_layer = trainer._entered.model.base_model.layers[0].mlp
+            first_layer = trainer._entered.workers[0].made.core.sharding.policy.model.base_model.layers[0].mlp
             first_layer.register_forward_pre_hook(lambda *_: calls.append(None))
             await trainer.step(batches[0], LOSS, 100.0)
             return checksum(await trainer.weights()), len(calls)

@@ -43,19 +43,23 @@ def no_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def save_checkpoint(folder: Path, model: Any, state: Mapping[str, Any], origin: Path) -> None:
-    """Write weights and config, `origin`'s other files (the tokenizer), and `state` into `folder`, the state last."""
+def save_model(folder: Path, model: Any, origin: Path, weights: Mapping[str, Tensor] | None = None) -> None:
+    """Write weights (by default the model's own) and config, and `origin`'s other files: the tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     with no_progress_bars():
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
     for file in sorted(origin.iterdir()):
         if file.is_file() and not any(file.match(pattern) for pattern in _MODEL_FILES):
             shutil.copyfile(file, folder / file.name)
+
+
+def save_state(folder: Path, state: Mapping[str, Any]) -> None:
+    """Write the state beside the weights: last of all, since it is what makes a checkpoint complete."""
     torch.save(dict(state), folder / STATE_FILE)
 
 
-def load_checkpoint(folder: Path, model: Any) -> Mapping[str, Any]:
-    """Copy a checkpoint's weights into the model and return its state. Nothing is changed when this raises.
+def read_checkpoint(folder: Path, shapes: Mapping[str, torch.Size]) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
+    """The weights and the state of a checkpoint, on the CPU, if they fit a model with weights of these shapes.
 
     Raises:
         CheckpointError: the folder is missing, incomplete, damaged or of another model.
@@ -77,15 +81,19 @@ def load_checkpoint(folder: Path, model: Any) -> Mapping[str, Any]:
         raise CheckpointError(
             f"{folder / STATE_FILE} lacks the step or the optimizer: it has {sorted(state)}; {way_out}"
         )
-    weights = named_weights(model)
-    differing = sorted(name for name in weights if name not in saved or saved[name].shape != weights[name].shape)
-    unknown = sorted(saved.keys() - model.state_dict().keys())
+    differing = sorted(name for name in shapes if name not in saved or saved[name].shape != shapes[name])
+    unknown = sorted(saved.keys() - shapes.keys())
     if differing or unknown:
         raise CheckpointError(
             f"{folder} does not fit the model: missing or of another shape: {differing[:5]}, unknown: {unknown[:5]}; "
             f"give the run the model that the checkpoint was made from, or {way_out}"
         )
-    with torch.no_grad():
-        for name, weight in weights.items():
-            weight.copy_(saved[name])
-    return state
+    return saved, state
+
+
+def kept_by_another(folder: Path, trainer: str) -> CheckpointError:
+    """What to raise where the optimizer beside the weights was written by another kind of trainer."""
+    return CheckpointError(
+        f"the optimizer in {folder} was not saved by the trainer {trainer!r}: go on with the one that saved it, or "
+        f"start a new run from these weights by model={folder}"
+    )

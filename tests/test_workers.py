@@ -1,0 +1,94 @@
+"""Groups of workers: one contract over threads and processes."""
+
+import asyncio
+import os
+import signal
+from typing import Any
+
+import psutil
+import pytest
+
+from agentrl.cluster.local_workers import start_local
+from agentrl.cluster.workers import StartWorkers
+from agentrl.errors import ConfigError, WorkerDiedError
+from agentrl.flow import Flow
+
+
+class Counter:
+    """A worker that counts."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.count = 0
+
+    def add(self, by: int) -> tuple[int, int]:
+        self.count += by
+        return self.rank, self.count
+
+    def fail(self) -> None:
+        raise ConfigError("this is wrong")
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+class Broken:
+    def __init__(self, rank: int) -> None:
+        raise ConfigError(f"rank {rank} cannot be")
+
+
+@pytest.fixture(params=["local"])
+def start() -> StartWorkers:
+    return start_local
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_calls_reach_all_workers_and_answers_come_by_rank(start: StartWorkers, count: int) -> None:
+    async def main() -> None:
+        group = await start("counter", Counter, count)
+        try:
+            assert await group.all("add", 1) == [(rank, 1) for rank in range(count)]
+            assert await group.scatter("add", [(10 * rank,) for rank in range(count)]) == [
+                (rank, 1 + 10 * rank) for rank in range(count)
+            ]
+            assert await group.one("add", 5, rank=count - 1) == (count - 1, 6 + 10 * (count - 1))
+            async with Flow("test") as flow:
+                results = flow.channel("results", 4)
+                flow.start(group.stream("add", [0] * 9, results), name="stream")
+                seen = [await results.get() for _ in range(9)]
+            assert sorted(index for index, _ in seen) == list(range(9))
+        finally:
+            await group.stop()
+            await group.stop()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_a_worker_raises_comes_through_and_it_lives_on(start: StartWorkers, count: int) -> None:
+    async def main() -> None:
+        with pytest.raises(ConfigError, match="cannot be"):
+            await start("broken", Broken, count)
+        group = await start("counter", Counter, count)
+        with pytest.raises(ConfigError, match="this is wrong"):
+            await group.all("fail")
+        assert (await group.one("add", 2)) == (0, 2)
+        await group.stop()
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_is_killed_is_an_error_and_a_stopped_group_leaves_no_process(start: StartWorkers) -> None:
+    async def main() -> list[Any]:
+        group = await start("counter", Counter, 2)
+        pids = await group.all("pid")
+        assert len({os.getpid(), *pids}) == 3
+        os.kill(pids[1], signal.SIGKILL)
+        with pytest.raises(WorkerDiedError, match="counter 1 died"):
+            await group.one("add", 1, rank=1)
+        await group.stop()
+        return pids
+
+    pids = asyncio.run(main())
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=10)
+    assert not alive

@@ -1,0 +1,206 @@
+"""What a rank of a trainer computes: the same steps, whatever way the weights lie over the ranks.
+
+A step goes minibatch by minibatch. For each: the old logprobs (before the first update they are the new ones),
+micro-batches accumulated into the gradient of sum(token losses) / normalizer over all ranks, one update.
+"""
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from agentrl.errors import TrainingError
+from agentrl.protocols import Loss, LossTokens
+from agentrl.trainers.deal import Portion, Share
+from agentrl.trainers.forward import MicroBatch, to_device
+from agentrl.trainers.schedule import learning_rate
+from agentrl.trainers.settings import TrainerSettings
+
+
+class Sharding(Protocol):
+    """How weights, gradients and optimizer lie over the ranks. All ranks make the same calls in the same order."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        ...
+
+    def logprobs(self, rows: MicroBatch) -> Tensor:
+        """The policy's logprobs of the loss tokens, shape N; differentiable where gradients are on."""
+        ...
+
+    def clear(self) -> None:
+        """Forget all gradients."""
+        ...
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Add this rank's gradients of `loss`; after the `last` micro-batch, those of all ranks are summed."""
+        ...
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over all ranks, the same on each."""
+        ...
+
+    def max(self, value: Tensor) -> Tensor:
+        """The largest of all ranks, the same on each."""
+        ...
+
+    def gradient_norm(self) -> Tensor:
+        """The norm of the whole gradient, the same on each rank."""
+        ...
+
+    def update(self, lr: float, scale: Tensor) -> None:
+        """One step of the optimizer with the gradients times `scale`."""
+        ...
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """All weights by Hugging Face names, whole, on rank 0; of tied weights the first name only."""
+        ...
+
+    def save(self, folder: Path, step: int) -> None:
+        """Write weights, optimizer and `step` into a folder."""
+        ...
+
+    def load(self, folder: Path) -> int:
+        """Take up what `save` wrote; returns the step."""
+        ...
+
+    def close(self) -> None:
+        """Leave the other ranks."""
+        ...
+
+
+@dataclass(slots=True)
+class TrainerCore:
+    """One rank of a trainer."""
+
+    config: TrainerSettings
+    total_steps: int
+    sharding: Sharding
+    steps_done: int = 0
+
+    def step(self, share: Share, loss: Loss, normalizer: float, loss_tokens: int) -> Mapping[str, float]:
+        """One pass over this rank's share. The metrics are of all ranks, but for the seconds, which are this one's."""
+        lr = learning_rate(self.config, self.steps_done, self.total_steps)
+        tally = _Tally()
+        # Nothing is updated before the first minibatch: its logprobs are the old ones themselves.
+        olds: list[list[Tensor | None]] = [
+            [None for _ in share[0]],
+            *(self._old_logprobs(portions, tally) for portions in share[1:]),
+        ]
+        for portions, old in zip(share, olds, strict=True):
+            # Each minibatch is divided by an equal share, so a token weighs the same in whichever it falls.
+            self._accumulate(portions, old, loss, normalizer / len(share), tally)
+            self._update(lr, tally)
+        self.steps_done += 1
+        return {
+            "loss": tally.loss / len(share),
+            "grad_norm": tally.grad_norm,
+            "lr": lr,
+            "loss_tokens": float(loss_tokens),
+            **self._means(tally, loss_tokens),
+            "logprob_gap_max": tally.gap_max,
+            **{f"seconds_{phase}": seconds for phase, seconds in tally.seconds.items()},
+        }
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """See `Sharding.weights`."""
+        return self.sharding.weights()
+
+    def save(self, folder: Path) -> None:
+        """See `Sharding.save`."""
+        self.sharding.save(folder, self.steps_done)
+
+    def load(self, folder: Path) -> None:
+        """See `Sharding.load`."""
+        self.steps_done = self.sharding.load(folder)
+
+    def close(self) -> None:
+        """See `Sharding.close`."""
+        self.sharding.close()
+
+    def _old_logprobs(self, portions: Sequence[Portion], tally: "_Tally") -> list[Tensor | None]:
+        """The trainer's logprobs before the first update on this batch."""
+        with tally.phase("old_logprobs"), torch.no_grad():
+            return [self.sharding.logprobs(to_device(p.rows, self.sharding.device)) for p in portions]
+
+    def _accumulate(
+        self, portions: Sequence[Portion], old: list[Tensor | None], loss: Loss, normalizer: float, tally: "_Tally"
+    ) -> None:
+        """Sum the gradients of a minibatch: those of sum(token losses) / normalizer, however it is cut and dealt."""
+        with tally.phase("forward_backward"):
+            self.sharding.clear()
+            for i, (portion, old_N) in enumerate(zip(portions, old, strict=True)):
+                rows = to_device(portion.rows, self.sharding.device)
+                logprobs_N = self.sharding.logprobs(rows)
+                before_N = logprobs_N.detach() if old_N is None else old_N
+                tokens = LossTokens(before_N, rows.rollout_logprobs_N, rows.advantages_N, rows.segments_N)
+                output = loss(logprobs_N, tokens)
+                weight = float(portion.counts)
+                part = output.loss_N.sum() / normalizer * weight
+                self.sharding.backward(part, last=i == len(portions) - 1)
+                tally.add(part.detach(), output.metrics, (before_N - rows.rollout_logprobs_N).abs(), weight)
+
+    def _update(self, lr: float, tally: "_Tally") -> None:
+        with tally.phase("optimizer"):
+            loss = float(self.sharding.sum(tally.part))
+            tally.gap_max = max(tally.gap_max, float(self.sharding.max(tally.part_gap)))
+            norm = self.sharding.gradient_norm()
+            grad_norm = float(norm)
+            if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+                self.sharding.clear()
+                raise TrainingError(
+                    f"step {self.steps_done}: the loss is {loss} and the gradient norm {grad_norm}; the weights were "
+                    f"left as they were (largest gap between engine and trainer: {tally.gap_max:.3g} nats)"
+                )
+            largest = self.config.max_grad_norm
+            scale = torch.ones_like(norm) if largest is None else torch.clamp(largest / (norm + 1e-6), max=1.0)
+            self.sharding.update(lr, scale)
+            tally.updated(loss, grad_norm)
+
+    def _means(self, tally: "_Tally", loss_tokens: int) -> dict[str, float]:
+        """Each metric per loss token of all ranks."""
+        names = sorted(tally.sums)
+        sums = self.sharding.sum(torch.stack([tally.sums[name] for name in names]))
+        return {name: float(total) / loss_tokens for name, total in zip(names, sums, strict=True)}
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Sums of a step. `part` and `part_gap` are of this rank and the minibatch in hand, on the device."""
+
+    part: Tensor = field(default_factory=lambda: torch.zeros(()))
+    part_gap: Tensor = field(default_factory=lambda: torch.zeros(()))
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    loss: float = 0.0
+    gap_max: float = 0.0
+    grad_norm: float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def add(self, part: Tensor, metrics: Mapping[str, Tensor], gap_N: Tensor, weight: float) -> None:
+        """Count one micro-batch."""
+        self.part = part + self.part.to(part.device)
+        self.part_gap = torch.maximum(gap_N.max() * weight, self.part_gap.to(gap_N.device))
+        for name, values_N in {**metrics, "logprob_gap_mean": gap_N}.items():
+            self.sums[name] = values_N.detach().sum() * weight + self.sums.get(name, 0.0)
+
+    def updated(self, loss: float, grad_norm: float) -> None:
+        """A minibatch has been trained on."""
+        self.loss += loss
+        self.grad_norm = max(self.grad_norm, grad_norm)
+        self.part, self.part_gap = torch.zeros(()), torch.zeros(())
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the wall time of what happens inside."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start

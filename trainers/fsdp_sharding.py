@@ -1,0 +1,153 @@
+"""What a rank of `FsdpTrainer` computes, in torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from agentrl.trainers.checkpoint import kept_by_another, named_weights, read_checkpoint, save_model, save_state
+from agentrl.trainers.core import TrainerCore
+from agentrl.trainers.forward import MicroBatch
+from agentrl.trainers.model import Policy, decay_groups, load_policy
+from agentrl.trainers.process_group import join, max_of_ranks, sum_of_ranks
+from agentrl.trainers.rank import Place, Plan
+
+if TYPE_CHECKING:
+    from agentrl.trainers.fsdp import FsdpTrainer
+
+_OPTIMIZER = "optimizer"
+"""The folder in a checkpoint where the ranks keep their shards of the optimizer."""
+
+
+def open_core(plan: Plan, place: Place) -> TrainerCore:
+    """Load the model, shard it, make the optimizer."""
+    config = cast("FsdpTrainer.Config", plan.config)
+    device = join(place)
+    policy = load_policy(plan.origin, plan.temperature, device, recompute=config.gradient_checkpointing)
+    shapes = {name: weight.shape for name, weight in named_weights(policy.model).items()}
+    _shard(policy, config, device, place.world_size)
+    optimizer = torch.optim.AdamW(
+        decay_groups(policy, config.weight_decay), lr=config.lr, betas=config.betas, eps=config.eps, foreach=True
+    )
+    return TrainerCore(config, plan.total_steps, FullyShard(plan.origin, place.rank, device, policy, optimizer, shapes))
+
+
+def _shard(policy: Policy, config: "FsdpTrainer.Config", device: torch.device, world_size: int) -> None:
+    """Each block of the model alone, and the rest (embeddings, head) together, so that tied weights stay tied."""
+    low = config.dtype == "bfloat16"
+    options: dict[str, Any] = {
+        "mesh": init_device_mesh(device.type, (world_size,)),
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16 if low else None, reduce_dtype=torch.float32 if low else None
+        ),
+        "offload_policy": CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy(),
+        "reshard_after_forward": config.reshard_after_forward,
+    }
+    blocks = set(policy.model._no_split_modules or ())
+    for module in policy.model.modules():
+        if type(module).__name__ in blocks:
+            fully_shard(module, **options)
+    fully_shard(policy, **options)
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)  # the gradients of the ranks are summed, not averaged
+            module.set_force_sum_reduction_for_comms(True)
+
+
+@dataclass(frozen=True, slots=True)
+class FullyShard:
+    """`Sharding` by FSDP2."""
+
+    origin: Path
+    rank: int
+    device: torch.device
+    policy: Policy
+    optimizer: torch.optim.AdamW
+    shapes: Mapping[str, torch.Size]
+
+    def logprobs(self, rows: MicroBatch) -> Tensor:
+        """See `Sharding`."""
+        logprobs_N: Tensor = self.policy(rows)
+        return logprobs_N
+
+    def clear(self) -> None:
+        """See `Sharding`."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Gradients are summed over the ranks after the last micro-batch only."""
+        cast(FSDPModule, self.policy).set_requires_gradient_sync(last)
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def sum(self, values: Tensor) -> Tensor:
+        """See `Sharding`."""
+        return sum_of_ranks(values)
+
+    def max(self, value: Tensor) -> Tensor:
+        """See `Sharding`."""
+        return max_of_ranks(value)
+
+    def gradient_norm(self) -> Tensor:
+        """See `Sharding`."""
+        norm = torch.nn.utils.get_total_norm(self._gradients())
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def update(self, lr: float, scale: Tensor) -> None:
+        """See `Sharding`."""
+        factor = float(scale)
+        for gradient in self._gradients():
+            gradient.mul_(factor)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """All weights in the CPU's memory, on rank 0; the other ranks help, and return none."""
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        whole = get_model_state_dict(self.policy.model, options=options)
+        return {name: cast(Tensor, whole[name]) for name in self.shapes} if self.rank == 0 else {}
+
+    def save(self, folder: Path, step: int) -> None:
+        """The weights as a Hugging Face folder by rank 0; the optimizer by all, each its shards."""
+        whole = self.weights()
+        if self.rank == 0:
+            save_model(folder, self.policy.model, self.origin, whole)
+        dist.barrier()
+        dcp.save(get_optimizer_state_dict(self.policy, self.optimizer), checkpoint_id=folder / _OPTIMIZER)  # type: ignore[attr-defined]
+        if self.rank == 0:
+            save_state(folder, {"step": step, "optimizer": _OPTIMIZER})
+        dist.barrier()
+
+    def load(self, folder: Path) -> int:
+        """Any number of ranks can take up what any number has saved."""
+        saved, state = read_checkpoint(folder, self.shapes)
+        if state["optimizer"] != _OPTIMIZER:
+            raise kept_by_another(folder, "fsdp")
+        options = StateDictOptions(full_state_dict=True, strict=False)  # a tied weight is saved under one name only
+        set_model_state_dict(self.policy.model, cast(Any, saved), options=options)
+        optimizer = get_optimizer_state_dict(self.policy, self.optimizer)
+        dcp.load(optimizer, checkpoint_id=folder / _OPTIMIZER)  # type: ignore[attr-defined]
+        set_optimizer_state_dict(self.policy, self.optimizer, optim_state_dict=optimizer)
+        return int(state["step"])
+
+    def close(self) -> None:
+        """See `Sharding`."""
+        dist.destroy_process_group()
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self.policy.parameters() if p.grad is not None]

@@ -1,0 +1,133 @@
+"""A trainer whose ranks are workers: deals each batch to them, and asks them all at the same time."""
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from agentrl.batch import TrainBatch
+from agentrl.cluster.local_workers import start_local
+from agentrl.cluster.workers import StartWorkers, WorkerGroup
+from agentrl.errors import AgentRLError, ConfigError, TrainingError
+from agentrl.protocols import Loss
+from agentrl.trainers.deal import deal
+from agentrl.trainers.rank import Plan, TrainerRank
+from agentrl.trainers.settings import TrainerSettings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class GroupTrainer:
+    """What all trainers have in common; implements `agentrl.protocols.Trainer`.
+
+    `core` names the function that makes a rank's `TrainerCore`, as "module:function": it loads torch, and is loaded
+    where the rank lives. Calls are answered in order, the event loop goes on meanwhile, and a step whose caller is
+    cancelled is finished all the same.
+
+    `temperature` is the one the engine samples with: logprobs are of the distribution that was sampled from.
+    `total_steps` is what the schedule ends at. `model` is a Hugging Face folder. `start` says where the ranks live.
+
+    Raises:
+        ConfigError: on entering: the model folder is missing or is of a kind that cannot be trained exactly.
+    """
+
+    core: ClassVar[str]
+    Config: ClassVar[type[TrainerSettings]]
+
+    def __init__(
+        self,
+        config: Any,
+        model: Path,
+        *,
+        total_steps: int,
+        temperature: float = 1.0,
+        start: StartWorkers = start_local,
+    ) -> None:
+        if temperature <= 0:
+            raise ConfigError(f"cannot train on samples of temperature {temperature}: greedy choices have no gradient")
+        self.config = config
+        self._plan = Plan(self.core, config, model, total_steps, temperature)
+        self._start = start
+        self._ranks: WorkerGroup | None = None
+
+    @property
+    def world_size(self) -> int:
+        """Ranks."""
+        return 1
+
+    @property
+    def row_tokens(self) -> int:
+        """How long the rows are that batches should be packed into."""
+        rows: int = self.config.row_tokens
+        return rows
+
+    async def __aenter__(self) -> Self:
+        ranks = await self._start("trainer", partial(TrainerRank, self._plan), self.world_size)
+        try:
+            await ranks.all("open", len(ranks), await ranks.one("address"))
+        except BaseException:
+            await ranks.stop()
+            raise
+        self._ranks = ranks
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            await ranks.stop()
+
+    async def step(self, batch: TrainBatch, loss: Loss, normalizer: float) -> Mapping[str, float]:
+        """One pass over the batch, in `minibatches` optimizer steps.
+
+        Metrics: `loss` (summed token losses / normalizer), `grad_norm` (before clipping, largest of the minibatches),
+        `lr`, `loss_tokens`, `tokens` (without padding), `packing` (share of places that are no padding),
+        `logprob_gap_mean` and `logprob_gap_max` (|engine's - trainer's logprob|, in nats), the seconds of each phase
+        and the means of the loss's own metrics.
+
+        Raises:
+            TrainingError: no loss token, a normalizer that is not above zero, or a loss or gradient that is not
+                finite. The weights are then as the last good minibatch left them.
+            WorkerDiedError: a rank is gone.
+        """
+        ranks = self._entered
+        if batch.num_loss_tokens < 1 or not 0 < normalizer < math.inf:
+            raise TrainingError(
+                f"cannot train on {batch.num_loss_tokens} loss tokens with the normalizer {normalizer}: a batch needs "
+                "a sampled token, and a normalizer above zero"
+            )
+        shares = deal(
+            batch,
+            ranks=len(ranks),
+            micro_batch_tokens=self.config.micro_batch_tokens,
+            minibatch_count=self.config.minibatches,
+        )
+        args = (loss, normalizer, batch.num_loss_tokens)
+        metrics = await ranks.scatter("step", [(share, *args) for share in shares])
+        portions = [portion.rows for share in shares for part in share for portion in part if portion.counts]
+        tokens = sum(int((rows.segment_ids_BT > 0).sum()) for rows in portions)
+        places = sum(rows.tokens_BT.size for rows in portions)
+        return {**metrics[0], "tokens": float(tokens), "packing": tokens / places}
+
+    async def weights(self) -> Mapping[str, "Tensor"]:
+        """The float32 weights, whole; of tied weights the first name only. With one rank in this process not copied."""
+        weights: Mapping[str, Tensor] = (await self._entered.all("weights"))[0]
+        return weights
+
+    async def save(self, folder: Path) -> None:
+        """Write a Hugging Face folder with the tokenizer, and the optimizer's state and step beside it.
+
+        Whoever needs all or nothing writes to a temporary folder and renames it.
+        """
+        await self._entered.all("save", folder)
+
+    async def load(self, folder: Path) -> None:
+        """Take up exactly where `save` left off; settings (learning rate, decay, ...) stay those of this run."""
+        await self._entered.all("load", folder)
+
+    @property
+    def _entered(self) -> WorkerGroup:
+        if self._ranks is None:
+            raise AgentRLError("the trainer is not running: use it inside `async with trainer:`")
+        return self._ranks

@@ -1,0 +1,122 @@
+"""All weights on one device: the sharding that is none."""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from agentrl.errors import ConfigError
+from agentrl.trainers.checkpoint import kept_by_another, named_weights, read_checkpoint, save_model, save_state
+from agentrl.trainers.core import TrainerCore
+from agentrl.trainers.forward import MicroBatch
+from agentrl.trainers.model import Policy, decay_groups, load_policy
+from agentrl.trainers.rank import Place, Plan
+
+if TYPE_CHECKING:
+    from agentrl.trainers.local import LocalTrainer
+
+
+def open_core(plan: Plan, place: Place) -> TrainerCore:
+    """Load the model and make the optimizer."""
+    config = cast("LocalTrainer.Config", plan.config)
+    device = device_named(config.device)
+    policy = load_policy(plan.origin, plan.temperature, device, recompute=config.gradient_checkpointing)
+    optimizer = torch.optim.AdamW(
+        decay_groups(policy, config.weight_decay), lr=config.lr, betas=config.betas, eps=config.eps, fused=True
+    )
+    autocast = config.dtype == "bfloat16"
+    return TrainerCore(config, plan.total_steps, OneDevice(plan.origin, device, policy, optimizer, autocast))
+
+
+@dataclass(frozen=True, slots=True)
+class OneDevice:
+    """`Sharding` over one rank."""
+
+    origin: Path
+    device: torch.device
+    policy: Policy
+    optimizer: torch.optim.AdamW
+    autocast: bool
+
+    def logprobs(self, rows: MicroBatch) -> Tensor:
+        """See `Sharding`."""
+        with self._precision():
+            logprobs_N: Tensor = self.policy(rows)
+            return logprobs_N
+
+    def clear(self) -> None:
+        """See `Sharding`."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """See `Sharding`."""
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def sum(self, values: Tensor) -> Tensor:
+        """See `Sharding`."""
+        return values
+
+    def max(self, value: Tensor) -> Tensor:
+        """See `Sharding`."""
+        return value
+
+    def gradient_norm(self) -> Tensor:
+        """See `Sharding`."""
+        return torch.nn.utils.get_total_norm(self._gradients())
+
+    def update(self, lr: float, scale: Tensor) -> None:
+        """See `Sharding`."""
+        for gradient in self._gradients():
+            gradient.mul_(scale)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """The float32 weights themselves, not copied."""
+        return named_weights(self.policy.model)
+
+    def save(self, folder: Path, step: int) -> None:
+        """See `Sharding`."""
+        save_model(folder, self.policy.model, self.origin)
+        save_state(folder, {"step": step, "optimizer": self.optimizer.state_dict()["state"]})
+
+    def load(self, folder: Path) -> int:
+        """See `Sharding`."""
+        weights = self.weights()
+        saved, state = read_checkpoint(folder, {name: weight.shape for name, weight in weights.items()})
+        if not isinstance(state["optimizer"], dict):
+            raise kept_by_another(folder, "local")
+        with torch.no_grad():
+            for name, weight in weights.items():
+                weight.copy_(saved[name])
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": state["optimizer"], "param_groups": groups})
+        return int(state["step"])
+
+    def close(self) -> None:
+        """There are no others."""
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self.policy.parameters() if p.grad is not None]
+
+    def _precision(self) -> AbstractContextManager[object]:
+        return torch.autocast(self.device.type, torch.bfloat16) if self.autocast else nullcontext()
+
+
+def device_named(name: str) -> torch.device:
+    """A torch device by its name; "auto" is the first GPU, else the CPU.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f'trainer.device {name!r} is no torch device: write "auto", "cpu" or "cuda:0"') from error

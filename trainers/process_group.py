@@ -1,0 +1,44 @@
+"""The ranks of a trainer, as torch.distributed knows them."""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from agentrl.trainers.rank import Place
+
+_PATIENCE = timedelta(minutes=10)
+"""How long a collective waits for a rank that does not come. A rank that died is noticed at once, by its worker."""
+
+
+def join(place: Place) -> torch.device:
+    """Meet the other ranks; returns the device of this one: its GPU, or the CPU (by gloo)."""
+    host, _, port = place.address.rpartition(":")
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(place.rank % torch.cuda.device_count())
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    store = dist.TCPStore(host, int(port), place.world_size, is_master=place.rank == 0, timeout=_PATIENCE)  # type: ignore[attr-defined]
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        store=store,
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=_PATIENCE,
+    )
+    return device
+
+
+def sum_of_ranks(values: Tensor) -> Tensor:
+    """The sum over all ranks, the same on each."""
+    total = values.detach().clone()
+    dist.all_reduce(total, dist.ReduceOp.SUM)
+    return total
+
+
+def max_of_ranks(value: Tensor) -> Tensor:
+    """The largest of all ranks, the same on each. NaN stays NaN."""
+    gathered = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, value.detach().contiguous())
+    return torch.stack(gathered).max()

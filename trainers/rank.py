@@ -1,0 +1,97 @@
+"""One rank of a trainer, as a worker: it is told where the ranks meet, and then does what its core does."""
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING
+
+from agentrl.errors import AgentRLError
+from agentrl.protocols import Loss
+from agentrl.trainers.deal import Share
+from agentrl.trainers.settings import TrainerSettings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from agentrl.trainers.core import TrainerCore
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What all ranks are made from. `core` is the "module:function" that makes a rank's `TrainerCore`."""
+
+    core: str
+    config: TrainerSettings
+    origin: Path
+    total_steps: int
+    temperature: float
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank stands among `world_size`; they meet at the `address`, "host:port" of rank 0."""
+
+    rank: int
+    world_size: int
+    address: str
+
+
+class TrainerRank:
+    """The worker of a rank. `open` comes first."""
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self._plan = plan
+        self._rank = rank
+        self._core: TrainerCore | None = None
+
+    def address(self) -> str:
+        """A free address of this machine."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return f"{_own_address()}:{probe.getsockname()[1]}"
+
+    def open(self, world_size: int, address: str) -> None:
+        """Meet the other ranks, load the model, make the optimizer."""
+        make = resolve_name(self._plan.core)
+        self._core = make(self._plan, Place(self._rank, world_size, address))
+
+    def close(self) -> None:
+        """Leave the other ranks. All have to."""
+        if self._core is not None:
+            self._core.close()
+
+    @property
+    def core(self) -> "TrainerCore":
+        """What computes here."""
+        if self._core is None:
+            raise AgentRLError("this rank of the trainer has not met the others yet: call open first")
+        return self._core
+
+    def step(self, share: Share, loss: Loss, normalizer: float, loss_tokens: int) -> Mapping[str, float]:
+        """See `TrainerCore.step`."""
+        return self.core.step(share, loss, normalizer, loss_tokens)
+
+    def weights(self) -> Mapping[str, "Tensor"]:
+        """See `TrainerCore.weights`."""
+        return self.core.weights()
+
+    def save(self, folder: Path) -> None:
+        """See `TrainerCore.save`."""
+        self.core.save(folder)
+
+    def load(self, folder: Path) -> None:
+        """See `TrainerCore.load`."""
+        self.core.load(folder)
+
+
+def _own_address() -> str:
+    """How other machines reach this one: the address it would use to talk to the outside. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("10.255.255.255", 1))
+        except OSError:
+            return "127.0.0.1"
+        address: str = probe.getsockname()[0]
+        return address
