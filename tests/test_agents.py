@@ -30,7 +30,7 @@ from agentrl.rollout.tasks import SeededTasks
 from agentrl.testing import ScriptedEngine, check_env
 from agentrl.testing.tokenizer import ByteTokenizer
 from agentrl.trajectory import Completion, Failed, Group, Score, Task, Terminated, Trajectory, Turn
-from tests.test_remote import served
+from tests.served import served
 
 RENDERER = TemplateRenderer(ByteTokenizer())
 WORDS = [b"check", b"bet", b"call", b"fold", b"<scratchpad>a king</scratchpad>bet", b"hm"]

@@ -2,8 +2,6 @@
 
 import asyncio
 import random
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,7 +13,6 @@ import pytest
 from agentrl import plugins
 from agentrl.protocols import Env, Prompt
 from agentrl.recipes.workers import env_factory
-from agentrl.remote.server import EnvServer
 from agentrl.rollout.env_host import Deadlines, EnvHost, Isolation, LiveEnv
 from agentrl.rollout.episode import Episode, Player
 from agentrl.rollout.renderer import TemplateRenderer
@@ -23,6 +20,7 @@ from agentrl.rollout.seeds import derive_seed
 from agentrl.testing import check_env
 from agentrl.testing.tokenizer import ByteTokenizer
 from agentrl.trajectory import Completion, Task, Terminated, Trajectory, Truncated
+from tests.served import served
 
 SOURCE = Path(__file__).parent / "one_env.py"
 ADDRESS = f"file:{SOURCE}:Dials"
@@ -50,31 +48,14 @@ class Door:
 
 
 @contextmanager
-def served() -> Iterator[str]:
-    """The environment on a server in a thread of its own."""
-    server = EnvServer(plugins.load("envs", ADDRESS), name="dials")
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            assert thread.is_alive()
-            time.sleep(0.005)
-        yield server.url
-    finally:
-        server.should_exit = True
-        thread.join(10)
-        assert not thread.is_alive()
-
-
-@contextmanager
 def here(isolation: Isolation) -> Iterator[Door]:
     yield Door(env_factory(ADDRESS, isolation), isolation)
 
 
 @contextmanager
 def over(scheme: str) -> Iterator[Door]:
-    with served() as url:
-        yield Door(plugins.load("envs", f"{scheme}{url}"))
+    with served(plugins.load("envs", ADDRESS), name="dials") as server:
+        yield Door(plugins.load("envs", f"{scheme}{server.url}"))
 
 
 DOORS = {

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import random
-import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import Any
@@ -30,6 +29,7 @@ from agentrl.remote.server import EnvServer
 from agentrl.remote.sessions import Limits, Sessions
 from agentrl.rollout.env_host import Deadlines, EnvHost, LiveEnv
 from agentrl.rollout.tools import ToolCall, ToolError
+from tests.served import served
 
 _json = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -59,26 +59,9 @@ class Counting(TextEnv):
         return f"{action} {self.count}", 0.5, action == "end", action == "cut", {"count": self.count}
 
 
-@contextlib.contextmanager
-def served(factory: Callable[[], Env] = Counting, *, token: str | None = None, **limits: Any) -> Iterator[EnvServer]:
-    """A server in a thread of its own."""
-    server = EnvServer(factory, name="counting", token=token, limits=Limits(**limits))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            assert thread.is_alive()
-            time.sleep(0.005)
-        yield server
-    finally:
-        server.should_exit = True
-        thread.join(10)
-        assert not thread.is_alive()
-
-
 @pytest.fixture(scope="module")
 def counting() -> Iterator[EnvServer]:
-    with served() as server:
+    with served(Counting, name="counting") as server:
         yield server
 
 
@@ -205,7 +188,6 @@ def test_json_rpc_has_sessions_that_a_socket_can_attach_to(calculator):
         return answer.get("result") or answer["error"]["code"]
 
     async def main() -> None:
-        before = len(calculator.sessions)
         assert "inputSchema" in (await rpc("tools/list"))["tools"][0]
         assert (await rpc("tools/call", name="add", arguments={"a": 1, "b": 2}))["data"] == "3"
         session = (await rpc("openenv/session/create"))["session_id"]
@@ -231,7 +213,7 @@ def test_json_rpc_has_sessions_that_a_socket_can_attach_to(calculator):
         assert await rpc("initialize") == -32601
         assert (await _http(calculator.url, "POST", "/mcp", {}))[1]["error"]["code"] == -32600
         assert (await _http(calculator.url, "POST", "/mcp", data=b"{"))[1]["error"]["code"] == -32700
-        await _until(lambda: len(calculator.sessions) == before)  # nothing is left behind
+        await _until(lambda: len(calculator.sessions) == 0)  # nothing is left behind, by the tests before either
 
     asyncio.run(main())
 
@@ -312,7 +294,7 @@ def test_a_full_server_says_so_closes_the_socket_and_has_room_when_another_goes(
             async with http.ws_connect(f"{url}/ws") as third:
                 assert (await Socket(third)("reset", seed=3))["observation"]["message"] == "seed 3"
 
-    with served(max_sessions=1) as server:
+    with served(Counting, max_sessions=1) as server:
         asyncio.run(main(server.url))
 
 
@@ -326,7 +308,7 @@ def test_a_socket_that_says_nothing_is_closed_and_a_vanished_one_gives_its_sessi
             assert (await silent.receive(timeout=5)).type is aiohttp.WSMsgType.CLOSE
         await _until(lambda: len(server.sessions) == 0)
 
-    with served(idle_seconds=0.3) as server:
+    with served(Counting, idle_seconds=0.3) as server:
         asyncio.run(main(server))
 
 
@@ -515,7 +497,7 @@ def test_episodes_wait_for_room_and_get_it_when_another_has_ended(caplog):
         for env in envs:
             await env.close()
 
-    with served(max_sessions=2) as server:
+    with served(Counting, max_sessions=2) as server:
         asyncio.run(main(server.url))
     (warning,) = (record.message for record in caplog.records if record.name == "agentrl.remote.openenv_socket")
     assert "rollout.max_live_episodes" in warning
@@ -542,7 +524,7 @@ def test_a_pool_shares_the_load_and_goes_on_without_a_server_that_went_away():
             assert (await env.step("a"))[0] == "a 1"
             await env.close()
 
-    with served() as first, served() as second:
+    with served(Counting) as first, served(Counting) as second:
         asyncio.run(main(first, second))
 
 
@@ -706,5 +688,5 @@ def test_a_socket_that_lapsed_between_episodes_is_replaced_without_a_word():
         assert (await env.step("a"))[0] == "a 1"
         await env.close()
 
-    with served(idle_seconds=0.2) as server:
+    with served(Counting, idle_seconds=0.2) as server:
         asyncio.run(main(server))

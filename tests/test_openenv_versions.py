@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_openenv import served
 
 from agentrl.envs.calculator import Calculator
 from agentrl.envs.guess_number import GuessNumber
@@ -21,6 +20,7 @@ from agentrl.remote.openenv_client import openenv
 from agentrl.rollout.env_host import Deadlines, LiveEnv
 from agentrl.rollout.interpreter import environment, find_interpreter
 from agentrl.rollout.tools import ToolCall
+from tests.served import served
 
 pytestmark = pytest.mark.slow
 

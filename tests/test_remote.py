@@ -6,7 +6,6 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,9 +25,9 @@ from agentrl.errors import ConfigError, DeadlineError, EnvError
 from agentrl.protocols import Env, StepResult
 from agentrl.remote.client import RemoteEnv, remote
 from agentrl.remote.server import EnvServer
-from agentrl.remote.sessions import Limits
 from agentrl.rollout.env_host import Deadlines, EnvHost, LiveEnv
 from agentrl.rollout.env_process import ProcessEnv
+from tests.served import served
 
 ROOT = Path(__file__).parent.parent
 
@@ -55,23 +54,6 @@ class Counting(TextEnv):
         return f"{action} {self.count}", 0.5, action == "end", False, {"count": self.count}
 
 
-@contextmanager
-def served(factory: Callable[[], Env] = Counting, *, token: str | None = None, **limits: Any) -> Iterator[EnvServer]:
-    """A server in a thread of its own."""
-    server = EnvServer(factory, token=token, limits=Limits(**limits))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            assert thread.is_alive()
-            time.sleep(0.005)
-        yield server
-    finally:
-        server.should_exit = True
-        thread.join(10)
-        assert not thread.is_alive()
-
-
 _SERVE = (
     "import sys; sys.argv = ['agentrl', 'serve', 'file:tests/test_remote.py:Counting', '--port', '0']; "
     "from agentrl.cli import main; main()"
@@ -93,7 +75,7 @@ def in_process() -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 @pytest.fixture(scope="module")
 def counting() -> Iterator[EnvServer]:
-    with served() as server:
+    with served(Counting) as server:
         yield server
 
 
@@ -215,7 +197,7 @@ def test_hostile_requests_get_the_documented_status_and_harm_nobody():
         assert (await ask("DELETE", other))[0] == 200
         assert (await ask("POST", f"{other}/reset", {"seq": 1, "seed": 5}))[0] == 404
 
-    with served(max_body_bytes=4096) as server:
+    with served(Counting, max_body_bytes=4096) as server:
         plainly(server.url, work)
 
 
@@ -237,7 +219,7 @@ def test_hostile_frames_are_answered_and_an_oversized_one_ends_its_own_socket_on
             answer = (await other.receive_json())[0]
             assert (answer["id"], answer["status"]) == (9, 200)
 
-    with served(max_body_bytes=4096) as server:
+    with served(Counting, max_body_bytes=4096) as server:
         plainly(server.url, work)
 
 
@@ -257,7 +239,7 @@ def test_who_has_no_token_gets_nothing():
         assert await right.reset(seed=1, options={}) == ("seed 1", {})
         await right.close()
 
-    with served(token="secret") as server:
+    with served(Counting, token="secret") as server:
         plainly(server.url, work)
 
 
@@ -280,7 +262,7 @@ def test_a_full_server_says_when_to_come_again_and_remote_envs_do():
         assert waiting.result() == ("seed 3", {})
         await env.close()
 
-    with served(max_sessions=1, retry_seconds=0.05) as server:
+    with served(Counting, max_sessions=1, retry_seconds=0.05) as server:
         plainly(server.url, work)
 
 
@@ -314,7 +296,7 @@ def test_an_idle_session_expires_and_reset_opens_another():
         assert await env.reset(seed=4, options={}) == ("seed 4", {})
         await env.close()
 
-    with served(idle_seconds=0.4) as server:
+    with served(Counting, idle_seconds=0.4) as server:
         plainly(server.url, work)
 
 
@@ -384,7 +366,7 @@ def test_a_blocking_environment_blocks_no_other_and_is_ended_at_its_deadline():
             await step
         return str(raised.value)
 
-    with served(call_seconds=0.6) as server:
+    with served(Counting, call_seconds=0.6) as server:
         asyncio.run(main(server.url))
 
 
@@ -427,7 +409,7 @@ def test_a_server_that_is_killed_costs_its_episodes_and_the_pool_goes_on():
         except EnvError as error:
             return str(error)
 
-    with in_process() as (process, url), served() as second:
+    with in_process() as (process, url), served(Counting) as second:
         asyncio.run(main(process, url, second.url))
 
 
@@ -474,7 +456,7 @@ def test_metrics_and_health_and_the_schema_are_served():
         assert (await ask("GET", "/health"))[1]["sessions"] == 1
         assert "/sessions/{session}/step" in (await ask("GET", "/openapi.json"))[1]["paths"]
 
-    with served() as server:
+    with served(Counting) as server:
         plainly(server.url, work)
 
 
@@ -494,7 +476,7 @@ async def drained(ask: Plain, tell: Callable[[], None]) -> None:
 
 
 def test_a_server_that_drains_lets_running_episodes_end_and_begins_no_more():
-    with served(drain_seconds=30) as server:
+    with served(Counting, drain_seconds=30) as server:
         plainly(server.url, lambda ask: drained(ask, lambda: server.handle_exit(signal.SIGTERM, None)))
         for _ in range(300):
             if server.should_exit:
@@ -509,7 +491,7 @@ def test_a_server_that_drains_waits_for_no_episode_longer_than_it_may():
         await ask("POST", f"{at}/reset", {"seq": 1, "seed": 5})
         server.handle_exit(signal.SIGTERM, None)
 
-    with served(drain_seconds=0.2) as server:
+    with served(Counting, drain_seconds=0.2) as server:
         plainly(server.url, lambda ask: work(ask, server))
         for _ in range(300):
             if server.should_exit:

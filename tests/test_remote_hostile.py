@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from agentrl.envs.base import TextEnv
 from agentrl.protocols import StepResult
 from agentrl.remote.client import RemoteEnv
 from agentrl.remote.server import EnvServer
-from agentrl.remote.sessions import Limits
+from tests.served import served
 
 SESSIONS = 10_000
 
@@ -42,22 +42,6 @@ class Echo(TextEnv):
 
     def step(self, action: str) -> StepResult:
         return action, 0.0, False, False, {}
-
-
-@contextlib.contextmanager
-def served(**limits: Any) -> Iterator[EnvServer]:
-    server = EnvServer(Echo, limits=Limits(drain_seconds=0, **limits))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            assert thread.is_alive()
-            time.sleep(0.005)
-        yield server
-    finally:
-        server.should_exit = True
-        thread.join(10)
-        assert not thread.is_alive()
 
 
 def connected(url: str, data: bytes = b"") -> socket.socket:
@@ -81,7 +65,7 @@ HALVES = {
 
 
 def test_connections_that_ask_nothing_or_half_of_it_are_closed_and_others_served():
-    with served(request_seconds=0.3) as server:
+    with served(Echo, drain_seconds=0, request_seconds=0.3) as server:
         url = server.url
         waiting = {name: connected(url, data) for name, data in HALVES.items()}
         body = connected(url, b"POST /sessions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
@@ -98,7 +82,7 @@ def test_connections_that_ask_nothing_or_half_of_it_are_closed_and_others_served
 
 
 def test_a_head_without_end_is_refused_and_not_remembered():
-    with served() as server:
+    with served(Echo, drain_seconds=0) as server:
         client = connected(server.url, b"GET /health HTTP/1.1\r\nHost: x\r\n")
         head = b"".join(f"X-{number}: {'a' * 1000}\r\n".encode() for number in range(10_000))
         with client, pytest.raises(ConnectionError):  # the answer is 400; it may be lost with what nobody reads
@@ -125,7 +109,7 @@ def test_a_client_that_reads_no_answers_is_not_read_and_holds_nobody_up():
         await env.close()
         deaf.transport.abort()  # a close would wait for the server to read what it never will
 
-    with served(max_sessions=8) as server:
+    with served(Echo, drain_seconds=0, max_sessions=8) as server:
         asyncio.run(main(server.url))
 
 
@@ -137,7 +121,7 @@ def test_a_frame_of_too_many_messages_is_refused_whole():
             async with http.get(f"{url}/health") as health:
                 assert (await health.json())["sessions"] == 0
 
-    with served() as server:
+    with served(Echo, drain_seconds=0) as server:
         asyncio.run(main(server.url))
 
 
@@ -190,7 +174,7 @@ async def half_open(server: EnvServer, sockets: int) -> int:
 def test_ten_thousand_unused_sessions_and_thousands_of_half_open_connections_lapse_and_leave_memory_flat():
     # Both ends of a connection are this process's.
     sockets = min(2000, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2 - 200)
-    with served(max_sessions=SESSIONS, request_seconds=3) as server:
+    with served(Echo, drain_seconds=0, max_sessions=SESSIONS, request_seconds=3) as server:
         before = asyncio.run(half_open(server, sockets))  # the allocator takes what it will keep
         assert asyncio.run(half_open(server, sockets)) < before * 1.05
 
@@ -198,7 +182,7 @@ def test_ten_thousand_unused_sessions_and_thousands_of_half_open_connections_lap
 @pytest.mark.slow
 def test_requests_made_from_the_schema_find_nothing(tmp_path):
     """schemathesis: every answer is one that the OpenAPI document names, in its shape; what does not fit is refused."""
-    with served() as server:
+    with served(Echo, drain_seconds=0) as server:
         run = subprocess.run(
             [
                 str(Path(sys.executable).with_name("st")),

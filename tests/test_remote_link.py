@@ -18,7 +18,8 @@ from agentrl.remote import link
 from agentrl.remote.client import RemoteEnv
 from agentrl.remote.protocol import MOST_MESSAGES, packed
 from agentrl.rollout.env_host import Deadlines, LiveEnv
-from tests.test_remote import Counting, served
+from tests.served import served
+from tests.test_remote import Counting
 
 
 @given(st.lists(st.integers(0, 40), max_size=60), st.integers(20, 60))
@@ -105,7 +106,7 @@ def test_steps_happen_once_however_often_the_line_breaks_under_them(seed):
             cuts = group.create_task(cut(random.Random(seed), link.link_to(url, None)))
         assert cuts.result() >= 3
 
-    with served() as server:
+    with served(Counting) as server:
         asyncio.run(main(server.url))
 
 
@@ -212,5 +213,5 @@ def test_a_server_that_does_not_answer_costs_one_at_a_time_and_serves_again_when
             for live in (*lives[1:], again):
                 await live.close()
 
-    with served() as server:
+    with served(Counting) as server:
         asyncio.run(main(server.url))

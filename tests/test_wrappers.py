@@ -20,7 +20,7 @@ from agentrl.rollout.env_host import Deadlines, LiveEnv
 from agentrl.rollout.env_process import ProcessEnv
 from agentrl.rollout.wrappers import ActionFormat, TimeLimit, address, wrapper
 from agentrl.testing import check_env
-from tests.test_remote import served
+from tests.served import served
 
 ACTION = {
     "name": "action_format",
