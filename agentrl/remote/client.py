@@ -11,12 +11,13 @@ from pydantic import TypeAdapter, ValidationError
 from agentrl.errors import ConfigError, EnvError
 from agentrl.protocols import Env, ResetResult, StepResult
 from agentrl.remote.link import Link, UnreachableError, link_to
-from agentrl.remote.protocol import TOKEN_VARIABLE, Began, Opened, Reply, Stepped
+from agentrl.remote.protocol import TOKEN_VARIABLE, Began, Opened, Reply, Stepped, server_url
 
 _Answer = TypeVar("_Answer", Opened, Began, Stepped)
 _OPENED: TypeAdapter[Opened] = TypeAdapter(Opened)
 _BEGAN: TypeAdapter[Began] = TypeAdapter(Began)
 _STEPPED: TypeAdapter[Stepped] = TypeAdapter(Stepped)
+_ADDRESS = "http://host:port, as `agentrl serve` says it"
 
 
 class RemoteEnv:
@@ -34,7 +35,7 @@ class RemoteEnv:
     def __init__(self, urls: Sequence[str], token: str | None = None) -> None:
         self.system_prompt = ""
         self.tools: Sequence[Mapping[str, Any]] = ()
-        self._urls = tuple(_checked(url) for url in urls)
+        self._urls = tuple(server_url(url, _ADDRESS) for url in urls)
         self._token = token if token is not None else os.environ.get(TOKEN_VARIABLE)
         self._lease: _Lease | None = None
 
@@ -103,7 +104,7 @@ def remote(rest: str) -> RemoteEnvs:
     Raises:
         ConfigError: that is no address.
     """
-    return RemoteEnvs(tuple(_checked(url) for url in rest.split(",")))
+    return RemoteEnvs(tuple(server_url(url, _ADDRESS) for url in rest.split(",")))
 
 
 def http(rest: str) -> RemoteEnvs:
@@ -163,11 +164,3 @@ def _read(shape: TypeAdapter[_Answer], reply: Reply) -> _Answer:
         return shape.validate_python(reply.body)
     except ValidationError as error:
         raise EnvError(f"the remote environment answered what it should not have: {error}") from error
-
-
-def _checked(url: str) -> str:
-    url = url.strip().rstrip("/")
-    scheme, _, rest = url.partition("://")
-    if scheme not in ("http", "https") or not rest:
-        raise ConfigError(f"{url!r} is no address of a server: write http://host:port, as `agentrl serve` says it")
-    return url

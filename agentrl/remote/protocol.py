@@ -23,6 +23,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
 
+from agentrl.errors import ConfigError
+
 SOCKET_PATH = "/sessions/ws"
 """Where the WebSocket is."""
 
@@ -190,3 +192,16 @@ class Refusal(Exception):  # noqa: N818  an answer, not a defect
         self.status = status
         self.detail = detail
         self.retry_after = retry_after
+
+
+def server_url(url: str, like: str) -> str:
+    """The address of a server, without what ends it.
+
+    Raises:
+        ConfigError: it is none; says to write one `like` this.
+    """
+    url = url.strip().rstrip("/")
+    scheme, _, rest = url.partition("://")
+    if scheme not in ("http", "https") or not rest:
+        raise ConfigError(f"{url!r} is no address of a server: write {like}")
+    return url
