@@ -5,8 +5,7 @@ from typing import Any, Self
 
 from pydantic import model_validator
 
-from agentrl.errors import ConfigError
-from agentrl.rewards.rules.answer import AnswerRule, AnswerSettings, answer_of, gold_of
+from agentrl.rewards.rules.answer import AnswerRule, AnswerSettings, answer_of, checked, gold_of
 from agentrl.trajectory import Trajectory
 
 
@@ -43,13 +42,10 @@ class JsonSchema(AnswerRule):
         Raises:
             ConfigError: the task has no schema, or what it has is none.
         """
-        shared = self._config.json_schema
-        schemas = gold_of(trajectory, self._config.gold) if shared is None else (shared,)
+        shared, gold = self._config.json_schema, self._config.gold
+        schemas = gold_of(trajectory, gold) if shared is None else (shared,)
         for schema in schemas:
-            try:
-                _check(schema)
-            except ValueError as error:
-                raise ConfigError(f"task {trajectory.task.id!r}, option {self._config.gold!r}: {error}") from error
+            checked(gold, schema, _check)
         return answer_of(trajectory, self._config.tag), schemas
 
     def right(self, answer: str, gold: Any) -> bool:

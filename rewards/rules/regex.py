@@ -5,8 +5,7 @@ from typing import Any, Literal, Self
 
 from pydantic import model_validator
 
-from agentrl.errors import ConfigError
-from agentrl.rewards.rules.answer import AnswerRule, AnswerSettings, answer_of, gold_of
+from agentrl.rewards.rules.answer import AnswerRule, AnswerSettings, answer_of, checked, gold_of
 from agentrl.trajectory import Trajectory
 
 
@@ -39,14 +38,10 @@ class Regex(AnswerRule):
         Raises:
             ConfigError: there is no pattern, or it is none.
         """
-        if self._config.pattern is not None:
-            return answer_of(trajectory, self._config.tag), (self._config.pattern,)
-        patterns = gold_of(trajectory, self._config.gold)
+        shared, gold = self._config.pattern, self._config.gold
+        patterns = gold_of(trajectory, gold) if shared is None else (shared,)
         for pattern in patterns:
-            try:
-                _compiled(str(pattern))
-            except ValueError as error:
-                raise ConfigError(f"task {trajectory.task.id!r}, option {self._config.gold!r}: {error}") from error
+            checked(gold, str(pattern), _compiled)
         return answer_of(trajectory, self._config.tag), patterns
 
     def right(self, answer: str, gold: Any) -> bool:
