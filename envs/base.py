@@ -30,7 +30,16 @@ from pydantic import ValidationError
 
 from agentrl.errors import ConfigError, EnvError
 from agentrl.protocols import ResetResult, Settings, StepResult
-from agentrl.rollout.tools import ToolCall, ToolError, ToolSpec, find_tool, parse_tool_calls, tools_of
+from agentrl.rollout.tools import (
+    ToolCall,
+    ToolError,
+    ToolSpec,
+    find_tool,
+    how_to_call,
+    merged,
+    parse_tool_calls,
+    tools_of,
+)
 
 __all__ = ["TextEnv", "ToolEnv", "ToolError", "ToolResult", "read_options"]
 
@@ -110,6 +119,12 @@ class ToolResult:
         """Whether the episode ends here."""
         return self.terminated or self.truncated
 
+    @property
+    def step(self) -> StepResult:
+        """The same as what an environment's `step` returns; `success` stands in the info."""
+        info = {} if self.success is None else {"success": self.success}
+        return self.observation, self.reward, self.terminated, self.truncated, info
+
 
 class ToolEnv(TextEnv):
     """An environment whose tools are its typed public methods, sync or async (see the head of this module).
@@ -139,9 +154,7 @@ class ToolEnv(TextEnv):
 
     def reply(self, text: str) -> str | ToolResult | Awaitable[str | ToolResult]:
         """Answer a message without any call; override it where plain text means something. May be async."""
-        names = ", ".join(str(tool["function"]["name"]) for tool in self.tools)
-        example = ToolCall("...", {}).render().replace("{}", "{...}")
-        return f"Call a tool ({names}) like this:\n{example}"
+        return how_to_call(self.tools)
 
     def step(self, action: str) -> StepResult | Awaitable[StepResult]:
         """Run the calls in the model's message and return what they say."""
@@ -160,7 +173,7 @@ class ToolEnv(TextEnv):
             results += [("", ToolResult(f"Error: {error}")) for error in message.errors]
         if not results:
             results = [("", _as_result(await _now(self.reply(message.text)), "reply"))]
-        return _merge(results)
+        return merged([(name, result.step) for name, result in results])
 
     async def _run(self, call: ToolCall) -> ToolResult:
         try:
@@ -199,20 +212,4 @@ def _as_result(value: Any, tool: str) -> ToolResult:
     raise EnvError(
         f"tool {tool!r} returned {type(value).__name__}; return a text, a number, a list or dict of such, "
         "or a ToolResult(observation, reward=..., terminated=..., success=...)"
-    )
-
-
-def _merge(results: Sequence[tuple[str, ToolResult]]) -> StepResult:
-    """One step of all calls of a message; with more than one, each line says which tool it is of."""
-    parts = [result for _, result in results]
-    many = len(results) > 1
-    lines = [f"{name[:64]}: {part.observation}" if many and name else part.observation for name, part in results]
-    said = [part.success for part in parts if part.success is not None]
-    info: dict[str, Any] = {"success": said[-1]} if said else {}
-    return (
-        "\n".join(lines),
-        float(sum(part.reward for part in parts)),
-        any(part.terminated for part in parts),
-        any(part.truncated for part in parts),
-        info,
     )

@@ -22,7 +22,10 @@ from agentrl.remote.openenv_socket import (
     waiting_at,
 )
 from agentrl.remote.openenv_text import action_from, has_tools, how_to_act, text_from, tools_from, what_is_wrong
-from agentrl.rollout.tools import ToolCall, ToolError, parse_tool_calls
+from agentrl.remote.protocol import server_url
+from agentrl.rollout.tools import ToolCall, ToolError, how_to_call, merged, parse_tool_calls
+
+_ADDRESS = "openenv:http://host:port"
 
 
 class OpenEnv:
@@ -44,7 +47,7 @@ class OpenEnv:
     def __init__(self, urls: Sequence[str], token: str | None = None) -> None:
         self.system_prompt = ""
         self.tools: Sequence[Mapping[str, Any]] = ()
-        self._urls = tuple(_checked(url) for url in urls)
+        self._urls = tuple(server_url(url, _ADDRESS) for url in urls)
         self._token = token if token is not None else os.environ.get(TOKEN_VARIABLE)
         self._socket: Socket | None = None
         self._playing = False
@@ -142,7 +145,7 @@ class OpenEnv:
                 break
         else:
             results += [("", (f"Error: {error}", 0.0, False, False, {})) for error in read.errors]
-        return _merged(results) if results else (self._no_call(), 0.0, False, False, {})
+        return merged(results or [("", (how_to_call(self.tools), 0.0, False, False, {}))])
 
     async def _call(self, socket: Socket, call: ToolCall) -> StepResult:
         data = {"type": "call_tool", "tool_name": call.name, "arguments": dict(call.arguments)}
@@ -150,11 +153,6 @@ class OpenEnv:
             return (await socket.ask("step", data)).result
         except MisfitError as error:
             return f"Error: {error}", 0.0, False, False, {}
-
-    def _no_call(self) -> str:
-        names = ", ".join(tool["function"]["name"] for tool in self.tools)
-        example = ToolCall("...", {}).render().replace("{}", "{...}")
-        return f"Call a tool ({names}) like this:\n{example}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +172,7 @@ def openenv(rest: str) -> OpenEnvs:
     Raises:
         ConfigError: that is no address.
     """
-    return OpenEnvs(tuple(_checked(url) for url in rest.split(",")))
+    return OpenEnvs(tuple(server_url(url, _ADDRESS) for url in rest.split(",")))
 
 
 def _tools(listing: Said, url: str) -> tuple[dict[str, Any], ...]:
@@ -185,20 +183,3 @@ def _tools(listing: Said, url: str) -> tuple[dict[str, Any], ...]:
     if not tools:
         raise EnvError(f"{url} lists no tools ({listing.told}), and takes no other actions")
     return tools
-
-
-def _merged(results: Sequence[tuple[str, StepResult]]) -> StepResult:
-    """One result of all calls of a message; with more than one, each line says which tool it is of."""
-    named = len(results) > 1
-    lines = [f"{name[:64]}: {result[0]}" if named and name else result[0] for name, result in results]
-    info = {key: value for _, result in results for key, value in result[4].items()}
-    over, cut = any(result[2] for _, result in results), any(result[3] for _, result in results)
-    return "\n".join(lines), sum(result[1] for _, result in results), over, cut, info
-
-
-def _checked(url: str) -> str:
-    url = url.strip().rstrip("/")
-    scheme, _, rest = url.partition("://")
-    if scheme not in ("http", "https") or not rest:
-        raise ConfigError(f"{url!r} is no address of an OpenEnv server: write openenv:http://host:port")
-    return url

@@ -20,6 +20,7 @@ from pydantic.errors import PydanticUserError
 from pydantic.json_schema import GenerateJsonSchema
 
 from agentrl.errors import AgentRLError, ConfigError
+from agentrl.protocols import StepResult
 
 
 class ToolError(AgentRLError):
@@ -163,6 +164,26 @@ def parse_tool_calls(text: str) -> ParsedReply:
             case str():
                 prose.append(piece)
     return ParsedReply(_EMPTY_FENCE.sub("", "".join(prose)).strip(), tuple(calls), tuple(errors))
+
+
+def how_to_call(tools: Sequence[Mapping[str, Any]]) -> str:
+    """What tells a model that wrote no call which tools (OpenAI-style schemas) there are, and how to call one."""
+    names = ", ".join(str(tool["function"]["name"]) for tool in tools)
+    example = ToolCall("...", {}).render().replace("{}", "{...}")
+    return f"Call a tool ({names}) like this:\n{example}"
+
+
+def merged(results: Sequence[tuple[str, StepResult]]) -> StepResult:
+    """One step of all calls of a message, by the tool's name; with more than one, each line says which tool it is of.
+
+    Rewards are added, a call that ends the episode ends it, and of infos under one key the last counts.
+    """
+    steps = [step for _, step in results]
+    many = len(results) > 1
+    lines = [f"{name[:64]}: {step[0]}" if many and name else step[0] for name, step in results]
+    reward = float(sum(step[1] for step in steps))
+    info = {key: value for step in steps for key, value in step[4].items()}
+    return "\n".join(lines), reward, any(step[2] for step in steps), any(step[3] for step in steps), info
 
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
