@@ -73,15 +73,14 @@ class ReasoningGym(TextEnv):
         """Score the answer.
 
         Raises:
-            EnvError: no question is open.
+            EnvError: no question is open, or the data set cannot score.
         """
         if self._entry is None:
             raise EnvError("no episode is being played; call reset first")
         entry, self._entry = self._entry, None
         with self._box.lend():
             score = _score(self._data, _answer(action), entry)
-        gold = entry.get("answer")
-        info = {"success": score >= 1, "answer": None if gold is None else str(gold)}
+        info = {"success": score >= 1, "answer": _gold(entry)}
         return f"Score: {score:.3g}.", score, True, False, info
 
     def close(self) -> None:
@@ -122,10 +121,26 @@ def _answer(message: str) -> str:
 
 
 def _score(data: Any, answer: str, entry: dict[str, Any]) -> float:
-    """Between 0 and 1. A scorer that stumbles over an answer has not accepted it."""
+    """Between 0 and 1.
+
+    Raises:
+        EnvError: the scorer fails, whatever the answer.
+    """
     if len(answer) > MAX_ANSWER:
         return 0.0
     try:
         return float(data.score_answer(answer=answer, entry=entry))
-    except Exception:
+    except Exception as error:
+        # Some scorers raise at an answer that they cannot read; it is wrong then. But one that cannot score what it
+        # expects either is broken, and says nothing about the answer.
+        try:
+            data.score_answer(answer=_gold(entry), entry=entry)
+        except Exception:
+            raise EnvError(f"the scorer fails, even on the expected answer: {error!r}") from error
         return 0.0
+
+
+def _gold(entry: Mapping[str, Any]) -> str | None:
+    """The expected answer, where one is known."""
+    gold = entry.get("answer")
+    return None if gold is None else str(gold)

@@ -196,6 +196,18 @@ def test_a_scorer_that_raises_or_is_flooded_has_not_accepted_the_answer() -> Non
         assert play(env, [message])[-1][1] == 0.0
 
 
+@reasoning_gym
+def test_a_scorer_that_is_broken_is_an_error_and_no_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    from reasoning_gym.arithmetic.prime_factorization import PrimeFactorizationDataset
+
+    def score_answer(self: Any, answer: str | None, entry: dict[str, Any]) -> float:
+        raise RuntimeError("the disk is full")
+
+    monkeypatch.setattr(PrimeFactorizationDataset, "score_answer", score_answer)
+    with pytest.raises(EnvError, match=r"even on the expected answer: RuntimeError\('the disk is full'\)"):
+        play(make("rg:prime_factorization"), ["two and three"])
+
+
 # TextArena.
 
 
