@@ -15,6 +15,7 @@
     ├── StalenessError             the staleness bound would be broken (a defect: the rule makes it impossible)
     ├── TrainingError              an update would break the weights; they were left as they were
     ├── WorkerDiedError            a worker of the cluster is gone, with what it held
+    ├── WeightsError               new weights could not be published; those that were served still are
     ├── CheckpointError            a checkpoint is missing, incomplete or of another run
     └── ConformanceError           `agentrl.testing` found that a plug-in breaks its contract
 
@@ -109,6 +110,10 @@ class WorkerDiedError(AgentRLError):
 
     def __reduce__(self) -> tuple[type["WorkerDiedError"], tuple[str, int, str]]:
         return type(self), (self.role, self.rank, self.why)
+
+
+class WeightsError(AgentRLError):
+    """Published weights are damaged or cannot be read, or a version could not be brought to an engine."""
 
 
 class CheckpointError(AgentRLError):

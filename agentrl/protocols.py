@@ -168,6 +168,24 @@ class Engine(Protocol):
         ...
 
 
+@runtime_checkable
+class StagesWeights(Protocol):
+    """An engine that looks at new weights before it takes them up: the first of two phases (`WeightPublisher`).
+
+    When all engines have staged a version, it is committed on all of them by `Engine.update_weights`.
+    """
+
+    async def stage_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
+        """Fetch the weights and check whatever can be checked. What is served does not change, nor does it stop.
+
+        Raises:
+            WeightsError: they are damaged, or cannot be read from here.
+            EngineError: they are not of this engine's model, or not newer than its own.
+            EngineDeadError: the engine is not running.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """What to show the model next. `ids` is the whole prompt, `new_ids` its part after the last turn's last token."""
