@@ -1,43 +1,108 @@
-"""Checkpoints: whole or absent, never half."""
+"""Checkpoints: whole or absent, never half; the newest are kept, and the best."""
 
-import os
+import asyncio
+import math
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from agentrl.durable import UNFINISHED, finish_folder, remove_folder, unfinished
+from agentrl.errors import CheckpointError, ConfigError
 from agentrl.protocols import Trainer
+
+_STATE = {".pt", ".distcp"}
+"""Endings of a trainer's own files, beside the model. Folders there are its own too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoints:
     """The folder `checkpoints/` of a run: `step_000010/` holds the trainer after ten steps.
 
-    Each is written under another name and renamed when it is complete, so one that has its name is whole.
+    Each is written under another name, forced to the disk and renamed, so one that has its name is whole.
     """
 
     folder: Path
-    keep: int
+    keep: int = 1
+    """How many of the newest stay."""
+    keep_best: int = 0
+    """How many of those with the largest values stay besides."""
 
     def latest(self) -> tuple[int, Path] | None:
         """(steps done, folder) of the newest, or `None`."""
-        return max(self._all(), default=None)
+        return max(self.all().items(), default=None)
 
-    async def save(self, step: int, trainer: Trainer) -> Path:
-        """Write the state after `step` steps, then remove all but the newest `keep`."""
+    def best(self, values: Mapping[int, float]) -> list[tuple[int, Path]]:
+        """(steps done, folder) of those that have a value, the largest first; of equal ones the newest."""
+        valued = [(step, path) for step, path in self.all().items() if not math.isnan(values.get(step, math.nan))]
+        return sorted(valued, key=lambda one: (-values[one[0]], -one[0]))
+
+    def find(self, which: str, values: Mapping[int, float]) -> Path:
+        """The folder of the `latest`, of the `best` by these values, or of the one after so many steps.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        named = {str(step): path for step, path in sorted(self.all().items())}
+        if newest := self.latest():
+            named["latest"] = newest[1]
+        if ranked := self.best(values):
+            named["best"] = ranked[0][1]
+        if which not in named:
+            there = ", ".join(named) or "none yet"
+            raise ConfigError(f"{self.folder} has no checkpoint {which!r}; there is {there}")
+        return named[which]
+
+    def all(self) -> dict[int, Path]:
+        """The folder of each, by the steps done."""
+        paths = self.folder.glob("step_*")
+        return {int(match[1]): path for path in paths if (match := re.fullmatch(r"step_(\d+)", path.name))}
+
+    async def save(self, step: int, trainer: Trainer, values: Mapping[int, float] | None = None) -> Path:
+        """Write the state after `step` steps, then remove what need not be kept; `values` are those of `best`.
+
+        Raises:
+            CheckpointError: there is one of this step already.
+        """
         final = self.folder / f"step_{step:06d}"
-        unfinished = self.folder / f".unfinished-{final.name}"
-        for leftover in (unfinished, final):
-            shutil.rmtree(leftover, ignore_errors=True)
-        unfinished.parent.mkdir(parents=True, exist_ok=True)
-        await trainer.save(unfinished)
-        os.replace(unfinished, final)
-        for _, old in sorted(self._all())[: -self.keep]:
-            shutil.rmtree(old)
+        if final.exists():
+            raise CheckpointError(
+                f"{final} is there already: a run saves a step once. Remove it, or use another run_dir"
+            )
+        for leftover in self.folder.glob(f"{UNFINISHED}*"):
+            shutil.rmtree(leftover)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        await trainer.save(unfinished(final))
+        await asyncio.to_thread(finish_folder, final)
+        await asyncio.to_thread(self._thin_out, values or {})
         return final
 
-    def _all(self) -> list[tuple[int, Path]]:
-        if not self.folder.is_dir():
-            return []
-        named = ((re.fullmatch(r"step_(\d+)", path.name), path) for path in self.folder.iterdir())
-        return [(int(match[1]), path) for match, path in named if match]
+    def _thin_out(self, values: Mapping[int, float]) -> None:
+        newest = sorted(self.all())[-self.keep :]
+        best = [step for step, _ in self.best(values)[: self.keep_best]]
+        for step, path in self.all().items():
+            if step not in {*newest, *best}:
+                remove_folder(path)
+
+
+def export(checkpoint: Path, into: Path) -> None:
+    """Copy the model out of a checkpoint into a new folder: weights, config and tokenizer, without the optimizer.
+
+    Raises:
+        ConfigError: there is something at `into`.
+        CheckpointError: the checkpoint holds no model.
+    """
+    if into.exists():
+        raise ConfigError(f"{into} is there already: name a new folder")
+    files = [path for path in sorted(checkpoint.iterdir()) if path.is_file() and path.suffix not in _STATE]
+    if "config.json" not in {path.name for path in files} or ".safetensors" not in {path.suffix for path in files}:
+        raise CheckpointError(
+            f"{checkpoint} holds no model: it has {', '.join(path.name for path in files) or 'no files'}, where "
+            "config.json and *.safetensors should be. Name the folder of a run, or one of its checkpoints/step_..."
+        )
+    shutil.rmtree(unfinished(into), ignore_errors=True)
+    unfinished(into).mkdir(parents=True)
+    for path in files:
+        shutil.copyfile(path, unfinished(into) / path.name)
+    finish_folder(into)

@@ -62,20 +62,31 @@ def main() -> None:
 def train(
     config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="A YAML file.", show_default=False)] = None,
     overrides: Overrides = None,
-    resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Go on with the run in this folder.")] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RUN|auto", help="Go on with the run in this folder; auto: with that of CONFIG, if it was begun."
+        ),
+    ] = None,
 ) -> None:
     """Train an agent: [bold]agentrl train examples/frozen_lake.yaml trainer.lr=1e-3[/bold]."""
-    if resume is not None:
+    if resume in (None, "auto"):
+        if config is None:
+            raise ConfigError("which run? Give a CONFIG file, or --resume RUN")
+        loaded = load_config(config, overrides or [])
+    else:
         # Without a CONFIG, the first free argument is an override of the run's own config.
         given = [*([str(config)] if config is not None else []), *(overrides or [])]
-        loaded = load_config(_run_config(resume), [*given, f"run_dir={resume}"])
-    elif config is None:
-        raise ConfigError("which run? Give a CONFIG file, or --resume RUN")
-    else:
-        loaded = load_config(config, overrides or [])
-    summary = _run(loaded, resume=resume is not None)
+        loaded = load_config(_run_config(Path(resume)), [*given, f"run_dir={resume}"])
+    summary = _run(loaded, resume=_goes_on(loaded) if resume == "auto" else resume is not None)
     if summary is not None:
         _print_summary(loaded.config.run_dir, summary)
+
+
+def _goes_on(loaded: LoadedConfig) -> bool:
+    from agentrl.run import is_there
+
+    return is_there(loaded)
 
 
 def _run_config(folder: Path) -> Path:
@@ -160,19 +171,44 @@ def _called(trajectory: Trajectory) -> str:
 
 
 def _model_to_evaluate(run: Path, loaded: LoadedConfig) -> Path:
-    from agentrl.checkpoint import Checkpoints
-
     if run.is_dir():
-        newest = Checkpoints(run / "checkpoints", keep=1).latest()
-        if newest is None:
-            raise ConfigError(f"{run} has no checkpoint yet")
-        return newest[1]
+        return _checkpoint_of(run, "latest")
     folder = Path(loaded.config.model.name)
     if not (folder / "config.json").exists():
         raise ConfigError(
             f"model.name: {str(folder)!r} is no folder of a Hugging Face model; give a run, or model=FOLDER"
         )
     return folder
+
+
+@app.command("export")
+def export_model(
+    source: Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT", help="The folder of a run, or a checkpoint's.")],
+    into: Annotated[Path, typer.Argument(metavar="INTO", help="A new folder.")],
+    step: Annotated[
+        str, typer.Option(metavar="N|best|latest", help="Which of a run's checkpoints; best: on held-out tasks.")
+    ] = "latest",
+) -> None:
+    """Write a trained model as a plain Hugging Face folder: weights, config and tokenizer, without the optimizer."""
+    from agentrl.checkpoint import export
+
+    if not source.is_dir():
+        raise ConfigError(f"{str(source)!r} is no folder: name that of a run, or one of its checkpoints/step_...")
+    is_run = (source / "config.yaml").exists()
+    if not is_run and step != "latest":
+        raise ConfigError(f"{source} is no run (no config.yaml in it), so there is nothing to choose: leave out --step")
+    checkpoint = _checkpoint_of(source, step) if is_run else source
+    export(checkpoint, into)
+    console.print(f"wrote {into}: the model of {checkpoint}", highlight=False, soft_wrap=True)
+
+
+def _checkpoint_of(run: Path, step: str) -> Path:
+    """The folder of a run's checkpoint: the `latest`, the `best`, or that after so many steps."""
+    from agentrl.checkpoint import Checkpoints
+    from agentrl.observe.metrics import MetricsFile
+
+    metric = load_config(_run_config(run)).config.checkpoint.best or "eval/success"
+    return Checkpoints(run / "checkpoints").find(step, MetricsFile(run / "metrics.jsonl").values(metric))
 
 
 @app.command("ledger")

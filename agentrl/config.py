@@ -5,16 +5,27 @@ config composes them. Everything that is wrong is found before anything starts, 
 name. `engine: local` is short for `engine: {name: local}`, in the file and on the command line.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, Field, InstanceOf, PlainSerializer, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    Field,
+    InstanceOf,
+    PlainSerializer,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from agentrl import plugins
 from agentrl.algorithms.shaping import ShapingConfig
+from agentrl.cluster.weights import WeightsConfig
 from agentrl.errors import ConfigError
 from agentrl.observe.preferences import PreferencesConfig
 from agentrl.plugins import Component, NoSettings
@@ -108,6 +119,17 @@ class CheckpointConfig(Settings):
     """Steps between checkpoints; the last step is always saved."""
     keep: int = Field(2, gt=0)
     """How many of the latest to keep."""
+    best: str | None = None
+    """Keep the best by this metric too, such as `eval/success`: the largest is the best."""
+    keep_best: int = Field(1, gt=0)
+    """How many of the best to keep."""
+
+    @field_validator("best")
+    @classmethod
+    def _is_measured_on_held_out_tasks(cls, name: str | None) -> str | None:
+        if name is not None and not re.fullmatch(r"eval/(agents/.+/)?(success|reward)", name):
+            raise ValueError("write eval/success or eval/reward, or those of one agent, as eval/agents/NAME/success")
+        return name
 
 
 class DemonstrationsConfig(Settings):
@@ -147,6 +169,8 @@ class RunConfig(Settings):
     reward: RewardsField
     """One reward, or a list of parts with weights: `[environment, {name: numeric, weight: 0.5, as: answer}]`."""
     cluster: ComponentField
+    weights: WeightsConfig = WeightsConfig()
+    """How new weights go from the trainer to the engines."""
     shaping: ShapingConfig = ShapingConfig()
     """What is done to the scores of a batch before advantages, and to advantages before the loss."""
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -164,6 +188,16 @@ class RunConfig(Settings):
                     f"env.agents.{agent}.refresh ({route.refresh}) must divide checkpoint.every "
                     f"({self.checkpoint.every}), or a resumed run would meet another opponent than one that went on"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _what_is_best_is_measured(self) -> Self:
+        every, measured = self.checkpoint.every, self.evaluation.every
+        if self.checkpoint.best and not (self.evaluation.tasks and measured and measured % every == 0):
+            raise ValueError(
+                f"checkpoint.best needs evaluations, each of a step that is saved: checkpoint.every ({every}) must "
+                f"divide evaluation.every ({measured}), and evaluation.tasks ({self.evaluation.tasks}) be more than 0"
+            )
         return self
 
     def to_yaml(self) -> str:

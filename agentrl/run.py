@@ -25,7 +25,8 @@ from rich.console import Console
 
 from agentrl import plugins
 from agentrl.checkpoint import Checkpoints
-from agentrl.config import LoadedConfig
+from agentrl.config import LoadedConfig, load_config
+from agentrl.durable import write_whole
 from agentrl.errors import ConfigError
 from agentrl.observe.curve import draw_curve
 from agentrl.observe.metrics import MetricsFile, rollout_metrics
@@ -71,9 +72,12 @@ class Run:
                     "config.json in it); a run's checkpoints are such folders"
                 )
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.checkpoints = Checkpoints(self.folder / "checkpoints", self.config.checkpoint.keep)
+        kept = self.config.checkpoint
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", kept.keep, kept.keep_best if kept.best else 0)
         self.ledger = Ledger(self.folder / "ledger.sqlite")
         self.metrics = MetricsFile(self.folder / "metrics.jsonl")
+        if resume:
+            self.metrics.mend()
         self.display = ProgressDisplay(console, self.config.steps)
         self._settings = {key: str(value) for key, value, _ in loaded.rows()}
         self._trackers: list[Tracker] = []
@@ -133,9 +137,10 @@ class Run:
             tracker.log(step, metrics)
 
     async def save_checkpoint(self, step: int, trainer: Trainer) -> None:
-        """Save the state after `step` steps. The ledger's rows are in their file before: a resumed run trusts them."""
-        await asyncio.to_thread(self.ledger.flush)
-        await self.checkpoints.save(step, trainer)
+        """Save the state after `step` steps. The ledger's rows are on the disk before: a resumed run trusts them."""
+        await asyncio.to_thread(self.ledger.sync)
+        best = self.config.checkpoint.best
+        await self.checkpoints.save(step, trainer, self.metrics.values(best) if best else None)
 
     def evaluated(self, step: int) -> bool:
         """Whether the weights after `step` steps have been evaluated already (by a launch before this one)."""
@@ -162,8 +167,23 @@ class Run:
         write_whole(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a small file whole or not at all."""
-    unfinished = path.with_name(f".unfinished-{path.name}")
-    unfinished.write_text(text)
-    unfinished.replace(path)
+def is_there(loaded: LoadedConfig) -> bool:
+    """Whether the run of this config was begun already.
+
+    Raises:
+        ConfigError: its folder holds a run of another config. Only its `steps` may have been fewer.
+    """
+    folder = loaded.config.run_dir
+    if not (folder / "config.yaml").exists():
+        return False
+    old, new = ({key: value for key, value, _ in one.rows()} for one in (load_config(folder / "config.yaml"), loaded))
+    keys = [key for key in {**old, **new} if key != "run_dir" and old.get(key) != new.get(key)]
+    if new["steps"] > old["steps"]:
+        keys.remove("steps")
+    if keys:
+        differing = "\n".join(f"  {key}: {old.get(key)!r} there, {new.get(key)!r} here" for key in keys)
+        raise ConfigError(
+            f"{folder} holds a run of another config:\n{differing}\nWrite run_dir=ANOTHER for a new run, or go on with "
+            f"that one as it is by `agentrl train --resume {folder}`, where settings may follow that are to be changed"
+        )
+    return True

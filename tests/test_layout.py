@@ -13,7 +13,7 @@ TOP_LEVEL = ("envs", "rewards", "trainers")
 
 # Who may import whom inside agentrl: each layer may import the layers before it, and its own.
 LAYERS = [
-    {"errors", "trajectory"},
+    {"durable", "errors", "trajectory"},
     {"batch"},
     {"protocols"},
     {"algorithms", "new_env", "plugins", "tiny_model"},

@@ -15,6 +15,8 @@ from torch import Tensor
 from agentrl.errors import CheckpointError
 
 STATE_FILE = "trainer.pt"
+FORMAT = 1
+"""What the state file says of itself. Raise it when an older reader would misread the folder."""
 _MODEL_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", "config.json", "generation_config.json")
 
 
@@ -55,7 +57,7 @@ def save_model(folder: Path, model: Any, origin: Path, weights: Mapping[str, Ten
 
 def save_state(folder: Path, state: Mapping[str, Any]) -> None:
     """Write the state beside the weights: last of all, since it is what makes a checkpoint complete."""
-    torch.save(dict(state), folder / STATE_FILE)
+    torch.save({"format": FORMAT, **state}, folder / STATE_FILE)
 
 
 def read_checkpoint(folder: Path, shapes: Mapping[str, torch.Size]) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
@@ -77,6 +79,11 @@ def read_checkpoint(folder: Path, shapes: Mapping[str, torch.Size]) -> tuple[dic
             saved |= load_file(file)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
         raise CheckpointError(f"{folder} is damaged: {error}; {way_out}") from error
+    if (written := state.get("format", FORMAT)) > FORMAT:
+        raise CheckpointError(
+            f"{folder} was written by a newer agentrl (format {written}; this one reads up to {FORMAT}): install that "
+            f"one, or {way_out}"
+        )
     if not {"step", "optimizer"} <= state.keys():
         raise CheckpointError(
             f"{folder / STATE_FILE} lacks the step or the optimizer: it has {sorted(state)}; {way_out}"

@@ -1,12 +1,14 @@
 """What a step tells about itself, and the file it is told to."""
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
+from agentrl.durable import write_whole
 from agentrl.trajectory import Group, Score, Trajectory, staleness
 
 
@@ -61,7 +63,7 @@ def success_rate(trajectories: Iterable[Trajectory]) -> float:
 
 
 class MetricsFile:
-    """`metrics.jsonl`: one JSON object a line, in order of steps, each written whole."""
+    """`metrics.jsonl`: one JSON object a line, in order of steps. What was appended is on the disk."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -70,6 +72,8 @@ class MetricsFile:
         """Write one row."""
         with self._path.open("a") as file:
             file.write(json.dumps(row) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
 
     def rows(self) -> list[dict[str, Any]]:
         """All whole rows; a last line that a killed process left half written is not one."""
@@ -78,9 +82,15 @@ class MetricsFile:
         lines = self._path.read_text().split("\n")[:-1]
         return [json.loads(line) for line in lines]
 
+    def values(self, name: str) -> dict[int, float]:
+        """What a metric was, by step."""
+        return {row["step"]: row[name] for row in self.rows() if name in row}
+
+    def mend(self) -> None:
+        """Remove a line that was left half written, so that rows can follow."""
+        write_whole(self._path, "".join(json.dumps(row) + "\n" for row in self.rows()))
+
     def rewind(self, step: int) -> None:
         """Forget the rows of `step` and later, which are going to be done again."""
         rows = [row for row in self.rows() if row["step"] < step or (row["step"] == step and "eval/success" in row)]
-        unfinished = self._path.with_suffix(".unfinished")
-        unfinished.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        unfinished.replace(self._path)
+        write_whole(self._path, "".join(json.dumps(row) + "\n" for row in rows))

@@ -11,11 +11,11 @@ earlier moment. Of what may be lost,
 - a `begin` or `end` belongs to an episode that was in flight, and whose task is open in the file or not in it: it is
   played again either way;
 - an `end_task` leaves its task open, which is played again and meets its fate then;
-- a `trained` was of a step whose weights are lost too: a checkpoint is written only after `flush`, so each step that
+- a `trained` was of a step whose weights are lost too: a checkpoint is written only after `sync`, so each step that
   the newest one holds is in the file whole. `rewind` opens again what later steps trained.
 
 "On the file" means handed to the operating system: it survives the death of the process, not that of the machine.
-There too SQLite loses a suffix only, but one that may reach behind the newest checkpoint.
+There too SQLite loses a suffix only, and `sync` sees to it that none reaches behind the newest checkpoint.
 """
 
 import json
@@ -282,6 +282,14 @@ class Ledger(LedgerReader):
             RuntimeError: an operation could not be applied.
         """
         self._writer.flush()
+
+    def sync(self) -> None:
+        """`flush`, and wait until the disk holds it, so that it outlives the machine too.
+
+        Raises:
+            RuntimeError: an operation could not be applied.
+        """
+        self._writer.sync()
 
     def admit(self, number: int, task: Task, version: int) -> None:
         """A task's group is about to begin under `version`.

@@ -62,6 +62,16 @@ class WriteBehind:
         if self._failure is not None:
             self._fail(self._failure)
 
+    def sync(self) -> None:
+        """`flush`, and wait until the disk holds it.
+
+        Raises:
+            RuntimeError: a row could not be written.
+        """
+        self.flush()
+        with self._writing:
+            self._db.execute("PRAGMA wal_checkpoint")  # begins by forcing the log to the disk, whoever reads
+
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
         """The connection, between two batches: for statements of another kind."""

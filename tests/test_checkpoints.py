@@ -1,0 +1,380 @@
+"""Checkpoints: whole or absent whatever kills the process; the newest and the best kept; resumed; exported."""
+
+import asyncio
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl import durable
+from agentrl.checkpoint import Checkpoints, export
+from agentrl.config import load_config
+from agentrl.durable import finish_folder, remove_folder, unfinished, write_whole
+from agentrl.errors import CheckpointError, ConfigError
+from agentrl.observe.metrics import MetricsFile
+from agentrl.rollout.ledger import Ledger
+from agentrl.run import is_there
+from agentrl.trainers.checkpoint import FORMAT, STATE_FILE, read_checkpoint, save_model, save_state
+from agentrl.trajectory import Task
+
+ROOT = Path(__file__).parent.parent
+LAKE = ROOT / "examples" / "frozen_lake.yaml"
+FILES = ("config.json", "optimizer/0.distcp", "trainer.pt")
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """What a trainer leaves: some files, each written in two parts, that say the step."""
+
+    step: int
+
+    async def save(self, folder: Path) -> None:
+        for name in FILES:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            with (folder / name).open("w") as file:
+                file.write(f"{self.step} of ")
+                file.flush()
+            with (folder / name).open("a") as file:
+                file.write(name)
+
+
+def save(checkpoints: Checkpoints, step: int, values: Mapping[int, float] | None = None) -> Path:
+    return asyncio.run(checkpoints.save(step, Files(step), values))  # type: ignore[arg-type]
+
+
+def whole(checkpoints: Checkpoints) -> list[int]:
+    """The steps of all, each of which is as it was saved."""
+    for step, path in checkpoints.all().items():
+        there = sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
+        assert there == sorted(FILES), path
+        assert all((path / name).read_text() == f"{step} of {name}" for name in FILES)
+    return sorted(checkpoints.all())
+
+
+# Whole or absent.
+
+
+def killed_before(operation: int, checkpoints: Checkpoints, step: int, values: Mapping[int, float]) -> bool:
+    """Save in a process that is killed before its so many-th change of the file system; whether it came to that."""
+    child = os.fork()
+    if child == 0:
+        left = operation
+        changes = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
+
+        def count(event: str, arguments: tuple[Any, ...]) -> None:
+            nonlocal left
+            if event in changes or (event == "open" and arguments[1] in ("w", "a")):
+                left -= 1
+                if left < 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(count)
+        try:
+            save(checkpoints, step, values)
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert not os.WIFEXITED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status)
+
+
+def test_a_save_that_is_killed_at_any_moment_leaves_whole_checkpoints_and_the_best_and_can_be_done_again(tmp_path):
+    values = {1: 0.1, 2: 0.9, 3: 0.2, 4: 0.4}
+    before = Checkpoints(tmp_path / "before", keep=2, keep_best=1)
+    for step in (1, 2, 3, 4):
+        save(before, step, values)
+    assert whole(before) == [2, 3, 4]
+    latest = []
+    for operation in range(1000):
+        checkpoints = Checkpoints(shutil.copytree(before.folder, tmp_path / f"{operation}"), keep=2, keep_best=1)
+        killed = killed_before(operation, checkpoints, 5, values)
+        assert set(whole(checkpoints)) >= {2, 4}  # 3 goes when 5 has come
+        found = checkpoints.latest()
+        assert found is not None
+        latest.append(found[0])
+        if found[0] == 4:
+            save(checkpoints, 5, values)
+        save(checkpoints, 6, values)
+        assert whole(checkpoints) == [2, 5, 6]
+        assert sorted(path.name for path in checkpoints.folder.iterdir()) == [
+            "step_000002",
+            "step_000005",
+            "step_000006",
+        ]
+        if not killed:
+            break
+    assert latest == sorted(latest)
+    assert latest.count(4) > 2 * len(FILES)  # it was killed in the middle of each file
+    assert latest.count(5) > len(FILES)  # and of the removal of the old one
+
+
+def test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    synced: list[Path] = []
+    sync, rename = os.fsync, Path.rename
+
+    def remembered(descriptor: int) -> None:
+        sync(descriptor)
+        synced.append(Path(f"/proc/self/fd/{descriptor}").resolve())
+
+    named: list[set[Path]] = []
+
+    def renamed(self: Path, target: Path) -> Path:
+        named.append({path for path in (self, *self.rglob("*")) if path not in synced})
+        synced.clear()
+        return rename(self, target)
+
+    monkeypatch.setattr(durable.os, "fsync", remembered)
+    monkeypatch.setattr(Path, "rename", renamed)
+    path = save(Checkpoints(tmp_path / "checkpoints"), 3)
+    assert named == [set()]
+    assert {path.parent, path.parent.parent} <= set(synced)  # and its name is
+
+
+def test_a_step_is_saved_once(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    save(checkpoints, 3)
+    with pytest.raises(CheckpointError, match="is there already: a run saves a step once"):
+        save(checkpoints, 3)
+    assert whole(checkpoints) == [3]
+
+
+def test_small_files_are_replaced_whole_and_folders_that_are_there_are_not(tmp_path):
+    file = tmp_path / "config.yaml"
+    for text in ("old", "new"):
+        write_whole(file, text)
+        assert file.read_text() == text
+    folder = tmp_path / "folder"
+    for made in (folder, unfinished(folder)):
+        made.mkdir()
+        (made / "file").write_text(made.name)
+    with pytest.raises(OSError, match="not empty"):
+        finish_folder(folder)
+    assert (folder / "file").read_text() == "folder"
+    remove_folder(folder)
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_what_a_checkpoint_trusts_of_the_ledger_is_in_its_file_and_not_in_the_log_alone(tmp_path):
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        for number in range(700):
+            ledger.admit(number, Task("frozen_lake", number, {}, f"train-{number}"), 0)
+        ledger.sync()
+        shutil.copyfile(tmp_path / "ledger.sqlite", tmp_path / "copy.sqlite")  # without the log beside it
+    with sqlite3.connect(tmp_path / "copy.sqlite") as copy:
+        assert copy.execute("SELECT COUNT(*) FROM tasks").fetchone() == (700,)
+    copy.close()
+
+
+# The newest and the best.
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.lists(st.none() | st.sampled_from([0.0, 0.25, 0.5, float("nan")]), max_size=7),
+    st.integers(1, 3),
+    st.integers(0, 2),
+)
+def test_the_newest_are_kept_and_the_best_is_never_removed(tmp_path_factory, measured, keep, keep_best):
+    checkpoints = Checkpoints(tmp_path_factory.mktemp("run"), keep, keep_best)
+    values: dict[int, float] = {}
+    for step, value in enumerate(measured, 1):
+        save(checkpoints, step, values)
+        there = whole(checkpoints)
+        known = sorted(((v, s) for s, v in values.items() if not math.isnan(v)), reverse=True)
+        best = [s for _, s in known[:keep_best]]
+        assert set(there) == {*range(max(1, step - keep + 1), step + 1), *best}
+        if value is not None:
+            values[step] = value  # measured when it has been saved
+
+
+def test_the_values_of_a_killed_run_choose_in_the_resumed_one(tmp_path):
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    for step, value in enumerate((0.1, 0.7, 0.3)):
+        file.append({"step": 2 * step, "eval/success": value})
+        file.append({"step": 2 * step, "reward": 9.0})
+    with (tmp_path / "metrics.jsonl").open("a") as half:
+        half.write('{"step": 6, "eval/succ')
+    resumed = MetricsFile(tmp_path / "metrics.jsonl")
+    resumed.mend()
+    resumed.append({"step": 6, "eval/success": 0.2})
+    resumed.rewind(6)
+    assert resumed.values("eval/success") == {0: 0.1, 2: 0.7, 4: 0.3, 6: 0.2}
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1, keep_best=1)
+    for step in (2, 4, 6):
+        save(checkpoints, step, resumed.values("eval/success"))
+    assert whole(checkpoints) == [2, 6]
+    assert checkpoints.find("best", resumed.values("eval/success")).name == "step_000002"
+    assert checkpoints.find("latest", {}).name == checkpoints.find("6", {}).name == "step_000006"
+    with pytest.raises(ConfigError, match="has no checkpoint '5'; there is 2, 6, latest, best"):
+        checkpoints.find("5", {2: 0.5})
+    with pytest.raises(ConfigError, match=r"has no checkpoint 'best'; there is 2, 6, latest$"):
+        checkpoints.find("best", {4: 0.5})
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["checkpoint.best=reward"], "checkpoint.best: write eval/success or eval/reward"),
+        (["checkpoint.best=eval/success", "evaluation.every=0"], "must divide evaluation.every (0)"),
+        (["checkpoint.best=eval/success", "evaluation.every=15"], "checkpoint.every (10) must divide"),
+        (["checkpoint.best=eval/success", "evaluation.every=10", "evaluation.tasks=0"], "be more than 0"),
+    ],
+)
+def test_a_best_that_is_not_measured_is_refused(given, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load_config(LAKE, ["checkpoint.every=10", *given])
+
+
+def test_a_best_that_is_measured_is_taken():
+    for name in ("eval/success", "eval/reward", "eval/agents/north/success"):
+        load_config(LAKE, ["checkpoint.every=10", "evaluation.every=20", f"checkpoint.best={name}"])
+
+
+# A state of another version.
+
+
+def test_a_state_of_a_newer_version_says_so_and_one_without_a_version_is_read(tmp_path):
+    state = {"step": 3, "optimizer": {}}
+    save_state(tmp_path, {**state, "format": FORMAT + 1})
+    with pytest.raises(CheckpointError, match=rf"newer agentrl \(format {FORMAT + 1}; this one reads up to {FORMAT}\)"):
+        read_checkpoint(tmp_path, {})
+    torch.save(state, tmp_path / STATE_FILE)
+    assert read_checkpoint(tmp_path, {}) == ({}, state)
+    save_state(tmp_path, state)
+    assert read_checkpoint(tmp_path, {})[1]["format"] == FORMAT
+
+
+# `--resume auto`.
+
+
+def begun(run: Path, *settings: str) -> None:
+    run.mkdir(exist_ok=True)
+    (run / "config.yaml").write_text(load_config(LAKE, [f"run_dir={run}", *settings]).config.to_yaml())
+
+
+def test_auto_begins_what_is_not_there_goes_on_with_what_is_and_lets_steps_grow(tmp_path):
+    run = tmp_path / "run"
+    config = load_config(LAKE, [f"run_dir={run}", "steps=20"])
+    assert not is_there(config)
+    run.mkdir()
+    (run / "ledger.sqlite").touch()  # killed before it began
+    assert not is_there(config)
+    for steps in ("steps=20", "steps=10"):
+        begun(run, steps)
+        assert is_there(config)
+
+
+def test_auto_refuses_the_run_of_another_config_and_names_what_differs(agentrl, tmp_path):
+    run = tmp_path / "run"
+    begun(run, "trainer.lr=0.5", "steps=90", "reward=[environment, {name: exact, as: right}]")
+    done = agentrl("train", str(LAKE), f"run_dir={run}", "--resume", "auto")
+    assert done.returncode == 2
+    said = " ".join(done.stderr.split())
+    lake = load_config(LAKE).config
+    assert f"trainer.lr: 0.5 there, {lake.trainer.settings.lr!r} here" in said
+    assert f"steps: 90 there, {lake.steps} here" in said
+    assert "reward.name: None there, 'environment' here" in said
+    assert "reward.1.name: 'exact' there, None here" in said
+    assert "engine" not in said
+    assert (
+        f"Write run_dir=ANOTHER for a new run, or go on with that one as it is by `agentrl train --resume {run}`"
+        in said
+    )
+    assert "Give a CONFIG file" in agentrl("train", "--resume", "auto").stderr
+
+
+# Export.
+
+
+def test_an_exported_checkpoint_is_the_same_model_without_the_optimizer_and_overwrites_nothing(
+    agentrl, tmp_path, tiny_model_dir
+):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run = tmp_path / "run"
+    begun(run)
+    ids = torch.arange(8)[None]
+    for step, value in ((10, 0.75), (20, 0.5)):
+        model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+        with torch.no_grad():
+            model.lm_head.weight += torch.randn(
+                model.lm_head.weight.shape, generator=torch.Generator().manual_seed(step)
+            )
+            expected = model(ids).logits
+        folder = run / "checkpoints" / f"step_{step:06d}"
+        save_model(folder, model, tiny_model_dir)
+        save_state(folder, {"step": step, "optimizer": {}})
+        (folder / "optimizer").mkdir()
+        MetricsFile(run / "metrics.jsonl").append({"step": step, "eval/success": value})
+        torch.save(expected, tmp_path / f"{step}.pt")
+    for number, (source, which, step) in enumerate(
+        [(run, [], 20), (run, ["--step", "best"], 10), (run, ["--step", "20"], 20), (folder, [], 20)]
+    ):
+        into = tmp_path / "models" / str(number)
+        done = agentrl("export", str(source), str(into), *which)
+        assert done.returncode == 0, done.stderr
+        assert f"step_{step:06d}" in done.stdout
+        assert all(path.is_file() and path.suffix != ".pt" for path in into.iterdir())
+        with torch.no_grad():
+            logits = AutoModelForCausalLM.from_pretrained(into)(ids).logits
+        assert torch.equal(logits, torch.load(tmp_path / f"{step}.pt"))
+        assert AutoTokenizer.from_pretrained(into).decode([5]) == AutoTokenizer.from_pretrained(tiny_model_dir).decode(
+            [5]
+        )
+    again = agentrl("export", str(run), str(into))
+    assert (again.returncode, "is there already: name a new folder" in again.stderr) == (2, True)
+    assert sorted(path.name for path in (tmp_path / "models").iterdir()) == ["0", "1", "2", "3"]
+    wrong = agentrl("export", str(run), str(tmp_path / "x"), "--step", "30")
+    assert (wrong.returncode, "there is 10, 20, latest, best" in wrong.stderr) == (2, True)
+    assert agentrl("export", str(folder), str(tmp_path / "x"), "--step", "10").returncode == 2
+    assert agentrl("export", str(tmp_path / "nowhere"), str(tmp_path / "x")).returncode == 2
+    assert not (tmp_path / "x").exists()
+    (run / "config.yaml").unlink()
+    with pytest.raises(CheckpointError, match=r"holds no model: it has metrics.jsonl, where config.json and"):
+        export(run, tmp_path / "x")
+
+
+# All of it, on a real run.
+
+
+@pytest.mark.slow
+def test_one_command_begins_a_run_goes_on_after_a_kill_and_keeps_its_best(tmp_path, agentrl):
+    arguments = [
+        "train", str(LAKE), "demonstrations=null", "run_dir=run", "steps=4", "trackers=[]", "--resume", "auto",
+        "rollout.groups_per_step=2", "rollout.group_size=2", "evaluation.tasks=4", "evaluation.every=1",
+        "checkpoint.every=1", "checkpoint.keep=1", "checkpoint.best=eval/reward",
+    ]  # fmt: skip
+    run = tmp_path / "run"
+    command = [sys.executable, "-c", "from agentrl.cli import main; main()", *arguments]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not (run / "checkpoints" / "step_000002").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    assert not (run / "summary.json").exists()
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads((run / "summary.json").read_text())["steps"] == 4
+    values = MetricsFile(run / "metrics.jsonl").values("eval/reward")
+    assert sorted(values) == [0, 1, 2, 3, 4]
+    checkpoints = Checkpoints(run / "checkpoints")
+    best = max((1, 2, 3), key=lambda step: (values[step], step))  # those that were measured when the last was saved
+    assert set(checkpoints.all()) == {best, 4}
+    assert agentrl("export", str(run), str(tmp_path / "best"), "--step", "best").returncode == 0
+    assert (tmp_path / "best" / "tokenizer.json").exists()
