@@ -25,6 +25,7 @@ from pydantic import (
 
 from agentrl import plugins
 from agentrl.algorithms.shaping import ShapingConfig
+from agentrl.cluster.weights import WeightsConfig
 from agentrl.errors import ConfigError
 from agentrl.observe.preferences import PreferencesConfig
 from agentrl.plugins import Component, NoSettings
@@ -168,6 +169,8 @@ class RunConfig(Settings):
     reward: RewardsField
     """One reward, or a list of parts with weights: `[environment, {name: numeric, weight: 0.5, as: answer}]`."""
     cluster: ComponentField
+    weights: WeightsConfig = WeightsConfig()
+    """How new weights go from the trainer to the engines."""
     shaping: ShapingConfig = ShapingConfig()
     """What is done to the scores of a batch before advantages, and to advantages before the loss."""
     evaluation: EvaluationConfig = EvaluationConfig()

@@ -169,6 +169,19 @@ class Engine(Protocol):
 
 
 @runtime_checkable
+class Probed(Protocol):
+    """An engine that lives elsewhere (another process, another machine), and can be asked for a sign of life."""
+
+    async def probe(self) -> None:
+        """Returns as soon as the engine answers; the caller says how long that may take.
+
+        Raises:
+            EngineDeadError: it is not running.
+        """
+        ...
+
+
+@runtime_checkable
 class StagesWeights(Protocol):
     """An engine that looks at new weights before it takes them up: the first of two phases (`WeightPublisher`).
 

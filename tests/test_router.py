@@ -167,3 +167,113 @@ def test_a_caller_that_gives_up_is_not_sent_anywhere_else():
         assert len(engines[0].requests) + len(engines[1].requests) == 1
 
     served(engines, main)
+
+
+class Probeable(ScriptedEngine):
+    """Says whether it lives: never again after `hang_from` seconds of the clock, or that it is dead."""
+
+    dies_at = hangs_at = float("inf")
+
+    async def probe(self) -> None:
+        if now() >= self.hangs_at:
+            await asyncio.sleep(1e9)
+        if now() >= self.dies_at:
+            raise EngineDeadError("its machine is on fire")
+
+
+def probeable(**times: float) -> Probeable:
+    engine = Probeable(
+        lambda tokens: [10.0 * (i == len(tokens)) for i in range(100)], seconds_per_token=lambda request: 1.0
+    )
+    for name, at in times.items():
+        setattr(engine, name, at)
+    return engine
+
+
+@pytest.mark.parametrize("fault", ["dies_at", "hangs_at"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_an_engine_that_dies_or_hangs_is_made_anew_at_the_current_version_and_its_requests_are_answered(
+    fault: str, replicas: int
+):
+    engines = [probeable(**({fault: 13.5} if number == 0 else {})) for number in range(replicas)]
+    spare: list[Probeable] = []
+
+    def again(number: int) -> Probeable:
+        assert number == 0
+        spare.append(probeable())
+        return spare[-1]
+
+    async def main() -> None:
+        async with Router(engines, again=again, lease=5.0) as router, Flow("requests") as flow:
+            await router.update_weights({}, 1)
+            await router.update_weights({}, 4)
+            await asyncio.sleep(10)
+            tasks = [flow.start(router.generate(request(str(n), session=str(n))), name=str(n)) for n in range(4)]
+            completions = [await task for task in tasks]
+            assert now() < 13.5 + 5 + 1 + 10 + 1
+            for completion in completions:
+                assert completion.token_ids == tuple(range(2, 12))
+                assert set(completion.policy_versions) == {4}
+            await router.update_weights({}, 5)
+            assert router.policy_version == 5
+            assert len((await router.generate(request("last"))).token_ids) == 10
+
+    run_virtual(main)
+    assert len(spare) == 1
+    with pytest.raises(EngineDeadError):  # it was closed with the router
+        run_virtual(lambda: spare[0].generate(request("late")))
+
+
+def test_weights_that_come_while_no_engine_lives_are_those_that_the_next_one_begins_with():
+    first = probeable(dies_at=2.0)
+
+    class Slow(Probeable):
+        async def __aenter__(self) -> "Slow":
+            await asyncio.sleep(20)
+            return await super().__aenter__()
+
+    async def main() -> None:
+        async with Router([first], again=lambda number: Slow(lambda tokens: [1.0]), lease=5.0) as router:
+            await router.update_weights({}, 1)
+            await asyncio.sleep(5)
+            assert router.policy_version == 1
+            await router.update_weights({}, 2)
+            assert now() >= 22
+            assert router.policy_version == 2
+
+    run_virtual(main)
+
+
+def test_an_engine_that_cannot_be_made_anew_ends_the_run_and_says_which():
+    class Doomed(Probeable):
+        async def __aenter__(self) -> "Doomed":
+            raise EngineError("no memory")
+
+    async def main() -> None:
+        async with Router([probeable(dies_at=2.0)], again=lambda n: Doomed(lambda tokens: [1.0]), lease=5.0):
+            await asyncio.sleep(1e6)
+
+    with pytest.raises(EngineDeadError, match=r"engine 0 could not be made anew: no memory \(3 times in a row\)"):
+        run_virtual(main)
+
+
+def test_weights_that_no_engine_takes_are_not_those_of_an_engine_that_is_made_anew():
+    def refuse(weights: object, version: int) -> None:
+        if version == 2:
+            raise EngineError("not of this model")
+
+    def make() -> Probeable:
+        return Probeable(lambda tokens: [1.0], on_weights=refuse)
+
+    first = make()
+    first.dies_at = 50.0
+
+    async def main() -> None:
+        async with Router([first], again=lambda number: make(), lease=5.0) as router:
+            await router.update_weights({}, 1)
+            with pytest.raises(EngineError, match="not of this model"):
+                await router.update_weights({}, 2)
+            await asyncio.sleep(100)
+            assert router.policy_version == 1
+
+    run_virtual(main)

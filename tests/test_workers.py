@@ -1,14 +1,17 @@
-"""Groups of workers: one contract over threads and processes."""
+"""Groups of workers: one contract over threads, processes and Ray's actors."""
 
 import asyncio
 import os
 import signal
+from functools import partial
 from typing import Any
 
 import psutil
 import pytest
 
 from agentrl.cluster.local_workers import start_local
+from agentrl.cluster.ray_cluster import join_ray
+from agentrl.cluster.ray_workers import RayWorkers
 from agentrl.cluster.workers import StartWorkers
 from agentrl.errors import ConfigError, WorkerDiedError
 from agentrl.flow import Flow
@@ -37,9 +40,15 @@ class Broken:
         raise ConfigError(f"rank {rank} cannot be")
 
 
-@pytest.fixture(params=["local"])
-def start() -> StartWorkers:
-    return start_local
+LEASE = 2.0
+
+
+@pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.slow)])
+def start(request: pytest.FixtureRequest) -> StartWorkers:
+    if request.param == "local":
+        return partial(start_local, lease=LEASE)
+    join_ray(num_cpus=2)
+    return RayWorkers(lease=LEASE)
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -78,14 +87,18 @@ def test_what_a_worker_raises_comes_through_and_it_lives_on(start: StartWorkers,
     asyncio.run(main())
 
 
-def test_a_worker_that_is_killed_is_an_error_and_a_stopped_group_leaves_no_process(start: StartWorkers) -> None:
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_worker_that_is_killed_or_hangs_is_an_error_and_a_stopped_group_leaves_no_process(
+    start: StartWorkers, signal_number: signal.Signals
+) -> None:
     async def main() -> list[Any]:
         group = await start("counter", Counter, 2)
         pids = await group.all("pid")
         assert len({os.getpid(), *pids}) == 3
-        os.kill(pids[1], signal.SIGKILL)
+        os.kill(pids[1], signal_number)
         with pytest.raises(WorkerDiedError, match="counter 1 died"):
-            await group.one("add", 1, rank=1)
+            await group.all("add", 1)
+        assert await group.one("add", 1) == (0, 2)
         await group.stop()
         return pids
 

@@ -1,30 +1,38 @@
-"""The `local` cluster: every worker in this process."""
+"""The `local` cluster: engines in this process, other workers in threads and processes of this machine."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Self
 
-from pydantic import Field
-
+from agentrl.cluster.local_workers import ProcessWorker, start_local
+from agentrl.cluster.workers import ClusterSettings
 from agentrl.plugins import Component
-from agentrl.protocols import Engine, Settings, Trainer
+from agentrl.protocols import Engine
 
 
 class LocalCluster:
-    """Makes engine and trainer as objects of this process. Used by laptops, tests and the virtual clock."""
+    """`Cluster` on this machine. Used by laptops, tests and the virtual clock."""
 
-    class Config(Settings):
+    class Config(ClusterSettings):
         """Settings of `cluster=local`."""
-
-        engines: int = Field(default=1, ge=1)
-        """Replicas of the engine."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        self.start = partial(start_local, lease=config.lease)
+        self.start_one = partial(ProcessWorker.start, lease=config.lease)
 
-    def engines(self, chosen: Component, model: Path) -> list[Engine]:
-        """The engines that serve the model in `model`."""
-        return [chosen.make(model) for _ in range(self.config.engines)]
+    @property
+    def spans_machines(self) -> bool:
+        """See `Cluster`."""
+        return False
 
-    def trainer(self, chosen: Component, model: Path, *, total_steps: int, temperature: float) -> Trainer:
-        """A trainer that starts from the model in `model`."""
-        trainer: Trainer = chosen.make(model, total_steps=total_steps, temperature=temperature)
-        return trainer
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        """Workers end with those who have started them."""
+
+    def engines(self, chosen: Component, model: Path) -> list[Callable[[], Engine]]:
+        """See `Cluster`."""
+        return [partial(chosen.make, model)] * self.config.engines

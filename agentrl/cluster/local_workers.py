@@ -1,6 +1,7 @@
 """Workers on this machine: one alone is a thread of this process, several are processes.
 
-A process dies with the process that started it, and when it is stopped it is killed; a thread cannot be.
+A process dies with the process that started it, and when it is stopped it is killed; a thread cannot be. The sign of life
+of a process is a clock in shared memory, which a thread of it sets.
 """
 
 import asyncio
@@ -9,22 +10,26 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from agentrl.cluster.workers import Make, Worker, WorkerGroup, start_all
+from agentrl.cluster.workers import LEASE_SECONDS, START_SECONDS, Make, Worker, WorkerGroup, start_all, under_lease
 from agentrl.errors import WorkerDiedError
 
 _PR_SET_PDEATHSIG = 1
+_BEAT_SECONDS = 0.5
 
 
-async def start_local(role: str, make: Make, count: int) -> WorkerGroup:
+async def start_local(role: str, make: Make, count: int, *, lease: float = LEASE_SECONDS) -> WorkerGroup:
     """`StartWorkers` on this machine."""
-    start = ThreadWorker.start if count == 1 else ProcessWorker.start
+    start = ThreadWorker.start if count == 1 else partial(ProcessWorker.start, lease=lease)
     return await start_all(role, [start(role, make, rank) for rank in range(count)])
 
 
@@ -60,20 +65,25 @@ _hosted: list[Any] = []
 """The object of this process, where it is a worker."""
 
 
-@dataclass(slots=True)
 class ProcessWorker:
     """An object in a process of its own. Tensors travel in shared memory."""
 
-    role: str
-    rank: int
-    executor: ProcessPoolExecutor
-    pid: int = field(default=0)
+    def __init__(self, role: str, rank: int, lease: float) -> None:
+        self.role = role
+        self.rank = rank
+        self.pid = 0
+        self._lease = lease
+        context = _context()
+        # Both clocks are the machine's: what one process writes another can compare.
+        self._beat = context.RawValue("d", time.monotonic() + START_SECONDS)
+        self._executor = ProcessPoolExecutor(
+            1, mp_context=context, initializer=_begin, initargs=(os.getpid(), self._beat)
+        )
 
     @staticmethod
-    async def start(role: str, make: Make, rank: int) -> Worker:
+    async def start(role: str, make: Make, rank: int, *, lease: float = LEASE_SECONDS) -> "ProcessWorker":
         """Start the process and make the worker in it."""
-        executor = ProcessPoolExecutor(1, mp_context=_context(), initializer=_die_with_parent, initargs=(os.getpid(),))
-        worker = ProcessWorker(role, rank, executor)
+        worker = ProcessWorker(role, rank, lease)
         try:
             worker.pid = await worker._run(os.getpid)
             await worker.host(make)
@@ -96,13 +106,21 @@ class ProcessWorker:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
         self.pid = 0
-        await asyncio.get_running_loop().run_in_executor(None, self.executor.shutdown)
+        await asyncio.get_running_loop().run_in_executor(None, self._executor.shutdown)
 
     async def _run(self, work: Callable[..., Any], *args: Any) -> Any:
         try:
-            return await _run(self.executor, work, *args)
+            answer = asyncio.wrap_future(self._executor.submit(work, *args))
+            return await under_lease(answer, self._sign_of_life, self._lease)
         except BrokenProcessPool as error:
             raise WorkerDiedError(self.role, self.rank, f"its process {self.pid} ended") from error
+
+    async def _sign_of_life(self) -> None:
+        silent = time.monotonic() - self._beat.value
+        if silent > self._lease:
+            raise WorkerDiedError(
+                self.role, self.rank, f"its process {self.pid} gave no sign of life for {silent:.0f} s (cluster.lease)"
+            )
 
 
 async def _run(executor: Executor, work: Callable[..., Any], *args: Any) -> Any:
@@ -115,10 +133,17 @@ def _context() -> Any:
     return torch.multiprocessing.get_context("spawn") if torch else multiprocessing.get_context("spawn")
 
 
-def _die_with_parent(parent: int) -> None:
+def _begin(parent: int, beat: Any) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before it could be asked for
         os._exit(1)
+    threading.Thread(target=_keep_beating, args=(beat,), name="sign-of-life", daemon=True).start()
+
+
+def _keep_beating(beat: Any) -> None:
+    never = threading.Event()
+    while not never.wait(_BEAT_SECONDS):
+        beat.value = time.monotonic()
 
 
 def _host(make: Make, rank: int) -> None:

@@ -1,15 +1,24 @@
 """Groups of workers: N replicas of a role, called by the names of their methods, wherever they live.
 
 A worker is any object; `make(rank)` makes it where it shall live. Calls to one worker run one after another, in the
-order they were made, and a caller that is cancelled does not stop the call. `agentrl/cluster/local_workers.py` starts
-groups on this machine.
+order they were made, and a caller that is cancelled does not stop the call. A worker holds a lease: it gives a sign of
+life all the time, and one that gives none for `lease` seconds (it is stopped, its machine has vanished) is as good as
+dead, and said to be. `agentrl/cluster/local_workers.py` starts workers on this machine,
+`agentrl/cluster/ray_workers.py` on a cluster.
 """
 
+import asyncio
+import socket
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+from pydantic import Field
 
 from agentrl.flow import Channel, Flow
+from agentrl.plugins import Component
+from agentrl.protocols import Engine, Settings
 
 Make = Callable[[int], object]
 """Makes the worker of a rank. It is sent to where the worker lives, so it has to pickle."""
@@ -22,13 +31,23 @@ class Worker(Protocol):
         """What the worker's method returns, or raises.
 
         Raises:
-            WorkerDiedError: the worker is gone; whether the call took effect is not known.
+            WorkerDiedError: the worker is gone, or its lease has lapsed; whether the call took effect is not known.
         """
         ...
 
     async def stop(self) -> None:
         """End it, by force where it does not end by itself. May be called more than once."""
         ...
+
+
+LEASE_SECONDS = 30.0
+"""How long a worker may give no sign of life, where nobody says."""
+
+START_SECONDS = 120.0
+"""How long a worker may take to begin: a fresh interpreter on a busy machine, a place on a busy cluster."""
+
+StartWorker = Callable[[str, Make, int], Awaitable[Worker]]
+"""Starts the worker of a role, by `make`, for a rank. Raises as `StartWorkers`."""
 
 
 class StartWorkers(Protocol):
@@ -96,6 +115,53 @@ class WorkerGroup:
                 flow.start(worker.stop(), name=str(rank))
 
 
+class ClusterSettings(Settings):
+    """What every cluster can be told."""
+
+    engines: int = Field(default=1, ge=1)
+    """Replicas of the engine."""
+    env_workers: int = Field(default=0, ge=0)
+    """Processes that play the environments; 0 plays them where the run is."""
+    lease: float = Field(default=LEASE_SECONDS, gt=0)
+    """Seconds for which a worker may give no sign of life, before it is given up and replaced."""
+    restarts: int = Field(default=8, ge=0)
+    """How often the trainer may be started anew after a rank of it has died, before the run ends."""
+
+
+class Cluster(Protocol):
+    """Where workers live: the seam behind `cluster=local` and `cluster=ray`. An async context manager.
+
+    """
+
+    @property
+    def config(self) -> ClusterSettings:
+        """Its settings, and more where it has more."""
+        ...
+
+    @property
+    def start(self) -> StartWorkers:
+        """Starts groups."""
+        ...
+
+    @property
+    def start_one(self) -> StartWorker:
+        """Starts a worker in a process of its own."""
+        ...
+
+    @property
+    def spans_machines(self) -> bool:
+        """Whether a worker may live on another machine than this."""
+        ...
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, *exc: object) -> None: ...
+
+    def engines(self, chosen: Component, model: Path) -> Sequence[Callable[[], Engine]]:
+        """What makes each replica of an engine that serves the model in `model`; called again when one has died."""
+        ...
+
+
 async def start_all(role: str, starting: Sequence[Awaitable[Worker]]) -> WorkerGroup:
     """A group of workers that come up at the same time; where one fails, the others are stopped."""
     started: list[Worker] = []
@@ -112,3 +178,24 @@ async def start_all(role: str, starting: Sequence[Awaitable[Worker]]) -> WorkerG
         await WorkerGroup(role, started).stop()
         raise
     return WorkerGroup(role, [task.result() for task in tasks])
+
+
+async def under_lease(answer: "asyncio.Future[Any]", sign_of_life: Callable[[], Awaitable[None]], lease: float) -> Any:
+    """The answer of a worker, if it lives until then: `sign_of_life` is asked for again and again, and raises if there
+    was none for `lease` seconds. The answer goes on to be made when nobody waits for it any more.
+    """
+    answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may be given up before it is made
+    while not (await asyncio.wait({answer}, timeout=lease / 3))[0]:
+        await sign_of_life()
+    return answer.result()
+
+
+def own_address() -> str:
+    """How other machines reach this one: the address it would use to talk to the outside. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("10.255.255.255", 1))
+        except OSError:
+            return "127.0.0.1"
+        address: str = probe.getsockname()[0]
+        return address

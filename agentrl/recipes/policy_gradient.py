@@ -29,7 +29,7 @@ async def policy_gradient(run: Run) -> None:
     """Train `run.config.steps` steps, evaluating on held-out tasks before and after."""
     config = run.config
     algorithm: Algorithm = config.algorithm.make()
-    async with start_workers(config, await starting_model(run)) as workers:
+    async with start_workers(config, await starting_model(run), run.checkpoints.latest) as workers:
         trainer, weights = workers.trainer, workers.weights
         start = await workers.take_up(run)
         await evaluate_run(run, workers, start)

@@ -11,7 +11,7 @@ from agentrl.batch import collate, to_samples
 from agentrl.config import DemonstrationsConfig, RunConfig
 from agentrl.errors import ConfigError, EnvError
 from agentrl.recipes.evaluate import play_all
-from agentrl.recipes.workers import base_model, env_host, make_trainer, tasks_of
+from agentrl.recipes.workers import base_model, env_host, make_trainer, open_cluster, tasks_of
 from agentrl.rollout.episode import Player, ScriptedPolicy
 from agentrl.rollout.renderer import TemplateRenderer
 from agentrl.run import Run
@@ -52,7 +52,10 @@ async def imitate(run: Run, demonstrations: DemonstrationsConfig, base: Path, in
     batches = [trajectories[i : i + size] for i in range(0, len(trajectories), size)] * demonstrations.epochs
     algorithm = Sft()
     losses: list[float] = []
-    async with make_trainer(config, base, steps=len(batches), lr=demonstrations.lr) as trainer:
+    async with (
+        open_cluster(config) as cluster,
+        make_trainer(config, cluster, base, steps=len(batches), lr=demonstrations.lr) as trainer,
+    ):
         for number, played in enumerate(batches, 1):
             samples = [sample for trajectory in played for sample in to_samples(trajectory, 1.0)]
             batch = collate(samples, row_tokens=trainer.row_tokens)

@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from agentrl import plugins
+from agentrl.cluster.recovery import RecoveringTrainer
 from agentrl.cluster.weights import WeightPublisher
+from agentrl.cluster.workers import Cluster, own_address
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.protocols import Curriculum, Engine, Env, Renderer, SamplingParams, TaskSource, Trainer
+from agentrl.remote.sessions import Limits
+from agentrl.remote.workers import EnvWorker, env_workers
 from agentrl.rollout.agents import Frozen, Scripted
 from agentrl.rollout.composite import Composite
 from agentrl.rollout.env_host import EnvHost, Isolation
@@ -27,6 +31,9 @@ from agentrl.rollout.tasks import SeededTasks
 from agentrl.rollout.wrappers import address
 from agentrl.run import Run
 from agentrl.tiny_model import SIZES, create_tiny_model
+
+LatestCheckpoint = Callable[[], tuple[int, Path] | None]
+"""The newest (steps done, folder of the checkpoint) of a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +102,18 @@ def tasks_of(config: RunConfig, split: str) -> SeededTasks:
 @asynccontextmanager
 async def start_players(config: RunConfig, model: Path) -> AsyncIterator[Players]:
     """An engine that serves `model`, with environments and reward around it."""
-    cluster = config.cluster.make()
+    async with open_cluster(config) as cluster, _players(config, cluster, model) as players:
+        yield players
+
+
+@asynccontextmanager
+async def _players(config: RunConfig, cluster: Cluster, model: Path) -> AsyncIterator[Players]:
     renderer = TemplateRenderer.of_model(model)
-    engines = cluster.engines(config.engine, model)
     async with (
-        env_host(config) as envs,  # first: what is wrong with them is said before a model is loaded
-        Router(engines, update=config.rollout.weight_update) as engine,
+        env_host(config, cluster) as envs,  # first: what is wrong with them is said before a model is loaded
+        _router(config, cluster, model) as engine,
         config.reward.make(config.rollout.rules) as reward,
-        _frozen_engines(config, model) as frozen,
+        _frozen_engines(config, cluster, model) as frozen,
     ):
         policy = _policy(config, engine, renderer, config.rollout.sampling)
         player = Player(
@@ -118,38 +129,74 @@ async def start_players(config: RunConfig, model: Path) -> AsyncIterator[Players
 
 
 @asynccontextmanager
-async def start_workers(config: RunConfig, model: Path) -> AsyncIterator[Workers]:
-    """`start_players`, and a trainer that starts from the same model."""
-    async with start_players(config, model) as players, make_trainer(config, model) as trainer:
+async def start_workers(
+    config: RunConfig, model: Path, latest: LatestCheckpoint = lambda: None
+) -> AsyncIterator[Workers]:
+    """`start_players`, and a trainer that starts from the same model; `latest`: what it goes on from after a death."""
+    async with (
+        open_cluster(config) as cluster,
+        _players(config, cluster, model) as players,
+        make_trainer(config, cluster, model, latest) as trainer,
+    ):
         followers = tuple((engine, route.refresh) for route, engine in players.frozen.items() if route.refresh)
-        publisher = WeightPublisher(players.engine, config.rollout.deadlines.update_weights, followers)
-        yield Workers(config, players.engine, players.player, players.reward, players.frozen, trainer, publisher)
+        async with WeightPublisher(
+            players.engine, config.rollout.deadlines.update_weights, followers, config.weights
+        ) as publisher:
+            yield Workers(config, players.engine, players.player, players.reward, players.frozen, trainer, publisher)
 
 
-def make_trainer(config: RunConfig, model: Path, *, steps: int | None = None, **settings: Any) -> Trainer:
-    """The configured trainer on the configured cluster, for `steps` steps, with some settings replaced."""
+def open_cluster(config: RunConfig) -> Cluster:
+    """The configured cluster, to be entered."""
+    cluster: Cluster = config.cluster.make()
+    return cluster
+
+
+def make_trainer(
+    config: RunConfig,
+    cluster: Cluster,
+    model: Path,
+    latest: LatestCheckpoint = lambda: None,
+    *,
+    steps: int | None = None,
+    **settings: Any,
+) -> RecoveringTrainer:
+    """The configured trainer on the cluster, for `steps` steps, with some settings replaced; it outlives its ranks.
+
+    Raises:
+        ConfigError: it has no such setting.
+    """
     chosen = config.trainer
     if unknown := settings.keys() - type(chosen.settings).model_fields.keys():
         raise ConfigError(f"the trainer {chosen.name!r} has no setting {', '.join(sorted(unknown))}")
-    trainer: Trainer = config.cluster.make().trainer(
-        replace(chosen, settings=chosen.settings.model_copy(update=settings)),
+    make = partial(
+        replace(chosen, settings=chosen.settings.model_copy(update=settings)).make,
         model,
         total_steps=config.steps if steps is None else steps,
         temperature=config.rollout.sampling.temperature,
+        start=cluster.start,
     )
-    return trainer
+    restarts = cluster.config.restarts
+    return RecoveringTrainer(make, latest, restarts=restarts, deadline=config.rollout.deadlines.train)
 
 
 @asynccontextmanager
-async def env_host(config: RunConfig) -> AsyncIterator[EnvHost]:
-    """The run's environments; closed at the end."""
+async def env_host(config: RunConfig, cluster: Cluster | None = None) -> AsyncIterator[EnvHost]:
+    """The run's environments, in this process or on workers of the cluster; closed at the end."""
     env = config.env
-    factory = env_factory(address(env.name, env.wrappers), env.isolation, env.python, env.requires)
-    host = EnvHost({env.name: factory}, config.rollout.deadlines, env.isolation)
-    try:
+    make = partial(env_factory, address(env.name, env.wrappers), env.isolation, env.python, env.requires)
+    async with AsyncExitStack() as stack:
+        if cluster is None or not cluster.config.env_workers:
+            host = EnvHost({env.name: make()}, config.rollout.deadlines, env.isolation)
+        else:
+            sessions = Limits(max_sessions=config.rollout.max_live_episodes)
+            workers = env_workers(
+                cluster.start_one,
+                cluster.config.env_workers,
+                partial(EnvWorker, make, sessions, own_address() if cluster.spans_machines else "127.0.0.1"),
+            )
+            host = EnvHost({env.name: await stack.enter_async_context(workers)}, config.rollout.deadlines)
+        stack.push_async_callback(host.close)
         yield host
-    finally:
-        await host.close()
 
 
 def env_factory(
@@ -204,16 +251,25 @@ async def opening_texts(config: RunConfig, episodes: int = 64) -> list[str]:
     return texts
 
 
+def _router(config: RunConfig, cluster: Cluster, model: Path) -> Router:
+    """The replicas of the engine as one."""
+    makes = cluster.engines(config.engine, model)
+    return Router(
+        [make() for make in makes],
+        update=config.rollout.weight_update,
+        again=lambda number: makes[number](),
+        lease=cluster.config.lease,
+    )
+
+
 @asynccontextmanager
-async def _frozen_engines(config: RunConfig, model: Path) -> AsyncIterator[Mapping[Frozen, Router]]:
+async def _frozen_engines(config: RunConfig, cluster: Cluster, model: Path) -> AsyncIterator[Mapping[Frozen, Router]]:
     """An engine for each kind of frozen agent; agents of one kind share it."""
     engines: dict[Frozen, Router] = {}
     async with AsyncExitStack() as stack:
         for route in config.env.agents.values():
             if isinstance(route, Frozen) and route not in engines:
-                replicas = config.cluster.make().engines(config.engine, route.model or model)
-                router = Router(replicas, update=config.rollout.weight_update)
-                engines[route] = await stack.enter_async_context(router)
+                engines[route] = await stack.enter_async_context(_router(config, cluster, route.model or model))
         yield engines
 
 

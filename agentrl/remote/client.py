@@ -39,6 +39,10 @@ class RemoteEnv:
         self._token = token if token is not None else os.environ.get(TOKEN_VARIABLE)
         self._lease: _Lease | None = None
 
+    async def servers(self) -> Sequence[str]:
+        """Where a session can be opened now."""
+        return self._urls
+
     async def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetResult:
         """Begin an episode.
 
@@ -54,7 +58,7 @@ class RemoteEnv:
             except UnreachableError:
                 await self.close()  # nothing of an episode is lost yet
         if self._lease is None:
-            self._lease = await _open([link_to(url, self._token) for url in self._urls])
+            self._lease = await _open([link_to(url, self._token) for url in await self.servers()])
             reply = await self._begin(self._lease, seed, options)
         began = _read(_BEGAN, reply)
         self.system_prompt, self.tools = began.system_prompt, tuple(began.tools)

@@ -44,6 +44,8 @@ class Deadlines(Settings):
     """One completion, with its wait for a place in the batch."""
     update_weights: float = Field(600.0, gt=0)
     """New weights, from the trainer into all engines; what misses it ends the run."""
+    train: float = Field(3600.0, gt=0)
+    """Whatever the trainer is asked for: a step, its weights, a checkpoint; what misses it ends the run."""
     reward: float = Field(60.0, gt=0)
     """What one part of the reward says of one trajectory, or of one group."""
     episode: float = Field(900.0, gt=0)

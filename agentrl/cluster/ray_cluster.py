@@ -1,0 +1,95 @@
+"""The `ray` cluster: workers and engines are actors, on this machine or on a cluster that is there already."""
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import Field
+
+from agentrl.cluster.ray_engine import RayEngine
+from agentrl.cluster.ray_workers import RayWorkers
+from agentrl.cluster.workers import ClusterSettings
+from agentrl.errors import ConfigError
+from agentrl.plugins import Component
+from agentrl.protocols import Engine
+
+
+class RayCluster:
+    """`Cluster` by Ray, which is joined or started on entering, and left when this process ends: others here use it."""
+
+    class Config(ClusterSettings):
+        """Settings of `cluster=ray`."""
+
+        address: str = ""
+        """Of a cluster to join: "auto", or "host:port" of its head. By default Ray is started here, and ended."""
+        engine_gpus: float = Field(default=0, ge=0)
+        """GPUs of each engine."""
+        trainer_gpus: float = Field(default=0, ge=0)
+        """GPUs of each rank of the trainer."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.start = RayWorkers({"trainer": config.trainer_gpus}, config.lease)
+        self.start_one = self.start.one
+
+    @property
+    def spans_machines(self) -> bool:
+        """See `Cluster`."""
+        return self.config.address != ""
+
+    async def __aenter__(self) -> Self:
+        """Join or start Ray.
+
+        Raises:
+            ConfigError: Ray is not installed, or there is no cluster at the address.
+        """
+        join_ray(self.config.address)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        """Ray stays until this process ends."""
+
+    def engines(self, chosen: Component, model: Path) -> list[Callable[[], Engine]]:
+        """See `Cluster`."""
+        return [partial(RayEngine, chosen, model, self.config.engine_gpus)] * self.config.engines
+
+
+def join_ray(address: str = "", **options: Any) -> None:
+    """Make Ray usable in this process: started on this machine, or joined where there is an `address`.
+
+    Raises:
+        ConfigError: Ray is not installed, or there is no cluster at the address.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError(f"cluster=ray needs Ray ({error}): pip install 'agentrl[ray]'") from error
+    if ray.is_initialized():
+        return
+    try:
+        if address:
+            ray.init(address, log_to_driver=False, **options)
+        else:
+            with _inherited_path():
+                ray.init("local", log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR, **options)
+    except ConnectionError as error:
+        raise ConfigError(f"no Ray cluster at {address!r} (cluster.address): {error}") from error
+
+
+@contextmanager
+def _inherited_path() -> Iterator[None]:
+    """What is started inside finds the modules that this process finds: a user's environments, rewards and players."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before

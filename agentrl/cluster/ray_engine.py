@@ -1,0 +1,176 @@
+"""An engine in a Ray actor, as an engine here."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, cast
+
+from agentrl.errors import EngineDeadError
+from agentrl.plugins import Component
+from agentrl.protocols import Engine, EngineStats, GenerateRequest
+from agentrl.trajectory import Completion
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_CALLS = 100_000
+"""Most requests that an actor holds at a time; Ray wants a number, the engine has its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """What an engine was like when it answered."""
+
+    policy_version: int
+    stats: EngineStats
+
+
+class _EngineHost:
+    """The actor: an engine on the event loop of its process. Every answer brings what the engine is like."""
+
+    async def open(self, chosen: Component, model: Path) -> tuple[int, _Report]:
+        self._engine: Engine = chosen.make(model)
+        await self._engine.__aenter__()
+        return self._engine.max_context, self._report()
+
+    async def generate(self, request: GenerateRequest) -> tuple[Completion, _Report]:
+        return await self._engine.generate(request), self._report()
+
+    async def interrupt(self) -> _Report:
+        await self._engine.interrupt()
+        return self._report()
+
+    async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> _Report:
+        await self._engine.update_weights(weights, version)
+        return self._report()
+
+    async def probe(self) -> _Report:
+        probe = getattr(self._engine, "probe", None)
+        if probe is not None:
+            await probe()
+        return self._report()
+
+    async def close(self) -> None:
+        await self._engine.__aexit__(None, None, None)
+
+    def _report(self) -> _Report:
+        return _Report(self._engine.policy_version, self._engine.stats())
+
+
+class RayEngine:
+    """`Engine` whose model lives in an actor with `gpus` GPUs.
+
+    `stats` are as fresh as the last answer, but that requests which were made here since are counted as waiting.
+    """
+
+    def __init__(self, chosen: Component, model: Path, gpus: float) -> None:
+        self._chosen = chosen
+        self._model = model
+        self._gpus = gpus
+        self._actor: Any = None
+        self._max_context = 0
+        self._latest = _Report(0, EngineStats(0, 0, 0, 0, 0))
+        self._asked = 0
+
+    @property
+    def policy_version(self) -> int:
+        """See `Engine`."""
+        return self._latest.policy_version
+
+    @property
+    def max_context(self) -> int:
+        """See `Engine`."""
+        return self._max_context
+
+    async def __aenter__(self) -> Self:
+        import ray
+
+        options = {"num_cpus": 0, "num_gpus": self._gpus, "max_concurrency": _CALLS}
+        self._actor = ray.remote(_EngineHost).options(**options).remote()
+        try:
+            self._max_context, self._latest = await _answer_of(self._actor.open.remote(self._chosen, self._model))
+        except BaseException:
+            self._kill()
+            raise
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        """Ask the engine to close, and kill its actor, whatever it says."""
+        if self._actor is None:
+            return
+        try:
+            async with asyncio.timeout(_CLOSE_SECONDS):
+                await _answer_of(self._actor.close.remote())
+        except (EngineDeadError, TimeoutError):
+            pass  # it is killed all the same
+        finally:
+            self._kill()
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """See `Engine`."""
+        import ray
+
+        answer = self._running.generate.remote(request)
+        self._asked += 1
+        try:
+            completion, self._latest = await _answer_of(answer)
+        except asyncio.CancelledError:
+            ray.cancel(answer)
+            raise
+        finally:
+            self._asked -= 1
+        return cast(Completion, completion)
+
+    async def interrupt(self) -> None:
+        """See `Engine`."""
+        self._latest = await _answer_of(self._running.interrupt.remote())
+
+    async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
+        """See `Engine`."""
+        self._latest = await _answer_of(self._running.update_weights.remote(weights, version))
+
+    async def probe(self) -> None:
+        """See `Probed`."""
+        self._latest = await _answer_of(self._running.probe.remote())
+
+    def stats(self) -> EngineStats:
+        """See `Engine`."""
+        seen = self._latest.stats
+        unseen = max(0, self._asked - seen.running - seen.waiting)
+        return replace(seen, waiting=seen.waiting + unseen)
+
+    @property
+    def _running(self) -> Any:
+        if self._actor is None:
+            raise EngineDeadError("the engine is not running: use it inside `async with engine:`")
+        return self._actor
+
+    def _kill(self) -> None:
+        import ray
+
+        actor, self._actor = self._actor, None
+        if ray.is_initialized():
+            ray.kill(actor, no_restart=True)
+
+
+_CLOSE_SECONDS = 10.0
+"""How long an engine may take to close by itself."""
+
+
+async def _answer_of(reference: Any) -> Any:
+    """What a reference will be.
+
+    Raises:
+        EngineDeadError: the actor is gone.
+    """
+    from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
+
+    try:
+        return await asyncio.wrap_future(reference.future())
+    except RayActorError as error:
+        raise EngineDeadError(f"the engine's actor is gone: {str(error).strip().splitlines()[0]}") from error
+    except TaskCancelledError as error:
+        raise EngineDeadError("the request was cancelled in the engine's actor") from error
+    except RayTaskError as error:
+        raise error.cause from error

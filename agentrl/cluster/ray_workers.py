@@ -1,0 +1,103 @@
+"""Workers as Ray actors: on this machine, or on any of a cluster.
+
+The sign of life of an actor is an answer of another thread than the one that works. Ray is imported when a worker is
+started, and has to be running then (`agentrl/cluster/ray_cluster.py`).
+"""
+
+import asyncio
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentrl.cluster.workers import LEASE_SECONDS, START_SECONDS, Make, Worker, WorkerGroup, start_all, under_lease
+from agentrl.errors import WorkerDiedError
+
+
+class _Host:
+    """The actor: an object, and its methods by name."""
+
+    def make(self, make: Make, rank: int) -> int:
+        self._made = make(rank)
+        return os.getpid()
+
+    def call(self, method: str, *args: Any) -> Any:
+        return getattr(self._made, method)(*args)
+
+    def beat(self) -> None:
+        """It lives."""
+
+
+@dataclass(frozen=True, slots=True)
+class RayWorkers:
+    """Starts workers by Ray. `gpus`: how many of them a worker of a role gets, by role; none where it is not named."""
+
+    gpus: Mapping[str, float] = field(default_factory=dict)
+    lease: float = LEASE_SECONDS
+
+    async def __call__(self, role: str, make: Make, count: int) -> WorkerGroup:
+        """`StartWorkers`."""
+        return await start_all(role, [self.one(role, make, rank) for rank in range(count)])
+
+    async def one(self, role: str, make: Make, rank: int) -> Worker:
+        """`StartWorker`."""
+        import ray
+
+        remote: Any = ray.remote
+        gpus = self.gpus.get(role, 0)
+        host = remote(num_cpus=0, num_gpus=gpus, max_restarts=0, concurrency_groups={"beside": 1})(_Host)
+        worker = RayWorker(role, rank, host.remote(), self.lease)
+        try:
+            worker.pid = await worker.ask(worker.actor.make.remote(make, rank))
+        except BaseException:
+            await worker.stop()
+            raise
+        return worker
+
+
+@dataclass(slots=True)
+class RayWorker:
+    """One actor."""
+
+    role: str
+    rank: int
+    actor: Any
+    lease: float
+    pid: int = 0
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Call a method of the object in the actor."""
+        return await self.ask(self.actor.call.remote(method, *args))
+
+    async def ask(self, answer: Any) -> Any:
+        """What a reference will be.
+
+        Raises:
+            WorkerDiedError: the actor is gone, or gives no sign of life.
+        """
+        from ray.exceptions import RayActorError, RayTaskError
+
+        try:
+            return await under_lease(asyncio.wrap_future(answer.future()), self._sign_of_life, self.lease)
+        except RayActorError as error:
+            raise WorkerDiedError(self.role, self.rank, str(error).strip().splitlines()[0]) from error
+        except RayTaskError as error:
+            raise error.cause from error  # as it was raised there, and not as a Ray error of the same kind
+
+    async def stop(self) -> None:
+        """Kill the actor. Ray kills by force what does not obey."""
+        import ray
+
+        if ray.is_initialized():
+            ray.kill(self.actor, no_restart=True)
+
+    async def _sign_of_life(self) -> None:
+        beat = self.actor.beat.options(concurrency_group="beside").remote()
+        patience = self.lease if self.pid else START_SECONDS
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(beat.future()), patience)
+        except TimeoutError as error:
+            why = f"its process {self.pid} gave no sign of life for {patience:g} s (cluster.lease)"
+            if not self.pid:
+                why = f"Ray found no place for it in {patience:g} s; `ray status` says what is free"
+            raise WorkerDiedError(self.role, self.rank, why) from error

@@ -1,0 +1,131 @@
+"""Environments on workers of the cluster: each is an `agentrl serve` of its own, and one that dies is replaced.
+
+The cluster starts the workers and watches over them; the episodes go over the same link as to any server, so a step
+costs no call of the cluster. An episode whose worker dies has failed, and is played again.
+"""
+
+import asyncio
+import logging
+import secrets
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+
+from agentrl.cluster.workers import StartWorker, Worker
+from agentrl.errors import WorkerDiedError
+from agentrl.flow import Flow, now
+from agentrl.protocols import Env
+from agentrl.remote.client import RemoteEnv
+from agentrl.remote.server import EnvServer
+from agentrl.remote.sessions import Limits
+
+logger = logging.getLogger(__name__)
+
+MakeEnvs = Callable[[], Callable[[], Env]]
+"""Finds an environment where it shall live, and returns what makes it there."""
+_SOUND_SECONDS = 30.0
+"""A worker that lived for so long did not die of how it was started."""
+_ATTEMPTS = 3
+"""Workers in a row that may not live for so long, before the run ends of it."""
+
+
+class EnvWorker:
+    """The worker: serves environments, in a thread, to who knows the token."""
+
+    def __init__(self, make: MakeEnvs, limits: Limits, host: str, token: str, rank: int) -> None:
+        self._server = EnvServer(make(), name=f"env-{rank}", host=host, token=token, limits=limits)
+        self._thread = threading.Thread(target=self._server.run, name="env-server", daemon=True)
+        self._listening = threading.Event()
+
+    def open(self) -> str:
+        """Begin to serve; the address.
+
+        Raises:
+            RuntimeError: it cannot listen.
+        """
+        self._thread.start()
+        while not self._server.started:
+            if not self._thread.is_alive():
+                raise RuntimeError("the server of the environments did not start")
+            self._listening.wait(0.01)
+        return self._server.url
+
+    def serve(self) -> None:
+        """Returns when it serves no more."""
+        self._thread.join()
+
+
+@asynccontextmanager
+async def env_workers(
+    start: StartWorker, count: int, make: Callable[[str, int], EnvWorker]
+) -> AsyncIterator[Callable[[], Env]]:
+    """What makes environments on `count` workers, each made by `make(token, rank)`.
+
+    Raises:
+        ConfigError: there is no such environment.
+        WorkerDiedError: the workers of a rank die as soon as they live.
+    """
+    token = secrets.token_urlsafe()
+    pool = _Pool(start, partial(make, token))
+    async with Flow("env workers") as flow:
+        for rank in range(count):
+            flow.start(pool.keep(rank), name=str(rank))
+        await pool.servers()
+        yield partial(_WorkerEnv, pool, token)
+        flow.cancel()
+
+
+class _WorkerEnv(RemoteEnv):
+    """An environment on whichever worker lives."""
+
+    def __init__(self, pool: "_Pool", token: str) -> None:
+        super().__init__((), token)
+        self._pool = pool
+
+    async def servers(self) -> Sequence[str]:
+        """Waits for the first worker."""
+        return await self._pool.servers()
+
+
+class _Pool:
+    """The addresses of the workers that live."""
+
+    def __init__(self, start: StartWorker, make: Callable[[int], EnvWorker]) -> None:
+        self._start = start
+        self._make = make
+        self._urls: dict[int, str] = {}
+        self._one_lives = asyncio.Event()
+
+    async def servers(self) -> Sequence[str]:
+        """Where environments can be played; waits for the first place."""
+        await self._one_lives.wait()
+        return tuple(self._urls.values())
+
+    async def keep(self, rank: int) -> None:
+        """Have a worker of this rank, always."""
+        died_at_once = 0
+        while True:
+            started = now()
+            try:
+                worker = await self._start("env", self._make, rank)
+                try:
+                    await self._serve(worker, rank)
+                finally:
+                    await worker.stop()
+            except WorkerDiedError as error:
+                died_at_once = died_at_once + 1 if now() - started < _SOUND_SECONDS else 0
+                if died_at_once == _ATTEMPTS:
+                    raise
+                logger.warning("%s; another takes its place", error)
+
+    async def _serve(self, worker: Worker, rank: int) -> None:
+        self._urls[rank] = await worker.call("open")
+        self._one_lives.set()
+        try:
+            await worker.call("serve")
+            raise WorkerDiedError("env", rank, "its server ended")
+        finally:
+            del self._urls[rank]
+            if not self._urls:
+                self._one_lives.clear()
