@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-EXTRAS ?= cpu,dev,envs
+EXTRAS ?= cpu,deepspeed,dev,envs,lora
 STAMP  := $(VENV)/.installed-$(EXTRAS)
 
 # A CPU build of torch: from the find-links folder of pip's own configuration where there is one, else from
@@ -25,7 +25,7 @@ install: $(STAMP)
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "uv>=0.5"
-	$(BIN)/uv pip install --quiet --python $(BIN)/python $(TORCH_FROM) -e ".[$(EXTRAS)]"
+	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python $(TORCH_FROM) -e ".[$(EXTRAS)]"
 	touch $@
 
 demo: install

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from agentrl.algorithms.grpo import Grpo
 from agentrl.batch import TrainBatch, TrainingSample, collate
 from agentrl.cluster.weights import checksum
+from agentrl.cluster.workers import Make, WorkerGroup
 from agentrl.errors import AgentRLError, CheckpointError, ConfigError, ConformanceError, TrainingError
 from agentrl.protocols import LossOutput, LossTokens
 from agentrl.testing.trainers import (
@@ -32,13 +33,7 @@ from agentrl.trainers.settings import TrainerSettings
 
 def make_trainer(model: Path, case: TrainerCase, **settings: Any) -> LocalTrainer:
     config = LocalTrainer.Config(
-        lr=case.lr,
-        betas=case.betas,
-        eps=case.eps,
-        weight_decay=case.weight_decay,
-        max_grad_norm=case.max_grad_norm,
-        micro_batch_tokens=case.micro_batch_tokens,
-        minibatches=case.minibatches,
+        **case.settings,
         device="cpu",
         **settings,
     )
@@ -326,3 +321,34 @@ def test_a_model_whose_windows_or_logits_would_be_computed_wrongly_is_refused(tm
 
         with pytest.raises(ConfigError, match=expected):
             asyncio.run(enter(tmp_path / name))
+
+
+def test_ranks_leave_before_they_are_stopped_and_one_that_cannot_is_stopped_all_the_same(
+    shallow_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentrl.trainers.group._LEAVE_SECONDS", 0.1)
+    said: list[str] = []
+
+    @dataclass
+    class Seen:
+        answers: bool
+
+        async def call(self, method: str, *_: Any) -> Any:
+            said.append(method)
+            if method == "close" and not self.answers:
+                await asyncio.Event().wait()
+            return "localhost:1"
+
+        async def stop(self) -> None:
+            said.append("stop")
+
+    async def leave(worker: Seen) -> None:
+        async def start(role: str, make: Make, count: int) -> WorkerGroup:
+            return WorkerGroup(role, [worker])
+
+        async with LocalTrainer(LocalTrainer.Config(), shallow_model_dir, total_steps=1, start=start):
+            said.clear()
+
+    for answers in (True, False):
+        asyncio.run(leave(Seen(answers)))
+        assert said == ["close", "stop"]

@@ -12,6 +12,7 @@ import torch
 from agentrl.cluster.local_workers import ProcessWorker
 from agentrl.cluster.workers import Make, WorkerGroup
 from agentrl.testing.trainers import LOSS, TrainerCase, check_trainer, random_batches
+from agentrl.trainers.deepspeed import DeepSpeedTrainer
 from agentrl.trainers.fsdp import FsdpTrainer
 from agentrl.trainers.group import GroupTrainer
 from agentrl.trainers.local import LocalTrainer
@@ -58,19 +59,16 @@ def processes() -> Iterator[Processes]:
 KINDS: dict[str, tuple[type[GroupTrainer], dict[str, Any]]] = {
     "fsdp": (FsdpTrainer, {"world_size": RANKS}),
     "fsdp, weights kept": (FsdpTrainer, {"world_size": RANKS, "reshard_after_forward": False}),
+    "deepspeed, ZeRO 1": (DeepSpeedTrainer, {"world_size": RANKS, "zero_stage": 1}),
+    "deepspeed, ZeRO 2": (DeepSpeedTrainer, {"world_size": RANKS, "zero_stage": 2}),
+    "deepspeed, ZeRO 3": (DeepSpeedTrainer, {"world_size": RANKS, "zero_stage": 3}),
 }
 
 
 def make_trainer(kind: type[GroupTrainer], settings: dict[str, Any], **parts: Any) -> Any:
     def make(model: Path, case: TrainerCase) -> GroupTrainer:
         config = kind.Config(
-            lr=case.lr,
-            betas=case.betas,
-            eps=case.eps,
-            weight_decay=case.weight_decay,
-            max_grad_norm=case.max_grad_norm,
-            micro_batch_tokens=case.micro_batch_tokens,
-            minibatches=case.minibatches,
+            **case.settings,
             **settings,
         )
         return kind(config, model, total_steps=case.total_steps, temperature=case.temperature, **parts)
@@ -78,7 +76,13 @@ def make_trainer(kind: type[GroupTrainer], settings: dict[str, Any], **parts: An
     return make
 
 
-@pytest.mark.parametrize("name", KINDS)
+LIKE_ANOTHER = ("fsdp, weights kept", "deepspeed, ZeRO 1")
+"""Nearly the code of the one beside it: the whole contract of these takes its time among the long tests."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name in LIKE_ANOTHER else ()) for name in KINDS]
+)
 def test_a_trainer_of_two_ranks_keeps_the_contract(
     name: str, processes: Processes, shallow_model_dir: Path, tmp_path: Path
 ) -> None:

@@ -51,12 +51,12 @@ class Sharding(Protocol):
         """The largest of all ranks, the same on each."""
         ...
 
-    def gradient_norm(self) -> Tensor:
-        """The norm of the whole gradient, the same on each rank."""
-        ...
+    def update(self, lr: float, largest: float | None) -> float:
+        """One step of the optimizer, by gradients that are scaled down where their norm is above the `largest`.
 
-    def update(self, lr: float, scale: Tensor) -> None:
-        """One step of the optimizer with the gradients times `scale`."""
+        Returns the norm of the whole gradient before that, the same on each rank. Where it is not finite, no weight
+        has been changed, and the gradients are forgotten.
+        """
         ...
 
     def weights(self) -> Mapping[str, Tensor]:
@@ -144,24 +144,20 @@ class TrainerCore:
                 output = loss(logprobs_N, tokens)
                 weight = float(portion.counts)
                 part = output.loss_N.sum() / normalizer * weight
-                self.sharding.backward(part, last=i == len(portions) - 1)
+                # Times one; a loss that is not finite gets a gradient that is not either, which no update takes.
+                self.sharding.backward(part * (1 + 0 * part.detach()), last=i == len(portions) - 1)
                 tally.add(part.detach(), output.metrics, (before_N - rows.rollout_logprobs_N).abs(), weight)
 
     def _update(self, lr: float, tally: "_Tally") -> None:
         with tally.phase("optimizer"):
             loss = float(self.sharding.sum(tally.part))
             tally.gap_max = max(tally.gap_max, float(self.sharding.max(tally.part_gap)))
-            norm = self.sharding.gradient_norm()
-            grad_norm = float(norm)
+            grad_norm = self.sharding.update(lr, self.config.max_grad_norm)
             if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-                self.sharding.clear()
                 raise TrainingError(
                     f"step {self.steps_done}: the loss is {loss} and the gradient norm {grad_norm}; the weights were "
                     f"left as they were (largest gap between engine and trainer: {tally.gap_max:.3g} nats)"
                 )
-            largest = self.config.max_grad_norm
-            scale = torch.ones_like(norm) if largest is None else torch.clamp(largest / (norm + 1e-6), max=1.0)
-            self.sharding.update(lr, scale)
             tally.updated(loss, grad_norm)
 
     def _means(self, tally: "_Tally", loss_tokens: int) -> dict[str, float]:

@@ -23,7 +23,8 @@ from torch.distributed.tensor import DTensor
 from agentrl.trainers.checkpoint import kept_by_another, named_weights, read_checkpoint, save_model, save_state
 from agentrl.trainers.core import TrainerCore
 from agentrl.trainers.forward import MicroBatch
-from agentrl.trainers.model import Policy, decay_groups, load_policy
+from agentrl.trainers.model import Policy, load_policy
+from agentrl.trainers.optimizer import adamw, apply
 from agentrl.trainers.process_group import join, max_of_ranks, sum_of_ranks
 from agentrl.trainers.rank import Place, Plan
 
@@ -38,12 +39,10 @@ def open_core(plan: Plan, place: Place) -> TrainerCore:
     """Load the model, shard it, make the optimizer."""
     config = cast("FsdpTrainer.Config", plan.config)
     device = join(place)
-    policy = load_policy(plan.origin, plan.temperature, device, recompute=config.gradient_checkpointing)
+    policy = load_policy(plan, device)
     shapes = {name: weight.shape for name, weight in named_weights(policy.model).items()}
     _shard(policy, config, device, place.world_size)
-    optimizer = torch.optim.AdamW(
-        decay_groups(policy, config.weight_decay), lr=config.lr, betas=config.betas, eps=config.eps, foreach=True
-    )
+    optimizer = adamw(policy, config, foreach=True)
     return TrainerCore(config, plan.total_steps, FullyShard(plan.origin, place.rank, device, policy, optimizer, shapes))
 
 
@@ -102,19 +101,12 @@ class FullyShard:
         """See `Sharding`."""
         return max_of_ranks(value)
 
-    def gradient_norm(self) -> Tensor:
+    def update(self, lr: float, largest: float | None) -> float:
         """See `Sharding`."""
-        norm = torch.nn.utils.get_total_norm(self._gradients())
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-    def update(self, lr: float, scale: Tensor) -> None:
-        """See `Sharding`."""
-        factor = float(scale)
-        for gradient in self._gradients():
-            gradient.mul_(factor)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
+        total = torch.nn.utils.get_total_norm(p.grad for p in self.policy.parameters() if p.grad is not None)
+        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
+        apply(self.optimizer, norm, lr, largest)
+        return norm
 
     def weights(self) -> Mapping[str, Tensor]:
         """All weights in the CPU's memory, on rank 0; the other ranks help, and return none."""
@@ -148,6 +140,3 @@ class FullyShard:
     def close(self) -> None:
         """See `Sharding`."""
         dist.destroy_process_group()
-
-    def _gradients(self) -> list[Tensor]:
-        return [p.grad for p in self.policy.parameters() if p.grad is not None]

@@ -1,12 +1,15 @@
 """A trainer whose ranks are workers: deals each batch to them, and asks them all at the same time."""
 
+import asyncio
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from agentrl.batch import TrainBatch
+from agentrl.cluster.bundle import BundlePlace, WeightBundle
 from agentrl.cluster.local_workers import start_local
 from agentrl.cluster.workers import StartWorkers, WorkerGroup
 from agentrl.errors import AgentRLError, ConfigError, TrainingError
@@ -17,6 +20,9 @@ from agentrl.trainers.settings import TrainerSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_LEAVE_SECONDS = 5.0
+"""How long the ranks may take to leave each other and give back what they hold, before they are stopped."""
 
 
 class GroupTrainer:
@@ -75,8 +81,12 @@ class GroupTrainer:
 
     async def __aexit__(self, *exc: object) -> None:
         ranks, self._ranks = self._ranks, None
-        if ranks is not None:
-            await ranks.stop()
+        if ranks is None:
+            return
+        with suppress(AgentRLError, TimeoutError):  # one that is dead or stuck is stopped all the same
+            async with asyncio.timeout(_LEAVE_SECONDS):
+                await ranks.all("close")
+        await ranks.stop()
 
     async def step(self, batch: TrainBatch, loss: Loss, normalizer: float) -> Mapping[str, float]:
         """One pass over the batch, in `minibatches` optimizer steps.
@@ -114,6 +124,11 @@ class GroupTrainer:
         """The float32 weights, whole; of tied weights the first name only. With one rank in this process not copied."""
         weights: Mapping[str, Tensor] = (await self._entered.all("weights"))[0]
         return weights
+
+    async def write_weights(self, place: BundlePlace) -> WeightBundle:
+        """See `WritesWeights`: rank 0 writes them, and nothing is sent here but where they are."""
+        bundle: WeightBundle = (await self._entered.all("write_weights", place))[0]
+        return bundle
 
     async def save(self, folder: Path) -> None:
         """Write a Hugging Face folder with the tokenizer, and the optimizer's state and step beside it.

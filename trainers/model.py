@@ -1,6 +1,6 @@
 """A Hugging Face causal language model as a policy: packed rows in, the logprobs of the loss tokens out."""
 
-from pathlib import Path
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -9,31 +9,36 @@ from torch import Tensor, nn
 from agentrl.errors import ConfigError
 from agentrl.trainers.checkpoint import no_progress_bars
 from agentrl.trainers.forward import MicroBatch, check_model, token_logprobs
+from agentrl.trainers.rank import Plan
 
 
 class Policy(nn.Module):
-    """The model and the temperature that it is sampled at, as one module: what is called and sharded as a whole."""
+    """The model and the temperature that it is sampled at, as one module: what is called and sharded as a whole.
 
-    def __init__(self, model: Any, temperature: float) -> None:
+    `autocast`: compute matrix products in bfloat16, by weights that are float32.
+    """
+
+    def __init__(self, model: Any, temperature: float, *, autocast: bool) -> None:
         super().__init__()
         self.model = model
         self.temperature = temperature
+        self.autocast = autocast
 
     def forward(self, rows: MicroBatch) -> Tensor:
         """log softmax(logits / temperature) of each loss token, float32, shape N."""
-        return token_logprobs(self.model, rows, self.temperature)
+        with torch.autocast(rows.tokens_BT.device.type, torch.bfloat16) if self.autocast else nullcontext():
+            return token_logprobs(self.model, rows, self.temperature)
 
 
-def load_policy(folder: Path, temperature: float, device: torch.device, *, recompute: bool) -> Policy:
-    """The model of a Hugging Face folder in float32, without dropout: as the policy that sampled.
-
-    `recompute`: compute activations twice instead of keeping them.
+def load_policy(plan: Plan, device: torch.device, *, autocast: bool = False) -> Policy:
+    """The plan's model in float32, without dropout: as the policy that sampled.
 
     Raises:
         ConfigError: there is no model in the folder, or one that cannot be trained exactly.
     """
     from transformers import AutoModelForCausalLM
 
+    folder = plan.origin
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} is no Hugging Face model folder: there is no config.json in it")
     with no_progress_bars():
@@ -42,20 +47,11 @@ def load_policy(folder: Path, temperature: float, device: torch.device, *, recom
         )
     model.to(device).eval()
     check_model(model)
-    if recompute:
+    if plan.config.gradient_checkpointing:
         _without_dropout(model)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()  # checkpointing happens in training mode only
-    return Policy(model, temperature)
-
-
-def decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups of an optimizer: matrices decay, norms and biases do not."""
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    return [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
+    return Policy(model, plan.temperature, autocast=autocast)
 
 
 def _without_dropout(model: Any) -> None:

@@ -1,7 +1,6 @@
 """All weights on one device: the sharding that is none."""
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -13,7 +12,8 @@ from agentrl.errors import ConfigError
 from agentrl.trainers.checkpoint import kept_by_another, named_weights, read_checkpoint, save_model, save_state
 from agentrl.trainers.core import TrainerCore
 from agentrl.trainers.forward import MicroBatch
-from agentrl.trainers.model import Policy, decay_groups, load_policy
+from agentrl.trainers.model import Policy, load_policy
+from agentrl.trainers.optimizer import adamw, apply
 from agentrl.trainers.rank import Place, Plan
 
 if TYPE_CHECKING:
@@ -24,12 +24,9 @@ def open_core(plan: Plan, place: Place) -> TrainerCore:
     """Load the model and make the optimizer."""
     config = cast("LocalTrainer.Config", plan.config)
     device = device_named(config.device)
-    policy = load_policy(plan.origin, plan.temperature, device, recompute=config.gradient_checkpointing)
-    optimizer = torch.optim.AdamW(
-        decay_groups(policy, config.weight_decay), lr=config.lr, betas=config.betas, eps=config.eps, fused=True
-    )
-    autocast = config.dtype == "bfloat16"
-    return TrainerCore(config, plan.total_steps, OneDevice(plan.origin, device, policy, optimizer, autocast))
+    policy = load_policy(plan, device, autocast=config.dtype == "bfloat16")
+    optimizer = adamw(policy, config, fused=True)
+    return TrainerCore(config, plan.total_steps, OneDevice(plan.origin, device, policy, optimizer))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +37,11 @@ class OneDevice:
     device: torch.device
     policy: Policy
     optimizer: torch.optim.AdamW
-    autocast: bool
 
     def logprobs(self, rows: MicroBatch) -> Tensor:
         """See `Sharding`."""
-        with self._precision():
-            logprobs_N: Tensor = self.policy(rows)
-            return logprobs_N
+        logprobs_N: Tensor = self.policy(rows)
+        return logprobs_N
 
     def clear(self) -> None:
         """See `Sharding`."""
@@ -64,17 +59,11 @@ class OneDevice:
         """See `Sharding`."""
         return value
 
-    def gradient_norm(self) -> Tensor:
+    def update(self, lr: float, largest: float | None) -> float:
         """See `Sharding`."""
-        return torch.nn.utils.get_total_norm(self._gradients())
-
-    def update(self, lr: float, scale: Tensor) -> None:
-        """See `Sharding`."""
-        for gradient in self._gradients():
-            gradient.mul_(scale)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
+        norm = float(torch.nn.utils.get_total_norm(p.grad for p in self.policy.parameters() if p.grad is not None))
+        apply(self.optimizer, norm, lr, largest)
+        return norm
 
     def weights(self) -> Mapping[str, Tensor]:
         """The float32 weights themselves, not copied."""
@@ -100,12 +89,6 @@ class OneDevice:
 
     def close(self) -> None:
         """There are no others."""
-
-    def _gradients(self) -> list[Tensor]:
-        return [p.grad for p in self.policy.parameters() if p.grad is not None]
-
-    def _precision(self) -> AbstractContextManager[object]:
-        return torch.autocast(self.device.type, torch.bfloat16) if self.autocast else nullcontext()
 
 
 def device_named(name: str) -> torch.device:

@@ -7,6 +7,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
+from agentrl.cluster.bundle import BundlePlace, WeightBundle
 from agentrl.errors import AgentRLError
 from agentrl.protocols import Loss
 from agentrl.trainers.deal import Share
@@ -58,9 +59,10 @@ class TrainerRank:
         self._core = make(self._plan, Place(self._rank, world_size, address))
 
     def close(self) -> None:
-        """Leave the other ranks. All have to."""
-        if self._core is not None:
-            self._core.close()
+        """Leave the other ranks, and hold the model no longer. All have to."""
+        core, self._core = self._core, None
+        if core is not None:
+            core.close()
 
     @property
     def core(self) -> "TrainerCore":
@@ -76,6 +78,11 @@ class TrainerRank:
     def weights(self) -> Mapping[str, "Tensor"]:
         """See `TrainerCore.weights`."""
         return self.core.weights()
+
+    def write_weights(self, place: BundlePlace) -> WeightBundle | None:
+        """Publish the weights. All ranks gather them, the first one writes."""
+        weights = self.core.weights()
+        return place.write(weights) if self._rank == 0 else None
 
     def save(self, folder: Path) -> None:
         """See `TrainerCore.save`."""

@@ -5,7 +5,7 @@ model, no packing, no accumulation. Dimension suffix: N loss tokens, flattened.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,12 @@ class TrainerCase:
     minibatches: int = 1
     temperature: float = 0.8
     total_steps: int = 10
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Those of them that are fields of `TrainerSettings`."""
+        given = asdict(self)
+        return {name: given[name] for name in given if name not in ("temperature", "total_steps")}
 
 
 MakeTrainer = Callable[[Path, TrainerCase], Trainer]

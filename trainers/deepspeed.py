@@ -1,0 +1,29 @@
+"""The trainer of many ranks by DeepSpeed's ZeRO."""
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from agentrl.trainers.group import GroupTrainer
+from agentrl.trainers.settings import TrainerSettings
+
+
+class DeepSpeedTrainer(GroupTrainer):
+    """DeepSpeed over `world_size` ranks, each a worker of the cluster. Needs the extra `deepspeed`."""
+
+    core: ClassVar[str] = "agentrl.trainers.zero_sharding:open_core"
+
+    class Config(TrainerSettings):
+        """Everything a trainer has, and how it is sharded."""
+
+        world_size: int = Field(1, ge=1)
+        """Ranks: one device each."""
+        zero_stage: Literal[1, 2, 3] = 2
+        """What is in parts on the ranks: the optimizer (1), gradients too (2), weights too (3); arXiv:1910.02054."""
+        offload: bool = False
+        """Keep the optimizer (and with stage 3 the weights) in the CPU's memory, where the devices are GPUs."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks."""
+        return int(self.config.world_size)

@@ -1,0 +1,154 @@
+"""What a rank of `DeepSpeedTrainer` computes, in torch and DeepSpeed."""
+
+import logging
+import math
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from agentrl.errors import ConfigError
+from agentrl.trainers.checkpoint import kept_by_another, named_weights, read_checkpoint, save_model, save_state
+from agentrl.trainers.core import TrainerCore
+from agentrl.trainers.forward import MicroBatch
+from agentrl.trainers.model import load_policy
+from agentrl.trainers.optimizer import adamw
+from agentrl.trainers.process_group import join, max_of_ranks, sum_of_ranks
+from agentrl.trainers.rank import Place, Plan
+
+if TYPE_CHECKING:
+    from agentrl.trainers.deepspeed import DeepSpeedTrainer
+
+_OPTIMIZER = "deepspeed"
+"""The folder in a checkpoint where the ranks keep their shards."""
+
+
+def open_core(plan: Plan, place: Place) -> TrainerCore:
+    """Load the model and give it to DeepSpeed."""
+    config = cast("DeepSpeedTrainer.Config", plan.config)
+    device = join(place)
+    deepspeed = _deepspeed(device)
+    policy = load_policy(plan, device, autocast=config.dtype == "bfloat16")
+    shapes = {name: weight.shape for name, weight in named_weights(policy.model).items()}
+    deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
+    engine, *_ = deepspeed.initialize(model=policy, optimizer=adamw(policy, config), config=_settings(config))
+    return TrainerCore(config, plan.total_steps, Zero(plan.origin, place, device, engine, shapes))
+
+
+def _deepspeed(device: torch.device) -> Any:
+    """The library, told where it is by the variables that it reads."""
+    os.environ["LOCAL_RANK"] = str(device.index or 0)
+    if device.type == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise ConfigError(f"trainer=deepspeed needs DeepSpeed ({error}): pip install 'agentrl[deepspeed]'") from error
+    deepspeed.utils.logger.setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # of names that DeepSpeed calls
+    if device.type == "cpu":  # compiled for minutes at the first start, and used for inference only
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+def _settings(config: "DeepSpeedTrainer.Config") -> dict[str, Any]:
+    """DeepSpeed's own. It clips by 1.0 when it is told nothing."""
+    to_cpu = {"device": "cpu"} if config.offload else {"device": "none"}
+    zero: dict[str, Any] = {"stage": config.zero_stage, "offload_optimizer": to_cpu}
+    if config.zero_stage == 3:
+        zero["offload_param"] = to_cpu
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": config.max_grad_norm or 0.0,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 10**9,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Zero:
+    """`Sharding` by DeepSpeed."""
+
+    origin: Path
+    place: Place
+    device: torch.device
+    engine: Any
+    shapes: Mapping[str, torch.Size]
+
+    def logprobs(self, rows: MicroBatch) -> Tensor:
+        """See `Sharding`."""
+        logprobs_N: Tensor = self.engine(rows)
+        return logprobs_N
+
+    def clear(self) -> None:
+        """See `Sharding`."""
+        self.engine.optimizer.zero_grad(set_to_none=True)
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """DeepSpeed averages over the ranks; the sum is wanted."""
+        self.engine.set_gradient_accumulation_boundary(last)
+        self.engine.backward(loss * self.place.world_size, scale_wrt_gas=False)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """See `Sharding`."""
+        return sum_of_ranks(values)
+
+    def max(self, value: Tensor) -> Tensor:
+        """See `Sharding`."""
+        return max_of_ranks(value)
+
+    def update(self, lr: float, largest: float | None) -> float:
+        """See `Sharding`. DeepSpeed scales by the same rule, and was told the `largest` when it started."""
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = lr
+        self.engine.step()
+        return float(self.engine.get_global_grad_norm()) if self.engine.was_step_applied() else math.nan
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """All weights in the CPU's memory, on rank 0; the other ranks help, and return none."""
+        import deepspeed
+
+        model = self.engine.module.model
+        held = {**dict(model.named_buffers()), **dict(model.named_parameters(remove_duplicate=False))}
+        whole: dict[str, Tensor] = {}
+        for name in self.shapes:
+            in_parts = [held[name]] if hasattr(held[name], "ds_id") else []
+            with deepspeed.zero.GatheredParameters(in_parts):  # one by one: a GPU need not hold them all
+                if self.place.rank == 0:
+                    whole[name] = held[name].detach().cpu().clone()
+        return whole
+
+    def save(self, folder: Path, step: int) -> None:
+        """The weights as a Hugging Face folder by rank 0; the shards by all."""
+        whole = self.weights()
+        if self.place.rank == 0:
+            save_model(folder, self.engine.module.model, self.origin, whole)
+        dist.barrier()
+        self.engine.save_checkpoint(str(folder / _OPTIMIZER), tag="step")
+        if self.place.rank == 0:
+            save_state(folder, {"step": step, "optimizer": f"{_OPTIMIZER} of {self.place.world_size} ranks"})
+        dist.barrier()
+
+    def load(self, folder: Path) -> int:
+        """See `Sharding`. The number of ranks has to be the one that saved it."""
+        _, state = read_checkpoint(folder, self.shapes)
+        if state["optimizer"] != f"{_OPTIMIZER} of {self.place.world_size} ranks":
+            raise kept_by_another(folder, f"deepspeed with trainer.world_size={self.place.world_size}")
+        self.engine.load_checkpoint(str(folder / _OPTIMIZER), tag="step")
+        return int(state["step"])
+
+    def close(self) -> None:
+        """See `Sharding`."""
+        import deepspeed
+
+        self.engine.destroy()
+        deepspeed.comm.destroy_process_group()
