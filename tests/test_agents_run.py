@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from agentrl.cluster.weights import WeightPublisher
+from agentrl.cluster.weights import WeightPublisher, WeightsConfig
 from agentrl.config import RunConfig, load_config
 from agentrl.errors import ConfigError
 from agentrl.flow import run_virtual
@@ -47,7 +47,7 @@ def test_a_frozen_agent_takes_up_the_versions_that_its_number_divides():
 
     async def main() -> list[tuple[int, int]]:
         async with ScriptedEngine(lambda ids: ()) as engine, ScriptedEngine(lambda ids: ()) as frozen:
-            publisher = WeightPublisher(engine, 60, ((frozen, 2),))
+            publisher = WeightPublisher(engine, 60, ((frozen, 2),), WeightsConfig(transport="direct"))
             versions = []
             for version in range(1, 6):
                 await publisher.publish(Weights(), version)

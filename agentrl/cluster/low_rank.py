@@ -66,8 +66,7 @@ def weight_files(folder: Path) -> Mapping[str, Path]:
             found |= dict.fromkeys(tensors.keys(), file)
     if not found:
         raise ConfigError(
-            f"{folder} has no *.safetensors, which low-rank updates are added to: load the model with transformers and "
-            "save it anew by save_pretrained"
+            f"{folder} has no *.safetensors: load the model with transformers and save it anew by save_pretrained"
         )
     return found
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field
 
+from agentrl.cluster.bundle import WeightBundle
+from agentrl.cluster.footprint import EngineLayout
 from agentrl.engines.admission import KvOnUpdate, max_new_tokens
 from agentrl.engines.slots import SlotTable
 from agentrl.errors import ConfigError, EngineDeadError, EngineError
@@ -78,6 +80,15 @@ class LocalEngine:
         kv_on_update: KvOnUpdate = "recompute"
         """What new weights do to the KV of requests in flight: compute it anew, or keep the old one and go on."""
 
+        def layout(self) -> EngineLayout:
+            """How it lies on its device, for those who count memory and time before it runs."""
+            return EngineLayout(
+                number=4 if self.dtype == "float32" else 2,
+                max_batch=self.max_batch,
+                max_context=self.max_context,
+                prefill_tokens=_STEP_TOKENS,
+            )
+
     def __init__(self, config: Config, model: Path) -> None:
         self._config = config
         self._folder = model
@@ -87,11 +98,14 @@ class LocalEngine:
         self._max_context = config.max_context or 0
         self._closed: str | None = "it was not entered (`async with`)"
         self._version = 0
+        self._staged: WeightBundle | None = None
         self._waiting: list[_Live] = []
         self._running: dict[int, _Live] = {}
         self._live_ids: set[str] = set()
         self._slots = SlotTable(config.max_batch)
         self._wake = asyncio.Event()
+        self._awake = asyncio.Event()
+        self._awake.set()
         self._arrivals = 0
         self._generated = self._prefilled = self._cached = 0
 
@@ -158,12 +172,24 @@ class LocalEngine:
         for live in list(self._running.values()):
             self._release(live)
 
+    async def stage_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
+        """See `StagesWeights`. A bundle is read in a thread, and requests go on meanwhile."""
+        self._check_newer(version)
+        if isinstance(weights, WeightBundle):
+            await asyncio.to_thread(weights.verify)
+        self._entered().check_weights(weights)
+        self._staged = weights if isinstance(weights, WeightBundle) else None
+
     async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
         """See `Engine.update_weights`. Steps run inline, so whoever calls this stands between two of them."""
-        model = self._entered()
-        if version <= self._version:
-            raise EngineError(f"weights of version {version} after version {self._version}: versions only grow")
-        model.load_weights(weights)
+        if not isinstance(weights, WeightBundle) or weights != self._staged:
+            await self.stage_weights(weights, version)
+        self._staged = None
+        self._check_newer(version)
+        try:
+            self._entered().load_weights(weights)
+        except Exception as error:  # some are new now and some are old
+            raise self._die(error) from error
         self._version = version
         self._slots.forget_parked()
         for live in self._running.values():
@@ -171,6 +197,25 @@ class LocalEngine:
                 live.stale = live.cached > 0
             else:
                 live.cached = 0  # all its tokens are computed anew before the next is sampled
+
+    @property
+    def weights(self) -> Mapping[str, "Tensor"]:
+        """What it samples from, by Hugging Face names; not copied, so they change with the next version."""
+        return self._entered().weights
+
+    async def sleep(self) -> None:
+        """See `Sleeper` (agentrl/cluster/time_share.py). Steps run inline, so no step is under way."""
+        model = self._entered()
+        self._awake.clear()
+        self._slots.forget_parked()
+        for live in self._running.values():
+            live.cached, live.stale = 0, False  # all its tokens are computed anew
+        model.sleep()
+
+    async def wake(self) -> None:
+        """See `Sleeper`."""
+        self._entered().wake()
+        self._awake.set()
 
     def stats(self) -> EngineStats:
         """What the engine is doing now."""
@@ -205,17 +250,17 @@ class LocalEngine:
         finished = 0
         try:
             while True:
+                await self._awake.wait()
                 if not self._running and not self._waiting:
                     self._wake.clear()
                     await self._wake.wait()
                 await self._let_callers_answer(finished)
+                if not self._awake.is_set():
+                    continue
                 self._admit()
                 finished = self._step(model) if self._running else 0
-        except Exception as error:  # the engine is dead, and everyone who waits or comes later is told why
-            self._closed = f"it died of {type(error).__name__}: {error}"
-            death = EngineDeadError(f"the engine died of {type(error).__name__}: {error}")
-            death.__cause__ = error
-            self._fail_all(death)
+        except Exception as error:
+            self._die(error)
 
     async def _let_callers_answer(self, finished: int) -> None:
         """Yield until the callers whose requests just finished have come back with the next turn.
@@ -325,6 +370,19 @@ class LocalEngine:
         del self._running[live.slot]
         reusable = self._config.prefix_cache and not live.stale
         self._slots.park(live.slot, live.tokens[: live.cached] if reusable else ())
+
+    def _check_newer(self, version: int) -> None:
+        self._entered()
+        if version <= self._version:
+            raise EngineError(f"weights of version {version} after version {self._version}: versions only grow")
+
+    def _die(self, error: Exception) -> EngineDeadError:
+        """The engine is dead from here on, and everyone who waits or comes later is told why."""
+        self._closed = f"it died of {type(error).__name__}: {error}"
+        death = EngineDeadError(f"the engine died of {type(error).__name__}: {error}")
+        death.__cause__ = error
+        self._fail_all(death)
+        return death
 
     def _fail_all(self, error: EngineError) -> None:
         for live in [*self._waiting, *self._running.values()]:

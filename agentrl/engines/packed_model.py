@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from agentrl.cluster.bundle import shapes_of
 from agentrl.engines.sampling import Sampler, noise_keys
 from agentrl.errors import ConfigError, EngineError
 
@@ -176,25 +177,51 @@ class PackedModel:
         drawn = {row.slot: pair for (_, row), pair in zip(sampled, zip(tokens, logprobs, strict=True), strict=True)}
         return [drawn[row.slot] for row in rows if row.sample]
 
-    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy new weights in; all or nothing.
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """The weights by Hugging Face names, not copied; tied ones under each of their names."""
+        return dict(self._model.named_parameters(remove_duplicate=False))
+
+    def check_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Say whether these are all of this model's weights.
 
         Raises:
             EngineError: a name is unknown or missing (tied names may be), or a shape differs.
         """
-        own = dict(self._model.named_parameters(remove_duplicate=False))
-        unknown = sorted(weights.keys() - own.keys())
-        given = {id(own[name]) for name in weights if name in own}
+        own, shapes = self.weights, shapes_of(weights)
+        unknown = sorted(shapes.keys() - own.keys())
+        given = {id(own[name]) for name in shapes if name in own}
         missing = sorted(name for name, parameter in own.items() if id(parameter) not in given)
-        misshapen = sorted(name for name in weights.keys() & own.keys() if weights[name].shape != own[name].shape)
+        misshapen = sorted(name for name in shapes.keys() & own.keys() if shapes[name] != own[name].shape)
         if unknown or missing or misshapen:
             raise EngineError(
                 f"these weights are not of the engine's model: unknown {unknown[:3]}, missing {missing[:3]}, "
                 f"of another shape {misshapen[:3]}; nothing was changed"
             )
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy new weights in, which were checked; one that fails to be copied leaves a mix."""
+        own = self.weights
         with torch.no_grad():
             for name, tensor in weights.items():
                 own[name].copy_(tensor)
+
+    def sleep(self) -> None:
+        """Give back the KV cache, and move the weights to the host's memory."""
+        self._layers = [_SlotKv() for _ in self._layers]
+        self._capacity = (0, 0)
+        self._model.to("cpu")
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Move the weights back; the KV cache grows again as it must."""
+        self._model.to(self._device)
+
+    @property
+    def kv_bytes(self) -> int:
+        """What the KV cache holds of the device's memory."""
+        return sum(layer.keys_SKLD.nbytes + layer.values_SKLD.nbytes for layer in self._layers)
 
     def _forward(self, blocks: Sequence[Sequence[StepRow]], ends_R: Tensor) -> Tensor:
         order = [row for block in blocks for row in block]

@@ -6,16 +6,18 @@ vLLM runs in processes of its own (`AsyncLLM`) and is imported when the engine i
 
 import asyncio
 import os
-import tempfile
 import warnings
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from pydantic import Field
 
+from agentrl.cluster.bundle import WeightBundle, shapes_of, weight_shapes
+from agentrl.cluster.footprint import EngineLayout
+from agentrl.cluster.store import bundled
 from agentrl.engines.admission import KvOnUpdate, max_new_tokens
-from agentrl.errors import ConfigError, EngineDeadError, EngineError
+from agentrl.errors import ConfigError, EngineDeadError, EngineError, WeightsError
 from agentrl.protocols import EngineStats, GenerateRequest, Settings
 from agentrl.trajectory import Completion, FinishReason
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
     from agentrl.engines.vllm_worker import Counters
 
+T = TypeVar("T")
 _TIED_HEAD = "lm_head.weight"
 
 
@@ -55,8 +58,24 @@ class VllmEngine:
         """Size of the KV cache in GiB. When not given: 1 on a CPU, what `memory_fraction` leaves on a GPU."""
         enforce_eager: bool | None = None
         """Skip compilation and CUDA graphs. When not given: yes on a CPU, no on a GPU."""
+        sleep_mode: bool = False
+        """Let it give its memory back while the trainer works (`placement: colocated`). On GPUs only."""
         kv_on_update: KvOnUpdate = "recompute"
         """What new weights do to the KV of requests in flight: compute it anew, or keep the old one and go on."""
+
+        def layout(self) -> EngineLayout:
+            """How it lies on its devices, for those who count memory and time before it runs."""
+            return EngineLayout(
+                number=4 if self.dtype == "float32" else 2,
+                max_batch=self.max_batch,
+                max_context=self.max_context,
+                tensor_parallel=self.tensor_parallel,
+                splits=(1, 2, 4, 8),
+                fraction=self.memory_fraction,
+                kv_bytes=None if self.kv_cache_gib is None else int(self.kv_cache_gib * 2**30),
+                kv_bytes_on_cpu=2**30,
+                prefill_tokens=8192,
+            )
 
     def __init__(self, config: Config, model: Path) -> None:
         self._config = config
@@ -71,7 +90,9 @@ class VllmEngine:
         self._begin_anew: set[str] = set()
         self._salt = "0"
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._staged: WeightBundle | None = None
         self._updating = asyncio.Lock()
+        self._asleep = False
 
     @property
     def policy_version(self) -> int:
@@ -84,7 +105,7 @@ class VllmEngine:
         return self._max_context
 
     async def __aenter__(self) -> Self:
-        self._shapes = _checkpoint_shapes(self._folder)
+        self._shapes = weight_shapes(self._folder)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what vLLM's imports warn about is not the user's to mend
             self._llm = self._start()
@@ -137,6 +158,22 @@ class VllmEngine:
             except Exception as error:
                 raise EngineDeadError(f"vLLM died in an interrupt: {type(error).__name__}: {error}") from error
 
+    async def stage_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
+        """See `StagesWeights`. Each of vLLM's workers reads a bundle whole and checks it, between two steps."""
+        llm = self._entered()
+        self._check_weights(weights, version)
+        if isinstance(weights, WeightBundle):
+            try:
+                work = llm.collective_rpc("verify_weights", args=(str(weights.folder),))
+                found = set(await self._unless_dead(llm, work))
+            except Exception as error:
+                if llm.errored:
+                    raise EngineDeadError(f"vLLM died in staging: {type(error).__name__}: {error}") from error
+                raise WeightsError(f"vLLM's workers cannot take {weights}: {error}") from error
+            if found != {weights.manifest.checksum}:
+                raise WeightsError(f"vLLM's workers see other weights than {weights}: {sorted(found)}")
+            self._staged = weights
+
     async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
         """See `Engine.update_weights`.
 
@@ -147,17 +184,41 @@ class VllmEngine:
         """
         async with self._updating:
             llm = self._entered()
+            if self._asleep:
+                raise EngineError("vLLM takes no new weights while it sleeps: wake it before they are published")
             self._check_weights(weights, version)
-            path = await asyncio.to_thread(self._write, weights)
-            try:
-                await self._unless_dead(llm, self._exchange(llm, path, version))
-            except BaseException as error:
-                self._closed = f"its update to version {version} broke off: {type(error).__name__}: {error}"
-                if isinstance(error, Exception):
-                    raise EngineDeadError(f"the engine is lost: {self._closed}") from error
-                raise
-            finally:
-                path.unlink()
+            async with bundled(weights, version) as bundle:
+                if bundle != self._staged:
+                    await self.stage_weights(bundle, version)
+                try:
+                    await self._unless_dead(llm, self._exchange(llm, bundle, version))
+                except BaseException as error:
+                    self._closed = f"its update to version {version} broke off: {type(error).__name__}: {error}"
+                    if isinstance(error, Exception):
+                        raise EngineDeadError(f"the engine is lost: {self._closed}") from error
+                    raise
+
+    async def sleep(self) -> None:
+        """See `Sleeper` (agentrl/cluster/time_share.py). Weights go to the host's memory, the KV cache is dropped.
+
+        Raises:
+            ConfigError: vLLM for CPUs, which has no such mode, or `sleep_mode` is off.
+        """
+        async with self._updating:
+            llm = self._entered()
+            if not self._config.sleep_mode:
+                raise ConfigError("engine.sleep_mode is off, so vLLM cannot sleep: write engine.sleep_mode=true")
+            if not self._asleep:
+                await self._unless_dead(llm, llm.sleep(level=1, mode="keep"))
+                self._asleep = True
+
+    async def wake(self) -> None:
+        """See `Sleeper`."""
+        async with self._updating:
+            llm = self._entered()
+            if self._asleep:
+                await self._unless_dead(llm, llm.wake_up())
+                self._asleep = False
 
     def stats(self) -> EngineStats:
         """What the engine is doing now. The counts are vLLM's own, as of its last step."""
@@ -195,6 +256,11 @@ class VllmEngine:
         if self._config.device not in ("auto", "cpu" if on_cpu else "cuda"):
             built_for = "CPUs" if on_cpu else "GPUs"
             raise ConfigError(f"engine.device={self._config.device}, but the installed vLLM is built for {built_for}")
+        if on_cpu and self._config.sleep_mode:
+            raise ConfigError(
+                "engine.sleep_mode=true, but vLLM for CPUs cannot sleep: leave it out, or let engine=local take turns "
+                "with the trainer"
+            )
         counters = self._counters = Counters()
         try:
             return AsyncLLM.from_engine_args(
@@ -221,6 +287,7 @@ class VllmEngine:
             "enable_prefix_caching": config.prefix_cache,
             "tensor_parallel_size": config.tensor_parallel,
             "gpu_memory_utilization": config.memory_fraction,
+            "enable_sleep_mode": config.sleep_mode,
             "kv_cache_memory_bytes": None if kv_cache_gib is None else int(kv_cache_gib * 2**30),
             **(self._whole_prefills() if on_cpu else {}),
             "enforce_eager": on_cpu if config.enforce_eager is None else config.enforce_eager,
@@ -281,7 +348,7 @@ class VllmEngine:
     def _check_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
         if version <= self._version:
             raise EngineError(f"weights of version {version} after version {self._version}: versions only grow")
-        given = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+        given = shapes_of(weights)
         unknown = sorted(given.keys() - self._shapes.keys() - {_TIED_HEAD})
         missing = sorted(self._shapes.keys() - given.keys() - {_TIED_HEAD})
         misshapen = sorted(name for name in given.keys() & self._shapes.keys() if given[name] != self._shapes[name])
@@ -291,35 +358,19 @@ class VllmEngine:
                 f"of another shape {misshapen[:3]}; nothing was changed"
             )
 
-    def _write(self, weights: Mapping[str, "Tensor"]) -> Path:
-        from safetensors.torch import save_file
-
-        # A tied head is in the checkpoint once; what the trainer lists beside it is the same tensor.
-        tensors = {name: tensor.detach().contiguous() for name, tensor in weights.items() if name in self._shapes}
-        shared_memory = Path("/dev/shm")
-        handle, name = tempfile.mkstemp(
-            prefix="agentrl-weights-", suffix=".safetensors", dir=shared_memory if shared_memory.is_dir() else None
-        )
-        os.close(handle)
-        save_file(tensors, name)
-        return Path(name)
-
-    async def _unless_dead(self, llm: "AsyncLLM", work: Coroutine[Any, Any, None]) -> None:
-        """Do `work`, or raise when vLLM dies meanwhile: calls to a dead core get no answer."""
-        error: BaseException | None = None
+    async def _unless_dead(self, llm: "AsyncLLM", work: Coroutine[Any, Any, T]) -> T:
+        """What `work` returns; raises when vLLM dies meanwhile: calls to a dead core get no answer."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 task = tasks.create_task(work)
                 await asyncio.wait({task, llm.output_handler}, return_when=asyncio.FIRST_COMPLETED)
                 if not task.done():
-                    error = llm.dead_error
-                    task.cancel()
+                    raise llm.dead_error
         except ExceptionGroup as group:
-            error = group.exceptions[0]
-        if error is not None:
-            raise error
+            raise group.exceptions[0] from None
+        return task.result()
 
-    async def _exchange(self, llm: "AsyncLLM", path: Path, version: int) -> None:
+    async def _exchange(self, llm: "AsyncLLM", bundle: WeightBundle, version: int) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         recompute = self._config.kv_on_update == "recompute"
@@ -330,7 +381,9 @@ class VllmEngine:
         else:
             await self._salt_with(llm, version)
         await llm.start_weight_update()
-        await llm.update_weights(WeightTransferUpdateRequest(update_info={"path": str(path)}))
+        # A tied head is in the checkpoint once; what the trainer lists beside it is the same tensor.
+        names = [name for name in bundle if name in self._shapes]
+        await llm.update_weights(WeightTransferUpdateRequest({"folder": str(bundle.folder), "names": names}))
         await llm.finish_weight_update(weight_version=str(version))
         self._version = version
         await llm.resume_generation()
@@ -366,19 +419,6 @@ def _completion(output: Any) -> Completion:
     )
     finish_reason: FinishReason = output.finish_reason
     return Completion(token_ids, logprobs, tuple(versions), finish_reason)
-
-
-def _checkpoint_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the folder's weights, from the headers of its files."""
-    from safetensors import safe_open
-
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    if not shapes:
-        raise ConfigError(f"no *.safetensors in {folder}; save the model there with `save_pretrained`")
-    return shapes
 
 
 __all__ = ["VllmEngine"]

@@ -1,4 +1,4 @@
-"""What agentrl runs inside vLLM: new weights through shared memory, the end of orphans, and counters.
+"""What agentrl runs inside vLLM: new weights from files in shared memory, the end of orphans, and counters.
 
 This module imports vLLM and is imported only by an entered `VllmEngine` and, by name (`worker_extension_cls`), by
 vLLM's worker processes, where the import registers the weight transfer backend.
@@ -10,10 +10,10 @@ import signal
 import sys
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -24,7 +24,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-BACKEND = "agentrl_shared_memory"
+from agentrl.cluster.bundle import WeightBundle
+
+BACKEND = "agentrl_bundle"
 DRIVER_PID = "agentrl_driver_pid"
 """Key in vLLM's `additional_config`: the process whose death must end the workers."""
 
@@ -35,17 +37,18 @@ class NoInit(WeightTransferInitInfo):  # type: ignore[misc]
 
 
 @dataclass
-class WeightFile(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """A safetensors file that every worker of this machine can read; in shared memory where there is such a thing."""
+class BundleInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """Which of a bundle's weights to load; every worker can read its folder."""
 
-    path: str
+    folder: str
+    names: list[str]
 
 
-class SharedMemoryWeights(WeightTransferEngine[NoInit, WeightFile]):  # type: ignore[misc]
-    """Loads all weights from one safetensors file, memory-mapped."""
+class BundledWeights(WeightTransferEngine[NoInit, BundleInfo]):  # type: ignore[misc]
+    """Loads weights from a `WeightBundle`, memory-mapped, whose bytes were checked by `WorkerExtension`."""
 
     init_info_cls = NoInit
-    update_info_cls = WeightFile
+    update_info_cls = BundleInfo
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
@@ -59,15 +62,15 @@ class SharedMemoryWeights(WeightTransferEngine[NoInit, WeightFile]):  # type: ig
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load the file; the copy is complete when this returns."""
+        """Load the weights; the copy is complete when this returns."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":  # vLLM's own version synchronises whatever the device is, and fails on a CPU
             torch.accelerator.synchronize()
 
-    def receive_weights(self, update_info: WeightFile) -> None:
-        """Stream the tensors of the file into the model."""
-        with safe_open(update_info.path, framework="pt") as file:
-            self.model.load_weights((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+    def receive_weights(self, update_info: BundleInfo) -> None:
+        """Stream the tensors of the files into the model."""
+        bundle = WeightBundle.at(Path(update_info.folder))
+        self.model.load_weights((name, bundle[name]) for name in update_info.names)
 
     def finish_weight_update(self) -> None:
         """Bring all layers into the form they compute in."""
@@ -99,7 +102,11 @@ def _die_with(driver: int) -> None:
 
 
 class WorkerExtension:
-    """Named to vLLM as `worker_extension_cls`, for the sake of this module's import in every worker."""
+    """What vLLM's workers can be asked beyond their own methods; named to vLLM as `worker_extension_cls`."""
+
+    def verify_weights(self, folder: str) -> str:
+        """Read a bundle whole, check it, and return its checksum."""
+        return WeightBundle.open(Path(folder)).manifest.checksum
 
 
 class Counters(StatLoggerBase):  # type: ignore[misc]
@@ -138,6 +145,6 @@ class Counters(StatLoggerBase):  # type: ignore[misc]
         """Nothing to say."""
 
 
-WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryWeights)
+WeightTransferEngineFactory.register_engine(BACKEND, BundledWeights)
 
-__all__ = ["BACKEND", "DRIVER_PID", "Counters", "SharedMemoryWeights", "WorkerExtension"]
+__all__ = ["BACKEND", "DRIVER_PID", "BundledWeights", "Counters", "WorkerExtension"]

@@ -1,0 +1,581 @@
+"""Published weights: what is read is what was written, faults leave one version everywhere, and nothing is left."""
+
+import asyncio
+import json
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from agentrl.cluster import weights as weights_module
+from agentrl.cluster.bundle import BundlePlace, Update, WeightBundle, shapes_of, weight_shapes
+from agentrl.cluster.low_rank import Factors, LowRank
+from agentrl.cluster.store import WeightStore
+from agentrl.cluster.weights import WeightPublisher, WeightsConfig, checksum
+from agentrl.engines.local import LocalEngine
+from agentrl.errors import EngineDeadError, EngineError, WeightsError, WorkerDiedError
+from agentrl.flow import Flow, to_the_end
+from agentrl.protocols import GenerateRequest, SamplingParams
+from agentrl.rollout.router import Router
+
+Weights = Mapping[str, Tensor]
+DTYPES = [torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.float64]
+
+
+@pytest.fixture
+def shared_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of this test's own in shared memory, where everything is published; empty at its end."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
+        monkeypatch.setattr(weights_module, "SHARED_MEMORY", Path(folder))
+        monkeypatch.setattr(weights_module, "nearest", lambda: Path(folder))
+        yield Path(folder)
+        assert list(Path(folder).iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def lively_dir(shallow_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shallow model with larger weights, so that other weights give other logprobs."""
+    folder = tmp_path_factory.mktemp("models") / "lively"
+    model = AutoModelForCausalLM.from_pretrained(shallow_model_dir)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() == 2:
+                p.mul_(6.0)
+    model.save_pretrained(folder)
+    return folder
+
+
+def tensors(shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        f"layer.{i}.weight": torch.randn(shape, generator=generator).mul(100).to(dtype)
+        for i, (shape, dtype) in enumerate(shapes)
+    }
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.lists(st.tuples(st.lists(st.integers(0, 7), max_size=3).map(tuple), st.sampled_from(DTYPES)), max_size=12),
+    st.integers(1, 2000),
+)
+def test_what_is_read_is_what_was_written(shapes: list[tuple[tuple[int, ...], torch.dtype]], bucket_bytes: int) -> None:
+    written = tensors(shapes)
+    with tempfile.TemporaryDirectory() as folder:
+        bundle = BundlePlace(Path(folder) / "v7", 7, bucket_bytes).write(written)
+        sizes = [sum(written[name].nbytes for name in bucket.names) for bucket in bundle.manifest.buckets]
+        assert all(size >= bucket_bytes for size in sizes[:-1])
+        for read in (WeightBundle.open(Path(folder) / "v7"), pickle.loads(pickle.dumps(bundle))):
+            assert read == bundle
+            assert list(read) == list(written)
+            assert read.manifest.version == 7
+            for name, tensor in written.items():
+                assert read[name].dtype == tensor.dtype
+                assert torch.equal(read[name], tensor)
+
+
+def test_tensors_lie_in_the_files_and_stay_when_those_are_removed(tmp_path: Path) -> None:
+    place = BundlePlace(tmp_path / "v1", 1, 1000)
+    written = tensors([((400,), torch.float32)] * 3)
+    with suppress(KeyError), place:
+        assert len(pickle.dumps(place.write(written))) < 1500
+        read = dict(WeightBundle.open(tmp_path / "v1"))
+        assert all(mapped_file(tensor.data_ptr()).startswith(str(tmp_path)) for tensor in read.values())
+        raise KeyError
+    assert not list(tmp_path.iterdir())
+    assert all(torch.equal(tensor, written[name]) for name, tensor in read.items())
+    with pytest.raises(WeightsError, match="no published weights"):
+        WeightBundle.open(tmp_path / "v1")
+
+
+def mapped_file(address: int) -> str:
+    """The file that lies at an address of this process."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, stop = (int(bound, 16) for bound in line.split()[0].split("-"))
+        if start <= address < stop:
+            return line.split(maxsplit=5)[-1]
+    raise AssertionError("nothing is mapped there")
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_any_byte_that_is_not_as_it_was_written_is_found(data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        bundle = BundlePlace(Path(folder) / "v1", 1, 300).write(tensors([((40,), torch.float32)] * 4))
+        path = data.draw(st.sampled_from(sorted(bundle.folder.iterdir())))
+        content = bytearray(path.read_bytes())
+        at = data.draw(st.integers(0, len(content) - 1))
+        damage = data.draw(st.sampled_from(["flip", "cut", "gone"]))
+        if damage == "flip":
+            content[at] ^= 1 << data.draw(st.integers(0, 7))
+            path.write_bytes(content)
+        elif damage == "cut":
+            path.write_bytes(content[:at])
+        else:
+            path.unlink()
+        with pytest.raises(WeightsError):
+            WeightBundle.open(bundle.folder)
+
+
+def test_a_low_rank_update_is_published_as_its_factors_and_read_merged(tiny_model_dir: Path, tmp_path: Path) -> None:
+    base = weight_shapes(tiny_model_dir)
+    generator = torch.Generator().manual_seed(0)
+    factors = {
+        name: Factors(torch.randn(2, shape[1], generator=generator), torch.randn(shape[0], 2, generator=generator), 0.3)
+        for name, shape in base.items()
+        if "proj" in name
+    }
+    merged = LowRank(tiny_model_dir, factors)
+    BundlePlace(tmp_path / "v1", 1, 10_000).write(merged)
+    read = WeightBundle.open(tmp_path / "v1")
+    assert read.manifest.size < sum(weight.nbytes for weight in merged.values()) / 10
+    assert shapes_of(read) == base
+    assert checksum(read) == checksum(merged)
+    assert checksum(read) != checksum(LowRank(tiny_model_dir, {}))
+    with pytest.raises(WeightsError, match=r"an update of .*gone, which cannot be read"):
+        shapes_of(
+            WeightBundle(
+                tmp_path / "v1",
+                read.manifest.model_copy(update={"update": Update(base=tmp_path / "gone", scales={})}),
+            )
+        )
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 10_000_000])
+def test_tied_weights_are_published_under_each_of_their_names(tmp_path: Path, bucket_bytes: int) -> None:
+    tied = torch.randn(3, 5)
+    BundlePlace(tmp_path / "v1", 1, bucket_bytes).write({"embed": tied, "x": torch.ones(2, 5).T, "head": tied})
+    read = WeightBundle.open(tmp_path / "v1")
+    assert torch.equal(read["embed"], tied)
+    assert torch.equal(read["head"], tied)
+    assert torch.equal(read["x"], torch.ones(5, 2))
+
+
+OWNER = """
+import sys
+from pathlib import Path
+from agentrl.cluster.store import WeightStore
+
+store = WeightStore.open(Path(sys.argv[1]))
+folder = store.place(1).folder
+folder.mkdir()
+(folder / "manifest.json").write_text("{}")
+print(store._reaper.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("reaper_dies", [False, True])
+def test_a_killed_owner_leaves_nothing(tmp_path: Path, reaper_dies: bool) -> None:
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with owner:
+        assert owner.stdout is not None
+        reaper = psutil.Process(int(owner.stdout.readline()))
+        neighbour = WeightStore.open(tmp_path)  # sweeps, but what has an owner stays
+        assert len(list(tmp_path.glob("*/v1-0/manifest.json"))) == 1
+        if reaper_dies:
+            reaper.kill()
+        owner.kill()
+        owner.wait()
+        psutil.wait_procs([reaper], timeout=10)
+    assert len(list(tmp_path.iterdir())) == (2 if reaper_dies else 1)
+    neighbour.close()
+    WeightStore.open(tmp_path).close()
+    assert list(tmp_path.iterdir()) == []
+
+
+class Truth:
+    """Plain forward passes of any weights of one model."""
+
+    def __init__(self, folder: Path) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.versions: dict[int, Weights] = {
+            0: {name: p.detach().clone() for name, p in self._model.named_parameters()}
+        }
+
+    def new(self, version: int) -> Weights:
+        """Other weights, which become this version."""
+        generator = torch.Generator().manual_seed(version)
+        self.versions[version] = {
+            name: p + 0.5 * p.std(correction=0) * torch.randn(p.shape, generator=generator)
+            for name, p in self.versions[0].items()
+        }
+        return self.versions[version]
+
+    async def assert_serves(self, engine: LocalEngine, version: int) -> None:
+        """The engine's bytes, and its logprobs, are those of the version."""
+        assert engine.policy_version == version
+        assert served_checksum(engine) == checksum(self.versions[version])
+        prompt = (7, 8, 9, 10, 11)
+        request = GenerateRequest(f"of version {version}", prompt, SamplingParams(6))
+        completion = await engine.generate(request)
+        with torch.inference_mode():
+            logits_TV = torch.func.functional_call(
+                self._model,
+                dict(self.versions[version]),
+                (torch.tensor([[*prompt, *completion.token_ids]]),),
+                {"use_cache": False},
+                tie_weights=True,
+            ).logits[0, len(prompt) - 1 : -1]
+        logprobs_TV = torch.log_softmax(logits_TV, dim=-1)
+        expected_T = logprobs_TV.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+        assert set(completion.policy_versions) == {version}
+        assert (torch.tensor(completion.logprobs) - expected_T).abs().max() < 1e-3
+
+
+def served_checksum(engine: LocalEngine) -> str:
+    """Of the tensors that the engine samples from; of tied ones the first name."""
+    names: dict[int, str] = {}
+    for name, tensor in engine.weights.items():
+        names.setdefault(tensor.data_ptr(), name)
+    return checksum({name: engine.weights[name] for name in names.values()})
+
+
+@dataclass
+class Given:
+    """A trainer that gives what it is told to, or does `instead` what a test has in mind."""
+
+    now: Weights = field(default_factory=dict)
+    instead: Callable[[], Weights] | None = None
+
+    async def weights(self) -> Weights:
+        return self.now if self.instead is None else self.instead()
+
+
+class Breaks(Mapping[str, Tensor]):
+    """Weights of which the third is not to be had; counts how often somebody came so far."""
+
+    def __init__(self, weights: Weights, error: Exception, times: int) -> None:
+        self.weights = weights
+        self.error = error
+        self.times = times
+
+    def __getitem__(self, name: str) -> Tensor:
+        if self.times and name == list(self.weights)[2]:
+            self.times -= 1
+            raise self.error
+        return self.weights[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.weights)
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+
+class Faulty(LocalEngine):
+    """An engine that does something of the test's at the beginning of a phase, or in the middle of loading."""
+
+    on_stage: Callable[[WeightBundle], None] = staticmethod(lambda bundle: None)
+    on_commit: Callable[[], None] = staticmethod(lambda: None)
+
+    async def stage_weights(self, weights: Weights, version: int) -> None:
+        await asyncio.sleep(0)
+        assert isinstance(weights, WeightBundle)
+        self.on_stage(weights)
+        await super().stage_weights(weights, version)
+
+    async def update_weights(self, weights: Weights, version: int) -> None:
+        self.on_commit()
+        await asyncio.sleep(0)  # where a cancellation could come through
+        await super().update_weights(weights, version)
+
+    def dies_in_the_middle_of_loading(self) -> None:
+        model = self._entered()
+        load, half = model.load_weights, RuntimeError("the device is gone")
+        model.load_weights = lambda weights: load(Breaks(weights, half, times=1))  # type: ignore[method-assign]
+
+
+@dataclass
+class Cluster:
+    """Two engines behind a router, a trainer, and a publisher between them."""
+
+    truth: Truth
+    engines: list[Faulty]
+    router: Router
+    publisher: WeightPublisher
+    trainer: Given
+    place: Path
+
+    async def publish(self, version: int) -> None:
+        self.trainer.now = self.truth.new(version)
+        await self.publisher.publish(self.trainer, version)  # type: ignore[arg-type]
+
+    async def assert_all_serve(self, version: int, *, alive: Sequence[int] = (0, 1)) -> None:
+        for number, engine in enumerate(self.engines):
+            if number in alive:
+                await self.truth.assert_serves(engine, version)
+            else:
+                with pytest.raises(EngineDeadError):
+                    await engine.generate(GenerateRequest("r", (7,), SamplingParams(1)))
+
+    def versions_kept(self) -> list[int]:
+        """Of all that lies where weights are published."""
+        return [json.loads(path.read_text())["version"] for path in self.place.glob("*/*/manifest.json")]
+
+
+@asynccontextmanager
+async def cluster(model: Path, place: Path, **changes: object):  # type: ignore[no-untyped-def]
+    """All of it, with version 1 published."""
+    config = LocalEngine.Config(max_batch=4, max_context=64)
+    engines = [Faulty(config, model) for _ in range(2)]
+    settings = WeightsConfig.model_validate({"transport": "shared_memory", "bucket_mib": 1, "attempts": 2, **changes})
+    async with Router(engines) as router, WeightPublisher(router, 60, config=settings) as publisher:
+        made = Cluster(Truth(model), engines, router, publisher, Given(), place)
+        await made.publish(1)
+        await made.assert_all_serve(1)
+        yield made
+
+
+def always(error: Exception) -> Callable[..., None]:
+    def fail(*args: object) -> None:
+        raise error
+
+    return fail
+
+
+def once(error: Exception) -> Callable[..., None]:
+    errors = [error]
+
+    def fail(*args: object) -> None:
+        if errors:
+            raise errors.pop()
+
+    return fail
+
+
+def flip_a_byte(bundle: WeightBundle) -> None:
+    path = bundle.folder / bundle.manifest.buckets[-1].file
+    content = bytearray(path.read_bytes())
+    content[-7] ^= 4
+    path.write_bytes(content)
+
+
+def fault(name: str, made: Cluster, weights: Weights, *, times: int) -> None:
+    """Arrange for something to go wrong, so many times."""
+    second = made.engines[1]
+    repeat = once if times == 1 else always
+    if name == "a bucket cannot be written":
+        broken = Breaks(weights, OSError(28, "No space left on device"), times)
+        made.trainer.instead = lambda: broken
+    elif name == "the name is taken":
+        (store,) = made.place.iterdir()
+        for number in range(1, 1 + times):
+            (store / f"v2-{number}" / "something").mkdir(parents=True)
+    elif name == "a byte is flipped on the way":
+        flips = [flip_a_byte] * times
+        second.on_stage = lambda bundle: flips.pop()(bundle) if flips else None
+    elif name == "the second engine cannot stage":
+        second.on_stage = repeat(EngineError("no room for it"))
+    else:
+        raise AssertionError(name)
+
+
+BEFORE_THE_COMMIT = [
+    "a bucket cannot be written",
+    "the name is taken",
+    "a byte is flipped on the way",
+    "the second engine cannot stage",
+]
+
+
+@pytest.mark.parametrize("name", BEFORE_THE_COMMIT)
+def test_a_fault_before_the_commit_is_tried_again(name: str, lively_dir: Path, shared_memory: Path) -> None:
+    async def main() -> None:
+        async with cluster(lively_dir, shared_memory) as made:
+            fault(name, made, made.truth.new(2), times=1)
+            await made.publish(2)
+            assert made.publisher.latest.attempts == 2
+            await made.assert_all_serve(2)
+            assert made.versions_kept() == [2]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("name", BEFORE_THE_COMMIT)
+def test_a_fault_before_the_commit_that_stays_leaves_the_old_version_everywhere(
+    name: str, lively_dir: Path, shared_memory: Path
+) -> None:
+    async def main() -> None:
+        async with cluster(lively_dir, shared_memory) as made:
+            fault(name, made, made.truth.new(2), times=2)
+            with pytest.raises(
+                WeightsError, match=r"version 2 .* after 2 attempts .* the version before\. The last one"
+            ):
+                await made.publish(2)
+            await made.assert_all_serve(1)
+            assert made.versions_kept() == [1]
+            made.trainer.instead = None
+            made.engines[1].on_stage = lambda bundle: None
+            await made.publish(3)
+            await made.assert_all_serve(3)
+            assert made.versions_kept() == [3]
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_fails_to_commit_serves_nobody_and_the_others_go_on(
+    lively_dir: Path, shared_memory: Path
+) -> None:
+    async def main() -> None:
+        async with cluster(lively_dir, shared_memory) as made:
+            made.engines[1].dies_in_the_middle_of_loading()
+            await made.publish(2)
+            await made.assert_all_serve(2, alive=[0])
+            await made.publish(3)
+            await made.assert_all_serve(3, alive=[0])
+            made.engines[0].dies_in_the_middle_of_loading()
+            with pytest.raises(EngineDeadError, match="the device is gone"):
+                await made.publish(4)
+            await made.assert_all_serve(4, alive=[])
+
+    asyncio.run(main())
+
+
+def test_a_trainer_that_dies_while_it_gives_its_weights_changes_nothing(lively_dir: Path, shared_memory: Path) -> None:
+    async def main() -> None:
+        async with cluster(lively_dir, shared_memory) as made:
+            made.trainer.instead = always(WorkerDiedError("trainer", 1, "killed"))
+            with pytest.raises(WorkerDiedError, match="trainer 1 died"):
+                await made.publish(2)
+            made.trainer.instead = lambda: Breaks(made.truth.new(2), WorkerDiedError("trainer", 0, "killed"), 1)
+            with pytest.raises(WorkerDiedError, match="trainer 0 died"):
+                await made.publish(2)
+            await made.assert_all_serve(1)
+            assert made.versions_kept() == [1]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("phase", "served"), [("gather", 1), ("write", 1), ("stage", 1), ("commit", 2)])
+def test_a_publisher_that_is_cancelled_leaves_one_version_everywhere(
+    phase: str, served: int, lively_dir: Path, shared_memory: Path
+) -> None:
+    async def main() -> None:
+        async with cluster(lively_dir, shared_memory) as made:
+            loop, weights = asyncio.get_running_loop(), made.truth.new(2)
+
+            def cancel(*args: object) -> None:
+                loop.call_soon_threadsafe(flow.cancel)
+
+            class Slow(Breaks):
+                def __getitem__(self, name: str) -> Tensor:
+                    cancel()
+                    return self.weights[name]
+
+            def give() -> Weights:
+                if phase == "gather":
+                    cancel()
+                return Slow(weights, OSError(), 0) if phase == "write" else weights
+
+            made.trainer.instead = give
+            if phase == "stage":
+                made.engines[1].on_stage = cancel
+            if phase == "commit":
+                made.engines[0].on_commit = cancel
+            async with Flow("run") as flow:
+                publishing = flow.start(made.publish(2), name="publish")
+                await asyncio.wait({publishing})
+            assert publishing.cancelled()
+            await made.assert_all_serve(served)
+            made.trainer.instead = None
+            made.engines[0].on_commit = lambda: None
+            made.engines[1].on_stage = lambda bundle: None
+            await made.publish(3)
+            await made.assert_all_serve(3)
+            assert made.versions_kept() == [3]
+
+    asyncio.run(main())
+
+
+def found(folder: Path) -> list[Path]:
+    """Everything in it."""
+    return list(folder.rglob("*"))
+
+
+def test_where_memory_cannot_be_written_auto_takes_the_disk(
+    lively_dir: Path, shared_memory: Path, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        async with cluster(lively_dir, shared_memory, transport="auto", folder=tmp_path) as made:
+            assert made.versions_kept() == [1]
+            broken = Breaks(made.truth.new(2), OSError(28, "No space left on device"), 1)
+            made.trainer.instead = lambda: broken
+            await made.publish(2)
+            await made.assert_all_serve(2)
+            assert found(shared_memory) == []
+            assert "v2-0" in [path.name for path in found(tmp_path)]
+
+    asyncio.run(main())
+    assert found(tmp_path) == []
+
+
+def test_what_a_place_lacks_is_said_with_the_way_out(lively_dir: Path, shared_memory: Path, tmp_path: Path) -> None:
+    taken = tmp_path / "file"
+    taken.write_text("")
+
+    async def main() -> None:
+        with pytest.raises(
+            WeightsError, match=r"writing into .*/file failed: .* by weights.transport and weights.folder"
+        ):
+            async with cluster(lively_dir, shared_memory, transport="disk", folder=taken):
+                pass
+
+    asyncio.run(main())
+
+
+def test_direct_weights_are_handed_over_and_no_file_is_written(lively_dir: Path, shared_memory: Path) -> None:
+    async def main() -> None:
+        truth = Truth(lively_dir)
+        async with (
+            LocalEngine(LocalEngine.Config(max_batch=4, max_context=64), lively_dir) as engine,
+            WeightPublisher(engine, 60, config=WeightsConfig(transport="direct")) as publisher,
+        ):
+            published = await publisher.publish(Given(truth.new(1)), 1)  # type: ignore[arg-type]
+            assert published.weights is truth.versions[1]
+            await truth.assert_serves(engine, 1)
+            with pytest.raises(WeightsError, match="unknown"):
+                await publisher.publish(Given({"x": torch.ones(1)}), 2)  # type: ignore[arg-type]
+            await truth.assert_serves(engine, 1)
+
+    asyncio.run(main())
+
+
+def test_to_the_end_finishes_the_work_and_then_cancels() -> None:
+    done: list[str] = []
+
+    async def work(error: Exception | None) -> str:
+        await asyncio.sleep(0.01)
+        done.append("work")
+        if error is not None:
+            raise error
+        return "result"
+
+    async def main() -> None:
+        assert await to_the_end(work(None)) == "result"
+        with pytest.raises(KeyError):
+            await to_the_end(work(KeyError()))
+        for error in (None, KeyError()):
+            async with asyncio.TaskGroup() as tasks:
+                task = tasks.create_task(to_the_end(work(error)))
+                await asyncio.sleep(0)
+                task.cancel()
+                await asyncio.sleep(0)
+                task.cancel()
+            assert task.cancelled()
+
+    asyncio.run(main())
+    assert done == ["work"] * 4
