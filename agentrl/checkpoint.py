@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentrl.durable import UNFINISHED, finish_folder, remove_folder, unfinished
+from agentrl.durable import UNFINISHED, finish_folder, new_unfinished, remove_folder, unfinished
 from agentrl.errors import CheckpointError, ConfigError
 from agentrl.protocols import Trainer
 
@@ -101,8 +101,8 @@ def export(checkpoint: Path, into: Path) -> None:
             f"{checkpoint} holds no model: it has {', '.join(path.name for path in files) or 'no files'}, where "
             "config.json and *.safetensors should be. Name the folder of a run, or one of its checkpoints/step_..."
         )
-    shutil.rmtree(unfinished(into), ignore_errors=True)
-    unfinished(into).mkdir(parents=True)
+    folder = new_unfinished(into)
+    folder.mkdir(parents=True)
     for path in files:
-        shutil.copyfile(path, unfinished(into) / path.name)
+        shutil.copyfile(path, folder / path.name)
     finish_folder(into)

@@ -26,6 +26,12 @@ def write_whole(path: Path, text: str) -> None:
     _to_disk(path.parent)
 
 
+def new_unfinished(path: Path) -> Path:
+    """The name to fill a folder under, for `finish_folder`. There is nothing: what a killed process left is removed."""
+    shutil.rmtree(unfinished(path), ignore_errors=True)
+    return unfinished(path)
+
+
 def finish_folder(path: Path) -> None:
     """Give the folder `unfinished(path)` its name. It takes its time: all that is in it is forced to the disk.
 

@@ -7,13 +7,12 @@ run's folder `reward_model`, which the reward `reward_model` takes.
 """
 
 import asyncio
-import os
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
+from agentrl.durable import finish_folder, new_unfinished
 from agentrl.errors import ConfigError
 from agentrl.observe.preferences import Preference, PreferencesConfig, read_preferences, split
 from agentrl.recipes.workers import base_model
@@ -45,11 +44,9 @@ async def reward_model(run: Run) -> None:
     training, held_out = (_tokens(run, base, part, config) for part in split(pairs, config.held_out, rng))
     if not training:
         raise ConfigError(f"no pair of {config.path} is left to train on: raise max_tokens, or lower held_out")
-    unfinished = run.folder / ".unfinished-reward-model"
-    shutil.rmtree(unfinished, ignore_errors=True)
     batches = list(_batches(training, config, rng))
-    await _train(run, config, base, batches=batches, held_out=held_out, into=unfinished)
-    os.replace(unfinished, final)
+    await _train(run, config, base, batches=batches, held_out=held_out, into=new_unfinished(final))
+    finish_folder(final)
     run.display.say(f"the reward model is in {final}")
 
 

@@ -1,7 +1,5 @@
 """Supervised fine-tuning on the play of a scripted player: a warm start for reinforcement learning."""
 
-import os
-import shutil
 from pathlib import Path
 from statistics import fmean
 
@@ -9,6 +7,7 @@ from agentrl import plugins
 from agentrl.algorithms.sft import Sft
 from agentrl.batch import collate, to_samples
 from agentrl.config import DemonstrationsConfig, RunConfig
+from agentrl.durable import finish_folder, new_unfinished
 from agentrl.errors import ConfigError, EnvError
 from agentrl.recipes.evaluate import play_all
 from agentrl.recipes.workers import base_model, env_host, make_trainer, open_cluster, tasks_of
@@ -33,10 +32,8 @@ async def starting_model(run: Run) -> Path:
         return base
     final = run.folder / "demonstrations"
     if not final.exists():
-        unfinished = run.folder / ".unfinished-demonstrations"
-        shutil.rmtree(unfinished, ignore_errors=True)
-        await imitate(run, run.config.demonstrations, base, unfinished)
-        os.replace(unfinished, final)
+        await imitate(run, run.config.demonstrations, base, new_unfinished(final))
+        finish_folder(final)
     return final
 
 

@@ -1,7 +1,6 @@
 """What a recipe works with: engine, trainer, environments and reward of a run, started and stopped together."""
 
 import json
-import shutil
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from agentrl.cluster.recovery import RecoveringTrainer
 from agentrl.cluster.weights import WeightPublisher
 from agentrl.cluster.workers import Cluster, own_address
 from agentrl.config import RunConfig
+from agentrl.durable import finish_folder, new_unfinished
 from agentrl.errors import ConfigError
 from agentrl.protocols import Curriculum, Engine, Env, Renderer, SamplingParams, TaskSource, Trainer
 from agentrl.remote.sessions import Limits
@@ -230,11 +230,9 @@ async def base_model(run: Run) -> Path:
         return Path(name)
     folder = run.folder / "model"
     if not folder.exists():
-        unfinished = run.folder / ".unfinished-model"
-        shutil.rmtree(unfinished, ignore_errors=True)
         corpus = await opening_texts(run.config)
-        create_tiny_model(unfinished, corpus=corpus, size=SIZES[name], seed=run.config.seed)
-        unfinished.rename(folder)
+        create_tiny_model(new_unfinished(folder), corpus=corpus, size=SIZES[name], seed=run.config.seed)
+        finish_folder(folder)
     return folder
 
 
