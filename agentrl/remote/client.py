@@ -155,7 +155,7 @@ async def _open(links: Sequence[Link]) -> _Lease:
                 _read(_OPENED, reply)
             wait = min(reply.retry_after or 1.0, wait or 60.0)
         if wait is None:
-            raise EnvError(f"no server can be used: {'; '.join(problems)}")
+            raise UnreachableError(f"no server can be used: {'; '.join(problems)}")
         await asyncio.sleep(wait)
 
 

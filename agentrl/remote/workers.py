@@ -8,15 +8,17 @@ import asyncio
 import logging
 import secrets
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Any
 
 from agentrl.cluster.workers import StartWorker, Worker
 from agentrl.errors import WorkerDiedError
 from agentrl.flow import Flow, now
-from agentrl.protocols import Env
+from agentrl.protocols import Env, ResetResult
 from agentrl.remote.client import RemoteEnv
+from agentrl.remote.link import UnreachableError
 from agentrl.remote.server import EnvServer
 from agentrl.remote.sessions import Limits
 
@@ -24,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 MakeEnvs = Callable[[], Callable[[], Env]]
 """Finds an environment where it shall live, and returns what makes it there."""
+_PAUSE_SECONDS = 0.2
+"""Before a dead worker, of which nobody else may know yet, is asked again."""
 _SOUND_SECONDS = 30.0
 """A worker that lived for so long did not die of how it was started."""
 _ATTEMPTS = 3
@@ -86,6 +90,14 @@ class _WorkerEnv(RemoteEnv):
     async def servers(self) -> Sequence[str]:
         """Waits for the first worker."""
         return await self._pool.servers()
+
+    async def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetResult:
+        """Begin an episode, should the worker that it begins on die, on another; for as long as the caller waits."""
+        while True:
+            try:
+                return await super().reset(seed=seed, options=options)
+            except UnreachableError:
+                await asyncio.sleep(_PAUSE_SECONDS)
 
 
 class _Pool:

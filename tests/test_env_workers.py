@@ -1,0 +1,104 @@
+"""Environments on workers: a dead or hung worker costs its episodes, and another takes its place."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import psutil
+import pytest
+
+from agentrl.cluster.local_workers import ProcessWorker
+from agentrl.cluster.ray_cluster import join_ray
+from agentrl.cluster.ray_workers import RayWorkers
+from agentrl.cluster.workers import StartWorker
+from agentrl.errors import ConfigError, EnvError, WorkerDiedError
+from agentrl.protocols import ResetResult, StepResult
+from agentrl.remote.sessions import Limits
+from agentrl.remote.workers import EnvWorker, env_workers
+
+pytestmark = pytest.mark.slow
+LEASE = 2.0
+
+
+class Telling:
+    """Says which process it lives in."""
+
+    isolation = "inline"
+
+    def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetResult:
+        return str(os.getpid()), {}
+
+    def step(self, action: str) -> StepResult:
+        return f"{os.getpid()} {action}", 0.0, False, False, {}
+
+    def close(self) -> None:
+        pass
+
+
+def telling() -> Callable[[], Telling]:
+    return Telling
+
+
+def missing() -> Callable[[], Telling]:
+    raise ConfigError("there is no such environment")
+
+
+def breaking() -> Callable[[], Telling]:
+    os._exit(1)
+
+
+def worker_of(make: Callable[[], Callable[[], Telling]]) -> Callable[[str, int], EnvWorker]:
+    return partial(EnvWorker, make, Limits(), "127.0.0.1")
+
+
+@pytest.fixture(params=["local", "ray"])
+def start(request: pytest.FixtureRequest) -> StartWorker:
+    if request.param == "local":
+        return partial(ProcessWorker.start, lease=LEASE)
+    join_ray(num_cpus=2)
+    return RayWorkers(lease=LEASE).one
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_worker_that_dies_or_hangs_costs_its_episode_and_another_takes_its_place(
+    start: StartWorker, signal_number: signal.Signals
+) -> None:
+    async def main() -> set[int]:
+        async with env_workers(start, 1, worker_of(telling)) as make:
+            first, second = make(), make()
+            before = int((await first.reset(seed=1, options={}))[0])
+            assert (await first.step("go"))[0] == f"{before} go"
+            os.kill(before, signal_number)
+            with pytest.raises((EnvError, TimeoutError)):
+                async with asyncio.timeout(LEASE):
+                    await first.step("on")
+            async with asyncio.timeout(60):
+                after = int((await second.reset(seed=1, options={}))[0])
+            assert after not in (before, os.getpid())
+            assert (await second.step("go"))[0] == f"{after} go"
+            return {before, after}
+
+    pids = asyncio.run(main())
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=10)
+    assert not alive
+
+
+def test_an_environment_that_is_not_there_is_said_before_anything_starts() -> None:
+    async def main() -> None:
+        async with env_workers(ProcessWorker.start, 1, worker_of(missing)):
+            pytest.fail("it began")
+
+    with pytest.raises(ConfigError, match="no such environment"):
+        asyncio.run(main())
+
+
+def test_workers_that_die_as_soon_as_they_live_end_the_run() -> None:
+    async def main() -> None:
+        async with env_workers(ProcessWorker.start, 1, worker_of(breaking)):
+            pytest.fail("it began")
+
+    with pytest.raises(WorkerDiedError, match="env 0 died"):
+        asyncio.run(main())
