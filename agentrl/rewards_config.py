@@ -22,7 +22,7 @@ from agentrl.plugins import Component, NoSettings
 from agentrl.protocols import GroupReward, Settings
 from agentrl.rollout.composite import Composite, RewardPart
 from agentrl.rollout.env_host import Isolation
-from agentrl.rollout.rule_pool import RulePool, RulePoolConfig
+from agentrl.rollout.rule_pool import RulePool
 
 _PART: Mapping[str, Any] = {
     "weight": (Annotated[float, Field(allow_inf_nan=False, description="What its score is multiplied by.")], 1.0),
@@ -50,9 +50,9 @@ class RewardsConfig:
         written = [part.dump() for part in self.parts]
         return written if self.listed else written[0]
 
-    def make(self, rules: RulePoolConfig | None = None) -> Composite:
-        """The reward itself, not yet entered."""
-        return Composite([_part(component) for component in self.parts], RulePool(rules))
+    def make(self, rules: RulePool | None = None) -> Composite:
+        """The reward itself, not yet entered; `rules` are the processes that its rules run in."""
+        return Composite([_part(component) for component in self.parts], rules or RulePool())
 
 
 def name_of(part: Component) -> str:

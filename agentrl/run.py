@@ -10,14 +10,17 @@ runs/NAME/
   reward_model/      what the recipe reward_model has trained
   tensorboard/       event files
   reward_curve.png   when the run has ended
+  status.json        what it is doing now: step, phase, since when, and its process
   summary.json       success before and after, steps, seconds, largest staleness, fates
 """
 
 import asyncio
 import json
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Self
 
@@ -26,7 +29,7 @@ from rich.console import Console
 from agentrl import plugins
 from agentrl.checkpoint import Checkpoints
 from agentrl.config import LoadedConfig, load_config
-from agentrl.durable import write_whole
+from agentrl.durable import unfinished, write_whole
 from agentrl.errors import ConfigError
 from agentrl.observe.curve import draw_curve
 from agentrl.observe.metrics import MetricsFile, rollout_metrics
@@ -97,6 +100,13 @@ class Run:
 
     def __exit__(self, *exc: object) -> None:
         self._open.close()
+
+    def doing(self, step: int, phase: str) -> None:
+        """Write down that `phase` of step `step` begins."""
+        status = {"pid": os.getpid(), "step": step, "phase": phase, "since": datetime.now(UTC).isoformat()}
+        path = self.folder / "status.json"
+        unfinished(path).write_text(json.dumps(status) + "\n")  # news, which need not outlive a loss of power
+        unfinished(path).replace(path)
 
     def record_step(
         self, step: int, groups: Sequence[Group], trained: Mapping[str, float], seconds: Mapping[str, float]

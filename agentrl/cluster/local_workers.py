@@ -1,7 +1,7 @@
 """Workers on this machine: one alone is a thread of this process, several are processes.
 
-A process dies with the process that started it, and when it is stopped it is killed; a thread cannot be. The sign of life
-of a process is a clock in shared memory, which a thread of it sets.
+A process dies with the process that started it, and when it is stopped it is killed; a thread cannot be. The sign of
+life of a process is a clock in shared memory, which a thread of it sets.
 """
 
 import asyncio
@@ -24,6 +24,7 @@ from agentrl.cluster.workers import LEASE_SECONDS, START_SECONDS, Make, Worker, 
 from agentrl.errors import WorkerDiedError
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
 _BEAT_SECONDS = 0.5
 
 
@@ -76,8 +77,9 @@ class ProcessWorker:
         context = _context()
         # Both clocks are the machine's: what one process writes another can compare.
         self._beat = context.RawValue("d", time.monotonic() + START_SECONDS)
+        name = f"{role}-{rank}"  # in `ps -e`, `top` and profilers
         self._executor = ProcessPoolExecutor(
-            1, mp_context=context, initializer=_begin, initargs=(os.getpid(), self._beat)
+            1, mp_context=context, initializer=_begin, initargs=(os.getpid(), self._beat, name)
         )
 
     @staticmethod
@@ -133,8 +135,10 @@ def _context() -> Any:
     return torch.multiprocessing.get_context("spawn") if torch else multiprocessing.get_context("spawn")
 
 
-def _begin(parent: int, beat: Any) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def _begin(parent: int, beat: Any, name: str) -> None:
+    prctl = ctypes.CDLL(None).prctl
+    prctl(_PR_SET_NAME, name.encode())
+    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before it could be asked for
         os._exit(1)
     threading.Thread(target=_keep_beating, args=(beat,), name="sign-of-life", daemon=True).start()

@@ -87,7 +87,8 @@ class RayEngine:
         import ray
 
         options = {"num_cpus": 0, "num_gpus": self._gpus, "max_concurrency": _CALLS}
-        self._actor = ray.remote(_EngineHost).options(**options).remote()
+        named = type("engine", (_EngineHost,), {})
+        self._actor = ray.remote(named).options(**options).remote()
         try:
             self._max_context, self._latest = await _answer_of(self._actor.open.remote(self._chosen, self._model))
         except BaseException:

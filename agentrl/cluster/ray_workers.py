@@ -45,7 +45,8 @@ class RayWorkers:
 
         remote: Any = ray.remote
         gpus = self.gpus.get(role, 0)
-        host = remote(num_cpus=0, num_gpus=gpus, max_restarts=0, concurrency_groups={"beside": 1})(_Host)
+        named = type(f"{role}_{rank}", (_Host,), {})  # as Ray's dashboard, `ray list actors` and `ps` will call it
+        host = remote(num_cpus=0, num_gpus=gpus, max_restarts=0, concurrency_groups={"beside": 1})(named)
         worker = RayWorker(role, rank, host.remote(), self.lease)
         try:
             worker.pid = await worker.ask(worker.actor.make.remote(make, rank))

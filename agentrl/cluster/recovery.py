@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 from agentrl.batch import TrainBatch
+from agentrl.cluster.bundle import BundlePlace, WeightBundle
+from agentrl.cluster.weights import write_weights
 from agentrl.errors import AgentRLError, StallError, WorkerDiedError
 from agentrl.protocols import Loss, Trainer
 
@@ -36,8 +38,8 @@ class _Step(NamedTuple):
 class RecoveringTrainer:
     """`Trainer` over one that `make` makes, and makes again when a rank has died, at most `restarts` times.
 
-    `latest` are the run's newest (steps done, checkpoint), if there is one: what `load` takes, and what is taken up after
-    a death. `deadline`: seconds for any one call; a trainer that misses it is not dead and not to be helped.
+    `latest` are the run's newest (steps done, checkpoint), if there is one: what `load` takes, and what is taken up
+    after a death. `deadline`: seconds for any one call; a trainer that misses it is not dead and not to be helped.
 
     Raises:
         WorkerDiedError: ranks have died more than `restarts` times.
@@ -83,6 +85,10 @@ class RecoveringTrainer:
         """See `Trainer.weights`."""
         return await self._surely(lambda trainer: trainer.weights())
 
+    async def write_weights(self, place: BundlePlace) -> WeightBundle:
+        """See `WritesWeights`."""
+        return await self._surely(lambda trainer: write_weights(trainer, place))
+
     async def save(self, folder: Path) -> None:
         """See `Trainer.save`. What a trainer that died in it had written is removed."""
 
@@ -120,8 +126,8 @@ class RecoveringTrainer:
                 await self.__aexit__()
             except TimeoutError as error:
                 raise StallError(
-                    f"the trainer did not answer within {self._deadline:g} s (rollout.deadlines.train), and none of its "
-                    "ranks is dead: give it more time, or smaller batches"
+                    f"the trainer did not answer within {self._deadline:g} s (rollout.deadlines.train), and none of "
+                    "its ranks is dead: give it more time, or smaller batches"
                 ) from error
 
     async def _begin(self) -> Trainer:

@@ -122,6 +122,8 @@ class ClusterSettings(Settings):
     """Replicas of the engine."""
     env_workers: int = Field(default=0, ge=0)
     """Processes that play the environments; 0 plays them where the run is."""
+    reward_workers: int = Field(default=0, ge=0)
+    """Processes that judge by rules; 0 has `rollout.rules.workers` of them where the run is."""
     lease: float = Field(default=LEASE_SECONDS, gt=0)
     """Seconds for which a worker may give no sign of life, before it is given up and replaced."""
     restarts: int = Field(default=8, ge=0)

@@ -220,6 +220,14 @@ class VllmEngine:
                 await self._unless_dead(llm, llm.wake_up())
                 self._asleep = False
 
+    async def probe(self) -> None:
+        """See `Probed`: vLLM's core answers between two steps."""
+        llm = self._entered()
+        try:
+            await self._unless_dead(llm, llm.is_sleeping())
+        except Exception as error:
+            raise EngineDeadError(f"vLLM's core answers no more: {type(error).__name__}: {error}") from error
+
     def stats(self) -> EngineStats:
         """What the engine is doing now. The counts are vLLM's own, as of its last step."""
         counters = self._counters

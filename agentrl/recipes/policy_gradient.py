@@ -9,8 +9,9 @@ One loop. With `rollout.max_staleness = 0` it is synchronous: no episode begins 
 live. With 1 or more, the episodes of the next steps are played while the trainer works.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 
 from agentrl.algorithms.shaping import Shaping, ShapingConfig
@@ -36,7 +37,7 @@ async def policy_gradient(run: Run) -> None:
         async with workers.rollouts(run, start) as rollouts:
             shaping = Shaping(config.shaping, run.metrics.rows())
             for step in range(start, config.steps):
-                clock = Stopwatch()
+                clock = Stopwatch(partial(run.doing, step))
                 with clock("rollout"):
                     groups = await rollouts.next_batch()
                 with clock("train"):
@@ -75,14 +76,16 @@ def samples_of(
 
 
 class Stopwatch:
-    """Seconds of loop time by phase."""
+    """Seconds of loop time by phase. `begins` is told each as it begins."""
 
-    def __init__(self) -> None:
+    def __init__(self, begins: Callable[[str], None] = lambda phase: None) -> None:
         self.seconds: dict[str, float] = {}
+        self._begins = begins
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Count what happens inside as `phase`."""
+        self._begins(phase)
         started = now()
         yield
         self.seconds[phase] = now() - started

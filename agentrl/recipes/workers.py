@@ -26,6 +26,8 @@ from agentrl.rollout.episode import EnginePolicy, Player, Role, Sampling, Script
 from agentrl.rollout.interpreter import find_interpreter
 from agentrl.rollout.renderer import TemplateRenderer
 from agentrl.rollout.router import Router
+from agentrl.rollout.rule_pool import RulePool
+from agentrl.rollout.rule_workers import RuleWorkers
 from agentrl.rollout.scheduler import Rollouts
 from agentrl.rollout.tasks import SeededTasks
 from agentrl.rollout.wrappers import address
@@ -112,7 +114,7 @@ async def _players(config: RunConfig, cluster: Cluster, model: Path) -> AsyncIte
     async with (
         env_host(config, cluster) as envs,  # first: what is wrong with them is said before a model is loaded
         _router(config, cluster, model) as engine,
-        config.reward.make(config.rollout.rules) as reward,
+        config.reward.make(_rules(config, cluster)) as reward,
         _frozen_engines(config, cluster, model) as frozen,
     ):
         policy = _policy(config, engine, renderer, config.rollout.sampling)
@@ -258,6 +260,12 @@ def _router(config: RunConfig, cluster: Cluster, model: Path) -> Router:
         again=lambda number: makes[number](),
         lease=cluster.config.lease,
     )
+
+
+def _rules(config: RunConfig, cluster: Cluster) -> RulePool:
+    """The processes that rules run in."""
+    count = cluster.config.reward_workers
+    return RuleWorkers(cluster.start_one, count, config.rollout.rules) if count else RulePool(config.rollout.rules)
 
 
 @asynccontextmanager

@@ -88,14 +88,19 @@ class RulePool:
             self.hits += 1
             self._known.move_to_end(key)
             return self._known[key]
-        said = await self._ask(name, call)
+        said = await self.ask(name, call)
         if cached:
             self._known[key] = said
             while len(self._known) > self._config.cache:
                 self._known.popitem(last=False)
         return said
 
-    async def _ask(self, name: str, call: bytes) -> Any:
+    async def ask(self, name: str, call: bytes) -> Any:
+        """What a pickled (function, argument) says, in a process, known before or not; `name` stands in errors.
+
+        Raises:
+            RewardError, ConfigError: as `run`.
+        """
         self._pool = self._pool or self._start()
         try:
             return await asyncio.wrap_future(self._pool.schedule(_call, args=[call], timeout=self._config.deadline))
