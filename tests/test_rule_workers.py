@@ -46,7 +46,7 @@ def start(request: pytest.FixtureRequest) -> StartWorker:
 def test_rules_on_workers_hang_and_die_for_themselves_only(start: StartWorker) -> None:
     async def main() -> list[int]:
         config = RulePoolConfig(deadline=3.0)
-        async with RuleWorkers(start, 2, config) as pool:
+        async with RuleWorkers(start, 2, config, [__name__]) as pool:
             async with Flow("test") as flow:
                 doubled = [flow.start(pool.run(double, number), name=str(number)) for number in range(20)]
             assert [task.result() for task in doubled] == [2 * number for number in range(20)]
