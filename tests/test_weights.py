@@ -3,6 +3,7 @@
 import asyncio
 import json
 import pickle
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,8 +28,10 @@ from agentrl.cluster.weights import WeightPublisher, WeightsConfig, checksum
 from agentrl.engines.local import LocalEngine
 from agentrl.errors import EngineDeadError, EngineError, WeightsError, WorkerDiedError
 from agentrl.flow import Flow, to_the_end
-from agentrl.protocols import GenerateRequest, SamplingParams
+from agentrl.protocols import Engine, GenerateRequest, SamplingParams
 from agentrl.rollout.router import Router
+from agentrl.testing.trainers import LOSS, random_batches
+from agentrl.trainers.local import LocalTrainer
 
 Weights = Mapping[str, Tensor]
 DTYPES = [torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.float64]
@@ -215,10 +218,11 @@ class Truth:
         }
         return self.versions[version]
 
-    async def assert_serves(self, engine: LocalEngine, version: int) -> None:
-        """The engine's bytes, and its logprobs, are those of the version."""
+    async def assert_serves(self, engine: Engine, version: int) -> None:
+        """The engine's logprobs are those of the version; its bytes too, where it has them in this process."""
         assert engine.policy_version == version
-        assert served_checksum(engine) == checksum(self.versions[version])
+        if isinstance(engine, LocalEngine):
+            assert served_checksum(engine) == checksum(self.versions[version])
         prompt = (7, 8, 9, 10, 11)
         request = GenerateRequest(f"of version {version}", prompt, SamplingParams(6))
         completion = await engine.generate(request)
@@ -550,6 +554,82 @@ def test_direct_weights_are_handed_over_and_no_file_is_written(lively_dir: Path,
             with pytest.raises(WeightsError, match="unknown"):
                 await publisher.publish(Given({"x": torch.ones(1)}), 2)  # type: ignore[arg-type]
             await truth.assert_serves(engine, 1)
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_twenty_updates_of_two_engines_leave_the_same_bytes_everywhere(lively_dir: Path, shared_memory: Path) -> None:
+    batches = random_batches(lively_dir, 20)
+
+    async def main() -> None:
+        config = LocalTrainer.Config(lr=3e-3, row_tokens=64, micro_batch_tokens=256)
+        async with (
+            cluster(lively_dir, shared_memory) as made,
+            LocalTrainer(config, lively_dir, total_steps=20) as trainer,
+        ):
+            seen = set()
+            for version, batch in enumerate(batches, start=2):
+                await trainer.step(batch, LOSS, float(batch.num_loss_tokens))
+                published = await made.publisher.publish(trainer, version)
+                made.truth.versions[version] = {k: w.detach().clone() for k, w in (await trainer.weights()).items()}
+                await made.assert_all_serve(version)
+                seen.add(checksum(published.weights))
+                assert checksum(published.weights) == checksum(made.truth.versions[version])
+                assert made.versions_kept() == [version]
+                assert published.metrics()["publish_bytes"] > sum(w.nbytes for w in published.weights.values())
+            assert len(seen) == 20
+
+    asyncio.run(main())
+
+
+@pytest.mark.vllm
+def test_two_vllm_engines_take_up_the_same_versions_and_faults_leave_one(lively_dir: Path, shared_memory: Path) -> None:
+    from agentrl.engines.vllm import VllmEngine
+
+    config = VllmEngine.Config(max_batch=4, max_context=64, kv_cache_gib=0.1)
+    truth, trainer = Truth(lively_dir), Given()
+
+    async def main() -> None:
+        settings = WeightsConfig(transport="shared_memory", bucket_mib=1, attempts=2)
+        async with (
+            VllmEngine(config, lively_dir) as first,
+            VllmEngine(config, lively_dir) as second,
+            WeightPublisher(first, 60, ((second, 1),), settings) as publisher,
+        ):
+            stage, update = second.stage_weights, second.update_weights
+
+            async def publish_and_check(version: int, served: int | None = None) -> None:
+                trainer.now = truth.new(version)
+                if served is None:
+                    await publisher.publish(trainer, version)  # type: ignore[arg-type]
+                else:
+                    with pytest.raises(WeightsError, match=r"staging on engine 1 .*damaged"):
+                        await publisher.publish(trainer, version)  # type: ignore[arg-type]
+                for engine in (first, second):
+                    await truth.assert_serves(engine, served or version)
+                assert len(list(shared_memory.glob("*/v*"))) == 1  # noqa: ASYNC240
+
+            async def stage_what_was_damaged(bundle: WeightBundle, version: int) -> None:
+                flip_a_byte(bundle)
+                await stage(bundle, version)
+
+            async def update_from_nowhere(bundle: WeightBundle, version: int) -> None:
+                shutil.rmtree(bundle.folder)
+                await update(bundle, version)
+
+            for version in range(1, 6):
+                await publish_and_check(version)
+            second.stage_weights = stage_what_was_damaged  # type: ignore[assignment]
+            await publish_and_check(6, served=5)
+            second.stage_weights = stage
+            await publish_and_check(7)
+            second.update_weights = update_from_nowhere  # type: ignore[assignment]
+            with pytest.raises(EngineDeadError, match="version 8 broke off"):
+                await publish_and_check(8)
+            await truth.assert_serves(first, 8)
+            with pytest.raises(EngineDeadError):
+                await second.generate(GenerateRequest("r", (7,), SamplingParams(1)))
 
     asyncio.run(main())
 
