@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from agentrl.algorithms.grpo import Grpo
 from agentrl.batch import TrainBatch, TrainingSample, collate
+from agentrl.cluster.low_rank import LowRank
 from agentrl.cluster.weights import checksum
 from agentrl.cluster.workers import Make, WorkerGroup
 from agentrl.errors import AgentRLError, CheckpointError, ConfigError, ConformanceError, TrainingError
@@ -22,6 +24,7 @@ from agentrl.testing.trainers import (
     LOSS,
     TrainerCase,
     check_equals_reference,
+    check_lora,
     check_resume,
     check_trainer,
     random_batches,
@@ -54,6 +57,10 @@ def batches(shallow_model_dir: Path) -> list[TrainBatch]:
 
 def test_the_local_trainer_keeps_the_contract(shallow_model_dir: Path, tmp_path: Path) -> None:
     asyncio.run(check_trainer(make_trainer, shallow_model_dir, tmp_path))
+
+
+def test_the_local_trainer_keeps_the_contract_of_adapters(shallow_model_dir: Path, tmp_path: Path) -> None:
+    asyncio.run(check_lora(make_trainer, shallow_model_dir, tmp_path))
 
 
 @pytest.mark.parametrize("wrong", [{"temperature": 1.0}, {"weight_decay": 0.0}, {"max_grad_norm": 9.0}, {"eps": 1e-8}])
@@ -352,3 +359,49 @@ def test_ranks_leave_before_they_are_stopped_and_one_that_cannot_is_stopped_all_
     for answers in (True, False):
         asyncio.run(leave(Seen(answers)))
         assert said == ["close", "stop"]
+
+
+def test_saved_adapters_are_those_of_peft_and_the_folder_has_them_merged(
+    shallow_model_dir: Path, tmp_path: Path, batches: list[TrainBatch]
+) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    lora = {"rank": 2, "alpha": 4.0, "targets": ["q_proj", "down_proj"]}
+
+    async def main() -> None:
+        async with make_trainer(shallow_model_dir, TrainerCase(lora=lora, lr=0.1)) as trainer:
+            for batch in batches:
+                await trainer.step(batch, LOSS, 10.0)
+            weights = await trainer.weights()
+            assert isinstance(weights, LowRank)
+            assert {name.split(".")[-2] for name in weights.factors} == {"q_proj", "down_proj"}
+            await trainer.save(tmp_path / "saved")
+
+    asyncio.run(main())
+    base = AutoModelForCausalLM.from_pretrained(shallow_model_dir)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    tokens = torch.arange(1, 9)[None]
+    before = base(tokens).logits.detach()
+    beside = PeftModel.from_pretrained(base, tmp_path / "saved" / "adapter")(tokens).logits
+    torch.testing.assert_close(beside, merged(tokens).logits, atol=1e-4, rtol=1e-4)
+    assert (merged(tokens).logits - before).abs().max() > 1.0
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
+def test_adapters_that_cannot_be_made_say_why(shallow_model_dir: Path, tmp_path: Path) -> None:
+    async def enter(model: Path, targets: Any) -> None:
+        async with make_trainer(model, TrainerCase(lora={"targets": targets})):
+            pass
+
+    with pytest.raises(ConfigError, match=r"trainer\.lora\.targets=\['nothing'\].*not found"):
+        asyncio.run(enter(shallow_model_dir, ["nothing"]))
+    with pytest.raises(ConfigError, match="linear layers only"):
+        asyncio.run(enter(shallow_model_dir, ["embed_tokens"]))
+    for file in shallow_model_dir.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = load_file(tmp_path / "model.safetensors")
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"no \*\.safetensors"):
+        asyncio.run(enter(tmp_path, "all-linear"))

@@ -60,8 +60,10 @@ def save_state(folder: Path, state: Mapping[str, Any]) -> None:
     torch.save({"format": FORMAT, **state}, folder / STATE_FILE)
 
 
-def read_checkpoint(folder: Path, shapes: Mapping[str, torch.Size]) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
-    """The weights and the state of a checkpoint, on the CPU, if they fit a model with weights of these shapes.
+def read_checkpoint(
+    folder: Path, shapes: Mapping[str, torch.Size], *, weights_in: str = "."
+) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
+    """The weights (of a folder in it) and the state of a checkpoint, on the CPU, if the weights have these shapes.
 
     Raises:
         CheckpointError: the folder is missing, incomplete, damaged or of another model.
@@ -75,7 +77,7 @@ def read_checkpoint(folder: Path, shapes: Mapping[str, torch.Size]) -> tuple[dic
     try:
         state: Mapping[str, Any] = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)
         saved: dict[str, Tensor] = {}
-        for file in sorted(folder.glob("*.safetensors")):
+        for file in sorted((folder / weights_in).glob("*.safetensors")):
             saved |= load_file(file)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
         raise CheckpointError(f"{folder} is damaged: {error}; {way_out}") from error
@@ -92,8 +94,8 @@ def read_checkpoint(folder: Path, shapes: Mapping[str, torch.Size]) -> tuple[dic
     unknown = sorted(saved.keys() - shapes.keys())
     if differing or unknown:
         raise CheckpointError(
-            f"{folder} does not fit the model: missing or of another shape: {differing[:5]}, unknown: {unknown[:5]}; "
-            f"give the run the model that the checkpoint was made from, or {way_out}"
+            f"{folder / weights_in} does not fit the model: missing or of another shape: {differing[:5]}, unknown: "
+            f"{unknown[:5]}; give the run the model that the checkpoint was made from, or {way_out}"
         )
     return saved, state
 

@@ -11,7 +11,6 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
@@ -20,13 +19,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from agentrl.trainers.checkpoint import kept_by_another, named_weights, read_checkpoint, save_model, save_state
+from agentrl.trainers.checkpoint import kept_by_another, save_state
 from agentrl.trainers.core import TrainerCore
 from agentrl.trainers.forward import MicroBatch
 from agentrl.trainers.model import Policy, load_policy
 from agentrl.trainers.optimizer import adamw, apply
 from agentrl.trainers.process_group import join, max_of_ranks, sum_of_ranks
 from agentrl.trainers.rank import Place, Plan
+from agentrl.trainers.trained import Trained, held
 
 if TYPE_CHECKING:
     from agentrl.trainers.fsdp import FsdpTrainer
@@ -39,11 +39,10 @@ def open_core(plan: Plan, place: Place) -> TrainerCore:
     """Load the model, shard it, make the optimizer."""
     config = cast("FsdpTrainer.Config", plan.config)
     device = join(place)
-    policy = load_policy(plan, device)
-    shapes = {name: weight.shape for name, weight in named_weights(policy.model).items()}
+    policy, trained = load_policy(plan, device)
     _shard(policy, config, device, place.world_size)
     optimizer = adamw(policy, config, foreach=True)
-    return TrainerCore(config, plan.total_steps, FullyShard(plan.origin, place.rank, device, policy, optimizer, shapes))
+    return TrainerCore(config, plan.total_steps, FullyShard(place.rank, device, policy, trained, optimizer))
 
 
 def _shard(policy: Policy, config: "FsdpTrainer.Config", device: torch.device, world_size: int) -> None:
@@ -54,7 +53,7 @@ def _shard(policy: Policy, config: "FsdpTrainer.Config", device: torch.device, w
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if low else None, reduce_dtype=torch.float32 if low else None
         ),
-        "offload_policy": CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=device.type != "cpu") if config.cpu_offload else OffloadPolicy(),
         "reshard_after_forward": config.reshard_after_forward,
     }
     blocks = set(policy.model._no_split_modules or ())
@@ -72,12 +71,11 @@ def _shard(policy: Policy, config: "FsdpTrainer.Config", device: torch.device, w
 class FullyShard:
     """`Sharding` by FSDP2."""
 
-    origin: Path
     rank: int
     device: torch.device
     policy: Policy
+    trained: Trained
     optimizer: torch.optim.AdamW
-    shapes: Mapping[str, torch.Size]
 
     def logprobs(self, rows: MicroBatch) -> Tensor:
         """See `Sharding`."""
@@ -110,15 +108,14 @@ class FullyShard:
 
     def weights(self) -> Mapping[str, Tensor]:
         """All weights in the CPU's memory, on rank 0; the other ranks help, and return none."""
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        whole = get_model_state_dict(self.policy.model, options=options)
-        return {name: cast(Tensor, whole[name]) for name in self.shapes} if self.rank == 0 else {}
+        whole = self._whole()
+        return self.trained.weights(whole) if self.rank == 0 else {}
 
     def save(self, folder: Path, step: int) -> None:
         """The weights as a Hugging Face folder by rank 0; the optimizer by all, each its shards."""
-        whole = self.weights()
+        whole = self._whole()
         if self.rank == 0:
-            save_model(folder, self.policy.model, self.origin, whole)
+            self.trained.save(folder, whole)
         dist.barrier()
         dcp.save(get_optimizer_state_dict(self.policy, self.optimizer), checkpoint_id=folder / _OPTIMIZER)  # type: ignore[attr-defined]
         if self.rank == 0:
@@ -127,7 +124,7 @@ class FullyShard:
 
     def load(self, folder: Path) -> int:
         """Any number of ranks can take up what any number has saved."""
-        saved, state = read_checkpoint(folder, self.shapes)
+        saved, state = self.trained.read(folder)
         if state["optimizer"] != _OPTIMIZER:
             raise kept_by_another(folder, "fsdp")
         options = StateDictOptions(full_state_dict=True, strict=False)  # a tied weight is saved under one name only
@@ -140,3 +137,12 @@ class FullyShard:
     def close(self) -> None:
         """See `Sharding`."""
         dist.destroy_process_group()
+
+    def _whole(self) -> dict[str, Tensor]:
+        """What trains, gathered one by one: rank 0 keeps it, in the CPU's memory."""
+        whole: dict[str, Tensor] = {}
+        for name, tensor in held(self.trained).items():
+            gathered = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if self.rank == 0:
+                whole[name] = gathered.detach().cpu()
+        return whole

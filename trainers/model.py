@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from agentrl.errors import ConfigError
 from agentrl.trainers.checkpoint import no_progress_bars
 from agentrl.trainers.forward import MicroBatch, check_model, token_logprobs
+from agentrl.trainers.lora import Adapters
 from agentrl.trainers.rank import Plan
+from agentrl.trainers.trained import AllWeights, Trained
 
 
 class Policy(nn.Module):
@@ -30,8 +32,8 @@ class Policy(nn.Module):
             return token_logprobs(self.model, rows, self.temperature)
 
 
-def load_policy(plan: Plan, device: torch.device, *, autocast: bool = False) -> Policy:
-    """The plan's model in float32, without dropout: as the policy that sampled.
+def load_policy(plan: Plan, device: torch.device, *, autocast: bool = False) -> tuple[Policy, Trained]:
+    """The plan's model in float32, without dropout: as the policy that sampled; and what of it trains.
 
     Raises:
         ConfigError: there is no model in the folder, or one that cannot be trained exactly.
@@ -51,7 +53,9 @@ def load_policy(plan: Plan, device: torch.device, *, autocast: bool = False) -> 
         _without_dropout(model)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()  # checkpointing happens in training mode only
-    return Policy(model, plan.temperature, autocast=autocast)
+    lora = plan.config.lora
+    trained = AllWeights.of(model, folder) if lora is None else Adapters.add(model, folder, lora)
+    return Policy(model, plan.temperature, autocast=autocast), trained
 
 
 def _without_dropout(model: Any) -> None:

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from agentrl.errors import ConfigError
-from agentrl.trainers.checkpoint import kept_by_another, named_weights, read_checkpoint, save_model, save_state
+from agentrl.trainers.checkpoint import kept_by_another, save_state
 from agentrl.trainers.core import TrainerCore
 from agentrl.trainers.forward import MicroBatch
 from agentrl.trainers.model import Policy, load_policy
 from agentrl.trainers.optimizer import adamw, apply
 from agentrl.trainers.rank import Place, Plan
+from agentrl.trainers.trained import Trained, held
 
 if TYPE_CHECKING:
     from agentrl.trainers.local import LocalTrainer
@@ -24,18 +25,18 @@ def open_core(plan: Plan, place: Place) -> TrainerCore:
     """Load the model and make the optimizer."""
     config = cast("LocalTrainer.Config", plan.config)
     device = device_named(config.device)
-    policy = load_policy(plan, device, autocast=config.dtype == "bfloat16")
+    policy, trained = load_policy(plan, device, autocast=config.dtype == "bfloat16")
     optimizer = adamw(policy, config, fused=True)
-    return TrainerCore(config, plan.total_steps, OneDevice(plan.origin, device, policy, optimizer))
+    return TrainerCore(config, plan.total_steps, OneDevice(device, policy, trained, optimizer))
 
 
 @dataclass(frozen=True, slots=True)
 class OneDevice:
     """`Sharding` over one rank."""
 
-    origin: Path
     device: torch.device
     policy: Policy
+    trained: Trained
     optimizer: torch.optim.AdamW
 
     def logprobs(self, rows: MicroBatch) -> Tensor:
@@ -67,28 +68,30 @@ class OneDevice:
 
     def weights(self) -> Mapping[str, Tensor]:
         """The float32 weights themselves, not copied."""
-        return named_weights(self.policy.model)
+        return self.trained.weights(self._whole())
 
     def save(self, folder: Path, step: int) -> None:
         """See `Sharding`."""
-        save_model(folder, self.policy.model, self.origin)
+        self.trained.save(folder, self._whole())
         save_state(folder, {"step": step, "optimizer": self.optimizer.state_dict()["state"]})
 
     def load(self, folder: Path) -> int:
         """See `Sharding`."""
-        weights = self.weights()
-        saved, state = read_checkpoint(folder, {name: weight.shape for name, weight in weights.items()})
+        saved, state = self.trained.read(folder)
         if not isinstance(state["optimizer"], dict):
             raise kept_by_another(folder, "local")
         with torch.no_grad():
-            for name, weight in weights.items():
-                weight.copy_(saved[name])
+            for name, tensor in self._whole().items():
+                tensor.copy_(saved[name])
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": state["optimizer"], "param_groups": groups})
         return int(state["step"])
 
     def close(self) -> None:
         """There are no others."""
+
+    def _whole(self) -> dict[str, Tensor]:
+        return {name: tensor.detach() for name, tensor in held(self.trained).items()}
 
 
 def device_named(name: str) -> torch.device:

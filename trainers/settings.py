@@ -7,6 +7,19 @@ from pydantic import Field
 from agentrl.protocols import Settings
 
 
+class LoraSettings(Settings):
+    """Small adapters train in place of the model's weights. They have no dropout: what trains is what sampled."""
+
+    rank: Annotated[int, Field(ge=1)] = 16
+    """The rank of each update."""
+
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """An update is scaled by alpha / rank."""
+
+    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """The layers that get adapters, by the names' ends, as [q_proj, v_proj]; or all linear ones but the head."""
+
+
 class TrainerSettings(Settings):
     """AdamW, a learning rate schedule, packing and accumulation."""
 
@@ -50,3 +63,6 @@ class TrainerSettings(Settings):
 
     gradient_checkpointing: bool = False
     """Compute activations twice instead of keeping them."""
+
+    lora: LoraSettings | None = None
+    """Train low-rank adapters, and leave the model's own weights as they are; `lora: {}` is rank 16 everywhere."""

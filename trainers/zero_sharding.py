@@ -14,13 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from agentrl.errors import ConfigError
-from agentrl.trainers.checkpoint import kept_by_another, named_weights, read_checkpoint, save_model, save_state
+from agentrl.trainers.checkpoint import kept_by_another, save_state
 from agentrl.trainers.core import TrainerCore
 from agentrl.trainers.forward import MicroBatch
 from agentrl.trainers.model import load_policy
 from agentrl.trainers.optimizer import adamw
 from agentrl.trainers.process_group import join, max_of_ranks, sum_of_ranks
 from agentrl.trainers.rank import Place, Plan
+from agentrl.trainers.trained import Trained, held
 
 if TYPE_CHECKING:
     from agentrl.trainers.deepspeed import DeepSpeedTrainer
@@ -34,11 +35,10 @@ def open_core(plan: Plan, place: Place) -> TrainerCore:
     config = cast("DeepSpeedTrainer.Config", plan.config)
     device = join(place)
     deepspeed = _deepspeed(device)
-    policy = load_policy(plan, device, autocast=config.dtype == "bfloat16")
-    shapes = {name: weight.shape for name, weight in named_weights(policy.model).items()}
+    policy, trained = load_policy(plan, device, autocast=config.dtype == "bfloat16")
     deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
     engine, *_ = deepspeed.initialize(model=policy, optimizer=adamw(policy, config), config=_settings(config))
-    return TrainerCore(config, plan.total_steps, Zero(plan.origin, place, device, engine, shapes))
+    return TrainerCore(config, plan.total_steps, Zero(place, device, engine, trained))
 
 
 def _deepspeed(device: torch.device) -> Any:
@@ -78,11 +78,10 @@ def _settings(config: "DeepSpeedTrainer.Config") -> dict[str, Any]:
 class Zero:
     """`Sharding` by DeepSpeed."""
 
-    origin: Path
     place: Place
     device: torch.device
     engine: Any
-    shapes: Mapping[str, torch.Size]
+    trained: Trained
 
     def logprobs(self, rows: MicroBatch) -> Tensor:
         """See `Sharding`."""
@@ -115,35 +114,30 @@ class Zero:
 
     def weights(self) -> Mapping[str, Tensor]:
         """All weights in the CPU's memory, on rank 0; the other ranks help, and return none."""
-        import deepspeed
-
-        model = self.engine.module.model
-        held = {**dict(model.named_buffers()), **dict(model.named_parameters(remove_duplicate=False))}
-        whole: dict[str, Tensor] = {}
-        for name in self.shapes:
-            in_parts = [held[name]] if hasattr(held[name], "ds_id") else []
-            with deepspeed.zero.GatheredParameters(in_parts):  # one by one: a GPU need not hold them all
-                if self.place.rank == 0:
-                    whole[name] = held[name].detach().cpu().clone()
-        return whole
+        whole = self._whole()
+        return self.trained.weights(whole) if self.place.rank == 0 else {}
 
     def save(self, folder: Path, step: int) -> None:
         """The weights as a Hugging Face folder by rank 0; the shards by all."""
-        whole = self.weights()
+        whole = self._whole()
         if self.place.rank == 0:
-            save_model(folder, self.engine.module.model, self.origin, whole)
+            self.trained.save(folder, whole)
         dist.barrier()
-        self.engine.save_checkpoint(str(folder / _OPTIMIZER), tag="step")
+        self.engine.save_checkpoint(str(folder / _OPTIMIZER), tag="step", exclude_frozen_parameters=True)
         if self.place.rank == 0:
             save_state(folder, {"step": step, "optimizer": f"{_OPTIMIZER} of {self.place.world_size} ranks"})
         dist.barrier()
 
     def load(self, folder: Path) -> int:
         """See `Sharding`. The number of ranks has to be the one that saved it."""
-        _, state = read_checkpoint(folder, self.shapes)
+        _, state = self.trained.read(folder)
         if state["optimizer"] != f"{_OPTIMIZER} of {self.place.world_size} ranks":
             raise kept_by_another(folder, f"deepspeed with trainer.world_size={self.place.world_size}")
-        self.engine.load_checkpoint(str(folder / _OPTIMIZER), tag="step")
+        groups = self.engine.optimizer.param_groups
+        settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        self.engine.load_checkpoint(str(folder / _OPTIMIZER), tag="step", load_module_strict=False)  # frozen: not in it
+        for group, own in zip(self.engine.optimizer.param_groups, settings, strict=True):
+            group.update(own)  # the settings are those of this run
         return int(state["step"])
 
     def close(self) -> None:
@@ -152,3 +146,14 @@ class Zero:
 
         self.engine.destroy()
         deepspeed.comm.destroy_process_group()
+
+    def _whole(self) -> dict[str, Tensor]:
+        """What trains, gathered one by one: rank 0 keeps it, in the CPU's memory."""
+        import deepspeed
+
+        whole: dict[str, Tensor] = {}
+        for name, tensor in held(self.trained).items():
+            with deepspeed.zero.GatheredParameters([tensor] if hasattr(tensor, "ds_id") else []):
+                if self.place.rank == 0:
+                    whole[name] = tensor.detach().cpu().clone()
+        return whole

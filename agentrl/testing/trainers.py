@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.func import functional_call
 
 from agentrl.algorithms.losses import policy_gradient
 from agentrl.batch import TrainBatch, TrainingSample, collate
+from agentrl.cluster.low_rank import Factors, LowRank
 from agentrl.errors import ConformanceError, TrainingError
 from agentrl.protocols import Loss, LossTokens, Trainer
 
@@ -39,6 +41,7 @@ class TrainerCase:
     max_grad_norm: float = 0.5
     micro_batch_tokens: int = 100
     minibatches: int = 1
+    lora: Mapping[str, Any] | None = None
     temperature: float = 0.8
     total_steps: int = 10
 
@@ -69,10 +72,22 @@ async def check_trainer(make_trainer: MakeTrainer, model: Path, workspace: Path)
     await check_refuses_non_finite(make_trainer, model)
 
 
+async def check_lora(make_trainer: MakeTrainer, model: Path, workspace: Path) -> None:
+    """Check that a trainer with the setting `lora` trains adapters alone, and publishes the weights as `LowRank`.
+
+    Raises:
+        ConformanceError: it does not; says what differs.
+    """
+    case = TrainerCase(lora={"rank": 4, "alpha": 8.0}, lr=1e-2)
+    await check_equals_reference(make_trainer, model, case)
+    await check_resume(make_trainer, model, workspace, case)
+    await check_refuses_non_finite(make_trainer, model, case)
+
+
 async def check_equals_reference(make_trainer: MakeTrainer, model: Path, case: TrainerCase) -> None:
     """Several steps give the losses, gradient norms and weights of the plain reference."""
-    reference = _Reference.open(model, case)
     async with make_trainer(model, case) as trainer:
+        reference = _Reference.open(model, case, await trainer.weights())
         for step in range(3):
             samples = random_samples(reference.vocab_size, seed=step)
             batch = collate(samples, row_tokens=64)
@@ -94,11 +109,12 @@ async def check_accumulation(make_trainer: MakeTrainer, model: Path) -> None:
     _compare(cut, whole, TOLERANCE, "micro-batches of 64 tokens against one")
 
 
-async def check_resume(make_trainer: MakeTrainer, model: Path, workspace: Path) -> None:
+async def check_resume(
+    make_trainer: MakeTrainer, model: Path, workspace: Path, case: TrainerCase = TrainerCase(minibatches=2)
+) -> None:
     """Save, load and go on: bitwise what it would have been without, and the folder is a model with a tokenizer."""
     from transformers import AutoModelForCausalLM
 
-    case = TrainerCase(minibatches=2)
     folder = workspace / "checkpoint"
     batches = random_batches(model, 4)
     async with make_trainer(model, case) as trainer:
@@ -131,11 +147,11 @@ async def check_masked_is_inert(make_trainer: MakeTrainer, model: Path) -> None:
         _compare(dirty, clean, 0.0, "with NaN under the loss mask and noise in the padding")
 
 
-async def check_refuses_non_finite(make_trainer: MakeTrainer, model: Path) -> None:
+async def check_refuses_non_finite(make_trainer: MakeTrainer, model: Path, case: TrainerCase = TrainerCase()) -> None:
     """A NaN in a loss token raises `TrainingError`, leaves the weights alone, and the next step does not notice."""
     (batch,) = random_batches(model, 1)
     broken = replace(batch, advantages_BT=np.where(batch.loss_mask_BT == 1, np.float32("nan"), batch.advantages_BT))
-    async with make_trainer(model, TrainerCase()) as trainer:
+    async with make_trainer(model, case) as trainer:
         before = _copy(await trainer.weights())
         try:
             await _steps(trainer, [broken])
@@ -146,7 +162,7 @@ async def check_refuses_non_finite(make_trainer: MakeTrainer, model: Path) -> No
         _compare(await trainer.weights(), before, 0.0, "after a refused step")
         await _steps(trainer, [batch])
         after = _copy(await trainer.weights())
-    _compare(after, await _train(make_trainer, model, TrainerCase(), [batch]), 0.0, "a good step after a refused one")
+    _compare(after, await _train(make_trainer, model, case, [batch]), 0.0, "a good step after a refused one")
 
 
 def random_samples(vocab_size: int, *, seed: int, count: int = 8) -> list[TrainingSample]:
@@ -181,30 +197,39 @@ def random_batches(model: Path, count: int) -> list[TrainBatch]:
 
 @dataclass(slots=True)
 class _Reference:
-    """Plain torch: one sample at a time through the whole model."""
+    """Plain torch: one sample at a time through the whole model; adapters by adding them to the weights."""
 
     model: Any
+    factors: Mapping[str, Factors]
+    parameters: Sequence[Tensor]
     optimizer: torch.optim.AdamW
     case: TrainerCase
 
     @staticmethod
-    def open(folder: Path, case: TrainerCase) -> "_Reference":
+    def open(folder: Path, case: TrainerCase, start: Mapping[str, Tensor]) -> "_Reference":
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32).eval()
+        _compare(start, model.state_dict(), 0.0, "before the first step")
+        factors = _factors(start) if case.lora is not None else {}
+        parameters = [side for A, B, _ in factors.values() for side in (A, B)] or list(model.parameters())
         groups = [
-            {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": case.weight_decay},
-            {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
+            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": case.weight_decay},
+            {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
         ]
-        return _Reference(model, torch.optim.AdamW(groups, lr=case.lr, betas=case.betas, eps=case.eps), case)
+        optimizer = torch.optim.AdamW(groups, lr=case.lr, betas=case.betas, eps=case.eps)
+        return _Reference(model, factors, parameters, optimizer, case)
 
     @property
     def vocab_size(self) -> int:
         return int(self.model.config.get_text_config().vocab_size)
 
     def weights(self) -> Mapping[str, Tensor]:
-        weights: Mapping[str, Tensor] = self.model.state_dict()
-        return weights
+        return {**self.model.state_dict(), **self._merged()}
+
+    def _merged(self) -> dict[str, Tensor]:
+        own = self.model.state_dict()
+        return {name: own[name] + scale * B @ A for name, (A, B, scale) in self.factors.items()}
 
     def step(self, samples: Sequence[TrainingSample]) -> dict[str, float]:
         """Train on the samples and return the metrics that a trainer must have too."""
@@ -222,7 +247,7 @@ class _Reference:
                 tokens = LossTokens(old[i], rollout[i], advantages, torch.full(advantages.shape, int(i)))
                 loss = loss + LOSS(self._logprobs(samples[i]), tokens).loss_N.sum() / normalizer
             loss.backward()  # type: ignore[no-untyped-call]
-            norms.append(float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.case.max_grad_norm)))
+            norms.append(float(torch.nn.utils.clip_grad_norm_(self.parameters, self.case.max_grad_norm)))
             losses.append(float(loss.detach()))
             self.optimizer.step()
         return {
@@ -235,9 +260,21 @@ class _Reference:
 
     def _logprobs(self, sample: TrainingSample) -> Tensor:
         ids = torch.tensor(sample.token_ids)
-        logits = self.model(input_ids=ids[None]).logits[0, :-1].float() / self.case.temperature
+        logits = (
+            functional_call(self.model, self._merged(), (ids[None],)).logits[0, :-1].float() / self.case.temperature
+        )
         logprobs = torch.log_softmax(logits, dim=-1).gather(1, ids[1:, None])[:, 0]
         return logprobs[torch.tensor(sample.loss_mask[1:], dtype=torch.bool)]
+
+
+def _factors(weights: Mapping[str, Tensor]) -> Mapping[str, Factors]:
+    """The adapters that a trainer has begun with, as parameters of one's own."""
+    if not isinstance(weights, LowRank) or not weights.factors:
+        raise ConformanceError(f"with the setting lora, the weights are {type(weights).__name__} and no LowRank")
+    return {
+        name: Factors(A.detach().clone().requires_grad_(), B.detach().clone().requires_grad_(), scale)
+        for name, (A, B, scale) in weights.factors.items()
+    }
 
 
 def _at_loss(sample: TrainingSample, values: Sequence[float]) -> Tensor:
