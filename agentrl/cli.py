@@ -257,6 +257,38 @@ def simulate(config: ConfigPath, overrides: Overrides = None) -> None:
 
 
 @app.command()
+def plan(  # noqa: PLR0917  typer calls it by name
+    config: ConfigPath,
+    overrides: Overrides = None,
+    gpus: Annotated[int | None, typer.Option(min=0, help="GPUs of each node; 0: the CPU of this machine.")] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes.")] = 1,
+    device: Annotated[str, typer.Option(help="Which GPU: H100, H200, A100 or L4.")] = "H100",
+    run: Annotated[
+        Path | None, typer.Option("--from", metavar="RUN", help="Take episodes and speeds from this run's metrics.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """Say before the run where it would live, what memory that takes and how long a step does, and why.
+
+    No GPU is needed and no weights are loaded. Without --gpus it is this machine, with what it has.
+    """
+    from agentrl.cluster.devices import Inventory, gpu_named, host, visible
+    from agentrl.planner import measured, report
+    from agentrl.planner.plan import make_plan
+    from agentrl.planner.run_facts import model_of
+
+    loaded = load_config(config, overrides or []).config
+    inventory = visible() if gpus is None else Inventory(gpu_named(device), gpus, nodes) if gpus else Inventory(host())
+    if run is not None:
+        loaded = measured.with_measured(loaded, measured.measured(run), inventory)
+    made = make_plan(loaded, inventory, model_of(loaded))
+    if as_json:
+        console.print_json(data=report.as_json(made))
+    else:
+        report.print_plan(made, console)
+
+
+@app.command()
 def serve(  # noqa: PLR0917  typer calls it by name
     name: Annotated[str, typer.Argument(metavar="ENV", help="A registered name, an address or package.module:Name.")],
     port: Annotated[int, typer.Option(help="Where to listen; 0 takes a free one.")] = 8800,

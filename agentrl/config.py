@@ -25,6 +25,7 @@ from pydantic import (
 
 from agentrl import plugins
 from agentrl.algorithms.shaping import ShapingConfig
+from agentrl.cluster.placement import PlacementConfig
 from agentrl.cluster.weights import WeightsConfig
 from agentrl.errors import ConfigError
 from agentrl.observe.preferences import PreferencesConfig
@@ -44,7 +45,7 @@ COMPONENTS = {
     "cluster": "clusters",
 }
 """Sections of a config that are plug-ins with settings, and the kind of each."""
-_NAMED = (*COMPONENTS, "reward", "env", "model")
+_NAMED = (*COMPONENTS, "reward", "env", "model", "placement")
 
 
 ComponentField = Annotated[InstanceOf[Component], PlainSerializer(Component.dump)]
@@ -175,6 +176,8 @@ class RunConfig(Settings):
     """What is done to the scores of a batch before advantages, and to advantages before the loss."""
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    placement: PlacementConfig = PlacementConfig()
+    """Which devices engine and trainer live on."""
     simulation: SimulationConfig = SimulationConfig()
     """What `agentrl simulate` puts in the place of engine, environments and trainer."""
     trackers: tuple[str, ...] = ("tensorboard",)
@@ -322,7 +325,8 @@ def _read_node(node: yaml.Node, keys: tuple[str, ...], path: Path, source: _Sour
         for number, part in enumerate(node.value):
             _read_node(part, (*keys, str(number)), path, source)
         return
-    value = yaml.safe_load(yaml.serialize(node))
+    nothing = node.tag == "tag:yaml.org,2002:null"  # a key alone: PyYAML writes it in a way that it cannot read
+    value = None if nothing else yaml.safe_load(yaml.serialize(node))
     bare = (
         isinstance(value, str) and isinstance(node, yaml.ScalarNode) and node.style is None
     )  # what is quoted is a text

@@ -14,6 +14,7 @@
     ├── StallError                 nothing has moved for too long; names the stage that is waited for
     ├── StalenessError             the staleness bound would be broken (a defect: the rule makes it impossible)
     ├── TrainingError              an update would break the weights; they were left as they were
+    ├── TimeShareError             roles that share devices could not take turns; says who is awake
     ├── WorkerDiedError            a worker of the cluster is gone, with what it held
     ├── WeightsError               new weights could not be published; those that were served still are
     ├── CheckpointError            a checkpoint is missing, incomplete or of another run
@@ -97,6 +98,10 @@ class StalenessError(AgentRLError):
 
 class TrainingError(AgentRLError):
     """An update cannot be made: its loss or gradient is not finite, or the batch has nothing to learn from."""
+
+
+class TimeShareError(AgentRLError):
+    """Roles that share devices could not take turns. Says who is asleep and who is awake now."""
 
 
 class WorkerDiedError(AgentRLError):

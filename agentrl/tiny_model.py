@@ -135,7 +135,8 @@ def create_tiny_model(
         raise ConfigError(f"{folder} is not empty; name a new folder for the model")
     dialect = _DIALECTS[template]
     tokenizer = _wrap(_train_tokenizer(corpus or (), dialect), dialect)
-    _write_weights(folder, _model_config(_SHAPES[size], tokenizer), seed)
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    _write_weights(folder, model_config(size, len(tokenizer), **ends), seed)
     tokenizer.save_pretrained(folder)
 
 
@@ -183,11 +184,13 @@ def _wrap(tokenizer: "Tokenizer", dialect: _Dialect) -> "PreTrainedTokenizerFast
     )
 
 
-def _model_config(shape: _Shape, tokenizer: "PreTrainedTokenizerFast") -> "Qwen3Config":
+def model_config(size: ModelSize, vocab_size: int = MAX_VOCAB_SIZE, **special_tokens: int | None) -> "Qwen3Config":
+    """The shape of a model of this size."""
     from transformers import Qwen3Config
 
+    shape = _SHAPES[size]
     return Qwen3Config(
-        vocab_size=len(tokenizer),
+        vocab_size=vocab_size,
         hidden_size=shape.hidden,
         intermediate_size=shape.mlp,
         num_hidden_layers=shape.layers,
@@ -201,8 +204,7 @@ def _model_config(shape: _Shape, tokenizer: "PreTrainedTokenizerFast") -> "Qwen3
         rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        **special_tokens,
         dtype="float32",
     )
 
@@ -226,4 +228,4 @@ def _write_weights(folder: Path, config: "Qwen3Config", seed: int) -> None:
     ).save_pretrained(folder)
 
 
-__all__ = ["MAX_POSITIONS", "MAX_VOCAB_SIZE", "SIZES", "ChatTemplate", "ModelSize", "create_tiny_model"]
+__all__ = ["MAX_POSITIONS", "MAX_VOCAB_SIZE", "SIZES", "ChatTemplate", "ModelSize", "create_tiny_model", "model_config"]

@@ -24,7 +24,7 @@ LAYERS = [
     {"envs", "rewards", "trainers"},
     {"rewards_config"},
     {"config"},
-    {"run"},
+    {"run", "planner"},
     {"recipes"},
     {"cli"},
 ]

@@ -1,9 +1,11 @@
 """The trainer of many ranks by DeepSpeed's ZeRO."""
 
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from agentrl.cluster.footprint import TrainerLayout
 from agentrl.trainers.group import GroupTrainer
 from agentrl.trainers.settings import TrainerSettings
 
@@ -22,6 +24,12 @@ class DeepSpeedTrainer(GroupTrainer):
         """What is in parts on the ranks: the optimizer (1), gradients too (2), weights too (3); arXiv:1910.02054."""
         offload: bool = False
         """Keep the optimizer (and with stage 3 the weights) in the CPU's memory, where the devices are GPUs."""
+
+        def layout(self) -> TrainerLayout:
+            """See `TrainerSettings.layout`."""
+            return replace(
+                super().layout(), ranks=self.world_size, grows=True, shards=self.zero_stage, offload=self.offload
+            )
 
     @property
     def world_size(self) -> int:

@@ -1,9 +1,11 @@
 """The trainer of many ranks by FSDP2: weights, gradients and optimizer in equal parts on each."""
 
+from dataclasses import replace
 from typing import ClassVar
 
 from pydantic import Field
 
+from agentrl.cluster.footprint import TrainerLayout
 from agentrl.trainers.group import GroupTrainer
 from agentrl.trainers.settings import TrainerSettings
 
@@ -23,6 +25,19 @@ class FsdpTrainer(GroupTrainer):
         pass (ZeRO 3); otherwise they are kept until then (ZeRO 2): faster, and more memory."""
         cpu_offload: bool = False
         """Keep the shards and the optimizer in the CPU's memory, where the devices are GPUs."""
+
+        def layout(self) -> TrainerLayout:
+            """See `TrainerSettings.layout`. Weights are cast before they are gathered."""
+            return replace(
+                super().layout(),
+                precision=self.dtype,
+                ranks=self.world_size,
+                grows=True,
+                shards=3,
+                keeps_gathered=not self.reshard_after_forward,
+                accumulates_whole=True,
+                offload=self.cpu_offload,
+            )
 
     @property
     def world_size(self) -> int:

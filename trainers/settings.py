@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from agentrl.cluster.footprint import TrainerLayout
 from agentrl.protocols import Settings
 
 
@@ -66,3 +67,14 @@ class TrainerSettings(Settings):
 
     lora: LoraSettings | None = None
     """Train low-rank adapters, and leave the model's own weights as they are; `lora: {}` is rank 16 everywhere."""
+
+    def layout(self) -> TrainerLayout:
+        """How it lies over its ranks, for those who count memory and time before it runs."""
+        return TrainerLayout(
+            precision="float32" if self.dtype == "float32" else "autocast",
+            row_tokens=self.row_tokens,
+            micro_batch_tokens=self.micro_batch_tokens,
+            minibatches=self.minibatches,
+            recompute=self.gradient_checkpointing,
+            lora_rank=self.lora.rank if self.lora else 0,
+        )

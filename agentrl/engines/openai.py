@@ -17,6 +17,7 @@ import aiohttp
 from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import to_json
 
+from agentrl.cluster.footprint import EngineLayout
 from agentrl.engines.admission import max_new_tokens
 from agentrl.errors import ConfigError, EngineDeadError, EngineError
 from agentrl.protocols import EngineStats, GenerateRequest, Settings
@@ -57,6 +58,10 @@ class OpenAIEngine:
         """Seconds before the first retry; doubled for each further one, less a random share of up to one half."""
         policy_version: int = Field(default=0, ge=0)
         """The version that all tokens are stamped with."""
+
+        def layout(self) -> EngineLayout:
+            """It lies elsewhere."""
+            return EngineLayout(here=False)
 
     def __init__(self, config: Config, model: Path | None = None) -> None:
         self._config = config

@@ -137,7 +137,7 @@ class SimulatedEngine:
         self._cached_sum = 0
         self._timer: asyncio.TimerHandle | None = None
         self._troubles: list[asyncio.TimerHandle] = []
-        self._state: Literal["new", "alive", "hung", "dead"] = "new"
+        self._state: Literal["new", "alive", "asleep", "hung", "dead"] = "new"
         self._generated = self._prefilled = self._from_cache = self._preemptions = 0
         self._slot_seconds = 0.0
         self.cancelled_tokens = 0
@@ -239,6 +239,23 @@ class SimulatedEngine:
             self._recompute()
             self._settle()
 
+    async def sleep(self) -> None:
+        """See `Sleeper` (agentrl/cluster/time_share.py): the token clock stands still."""
+        await self._reach()
+        self._settle()
+        self._state, self._rate = "asleep", 0.0
+        self._arm()
+
+    async def wake(self) -> None:
+        """See `Sleeper`: all KV is gone."""
+        await self._reach()
+        self._advance()
+        self._state = "alive"
+        self._cached.clear()
+        self._cached_sum = 0
+        self._recompute()
+        self._settle()
+
     def stats(self) -> EngineStats:
         """What the engine is doing now. A prefill is counted when it begins."""
         self._advance()
@@ -286,7 +303,7 @@ class SimulatedEngine:
 
     def _arm(self) -> None:
         config = self._config
-        if not self._running or self._state == "hung":
+        if not self._running or self._state != "alive":
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None

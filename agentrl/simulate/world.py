@@ -18,6 +18,7 @@ from random import Random
 
 from pydantic import Field
 
+from agentrl.cluster.time_share import AllAwake, Share, TimeShare, Turn
 from agentrl.flow import EventLog, Flow, now, run_virtual
 from agentrl.protocols import Reward, SamplingParams, Settings, TaskSource
 from agentrl.rollout.config import RolloutConfig
@@ -57,6 +58,10 @@ class SimulationConfig(Settings):
     """Seconds of a training step."""
     update_seconds: Latency = Constant(value=0.0)
     """Seconds in which new weights travel to the engines."""
+    in_turns: bool = False
+    """The engines sleep while the trainer works, as where both share their devices."""
+    switch_seconds: float = Field(0.0, ge=0)
+    """Seconds of a step in which they change places."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +148,7 @@ class World:
             async with Router(engines, update=self.rollout.weight_update) as router:
                 rollouts = self._rollouts(router, host, ledger, events)
                 async with rollouts, _sampled(report, rollouts, router):
-                    await self._train(report, rollouts, router)
+                    await self._train(report, rollouts, router, self._share(engines))
                     report.metrics = rollouts.metrics()
                 stats = router.stats()
                 report.leaked_requests = stats.running + stats.waiting
@@ -184,7 +189,13 @@ class World:
             events=events,
         )
 
-    async def _train(self, report: Report, rollouts: Rollouts, router: Router) -> None:
+    def _share(self, engines: list[SimulatedEngine]) -> Share:
+        if not self.simulation.in_turns:
+            return AllAwake()
+        seconds = self.simulation.switch_seconds
+        return TimeShare(Turn("engine", engines, 0), Turn("trainer", [_Mover(seconds / 2)], 0), _free, 2 * seconds + 60)
+
+    async def _train(self, report: Report, rollouts: Rollouts, router: Router, share: Share) -> None:
         rng = Random(derive_seed(self.seed, "trainer"))
         for step in range(self.steps):
             began = now()
@@ -192,11 +203,30 @@ class World:
             _count_staleness(report, groups, step)
             seconds = self.simulation.train_seconds.sample(rng)
             report.train_seconds += seconds
-            await asyncio.sleep(seconds)
+            async with share.training():
+                await asyncio.sleep(seconds)
             async with rollouts.new_weights(step + 1):
                 await asyncio.sleep(self.simulation.update_seconds.sample(rng))
                 await router.update_weights({}, step + 1)
             report.step_seconds.append(now() - began)
+
+
+@dataclass(frozen=True, slots=True)
+class _Mover:
+    """The `Sleeper` that stands for a trainer: half of what a step's switches take, each way."""
+
+    seconds: float
+
+    async def sleep(self) -> None:
+        await asyncio.sleep(self.seconds)
+
+    async def wake(self) -> None:
+        await asyncio.sleep(self.seconds)
+
+
+async def _free() -> int:
+    """A simulated device is never full: what does not fit was refused before."""
+    return 0
 
 
 def _count_staleness(report: Report, groups: list[Group], step: int) -> None:

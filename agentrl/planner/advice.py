@@ -1,0 +1,147 @@
+"""What would fit, where what was wished for does not: changes of a config, tried on the same count of memory."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic import ValidationError
+
+from agentrl import plugins
+from agentrl.cluster.devices import GPUS, Inventory
+from agentrl.cluster.footprint import ModelFacts
+from agentrl.cluster.placement import maps
+from agentrl.config import RunConfig
+from agentrl.errors import ConfigError
+from agentrl.planner.memory import overfull
+from agentrl.planner.run_facts import layouts, stages_of, wishes_of
+from agentrl.plugins import Component
+from agentrl.simulate.stages import workload
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Settings to be replaced, as they are written, and what replaces them: None where it changes nothing."""
+
+    settings: tuple[str, ...]
+    apply: Callable[[RunConfig], RunConfig | None]
+
+    @property
+    def keys(self) -> set[str]:
+        """The names of the settings."""
+        return {setting.partition("=")[0] for setting in self.settings}
+
+
+def what_fits(config: RunConfig, inventory: Inventory, facts: ModelFacts, most: int = 4) -> list[str]:
+    """Changes of a config that fit, as overrides: each alone, else several at once, else other devices."""
+    changes = list(_changes(config, inventory))
+    alone = [change for change in changes if _filled(change.apply(config), inventory, facts) <= 1]
+    if alone:
+        return [" ".join(change.settings) for change in alone[:most]]
+    together = _together(config, inventory, facts, changes)
+    return [" ".join(together)] if together else _other_devices(config, inventory, facts)
+
+
+def _together(
+    config: RunConfig, inventory: Inventory, facts: ModelFacts, changes: list[Change]
+) -> tuple[str, ...] | None:
+    """Changes of different settings, each time the one that saves most, until it fits; None where that ends before."""
+    taken: tuple[str, ...] = ()
+    filled = _filled(config, inventory, facts)
+    while filled > 1:
+        tried = [(_filled(changed := change.apply(config), inventory, facts), changed, change) for change in changes]
+        best, changed, change = min(tried, key=lambda entry: entry[0])
+        if changed is None or best >= filled:
+            return None
+        config, filled, taken = changed, best, (*taken, *change.settings)
+        changes = [other for other in changes if not other.keys & change.keys]
+    return taken
+
+
+def _other_devices(config: RunConfig, inventory: Inventory, facts: ModelFacts) -> list[str]:
+    """More of the same kind, and as many of others."""
+    if not inventory.kind.is_gpu:
+        return []
+    more = [replace(inventory, per_node=count) for count in (2, 4, 8) if count > inventory.per_node]
+    others = [replace(inventory, kind=kind) for kind in reversed(GPUS.values()) if kind != inventory.kind]
+    return [str(devices) for devices in (*more[:1], *others, *more[1:]) if _filled(config, devices, facts) <= 1][:2]
+
+
+def _filled(config: RunConfig | None, inventory: Inventory, facts: ModelFacts) -> float:
+    """What the fullest device would hold on the best map, as a share of what can be counted on; at most 1 where all
+    fits.
+    """
+    if config is None:
+        return math.inf
+    stages, work = stages_of(config, facts), workload(config.rollout, config.simulation)
+    try:
+        found = maps(config.placement, wishes_of(config), inventory)
+    except ConfigError:
+        return math.inf
+    return min(overfull(stages, work, devices) for devices in found)
+
+
+def _changes(config: RunConfig, inventory: Inventory) -> Iterator[Change]:
+    """Settings that save memory, the cheapest first."""
+    engine, trainer = layouts(config)
+    growing = [n for n in (2, 4, 8, 16, 32, 64) if n <= len(inventory)]
+    yield _setting("trainer", gradient_checkpointing=True)
+    yield from (_setting("trainer", micro_batch_tokens=trainer.micro_batch_tokens // n) for n in (2, 4, 8))
+    yield _setting("engine", dtype="bfloat16")
+    yield _setting("trainer", dtype="bfloat16")
+    yield from (_setting("engine", max_context=n) for n in (32768, 16384, 8192) if n < (engine.max_context or 2**31))
+    yield from (_setting("engine", memory_fraction=n) for n in (0.6, 0.4, 0.3))
+    yield from (_setting("engine", tensor_parallel=n) for n in growing if n <= inventory.per_node)
+    yield from (_setting("trainer", world_size=n) for n in growing)
+    if config.placement.lists or config.placement.name != "auto":
+        placement = config.placement.model_copy(update={"name": "auto", "engine": None, "trainer": None})
+        yield Change(("placement=auto",), lambda config: config.model_copy(update={"placement": placement}))
+    yield _setting("trainer", cpu_offload=True)
+    yield _setting("trainer", offload=True, zero_stage=3)
+    others = [plugin.name for plugin in plugins.installed("trainers") if plugin.name != config.trainer.name]
+    for name in others:
+        yield _trainer(name)
+        yield from (_trainer(name, world_size=n) for n in growing)
+        yield _trainer(name, cpu_offload=True)
+        yield _trainer(name, offload=True, zero_stage=3)
+
+
+def _setting(section: str, **update: Any) -> Change:
+    """Other values in one section; nothing where it has no such setting, or takes no such value."""
+
+    def apply(config: RunConfig) -> RunConfig | None:
+        chosen: Component = getattr(config, section)
+        model = type(chosen.settings)
+        values = chosen.settings.model_dump()
+        if not update.keys() <= model.model_fields.keys() or {**values, **update} == values:
+            return None
+        try:
+            settings = model.model_validate({**values, **update})
+        except ValidationError:
+            return None
+        return config.model_copy(update={section: replace(chosen, settings=settings)})
+
+    return Change(_written(section, update), apply)
+
+
+def _trainer(name: str, **update: Any) -> Change:
+    """Another trainer that can have several ranks, with all settings that both have."""
+
+    def apply(config: RunConfig) -> RunConfig | None:
+        factory = plugins.load("trainers", name)
+        model = getattr(factory, "Config", None)
+        if model is None or not hasattr(model, "layout") or not update.keys() <= model.model_fields.keys():
+            return None
+        shared = {
+            key: value for key, value in config.trainer.settings.model_dump().items() if key in model.model_fields
+        }
+        settings = model.model_validate({**shared, **update})
+        if not settings.layout().grows:
+            return None
+        return config.model_copy(update={"trainer": Component(name, factory, settings)})
+
+    return Change((f"trainer={name}", *_written("trainer", update)), apply)
+
+
+def _written(section: str, update: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(f"{section}.{key}={str(value).lower()}" for key, value in update.items())

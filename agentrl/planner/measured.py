@@ -1,0 +1,114 @@
+"""What an earlier run has measured, in the place of what is assumed: its episodes, and how fast its stages were.
+
+A run says how many seconds each stage took on its devices, and the shape of its model how much work that was. Their
+ratio holds for the same kind of device under another model or another number of devices.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from agentrl.cluster.devices import Inventory
+from agentrl.cluster.placement import DeviceMap, maps
+from agentrl.config import RunConfig, load_config
+from agentrl.errors import ConfigError
+from agentrl.observe.metrics import MetricsFile
+from agentrl.planner.run_facts import model_of, stages_of, wishes_of
+from agentrl.simulate.latency import Constant
+from agentrl.simulate.stages import Stages, Workload, workload
+from agentrl.simulate.world import World
+
+_NEEDED = ("seconds/rollout", "seconds/train", "seconds/weights", "sampled_tokens", "prompt_tokens", "turns")
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Means over the steps of a run; the first one, which starts everything, is left out where there are more."""
+
+    config: RunConfig
+    steps: int
+    rollout: float
+    train: float
+    weights: float
+    work: Workload
+
+
+def measured(folder: Path) -> Measured:
+    """What the run in this folder has measured.
+
+    Raises:
+        ConfigError: it is no run, or has no step yet that says how long it took.
+    """
+    if not (folder / "config.yaml").exists():
+        raise ConfigError(f"--from: {str(folder)!r} holds no run (no config.yaml in it)")
+    config = load_config(folder / "config.yaml").config
+    rows = [row for row in MetricsFile(folder / "metrics.jsonl").rows() if all(key in row for key in _NEEDED)]
+    if not rows:
+        raise ConfigError(f"--from: {folder} has no step in its metrics.jsonl that says {', '.join(_NEEDED)}")
+    rows = rows[1:] or rows
+    means = {key: fmean(row[key] for row in rows) for key in _NEEDED}
+    episodes = config.rollout.groups_per_step * config.rollout.group_size
+    return Measured(
+        config,
+        len(rows),
+        means["seconds/rollout"],
+        means["seconds/train"],
+        means["seconds/weights"],
+        Workload(episodes, means["turns"], means["sampled_tokens"] / episodes, means["prompt_tokens"] / episodes),
+    )
+
+
+def with_measured(config: RunConfig, found: Measured, inventory: Inventory) -> RunConfig:
+    """The config with a run's episodes in its section `simulation`, and the run's speeds in `placement.assume`.
+
+    The run has to have been on devices of the inventory's kind: it cannot be seen whether it was.
+
+    Raises:
+        ConfigError: the run's own placement is not possible on such devices.
+    """
+    stages = stages_of(found.config, model_of(found.config))
+    devices = maps(found.config.placement, wishes_of(found.config), inventory)[0]
+    was = found.config.placement.assume
+    assume = was.model_copy(
+        update={
+            "trainer_flops": was.trainer_flops * stages.train(found.work, devices).total / found.train,
+            "links": was.links * stages.update_seconds(devices) / max(found.weights, 1e-6),
+        }
+    )
+    if found.config.rollout.max_staleness == 0:  # else the wait for groups is what overlaps have left of it
+        factor = _seconds(found, stages, devices) / found.rollout
+        assume = assume.model_copy(
+            update={
+                "engine_flops": was.engine_flops * factor,
+                "engine_bandwidth": was.engine_bandwidth * factor,
+                "engine_step_seconds": was.engine_step_seconds / factor,
+            }
+        )
+    return config.model_copy(
+        update={
+            "placement": config.placement.model_copy(update={"assume": assume}),
+            "simulation": config.simulation.model_copy(update=_episodes(found.work, config)),
+        }
+    )
+
+
+def _episodes(work: Workload, config: RunConfig) -> dict[str, object]:
+    """The measured episodes as settings of the simulation: the observations that follow the first are the rest."""
+    first = min(config.simulation.prompt_tokens, round(work.observed / 2)) or 1
+    later = (work.observed - first) / max(1e-9, work.turns - 1) if work.turns > 1 else 1
+    answer = Constant(value=work.sampled / work.turns)
+    return {
+        "env": config.simulation.env.model_copy(update={"turns": Constant(value=work.turns)}),
+        "engine": config.simulation.engine.model_copy(update={"answer_tokens": answer}),
+        "prompt_tokens": first,
+        "observation_tokens": max(1, round(later)),
+    }
+
+
+def _seconds(found: Measured, stages: Stages, devices: DeviceMap) -> float:
+    """How long the run's rollout takes in the simulation, at the speeds that were assumed."""
+    simulation = found.config.simulation.model_copy(update=_episodes(found.work, found.config))
+    simulation = stages.simulation(workload(found.config.rollout, simulation), devices, simulation)
+    report = World(stages.share(found.config.rollout, devices), simulation, 3, found.config.seed).run()
+    apart = report.train_seconds + 3 * stages.update_seconds(devices)
+    return (report.seconds - apart) / 3

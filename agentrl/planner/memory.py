@@ -1,0 +1,107 @@
+"""The memory of the devices of a map: who holds what at the fullest moment, and what does not fit."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from agentrl.cluster.devices import GIB
+from agentrl.cluster.footprint import USABLE, Footprint, engine_footprint, kv_bytes_per_token, trainer_footprint
+from agentrl.cluster.placement import DeviceMap
+from agentrl.simulate.stages import Stages, Workload
+
+ASLEEP = GIB
+"""What a process that sleeps keeps on a GPU: its context, and buffers of its libraries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A device's memory at its fullest, in bytes, by role and use; `limit` is what is counted on."""
+
+    device: int
+    awake: dict[str, Footprint]
+    peak: int
+    limit: int
+    host: int
+    host_limit: int
+
+
+def problems(stages: Stages, work: Workload, devices: DeviceMap) -> Iterator[str]:
+    """What does not fit on a map, the worst device of each role first."""
+    fullest = sorted(loads(stages, work, devices), key=lambda load: load.limit - load.peak)
+    for load in fullest:
+        if load.peak > load.limit:
+            parts = " and ".join(f"{role} {size.total / GIB:.1f}" for role, size in load.awake.items())
+            kind = devices.inventory.kind
+            yield (
+                f"{' and '.join(load.awake)} need {load.peak / GIB:.1f} GiB on device {load.device}"
+                f"{f' ({parts})' if len(load.awake) > 1 else ''}, which has {kind.memory / GIB:.1f} "
+                f"({load.limit / GIB:.1f} to be counted on)"
+            )
+            break
+    for load in fullest:
+        if load.host > load.host_limit:
+            yield (
+                f"the host's memory would hold {load.host / GIB:.1f} GiB of device {load.device}, and has "
+                f"{load.host_limit / GIB:.1f} for each"
+            )
+            break
+    yield from _short_cache(stages, work, devices)
+
+
+def overfull(stages: Stages, work: Workload, devices: DeviceMap) -> float:
+    """What the fullest device or host would hold, as a share of what can be counted on; more than 1 also where nothing
+    is too full and something else does not fit.
+    """
+    shares = [max(load.peak / load.limit, load.host / load.host_limit) for load in loads(stages, work, devices)]
+    return max(*shares, 1.0 + 1e-9) if any(problems(stages, work, devices)) else max(shares)
+
+
+def _short_cache(stages: Stages, work: Workload, devices: DeviceMap) -> Iterator[str]:
+    facts, layout, kind = stages.facts, stages.engine, devices.inventory.kind
+    if not devices.of("engine") or (layout.fraction is None and layout.kv_bytes is None):
+        return
+    split = devices.tensor_parallel()
+    size = engine_footprint(facts, layout, split, kind, round(work.episode_tokens))
+    tokens = size.parts["kv cache"] // kv_bytes_per_token(facts, layout, split)
+    longest = min(layout.max_context or facts.max_positions, facts.max_positions)
+    if tokens < longest:
+        taken = (size.total - size.parts["kv cache"]) / GIB
+        yield (
+            f"an engine's KV cache would hold {tokens} tokens beside {taken:.1f} GiB of weights and workspace, and one "
+            f"context has up to {longest}"
+        )
+
+
+def loads(stages: Stages, work: Workload, devices: DeviceMap) -> tuple[Load, ...]:
+    """The memory of each device that is used."""
+    kind = devices.inventory.kind
+    ranks = len(devices.of("trainer"))
+    trainer = trainer_footprint(stages.facts, stages.trainer, max(1, ranks), stages.micro_batches(work, max(1, ranks)))
+    engine = engine_footprint(stages.facts, stages.engine, devices.tensor_parallel(), kind, round(work.episode_tokens))
+    found = []
+    for device in range(len(devices.inventory)):
+        counts = {role: sum(r.role == role for r in devices.on(device)) for role in ("engine", "trainer")}
+        awake = {
+            role: _times(size, counts[role])
+            for role, size in (("engine", engine), ("trainer", trainer))
+            if counts[role]
+        }
+        if not awake:
+            continue
+        totals = [size.total for size in awake.values()]
+        turns = devices.in_turns and len(awake) > 1
+        host = sum(size.host for size in awake.values())
+        if not kind.is_gpu:
+            peak, host = sum(totals) + host, 0
+        elif turns:
+            peak = max(totals) + ASLEEP
+            host += engine.parts["weights"] + sum(
+                trainer.parts.get(part, 0) for part in ("weights", "gradients", "optimizer")
+            )
+        else:
+            peak = sum(totals)
+        found.append(Load(device, awake, peak, int(USABLE * kind.memory), host, int(USABLE * kind.host_memory)))
+    return tuple(found)
+
+
+def _times(size: Footprint, count: int) -> Footprint:
+    return Footprint({name: count * part for name, part in size.parts.items()}, count * size.host)

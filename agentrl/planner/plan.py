@@ -1,0 +1,172 @@
+"""The plan of a run before it starts: who lives on which device, whether it fits, how long a step takes, and why so.
+
+    facts = model_of(config)
+    plan = make_plan(config, Inventory(gpu_named("H100"), per_node=8), facts)
+
+Nothing is loaded: memory and times are counted from the model's shape, and the rollout is simulated.
+"""
+
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from agentrl.cluster.devices import Inventory
+from agentrl.cluster.footprint import ModelFacts
+from agentrl.cluster.placement import DeviceMap, maps
+from agentrl.config import RunConfig
+from agentrl.errors import AgentRLError, ConfigError
+from agentrl.planner.advice import what_fits
+from agentrl.planner.memory import Load, loads, overfull, problems
+from agentrl.planner.run_facts import stages_of, wishes_of
+from agentrl.simulate.stages import Stages, Workload, workload
+from agentrl.simulate.world import World
+
+_SIMULATED = 4
+"""Candidates that are simulated at most: those that are fastest by a rough count."""
+_STEPS = 2
+"""Steps that are simulated beside those before the first one can be trained on (`rollout.max_staleness`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Predicted seconds of a step by stage, as means: waiting for groups, training, switching, new weights."""
+
+    rollout: float
+    train: float
+    switch: float
+    weights: float
+    tokens_per_second: float
+    staleness: int
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return self.rollout + self.train + self.switch + self.weights
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A map that was looked at: why it does not fit, or how long a step takes; `rough` is not simulated. `filled`: what
+    the fullest device would hold, as a share of what can be counted on.
+    """
+
+    devices: DeviceMap
+    filled: float
+    problems: tuple[str, ...] = ()
+    rough: float = 0.0
+    step: Step | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The map that was chosen, the memory of its devices, its step, the reason, and all that was considered."""
+
+    facts: ModelFacts
+    work: Workload
+    devices: DeviceMap
+    loads: tuple[Load, ...]
+    step: Step
+    reason: str
+    considered: tuple[Candidate, ...]
+
+
+def make_plan(config: RunConfig, inventory: Inventory, facts: ModelFacts) -> Plan:
+    """The fastest map of those that the config allows and that fit.
+
+    Raises:
+        ConfigError: none fits. Says what is missing where, and which settings would fit.
+    """
+    stages, work = stages_of(config, facts), workload(config.rollout, config.simulation)
+    looked_at = [
+        _looked_at(config, stages, work, devices) for devices in maps(config.placement, wishes_of(config), inventory)
+    ]
+    fitting = sorted((found for found in looked_at if not found.problems), key=lambda found: found.rough)
+    if not fitting:
+        raise ConfigError(_refusal(config, inventory, facts, looked_at))
+    simulated = [_simulated(config, stages, work, found) for found in fitting[:_SIMULATED]]
+    simulated.sort(key=lambda found: found.step.seconds if found.step else float("inf"))
+    chosen = simulated[0]
+    if chosen.step is None:
+        raise ConfigError(f"no step could be simulated on {chosen.devices}: {'; '.join(chosen.problems)}")
+    unfit = [found for found in looked_at if found.problems]
+    return Plan(
+        facts,
+        work,
+        chosen.devices,
+        loads(stages, work, chosen.devices),
+        chosen.step,
+        _reason(config, simulated, len(fitting), len(looked_at)),
+        (*simulated, *fitting[_SIMULATED:], *unfit),
+    )
+
+
+def _looked_at(config: RunConfig, stages: Stages, work: Workload, devices: DeviceMap) -> Candidate:
+    found = tuple(problems(stages, work, devices))
+    return Candidate(
+        devices, overfull(stages, work, devices), found, 0.0 if found else _rough(config, stages, work, devices)
+    )
+
+
+def _rough(config: RunConfig, stages: Stages, work: Workload, devices: DeviceMap) -> float:
+    """Seconds of a step, with all replicas of the engine decoding full batches all the time."""
+    busy = stages.train(work, devices).total
+    extra = stages.update_seconds(devices) + stages.switch_seconds(devices)
+    replicas = len(devices.of("engine"))
+    if not replicas:
+        return busy + extra
+    engine = stages.simulated_engine(work, devices, config.simulation.engine)
+    live = max(1.0, min(engine.slots, work.episodes / replicas))
+    step = engine.seconds_per_token * (1 + engine.slowdown * (live - 1))
+    rollout = work.episodes * work.sampled / replicas / live * step
+    overlap = config.rollout.max_staleness > 0 and not devices.in_turns
+    return (max(busy, rollout) if overlap else busy + rollout) + extra
+
+
+def _simulated(config: RunConfig, stages: Stages, work: Workload, found: Candidate) -> Candidate:
+    """A candidate whose step the scheduler has played."""
+    devices = found.devices
+    simulation = stages.simulation(work, devices, config.simulation)
+    bound = config.rollout.max_staleness
+    if not devices.of("engine"):
+        simulation = config.simulation.model_copy(
+            update={"train_seconds": simulation.train_seconds, "update_seconds": simulation.update_seconds}
+        )
+    try:
+        report = World(stages.share(config.rollout, devices), simulation, _STEPS + bound, config.seed).run()
+    except AgentRLError as error:
+        return replace(found, problems=(f"its simulation ended: {error}",))
+    seconds = report.step_seconds[bound:]
+    train, weights = stages.train(work, devices).total, stages.update_seconds(devices)
+    switch = stages.switch_seconds(devices)
+    rollout = max(0.0, fmean(seconds) - train - weights - switch)
+    rate = max(1, len(devices.of("engine"))) * report.tokens / report.seconds
+    return replace(found, step=Step(rollout, train, switch, weights, rate, report.largest_staleness))
+
+
+def _reason(config: RunConfig, simulated: list[Candidate], fitting: int, all_maps: int) -> str:
+    if config.placement.lists:
+        return "the config lists the devices"
+    if all_maps == 1:
+        return f"the only way for placement={config.placement.name} on these devices"
+    if fitting == 1:
+        return f"the only one of {all_maps} maps that fits into memory"
+    first, second = simulated[0].step, simulated[1].step
+    if first is None or second is None:
+        return "the only one that could be simulated"
+    return (
+        f"the fastest of {fitting} maps that fit into memory ({all_maps} looked at): {first.seconds:.1f} s a step, "
+        f"where the next one ({simulated[1].devices}) takes {second.seconds:.1f} s"
+    )
+
+
+def _refusal(config: RunConfig, inventory: Inventory, facts: ModelFacts, looked_at: list[Candidate]) -> str:
+    """What does not fit, on the map that lacks least, and what would."""
+    closest = min(looked_at, key=lambda found: found.filled)
+    listed = (
+        "\n".join(f"  {way}" for way in what_fits(config, inventory, facts))
+        or "  a smaller model, or devices with more memory"
+    )
+    mode = config.placement.name if not config.placement.lists else "its lists"
+    return (
+        f"{facts.name} ({facts.parameters / 1e9:.2f} billion parameters) does not fit on {inventory} by "
+        f"placement={mode}. Closest is {closest.devices}: {'; '.join(closest.problems)}.\nWhat would fit:\n{listed}"
+    )

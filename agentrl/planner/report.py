@@ -1,0 +1,133 @@
+"""A plan, for the terminal and as JSON."""
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from agentrl.cluster.devices import GIB
+from agentrl.cluster.footprint import Footprint
+from agentrl.cluster.placement import Role, format_devices
+from agentrl.planner.memory import Load
+from agentrl.planner.plan import Candidate, Plan
+
+_SHOWN = 8
+"""Candidates in the table at most."""
+
+
+def print_plan(plan: Plan, console: Console) -> None:
+    """The map, the memory of its devices, the step by stage, the reason, and what else was looked at."""
+    facts, work = plan.facts, plan.work
+    console.print(
+        f"[bold]{facts.name}[/bold]: {facts.parameters / 1e6:,.1f} million parameters, on {plan.devices.inventory}\n"
+        f"a step trains on {work.episodes} episodes of {work.turns:.1f} turns, {work.episode_tokens:,.0f} tokens each "
+        f"({work.sampled:,.0f} sampled)\n",
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(_map(plan))
+    console.print(_memory(plan.loads))
+    console.print(_step(plan))
+    console.print(f"[bold]why[/bold]  {plan.reason}\n", highlight=False, soft_wrap=True)
+    if len(plan.considered) > 1:
+        console.print(_considered(plan.considered))
+    if settings := plan.devices.settings():
+        written = " ".join(f"{key}={value}" for key, value in settings.items())
+        console.print(f"as settings  {written}", highlight=False, soft_wrap=True)
+
+
+def _table(*columns: str, title: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), title=title, title_justify="left", title_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _map(plan: Plan) -> Table:
+    table = _table("role", "replicas", "devices", "nodes", title=f"map: {plan.devices.mode}")
+    roles: tuple[Role, ...] = ("engine", "trainer")
+    for role in roles:
+        if replicas := plan.devices.of(role):
+            each = len(replicas[0].devices)
+            table.add_row(
+                role,
+                f"{len(replicas)}{f' of {each} devices' if each > 1 else ''}",
+                format_devices(plan.devices.devices(role)),
+                format_devices(sorted({replica.node for replica in replicas})),
+            )
+    if plan.devices.shared:
+        turns = "take turns" if plan.devices.in_turns else "are both awake"
+        table.add_row("shared", turns, format_devices(plan.devices.shared), "")
+    return table
+
+
+def _memory(loads: tuple[Load, ...]) -> Table:
+    """Devices with the same load together: what each role holds while it is awake, and the fullest moment."""
+    table = _table("devices", "role", "GiB", "of it", title="\nmemory of each device")
+    same: dict[tuple[int, ...], list[Load]] = {}
+    for load in loads:
+        same.setdefault((load.peak, *(size.total for size in load.awake.values())), []).append(load)
+    for alike in same.values():
+        load, devices = alike[0], format_devices([load.device for load in alike])
+        for role, footprint in load.awake.items():
+            table.add_row(devices, role, f"{footprint.total / GIB:.2f}", _parts(footprint))
+        table.add_row(
+            devices, "at the fullest", f"{load.peak / GIB:.2f}", f"of {load.limit / GIB:.2f} to be counted on"
+        )
+        if load.host:
+            table.add_row(
+                "", "in the host", f"{load.host / GIB:.2f}", f"of {load.host_limit / GIB:.2f} for each device"
+            )
+    return table
+
+
+def _parts(footprint: Footprint) -> str:
+    return ", ".join(f"{name} {size / GIB:.2f}" for name, size in footprint.parts.items() if size >= GIB / 200)
+
+
+def _step(plan: Plan) -> Table:
+    step = plan.step
+    table = _table("stage", "seconds", "share", title="\npredicted step")
+    stages = (("rollout (waited for)", step.rollout), ("train", step.train), ("switch", step.switch))
+    for name, seconds in (*stages, ("weights", step.weights), ("step", step.seconds)):
+        table.add_row(name, f"{seconds:,.2f}", f"{seconds / step.seconds:.0%}")
+    table.add_row("sampled", f"{step.tokens_per_second:,.0f}", "tokens/s")
+    table.add_row("staleness", f"{step.staleness}", "at most")
+    return table
+
+
+def _considered(considered: tuple[Candidate, ...]) -> Table:
+    table = _table("map", "seconds a step", title="looked at")
+    for found in considered[:_SHOWN]:
+        table.add_row(str(found.devices), _verdict(found))
+    if len(considered) > _SHOWN:
+        table.add_row(f"and {len(considered) - _SHOWN} more", "")
+    return table
+
+
+def _verdict(found: Candidate) -> str:
+    if found.step:
+        return f"{found.step.seconds:,.2f}"
+    return "; ".join(found.problems) or f"about {found.rough:,.2f}, not simulated"
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """The plan as plain data: bytes, seconds, numbers of devices."""
+    step = plan.step
+    return {
+        "model": {"name": plan.facts.name, "parameters": plan.facts.parameters},
+        "devices": {"kind": plan.devices.inventory.kind.name, "per_node": plan.devices.inventory.per_node,
+                    "nodes": plan.devices.inventory.nodes},
+        "mode": plan.devices.mode,
+        "in_turns": plan.devices.in_turns,
+        "replicas": [{"role": r.role, "number": r.number, "devices": list(r.devices), "node": r.node}
+                     for r in plan.devices.replicas],
+        "settings": plan.devices.settings(),
+        "memory": [{"device": load.device, "peak": load.peak, "limit": load.limit, "host": load.host,
+                    "awake": {role: dict(size.parts) for role, size in load.awake.items()}} for load in plan.loads],
+        "step": {"seconds": step.seconds, "rollout": step.rollout, "train": step.train, "switch": step.switch,
+                 "weights": step.weights, "tokens_per_second": step.tokens_per_second, "staleness": step.staleness},
+        "reason": plan.reason,
+        "considered": [{"map": str(found.devices), "problems": list(found.problems),
+                        "seconds": found.step.seconds if found.step else None} for found in plan.considered],
+    }  # fmt: skip

@@ -1,0 +1,57 @@
+"""What a run's config says of the things that a plan is made of: the model, the stages, what is wished for."""
+
+from pathlib import Path
+from typing import Any
+
+from agentrl.cluster.footprint import EngineLayout, ModelFacts, TrainerLayout, facts_of, model_facts
+from agentrl.cluster.placement import Wishes
+from agentrl.config import RunConfig
+from agentrl.errors import ConfigError
+from agentrl.simulate.stages import Stages
+from agentrl.tiny_model import SIZES, model_config
+
+
+def model_of(config: RunConfig) -> ModelFacts:
+    """The shape of a run's model; of one that is made from nothing, with the largest vocabulary that it can have.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    name = config.model.name
+    return facts_of(model_config(SIZES[name]), name) if name in SIZES else model_facts(Path(name))
+
+
+def stages_of(config: RunConfig, facts: ModelFacts) -> Stages:
+    """The stages of a run.
+
+    Raises:
+        ConfigError: its engine or trainer does not say how it lies on devices.
+    """
+    return Stages(facts, *layouts(config), config.placement.assume)
+
+
+def layouts(config: RunConfig) -> tuple[EngineLayout, TrainerLayout]:
+    """How engine and trainer lie on devices, as they say themselves."""
+    found: list[Any] = []
+    for section, chosen in (("engine", config.engine), ("trainer", config.trainer)):
+        layout = getattr(chosen.settings, "layout", None)
+        if layout is None:
+            raise ConfigError(
+                f"{section} {chosen.name!r} does not say how it lies on devices, so nothing can be planned: give its "
+                "Config a method `layout`, as agentrl/cluster/footprint.py says, or write placement=local"
+            )
+        found.append(layout())
+    return found[0], found[1]
+
+
+def wishes_of(config: RunConfig) -> Wishes:
+    """What the settings of cluster, engine and trainer ask of a placement."""
+    engine, trainer = layouts(config)
+    return Wishes(
+        engines=getattr(config.cluster.settings, "engines", 1),
+        tensor_parallel=engine.tensor_parallel,
+        ranks=trainer.ranks,
+        has_engine=engine.here,
+        trainer_grows=trainer.grows,
+        splits=engine.splits,
+    )

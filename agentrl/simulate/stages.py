@@ -1,0 +1,221 @@
+"""How long each stage of a step takes on given devices: counted from the shape of the model, not run.
+
+Three things are counted: products (FLOP over FLOP/s), memory that is read (bytes over bandwidth) and bytes that travel
+(over links), each at the share of the device's best that is assumed. The rollout itself is not a formula: its times go
+into a `World`, where the production scheduler plays it, so that batches, tails, staleness and overlap count.
+"""
+
+from dataclasses import dataclass
+from random import Random
+from statistics import fmean
+
+from agentrl.cluster.devices import Assumptions, DeviceKind
+from agentrl.cluster.footprint import EngineLayout, ModelFacts, TrainerLayout, engine_footprint, kv_bytes_per_token
+from agentrl.cluster.placement import DeviceMap
+from agentrl.rollout.config import RolloutConfig
+from agentrl.simulate.engine import SimulatedEngine
+from agentrl.simulate.latency import Constant, Latency
+from agentrl.simulate.world import SimulationConfig
+
+_OF_ALL_REPLICAS = ("groups_per_step", "max_live_episodes", "min_live_episodes")
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A step's work: episodes that are trained on, and mean tokens of one, by who made them."""
+
+    episodes: int
+    turns: float
+    sampled: float
+    observed: float
+
+    @property
+    def episode_tokens(self) -> float:
+        """Tokens of a whole episode."""
+        return self.sampled + self.observed
+
+    @property
+    def tokens(self) -> float:
+        """Tokens that a step trains on."""
+        return self.episodes * self.episode_tokens
+
+
+def workload(rollout: RolloutConfig, simulation: SimulationConfig) -> Workload:
+    """The mean of what the section `simulation` says of episodes, within the limits of `rollout`."""
+    turns = _mean(simulation.env.turns, 1, rollout.max_turns)
+    answer = _mean(simulation.engine.answer_tokens, 1, rollout.sampling.max_tokens)
+    observed = simulation.prompt_tokens + (turns - 1) * simulation.observation_tokens
+    return Workload(rollout.groups_per_step * rollout.group_size, turns, turns * answer, observed)
+
+
+def _mean(latency: Latency, least: float, most: float) -> float:
+    rng = Random(0)
+    return fmean(min(max(latency.sample(rng), least), most) for _ in range(2048))
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSeconds:
+    """Of one step: products, bytes between ranks (both at the same time), and the optimizer after them."""
+
+    compute: float
+    communication: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        """Transfers go on beside products, so the longer of the two counts."""
+        return max(self.compute, self.communication) + self.optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """The stages of a step on the devices of a map."""
+
+    facts: ModelFacts
+    engine: EngineLayout
+    trainer: TrainerLayout
+    assume: Assumptions
+
+    def train_flop(self, work: Workload) -> float:
+        """FLOP of a step: 2 for each weight and token forward, twice that backward (6 N in all: Kaplan et al. 2020,
+        arXiv 2001.08361), 4 for each layer, query size and place of a row in attention; the head at sampled tokens.
+        Recomputation is one more forward pass, and so are the old logprobs of all minibatches but the first.
+        """
+        facts, layout = self.facts, self.trainer
+        attention = 4 * facts.layers * facts.heads * facts.head_dim * layout.row_tokens
+        forward = work.tokens * (2 * facts.blocks + attention)
+        forward += work.episodes * work.sampled * 2 * facts.embedding
+        passes = 3 + (1 if layout.recompute else 0) + (layout.minibatches - 1) / layout.minibatches
+        return passes * forward
+
+    def train(self, work: Workload, devices: DeviceMap) -> TrainSeconds:
+        """Seconds of a training step."""
+        facts, layout, kind = self.facts, self.trainer, devices.inventory.kind
+        ranks = devices.of("trainer")
+        speed = self._share(devices, "trainer") * self._flops(kind) * self.assume.trainer_flops
+        compute = self.train_flop(work) / (len(ranks) * speed)
+        link = self._link(devices) * self.assume.links
+        communication = 0.0
+        if len(ranks) > 1:
+            apart = (len(ranks) - 1) / len(ranks)
+            communication = apart * self._traffic(self.micro_batches(work, len(ranks))) / link
+        parts = len(ranks) if layout.shards else 1
+        bandwidth = kind.bandwidth * self._share(devices, "trainer") * self.assume.engine_bandwidth
+        if layout.offload and kind.is_gpu:
+            bandwidth = kind.host_link * self.assume.links
+        # AdamW reads weight, gradient and two moments, and writes all but the gradient, in float32.
+        optimizer = layout.minibatches * 28 * facts.parameters / parts / bandwidth
+        return TrainSeconds(compute, communication, optimizer)
+
+    def micro_batches(self, work: Workload, ranks: int) -> float:
+        """Micro-batches of each rank in each minibatch."""
+        tokens = work.tokens / self.trainer.minibatches / ranks
+        return max(1.0, tokens / self.trainer.micro_batch_tokens)
+
+    def _traffic(self, micro_batches: float) -> float:
+        """Bytes that each rank gets from the others in a step: weights for each pass (ZeRO 3) or once after the update,
+        gradients once for each minibatch, in float32.
+        """
+        facts, layout = self.facts, self.trainer
+        if layout.shards < 3:
+            return layout.minibatches * 8 * facts.parameters
+        gathers = (1 if layout.keeps_gathered else 2) * micro_batches * layout.minibatches
+        gathers += micro_batches * (layout.minibatches - 1)
+        return facts.parameters * (gathers * layout.number + 4 * layout.minibatches)
+
+    def update_seconds(self, devices: DeviceMap) -> float:
+        """Seconds in which new weights travel: gathered in float32, cast, and sent to all engines at the same time."""
+        size = (4 + self.engine.number) * self.facts.parameters
+        return size / (self._link(devices, everyone=True) * self.assume.links)
+
+    def switch_seconds(self, devices: DeviceMap) -> float:
+        """Seconds of both switches of a step, where roles take turns: each moves what it holds to the host and back."""
+        kind = devices.inventory.kind
+        if not devices.in_turns or not kind.is_gpu:
+            return 0.0
+        sharded = len(devices.of("trainer")) if self.trainer.shards >= 3 else 1
+        trainer = 0 if self.trainer.offload else 16 * self.facts.parameters // sharded
+        engine = self.engine.number * self.facts.parameters // devices.tensor_parallel()
+        return 2 * (trainer + engine) / (kind.host_link * self.assume.links)
+
+    def simulated_engine(
+        self, work: Workload, devices: DeviceMap, base: SimulatedEngine.Config
+    ) -> SimulatedEngine.Config:
+        """The engine as the simulator takes it: a step of B requests takes `fixed + B * each` seconds.
+
+        `fixed` reads the weights once, `each` reads a request's KV cache and multiplies by every weight: the roofline
+        of Pope et al. 2022, arXiv 2211.05102, with its two terms added, not the larger one taken.
+        """
+        facts, layout, kind = self.facts, self.engine, devices.inventory.kind
+        split = devices.tensor_parallel()
+        share = self._share(devices, "engine")
+        bandwidth = split * kind.bandwidth * share * self.assume.engine_bandwidth
+        flops = split * share * (kind.flops if layout.number == 2 else kind.flops_float32) * self.assume.engine_flops
+        each = 2 * (facts.blocks + facts.embedding) / flops
+        prefill = each
+        each += work.episode_tokens / 2 * facts.kv_bytes(layout.number) / bandwidth
+        fixed = layout.number * facts.parameters / bandwidth
+        if kind.is_gpu:
+            fixed += self.assume.engine_step_seconds
+            sums = 2 * facts.layers * (split > 1)
+            fixed += sums * self.assume.all_reduce_seconds
+            each += sums * 2 * layout.number * facts.hidden * (split - 1) / split / (kind.link * self.assume.links)
+        cache = engine_footprint(facts, layout, split, kind, round(work.episode_tokens)).parts["kv cache"]
+        tokens = cache // kv_bytes_per_token(facts, layout, split)
+        longest = min(layout.max_context or facts.max_positions, facts.max_positions)
+        bounded = layout.fraction is not None or layout.kv_bytes is not None
+        live = min(layout.max_batch, max(1.0, work.episodes / max(1, len(devices.of("engine")))))
+        slowdown = each / (fixed + each)
+        return base.model_copy(
+            update={
+                "slots": layout.max_batch,
+                "seconds_per_token": fixed + each,
+                "slowdown": slowdown,
+                "knee": 1,
+                # Prefills share the device with each other and with who decodes: so long that all of them together
+                # take the seconds that their products take, when so many requests run.
+                "prefill_seconds_per_token": prefill * live / (1 + slowdown * (live - 1)),
+                "max_context": min(longest, tokens) if bounded else longest,
+                "kv_tokens": tokens if bounded else None,
+            }
+        )
+
+    def simulation(self, work: Workload, devices: DeviceMap, base: SimulationConfig) -> SimulationConfig:
+        """The section `simulation` with the times of this map in the place of its own, and one of its engines: they are
+        alike, and `share` is the part of the rollouts that each has.
+        """
+        train = self.train(work, devices).total
+        return base.model_copy(
+            update={
+                "engine": self.simulated_engine(work, devices, base.engine),
+                "engines": 1,
+                "episode_seconds": None,
+                "train_seconds": Constant(value=train),
+                "update_seconds": Constant(value=self.update_seconds(devices)),
+                "in_turns": devices.in_turns,
+                "switch_seconds": self.switch_seconds(devices),
+            }
+        )
+
+    @staticmethod
+    def share(rollout: RolloutConfig, devices: DeviceMap) -> RolloutConfig:
+        """The rollouts of one replica of the engine."""
+        replicas = max(1, len(devices.of("engine")))
+        parts = {name: max(1, round(getattr(rollout, name) / replicas)) for name in _OF_ALL_REPLICAS}
+        return rollout.model_copy(update=parts)
+
+    def _flops(self, kind: DeviceKind) -> float:
+        return kind.flops_float32 if self.trainer.precision == "float32" else kind.flops
+
+    @staticmethod
+    def _share(devices: DeviceMap, role: str) -> float:
+        """What a replica has of its device, which it shares with the others of its role."""
+        replicas = [replica for replica in devices.replicas if replica.role == role]
+        return 1 / sum(replicas[0].devices[0] in replica.devices for replica in replicas) if replicas else 1.0
+
+    @staticmethod
+    def _link(devices: DeviceMap, *, everyone: bool = False) -> float:
+        """The slowest link between the ranks of the trainer, or between all replicas."""
+        nodes = {replica.node for replica in devices.replicas if everyone or replica.role == "trainer"}
+        kind = devices.inventory.kind
+        return kind.network if len(nodes) > 1 else kind.link
