@@ -12,7 +12,7 @@ from agentrl.batch import TrainBatch
 from agentrl.cluster.bundle import BundlePlace, WeightBundle
 from agentrl.cluster.local_workers import start_local
 from agentrl.cluster.workers import StartWorkers, WorkerGroup
-from agentrl.errors import AgentRLError, ConfigError, TrainingError
+from agentrl.errors import AgentRLError, ConfigError, TrainingError, WorkerDiedError
 from agentrl.protocols import Loss
 from agentrl.trainers.deal import deal
 from agentrl.trainers.rank import Plan, TrainerRank
@@ -79,13 +79,14 @@ class GroupTrainer:
         self._ranks = ranks
         return self
 
-    async def __aexit__(self, *exc: object) -> None:
+    async def __aexit__(self, *exc: Any) -> None:
         ranks, self._ranks = self._ranks, None
         if ranks is None:
             return
-        with suppress(AgentRLError, TimeoutError):  # one that is dead or stuck is stopped all the same
-            async with asyncio.timeout(_LEAVE_SECONDS):
-                await ranks.all("close")
+        if not isinstance(exc[1], WorkerDiedError):  # those who are left would wait for the dead one
+            with suppress(AgentRLError, TimeoutError):  # one that is stuck is stopped all the same
+                async with asyncio.timeout(_LEAVE_SECONDS):
+                    await ranks.all("close")
         await ranks.stop()
 
     async def step(self, batch: TrainBatch, loss: Loss, normalizer: float) -> Mapping[str, float]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 from agentrl.errors import EngineDeadError
 from agentrl.plugins import Component
-from agentrl.protocols import Engine, EngineStats, GenerateRequest
+from agentrl.protocols import Engine, EngineStats, GenerateRequest, StagesWeights
 from agentrl.trajectory import Completion
 
 if TYPE_CHECKING:
@@ -39,6 +39,11 @@ class _EngineHost:
 
     async def interrupt(self) -> _Report:
         await self._engine.interrupt()
+        return self._report()
+
+    async def stage_weights(self, weights: Mapping[str, "Tensor"], version: int) -> _Report:
+        if isinstance(self._engine, StagesWeights):
+            await self._engine.stage_weights(weights, version)
         return self._report()
 
     async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> _Report:
@@ -126,6 +131,10 @@ class RayEngine:
     async def interrupt(self) -> None:
         """See `Engine`."""
         self._latest = await _answer_of(self._running.interrupt.remote())
+
+    async def stage_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
+        """See `StagesWeights`. Of a bundle only the place is sent; its files must be seen where the actor lives."""
+        self._latest = await _answer_of(self._running.stage_weights.remote(weights, version))
 
     async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
         """See `Engine`."""

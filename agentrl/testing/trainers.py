@@ -17,7 +17,9 @@ from torch.func import functional_call
 
 from agentrl.algorithms.losses import policy_gradient
 from agentrl.batch import TrainBatch, TrainingSample, collate
+from agentrl.cluster.bundle import BundlePlace
 from agentrl.cluster.low_rank import Factors, LowRank
+from agentrl.cluster.weights import write_weights
 from agentrl.errors import ConformanceError, TrainingError
 from agentrl.protocols import Loss, LossTokens, Trainer
 
@@ -112,7 +114,10 @@ async def check_accumulation(make_trainer: MakeTrainer, model: Path) -> None:
 async def check_resume(
     make_trainer: MakeTrainer, model: Path, workspace: Path, case: TrainerCase = TrainerCase(minibatches=2)
 ) -> None:
-    """Save, load and go on: bitwise what it would have been without, and the folder is a model with a tokenizer."""
+    """Save, load and go on: bitwise what it would have been without, and the folder is a model with a tokenizer.
+
+    What it publishes are the same weights (`agentrl/cluster/weights.py`).
+    """
     from transformers import AutoModelForCausalLM
 
     folder = workspace / "checkpoint"
@@ -121,6 +126,9 @@ async def check_resume(
         await _steps(trainer, batches[:2])
         await trainer.save(folder)
         saved = _copy(await trainer.weights())
+        published = await write_weights(trainer, BundlePlace(workspace / "published", 1, 1 << 20))
+        published.verify()
+        _compare(published, saved, 0.0, "the weights that are published")
         await _steps(trainer, batches[2:])
         unbroken = _copy(await trainer.weights())
     async with make_trainer(model, case) as trainer:
