@@ -1,16 +1,25 @@
 """Fixtures shared by the suite."""
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from agentrl.cli import main
 from agentrl.tiny_model import create_tiny_model
 
 pytest_plugins = ["agentrl.testing.fixtures"]
+
+# Before torch is loaded. With more, its threads spin against those of the other process: 31 s for a test of 2 s.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# An example that takes 200 ms says something of what else the machine does.
+settings.register_profile("busy machine", deadline=None)
+settings.load_profile("busy machine")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

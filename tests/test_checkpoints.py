@@ -333,9 +333,7 @@ def test_an_exported_checkpoint_is_the_same_model_without_the_optimizer_and_over
         with torch.no_grad():
             logits = AutoModelForCausalLM.from_pretrained(into)(ids).logits
         assert torch.equal(logits, torch.load(tmp_path / f"{step}.pt"))
-        assert AutoTokenizer.from_pretrained(into).decode([5]) == AutoTokenizer.from_pretrained(tiny_model_dir).decode(
-            [5]
-        )
+    assert AutoTokenizer.from_pretrained(into).get_vocab() == AutoTokenizer.from_pretrained(tiny_model_dir).get_vocab()
     again = agentrl("export", str(run), str(into))
     assert (again.returncode, "is there already: name a new folder" in again.stderr) == (2, True)
     assert sorted(path.name for path in (tmp_path / "models").iterdir()) == ["0", "1", "2", "3"]
