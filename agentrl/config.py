@@ -318,15 +318,15 @@ def _read_yaml(path: Path, source: _Source) -> None:
 
 def _read_node(node: yaml.Node, keys: tuple[str, ...], path: Path, source: _Source) -> None:
     if isinstance(node, yaml.MappingNode) and node.value:
-        for key, value in node.value:
-            _read_node(value, (*keys, str(key.value)), path, source)
+        for key, inner in node.value:
+            _read_node(inner, (*keys, str(key.value)), path, source)
         return
     if keys == ("reward",) and isinstance(node, yaml.SequenceNode) and node.value:
         for number, part in enumerate(node.value):
             _read_node(part, (*keys, str(number)), path, source)
         return
     nothing = node.tag == "tag:yaml.org,2002:null"  # a key alone: PyYAML writes it in a way that it cannot read
-    value = None if nothing else yaml.safe_load(yaml.serialize(node))
+    value: Any = None if nothing else yaml.safe_load(yaml.serialize(node))
     bare = (
         isinstance(value, str) and isinstance(node, yaml.ScalarNode) and node.style is None
     )  # what is quoted is a text

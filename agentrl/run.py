@@ -68,6 +68,11 @@ class Run:
                 f"model.name: {name!r} is no folder of a Hugging Face model (no config.json in it), and no size that "
                 f"can be made from nothing ({', '.join(SIZES)})"
             )
+        if name not in SIZES and not any(file.suffix in (".safetensors", ".bin") for file in Path(name).iterdir()):
+            raise ConfigError(
+                f"model.name: {name!r} has the shape of a model and no weights (no *.safetensors in it): it can be "
+                "planned with (`agentrl plan`); to train, give the folder of the model itself"
+            )
         for agent, route in self.config.env.agents.items():
             if isinstance(route, Frozen) and route.model and not (route.model / "config.json").exists():
                 raise ConfigError(

@@ -5,9 +5,8 @@
                 ◀─────────────────────────────────────────────────────────
         at its end:              engine.wake()    memory?   trainer.sleep()
 
-Never are both awake. A switch that fails ends in a state that has a name: back where it began, or `idle` with both
-asleep where that did not work either. What misses its deadline nobody can know the state of: then it is `lost`, and
-every later switch is refused.
+Never are both awake. A switch that fails is undone. What misses its deadline, or can neither sleep nor wake, nobody
+knows the state of: then they are `lost`, and every later switch is refused.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -18,7 +17,7 @@ from typing import Literal, Protocol
 from agentrl.errors import DeadlineError, TimeShareError
 from agentrl.flow import Flow, deadline
 
-State = Literal["generating", "training", "switching", "idle", "lost"]
+State = Literal["generating", "training", "switching", "lost"]
 Free = Callable[[], Awaitable[int]]
 """Asks the fullest of the shared devices how many bytes are free."""
 
@@ -102,30 +101,29 @@ class TimeShare:
         try:
             await self._call(tired, "sleep")
         except TimeShareError as error:
-            await self._settle(tired, before)
+            await self._undo(before, (tired, "wake"))
             raise self._said(error) from error
         try:
             await self._check_memory(rested)
             await self._call(rested, "wake")
         except TimeShareError as error:
-            await self._settle(rested, "idle", asleep=True)
-            await self._settle(tired, before)
+            await self._undo(before, (rested, "sleep"), (tired, "wake"))
             raise self._said(error) from error
         except BaseException:
             self.state = "lost"  # broken off in between: nobody waited for the end
             raise
         self.state = after
 
-    async def _settle(self, turn: Turn, into: State, *, asleep: bool = False) -> None:
-        """Bring one side back, replica by replica; where one cannot be, the state stays what it is."""
-        if self._lost:
-            return
+    async def _undo(self, before: State, *calls: tuple[Turn, Literal["sleep", "wake"]]) -> None:
+        """Bring back what it was before; where that fails too, all is lost."""
         try:
-            await self._call(turn, "sleep" if asleep else "wake")
+            for turn, method in calls:
+                if not self._lost:
+                    await self._call(turn, method)
         except TimeShareError:
-            self.state = "lost" if asleep or self._lost else "idle"
-            return
-        self.state = into
+            self.state = "lost"
+        if not self._lost:
+            self.state = before
 
     def _said(self, error: TimeShareError) -> TimeShareError:
         return TimeShareError(f"{error}. They are {self.state} now")

@@ -91,11 +91,13 @@ def _changes(config: RunConfig, inventory: Inventory) -> Iterator[Change]:
     yield _setting("trainer", dtype="bfloat16")
     yield from (_setting("engine", max_context=n) for n in (32768, 16384, 8192) if n < (engine.max_context or 2**31))
     yield from (_setting("engine", memory_fraction=n) for n in (0.6, 0.4, 0.3))
+    yield _setting("engine", kv_cache_gib=None)
     yield from (_setting("engine", tensor_parallel=n) for n in growing if n <= inventory.per_node)
     yield from (_setting("trainer", world_size=n) for n in growing)
     if config.placement.lists or config.placement.name != "auto":
         placement = config.placement.model_copy(update={"name": "auto", "engine": None, "trainer": None})
-        yield Change(("placement=auto",), lambda config: config.model_copy(update={"placement": placement}))
+        lists = [f"placement.{role}=null" for role in config.placement.lists]
+        yield Change(("placement=auto", *lists), lambda config: config.model_copy(update={"placement": placement}))
     yield _setting("trainer", cpu_offload=True)
     yield _setting("trainer", offload=True, zero_stage=3)
     others = [plugin.name for plugin in plugins.installed("trainers") if plugin.name != config.trainer.name]
@@ -144,4 +146,4 @@ def _trainer(name: str, **update: Any) -> Change:
 
 
 def _written(section: str, update: dict[str, Any]) -> tuple[str, ...]:
-    return tuple(f"{section}.{key}={str(value).lower()}" for key, value in update.items())
+    return tuple(f"{section}.{key}={'null' if value is None else str(value).lower()}" for key, value in update.items())
