@@ -13,8 +13,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from agentrl.cluster.time_share import AllAwake, Sleeper, State, TimeShare, Turn
+from agentrl.batch import TrainBatch, TrainingSample, collate
+from agentrl.cluster.time_share import AllAwake, Share, Sleeper, State, TimeShare, Turn, free_on_cpu
 from agentrl.engines.local import LocalEngine
 from agentrl.errors import DeadlineError, TimeShareError
 from agentrl.flow import now, run_virtual
@@ -23,6 +25,10 @@ from agentrl.rollout.config import RolloutConfig
 from agentrl.simulate.engine import SimulatedEngine
 from agentrl.simulate.latency import Constant
 from agentrl.simulate.world import SimulationConfig, World
+from agentrl.testing.trainers import LOSS
+from agentrl.trainers.fsdp import FsdpTrainer
+from agentrl.trainers.group import GroupTrainer
+from agentrl.trainers.local import LocalTrainer
 from agentrl.trajectory import Completion
 
 GIB = 2**30
@@ -320,3 +326,92 @@ def test_engines_are_sleepers(shallow_model_dir: Path) -> None:
     simulated: Sleeper = SimulatedEngine()
     assert callable(engine.sleep)
     assert callable(simulated.wake)
+
+
+# Trainers
+
+
+def batch() -> TrainBatch:
+    size = 16
+    sample = TrainingSample(
+        tuple(range(size)), (0,) + (1,) * (size - 1), (0.0,) * size, (1.0,) * size, (0,) * size, (0,) * size
+    )
+    return collate([sample, sample], row_tokens=size)
+
+
+async def trained(trainer: GroupTrainer, share: Callable[[GroupTrainer], Share] | None = None) -> dict[str, Tensor]:
+    """The weights after three steps, asked for after each, as a driver does."""
+    turns = share(trainer) if share else AllAwake()
+    async with trainer:
+        if share:
+            await trainer.sleep()
+        for _ in range(3):
+            async with turns.training():
+                await trainer.step(batch(), LOSS, 1.0)
+            weights = await trainer.weights()
+        return {name: weight.detach().clone() for name, weight in weights.items()}
+
+
+def taking_turns(trainer: GroupTrainer) -> Share:
+    device = Device(8 * GIB)
+    return TimeShare(Turn("engine", [Fake("engine", device, GIB)], GIB), Turn("trainer", [trainer], 0), device.free, 60)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(LocalTrainer, LocalTrainer.Config(device="cpu")),
+        pytest.param(partial(FsdpTrainer, FsdpTrainer.Config(world_size=2)), marks=pytest.mark.slow),
+    ],
+    ids=["local", "fsdp"],
+)
+def test_a_trainer_that_takes_turns_ends_with_the_same_weights(make: Any, shallow_model_dir: Path) -> None:
+    async def main() -> None:
+        alone = await trained(make(shallow_model_dir, total_steps=3))
+        shared = await trained(make(shallow_model_dir, total_steps=3), taking_turns)
+        assert alone.keys() == shared.keys()
+        assert all(torch.equal(alone[name], shared[name]) for name in alone)
+
+    asyncio.run(main())
+
+
+def test_a_trainer_that_sleeps_holds_no_gradients(shallow_model_dir: Path) -> None:
+    async def main() -> None:
+        async with LocalTrainer(LocalTrainer.Config(device="cpu"), shallow_model_dir, total_steps=1) as trainer:
+            await trainer.step(batch(), LOSS, 1.0)
+            assert trainer._ranks is not None
+            worker: Any = trainer._ranks.workers[0]
+            weights = list(worker.made.core.sharding.policy.parameters())
+            assert any(weight.grad is not None for weight in weights)
+            await trainer.sleep()
+            assert all(weight.grad is None for weight in weights)
+
+    asyncio.run(main())
+
+
+def test_an_engine_and_a_trainer_take_turns_through_whole_steps(shallow_model_dir: Path) -> None:
+    """Generate, train, publish, thrice: the same tokens at every version as where nobody sleeps."""
+
+    async def steps(in_turns: bool) -> list[tuple[int, ...]]:
+        engine = LocalEngine(LocalEngine.Config(device="cpu", max_batch=4), shallow_model_dir)
+        trainer = LocalTrainer(LocalTrainer.Config(device="cpu", lr=1e-2), shallow_model_dir, total_steps=3)
+        seen = []
+        async with engine, trainer:
+            share: Share = AllAwake()
+            if in_turns:
+                await trainer.sleep()
+                free = free_on_cpu
+                share = TimeShare(Turn("engine", [engine], 1), Turn("trainer", [trainer], 1), free, 60)
+            for version in (1, 2, 3):
+                seen += [completion.token_ids for completion in await answers(engine, range(2))]
+                async with share.training():
+                    await trainer.step(batch(), LOSS, 1.0)
+                await engine.update_weights(await trainer.weights(), version)
+        return seen
+
+    async def main() -> None:
+        apart, shared = await steps(False), await steps(True)
+        assert apart == shared
+        assert len(set(apart)) > 2  # the weights did change what is said
+
+    asyncio.run(main())

@@ -71,6 +71,14 @@ class Sharding(Protocol):
         """Take up what `save` wrote; returns the step."""
         ...
 
+    def sleep(self) -> None:
+        """Move all that is held to the CPU's memory; gradients are forgotten. Weights can still be asked for."""
+        ...
+
+    def wake(self) -> None:
+        """Move it back."""
+        ...
+
     def close(self) -> None:
         """Leave the other ranks."""
         ...
@@ -120,6 +128,14 @@ class TrainerCore:
     def load(self, folder: Path) -> None:
         """See `Sharding.load`."""
         self.steps_done = self.sharding.load(folder)
+
+    def sleep(self) -> None:
+        """See `Sharding.sleep`."""
+        self.sharding.sleep()
+
+    def wake(self) -> None:
+        """See `Sharding.wake`."""
+        self.sharding.wake()
 
     def close(self) -> None:
         """See `Sharding.close`."""

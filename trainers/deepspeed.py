@@ -28,7 +28,12 @@ class DeepSpeedTrainer(GroupTrainer):
         def layout(self) -> TrainerLayout:
             """See `TrainerSettings.layout`."""
             return replace(
-                super().layout(), ranks=self.world_size, grows=True, shards=self.zero_stage, offload=self.offload
+                super().layout(),
+                ranks=self.world_size,
+                grows=True,
+                shards=self.zero_stage,
+                offload=self.offload,
+                sleeps=False,
             )
 
     @property

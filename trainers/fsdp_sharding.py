@@ -23,7 +23,7 @@ from agentrl.trainers.checkpoint import kept_by_another, save_state
 from agentrl.trainers.core import TrainerCore
 from agentrl.trainers.forward import MicroBatch
 from agentrl.trainers.model import Policy, load_policy
-from agentrl.trainers.optimizer import adamw, apply
+from agentrl.trainers.optimizer import adamw, apply, move
 from agentrl.trainers.process_group import join, max_of_ranks, sum_of_ranks
 from agentrl.trainers.rank import Place, Plan
 from agentrl.trainers.trained import Trained, held
@@ -42,7 +42,8 @@ def open_core(plan: Plan, place: Place) -> TrainerCore:
     policy, trained = load_policy(plan, device)
     _shard(policy, config, device, place.world_size)
     optimizer = adamw(policy, config, foreach=True)
-    return TrainerCore(config, plan.total_steps, FullyShard(place.rank, device, policy, trained, optimizer))
+    home = torch.device("cpu") if config.cpu_offload else device
+    return TrainerCore(config, plan.total_steps, FullyShard(place.rank, device, home, policy, trained, optimizer))
 
 
 def _shard(policy: Policy, config: "FsdpTrainer.Config", device: torch.device, world_size: int) -> None:
@@ -69,10 +70,11 @@ def _shard(policy: Policy, config: "FsdpTrainer.Config", device: torch.device, w
 
 @dataclass(frozen=True, slots=True)
 class FullyShard:
-    """`Sharding` by FSDP2."""
+    """`Sharding` by FSDP2. `home`: where its parts are while it is awake."""
 
     rank: int
     device: torch.device
+    home: torch.device
     policy: Policy
     trained: Trained
     optimizer: torch.optim.AdamW
@@ -133,6 +135,14 @@ class FullyShard:
         dcp.load(optimizer, checkpoint_id=folder / _OPTIMIZER)  # type: ignore[attr-defined]
         set_optimizer_state_dict(self.policy, self.optimizer, optim_state_dict=optimizer)
         return int(state["step"])
+
+    def sleep(self) -> None:
+        """See `Sharding`."""
+        move(self.policy, self.optimizer, torch.device("cpu"))
+
+    def wake(self) -> None:
+        """See `Sharding`."""
+        move(self.policy, self.optimizer, self.home)
 
     def close(self) -> None:
         """See `Sharding`."""

@@ -127,9 +127,12 @@ class GroupTrainer:
         return weights
 
     async def write_weights(self, place: BundlePlace) -> WeightBundle:
-        """See `WritesWeights`: rank 0 writes them, and nothing is sent here but where they are."""
-        bundle: WeightBundle = (await self._entered.all("write_weights", place))[0]
-        return bundle
+        """See `WritesWeights`: rank 0 writes them, and nothing is sent here but where they are.
+
+        From a machine that does not see the place they are sent here all the same, and written here.
+        """
+        written: Mapping[str, Tensor] = (await self._entered.all("write_weights", place))[0]
+        return written if isinstance(written, WeightBundle) else await asyncio.to_thread(place.write, written)
 
     async def save(self, folder: Path) -> None:
         """Write a Hugging Face folder with the tokenizer, and the optimizer's state and step beside it.
@@ -141,6 +144,14 @@ class GroupTrainer:
     async def load(self, folder: Path) -> None:
         """Take up exactly where `save` left off; settings (learning rate, decay, ...) stay those of this run."""
         await self._entered.all("load", folder)
+
+    async def sleep(self) -> None:
+        """See `Sleeper` (agentrl/cluster/time_share.py): all ranks give their devices' memory back."""
+        await self._entered.all("sleep")
+
+    async def wake(self) -> None:
+        """See `Sleeper`."""
+        await self._entered.all("wake")
 
     @property
     def _entered(self) -> WorkerGroup:

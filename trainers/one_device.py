@@ -13,7 +13,7 @@ from agentrl.trainers.checkpoint import kept_by_another, save_state
 from agentrl.trainers.core import TrainerCore
 from agentrl.trainers.forward import MicroBatch
 from agentrl.trainers.model import Policy, load_policy
-from agentrl.trainers.optimizer import adamw, apply
+from agentrl.trainers.optimizer import adamw, apply, move
 from agentrl.trainers.rank import Place, Plan
 from agentrl.trainers.trained import Trained, held
 
@@ -86,6 +86,14 @@ class OneDevice:
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": state["optimizer"], "param_groups": groups})
         return int(state["step"])
+
+    def sleep(self) -> None:
+        """See `Sharding`."""
+        move(self.policy, self.optimizer, torch.device("cpu"))
+
+    def wake(self) -> None:
+        """See `Sharding`."""
+        move(self.policy, self.optimizer, self.device)
 
     def close(self) -> None:
         """There are no others."""

@@ -20,6 +20,16 @@ def adamw(module: nn.Module, settings: TrainerSettings, **kernel: bool) -> torch
     return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, **kernel)
 
 
+def move(module: nn.Module, optimizer: torch.optim.AdamW, device: torch.device) -> None:
+    """Weights and moments to another device, without gradients. Counters of steps stay where the kernel has them."""
+    optimizer.zero_grad(set_to_none=True)
+    module.to(device)
+    for state in optimizer.state.values():
+        state.update({name: value.to(device) for name, value in state.items() if value.ndim})
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # what is free is for who shares the device
+
+
 def apply(optimizer: torch.optim.AdamW, norm: float, lr: float, largest: float | None) -> None:
     """One step, by gradients of this norm that are scaled down to the `largest`. A norm that is not finite changes no
     weight, and the gradients are forgotten.

@@ -7,7 +7,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
-from agentrl.cluster.bundle import BundlePlace, WeightBundle
+from agentrl.cluster.bundle import BundlePlace
 from agentrl.errors import AgentRLError
 from agentrl.protocols import Loss
 from agentrl.trainers.deal import Share
@@ -79,10 +79,15 @@ class TrainerRank:
         """See `TrainerCore.weights`."""
         return self.core.weights()
 
-    def write_weights(self, place: BundlePlace) -> WeightBundle | None:
-        """Publish the weights. All ranks gather them, the first one writes."""
+    def write_weights(self, place: BundlePlace) -> "Mapping[str, Tensor]":
+        """Publish the weights: all ranks gather them, the first one writes, where it can see the place.
+
+        Returns the bundle, or the weights themselves, which are then written by the caller; of other ranks nothing.
+        """
         weights = self.core.weights()
-        return place.write(weights) if self._rank == 0 else None
+        if self._rank > 0:
+            return {}
+        return place.write(weights) if place.folder.parent.is_dir() else weights
 
     def save(self, folder: Path) -> None:
         """See `TrainerCore.save`."""
@@ -91,6 +96,14 @@ class TrainerRank:
     def load(self, folder: Path) -> None:
         """See `TrainerCore.load`."""
         self.core.load(folder)
+
+    def sleep(self) -> None:
+        """See `TrainerCore.sleep`."""
+        self.core.sleep()
+
+    def wake(self) -> None:
+        """See `TrainerCore.wake`."""
+        self.core.wake()
 
 
 def _own_address() -> str:

@@ -50,7 +50,7 @@ def _deepspeed(device: torch.device) -> Any:
         import deepspeed
     except ImportError as error:
         raise ConfigError(f"trainer=deepspeed needs DeepSpeed ({error}): pip install 'agentrl[deepspeed]'") from error
-    deepspeed.utils.logger.setLevel(logging.ERROR)
+    deepspeed.utils.logger.setLevel(logging.ERROR)  # its warnings are about what is chosen here
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # of names that DeepSpeed calls
     if device.type == "cpu":  # compiled for minutes at the first start, and used for inference only
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -139,6 +139,21 @@ class Zero:
         for group, own in zip(self.engine.optimizer.param_groups, settings, strict=True):
             group.update(own)  # the settings are those of this run
         return int(state["step"])
+
+    def sleep(self) -> None:
+        """See `Sharding`.
+
+        Raises:
+            ConfigError: on a GPU: DeepSpeed can move what it holds, but cannot be asked for weights then.
+        """
+        if self.device.type != "cpu":
+            raise ConfigError(
+                "trainer=deepspeed cannot take turns with the engine: use trainer=fsdp, or placement=disaggregated"
+            )
+        self.clear()
+
+    def wake(self) -> None:
+        """See `Sharding`. Nothing was moved."""
 
     def close(self) -> None:
         """See `Sharding`."""

@@ -115,7 +115,7 @@ class TrainerLayout:
     `accumulates_whole`: gradients of all weights are kept whole until the last micro-batch. `offload`: gradients and
     optimizer, and weights that are sharded, lie in the host's memory. `grows`: whether there can be several ranks.
     `lora_rank`: of low-rank updates, where only those are trained. `recompute`: activations are computed twice instead
-    of kept.
+    of kept. `sleeps`: whether it can give its memory back on a GPU.
     """
 
     precision: Precision
@@ -130,6 +130,7 @@ class TrainerLayout:
     accumulates_whole: bool = False
     offload: bool = False
     lora_rank: int = 0
+    sleeps: bool = True
 
     @property
     def number(self) -> int:
@@ -143,7 +144,8 @@ class EngineLayout:
 
     `number`: bytes of each weight and each number of the KV cache. `fraction`: share of a device that it takes whatever
     it needs, or None where it takes what it needs. `kv_bytes`: the size of its cache, where that is given. `splits`:
-    over how many devices a copy may be spread. `here`: false for one that another machine runs.
+    over how many devices a copy may be spread. `here`: false for one that another machine runs. `sleeps`: as
+    of a trainer.
     """
 
     number: int = 4
@@ -156,6 +158,7 @@ class EngineLayout:
     kv_bytes_on_cpu: int | None = None
     prefill_tokens: int = 4096
     here: bool = True
+    sleeps: bool = True
 
 
 @dataclass(frozen=True, slots=True)

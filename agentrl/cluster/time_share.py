@@ -9,9 +9,11 @@ Never are both awake. A switch that fails is undone. What misses its deadline, o
 knows the state of: then they are `lost`, and every later switch is refused.
 """
 
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, Protocol
 
 from agentrl.errors import DeadlineError, TimeShareError
@@ -20,6 +22,19 @@ from agentrl.flow import Flow, deadline
 State = Literal["generating", "training", "switching", "lost"]
 Free = Callable[[], Awaitable[int]]
 """Asks the fullest of the shared devices how many bytes are free."""
+
+
+async def free_on_cpu() -> int:
+    """The `Free` of this machine's own memory."""
+    found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())  # noqa: ASYNC240  no disk
+    return int(found[1]) * 1024 if found else 0
+
+
+async def free_on_gpus() -> int:
+    """The `Free` of the GPUs that this process may use."""
+    import torch
+
+    return min(torch.cuda.mem_get_info(device)[0] for device in range(torch.cuda.device_count()))
 
 
 class Sleeper(Protocol):

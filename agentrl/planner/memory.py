@@ -44,6 +44,10 @@ def problems(stages: Stages, work: Workload, devices: DeviceMap) -> Iterator[str
                 f"{load.host_limit / GIB:.1f} for each"
             )
             break
+    if devices.in_turns and not stages.engine.sleeps:
+        yield "this engine cannot sleep while the trainer works (vllm can, with engine.sleep_mode=true)"
+    if devices.in_turns and not stages.trainer.sleeps:
+        yield "this trainer cannot sleep while the engine works"
     yield from _short_cache(stages, work, devices)
 
 
