@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -24,14 +24,17 @@ from transformers import AutoModelForCausalLM
 
 from agentrl.cluster import weights as weights_module
 from agentrl.cluster.bundle import BundlePlace, Update, WeightBundle, shapes_of, weight_shapes
+from agentrl.cluster.local_workers import start_local
 from agentrl.cluster.low_rank import Factors, LowRank
 from agentrl.cluster.store import WeightStore
-from agentrl.cluster.weights import WeightPublisher, WeightsConfig, checksum
+from agentrl.cluster.weights import Published, WeightPublisher, WeightsConfig, checksum, write_weights
+from agentrl.cluster.workers import Make, Worker, WorkerGroup
 from agentrl.engines.local import LocalEngine
 from agentrl.errors import EngineDeadError, EngineError, WeightsError, WorkerDiedError
 from agentrl.flow import Flow, to_the_end
 from agentrl.protocols import Engine, GenerateRequest, SamplingParams
 from agentrl.rollout.router import Router
+from agentrl.testing.engines import ScriptedEngine
 from agentrl.testing.trainers import LOSS, random_batches
 from agentrl.trainers.local import LocalTrainer
 
@@ -170,6 +173,7 @@ def test_tied_weights_are_published_under_each_of_their_names(tmp_path: Path, bu
 OWNER = """
 import sys
 from pathlib import Path
+from agentrl.cluster.local_workers import start_local
 from agentrl.cluster.store import WeightStore
 
 stores = [WeightStore.open(Path(parent)) for parent in sys.argv[1:]]
@@ -324,9 +328,9 @@ class Cluster:
     trainer: Given
     place: Path
 
-    async def publish(self, version: int) -> None:
+    async def publish(self, version: int) -> Published:
         self.trainer.now = self.truth.new(version)
-        await self.publisher.publish(self.trainer, version)  # type: ignore[arg-type]
+        return await self.publisher.publish(self.trainer, version)  # type: ignore[arg-type]
 
     async def assert_all_serve(self, version: int, *, alive: Sequence[int] = (0, 1)) -> None:
         for number, engine in enumerate(self.engines):
@@ -413,9 +417,7 @@ def test_a_fault_before_the_commit_is_tried_again_and_one_that_stays_leaves_the_
             await made.assert_all_serve(1)
             assert made.versions_kept() == [1]
             fault(name, made, 3, times=1)
-            await made.publish(3)
-            assert made.publisher.latest is not None
-            assert made.publisher.latest.attempts == 2
+            assert (await made.publish(3)).attempts == 2
             await made.assert_all_serve(3)
             assert made.versions_kept() == [3]
 
@@ -496,6 +498,28 @@ def test_a_publisher_that_is_cancelled_leaves_one_version_everywhere(
     asyncio.run(main())
 
 
+def test_a_version_stays_readable_as_long_as_an_engine_serves_it(lively_dir: Path, shared_memory: Path) -> None:
+    class Remembers(ScriptedEngine):
+        """As a router does, for a replica that is made anew."""
+
+        async def update_weights(self, weights: Weights, version: int) -> None:
+            await super().update_weights(weights, version)
+            self.published = weights
+
+    async def main() -> None:
+        async with Remembers(lambda ids: ()) as engine, Remembers(lambda ids: ()) as follower:
+            config = WeightsConfig(transport="shared_memory")
+            async with WeightPublisher(engine, 60, ((follower, 2),), config) as publisher:
+                for version in range(1, 6):
+                    await publisher.publish(Given({"w": torch.full((3,), float(version))}), version)  # type: ignore[arg-type]
+                    for served in [engine, follower] if version > 1 else [engine]:
+                        bundle = WeightBundle.open(served.published.folder)  # type: ignore[attr-defined]
+                        assert torch.equal(bundle["w"], torch.full((3,), float(served.policy_version)))
+                    assert len([path for path in found(shared_memory) if path.name == "manifest.json"]) <= 2
+
+    asyncio.run(main())
+
+
 def found(folder: Path) -> list[Path]:
     """Everything in it."""
     return list(folder.rglob("*"))
@@ -511,7 +535,7 @@ def test_where_memory_cannot_be_written_auto_takes_the_disk(
             made.trainer.instead = lambda: broken
             await made.publish(2)
             await made.assert_all_serve(2)
-            assert found(shared_memory) == []
+            assert len(found(shared_memory)) == 1  # the place, empty
             assert "v2-0" in [path.name for path in found(tmp_path)]
 
     asyncio.run(main())
@@ -549,6 +573,34 @@ def test_direct_weights_are_handed_over_and_no_file_is_written(lively_dir: Path,
     asyncio.run(main())
 
 
+@dataclass(frozen=True)
+class Elsewhere:
+    """A worker that does not see what this machine sees."""
+
+    worker: Worker
+
+    async def call(self, method: str, *args: Any) -> Any:
+        if method == "write_weights":
+            args = (replace(args[0], folder=Path("/of/another/machine/v1")),)
+        return await self.worker.call(method, *args)
+
+    async def stop(self) -> None:
+        await self.worker.stop()
+
+
+def test_weights_from_where_the_place_is_not_seen_are_written_here(lively_dir: Path, tmp_path: Path) -> None:
+    async def start(role: str, make: Make, count: int) -> WorkerGroup:
+        return WorkerGroup(role, [Elsewhere(worker) for worker in (await start_local(role, make, count)).workers])
+
+    async def main() -> None:
+        async with LocalTrainer(LocalTrainer.Config(), lively_dir, total_steps=1, start=start) as trainer:
+            bundle = await write_weights(trainer, BundlePlace(tmp_path / "v1", 1, 1000))
+            assert bundle.folder == tmp_path / "v1"
+            assert checksum(WeightBundle.open(bundle.folder)) == checksum(await trainer.weights())
+
+    asyncio.run(main())
+
+
 @pytest.mark.slow
 def test_twenty_updates_of_two_engines_leave_the_same_bytes_everywhere(lively_dir: Path, shared_memory: Path) -> None:
     batches = random_batches(lively_dir, 20)
@@ -574,17 +626,27 @@ def test_twenty_updates_of_two_engines_leave_the_same_bytes_everywhere(lively_di
     asyncio.run(main())
 
 
+def on_gpus(count: int) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(torch.cuda.device_count() < count, reason=f"needs {count} CUDA GPUs")
+
+
 @pytest.mark.vllm
-def test_two_vllm_engines_take_up_the_same_versions_and_faults_leave_one(lively_dir: Path, shared_memory: Path) -> None:
+@pytest.mark.parametrize(
+    "stream", ["gloo", pytest.param("nccl", marks=on_gpus(2)), pytest.param("ipc", marks=on_gpus(1))]
+)
+def test_two_vllm_engines_take_up_the_same_versions_and_faults_leave_one(
+    stream: str, lively_dir: Path, shared_memory: Path
+) -> None:
+    """One of them maps the files, into the other they are streamed."""
     from agentrl.engines.vllm import VllmEngine
 
-    config = VllmEngine.Config(max_batch=4, max_context=64, kv_cache_gib=0.1)
+    config = VllmEngine.Config(max_batch=4, max_context=64, kv_cache_gib=0.1, memory_fraction=0.3)
     truth, trainer = Truth(lively_dir), Given()
 
     async def main() -> None:
         settings = WeightsConfig(transport="shared_memory", bucket_mib=1, attempts=2)
         async with (
-            VllmEngine(config, lively_dir) as first,
+            VllmEngine(config.model_copy(update={"weight_transfer": stream}), lively_dir) as first,
             VllmEngine(config, lively_dir) as second,
             WeightPublisher(first, 60, ((second, 1),), settings) as publisher,
         ):

@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -72,11 +72,11 @@ class WeightStore:
         """Where to write a version; a new one each time."""
         return BundlePlace(self.folder / f"v{version}-{next(self._numbers)}", version, self._bucket_bytes)
 
-    async def keep_only(self, bundle: WeightBundle) -> None:
-        """Remove all others. Who has opened one of them keeps it, and its memory, until it lets go."""
-        for folder in self.folder.iterdir():
-            if folder != bundle.folder:
-                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+    async def keep_only(self, kept: Iterable[Mapping[str, "Tensor"]]) -> None:
+        """Remove all other bundles. Who has opened one of them keeps it, and its memory, until it lets go."""
+        folders = {bundle.folder for bundle in kept if isinstance(bundle, WeightBundle)}
+        for folder in set(self.folder.iterdir()) - folders:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
 
 def nearest() -> Path:

@@ -8,6 +8,7 @@ is dead and serves nobody. So no two engines ever serve different versions, but 
 
 import asyncio
 import hashlib
+import logging
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+logger = logging.getLogger(__name__)
+
+
 class WeightsConfig(Settings):
     """How weights go from the trainer to the engines."""
 
@@ -42,7 +46,7 @@ class WeightsConfig(Settings):
 
     def parents(self) -> list[Path]:
         """Where to write, and where to when that fails; none are needed for `direct`."""
-        disk = self.folder or Path(tempfile.gettempdir())
+        disk = (self.folder or Path(tempfile.gettempdir())).absolute()  # others have another working directory
         places = {"auto": [nearest(), disk], "shared_memory": [SHARED_MEMORY], "disk": [disk], "direct": []}
         return places[self.transport]
 
@@ -119,8 +123,7 @@ class WeightPublisher:
         self._config = config or WeightsConfig()
         self._parents = self._config.parents()
         self._stores: list[WeightStore] = []
-        self.latest: Published | None = None
-        """What the engines serve, for one that comes later. None before the first version."""
+        self._served: dict[int, Mapping[str, Tensor]] = {}  # by engine: for a replica of it that is made anew
 
     async def __aenter__(self) -> Self:
         return self
@@ -142,8 +145,9 @@ class WeightPublisher:
         published = await self._staged(trainer, version, engines)
         with published.phase("commit"):
             await to_the_end(self._commit(published, engines))
-        self.latest = published
-        await self._forget_older(published)
+        self._served |= dict.fromkeys(map(id, engines), published.weights)
+        for store in self._stores:
+            await store.keep_only(self._served.values())
         return published
 
     async def _staged(self, trainer: Trainer, version: int, engines: Sequence[Engine]) -> Published:
@@ -174,7 +178,9 @@ class WeightPublisher:
                 await self._stage(published, engines)
         except OSError as error:
             parent = self._parents[0]
-            self._parents = self._parents[1:] or self._parents  # the next place, if there is one
+            if len(self._parents) > 1:
+                self._parents.pop(0)
+                logger.warning("%s; from now on weights are published in %s", error, self._parents[0])
             raise WeightsError(
                 f"writing into {parent} failed: {error}. Make room there, or choose another place by weights.transport "
                 "and weights.folder"
@@ -203,12 +209,6 @@ class WeightPublisher:
         if not self._stores or self._stores[-1].folder.parent != parent:
             self._stores.append(WeightStore.open(parent, self._config.bucket_mib << 20))
         return self._stores[-1].place(version)
-
-    async def _forget_older(self, published: Published) -> None:
-        while len(self._stores) > 1:
-            self._stores.pop(0).close()
-        if isinstance(published.weights, WeightBundle):
-            await self._stores[-1].keep_only(published.weights)
 
 
 def checksum(weights: Mapping[str, "Tensor"]) -> str:

@@ -8,6 +8,7 @@ import asyncio
 import os
 import warnings
 from collections.abc import Coroutine, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from agentrl.engines.vllm_stream import WeightStream
     from agentrl.engines.vllm_worker import Counters
 
 T = TypeVar("T")
@@ -63,6 +65,11 @@ class VllmEngine:
         kv_on_update: KvOnUpdate = "recompute"
         """What new weights do to the KV of requests in flight: compute it anew, or keep the old one and go on."""
 
+        weight_transfer: Literal["files", "gloo", "nccl", "ipc"] = "files"
+        """How its workers get new weights: they map the published files, which they have checked, or the weights are
+        streamed into them (`agentrl/engines/vllm_stream.py`): on CPUs by `gloo`; on GPUs by `nccl` from another GPU, or
+        by `ipc` on the same one, both of which are vLLM's own and untried here."""
+
         def layout(self) -> EngineLayout:
             """How it lies on its devices, for those who count memory and time before it runs."""
             return EngineLayout(
@@ -75,6 +82,7 @@ class VllmEngine:
                 kv_bytes=None if self.kv_cache_gib is None else int(self.kv_cache_gib * 2**30),
                 kv_bytes_on_cpu=2**30,
                 prefill_tokens=8192,
+                sleeps=self.sleep_mode,
             )
 
     def __init__(self, config: Config, model: Path) -> None:
@@ -91,6 +99,7 @@ class VllmEngine:
         self._salt = "0"
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._staged: WeightBundle | None = None
+        self._stream: WeightStream | None = None
         self._updating = asyncio.Lock()
         self._asleep = False
 
@@ -121,6 +130,9 @@ class VllmEngine:
     async def __aexit__(self, *exc: object) -> None:
         llm, self._llm = self._llm, None
         self._closed = self._closed or "it was closed"
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
         if llm is not None:
             if not llm.errored:
                 await llm.abort(list(self._live))  # ends whoever still waits; `generate` says why
@@ -163,6 +175,10 @@ class VllmEngine:
         llm = self._entered()
         self._check_weights(weights, version)
         if isinstance(weights, WeightBundle):
+            if self._config.weight_transfer != "files":  # it is read here, and goes on from here
+                await asyncio.to_thread(weights.verify)
+                self._staged = weights
+                return
             try:
                 work = llm.collective_rpc("verify_weights", args=(str(weights.folder),))
                 found = set(await self._unless_dead(llm, work))
@@ -187,11 +203,11 @@ class VllmEngine:
             if self._asleep:
                 raise EngineError("vLLM takes no new weights while it sleeps: wake it before they are published")
             self._check_weights(weights, version)
-            async with bundled(weights, version) as bundle:
-                if bundle != self._staged:
-                    await self.stage_weights(bundle, version)
+            async with self._readable(weights, version) as readable:
+                if readable != self._staged:
+                    await self.stage_weights(readable, version)
                 try:
-                    await self._unless_dead(llm, self._exchange(llm, bundle, version))
+                    await self._unless_dead(llm, self._exchange(llm, readable, version))
                 except BaseException as error:
                     self._closed = f"its update to version {version} broke off: {type(error).__name__}: {error}"
                     if isinstance(error, Exception):
@@ -248,6 +264,8 @@ class VllmEngine:
         # Read by vLLM when it is imported, here and in its processes; what the user has set stands.
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        if self._config.weight_transfer == "ipc":  # handles of CUDA memory are pickled on their way to the workers
+            os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
         try:
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.outputs import WeightVersionSpan  # noqa: F401  a vLLM before 0.32 cannot say who sampled a token
@@ -281,7 +299,7 @@ class VllmEngine:
     def _engine_args(self, on_cpu: bool) -> dict[str, Any]:
         from vllm.config import WeightTransferConfig
 
-        from agentrl.engines.vllm_worker import BACKEND, DRIVER_PID, WorkerExtension
+        from agentrl.engines.vllm_worker import BACKENDS, DRIVER_PID, WorkerExtension
 
         config = self._config
         kv_cache_gib = config.kv_cache_gib or (1.0 if on_cpu else None)
@@ -301,7 +319,7 @@ class VllmEngine:
             "enforce_eager": on_cpu if config.enforce_eager is None else config.enforce_eager,
             "scheduling_policy": "priority",
             "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled, temperature applied
-            "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+            "weight_transfer_config": WeightTransferConfig(backend=BACKENDS[config.weight_transfer]),
             "worker_extension_cls": f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}",
             "additional_config": {DRIVER_PID: os.getpid()},
             "disable_log_stats": True,
@@ -378,7 +396,22 @@ class VllmEngine:
             raise group.exceptions[0] from None
         return task.result()
 
-    async def _exchange(self, llm: "AsyncLLM", bundle: WeightBundle, version: int) -> None:
+    def _readable(
+        self, weights: Mapping[str, "Tensor"], version: int
+    ) -> AbstractAsyncContextManager[Mapping[str, "Tensor"]]:
+        """The weights as they can be loaded from."""
+        return bundled(weights, version) if self._config.weight_transfer == "files" else nullcontext(weights)
+
+    def _streaming(self, llm: "AsyncLLM") -> "WeightStream":
+        from agentrl.engines.vllm_stream import WeightStream
+
+        backend = self._config.weight_transfer
+        assert backend != "files"
+        if self._stream is None:
+            self._stream = WeightStream(llm, backend, self._config.tensor_parallel)
+        return self._stream
+
+    async def _exchange(self, llm: "AsyncLLM", weights: Mapping[str, "Tensor"], version: int) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         recompute = self._config.kv_on_update == "recompute"
@@ -388,11 +421,14 @@ class VllmEngine:
             self._counters.cleared()
         else:
             await self._salt_with(llm, version)
-        await llm.start_weight_update()
         # A tied head is in the checkpoint once; what the trainer lists beside it is the same tensor.
-        names = [name for name in bundle if name in self._shapes]
-        await llm.update_weights(WeightTransferUpdateRequest({"folder": str(bundle.folder), "names": names}))
-        await llm.finish_weight_update(weight_version=str(version))
+        names = [name for name in weights if name in self._shapes]
+        if isinstance(weights, WeightBundle) and self._config.weight_transfer == "files":
+            await llm.start_weight_update()
+            await llm.update_weights(WeightTransferUpdateRequest({"folder": str(weights.folder), "names": names}))
+            await llm.finish_weight_update(weight_version=str(version))
+        else:
+            await self._streaming(llm).send({name: weights[name] for name in names}, version)
         self._version = version
         await llm.resume_generation()
 

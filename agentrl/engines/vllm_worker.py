@@ -9,24 +9,33 @@ import select
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
+from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from agentrl.cluster.bundle import WeightBundle
 
-BACKEND = "agentrl_bundle"
+BACKENDS = {kind: f"agentrl_{kind}" for kind in ("files", "gloo", "nccl", "ipc")}
+"""vLLM's names of the ways that weights come, by ours (`engine.weight_transfer`)."""
+_GLOO_SECONDS = 300.0
 DRIVER_PID = "agentrl_driver_pid"
 """Key in vLLM's `additional_config`: the process whose death must end the workers."""
 
@@ -75,14 +84,80 @@ class BundledWeights(WeightTransferEngine[NoInit, BundleInfo]):  # type: ignore[
     def finish_weight_update(self) -> None:
         """Bring all layers into the form they compute in."""
         finalize_layerwise_reload(self.model, self.model_config)
-        for module in self.model.modules():
-            # On a CPU each linear layer keeps a packed copy of its weights. vLLM 0.32 packs anew what it reloaded,
-            # but a head tied to the embedding is not reloaded itself and would go on with its old copy.
-            if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
-                module.quant_method.process_weights_after_loading(module)
+        _pack_tied_heads(self.model)
 
     def shutdown(self) -> None:
         """Nothing is held."""
+
+
+class GlooWeights(NCCLWeightTransferEngine):  # type: ignore[misc]
+    """The twin of vLLM's NCCL engine on CPUs: weights come one by one over a gloo group of their own."""
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self.group: Any = None
+        _die_with(int(vllm_config.additional_config[DRIVER_PID]))
+
+    def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
+        """Meet the sender and the other workers."""
+        ranks = self.parallel_config
+        rank = init_info.rank_offset + ranks.data_parallel_index * ranks.world_size + ranks.rank
+        self.group = gloo_group(init_info, rank)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receive and load; vLLM's own version synchronises an accelerator."""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: Any) -> None:
+        """Load each weight as it comes, in the order of the sender."""
+
+        def received() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, dtype, shape in zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True):
+                weight = torch.empty(shape, dtype=getattr(torch, dtype))
+                self.group.broadcast([weight], dist.BroadcastOptions()).wait()
+                yield name, weight
+
+        self.model.load_weights(received())
+
+    def finish_weight_update(self) -> None:
+        """Bring all layers into the form they compute in."""
+        super().finish_weight_update()
+        _pack_tied_heads(self.model)
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        self.group = None
+
+
+class NcclWeights(NCCLWeightTransferEngine):  # type: ignore[misc]
+    """vLLM's own, in a process that ends with the driver."""
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+        super().__init__(config, vllm_config, device, model)
+        _die_with(int(vllm_config.additional_config[DRIVER_PID]))
+
+
+class IpcWeights(IPCWeightTransferEngine):  # type: ignore[misc]
+    """vLLM's own, in a process that ends with the driver."""
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+        super().__init__(config, vllm_config, device, model)
+        _die_with(int(vllm_config.additional_config[DRIVER_PID]))
+
+
+def gloo_group(info: NCCLWeightTransferInitInfo, rank: int) -> Any:
+    """A group beside all others, of the sender (rank 0) and the workers; returns when all have come."""
+    timeout = timedelta(seconds=_GLOO_SECONDS)
+    store = TCPStore(info.master_address, info.master_port, info.world_size, rank == 0, timeout)
+    return dist.ProcessGroupGloo(store, rank, info.world_size, timeout)
+
+
+def _pack_tied_heads(model: torch.nn.Module) -> None:
+    """On a CPU each linear layer keeps a packed copy of its weights. vLLM 0.32 packs anew what it reloaded, but a head
+    tied to the embedding is not reloaded itself and would go on with its old copy."""
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
+            module.quant_method.process_weights_after_loading(module)
 
 
 def _die_with(driver: int) -> None:
@@ -145,6 +220,7 @@ class Counters(StatLoggerBase):  # type: ignore[misc]
         """Nothing to say."""
 
 
-WeightTransferEngineFactory.register_engine(BACKEND, BundledWeights)
+for _kind, _engine in zip(BACKENDS, (BundledWeights, GlooWeights, NcclWeights, IpcWeights), strict=True):
+    WeightTransferEngineFactory.register_engine(BACKENDS[_kind], _engine)
 
-__all__ = ["BACKEND", "DRIVER_PID", "BundledWeights", "Counters", "WorkerExtension"]
+__all__ = ["BACKENDS", "DRIVER_PID", "BundledWeights", "Counters", "WorkerExtension"]
