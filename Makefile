@@ -16,9 +16,9 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 MARKED = -o addopts="-q --strict-markers --strict-config --durations=10"
 
 # Two threads of torch on cores that others use too can be many times slower than one.
-test fast long: export OMP_NUM_THREADS ?= 1
+test fast long chaos: export OMP_NUM_THREADS ?= 1
 
-.PHONY: install demo test fast long check format clean
+.PHONY: install demo test fast long chaos check format clean
 
 install: $(STAMP)
 
@@ -37,6 +37,9 @@ fast: install
 test: install
 	$(PYTEST)
 	$(PYTEST) $(MARKED) -m "(vllm or slow) and not long"
+
+chaos: install
+	$(BIN)/python -m pytest -o addopts="-q -s --strict-markers --strict-config" -m chaos tests/test_chaos.py
 
 long: install
 	$(PYTEST) $(MARKED) -m long

@@ -28,13 +28,14 @@ from rich.console import Console
 
 from agentrl import plugins
 from agentrl.checkpoint import Checkpoints
-from agentrl.config import LoadedConfig, load_config
+from agentrl.config import LoadedConfig, RunConfig, load_config
 from agentrl.durable import unfinished, write_whole
 from agentrl.errors import ConfigError
 from agentrl.observe.curve import draw_curve
 from agentrl.observe.metrics import MetricsFile, rollout_metrics
 from agentrl.observe.progress import ProgressDisplay
 from agentrl.observe.trajectories import write_trajectories
+from agentrl.planner.check import check_placement
 from agentrl.protocols import Tracker, Trainer
 from agentrl.rollout.agents import Frozen
 from agentrl.rollout.ledger import Ledger
@@ -62,23 +63,8 @@ class Run:
             )
         if resume and not started:
             raise ConfigError(f"{self.folder} holds no run to resume (no config.yaml in it)")
-        name = self.config.model.name
-        if name not in SIZES and not (Path(name) / "config.json").exists():
-            raise ConfigError(
-                f"model.name: {name!r} is no folder of a Hugging Face model (no config.json in it), and no size that "
-                f"can be made from nothing ({', '.join(SIZES)})"
-            )
-        if name not in SIZES and not any(file.suffix in (".safetensors", ".bin") for file in Path(name).iterdir()):
-            raise ConfigError(
-                f"model.name: {name!r} has the shape of a model and no weights (no *.safetensors in it): it can be "
-                "planned with (`agentrl plan`); to train, give the folder of the model itself"
-            )
-        for agent, route in self.config.env.agents.items():
-            if isinstance(route, Frozen) and route.model and not (route.model / "config.json").exists():
-                raise ConfigError(
-                    f"env.agents.{agent}.model: {str(route.model)!r} is no folder of a Hugging Face model (no "
-                    "config.json in it); a run's checkpoints are such folders"
-                )
+        check_model(self.config)
+        check_placement(self.config)
         self.folder.mkdir(parents=True, exist_ok=True)
         kept = self.config.checkpoint
         self.checkpoints = Checkpoints(self.folder / "checkpoints", kept.keep, kept.keep_best if kept.best else 0)
@@ -153,6 +139,7 @@ class Run:
 
     async def save_checkpoint(self, step: int, trainer: Trainer) -> None:
         """Save the state after `step` steps. The ledger's rows are on the disk before: a resumed run trusts them."""
+        self.doing(step, "checkpoint")
         await asyncio.to_thread(self.ledger.sync)
         best = self.config.checkpoint.best
         await self.checkpoints.save(step, trainer, self.metrics.values(best) if best else None)
@@ -180,6 +167,31 @@ class Run:
         }
         draw_curve(rows, self.folder / "reward_curve.png", self.folder.name)
         write_whole(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+
+
+def check_model(config: RunConfig) -> None:
+    """Check that there is a model to start from, and one for each agent that another one plays.
+
+    Raises:
+        ConfigError: there is none, or only its shape.
+    """
+    name = config.model.name
+    if name not in SIZES and not (Path(name) / "config.json").exists():
+        raise ConfigError(
+            f"model.name: {name!r} is no folder of a Hugging Face model (no config.json in it), and no size that "
+            f"can be made from nothing ({', '.join(SIZES)})"
+        )
+    if name not in SIZES and not any(file.suffix in (".safetensors", ".bin") for file in Path(name).iterdir()):
+        raise ConfigError(
+            f"model.name: {name!r} has the shape of a model and no weights (no *.safetensors in it): it can be "
+            "planned with (`agentrl plan`); to train, give the folder of the model itself"
+        )
+    for agent, route in config.env.agents.items():
+        if isinstance(route, Frozen) and route.model and not (route.model / "config.json").exists():
+            raise ConfigError(
+                f"env.agents.{agent}.model: {str(route.model)!r} is no folder of a Hugging Face model (no "
+                "config.json in it); a run's checkpoints are such folders"
+            )
 
 
 def is_there(loaded: LoadedConfig) -> bool:

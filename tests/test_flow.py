@@ -97,6 +97,28 @@ def test_the_first_failure_surfaces_itself_and_cancels_its_siblings(virtual):
     assert ended == ["sibling"]
 
 
+@pytest.mark.parametrize("waits_inside", [True, False])
+def test_who_catches_the_failure_of_a_flow_is_not_cancelled_by_it(virtual, waits_inside):
+    async def fail() -> None:
+        await asyncio.sleep(1)
+        raise KeyError("x")
+
+    async def main() -> None:
+        owner = asyncio.current_task()
+        assert owner is not None
+        with pytest.raises(KeyError):
+            async with Flow("flow") as flow:
+                flow.start(fail(), name="fail")
+                if waits_inside:
+                    await asyncio.sleep(10)
+        assert owner.cancelling() == 0
+        with pytest.raises(TimeoutError):  # which tells its own cancellation from others by that number
+            async with asyncio.timeout(1):
+                await asyncio.sleep(10)
+
+    virtual(main)
+
+
 def test_cancelling_a_flow_ends_every_task(virtual):
     async def main() -> int:
         async with Flow("f") as flow:

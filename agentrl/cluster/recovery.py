@@ -71,7 +71,7 @@ class RecoveringTrainer:
     async def __aexit__(self, *exc: object) -> None:
         trainer, self._trainer = self._trainer, None
         if trainer is not None:
-            await trainer.__aexit__(None, None, None)
+            await trainer.__aexit__(*exc)
 
     async def step(self, batch: TrainBatch, loss: Loss, normalizer: float) -> Mapping[str, float]:
         """See `Trainer.step`."""
@@ -123,7 +123,7 @@ class RecoveringTrainer:
                     raise
                 self._restarts_left -= 1
                 logger.warning("%s; all ranks begin anew", error)
-                await self.__aexit__()
+                await self.__aexit__(type(error), error, error.__traceback__)
             except TimeoutError as error:
                 raise StallError(
                     f"the trainer did not answer within {self._deadline:g} s (rollout.deadlines.train), and none of "

@@ -1,6 +1,7 @@
 """`Flow`: structured concurrency. Every task has an owner, and no task outlives it."""
 
 import asyncio
+import sys
 from collections.abc import Coroutine, Iterator
 from typing import Any, Self, TypeVar
 
@@ -32,9 +33,16 @@ class Flow:
         return self
 
     async def __aexit__(self, *exc: Any) -> None:
+        failed_before = self._has_cancelled_its_owner
         try:
             await self._group.__aexit__(*exc)
         except BaseExceptionGroup as group:
+            if self._has_cancelled_its_owner and not failed_before and sys.version_info < (3, 13):
+                # A task failed while its owner waited here: Python before 3.13 cancels the owner and does not take that
+                # back, so that who catches the failure goes on as one who is to be cancelled.
+                owner = asyncio.current_task()
+                assert owner is not None
+                owner.uncancel()
             sole = _sole(group)
             if sole is None:
                 raise
@@ -59,6 +67,10 @@ class Flow:
         """Cancel every task that still runs; leaving the block then waits for them to end."""
         for task in self._tasks:
             task.cancel(f"flow {self.name!r} ended")
+
+    @property
+    def _has_cancelled_its_owner(self) -> bool:
+        return bool(getattr(self._group, "_parent_cancel_requested", False))
 
     def __len__(self) -> int:
         return sum(not task.done() for task in self._tasks)
