@@ -25,7 +25,8 @@ LAYERS = [
     {"envs", "rewards", "trainers"},
     {"rewards_config"},
     {"config"},
-    {"run", "planner"},
+    {"planner"},
+    {"run"},
     {"recipes"},
     {"cli"},
 ]

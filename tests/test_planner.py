@@ -15,6 +15,7 @@ from agentrl.cluster.footprint import ModelFacts
 from agentrl.cluster.placement import maps
 from agentrl.config import RunConfig, load_config
 from agentrl.errors import ConfigError
+from agentrl.planner.check import check_placement
 from agentrl.planner.measured import measured, with_measured
 from agentrl.planner.memory import loads, problems
 from agentrl.planner.plan import Plan, make_plan
@@ -228,3 +229,17 @@ def test_a_folder_that_has_measured_nothing_is_refused(tmp_path: Path, run: Path
     (run / "metrics.jsonl").write_text('{"step": 0, "eval/success": 0.5}\n')
     with pytest.raises(ConfigError, match="no step in its metrics"):
         measured(run)
+
+
+def test_what_cannot_be_on_this_machine_is_refused_before_a_run_starts(
+    agentrl: Callable[..., Any], tmp_path: Path
+) -> None:
+    done = agentrl("train", "examples/frozen_lake.yaml", "placement=colocated", f"run_dir={tmp_path / 'run'}")
+    assert done.returncode == 2
+    assert "puts everything on the first device: write placement=local" in done.stderr
+    assert not (tmp_path / "run").exists()
+    laptop = Inventory(host(cores=2, memory=64 * GIB))
+    check_placement(config("frozen_lake"), laptop)
+    check_placement(config("frozen_lake", "model=examples/shapes/qwen3-1.7b"), laptop)
+    with pytest.raises(ConfigError, match=r"need 152\.6 GiB on no GPU, CPU x2 with 64\.0 GiB"):  # 16 + 4 bytes each
+        check_placement(config("frozen_lake", "model=examples/shapes/qwen3-8b"), laptop)

@@ -14,6 +14,9 @@ from agentrl.protocols import Engine
 class LocalCluster:
     """`Cluster` on this machine. Used by laptops, tests and the virtual clock."""
 
+    one_device = True
+    """Everything is on the first device of this machine: `placement` has no say."""
+
     class Config(ClusterSettings):
         """Settings of `cluster=local`."""
 

@@ -1,0 +1,46 @@
+"""What is refused before a run starts, because it cannot be on this machine."""
+
+from agentrl.cluster.devices import GIB, Inventory, visible
+from agentrl.cluster.footprint import USABLE, trainer_footprint
+from agentrl.config import RunConfig
+from agentrl.errors import ConfigError
+from agentrl.planner.advice import what_fits
+from agentrl.planner.run_facts import layouts, model_of, wishes_of
+
+
+def check_placement(config: RunConfig, inventory: Inventory | None = None) -> None:
+    """Check a run on a cluster that is this machine, where everything is on the first device.
+
+    Only what is certain counts: weights of engines and trainer, gradients and optimizer. `agentrl plan` counts the rest
+    too. What does not say how it lies on devices is not counted.
+
+    Raises:
+        ConfigError: it cannot be; says what would fit.
+    """
+    if not getattr(config.cluster.factory, "one_device", False):
+        return
+    name = "lists of devices" if config.placement.lists else config.placement.name
+    if name not in ("auto", "local"):
+        raise ConfigError(
+            f"placement: {name}, but cluster={config.cluster.name} puts everything on the first device: write "
+            "placement=local, or take a cluster that can place (cluster=ray)"
+        )
+    if any(not hasattr(chosen.settings, "layout") for chosen in (config.engine, config.trainer)):
+        return
+    _check_memory(config, inventory or visible())
+
+
+def _check_memory(config: RunConfig, inventory: Inventory) -> None:
+    facts, (engine, trainer), wishes = model_of(config), layouts(config), wishes_of(config)
+    kind = inventory.kind
+    size = trainer_footprint(facts, trainer, wishes.ranks)
+    held = sum(size.parts.get(part, 0) for part in ("weights", "gradients", "optimizer"))
+    held = held * wishes.ranks + (0 if kind.is_gpu else size.host * wishes.ranks)
+    held += engine.here * wishes.engines * engine.number * facts.parameters
+    usable = USABLE * kind.memory
+    if held > usable:
+        listed = "\n".join(f"  {way}" for way in what_fits(config, inventory, facts))
+        raise ConfigError(
+            f"weights, gradients and optimizer of {facts.name} need {held / GIB:.1f} GiB on {inventory}, where "
+            f"{usable / GIB:.1f} can be counted on. What would fit:\n{listed or '  a smaller model'}"
+        )
