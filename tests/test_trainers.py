@@ -2,6 +2,8 @@
 
 import asyncio
 import itertools
+import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -405,3 +407,21 @@ def test_adapters_that_cannot_be_made_say_why(shallow_model_dir: Path, tmp_path:
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"no \*\.safetensors"):
         asyncio.run(enter(tmp_path, "all-linear"))
+
+
+@pytest.mark.slow
+def test_saving_says_nothing_though_deepspeed_is_installed(shallow_model_dir: Path, tmp_path: Path) -> None:
+    program = (
+        "import asyncio, sys; from pathlib import Path; from agentrl.trainers.local import LocalTrainer\n"
+        "async def main():\n"
+        "    async with LocalTrainer(LocalTrainer.Config(device='cpu'), Path(sys.argv[1]), total_steps=1) as trainer:\n"
+        "        await trainer.save(Path(sys.argv[2]))\n"
+        "asyncio.run(main()); assert 'deepspeed' in sys.modules"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program, shallow_model_dir, tmp_path / "saved"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (ran.stdout, ran.stderr) == ("", "")

@@ -95,6 +95,17 @@ def each_of(names: Iterable[str], *, long: Iterable[str]) -> pytest.MarkDecorato
     )
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU that torch can use")
+@pytest.mark.parametrize("name", ["local", "fsdp", "deepspeed, ZeRO 2", "deepspeed, ZeRO 3"])
+def test_on_gpus_a_trainer_keeps_the_contract(
+    name: str, processes: Processes, shallow_model_dir: Path, tmp_path: Path
+) -> None:
+    kind, settings = {**KINDS, "local": (LocalTrainer, {"device": "cuda"})}[name]
+    if kind is not LocalTrainer:
+        settings = {**settings, "world_size": min(RANKS, torch.cuda.device_count())}
+    asyncio.run(check_trainer(make_trainer(kind, settings, start=processes), shallow_model_dir, tmp_path))
+
+
 @each_of(KINDS, long=("fsdp, weights kept", "deepspeed, ZeRO 1"))
 def test_a_trainer_of_two_ranks_keeps_the_contract(
     name: str, processes: Processes, shallow_model_dir: Path, tmp_path: Path

@@ -1,5 +1,6 @@
 """A trainer's state as a folder: a Hugging Face model with its tokenizer, and the optimizer beside it."""
 
+import logging
 import pickle
 import shutil
 from collections.abc import Iterator, Mapping
@@ -32,23 +33,30 @@ def named_weights(model: Any) -> dict[str, Tensor]:
 
 
 @contextmanager
-def no_progress_bars() -> Iterator[None]:
-    """Keep transformers from drawing over the run's own progress while it reads or writes a model."""
-    from transformers.utils import logging
+def quiet() -> Iterator[None]:
+    """Keep transformers from drawing over the run's own progress while it reads or writes a model, and DeepSpeed, which
+    it imports then where that is installed, from saying on stdout what it found.
+    """
+    from transformers.utils import logging as of_transformers
 
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    shown = of_transformers.is_progress_bar_enabled()
+    of_transformers.disable_progress_bar()
+    logging.getLogger("DeepSpeed").addFilter(_only_errors)
     try:
         yield
     finally:
         if shown:
-            logging.enable_progress_bar()
+            of_transformers.enable_progress_bar()
+
+
+def _only_errors(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
 
 
 def save_model(folder: Path, model: Any, origin: Path, weights: Mapping[str, Tensor] | None = None) -> None:
     """Write weights (by default the model's own) and config, and `origin`'s other files: the tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
-    with no_progress_bars():
+    with quiet():
         model.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
     for file in sorted(origin.iterdir()):
         if file.is_file() and not any(file.match(pattern) for pattern in _MODEL_FILES):

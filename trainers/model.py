@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.errors import ConfigError
-from agentrl.trainers.checkpoint import no_progress_bars
+from agentrl.trainers.checkpoint import quiet
 from agentrl.trainers.forward import MicroBatch, check_model, token_logprobs
 from agentrl.trainers.lora import Adapters
 from agentrl.trainers.rank import Plan
@@ -43,7 +43,7 @@ def load_policy(plan: Plan, device: torch.device, *, autocast: bool = False) -> 
     folder = plan.origin
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} is no Hugging Face model folder: there is no config.json in it")
-    with no_progress_bars():
+    with quiet():
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
         )
