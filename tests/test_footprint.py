@@ -4,7 +4,9 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +30,7 @@ from agentrl.errors import ConfigError
 from agentrl.protocols import GenerateRequest, SamplingParams
 from agentrl.testing.trainers import LOSS
 from agentrl.trainers.deepspeed import DeepSpeedTrainer
+from agentrl.trainers.forward import MicroBatch, token_logprobs
 from agentrl.trainers.fsdp import FsdpTrainer
 from agentrl.trainers.local import LocalTrainer
 
@@ -158,6 +161,40 @@ def test_layers_keep_the_activations_that_were_counted(
         return three - one
 
     assert counted(256) - counted(128) == pytest.approx(of_layers(256) - of_layers(128), rel=0.01)
+
+
+class Bare(torch.nn.Module):
+    """A model without layers: an embedding and a head."""
+
+    def __init__(self, vocab: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(vocab, 8, dtype=dtype)
+        self.head = torch.nn.Linear(8, vocab, bias=False, dtype=dtype)
+
+    def base_model(self, input_ids: Tensor, **_: Any) -> Any:
+        return SimpleNamespace(last_hidden_state=self.embedding(input_ids))
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        return self.head
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "autocast"])
+def test_logits_take_the_bytes_at_the_peak_that_were_counted(facts: ModelFacts, precision: Any) -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    tokens, vocab = 64, 30_000
+    model = Bare(vocab, torch.bfloat16 if precision == "bfloat16" else torch.float32)
+    nothing_T = torch.zeros(tokens)
+    index_T = torch.arange(tokens)
+    rows = MicroBatch(index_T[None], index_T[None], index_T, index_T, index_T, nothing_T, nothing_T, index_T)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
+            logprobs_N = token_logprobs(model, rows, 0.8)
+        logprobs_N.sum().backward()
+    changes = [event.nbytes() for event in watched.profiler.kineto_results.events() if event.name() == "[memory]"]
+    layout = TrainerLayout(precision, tokens, tokens, 1, False)
+    counted = trainer_footprint(replace(facts, vocab=vocab), layout, 1).parts["logits"]
+    assert max(accumulate(changes)) == pytest.approx(counted, rel=0.03)
 
 
 def test_a_local_engine_holds_the_cache_that_was_counted(facts: ModelFacts, tiny_model_dir: Path) -> None:

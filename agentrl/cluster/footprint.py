@@ -24,8 +24,9 @@ from what autograd saves for a layer of transformers' Qwen3 (a test counts again
 GPT layer: Korthikanti et al. 2022, arXiv 2205.05198, section 4."""
 _SAVED_OF_HEADS = 8, 4, 8
 """The same per query head, per key head, and per layer: statistics of softmax and norms."""
-_HEAD_BYTES = {"float32": 12, "bfloat16": 14, "autocast": 14}
-"""Bytes for each logit at the peak: as computed, as float32, over the temperature, and their log softmax."""
+_HEAD_BYTES = 12
+"""Bytes for each logit at the peak, where three of these are there in float32: logits, those over the temperature, their
+log softmax, its gradient. Measured from torch's allocator (a test measures again)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +192,7 @@ def trainer_footprint(facts: ModelFacts, layout: TrainerLayout, ranks: int, micr
         "optimizer": optimizer,
         "gathered": _gathered(facts, layout) + (4 * trained if whole else 0),
         "activations": activation_bytes(facts, layout),
-        "logits": _HEAD_BYTES[layout.precision] * layout.micro_batch_tokens * facts.vocab,
+        "logits": _HEAD_BYTES * layout.micro_batch_tokens * facts.vocab,
     }
     if not layout.offload:
         return Footprint(parts)
