@@ -1,7 +1,7 @@
 """Faults in a running `agentrl train`, and whether it goes on: the harness of tests/test_chaos.py.
 
-A cell of the matrix is a component, the phase of the run that it is hit in, and a signal. A run is hit by one cell after
-the other: when it has trained two more steps, it has recovered of it.
+A cell of the matrix is a component, the phase of the run that it is hit in, and a signal. A run is hit by one cell
+after the other: when it has trained two more steps, it has recovered of it.
 """
 
 import json

@@ -32,6 +32,9 @@ class Borrowed:
     async def call(self, method: str, *args: Any) -> Any:
         return await self.process.call(method, *args)
 
+    async def check(self) -> None:
+        await self.process.check()
+
     async def stop(self) -> None:
         await self.process.call("close")
 

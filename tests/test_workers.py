@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import time
 from functools import partial
 from typing import Any
 
@@ -30,6 +31,13 @@ class Counter:
 
     def fail(self) -> None:
         raise ConfigError("this is wrong")
+
+    def lose_connection(self, killed: int) -> None:
+        """What a rank does whose neighbour dies: fails first."""
+        if self.rank == killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.2)
+        raise RuntimeError("connection reset by peer")
 
     def pid(self) -> int:
         return os.getpid()
@@ -105,3 +113,15 @@ def test_a_worker_that_is_killed_or_hangs_is_an_error_and_a_stopped_group_leaves
     pids = asyncio.run(main())
     _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=10)
     assert not alive
+
+
+def test_where_a_worker_has_died_nobody_blames_those_who_lost_it(start: StartWorkers) -> None:
+    async def main() -> None:
+        group = await start("counter", Counter, 2)
+        with pytest.raises(RuntimeError, match="connection reset"):
+            await group.all("lose_connection", -1)
+        with pytest.raises(WorkerDiedError, match="counter 1 died"):
+            await group.all("lose_connection", 1)
+        await group.stop()
+
+    asyncio.run(main())

@@ -25,8 +25,8 @@ GPT layer: Korthikanti et al. 2022, arXiv 2205.05198, section 4."""
 _SAVED_OF_HEADS = 8, 4, 8
 """The same per query head, per key head, and per layer: statistics of softmax and norms."""
 _HEAD_BYTES = 12
-"""Bytes for each logit at the peak, where three of these are there in float32: logits, those over the temperature, their
-log softmax, its gradient. Measured from torch's allocator (a test measures again)."""
+"""Bytes for each logit at the peak, where three of these are there in float32: logits, those over the temperature,
+their log softmax, its gradient. Measured from torch's allocator (a test measures again)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,9 @@ class ThreadWorker:
         """Call a method in the worker's thread."""
         return await _run(self.executor, getattr(self.made, method), *args)
 
+    async def check(self) -> None:
+        """It lives as long as this process."""
+
     async def stop(self) -> None:
         """End the thread when it has finished what it is doing; the event loop goes on meanwhile."""
         with suppress(RuntimeError):  # it was stopped before
@@ -113,16 +116,27 @@ class ProcessWorker:
     async def _run(self, work: Callable[..., Any], *args: Any) -> Any:
         try:
             answer = asyncio.wrap_future(self._executor.submit(work, *args))
-            return await under_lease(answer, self._sign_of_life, self._lease)
+            return await under_lease(answer, self.check, self._lease)
         except BrokenProcessPool as error:
             raise WorkerDiedError(self.role, self.rank, f"its process {self.pid} ended") from error
 
-    async def _sign_of_life(self) -> None:
+    async def check(self) -> None:
+        """Whether the process lives, and gives a sign of it."""
+        if self.pid and _has_ended(self.pid):
+            raise WorkerDiedError(self.role, self.rank, f"its process {self.pid} ended")
         silent = time.monotonic() - self._beat.value
         if silent > self._lease:
             raise WorkerDiedError(
                 self.role, self.rank, f"its process {self.pid} gave no sign of life for {silent:.0f} s (cluster.lease)"
             )
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether a child of this process has ended; whoever waits for it still can."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return True
 
 
 async def _run(executor: Executor, work: Callable[..., Any], *args: Any) -> Any:

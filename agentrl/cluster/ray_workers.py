@@ -79,20 +79,16 @@ class RayWorker:
         from ray.exceptions import RayActorError, RayTaskError
 
         try:
-            return await under_lease(asyncio.wrap_future(answer.future()), self._sign_of_life, self.lease)
+            return await under_lease(asyncio.wrap_future(answer.future()), self.check, self.lease)
         except RayActorError as error:
             raise WorkerDiedError(self.role, self.rank, str(error).strip().splitlines()[0]) from error
         except RayTaskError as error:
             raise error.cause from error  # as it was raised there, and not as a Ray error of the same kind
 
-    async def stop(self) -> None:
-        """Kill the actor. Ray kills by force what does not obey."""
-        import ray
+    async def check(self) -> None:
+        """Whether another thread of the actor answers."""
+        from ray.exceptions import RayActorError
 
-        if ray.is_initialized():
-            ray.kill(self.actor, no_restart=True)
-
-    async def _sign_of_life(self) -> None:
         beat = self.actor.beat.options(concurrency_group="beside").remote()
         patience = self.lease if self.pid else START_SECONDS
         try:
@@ -102,3 +98,12 @@ class RayWorker:
             if not self.pid:
                 why = f"Ray found no place for it in {patience:g} s; `ray status` says what is free"
             raise WorkerDiedError(self.role, self.rank, why) from error
+        except RayActorError as error:
+            raise WorkerDiedError(self.role, self.rank, str(error).strip().splitlines()[0]) from error
+
+    async def stop(self) -> None:
+        """Kill the actor. Ray kills by force what does not obey."""
+        import ray
+
+        if ray.is_initialized():
+            ray.kill(self.actor, no_restart=True)

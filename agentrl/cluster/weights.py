@@ -88,10 +88,10 @@ class Published:
     seconds: dict[str, float] = field(default_factory=dict)
 
     def metrics(self) -> dict[str, float]:
-        """For the run's metrics."""
+        """For the run's metrics: bytes written, attempts, seconds by phase."""
         size = self.weights.manifest.size if isinstance(self.weights, WeightBundle) else 0
-        seconds = {f"publish_seconds_{phase}": seconds for phase, seconds in self.seconds.items()}
-        return {"publish_bytes": float(size), "publish_attempts": float(self.attempts), **seconds}
+        seconds = {f"weights/seconds_{phase}": seconds for phase, seconds in self.seconds.items()}
+        return {"weights/bytes": float(size), "weights/attempts": float(self.attempts), **seconds}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -16,6 +16,7 @@ from typing import Any, Protocol, Self
 
 from pydantic import Field
 
+from agentrl.errors import AgentRLError
 from agentrl.flow import Channel, Flow
 from agentrl.plugins import Component
 from agentrl.protocols import Engine, Settings
@@ -35,6 +36,14 @@ class Worker(Protocol):
         """
         ...
 
+    async def check(self) -> None:
+        """Returns if it lives.
+
+        Raises:
+            WorkerDiedError: it is gone, or its lease has lapsed.
+        """
+        ...
+
     async def stop(self) -> None:
         """End it, by force where it does not end by itself. May be called more than once."""
         ...
@@ -45,6 +54,9 @@ LEASE_SECONDS = 30.0
 
 START_SECONDS = 120.0
 """How long a worker may take to begin: a fresh interpreter on a busy machine, a place on a busy cluster."""
+
+_NEWS_SECONDS = 0.5
+"""A lost connection may be known before the death that it was lost by."""
 
 StartWorker = Callable[[str, Make, int], Awaitable[Worker]]
 """Starts the worker of a role, by `make`, for a rank. Raises as `StartWorkers`."""
@@ -83,15 +95,24 @@ class WorkerGroup:
     async def scatter(self, method: str, args_by_rank: Sequence[Sequence[Any]]) -> list[Any]:
         """Call each worker with arguments of its own; the results by rank.
 
-        The first error is raised at once: the other workers may wait for ever for the one that failed.
+        The first error is raised at once: the other workers may wait for ever for the one that failed. But where a
+        worker has died, that is the error, whatever the others say of the connection that they have lost.
         """
         if len(args_by_rank) != len(self.workers):
             raise ValueError(f"{len(self.workers)} workers but arguments for {len(args_by_rank)}")
-        async with Flow(f"{self.role}.{method}") as flow:
-            calls = [
-                flow.start(worker.call(method, *args), name=str(rank))
-                for rank, (worker, args) in enumerate(zip(self.workers, args_by_rank, strict=True))
-            ]
+        try:
+            async with Flow(f"{self.role}.{method}") as flow:
+                calls = [
+                    flow.start(worker.call(method, *args), name=str(rank))
+                    for rank, (worker, args) in enumerate(zip(self.workers, args_by_rank, strict=True))
+                ]
+        except AgentRLError:
+            raise
+        except Exception:
+            await asyncio.sleep(_NEWS_SECONDS)
+            for worker in self.workers:
+                await worker.check()
+            raise
         return [call.result() for call in calls]
 
     async def stream(self, method: str, items: Iterable[Any], into: Channel[tuple[int, Any]]) -> None:
