@@ -620,7 +620,7 @@ def test_twenty_updates_of_two_engines_leave_the_same_bytes_everywhere(lively_di
                 seen.add(checksum(published.weights))
                 assert checksum(published.weights) == checksum(made.truth.versions[version])
                 assert made.versions_kept() == [version]
-                assert published.metrics()["publish_bytes"] > sum(w.nbytes for w in published.weights.values())
+                assert published.metrics()["weights/bytes"] > sum(w.nbytes for w in published.weights.values())
             assert len(seen) == 20
 
     asyncio.run(main())

@@ -46,10 +46,9 @@ async def policy_gradient(run: Run) -> None:
                     metrics = await trainer.step(batch, algorithm.loss, algorithm.normalizer(batch))
                 with clock("weights"):
                     async with rollouts.new_weights(step + 1):
-                        await weights.publish(trainer, version=step + 1)
-                run.record_step(
-                    step, groups, {**metrics, **rollouts.metrics(), **shaping.update(groups)}, clock.seconds
-                )
+                        published = await weights.publish(trainer, version=step + 1)
+                metrics = {**metrics, **published.metrics(), **rollouts.metrics(), **shaping.update(groups)}
+                run.record_step(step, groups, metrics, clock.seconds)
                 if (step + 1) % config.checkpoint.every == 0 or step + 1 == config.steps:
                     await run.save_checkpoint(step + 1, trainer)
                 if config.evaluation.every and (step + 1) % config.evaluation.every == 0:
