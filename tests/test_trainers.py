@@ -31,6 +31,7 @@ from agentrl.testing.trainers import (
     check_trainer,
     random_batches,
 )
+from agentrl.trainers.deepspeed import DeepSpeedTrainer
 from agentrl.trainers.local import LocalTrainer
 from agentrl.trainers.schedule import learning_rate
 from agentrl.trainers.settings import TrainerSettings
@@ -425,3 +426,20 @@ def test_saving_says_nothing_though_deepspeed_is_installed(shallow_model_dir: Pa
         check=True,
     )
     assert (ran.stdout, ran.stderr) == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("missing", "kind", "settings"),
+    [("deepspeed", DeepSpeedTrainer, {}), ("peft", LocalTrainer, {"device": "cpu", "lora": {}})],
+)
+def test_a_library_that_is_not_installed_is_named_with_its_extra(
+    missing: str, kind: Any, settings: dict[str, Any], shallow_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def enter() -> None:
+        async with kind(kind.Config(**settings), shallow_model_dir, total_steps=1):
+            pass
+
+    monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    with pytest.raises(ConfigError, match=rf"agentrl\[({missing}|lora)\]"):
+        asyncio.run(enter())

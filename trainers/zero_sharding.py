@@ -33,18 +33,19 @@ _OPTIMIZER = "deepspeed"
 def open_core(plan: Plan, place: Place) -> TrainerCore:
     """Load the model and give it to DeepSpeed."""
     config = cast("DeepSpeedTrainer.Config", plan.config)
+    deepspeed = _deepspeed()
     device = join(place)
-    deepspeed = _deepspeed(device)
+    os.environ["LOCAL_RANK"] = str(device.index or 0)
     policy, trained = load_policy(plan, device, autocast=config.dtype == "bfloat16")
     deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
     engine, *_ = deepspeed.initialize(model=policy, optimizer=adamw(policy, config), config=_settings(config))
     return TrainerCore(config, plan.total_steps, Zero(place, device, engine, trained))
 
 
-def _deepspeed(device: torch.device) -> Any:
-    """The library, told where it is by the variables that it reads."""
-    os.environ["LOCAL_RANK"] = str(device.index or 0)
-    if device.type == "cpu":
+def _deepspeed() -> Any:
+    """The library, told what it computes on by the variable that it reads."""
+    on_cpu = not torch.cuda.is_available()
+    if on_cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
     try:
         import deepspeed
@@ -52,7 +53,7 @@ def _deepspeed(device: torch.device) -> Any:
         raise ConfigError(f"trainer=deepspeed needs DeepSpeed ({error}): pip install 'agentrl[deepspeed]'") from error
     deepspeed.utils.logger.setLevel(logging.ERROR)  # its warnings are about what is chosen here
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # of names that DeepSpeed calls
-    if device.type == "cpu":  # compiled for minutes at the first start, and used for inference only
+    if on_cpu:  # compiled for minutes at the first start, and used for inference only
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
