@@ -197,7 +197,8 @@ class WeightPublisher:
                 except EngineDeadError:
                     raise
                 except (EngineError, WeightsError) as error:
-                    raise WeightsError(f"staging on engine {number} failed: {error}") from error
+                    which = f" on follower {number}" if number else ""
+                    raise WeightsError(f"staging{which} failed: {error}") from error
 
     async def _commit(self, published: Published, engines: Sequence[Engine]) -> None:
         for engine in engines:

@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
-from agentrl.errors import EngineDeadError, EngineError
+from agentrl.errors import EngineDeadError, EngineError, WeightsError
 from agentrl.flow import Flow
 from agentrl.protocols import Engine, EngineStats, GenerateRequest, Probed, StagesWeights
 from agentrl.rollout.seeds import derive_seed
@@ -175,7 +175,7 @@ class Router:
                 await self._everywhere("update", lambda engine: engine.update_weights(weights, version))
             else:
                 await self._update_between_turns(weights, version)
-        except EngineError:
+        except (EngineError, WeightsError):
             self._published = published
             raise
 
@@ -333,15 +333,22 @@ class Router:
             logger.warning("engine %d did not close: %s", replica.number, error or type(error).__name__)
 
     async def _everywhere(self, what: str, act: Callable[[Engine], Awaitable[None]]) -> None:
+        """Let all living replicas do it, to the end, and raise the first error that is not a death."""
+        refused: list[EngineError | WeightsError] = []
+
         async def on(replica: _Replica, engine: Engine) -> None:
             try:
                 await self._ask(replica, act(engine))
             except EngineDeadError as error:
                 self._strike_off(replica, engine, error)
+            except (EngineError, WeightsError) as error:
+                refused.append(type(error)(f"{what} on engine {replica.number} of {len(self._replicas)}: {error}"))
 
         async with Flow(what) as flow:
             for replica in self._alive:
                 flow.start(on(replica, replica.engine), name=str(replica.number))
+        if refused:
+            raise refused[0]
         await self._somebody()
 
     async def _no_calls(self) -> None:
