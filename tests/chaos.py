@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 
+from agentrl.rollout.ledger import read_ledger
 from agentrl.trajectory import Trajectory
 
 ROOT = Path(__file__).parent.parent
@@ -101,14 +102,15 @@ class Running:
         config.write_text(CONFIG)
         resume = (self.folder / "config.yaml").exists()
         arguments = ["--resume", str(self.folder)] if resume else [str(config), f"run_dir={self.folder}"]
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", "from agentrl.cli import main; main()", "train", *arguments, *self.overrides],
-            cwd=ROOT,
-            stdout=self._log.open("a"),
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+        with self._log.open("a") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", "from agentrl.cli import main; main()", "train", *arguments, *self.overrides],
+                cwd=ROOT,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
 
     @property
     def _log(self) -> Path:
@@ -185,12 +187,16 @@ class Running:
         assert not _alive(victim) or cell.signal is signal.SIGCONT, f"{cell}: the old process is still there"
         return seconds
 
-    def end(self, seconds: float = 60.0) -> None:
-        """Stop it as a user does, and see that nothing is left of it."""
+    def stop(self) -> None:
+        """Stop it as a user does."""
         assert self.process is not None
         self.seen += self.processes()
         self.process.send_signal(signal.SIGINT)
-        assert self.process.wait(seconds) == 130, self.log[-6000:]
+        assert self.process.wait(RECOVERY_SECONDS) == 130, self.log[-6000:]
+
+    def end(self) -> None:
+        """Stop it, and see that nothing is left of it."""
+        self.stop()
         self.nothing_is_left()
 
     def nothing_is_left(self) -> None:
@@ -209,3 +215,19 @@ def _alive(process: psutil.Process) -> bool:
     with suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
+
+
+def finish(run: Running) -> None:
+    """Go on to an end, and see that every task and every episode has its fate, and none is lost."""
+    steps = run.steps() + 1
+    run.overrides = (*run.overrides, f"steps={steps}")
+    run.start()
+    assert run.process is not None
+    assert run.process.wait(180) == 0, run.log[-6000:]
+    summary = json.loads((run.folder / "summary.json").read_text())
+    assert summary["steps"] == steps
+    assert summary["largest_staleness"] == 0
+    with read_ledger(run.folder / "ledger.sqlite") as ledger:
+        assert ledger.task_fates().trained == 2 * steps
+        assert ledger.task_fates().settled
+        assert ledger.episode_fates().settled

@@ -1,6 +1,5 @@
 """The fault matrix: a run goes on, whatever dies or hangs, whenever (`make chaos`); a part of it runs in CI."""
 
-import json
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -10,8 +9,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from agentrl.rollout.ledger import read_ledger
-from tests.chaos import COMPONENTS, PHASES, RECOVERY_SECONDS, Cell, Running
+from tests.chaos import COMPONENTS, PHASES, RECOVERY_SECONDS, Cell, Running, finish
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 OF_CI = [
@@ -40,26 +38,6 @@ def play(cells: Sequence[Cell], folder: Path, table: Table, *overrides: str) -> 
         table.add_row(cell.component, cell.phase, cell.signal.name, f"{seconds:.1f}")
     run.end()
     finish(run)
-
-
-def finish(run: Running) -> None:
-    """Go on to an end, and see that every task has its fate."""
-    steps = run.steps() + 1
-    run.overrides = (*run.overrides, f"steps={steps}")
-    run.start()
-    assert run.process is not None
-    assert run.process.wait(180) == 0, run.log[-6000:]
-    summary = json.loads((run.folder / "summary.json").read_text())
-    tasks = summary["tasks"]
-    assert tasks["trained"] == 2 * steps
-    assert tasks["total"] == sum(tasks[fate] for fate in tasks if fate != "total")
-    assert summary["steps"] == steps
-    assert summary["largest_staleness"] == 0
-    with read_ledger(run.folder / "ledger.sqlite") as ledger:
-        episodes = ledger.episode_fates()
-        assert episodes.total == sum(
-            getattr(episodes, fate) for fate in episodes.__dataclass_fields__ if fate != "total"
-        )
 
 
 @pytest.mark.slow

@@ -47,7 +47,8 @@ class RayWorkers:
         gpus = self.gpus.get(role, 0)
         named = type(f"{role}_{rank}", (_Host,), {})  # as Ray's dashboard, `ray list actors` and `ps` will call it
         host = remote(num_cpus=0, num_gpus=gpus, max_restarts=0, concurrency_groups={"beside": 1})(named)
-        worker = RayWorker(role, rank, host.remote(), self.lease)
+        actor = host.options(scheduling_strategy="DEFAULT" if gpus else "SPREAD").remote()
+        worker = RayWorker(role, rank, actor, self.lease)
         try:
             worker.pid = await worker.ask(worker.actor.make.remote(make, rank))
         except BaseException:

@@ -1,0 +1,78 @@
+"""Two Ray nodes on one machine: a run that loses one of them in the middle, and finishes; and the same losses on Ray as
+in one process.
+"""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.chaos import RECOVERY_SECONDS, Running, finish
+
+pytestmark = pytest.mark.slow
+ENVIRONMENT = {
+    "RAY_health_check_initial_delay_ms": "2000",  # how soon a node that says nothing is taken for dead
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "2000",
+    "RAY_health_check_failure_threshold": "2",
+}
+
+
+@pytest.fixture
+def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A cluster of a head, where the controller lives, and one node beside it."""
+    from ray.cluster_utils import Cluster
+
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    cluster.add_node(num_cpus=2)
+    yield cluster
+    cluster.shutdown()
+
+
+def workers_of(raylet: int) -> list[psutil.Process]:
+    """The actors of a node."""
+    children = psutil.Process(raylet).children(recursive=True)
+    return [child for child in children if " ".join(child.cmdline()).startswith("ray::")]
+
+
+@pytest.mark.parametrize("kind", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.chaos)])
+def test_a_run_that_loses_a_node_in_the_middle_finishes(nodes: Any, kind: signal.Signals, tmp_path: Path) -> None:
+    run = Running(tmp_path / "run", ["cluster.env_workers=2", f"cluster.address={nodes.address}"])
+    run.start()
+    run.wait_for("first step", lambda: run.steps() >= 2, 180)
+    (node,) = nodes.worker_nodes
+    raylet = node.all_processes["raylet"][0].process.pid
+    lost = workers_of(raylet)
+    assert lost, "nothing of the run lives on the second node"
+    with run.in_phase("generating"):
+        for process in [psutil.Process(raylet), *(lost if kind is signal.SIGSTOP else [])]:
+            process.send_signal(kind)
+        before = run.steps()
+    seconds = run.wait_for("recovery of a lost node", lambda: run.steps() >= before + 2, RECOVERY_SECONDS)
+    print(f"a node was lost ({kind.name}) with {len(lost)} workers: two more steps after {seconds:.1f} s")
+    run.stop()
+    finish(run)
+    for process in lost:
+        if kind is signal.SIGSTOP and process.is_running():
+            os.kill(process.pid, signal.SIGKILL)
+
+
+def test_the_same_recipe_has_the_same_losses_to_the_bit_on_ray_as_in_one_process(tmp_path: Path) -> None:
+    def losses(name: str, *overrides: str) -> list[dict[str, float]]:
+        run = Running(tmp_path / name, ["steps=3", "trainer=local", "cluster.env_workers=0", *overrides])
+        run.start()
+        assert run.process is not None
+        assert run.process.wait(180) == 0, run.log[-4000:]
+        rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+        return [{key: row[key] for key in ("loss", "grad_norm", "reward", "logprob_gap_max")} for row in rows]
+
+    here = losses("here", "cluster=local", "cluster.reward_workers=0")
+    assert len(here) == 3
+    assert losses("ray") == here
