@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-EXTRAS ?= cpu,deepspeed,dev,envs,lora
+EXTRAS ?= cpu,deepspeed,dev,envs,lora,ray
 STAMP  := $(VENV)/.installed-$(EXTRAS)
 
 # A CPU build of torch: from the find-links folder of pip's own configuration where there is one, else from
@@ -16,9 +16,9 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 MARKED = -o addopts="-q --strict-markers --strict-config --durations=10"
 
 # Two threads of torch on cores that others use too can be many times slower than one.
-test fast long chaos: export OMP_NUM_THREADS ?= 1
+test fast long chaos demo-cluster: export OMP_NUM_THREADS ?= 1
 
-.PHONY: install demo test fast long chaos check format clean
+.PHONY: install demo demo-cluster test fast long chaos check format clean
 
 install: $(STAMP)
 
@@ -31,15 +31,21 @@ $(STAMP): pyproject.toml
 demo: install
 	$(BIN)/agentrl train examples/frozen_lake.yaml run_dir=runs/demo-$$(date +%Y%m%d-%H%M%S)
 
+# On Ray, with vLLM, over two ranks; TRAINER="trainer=deepspeed trainer.world_size=2 trainer.zero_stage=3" for another.
+TRAINER ?= trainer=fsdp trainer.world_size=2
+demo-cluster: install
+	$(BIN)/agentrl train examples/frozen_lake.yaml cluster=ray engine=vllm $(TRAINER) \
+	    run_dir=runs/cluster-$$(date +%Y%m%d-%H%M%S)
+
 fast: install
 	$(PYTEST)
 
 test: install
 	$(PYTEST)
-	$(PYTEST) $(MARKED) -m "(vllm or slow) and not long"
+	$(PYTEST) $(MARKED) -m "(vllm or slow) and not long and not chaos"
 
 chaos: install
-	$(BIN)/python -m pytest -o addopts="-q -s --strict-markers --strict-config" -m chaos tests/test_chaos.py
+	$(BIN)/python -m pytest -o addopts="-q -s --strict-markers --strict-config" -m chaos tests/test_chaos.py tests/test_ray_nodes.py
 
 long: install
 	$(PYTEST) $(MARKED) -m long

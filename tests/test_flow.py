@@ -103,14 +103,17 @@ def test_who_catches_the_failure_of_a_flow_is_not_cancelled_by_it(virtual, waits
         await asyncio.sleep(1)
         raise KeyError("x")
 
+    async def flow_that_fails() -> None:
+        async with Flow("flow") as flow:
+            flow.start(fail(), name="fail")
+            if waits_inside:
+                await asyncio.sleep(10)
+
     async def main() -> None:
         owner = asyncio.current_task()
         assert owner is not None
         with pytest.raises(KeyError):
-            async with Flow("flow") as flow:
-                flow.start(fail(), name="fail")
-                if waits_inside:
-                    await asyncio.sleep(10)
+            await flow_that_fails()
         assert owner.cancelling() == 0
         with pytest.raises(TimeoutError):  # which tells its own cancellation from others by that number
             async with asyncio.timeout(1):

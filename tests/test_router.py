@@ -277,3 +277,21 @@ def test_weights_that_no_engine_takes_are_not_those_of_an_engine_that_is_made_an
             assert router.policy_version == 1
 
     run_virtual(main)
+
+
+def test_an_engine_that_refuses_what_another_has_taken_serves_no_more():
+    def refuse(weights: object, version: int) -> None:
+        raise EngineError("not here")
+
+    picky = ScriptedEngine(lambda tokens: [1.0], on_weights=refuse)
+    willing = ScriptedEngine(lambda tokens: [1.0])
+
+    async def main() -> None:
+        async with Router([picky, willing]) as router:
+            await router.update_weights({}, 1)
+            assert router.policy_version == 1
+            for number in range(4):
+                completion = await router.generate(request(str(number), session=str(number)))
+                assert set(completion.policy_versions) == {1}
+
+    run_virtual(main)

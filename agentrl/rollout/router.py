@@ -175,9 +175,13 @@ class Router:
                 await self._everywhere("update", lambda engine: engine.update_weights(weights, version))
             else:
                 await self._update_between_turns(weights, version)
-        except (EngineError, WeightsError):
-            self._published = published
-            raise
+        except (EngineError, WeightsError) as error:
+            behind = [replica for replica in self._alive if replica.engine.policy_version != version]
+            if len(behind) == len(self._alive):  # nobody has taken them: all go on as before
+                self._published = published
+                raise
+            for replica in behind:  # it cannot serve beside those who have
+                self._bury(replica, EngineDeadError(f"it did not take version {version}: {error}"))
 
     async def _update_between_turns(self, weights: Mapping[str, "Tensor"], version: int) -> None:
         self._open.clear()
