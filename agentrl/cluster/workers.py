@@ -152,9 +152,7 @@ class ClusterSettings(Settings):
 
 
 class Cluster(Protocol):
-    """Where workers live: the seam behind `cluster=local` and `cluster=ray`. An async context manager.
-
-    """
+    """Where workers live: the seam behind `cluster=local` and `cluster=ray`. An async context manager."""
 
     @property
     def config(self) -> ClusterSettings:
