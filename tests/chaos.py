@@ -93,13 +93,14 @@ class Running:
 
     folder: Path
     overrides: Sequence[str] = ()
+    config: str = CONFIG
     process: "subprocess.Popen[str] | None" = None
     seen: list[psutil.Process] = field(default_factory=list)
 
     def start(self) -> None:
         """Begin, or go on."""
         config = self.folder.with_suffix(".yaml")
-        config.write_text(CONFIG)
+        config.write_text(self.config)
         resume = (self.folder / "config.yaml").exists()
         arguments = ["--resume", str(self.folder)] if resume else [str(config), f"run_dir={self.folder}"]
         with self._log.open("a") as log:

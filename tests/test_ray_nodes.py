@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.chaos import RECOVERY_SECONDS, Running, finish
+from tests.chaos import CONFIG, RECOVERY_SECONDS, Running, finish
 
 pytestmark = pytest.mark.slow
 ENVIRONMENT = {
@@ -64,9 +64,39 @@ def test_a_run_that_loses_a_node_in_the_middle_finishes(nodes: Any, kind: signal
             os.kill(process.pid, signal.SIGKILL)
 
 
+def test_a_run_lives_on_the_devices_of_its_plan(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """On GPUs that are not there: what runs on them is on the CPU. The plan says how many engines and ranks."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={
+            "num_cpus": 2,
+            "num_gpus": 2,
+            "resources": {"accelerator_type:H100": 1},
+            "include_dashboard": False,
+        },
+    )
+    request.addfinalizer(cluster.shutdown)
+    run = Running(
+        tmp_path / "run",
+        [
+            *("steps=2", "placement=colocated", f"cluster.address={cluster.address}"),
+            *("cluster.env_workers=0", "cluster.reward_workers=0", "trainer.world_size=1"),
+        ],
+    )
+    run.start()
+    assert run.process is not None
+    assert run.process.wait(180) == 0, run.log[-4000:]
+    rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1]
+    assert max(row["logprob_gap_max"] for row in rows) < 1e-4
+
+
 def test_the_same_recipe_has_the_same_losses_to_the_bit_on_ray_as_in_one_process(tmp_path: Path) -> None:
     def losses(name: str, *overrides: str) -> list[dict[str, float]]:
-        run = Running(tmp_path / name, ["steps=3", "trainer=local", "cluster.env_workers=0", *overrides])
+        config = CONFIG.replace("name: fsdp, world_size: 2", "name: local")
+        run = Running(tmp_path / name, ["steps=3", "cluster.env_workers=0", *overrides], config)
         run.start()
         assert run.process is not None
         assert run.process.wait(180) == 0, run.log[-4000:]

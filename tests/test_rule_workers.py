@@ -39,7 +39,7 @@ def hang(number: int) -> None:
 def start(request: pytest.FixtureRequest) -> StartWorker:
     if request.param == "local":
         return partial(ProcessWorker.start, lease=LEASE)
-    join_ray(num_cpus=2)
+    join_ray(num_cpus=2, num_gpus=8, resources={"accelerator_type:H100": 1})  # not there: as test_ray_placement
     return RayWorkers(lease=LEASE).one
 
 

@@ -55,7 +55,7 @@ LEASE = 2.0
 def start(request: pytest.FixtureRequest) -> StartWorkers:
     if request.param == "local":
         return partial(start_local, lease=LEASE)
-    join_ray(num_cpus=2)
+    join_ray(num_cpus=2, num_gpus=8, resources={"accelerator_type:H100": 1})  # not there: as test_ray_placement
     return RayWorkers(lease=LEASE)
 
 

@@ -153,6 +153,10 @@ class GroupTrainer:
         """See `Sleeper`."""
         await self._entered.all("wake")
 
+    async def free(self) -> int:
+        """Bytes that are free on the fullest of the ranks' devices."""
+        return int(min(await self._entered.all("free")))
+
     @property
     def _entered(self) -> WorkerGroup:
         if self._ranks is None:

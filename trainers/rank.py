@@ -1,5 +1,6 @@
 """One rank of a trainer, as a worker: it is told where the ranks meet, and then does what its core does."""
 
+import asyncio
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,6 +9,8 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from agentrl.cluster.bundle import BundlePlace
+from agentrl.cluster.time_share import free_on_cpu, free_on_gpus
+from agentrl.cluster.workers import own_address
 from agentrl.errors import AgentRLError
 from agentrl.protocols import Loss
 from agentrl.trainers.deal import Share
@@ -51,7 +54,7 @@ class TrainerRank:
         """A free address of this machine."""
         with socket.socket() as probe:
             probe.bind(("", 0))
-            return f"{_own_address()}:{probe.getsockname()[1]}"
+            return f"{own_address()}:{probe.getsockname()[1]}"
 
     def open(self, world_size: int, address: str) -> None:
         """Meet the other ranks, load the model, make the optimizer."""
@@ -105,13 +108,7 @@ class TrainerRank:
         """See `TrainerCore.wake`."""
         self.core.wake()
 
-
-def _own_address() -> str:
-    """How other machines reach this one: the address it would use to talk to the outside. Nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("10.255.255.255", 1))
-        except OSError:
-            return "127.0.0.1"
-        address: str = probe.getsockname()[0]
-        return address
+    def free(self) -> int:
+        """Bytes that are free on this rank's device."""
+        on_gpu = self.core.sharding.device.type == "cuda"
+        return asyncio.run(free_on_gpus() if on_gpu else free_on_cpu())

@@ -1,11 +1,14 @@
 """The `local` cluster: engines in this process, other workers in threads and processes of this machine."""
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Self
 
+from agentrl.cluster.devices import Inventory
 from agentrl.cluster.local_workers import ProcessWorker, start_local
+from agentrl.cluster.placement import DeviceMap
 from agentrl.cluster.workers import ClusterSettings
 from agentrl.plugins import Component
 from agentrl.protocols import Engine
@@ -39,3 +42,12 @@ class LocalCluster:
     def engines(self, chosen: Component, model: Path) -> list[Callable[[], Engine]]:
         """See `Cluster`."""
         return [partial(chosen.make, model)] * self.config.engines
+
+    def gpus(self) -> Inventory | None:
+        """None: everything is on the first device."""
+        return None
+
+    @asynccontextmanager
+    async def placed(self, devices: DeviceMap) -> AsyncIterator[None]:
+        """There is nothing to give out."""
+        yield

@@ -3,17 +3,18 @@
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import Field
-
+from agentrl.cluster.devices import Inventory
+from agentrl.cluster.placement import DeviceMap
 from agentrl.cluster.ray_engine import RayEngine
+from agentrl.cluster.ray_placement import Anywhere, Spots, gpus_of_ray, reserved
 from agentrl.cluster.ray_workers import RayWorkers
-from agentrl.cluster.workers import ClusterSettings
+from agentrl.cluster.workers import ClusterSettings, StartWorker
 from agentrl.errors import ConfigError
 from agentrl.plugins import Component
 from agentrl.protocols import Engine
@@ -27,15 +28,20 @@ class RayCluster:
 
         address: str = ""
         """Of a cluster to join: "auto", or "host:port" of its head. By default Ray is started here, and ended."""
-        engine_gpus: float = Field(default=0, ge=0)
-        """GPUs of each engine."""
-        trainer_gpus: float = Field(default=0, ge=0)
-        """GPUs of each rank of the trainer."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.start = RayWorkers({"trainer": config.trainer_gpus}, config.lease)
-        self.start_one = self.start.one
+        self._spots: Spots = Anywhere()
+
+    @property
+    def start(self) -> RayWorkers:
+        """See `Cluster`."""
+        return RayWorkers(self._spots, self.config.lease)
+
+    @property
+    def start_one(self) -> StartWorker:
+        """See `Cluster`."""
+        return self.start.one
 
     @property
     def spans_machines(self) -> bool:
@@ -56,7 +62,19 @@ class RayCluster:
 
     def engines(self, chosen: Component, model: Path) -> list[Callable[[], Engine]]:
         """See `Cluster`."""
-        return [partial(RayEngine, chosen, model, self.config.engine_gpus)] * self.config.engines
+        count = self._spots.count("engine") or self.config.engines
+        return [partial(RayEngine, chosen, model, self._spots.options("engine", number)) for number in range(count)]
+
+    def gpus(self) -> Inventory | None:
+        """See `Cluster`."""
+        return gpus_of_ray()
+
+    @asynccontextmanager
+    async def placed(self, devices: DeviceMap) -> AsyncIterator[None]:
+        """See `Cluster`."""
+        async with reserved(devices) as self._spots:
+            yield
+        self._spots = Anywhere()
 
 
 def join_ray(address: str = "", **options: Any) -> None:

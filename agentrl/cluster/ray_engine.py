@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
+from agentrl.cluster.time_share import Sleeper
 from agentrl.errors import EngineDeadError
 from agentrl.plugins import Component
 from agentrl.protocols import Engine, EngineStats, GenerateRequest, StagesWeights
@@ -50,6 +51,12 @@ class _EngineHost:
         await self._engine.update_weights(weights, version)
         return self._report()
 
+    async def sleep(self) -> None:
+        await cast(Sleeper, self._engine).sleep()
+
+    async def wake(self) -> None:
+        await cast(Sleeper, self._engine).wake()
+
     async def probe(self) -> _Report:
         probe = getattr(self._engine, "probe", None)
         if probe is not None:
@@ -64,15 +71,15 @@ class _EngineHost:
 
 
 class RayEngine:
-    """`Engine` whose model lives in an actor with `gpus` GPUs.
+    """`Engine` whose model lives in an actor, which Ray is told `options` about.
 
     `stats` are as fresh as the last answer, but that requests which were made here since are counted as waiting.
     """
 
-    def __init__(self, chosen: Component, model: Path, gpus: float) -> None:
+    def __init__(self, chosen: Component, model: Path, options: Mapping[str, Any]) -> None:
         self._chosen = chosen
         self._model = model
-        self._gpus = gpus
+        self._options = options
         self._actor: Any = None
         self._max_context = 0
         self._latest = _Report(0, EngineStats(0, 0, 0, 0, 0))
@@ -91,9 +98,8 @@ class RayEngine:
     async def __aenter__(self) -> Self:
         import ray
 
-        options = {"num_cpus": 0, "num_gpus": self._gpus, "max_concurrency": _CALLS}
         named = type("engine", (_EngineHost,), {})
-        self._actor = ray.remote(named).options(**options).remote()
+        self._actor = ray.remote(named).options(**self._options, max_concurrency=_CALLS).remote()
         try:
             self._max_context, self._latest = await _answer_of(self._actor.open.remote(self._chosen, self._model))
         except BaseException:
@@ -139,6 +145,14 @@ class RayEngine:
     async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
         """See `Engine`."""
         self._latest = await _answer_of(self._running.update_weights.remote(weights, version))
+
+    async def sleep(self) -> None:
+        """See `Sleeper`."""
+        await _answer_of(self._running.sleep.remote())
+
+    async def wake(self) -> None:
+        """See `Sleeper`."""
+        await _answer_of(self._running.wake.remote())
 
     async def probe(self) -> None:
         """See `Probed`."""

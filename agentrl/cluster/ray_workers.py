@@ -6,10 +6,10 @@ started, and has to be running then (`agentrl/cluster/ray_cluster.py`).
 
 import asyncio
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from agentrl.cluster.ray_placement import Anywhere, Spots
 from agentrl.cluster.workers import LEASE_SECONDS, START_SECONDS, Make, Worker, WorkerGroup, start_all, under_lease
 from agentrl.errors import WorkerDiedError
 
@@ -30,9 +30,9 @@ class _Host:
 
 @dataclass(frozen=True, slots=True)
 class RayWorkers:
-    """Starts workers by Ray. `gpus`: how many of them a worker of a role gets, by role; none where it is not named."""
+    """Starts workers by Ray, where `spots` says."""
 
-    gpus: Mapping[str, float] = field(default_factory=dict)
+    spots: Spots = field(default_factory=Anywhere)
     lease: float = LEASE_SECONDS
 
     async def __call__(self, role: str, make: Make, count: int) -> WorkerGroup:
@@ -44,11 +44,9 @@ class RayWorkers:
         import ray
 
         remote: Any = ray.remote
-        gpus = self.gpus.get(role, 0)
         named = type(f"{role}_{rank}", (_Host,), {})  # as Ray's dashboard, `ray list actors` and `ps` will call it
-        host = remote(num_cpus=0, num_gpus=gpus, max_restarts=0, concurrency_groups={"beside": 1})(named)
-        actor = host.options(scheduling_strategy="DEFAULT" if gpus else "SPREAD").remote()
-        worker = RayWorker(role, rank, actor, self.lease)
+        host = remote(max_restarts=0, concurrency_groups={"beside": 1})(named)
+        worker = RayWorker(role, rank, host.options(**self.spots.options(role, rank)).remote(), self.lease)
         try:
             worker.pid = await worker.ask(worker.actor.make.remote(make, rank))
         except BaseException:

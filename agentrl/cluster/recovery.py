@@ -12,7 +12,7 @@ import logging
 import shutil
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar, cast
 
 from agentrl.batch import TrainBatch
 from agentrl.cluster.bundle import BundlePlace, WeightBundle
@@ -88,6 +88,19 @@ class RecoveringTrainer:
     async def write_weights(self, place: BundlePlace) -> WeightBundle:
         """See `WritesWeights`."""
         return await self._surely(lambda trainer: write_weights(trainer, place))
+
+    async def sleep(self) -> None:
+        """See `Sleeper` (agentrl/cluster/time_share.py)."""
+        await self._surely(lambda trainer: cast(Any, trainer).sleep())
+
+    async def wake(self) -> None:
+        """See `Sleeper`."""
+        await self._surely(lambda trainer: cast(Any, trainer).wake())
+
+    async def free(self) -> int:
+        """Bytes that are free on the fullest of the trainer's devices."""
+        free: int = await self._surely(lambda trainer: cast(Any, trainer).free())
+        return free
 
     async def save(self, folder: Path) -> None:
         """See `Trainer.save`. What a trainer that died in it had written is removed."""

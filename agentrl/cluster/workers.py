@@ -10,12 +10,15 @@ dead, and said to be. `agentrl/cluster/local_workers.py` starts workers on this 
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
 
 from pydantic import Field
 
+from agentrl.cluster.devices import Inventory
+from agentrl.cluster.placement import DeviceMap
 from agentrl.errors import AgentRLError
 from agentrl.flow import Channel, Flow
 from agentrl.plugins import Component
@@ -180,6 +183,18 @@ class Cluster(Protocol):
 
     def engines(self, chosen: Component, model: Path) -> Sequence[Callable[[], Engine]]:
         """What makes each replica of an engine that serves the model in `model`; called again when one has died."""
+        ...
+
+    def gpus(self) -> Inventory | None:
+        """The GPUs that it can give out; None where it has none, or gives out none."""
+        ...
+
+    def placed(self, devices: DeviceMap) -> AbstractAsyncContextManager[None]:
+        """While the block lasts, engines and trainers are started where the map says.
+
+        Raises:
+            ConfigError: the devices are not free.
+        """
         ...
 
 

@@ -43,7 +43,8 @@ async def policy_gradient(run: Run) -> None:
                 with clock("train"):
                     samples = samples_of(shaping.scores(groups), algorithm, rollouts.oldest_version(step), shaping)
                     batch = collate(samples, row_tokens=trainer.row_tokens)
-                    metrics = await trainer.step(batch, algorithm.loss, algorithm.normalizer(batch))
+                    async with workers.share.training():
+                        metrics = await trainer.step(batch, algorithm.loss, algorithm.normalizer(batch))
                 with clock("weights"):
                     async with rollouts.new_weights(step + 1):
                         published = await weights.publish(trainer, version=step + 1)

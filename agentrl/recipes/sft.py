@@ -50,8 +50,8 @@ async def imitate(run: Run, demonstrations: DemonstrationsConfig, base: Path, in
     algorithm = Sft()
     losses: list[float] = []
     async with (
-        open_cluster(config) as cluster,
-        make_trainer(config, cluster, base, steps=len(batches), lr=demonstrations.lr) as trainer,
+        open_cluster(config) as placed,
+        make_trainer(placed.config, placed.cluster, base, steps=len(batches), lr=demonstrations.lr) as trainer,
     ):
         for number, played in enumerate(batches, 1):
             samples = [sample for trajectory in played for sample in to_samples(trajectory, 1.0)]

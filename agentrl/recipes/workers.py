@@ -1,5 +1,6 @@
 """What a recipe works with: engine, trainer, environments and reward of a run, started and stopped together."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -9,12 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from agentrl import plugins
+from agentrl.cluster.placement import DeviceMap
 from agentrl.cluster.recovery import RecoveringTrainer
+from agentrl.cluster.time_share import AllAwake, Share, TimeShare, Turn
 from agentrl.cluster.weights import WeightPublisher
 from agentrl.cluster.workers import Cluster, own_address
 from agentrl.config import RunConfig
 from agentrl.durable import finish_folder, new_unfinished
 from agentrl.errors import ConfigError
+from agentrl.planner.plan import Plan, make_plan
+from agentrl.planner.run_facts import model_of
 from agentrl.protocols import Curriculum, Engine, Env, Renderer, SamplingParams, TaskSource, Trainer
 from agentrl.remote.sessions import Limits
 from agentrl.remote.workers import EnvWorker, env_workers
@@ -60,6 +65,7 @@ class Workers(Players):
 
     trainer: Trainer
     weights: WeightPublisher
+    share: Share
 
     async def take_up(self, run: Run) -> int:
         """Load the newest checkpoint, if there is one, bring the engine to it, and return how many steps are done."""
@@ -104,7 +110,7 @@ def tasks_of(config: RunConfig, split: str) -> SeededTasks:
 @asynccontextmanager
 async def start_players(config: RunConfig, model: Path) -> AsyncIterator[Players]:
     """An engine that serves `model`, with environments and reward around it."""
-    async with open_cluster(config) as cluster, _players(config, cluster, model) as players:
+    async with open_cluster(config) as placed, _players(placed.config, placed.cluster, model) as players:
         yield players
 
 
@@ -135,22 +141,81 @@ async def start_workers(
     config: RunConfig, model: Path, latest: LatestCheckpoint = lambda: None
 ) -> AsyncIterator[Workers]:
     """`start_players`, and a trainer that starts from the same model; `latest`: what it goes on from after a death."""
-    async with (
-        open_cluster(config) as cluster,
-        _players(config, cluster, model) as players,
-        make_trainer(config, cluster, model, latest) as trainer,
-    ):
-        followers = tuple((engine, route.refresh) for route, engine in players.frozen.items() if route.refresh)
-        async with WeightPublisher(
-            players.engine, config.rollout.deadlines.update_weights, followers, config.weights
-        ) as publisher:
-            yield Workers(config, players.engine, players.player, players.reward, players.frozen, trainer, publisher)
+    async with open_cluster(config) as placed, _players(placed.config, placed.cluster, model) as players:
+        trainer = make_trainer(placed.config, placed.cluster, model, latest)
+        async with sharing(placed, players.engine, trainer) as share:
+            followers = tuple((engine, route.refresh) for route, engine in players.frozen.items() if route.refresh)
+            async with WeightPublisher(
+                players.engine, config.rollout.deadlines.update_weights, followers, config.weights
+            ) as publisher:
+                yield Workers(
+                    config, players.engine, players.player, players.reward, players.frozen, trainer, publisher, share
+                )
 
 
-def open_cluster(config: RunConfig) -> Cluster:
-    """The configured cluster, to be entered."""
-    cluster: Cluster = config.cluster.make()
-    return cluster
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """An open cluster, and the config with the settings that the plan of its devices means, where there is one."""
+
+    config: RunConfig
+    cluster: Cluster
+    plan: Plan | None = None
+
+
+@asynccontextmanager
+async def open_cluster(config: RunConfig) -> AsyncIterator[Placed]:
+    """The configured cluster. Where it has GPUs to give out, they are given out by the best map that `placement`
+    allows.
+
+    Raises:
+        ConfigError: there is no such cluster, or nothing fits on its devices.
+    """
+    made: Cluster = config.cluster.make()
+    async with made as cluster:
+        inventory = None if config.placement.name == "local" else cluster.gpus()
+        if inventory is None:
+            yield Placed(config, cluster)
+            return
+        plan = await asyncio.to_thread(make_plan, config, inventory, model_of(config))  # it runs a loop of its own
+        async with cluster.placed(plan.devices):
+            yield Placed(_on_devices(config, plan.devices), cluster, plan)
+
+
+@asynccontextmanager
+async def sharing(placed: Placed, engine: Router, trainer: RecoveringTrainer) -> AsyncIterator[Share]:
+    """The trainer, entered beside an engine that is awake, and how the two share their devices."""
+    plan = placed.plan
+    if plan is None or not plan.devices.in_turns:
+        async with trainer:
+            yield AllAwake()
+        return
+    needs = {
+        role: max(load.awake[role].total for load in plan.loads if role in load.awake) for role in ("engine", "trainer")
+    }
+    await engine.sleep()  # there is room for one of them only
+    async with trainer:
+        await trainer.sleep()
+        await engine.wake()
+        yield TimeShare(
+            Turn("engine", [engine], needs["engine"]),
+            Turn("trainer", [trainer], needs["trainer"]),
+            trainer.free,
+            placed.config.placement.switch_seconds,
+        )
+
+
+def _on_devices(config: RunConfig, devices: DeviceMap) -> RunConfig:
+    """The config with the settings that a map means."""
+    wanted = {
+        "engine": {"tensor_parallel": devices.tensor_parallel()},
+        "trainer": {"world_size": len(devices.of("trainer"))},
+    }
+    sections = {}
+    for section, settings in wanted.items():
+        chosen = getattr(config, section)
+        known = {key: value for key, value in settings.items() if key in type(chosen.settings).model_fields}
+        sections[section] = replace(chosen, settings=chosen.settings.model_copy(update=known))
+    return config.model_copy(update=sections)
 
 
 def make_trainer(

@@ -17,8 +17,9 @@ import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast
 
+from agentrl.cluster.time_share import Sleeper
 from agentrl.errors import EngineDeadError, EngineError, WeightsError
 from agentrl.flow import Flow
 from agentrl.protocols import Engine, EngineStats, GenerateRequest, Probed, StagesWeights
@@ -194,6 +195,14 @@ class Router:
             await self._everywhere("update", lambda engine: engine.update_weights(weights, version))
         finally:
             self._open.set()
+
+    async def sleep(self) -> None:
+        """See `Sleeper` (agentrl/cluster/time_share.py); of all living replicas."""
+        await self._everywhere("sleep", lambda engine: cast(Sleeper, engine).sleep())
+
+    async def wake(self) -> None:
+        """See `Sleeper`."""
+        await self._everywhere("wake", lambda engine: cast(Sleeper, engine).wake())
 
     def stats(self) -> EngineStats:
         """Of all living replicas: sums, and the fullest KV cache."""

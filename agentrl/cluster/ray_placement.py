@@ -1,0 +1,127 @@
+"""A `DeviceMap` on Ray: its GPUs are reserved as a whole, and each replica sees the devices that the map gives it.
+
+Ray gives out GPUs by number, and one half of a GPU to whoever asks for it; which one, it says afterwards. A map says
+which, and two roles may share one. So the run reserves all GPUs of its nodes as a placement group, and itself says to
+each actor on which node it lives and which devices it sees.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from agentrl.cluster.devices import GPUS, DeviceKind, Inventory
+from agentrl.cluster.placement import DeviceMap
+from agentrl.errors import ConfigError
+
+_RESERVE_SECONDS = 60.0
+"""How long the GPUs may be somebody else's."""
+
+
+class Spots(Protocol):
+    """Where actors live."""
+
+    def options(self, role: str, rank: int) -> Mapping[str, Any]:
+        """What Ray is told about the actor of a rank."""
+        ...
+
+    def count(self, role: str) -> int:
+        """How many of a role there are to be; 0 where the settings say."""
+        ...
+
+
+class Anywhere:
+    """The `Spots` of workers that need no GPU: evenly over the nodes."""
+
+    def options(self, role: str, rank: int) -> Mapping[str, Any]:
+        """See `Spots`."""
+        return {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": "SPREAD"}
+
+    def count(self, role: str) -> int:
+        """See `Spots`."""
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """The `Spots` of a map, on the nodes of a placement group. A role that is not on the map lives anywhere."""
+
+    devices: DeviceMap
+    group: Any
+
+    def options(self, role: str, rank: int) -> Mapping[str, Any]:
+        """See `Spots`."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        found = [replica for replica in self.devices.replicas if (replica.role, replica.number) == (role, rank)]
+        if not found:
+            return Anywhere().options(role, rank)
+        (replica,) = found
+        first = replica.node * self.devices.inventory.per_node
+        seen = ",".join(str(device - first) for device in replica.devices)
+        strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=replica.node)
+        # Ray hides all GPUs from an actor that asks it for none, but for this.
+        variables = {"CUDA_VISIBLE_DEVICES": seen, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+        return {
+            "num_cpus": 0,
+            "num_gpus": 0,
+            "scheduling_strategy": strategy,
+            "runtime_env": {"env_vars": variables},
+        }
+
+    def count(self, role: str) -> int:
+        """See `Spots`."""
+        return sum(replica.role == role for replica in self.devices.replicas)
+
+
+@asynccontextmanager
+async def reserved(devices: DeviceMap) -> AsyncIterator[Reserved]:
+    """The GPUs of a map, for as long as the block lasts.
+
+    Raises:
+        ConfigError: the cluster does not have them, or they are in use.
+    """
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    inventory = devices.inventory
+    group = placement_group([{"GPU": inventory.per_node}] * inventory.nodes, strategy="STRICT_SPREAD")
+    try:
+        async with asyncio.timeout(_RESERVE_SECONDS):
+            await asyncio.wrap_future(group.ready().future())
+    except TimeoutError as error:
+        remove_placement_group(group)
+        raise ConfigError(
+            f"{inventory} were not free within {_RESERVE_SECONDS:g} s: `ray status` says who has them"
+        ) from error
+    try:
+        yield Reserved(devices, group)
+    finally:
+        remove_placement_group(group)
+
+
+def gpus_of_ray() -> Inventory | None:
+    """The GPUs of the nodes of the cluster, or None where it has none; of nodes with different numbers, the least.
+
+    Raises:
+        ConfigError: the nodes have GPUs of different kinds.
+    """
+    import ray
+
+    all_nodes: Any = ray.nodes  # it has no types
+    nodes = [node["Resources"] for node in all_nodes() if node["Alive"] and node["Resources"].get("GPU", 0) >= 1]
+    if not nodes:
+        return None
+    kinds = {_kind_of(node) for node in nodes}
+    if len(kinds) > 1:
+        listed = ", ".join(sorted(kind.name for kind in kinds))
+        raise ConfigError(
+            f"the cluster has GPUs of several kinds ({listed}), and a run is placed on one: join nodes of one"
+        )
+    return Inventory(kinds.pop(), int(min(node["GPU"] for node in nodes)), len(nodes))
+
+
+def _kind_of(resources: Mapping[str, float]) -> DeviceKind:
+    """The kind in the table that Ray names; the slowest, where it names none or another."""
+    named = [key.removeprefix("accelerator_type:") for key in resources if key.startswith("accelerator_type:")]
+    return next((GPUS[name.split("-")[0]] for name in named if name.split("-")[0] in GPUS), GPUS["L4"])
