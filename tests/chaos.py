@@ -43,7 +43,7 @@ steps: 1000000
 env: frozen_lake
 model: tiny
 rollout: {groups_per_step: 2, group_size: 4, max_turns: 5, sampling: {max_tokens: 4}}
-reward: [environment, {name: "tests.chaos:half", isolation: process}]
+reward: [environment, {name: "tests.chaos:odd", isolation: process}]
 cluster: {name: ray, env_workers: 1, reward_workers: 1, lease: 5}
 engine: {max_batch: 16}
 trainer: {name: fsdp, world_size: 2, row_tokens: 128, micro_batch_tokens: 512}
@@ -53,9 +53,9 @@ trackers: ["tests.chaos:Hold"]
 """
 
 
-def half(trajectory: Trajectory) -> float:
-    """A reward that is judged in a process."""
-    return len(trajectory.turns) / 2
+def odd(trajectory: Trajectory) -> float:
+    """A reward that is judged in a process: of what was said, so that members of a group differ."""
+    return sum(turn.completion.token_ids[0] % 2 for turn in trajectory.turns) / 2
 
 
 class Hold:
@@ -89,13 +89,21 @@ class Cell:
 
 @dataclass
 class Running:
-    """An `agentrl train` in a process of its own."""
+    """An `agentrl train` in a process of its own. A context manager: nothing of it outlives the block."""
 
     folder: Path
     overrides: Sequence[str] = ()
     config: str = CONFIG
     process: "subprocess.Popen[str] | None" = None
     seen: list[psutil.Process] = field(default_factory=list)
+
+    def __enter__(self) -> "Running":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self.process is not None:
+            self.process.kill()  # all others end with it
+            self.process.wait()
 
     def start(self) -> None:
         """Begin, or go on."""

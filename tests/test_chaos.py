@@ -30,14 +30,14 @@ def table() -> Iterator[Table]:
 
 def play(cells: Sequence[Cell], folder: Path, table: Table, *overrides: str) -> None:
     """A run that is hit by all of the cells, goes on, is stopped and resumed, and has lost nothing."""
-    run = Running(folder, overrides)
-    run.start()
-    run.wait_for("first step", lambda: run.steps() >= 1, 180)
-    for cell in cells:
-        seconds = run.hit(cell)
-        table.add_row(cell.component, cell.phase, cell.signal.name, f"{seconds:.1f}")
-    run.end()
-    finish(run)
+    with Running(folder, overrides) as run:
+        run.start()
+        run.wait_for("first step", lambda: run.steps() >= 1, 180)
+        for cell in cells:
+            seconds = run.hit(cell)
+            table.add_row(cell.component, cell.phase, cell.signal.name, f"{seconds:.1f}")
+        run.end()
+        finish(run)
 
 
 @pytest.mark.slow
@@ -58,36 +58,36 @@ def test_a_run_survives_the_death_and_the_hanging_of_a_worker_in_every_phase(
 def test_a_run_whose_controller_is_killed_leaves_nothing_and_goes_on_when_it_is_resumed(
     phase: str, tmp_path: Path, table: Table
 ) -> None:
-    run = Running(tmp_path / "run")
-    run.start()
-    run.wait_for("first step", lambda: run.steps() >= 2, 180)
-    run.seen += run.processes()
-    assert run.process is not None
-    with run.in_phase(phase):
-        run.process.send_signal(KILL)
-        run.process.wait(10)
-    run.nothing_is_left()
-    before = run.steps()
-    run.start()
-    seconds = run.wait_for("steps of the resumed run", lambda: run.steps() >= before + 2, 180)
-    table.add_row("controller", phase, "SIGKILL", f"{seconds:.1f} (resumed)")
-    run.end()
-    finish(run)
+    with Running(tmp_path / "run") as run:
+        run.start()
+        run.wait_for("first step", lambda: run.steps() >= 2, 180)
+        run.seen += run.processes()
+        assert run.process is not None
+        with run.in_phase(phase):
+            run.process.send_signal(KILL)
+            run.process.wait(10)
+        run.nothing_is_left()
+        before = run.steps()
+        run.start()
+        seconds = run.wait_for("steps of the resumed run", lambda: run.steps() >= before + 2, 180)
+        table.add_row("controller", phase, "SIGKILL", f"{seconds:.1f} (resumed)")
+        run.end()
+        finish(run)
 
 
 @pytest.mark.chaos
 def test_a_run_whose_controller_was_stopped_for_longer_than_a_lease_goes_on(tmp_path: Path, table: Table) -> None:
-    run = Running(tmp_path / "run")
-    run.start()
-    run.wait_for("first step", lambda: run.steps() >= 1, 180)
-    assert run.process is not None
-    for phase in PHASES:
-        with run.in_phase(phase):
-            run.process.send_signal(STOP)
-            time.sleep(8)
-            run.process.send_signal(signal.SIGCONT)
-            before = run.steps()
-        seconds = run.wait_for("recovery", lambda before=before: run.steps() >= before + 2, RECOVERY_SECONDS)
-        table.add_row("controller", phase, "SIGSTOP, SIGCONT", f"{seconds:.1f}")
-    run.end()
-    finish(run)
+    with Running(tmp_path / "run") as run:
+        run.start()
+        run.wait_for("first step", lambda: run.steps() >= 1, 180)
+        assert run.process is not None
+        for phase in PHASES:
+            with run.in_phase(phase):
+                run.process.send_signal(STOP)
+                time.sleep(8)
+                run.process.send_signal(signal.SIGCONT)
+                before = run.steps()
+            seconds = run.wait_for("recovery", lambda before=before: run.steps() >= before + 2, RECOVERY_SECONDS)
+            table.add_row("controller", phase, "SIGSTOP, SIGCONT", f"{seconds:.1f}")
+        run.end()
+        finish(run)

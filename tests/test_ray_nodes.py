@@ -36,6 +36,13 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     cluster.shutdown()
 
 
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Running]:
+    """A run, which ends with the test."""
+    with Running(tmp_path / "run") as running:
+        yield running
+
+
 def workers_of(raylet: int) -> list[psutil.Process]:
     """The actors of a node."""
     children = psutil.Process(raylet).children(recursive=True)
@@ -43,8 +50,8 @@ def workers_of(raylet: int) -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize("kind", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.chaos)])
-def test_a_run_that_loses_a_node_in_the_middle_finishes(nodes: Any, kind: signal.Signals, tmp_path: Path) -> None:
-    run = Running(tmp_path / "run", ["cluster.env_workers=2", f"cluster.address={nodes.address}"])
+def test_a_run_that_loses_a_node_in_the_middle_finishes(nodes: Any, kind: signal.Signals, run: Running) -> None:
+    run.overrides = ["cluster.env_workers=2", f"cluster.address={nodes.address}"]
     run.start()
     run.wait_for("first step", lambda: run.steps() >= 2, 180)
     (node,) = nodes.worker_nodes
@@ -64,7 +71,7 @@ def test_a_run_that_loses_a_node_in_the_middle_finishes(nodes: Any, kind: signal
             os.kill(process.pid, signal.SIGKILL)
 
 
-def test_a_run_lives_on_the_devices_of_its_plan(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_a_run_lives_on_the_devices_of_its_plan(run: Running, request: pytest.FixtureRequest) -> None:
     """On GPUs that are not there: what runs on them is on the CPU. The plan says how many engines and ranks."""
     from ray.cluster_utils import Cluster
 
@@ -78,13 +85,10 @@ def test_a_run_lives_on_the_devices_of_its_plan(tmp_path: Path, request: pytest.
         },
     )
     request.addfinalizer(cluster.shutdown)
-    run = Running(
-        tmp_path / "run",
-        [
-            *("steps=2", "placement=colocated", f"cluster.address={cluster.address}"),
-            *("cluster.env_workers=0", "cluster.reward_workers=0", "trainer.world_size=1"),
-        ],
-    )
+    run.overrides = [
+        *("steps=2", "placement=colocated", f"cluster.address={cluster.address}"),
+        *("cluster.env_workers=0", "cluster.reward_workers=0", "trainer.world_size=1"),
+    ]
     run.start()
     assert run.process is not None
     assert run.process.wait(180) == 0, run.log[-4000:]
@@ -94,15 +98,18 @@ def test_a_run_lives_on_the_devices_of_its_plan(tmp_path: Path, request: pytest.
 
 
 def test_the_same_recipe_has_the_same_losses_to_the_bit_on_ray_as_in_one_process(tmp_path: Path) -> None:
+    # One at a time: what an engine computes together is a matter of timing, and rounds the last bits otherwise.
+    config = CONFIG.replace("name: fsdp, world_size: 2", "name: local").replace("max_batch: 16", "max_batch: 1")
+
     def losses(name: str, *overrides: str) -> list[dict[str, float]]:
-        config = CONFIG.replace("name: fsdp, world_size: 2", "name: local")
-        run = Running(tmp_path / name, ["steps=3", "cluster.env_workers=0", *overrides], config)
-        run.start()
-        assert run.process is not None
-        assert run.process.wait(180) == 0, run.log[-4000:]
-        rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+        with Running(tmp_path / name, ["steps=3", "cluster.env_workers=0", *overrides], config) as run:
+            run.start()
+            assert run.process is not None
+            assert run.process.wait(180) == 0, run.log[-4000:]
+            rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
         return [{key: row[key] for key in ("loss", "grad_norm", "reward", "logprob_gap_max")} for row in rows]
 
     here = losses("here", "cluster=local", "cluster.reward_workers=0")
     assert len(here) == 3
+    assert all(row["loss"] != 0 and row["grad_norm"] > 0 for row in here)
     assert losses("ray") == here

@@ -36,13 +36,13 @@ class _Step(NamedTuple):
 
 
 class RecoveringTrainer:
-    """`Trainer` over one that `make` makes, and makes again when a rank has died, at most `restarts` times.
+    """`Trainer` over one that `make` makes, and makes again when a rank has died: `restarts` times without a step.
 
     `latest` are the run's newest (steps done, checkpoint), if there is one: what `load` takes, and what is taken up
     after a death. `deadline`: seconds for any one call; a trainer that misses it is not dead and not to be helped.
 
     Raises:
-        WorkerDiedError: ranks have died more than `restarts` times.
+        WorkerDiedError: ranks have died more than `restarts` times, and no step was made between.
         StallError: a call has missed the deadline.
     """
 
@@ -56,7 +56,7 @@ class RecoveringTrainer:
     ) -> None:
         self._make = make
         self._latest = latest
-        self._restarts_left = restarts
+        self._restarts = self._restarts_left = restarts
         self._deadline = deadline
         self._trainer: Trainer | None = None
         self._since: dict[int, _Step] = {}  # by number: what a checkpoint may not hold yet
@@ -79,6 +79,7 @@ class RecoveringTrainer:
         metrics = await self._surely(lambda trainer: trainer.step(*step))
         self._since[self._done] = step
         self._done += 1
+        self._restarts_left = self._restarts
         return metrics
 
     async def weights(self) -> Mapping[str, "Tensor"]:

@@ -151,7 +151,7 @@ class ClusterSettings(Settings):
     lease: float = Field(default=LEASE_SECONDS, gt=0)
     """Seconds for which a worker may give no sign of life, before it is given up and replaced."""
     restarts: int = Field(default=8, ge=0)
-    """How often the trainer may be started anew after a rank of it has died, before the run ends."""
+    """How often the trainer may be started anew, after a rank of it has died, without making a step between."""
 
 
 class Cluster(Protocol):
