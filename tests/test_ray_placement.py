@@ -15,7 +15,7 @@ from agentrl.cluster.ray_placement import gpus_of_ray, reserved
 from agentrl.cluster.ray_workers import RayWorkers
 from agentrl.config import load_config
 from agentrl.errors import ConfigError
-from agentrl.recipes.workers import open_cluster
+from agentrl.recipes.placed import open_cluster
 
 pytestmark = pytest.mark.slow
 EIGHT = Inventory(gpu_named("H100"), per_node=8)

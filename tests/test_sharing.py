@@ -9,7 +9,7 @@ from agentrl.cluster.recovery import RecoveringTrainer
 from agentrl.cluster.time_share import AllAwake
 from agentrl.errors import TimeShareError
 from agentrl.flow import run_virtual
-from agentrl.recipes.workers import Placed, sharing
+from agentrl.recipes.placed import Placed, sharing
 from agentrl.rollout.router import Router
 from agentrl.testing import ScriptedEngine
 

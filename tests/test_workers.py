@@ -48,10 +48,11 @@ class Broken:
         raise ConfigError(f"rank {rank} cannot be")
 
 
+pytestmark = pytest.mark.slow  # each process takes a second to begin
 LEASE = 2.0
 
 
-@pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.slow)])
+@pytest.fixture(params=["local", "ray"])
 def start(request: pytest.FixtureRequest) -> StartWorkers:
     if request.param == "local":
         return partial(start_local, lease=LEASE)

@@ -160,8 +160,9 @@ def _begin(parent: int, beat: Any, name: str) -> None:
 
 def _keep_beating(beat: Any) -> None:
     never = threading.Event()
-    while not never.wait(_BEAT_SECONDS):
+    while True:
         beat.value = time.monotonic()
+        never.wait(_BEAT_SECONDS)
 
 
 def _host(make: Make, rank: int) -> None:

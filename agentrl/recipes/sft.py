@@ -10,7 +10,8 @@ from agentrl.config import DemonstrationsConfig, RunConfig
 from agentrl.durable import finish_folder, new_unfinished
 from agentrl.errors import ConfigError, EnvError
 from agentrl.recipes.evaluate import play_all
-from agentrl.recipes.workers import base_model, env_host, make_trainer, open_cluster, tasks_of
+from agentrl.recipes.placed import make_trainer, open_cluster
+from agentrl.recipes.workers import base_model, env_host, tasks_of
 from agentrl.rollout.episode import Player, ScriptedPolicy
 from agentrl.rollout.renderer import TemplateRenderer
 from agentrl.run import Run
@@ -51,7 +52,7 @@ async def imitate(run: Run, demonstrations: DemonstrationsConfig, base: Path, in
     losses: list[float] = []
     async with (
         open_cluster(config) as placed,
-        make_trainer(placed.config, placed.cluster, base, steps=len(batches), lr=demonstrations.lr) as trainer,
+        make_trainer(placed, base, steps=len(batches), lr=demonstrations.lr) as trainer,
     ):
         for number, played in enumerate(batches, 1):
             samples = [sample for trajectory in played for sample in to_samples(trajectory, 1.0)]

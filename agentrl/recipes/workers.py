@@ -1,26 +1,20 @@
 """What a recipe works with: engine, trainer, environments and reward of a run, started and stopped together."""
 
-import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from agentrl import plugins
-from agentrl.cluster.placement import DeviceMap
-from agentrl.cluster.recovery import RecoveringTrainer
-from agentrl.cluster.time_share import AllAwake, Share, TimeShare, Turn
+from agentrl.cluster.time_share import Share
 from agentrl.cluster.weights import WeightPublisher
 from agentrl.cluster.workers import Cluster, own_address
 from agentrl.config import RunConfig
 from agentrl.durable import finish_folder, new_unfinished
-from agentrl.errors import ConfigError
-from agentrl.planner.plan import Plan, make_plan
-from agentrl.planner.run_facts import model_of
 from agentrl.protocols import Curriculum, Engine, Env, Renderer, SamplingParams, TaskSource, Trainer
+from agentrl.recipes.placed import LatestCheckpoint, make_trainer, open_cluster, sharing
 from agentrl.remote.sessions import Limits
 from agentrl.remote.workers import EnvWorker, env_workers
 from agentrl.rollout.agents import Frozen, Scripted
@@ -38,9 +32,6 @@ from agentrl.rollout.tasks import SeededTasks
 from agentrl.rollout.wrappers import address
 from agentrl.run import Run
 from agentrl.tiny_model import SIZES, create_tiny_model
-
-LatestCheckpoint = Callable[[], tuple[int, Path] | None]
-"""The newest (steps done, folder of the checkpoint) of a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +133,7 @@ async def start_workers(
 ) -> AsyncIterator[Workers]:
     """`start_players`, and a trainer that starts from the same model; `latest`: what it goes on from after a death."""
     async with open_cluster(config) as placed, _players(placed.config, placed.cluster, model) as players:
-        trainer = make_trainer(placed.config, placed.cluster, model, latest)
+        trainer = make_trainer(placed, model, latest)
         async with sharing(placed, players.engine, trainer) as share:
             followers = tuple((engine, route.refresh) for route, engine in players.frozen.items() if route.refresh)
             async with WeightPublisher(
@@ -151,99 +142,6 @@ async def start_workers(
                 yield Workers(
                     config, players.engine, players.player, players.reward, players.frozen, trainer, publisher, share
                 )
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """An open cluster, and the config with the settings that the plan of its devices means, where there is one."""
-
-    config: RunConfig
-    cluster: Cluster
-    plan: Plan | None = None
-
-
-@asynccontextmanager
-async def open_cluster(config: RunConfig) -> AsyncIterator[Placed]:
-    """The configured cluster. Where it has GPUs to give out, they are given out by the best map that `placement`
-    allows.
-
-    Raises:
-        ConfigError: there is no such cluster, or nothing fits on its devices.
-    """
-    made: Cluster = config.cluster.make()
-    async with made as cluster:
-        inventory = None if config.placement.name == "local" else cluster.gpus()
-        if inventory is None:
-            yield Placed(config, cluster)
-            return
-        plan = await asyncio.to_thread(make_plan, config, inventory, model_of(config))  # it runs a loop of its own
-        async with cluster.placed(plan.devices):
-            yield Placed(_on_devices(config, plan.devices), cluster, plan)
-
-
-@asynccontextmanager
-async def sharing(placed: Placed, engine: Router, trainer: RecoveringTrainer) -> AsyncIterator[Share]:
-    """The trainer, entered beside an engine that is awake, and how the two share their devices."""
-    plan = placed.plan
-    if plan is None or not plan.devices.in_turns:
-        async with trainer:
-            yield AllAwake()
-        return
-    needs = {
-        role: max(load.awake[role].total for load in plan.loads if role in load.awake) for role in ("engine", "trainer")
-    }
-    await engine.sleep()  # there is room for one of them only
-    async with trainer:
-        await trainer.sleep()
-        await engine.wake()
-        yield TimeShare(
-            Turn("engine", [engine], needs["engine"]),
-            Turn("trainer", [trainer], needs["trainer"]),
-            trainer.free,
-            placed.config.placement.switch_seconds,
-        )
-
-
-def _on_devices(config: RunConfig, devices: DeviceMap) -> RunConfig:
-    """The config with the settings that a map means."""
-    wanted = {
-        "engine": {"tensor_parallel": devices.tensor_parallel()},
-        "trainer": {"world_size": len(devices.of("trainer"))},
-    }
-    sections = {}
-    for section, settings in wanted.items():
-        chosen = getattr(config, section)
-        known = {key: value for key, value in settings.items() if key in type(chosen.settings).model_fields}
-        sections[section] = replace(chosen, settings=chosen.settings.model_copy(update=known))
-    return config.model_copy(update=sections)
-
-
-def make_trainer(
-    config: RunConfig,
-    cluster: Cluster,
-    model: Path,
-    latest: LatestCheckpoint = lambda: None,
-    *,
-    steps: int | None = None,
-    **settings: Any,
-) -> RecoveringTrainer:
-    """The configured trainer on the cluster, for `steps` steps, with some settings replaced; it outlives its ranks.
-
-    Raises:
-        ConfigError: it has no such setting.
-    """
-    chosen = config.trainer
-    if unknown := settings.keys() - type(chosen.settings).model_fields.keys():
-        raise ConfigError(f"the trainer {chosen.name!r} has no setting {', '.join(sorted(unknown))}")
-    make = partial(
-        replace(chosen, settings=chosen.settings.model_copy(update=settings)).make,
-        model,
-        total_steps=config.steps if steps is None else steps,
-        temperature=config.rollout.sampling.temperature,
-        start=cluster.start,
-    )
-    restarts = cluster.config.restarts
-    return RecoveringTrainer(make, latest, restarts=restarts, deadline=config.rollout.deadlines.train)
 
 
 @asynccontextmanager
