@@ -384,7 +384,7 @@ def test_the_boards_of_minigrid_keep_the_contract() -> None:
 
 
 @reasoning_gym
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_over_a_hundred_sets_of_questions_keep_the_contract() -> None:
     plugins.load("envs", "rg:leg_counting")

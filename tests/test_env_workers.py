@@ -3,7 +3,9 @@
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -54,7 +56,7 @@ def worker_of(make: Callable[[], Callable[[], Telling]]) -> Callable[[str, int],
     return partial(EnvWorker, make, Limits(), "127.0.0.1")
 
 
-@pytest.fixture(params=["local", "ray"])
+@pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.long)])
 def start(request: pytest.FixtureRequest) -> StartWorker:
     if request.param == "local":
         return partial(ProcessWorker.start, lease=LEASE)
@@ -72,6 +74,7 @@ def test_a_worker_that_dies_or_hangs_costs_its_episode_and_another_takes_its_pla
             before = int((await first.reset(seed=1, options={}))[0])
             assert (await first.step("go"))[0] == f"{before} go"
             os.kill(before, signal_number)
+            await asyncio.to_thread(_until_it_has_come, before)
             with pytest.raises((EnvError, TimeoutError)):
                 async with asyncio.timeout(LEASE):
                     await first.step("on")
@@ -84,6 +87,13 @@ def test_a_worker_that_dies_or_hangs_costs_its_episode_and_another_takes_its_pla
     pids = asyncio.run(main())
     _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=10)
     assert not alive
+
+
+def _until_it_has_come(pid: int) -> None:
+    """Wait until a signal that kills or stops has done so."""
+    with suppress(psutil.NoSuchProcess):
+        while psutil.Process(pid).status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE):
+            time.sleep(0.01)
 
 
 def test_an_environment_that_is_not_there_is_said_before_anything_starts() -> None:

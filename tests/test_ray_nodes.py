@@ -71,6 +71,7 @@ def test_a_run_that_loses_a_node_in_the_middle_finishes(nodes: Any, kind: signal
             os.kill(process.pid, signal.SIGKILL)
 
 
+@pytest.mark.long
 def test_a_run_lives_on_the_devices_of_its_plan(run: Running, request: pytest.FixtureRequest) -> None:
     """On GPUs that are not there: what runs on them is on the CPU. The plan says how many engines and ranks."""
     from ray.cluster_utils import Cluster

@@ -184,15 +184,18 @@ def test_a_server_that_does_not_answer_costs_one_at_a_time_and_serves_again_when
             writer.close()
 
         async def proxied(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            if not answers():
-                await reader.read()  # as long as the client waits
-                writer.close()
-                return
-            there, to_there = await asyncio.open_connection("127.0.0.1", int(sound.rpartition(":")[2]))
-            held.append((writer, to_there))
-            async with asyncio.TaskGroup() as group:
-                group.create_task(forward(reader, to_there))
-                group.create_task(forward(there, writer))
+            try:
+                if not answers():
+                    await reader.read()  # as long as the client waits
+                    return
+                there, to_there = await asyncio.open_connection("127.0.0.1", int(sound.rpartition(":")[2]))
+                held.append((writer, to_there))
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(forward(reader, to_there))
+                    group.create_task(forward(there, writer))
+            finally:  # the loop may end with the connection: what is left open then warns when it is collected
+                for one in (writer, *(other for mine, other in held if mine is writer)):
+                    one.transport.abort()
 
         async with await asyncio.start_server(proxied, "127.0.0.1", 0) as proxy:
             silent = f"http://127.0.0.1:{proxy.sockets[0].getsockname()[1]}"

@@ -35,7 +35,7 @@ def hang(number: int) -> None:
         pass
 
 
-@pytest.fixture(params=["local", "ray"])
+@pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.long)])
 def start(request: pytest.FixtureRequest) -> StartWorker:
     if request.param == "local":
         return partial(ProcessWorker.start, lease=LEASE)

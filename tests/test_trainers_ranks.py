@@ -109,7 +109,7 @@ def test_on_gpus_a_trainer_keeps_the_contract(
     asyncio.run(check_trainer(make_trainer(kind, settings, start=processes), shallow_model_dir, tmp_path))
 
 
-@each_of(KINDS, long=("fsdp, weights kept", "deepspeed, ZeRO 1"))
+@each_of(KINDS, long=("fsdp, weights kept", "deepspeed, ZeRO 1", "deepspeed, ZeRO 2"))
 def test_a_trainer_of_two_ranks_keeps_the_contract(
     name: str, processes: Processes, shallow_model_dir: Path, tmp_path: Path
 ) -> None:

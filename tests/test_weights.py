@@ -633,6 +633,7 @@ def on_gpus(count: int) -> pytest.MarkDecorator:
 
 
 @pytest.mark.vllm
+@pytest.mark.long
 @pytest.mark.parametrize(
     "stream", ["gloo", pytest.param("nccl", marks=on_gpus(2)), pytest.param("ipc", marks=on_gpus(1))]
 )
