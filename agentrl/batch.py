@@ -61,12 +61,14 @@ class TrainBatch:
 
     `segment_ids_BT` numbers the samples from 1 over the whole batch (0 is padding); attention stays inside a segment.
     `position_ids_BT` restarts at 0 with each segment. A token is predicted from the token before it in its segment,
-    so the first token of a segment never carries loss.
+    so the first token of a segment never carries loss. `reference_logprobs_BT` are those of the model that the policy
+    is kept near, where the run has one (`agentrl/recipes/learner.py`); until it was asked, the engine's.
     """
 
     tokens_BT: IntArray
     loss_mask_BT: IntArray
     rollout_logprobs_BT: FloatArray
+    reference_logprobs_BT: FloatArray
     advantages_BT: FloatArray
     policy_versions_BT: IntArray
     position_ids_BT: IntArray
@@ -134,10 +136,12 @@ def collate(samples: Iterable[TrainingSample], *, row_tokens: int, pad_token_id:
         raise ValueError("there is no sample to collate: a batch needs one trainable trajectory at least")
     if row_tokens < 1:
         raise ValueError(f"row_tokens must be 1 or more, got {row_tokens}")
+    rollout_logprobs_S = np.concatenate([np.asarray(s.rollout_logprobs, np.float32) for s in listed])
     flat = _Flat(
         tokens_S=np.concatenate([np.asarray(s.token_ids, np.int64) for s in listed]),
         loss_mask_S=np.concatenate([np.asarray(s.loss_mask, np.int64) for s in listed]),
-        rollout_logprobs_S=np.concatenate([np.asarray(s.rollout_logprobs, np.float32) for s in listed]),
+        rollout_logprobs_S=rollout_logprobs_S,
+        reference_logprobs_S=rollout_logprobs_S,
         advantages_S=np.concatenate([np.asarray(s.advantages, np.float32) for s in listed]),
         policy_versions_S=np.concatenate([np.asarray(s.policy_versions, np.int64) for s in listed]),
         lengths_M=np.asarray([len(s.token_ids) for s in listed], np.int64),
@@ -196,6 +200,7 @@ class _Flat:
     tokens_S: IntArray
     loss_mask_S: IntArray
     rollout_logprobs_S: FloatArray
+    reference_logprobs_S: FloatArray
     advantages_S: FloatArray
     policy_versions_S: IntArray
     lengths_M: IntArray
@@ -206,6 +211,7 @@ class _Flat:
             self.tokens_S[start:end],
             self.loss_mask_S[start:end],
             self.rollout_logprobs_S[start:end],
+            self.reference_logprobs_S[start:end],
             self.advantages_S[start:end],
             self.policy_versions_S[start:end],
             self.lengths_M[samples],
@@ -220,6 +226,7 @@ def _flatten(batch: TrainBatch) -> _Flat:
         batch.tokens_BT.ravel()[order_S],
         batch.loss_mask_BT.ravel()[order_S],
         batch.rollout_logprobs_BT.ravel()[order_S],
+        batch.reference_logprobs_BT.ravel()[order_S],
         batch.advantages_BT.ravel()[order_S],
         batch.policy_versions_BT.ravel()[order_S],
         np.bincount(segments, minlength=batch.num_samples + 1)[1:].astype(np.int64),
@@ -264,6 +271,7 @@ def _lay(flat: _Flat, row_tokens: int, pad_token_id: int) -> TrainBatch:
         tokens_BT=np.where(padding_BT, pad_token_id, flat.tokens_S[index_BT]),
         loss_mask_BT=np.where(padding_BT, 0, flat.loss_mask_S[index_BT]),
         rollout_logprobs_BT=np.where(padding_BT, np.float32(0), flat.rollout_logprobs_S[index_BT]),
+        reference_logprobs_BT=np.where(padding_BT, np.float32(0), flat.reference_logprobs_S[index_BT]),
         advantages_BT=np.where(padding_BT, np.float32(0), flat.advantages_S[index_BT]),
         policy_versions_BT=np.where(padding_BT, -1, flat.policy_versions_S[index_BT]),
         position_ids_BT=position_ids_BT,
@@ -281,6 +289,7 @@ def _rows(batch: TrainBatch, start: int, end: int, columns: int) -> TrainBatch:
         tokens_BT=batch.tokens_BT[window],
         loss_mask_BT=batch.loss_mask_BT[window],
         rollout_logprobs_BT=batch.rollout_logprobs_BT[window],
+        reference_logprobs_BT=batch.reference_logprobs_BT[window],
         advantages_BT=batch.advantages_BT[window],
         policy_versions_BT=batch.policy_versions_BT[window],
         position_ids_BT=batch.position_ids_BT[window],

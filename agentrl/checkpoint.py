@@ -7,13 +7,21 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from agentrl.durable import UNFINISHED, finish_folder, new_unfinished, remove_folder, unfinished
 from agentrl.errors import CheckpointError, ConfigError
-from agentrl.protocols import Trainer
 
 _STATE = {".pt", ".distcp"}
 """Endings of a trainer's own files, beside the model. Folders there are its own too."""
+
+
+class Savable(Protocol):
+    """What checkpoints are made of: a trainer, or a learner."""
+
+    async def save(self, folder: Path) -> None:
+        """Write all that goes on from here into a new folder."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +67,7 @@ class Checkpoints:
         paths = self.folder.glob("step_*")
         return {int(match[1]): path for path in paths if (match := re.fullmatch(r"step_(\d+)", path.name))}
 
-    async def save(self, step: int, trainer: Trainer, values: Mapping[int, float] | None = None) -> Path:
+    async def save(self, step: int, state: Savable, values: Mapping[int, float] | None = None) -> Path:
         """Write the state after `step` steps, then remove what need not be kept; `values` are those of `best`.
 
         Raises:
@@ -73,7 +81,7 @@ class Checkpoints:
         for leftover in self.folder.glob(f"{UNFINISHED}*"):
             shutil.rmtree(leftover)
         self.folder.mkdir(parents=True, exist_ok=True)
-        await trainer.save(unfinished(final))
+        await state.save(unfinished(final))
         await asyncio.to_thread(finish_folder, final)
         await asyncio.to_thread(self._thin_out, values or {})
         return final

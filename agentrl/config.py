@@ -30,7 +30,7 @@ from agentrl.cluster.weights import WeightsConfig
 from agentrl.errors import ConfigError
 from agentrl.observe.preferences import PreferencesConfig
 from agentrl.plugins import Component, NoSettings
-from agentrl.protocols import Settings
+from agentrl.protocols import ActorCritic, Predicts, Settings
 from agentrl.rewards_config import RewardsConfig, name_of, settings_of
 from agentrl.rollout.agents import AgentRoute, Frozen
 from agentrl.rollout.config import RolloutConfig
@@ -45,7 +45,9 @@ COMPONENTS = {
     "cluster": "clusters",
 }
 """Sections of a config that are plug-ins with settings, and the kind of each."""
-_NAMED = (*COMPONENTS, "reward", "env", "model", "placement")
+HELPERS = ("reference", "critic")
+"""Sections of trainers beside the trainer, where the algorithm asks for them; what they do not say is as of that."""
+_NAMED = (*COMPONENTS, *HELPERS, "reward", "env", "model", "placement")
 
 
 ComponentField = Annotated[InstanceOf[Component], PlainSerializer(Component.dump)]
@@ -167,6 +169,11 @@ class RunConfig(Settings):
     engine: ComponentField
     trainer: ComponentField
     algorithm: ComponentField
+    reference: ComponentField | None = None
+    """What computes the logprobs of the model that the policy is kept near (`algorithm.kl`): made as the trainer is,
+    with the trainer's settings where it has none of its own."""
+    critic: ComponentField | None = None
+    """What learns the values that the advantages of `algorithm=ppo` are made of: likewise."""
     reward: RewardsField
     """One reward, or a list of parts with weights: `[environment, {name: numeric, weight: 0.5, as: answer}]`."""
     cluster: ComponentField
@@ -353,6 +360,11 @@ def validate_config(values: Mapping[str, Any], origins: Mapping[str, str] | None
         except ConfigError as error:
             problems.append(str(error))
             sections.pop(section, None)
+    if not problems:
+        try:
+            sections |= {helper: _helper(helper, sections, values, origins) for helper in HELPERS}
+        except ConfigError as error:
+            problems.append(str(error))
     try:
         config = RunConfig.model_validate(sections)
     except ValidationError as error:
@@ -387,6 +399,35 @@ def _component(section: str, kind: str, raw: Any, origins: Mapping[str, str]) ->
     except ValidationError as error:
         lines = (line for line, _ in _explain(model, error, tuple(section.split(".")), origins))
         raise ConfigError("\n".join(lines)) from error
+
+
+def _helper(
+    section: str, made: Mapping[str, Any], values: Mapping[str, Any], origins: Mapping[str, str]
+) -> Component | None:
+    """The section `reference` or `critic`, where the algorithm asks for it."""
+    chosen: Component = made["algorithm"]
+    algorithm = chosen.make()
+    needed = isinstance(algorithm, ActorCritic) if section == "critic" else getattr(algorithm, "uses_reference", False)
+    own = values.get(section) or {}
+    if not needed:
+        if own:
+            way_out = "algorithm=ppo" if section == "critic" else "algorithm.kl=0.01"
+            raise ConfigError(
+                f"{section}{_at(origins, section)}: the algorithm {chosen.name!r}, as it is set, uses none; "
+                f"{way_out} does, or leave the section out"
+            )
+        return None
+    trainer: Component = made["trainer"]
+    shared = {} if own.get("name", trainer.name) != trainer.name else trainer.settings.model_dump(exclude_unset=True)
+    shared.pop("lora", None)  # a reference does not train, and of a critic the head has to
+    helper = _component(section, "trainers", {"name": trainer.name, **shared, **own}, origins)
+    if not (isinstance(helper.factory, type) and issubclass(helper.factory, Predicts)):
+        raise ConfigError(
+            f"{section}.name: the trainer {helper.name!r} has no method `predict`, which a {section} needs"
+        )
+    if getattr(helper.settings, "lora", None) is not None:
+        raise ConfigError(f"{section}.lora{_at(origins, f'{section}.lora')}: a {section} has no adapters; leave it out")
+    return helper
 
 
 def _rewards(raw: Any, origins: Mapping[str, str]) -> RewardsConfig:

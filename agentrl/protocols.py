@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict
 
-from agentrl.batch import TrainBatch
+from agentrl.batch import FloatArray, TrainBatch
 from agentrl.trajectory import Completion, Group, Message, Score, Task, Trajectory
 
 if TYPE_CHECKING:
@@ -301,11 +301,13 @@ class LossTokens:
     """What a loss may look at: one entry per loss token of the micro-batch, so nothing masked can leak in.
 
     `old_logprobs_N`: the trainer's own, before the first update on this batch; `rollout_logprobs_N`: the engine's;
-    `segments_N`: the training sample a token belongs to, numbered over the batch.
+    `reference_logprobs_N`: of the model that the policy is kept near, where the algorithm asks for one, else the
+    engine's; `segments_N`: the training sample a token belongs to, numbered over the batch.
     """
 
     old_logprobs_N: "Tensor"
     rollout_logprobs_N: "Tensor"
+    reference_logprobs_N: "Tensor"
     advantages_N: "Tensor"
     segments_N: "Tensor"
 
@@ -322,15 +324,19 @@ class LossOutput:
 
 
 class Loss(Protocol):
-    """A pure function of the trainer's logprobs and what stands beside them."""
+    """A pure function of the trainer's logprobs (a critic's values) and what stands beside them."""
 
-    def __call__(self, logprobs_N: "Tensor", tokens: LossTokens) -> LossOutput:
+    def __call__(self, logprobs_N: "Tensor", tokens: LossTokens, /) -> LossOutput:
         """The loss of each token."""
         ...
 
 
 class Algorithm(Protocol):
-    """An advantage and a loss."""
+    """An advantage and a loss.
+
+    One whose attribute `uses_reference` is true gets a reference: a model as the run's was when it began, whose
+    logprobs are `LossTokens.reference_logprobs_N`.
+    """
 
     def advantages(self, group: Group) -> Sequence[float]:
         """One advantage per member of the group."""
@@ -342,6 +348,27 @@ class Algorithm(Protocol):
 
     def normalizer(self, batch: TrainBatch) -> float:
         """What the summed token losses of a whole batch are divided by."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Of each loss token: how much better it was than expected, and what a critic should have expected before it."""
+
+    advantages_BT: FloatArray
+    returns_BT: FloatArray
+
+
+@runtime_checkable
+class ActorCritic(Algorithm, Protocol):
+    """An algorithm with a critic, which is trained on the batches that the policy is trained on."""
+
+    def estimate(self, batch: TrainBatch, values_BT: FloatArray) -> Estimate:
+        """Of a batch whose `advantages_BT` are what `advantages` has said of each member, and the critic's values."""
+        ...
+
+    def value_loss(self, values_N: "Tensor", tokens: LossTokens) -> LossOutput:
+        """The critic's loss of each token: `advantages_N` are the returns, `rollout_logprobs_N` its values before."""
         ...
 
 
@@ -374,6 +401,18 @@ class Trainer(Protocol):
 
         Raises:
             CheckpointError: the folder is missing or incomplete.
+        """
+        ...
+
+
+@runtime_checkable
+class Predicts(Protocol):
+    """A trainer that can be asked without being trained: what a reference and a critic are made of."""
+
+    async def predict(self, batch: TrainBatch) -> FloatArray:
+        """What the model says of each loss token, laid as the batch is, shape BT; 0 where there is no loss.
+
+        That is its logprob at the temperature of sampling; of a critic, the reward that is to be expected before it.
         """
         ...
 

@@ -27,7 +27,7 @@ from typing import Self
 from rich.console import Console
 
 from agentrl import plugins
-from agentrl.checkpoint import Checkpoints
+from agentrl.checkpoint import Checkpoints, Savable
 from agentrl.config import LoadedConfig, RunConfig, load_config
 from agentrl.durable import unfinished, write_whole
 from agentrl.errors import ConfigError
@@ -36,7 +36,7 @@ from agentrl.observe.metrics import MetricsFile, rollout_metrics
 from agentrl.observe.progress import ProgressDisplay
 from agentrl.observe.trajectories import write_trajectories
 from agentrl.planner.check import check_placement
-from agentrl.protocols import Tracker, Trainer
+from agentrl.protocols import Tracker
 from agentrl.rollout.agents import Frozen
 from agentrl.rollout.ledger import Ledger
 from agentrl.tiny_model import SIZES
@@ -137,12 +137,12 @@ class Run:
         for tracker in self._trackers:
             tracker.log(step, metrics)
 
-    async def save_checkpoint(self, step: int, trainer: Trainer) -> None:
+    async def save_checkpoint(self, step: int, state: Savable) -> None:
         """Save the state after `step` steps. The ledger's rows are on the disk before: a resumed run trusts them."""
         self.doing(step, "checkpoint")
         await asyncio.to_thread(self.ledger.sync)
         best = self.config.checkpoint.best
-        await self.checkpoints.save(step, trainer, self.metrics.values(best) if best else None)
+        await self.checkpoints.save(step, state, self.metrics.values(best) if best else None)
 
     def evaluated(self, step: int) -> bool:
         """Whether the weights after `step` steps have been evaluated already (by a launch before this one)."""

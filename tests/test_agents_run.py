@@ -9,6 +9,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from agentrl.algorithms.grpo import Grpo
 from agentrl.cluster.weights import WeightPublisher, WeightsConfig
 from agentrl.config import RunConfig, load_config
 from agentrl.errors import ConfigError
@@ -120,11 +121,11 @@ def test_frozen_engines_are_shared_by_agents_of_one_kind_and_scripts_play_the_re
     config = loaded(tmp_path, "env.agents.north=policy")
 
     async def main() -> None:
-        async with start_workers(config, tiny_model_dir) as workers:
+        async with start_workers(config, Grpo(), tiny_model_dir) as workers:
             frozen = workers.frozen[Frozen(refresh=2)]
-            await workers.weights.publish(workers.trainer, 1)
+            await workers.weights.publish(workers.learner.trainer, 1)
             assert (workers.engine.policy_version, frozen.policy_version) == (1, 0)
-            await workers.weights.publish(workers.trainer, 2)
+            await workers.weights.publish(workers.learner.trainer, 2)
             assert (workers.engine.policy_version, frozen.policy_version) == (2, 2)
             (north,) = await workers.player.play(Episode("e", Task("kuhn_poker", 2, {"hands": 4}), 0))
             assert north.agent == "north"
@@ -136,7 +137,7 @@ def test_frozen_engines_are_shared_by_agents_of_one_kind_and_scripts_play_the_re
     scripted = load_config(tmp_path / "kuhn.yaml", ["env.agents={}", strong]).config
 
     async def against_a_script() -> None:
-        async with start_workers(scripted, tiny_model_dir) as workers:
+        async with start_workers(scripted, Grpo(), tiny_model_dir) as workers:
             assert workers.frozen == {}
             (north,) = await workers.player.play(Episode("e", Task("kuhn_poker", 2, {"hands": 4}), 0))
             assert north.trainable

@@ -41,6 +41,7 @@ def tokens_of(old: list[float], rollout: list[float], advantages: list[float]) -
     return LossTokens(
         torch.tensor(old, dtype=torch.float64),
         torch.tensor(rollout, dtype=torch.float64),
+        torch.tensor(rollout, dtype=torch.float64),
         torch.tensor(advantages, dtype=torch.float64),
         torch.ones(len(old), dtype=torch.int64),
     )
@@ -259,8 +260,8 @@ def test_an_entropy_bonus_raises_the_probability_of_what_is_unlikely() -> None:
     logits = torch.tensor([1.0, 0.0, -1.0], requires_grad=True)
     logprobs = torch.log_softmax(logits, -1)
     sampled = torch.multinomial(logprobs.exp().detach(), 20_000, True, generator=torch.Generator().manual_seed(0))
-    zeros = torch.zeros(len(sampled))
-    tokens = LossTokens(logprobs[sampled].detach(), logprobs[sampled].detach(), zeros, zeros)
+    before, zeros = logprobs[sampled].detach(), torch.zeros(len(sampled))
+    tokens = LossTokens(before, before, before, zeros, zeros)
     output = Grpo(Grpo.Config(entropy_bonus=0.1)).loss(logprobs[sampled], tokens)
     (gradient,) = torch.autograd.grad(output.loss_N.sum(), logits)
     assert gradient[0] > 0 > gradient[2]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from agentrl.batch import collate
 from agentrl.testing.trainers import random_samples
-from agentrl.trainers.deal import deal
+from agentrl.trainers.deal import deal, gather
 
 
 @given(
@@ -33,6 +33,17 @@ def test_every_rank_does_as_much_and_every_token_is_dealt_once(seed, samples, ra
     assert sum(rows.num_loss_tokens for rows in counted) == batch.num_loss_tokens
     dealt = Counter(float(x) for rows in counted for x in rows.rollout_logprobs_BT[rows.loss_mask_BT == 1])
     assert dealt == Counter(float(x) for x in batch.rollout_logprobs_BT[batch.loss_mask_BT == 1])
+
+
+@given(seed=st.integers(0, 10**6), samples=st.integers(1, 40), ranks=st.integers(1, 5), tokens=st.integers(8, 400))
+@settings(max_examples=60, deadline=None)
+def test_what_ranks_say_of_their_portions_is_laid_as_the_batch_is(seed, samples, ranks, tokens):
+    batch = collate(random_samples(50, seed=seed, count=samples), row_tokens=64)
+    if batch.num_loss_tokens == 0:
+        return
+    shares = deal(batch, ranks=ranks, micro_batch_tokens=tokens, minibatch_count=1)
+    said = [[p.rows.rollout_logprobs_BT[p.rows.loss_mask_BT == 1] for p in share[0]] for share in shares]
+    assert np.array_equal(gather(batch, shares, said), batch.rollout_logprobs_BT * batch.loss_mask_BT)
 
 
 @given(seed=st.integers(0, 10**6), ranks=st.integers(2, 4))

@@ -71,6 +71,19 @@ def test_shipped_configs_get_a_map_that_respects_memory(name: str) -> None:
     assert step.staleness <= config(name).rollout.max_staleness
 
 
+def test_a_reference_and_a_critic_are_counted_where_the_trainer_is() -> None:
+    inventory, both = Inventory(H100, 8), ("algorithm=ppo", "algorithm.kl=0.1")
+    alone, helped = (planned(inventory, "colocated_8gpu", *SMALL, *more) for more in ((), both))
+    ranks, parameters = len(helped.devices.of("trainer")), helped.facts.parameters
+    for load in helped.loads:
+        parts = load.awake["trainer"].parts
+        assert parts["reference"] == pytest.approx(4 * parameters / ranks, rel=0.01)
+        assert parts["critic"] == pytest.approx(16 * parameters / ranks, rel=0.01)
+    assert "critic" not in alone.loads[0].awake["trainer"].parts
+    assert 2 * alone.step.train < helped.step.train < 3 * alone.step.train
+    assert helped.step.switch > alone.step.switch
+
+
 def test_the_command_prints_the_plan_and_gives_it_as_json(agentrl: Callable[..., Any]) -> None:
     done = agentrl("plan", "examples/colocated_8gpu.yaml", *SMALL, "--gpus", "8", "--json")
     assert done.returncode == 0, done.stderr

@@ -3,12 +3,15 @@
 import asyncio
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from agentrl.algorithms import losses as of_tokens
 from agentrl.batch import TrainBatch
 from agentrl.cluster.local_workers import ProcessWorker
 from agentrl.cluster.workers import Make, WorkerGroup
@@ -21,6 +24,7 @@ from agentrl.trainers.local import LocalTrainer
 
 pytestmark = pytest.mark.slow
 RANKS = 2
+value_loss = partial(of_tokens.value_loss, clip=None)
 
 
 @dataclass(frozen=True)
@@ -129,6 +133,34 @@ def test_twenty_steps_on_two_ranks_are_those_of_one_process(
     assert weights.keys() == expected.keys()
     for key, weight in weights.items():
         torch.testing.assert_close(weight, expected[key], atol=1e-5, rtol=0)
+
+
+@each_of(KINDS, long=("fsdp, weights kept", "deepspeed, ZeRO 1", "deepspeed, ZeRO 2"))
+def test_a_critic_on_two_ranks_learns_as_one_of_one_process_and_is_taken_up(
+    name: str, processes: Processes, shallow_model_dir: Path, tmp_path: Path
+) -> None:
+    batches = random_batches(shallow_model_dir, 6)
+
+    async def learned(make: Any) -> tuple[list[float], list[Any]]:
+        async with make(shallow_model_dir, TrainerCase(lr=1e-3)) as critic:
+            values = [await critic.predict(batches[0])]
+            losses = [(await critic.step(batch, value_loss, 20.0))["loss"] for batch in batches]
+            values.append(await critic.predict(batches[0]))
+            await critic.save(tmp_path / make.__name__ / "checkpoint")
+        async with make(shallow_model_dir, TrainerCase(lr=1e-3)) as critic:
+            await critic.load(tmp_path / make.__name__ / "checkpoint")
+            return losses, [*values, await critic.predict(batches[0])]
+
+    several = make_trainer(*KINDS[name], start=processes, role="critic", head="value")
+    alone = make_trainer(LocalTrainer, {"device": "cpu"}, role="critic", head="value")
+    several.__name__, alone.__name__ = "several", "alone"
+    (losses, values), (expected_losses, expected) = (asyncio.run(learned(make)) for make in (several, alone))
+    assert losses == pytest.approx(expected_losses, abs=1e-5)
+    assert not values[0].any(), "a new critic expects nothing"
+    assert values[1].any()
+    for got, want in zip(values, expected, strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+    np.testing.assert_array_equal(values[1], values[2])
 
 
 @pytest.mark.parametrize("name", ["fsdp", "deepspeed, ZeRO 2", "deepspeed, ZeRO 3"])

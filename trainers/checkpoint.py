@@ -33,18 +33,23 @@ def named_weights(model: Any) -> dict[str, Tensor]:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def quiet(*, warnings: bool = True) -> Iterator[None]:
     """Keep transformers from drawing over the run's own progress while it reads or writes a model, and DeepSpeed, which
-    it imports then where that is installed, from saying on stdout what it found.
+    it imports then where that is installed, from saying on stdout what it found. `warnings`: whether transformers may
+    say that weights are missing.
     """
     from transformers.utils import logging as of_transformers
 
     shown = of_transformers.is_progress_bar_enabled()
+    verbosity = of_transformers.get_verbosity()
     of_transformers.disable_progress_bar()
+    if not warnings:
+        of_transformers.set_verbosity_error()
     logging.getLogger("DeepSpeed").addFilter(_only_errors)
     try:
         yield
     finally:
+        of_transformers.set_verbosity(verbosity)
         if shown:
             of_transformers.enable_progress_bar()
 

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from agentrl.batch import FloatArray
 from agentrl.errors import TrainingError
 from agentrl.protocols import Loss, LossTokens
 from agentrl.trainers.deal import Portion, Share
@@ -31,8 +32,8 @@ class Sharding(Protocol):
         """Where this rank computes."""
         ...
 
-    def logprobs(self, rows: MicroBatch) -> Tensor:
-        """The policy's logprobs of the loss tokens, shape N; differentiable where gradients are on."""
+    def predict(self, rows: MicroBatch) -> Tensor:
+        """What the model says of the loss tokens, shape N (see `Predictor`); differentiable where gradients are on."""
         ...
 
     def clear(self) -> None:
@@ -117,6 +118,12 @@ class TrainerCore:
             **{f"seconds_{phase}": seconds for phase, seconds in tally.seconds.items()},
         }
 
+    def predict(self, portions: Sequence[Portion]) -> list[FloatArray]:
+        """What the model says of the loss tokens of each portion. Nothing is kept for a backward pass."""
+        with torch.no_grad():
+            said = [self.sharding.predict(to_device(p.rows, self.sharding.device)) for p in portions]
+        return [numbers_N.float().cpu().numpy() for numbers_N in said]
+
     def weights(self) -> Mapping[str, Tensor]:
         """See `Sharding.weights`."""
         return self.sharding.weights()
@@ -144,7 +151,7 @@ class TrainerCore:
     def _old_logprobs(self, portions: Sequence[Portion], tally: "_Tally") -> list[Tensor | None]:
         """The trainer's logprobs before the first update on this batch."""
         with tally.phase("old_logprobs"), torch.no_grad():
-            return [self.sharding.logprobs(to_device(p.rows, self.sharding.device)) for p in portions]
+            return [self.sharding.predict(to_device(p.rows, self.sharding.device)) for p in portions]
 
     def _accumulate(
         self, portions: Sequence[Portion], old: list[Tensor | None], loss: Loss, normalizer: float, tally: "_Tally"
@@ -154,9 +161,15 @@ class TrainerCore:
             self.sharding.clear()
             for i, (portion, old_N) in enumerate(zip(portions, old, strict=True)):
                 rows = to_device(portion.rows, self.sharding.device)
-                logprobs_N = self.sharding.logprobs(rows)
+                logprobs_N = self.sharding.predict(rows)
                 before_N = logprobs_N.detach() if old_N is None else old_N
-                tokens = LossTokens(before_N, rows.rollout_logprobs_N, rows.advantages_N, rows.segments_N)
+                tokens = LossTokens(
+                    before_N,
+                    rows.rollout_logprobs_N,
+                    rows.reference_logprobs_N,
+                    rows.advantages_N,
+                    rows.segments_N,
+                )
                 output = loss(logprobs_N, tokens)
                 weight = float(portion.counts)
                 part = output.loss_N.sum() / normalizer * weight

@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agentrl.batch import TrainBatch, micro_batches, minibatches
+import numpy as np
+
+from agentrl.batch import FloatArray, TrainBatch, micro_batches, minibatches
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,22 @@ def deal(batch: TrainBatch, *, ranks: int, micro_batch_tokens: int, minibatch_co
     if not by_minibatch:
         raise ValueError("there is no loss token to deal")
     return [[portions[rank] for portions in by_minibatch] for rank in range(ranks)]
+
+
+def gather(batch: TrainBatch, shares: Sequence[Share], said: Sequence[Sequence[FloatArray]]) -> FloatArray:
+    """What the ranks said of the loss tokens of each of their portions, laid as the batch is; 0 where there is no loss.
+
+    The batch was dealt in one minibatch, so each portion is some of its rows.
+    """
+    laid_BT = np.zeros(batch.tokens_BT.shape, np.float32)
+    row_of = {int(segment): row for row, segment in enumerate(batch.segment_ids_BT[:, 0])}
+    for share, of_rank in zip(shares, said, strict=True):
+        for portion, numbers_N in zip(share[0], of_rank, strict=True):
+            if portion.counts:
+                rows = portion.rows
+                first, (count, columns) = row_of[int(rows.segment_ids_BT[0, 0])], rows.tokens_BT.shape
+                laid_BT[first : first + count, :columns][rows.loss_mask_BT == 1] = numbers_N
+    return laid_BT
 
 
 def _deal_one(part: TrainBatch, ranks: int, tokens: int) -> list[list[Portion]]:

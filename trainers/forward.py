@@ -1,4 +1,4 @@
-"""Packed rows through a Hugging Face causal language model, to the logprobs of the loss tokens alone.
+"""Packed rows through a Hugging Face model, to the logprobs or the values of the loss tokens alone.
 
 Dimension suffixes: B rows, T columns, N loss tokens of the micro-batch, flattened in row order.
 """
@@ -28,6 +28,7 @@ class MicroBatch:
     predictors_N: Tensor
     targets_N: Tensor
     rollout_logprobs_N: Tensor
+    reference_logprobs_N: Tensor
     advantages_N: Tensor
     segments_N: Tensor
 
@@ -48,6 +49,7 @@ def to_device(rows: TrainBatch, device: torch.device) -> MicroBatch:
         predictors_N=move(loss_BT.ravel().nonzero()[0] - 1),
         targets_N=move(rows.tokens_BT[loss_BT]),
         rollout_logprobs_N=move(rows.rollout_logprobs_BT[loss_BT]),
+        reference_logprobs_N=move(rows.reference_logprobs_BT[loss_BT]),
         advantages_N=move(rows.advantages_BT[loss_BT]),
         segments_N=move(rows.segment_ids_BT[loss_BT]),
     )
@@ -58,22 +60,30 @@ def token_logprobs(model: Any, rows: MicroBatch, temperature: float) -> Tensor:
 
     The output head runs at the N positions that predict a loss token and nowhere else.
     """
-    hidden_BTH = model.base_model(
+    logits_NV = model.get_output_embeddings()(_before(model, rows)).float()
+    return -cross_entropy(logits_NV / temperature, rows.targets_N, reduction="none")
+
+
+def token_values(model: Any, rows: MicroBatch) -> Tensor:
+    """What the model's head for values says before each loss token, float32, shape N."""
+    values_N1: Tensor = model.score(_before(model, rows)).float()
+    return values_N1[:, 0]
+
+
+def _before(model: Any, rows: MicroBatch) -> Tensor:
+    """The last hidden states of the tokens before the loss tokens, shape N and H."""
+    hidden_BTH: Tensor = model.base_model(
         input_ids=rows.tokens_BT,
         attention_mask=rows.attention_B1TT,
         position_ids=rows.position_ids_BT,
         use_cache=False,
     ).last_hidden_state
-    hidden_NH = hidden_BTH.flatten(0, 1).index_select(0, rows.predictors_N)
-    logits_NV = model.get_output_embeddings()(hidden_NH).float()
-    return -cross_entropy(logits_NV / temperature, rows.targets_N, reduction="none")
+    return hidden_BTH.flatten(0, 1).index_select(0, rows.predictors_N)
 
 
-def check_model(model: Any) -> None:
-    """Refuse a model that `token_logprobs` would compute wrongly.
-
-    That is one whose attention is not plain causal attention (the mask says which tokens may be seen, so a sliding
-    window would be lost), or whose logits are more than the output head over the last hidden state.
+def check_attention(model: Any) -> None:
+    """Refuse a model whose attention is not plain causal attention: the mask says which tokens may be seen, so a
+    sliding window would be lost.
 
     Raises:
         ConfigError: so it is.
@@ -85,6 +95,15 @@ def check_model(model: Any) -> None:
             f"{type(model).__name__} has attention layers of the kinds {sorted(kinds)}, with a sliding window of "
             f"{getattr(config, 'sliding_window', None)}; packed training knows full attention only"
         )
+
+
+def check_head(model: Any) -> None:
+    """Refuse a model whose logits are more than the output head over the last hidden state.
+
+    Raises:
+        ConfigError: so it is.
+    """
+    config = model.config.get_text_config()
     tokens_BT = torch.arange(8, device=model.device)[None] % config.vocab_size
     with torch.no_grad():
         expected = model(input_ids=tokens_BT, use_cache=False).logits

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from agentrl.trainers.checkpoint import kept_by_another, save_state
 from agentrl.trainers.core import TrainerCore
 from agentrl.trainers.forward import MicroBatch
-from agentrl.trainers.model import Policy, load_policy
+from agentrl.trainers.model import Predictor, load_model
 from agentrl.trainers.optimizer import adamw, apply, move
 from agentrl.trainers.process_group import join, max_of_ranks, sum_of_ranks
 from agentrl.trainers.rank import Place, Plan
@@ -39,14 +39,14 @@ def open_core(plan: Plan, place: Place) -> TrainerCore:
     """Load the model, shard it, make the optimizer."""
     config = cast("FsdpTrainer.Config", plan.config)
     device = join(place)
-    policy, trained = load_policy(plan, device)
-    _shard(policy, config, device, place.world_size)
-    optimizer = adamw(policy, config, foreach=True)
+    model, trained = load_model(plan, device)
+    _shard(model, config, device, place.world_size)
+    optimizer = adamw(model, config, foreach=True)
     home = torch.device("cpu") if config.cpu_offload else device
-    return TrainerCore(config, plan.total_steps, FullyShard(place.rank, device, home, policy, trained, optimizer))
+    return TrainerCore(config, plan.total_steps, FullyShard(place.rank, device, home, model, trained, optimizer))
 
 
-def _shard(policy: Policy, config: "FsdpTrainer.Config", device: torch.device, world_size: int) -> None:
+def _shard(model: Predictor, config: "FsdpTrainer.Config", device: torch.device, world_size: int) -> None:
     """Each block of the model alone, and the rest (embeddings, head) together, so that tied weights stay tied."""
     low = config.dtype == "bfloat16"
     options: dict[str, Any] = {
@@ -57,15 +57,23 @@ def _shard(policy: Policy, config: "FsdpTrainer.Config", device: torch.device, w
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type != "cpu") if config.cpu_offload else OffloadPolicy(),
         "reshard_after_forward": config.reshard_after_forward,
     }
-    blocks = set(policy.model._no_split_modules or ())
-    for module in policy.model.modules():
+    blocks = set(model.model._no_split_modules or ())
+    for module in model.model.modules():
         if type(module).__name__ in blocks:
             fully_shard(module, **options)
-    fully_shard(policy, **options)
-    for module in policy.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)  # the gradients of the ranks are summed, not averaged
-            module.set_force_sum_reduction_for_comms(True)
+    fully_shard(model, **options)
+    for module in _sharded(model):
+        module.set_gradient_divide_factor(1.0)  # the gradients of the ranks are summed, not averaged
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def _sharded(model: Predictor) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _reshard(model: Predictor) -> None:
+    for module in _sharded(model):
+        module.reshard()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +83,16 @@ class FullyShard:
     rank: int
     device: torch.device
     home: torch.device
-    policy: Policy
+    model: Predictor
     trained: Trained
     optimizer: torch.optim.AdamW
 
-    def logprobs(self, rows: MicroBatch) -> Tensor:
+    def predict(self, rows: MicroBatch) -> Tensor:
         """See `Sharding`."""
-        logprobs_N: Tensor = self.policy(rows)
-        return logprobs_N
+        predicted_N: Tensor = self.model(rows)
+        if not torch.is_grad_enabled():  # what is gathered is given back by the backward pass otherwise
+            _reshard(self.model)
+        return predicted_N
 
     def clear(self) -> None:
         """See `Sharding`."""
@@ -90,7 +100,7 @@ class FullyShard:
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Gradients are summed over the ranks after the last micro-batch only."""
-        cast(FSDPModule, self.policy).set_requires_gradient_sync(last)
+        cast(FSDPModule, self.model).set_requires_gradient_sync(last)
         loss.backward()  # type: ignore[no-untyped-call]
 
     def sum(self, values: Tensor) -> Tensor:
@@ -103,7 +113,7 @@ class FullyShard:
 
     def update(self, lr: float, largest: float | None) -> float:
         """See `Sharding`."""
-        total = torch.nn.utils.get_total_norm(p.grad for p in self.policy.parameters() if p.grad is not None)
+        total = torch.nn.utils.get_total_norm(p.grad for p in self.model.parameters() if p.grad is not None)
         norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
         apply(self.optimizer, norm, lr, largest)
         return norm
@@ -119,7 +129,7 @@ class FullyShard:
         if self.rank == 0:
             self.trained.save(folder, whole)
         dist.barrier()
-        dcp.save(get_optimizer_state_dict(self.policy, self.optimizer), checkpoint_id=folder / _OPTIMIZER)  # type: ignore[attr-defined]
+        dcp.save(get_optimizer_state_dict(self.model, self.optimizer), checkpoint_id=folder / _OPTIMIZER)  # type: ignore[attr-defined]
         if self.rank == 0:
             save_state(folder, {"step": step, "optimizer": _OPTIMIZER})
         dist.barrier()
@@ -130,19 +140,19 @@ class FullyShard:
         if state["optimizer"] != _OPTIMIZER:
             raise kept_by_another(folder, "fsdp")
         options = StateDictOptions(full_state_dict=True, strict=False)  # a tied weight is saved under one name only
-        set_model_state_dict(self.policy.model, cast(Any, saved), options=options)
-        optimizer = get_optimizer_state_dict(self.policy, self.optimizer)
+        set_model_state_dict(self.model.model, cast(Any, saved), options=options)
+        optimizer = get_optimizer_state_dict(self.model, self.optimizer)
         dcp.load(optimizer, checkpoint_id=folder / _OPTIMIZER)  # type: ignore[attr-defined]
-        set_optimizer_state_dict(self.policy, self.optimizer, optim_state_dict=optimizer)
+        set_optimizer_state_dict(self.model, self.optimizer, optim_state_dict=optimizer)
         return int(state["step"])
 
     def sleep(self) -> None:
         """See `Sharding`."""
-        move(self.policy, self.optimizer, torch.device("cpu"))
+        move(self.model, self.optimizer, torch.device("cpu"))
 
     def wake(self) -> None:
         """See `Sharding`."""
-        move(self.policy, self.optimizer, self.home)
+        move(self.model, self.optimizer, self.home)
 
     def close(self) -> None:
         """See `Sharding`."""

@@ -8,14 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from agentrl.batch import TrainBatch
+from agentrl.batch import FloatArray, TrainBatch
 from agentrl.cluster.bundle import BundlePlace, WeightBundle
 from agentrl.cluster.local_workers import start_local
 from agentrl.cluster.workers import StartWorkers, WorkerGroup
 from agentrl.errors import AgentRLError, ConfigError, TrainingError, WorkerDiedError
 from agentrl.protocols import Loss
-from agentrl.trainers.deal import deal
-from agentrl.trainers.rank import Plan, TrainerRank
+from agentrl.trainers.deal import deal, gather
+from agentrl.trainers.rank import Head, Plan, TrainerRank
 from agentrl.trainers.settings import TrainerSettings
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ class GroupTrainer:
 
     `temperature` is the one the engine samples with: logprobs are of the distribution that was sampled from.
     `total_steps` is what the schedule ends at. `model` is a Hugging Face folder. `start` says where the ranks live.
+    `role` is what they are called; with the `head` "value" the model is a critic, whose losses are of its values.
 
     Raises:
         ConfigError: on entering: the model folder is missing or is of a kind that cannot be trained exactly.
@@ -50,11 +51,14 @@ class GroupTrainer:
         total_steps: int,
         temperature: float = 1.0,
         start: StartWorkers = start_local,
+        role: str = "trainer",
+        head: Head = "policy",
     ) -> None:
         if temperature <= 0:
             raise ConfigError(f"cannot train on samples of temperature {temperature}: greedy choices have no gradient")
         self.config = config
-        self._plan = Plan(self.core, config, model, total_steps, temperature)
+        self._plan = Plan(self.core, config, model, total_steps, temperature, head)
+        self._role = role
         self._start = start
         self._ranks: WorkerGroup | None = None
 
@@ -70,7 +74,7 @@ class GroupTrainer:
         return rows
 
     async def __aenter__(self) -> Self:
-        ranks = await self._start("trainer", partial(TrainerRank, self._plan), self.world_size)
+        ranks = await self._start(self._role, partial(TrainerRank, self._plan), self.world_size)
         try:
             await ranks.all("open", len(ranks), await ranks.one("address"))
         except BaseException:
@@ -120,6 +124,13 @@ class GroupTrainer:
         tokens = sum(int((rows.segment_ids_BT > 0).sum()) for rows in portions)
         places = sum(rows.tokens_BT.size for rows in portions)
         return {**metrics[0], "tokens": float(tokens), "packing": tokens / places}
+
+    async def predict(self, batch: TrainBatch) -> FloatArray:
+        """See `Predicts`."""
+        ranks = self._entered
+        tokens = self.config.micro_batch_tokens
+        shares = deal(batch, ranks=len(ranks), micro_batch_tokens=tokens, minibatch_count=1)
+        return gather(batch, shares, await ranks.scatter("predict", [(share,) for share in shares]))
 
     async def weights(self) -> Mapping[str, "Tensor"]:
         """The float32 weights, whole; of tied weights the first name only. With one rank in this process not copied."""

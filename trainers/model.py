@@ -1,4 +1,7 @@
-"""A Hugging Face causal language model as a policy: packed rows in, the logprobs of the loss tokens out."""
+"""A Hugging Face model that is asked about tokens: packed rows in, one number for each loss token out.
+
+A policy says a token's logprob, a critic what reward is to be expected when it comes.
+"""
 
 from contextlib import nullcontext
 from typing import Any
@@ -8,54 +11,97 @@ from torch import Tensor, nn
 
 from agentrl.errors import ConfigError
 from agentrl.trainers.checkpoint import quiet
-from agentrl.trainers.forward import MicroBatch, check_model, token_logprobs
+from agentrl.trainers.forward import MicroBatch, check_attention, check_head, token_logprobs, token_values
 from agentrl.trainers.lora import Adapters
 from agentrl.trainers.rank import Plan
 from agentrl.trainers.trained import AllWeights, Trained
 
 
-class Policy(nn.Module):
-    """The model and the temperature that it is sampled at, as one module: what is called and sharded as a whole.
+class Predictor(nn.Module):
+    """The model and how it is asked, as one module: what is called and sharded as a whole.
 
     `autocast`: compute matrix products in bfloat16, by weights that are float32.
     """
 
-    def __init__(self, model: Any, temperature: float, *, autocast: bool) -> None:
+    def __init__(self, model: Any, *, autocast: bool) -> None:
         super().__init__()
         self.model = model
-        self.temperature = temperature
         self.autocast = autocast
 
     def forward(self, rows: MicroBatch) -> Tensor:
-        """log softmax(logits / temperature) of each loss token, float32, shape N."""
+        """One number for each loss token, float32, shape N."""
         with torch.autocast(rows.tokens_BT.device.type, torch.bfloat16) if self.autocast else nullcontext():
-            return token_logprobs(self.model, rows, self.temperature)
+            return self.say(rows)
+
+    def say(self, rows: MicroBatch) -> Tensor:
+        """See `forward`."""
+        raise NotImplementedError
 
 
-def load_policy(plan: Plan, device: torch.device, *, autocast: bool = False) -> tuple[Policy, Trained]:
+class Policy(Predictor):
+    """log softmax(logits / temperature) of each token, at the temperature that the model is sampled at."""
+
+    def __init__(self, model: Any, temperature: float, *, autocast: bool) -> None:
+        super().__init__(model, autocast=autocast)
+        self.temperature = temperature
+
+    def say(self, rows: MicroBatch) -> Tensor:
+        """See `Predictor`."""
+        return token_logprobs(self.model, rows, self.temperature)
+
+
+class Critic(Predictor):
+    """The value of each token: a linear head over what the model made of the tokens before it."""
+
+    def say(self, rows: MicroBatch) -> Tensor:
+        """See `Predictor`."""
+        return token_values(self.model, rows)
+
+
+def load_model(plan: Plan, device: torch.device, *, autocast: bool = False) -> tuple[Predictor, Trained]:
     """The plan's model in float32, without dropout: as the policy that sampled; and what of it trains.
+
+    A critic is the same model with a head of zeros in the place of the output head, so its first values are all zero.
 
     Raises:
         ConfigError: there is no model in the folder, or one that cannot be trained exactly.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-    folder = plan.origin
+    folder, valued = plan.origin, plan.head == "value"
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} is no Hugging Face model folder: there is no config.json in it")
-    with quiet():
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
+    kind: Any = AutoModelForTokenClassification if valued else AutoModelForCausalLM
+    options: dict[str, Any] = {"num_labels": 1} if valued else {}
+    with quiet(warnings=not valued):  # of the head, which is made here
+        model = kind.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True, **options
         )
     model.to(device).eval()
-    check_model(model)
+    check_attention(model)
+    if valued:
+        _zero_head(model)
+    else:
+        check_head(model)
     if plan.config.gradient_checkpointing:
         _without_dropout(model)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()  # checkpointing happens in training mode only
     lora = plan.config.lora
     trained = AllWeights.of(model, folder) if lora is None else Adapters.add(model, folder, lora)
-    return Policy(model, plan.temperature, autocast=autocast), trained
+    predictor = Critic(model, autocast=autocast) if valued else Policy(model, plan.temperature, autocast=autocast)
+    return predictor, trained
+
+
+def _zero_head(model: Any) -> None:
+    head = getattr(model, "score", None)
+    if not isinstance(head, nn.Linear):
+        raise ConfigError(
+            f"{type(model).__name__} has no linear head named `score`, as transformers' Llama, Qwen and their "
+            "relatives have, so it cannot be a critic: take an algorithm without one, such as grpo"
+        )
+    for parameter in head.parameters():
+        nn.init.zeros_(parameter)
 
 
 def _without_dropout(model: Any) -> None:

@@ -12,7 +12,7 @@ from agentrl.errors import ConfigError
 from agentrl.trainers.checkpoint import kept_by_another, save_state
 from agentrl.trainers.core import TrainerCore
 from agentrl.trainers.forward import MicroBatch
-from agentrl.trainers.model import Policy, load_policy
+from agentrl.trainers.model import Predictor, load_model
 from agentrl.trainers.optimizer import adamw, apply, move
 from agentrl.trainers.rank import Place, Plan
 from agentrl.trainers.trained import Trained, held
@@ -25,9 +25,9 @@ def open_core(plan: Plan, place: Place) -> TrainerCore:
     """Load the model and make the optimizer."""
     config = cast("LocalTrainer.Config", plan.config)
     device = device_named(config.device)
-    policy, trained = load_policy(plan, device, autocast=config.dtype == "bfloat16")
-    optimizer = adamw(policy, config, fused=True)
-    return TrainerCore(config, plan.total_steps, OneDevice(device, policy, trained, optimizer))
+    model, trained = load_model(plan, device, autocast=config.dtype == "bfloat16")
+    optimizer = adamw(model, config, fused=True)
+    return TrainerCore(config, plan.total_steps, OneDevice(device, model, trained, optimizer))
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +35,14 @@ class OneDevice:
     """`Sharding` over one rank."""
 
     device: torch.device
-    policy: Policy
+    model: Predictor
     trained: Trained
     optimizer: torch.optim.AdamW
 
-    def logprobs(self, rows: MicroBatch) -> Tensor:
+    def predict(self, rows: MicroBatch) -> Tensor:
         """See `Sharding`."""
-        logprobs_N: Tensor = self.policy(rows)
-        return logprobs_N
+        predicted_N: Tensor = self.model(rows)
+        return predicted_N
 
     def clear(self) -> None:
         """See `Sharding`."""
@@ -62,7 +62,7 @@ class OneDevice:
 
     def update(self, lr: float, largest: float | None) -> float:
         """See `Sharding`."""
-        norm = float(torch.nn.utils.get_total_norm(p.grad for p in self.policy.parameters() if p.grad is not None))
+        norm = float(torch.nn.utils.get_total_norm(p.grad for p in self.model.parameters() if p.grad is not None))
         apply(self.optimizer, norm, lr, largest)
         return norm
 
@@ -89,11 +89,11 @@ class OneDevice:
 
     def sleep(self) -> None:
         """See `Sharding`."""
-        move(self.policy, self.optimizer, torch.device("cpu"))
+        move(self.model, self.optimizer, torch.device("cpu"))
 
     def wake(self) -> None:
         """See `Sharding`."""
-        move(self.policy, self.optimizer, self.device)
+        move(self.model, self.optimizer, self.device)
 
     def close(self) -> None:
         """There are no others."""

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+from agentrl.batch import FloatArray
 from agentrl.cluster.bundle import BundlePlace
 from agentrl.cluster.time_share import free_on_cpu, free_on_gpus
 from agentrl.cluster.workers import own_address
@@ -22,15 +23,22 @@ if TYPE_CHECKING:
     from agentrl.trainers.core import TrainerCore
 
 
+Head = Literal["policy", "value"]
+"""What a model says of a token: its logprob, or the reward that is to be expected when all before it are there."""
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What all ranks are made from. `core` is the "module:function" that makes a rank's `TrainerCore`."""
+    """What all ranks are made from. `core` is the "module:function" that makes a rank's `TrainerCore`; `head` says what
+    the model is to say of a token.
+    """
 
     core: str
     config: TrainerSettings
     origin: Path
     total_steps: int
     temperature: float
+    head: Head = "policy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +85,10 @@ class TrainerRank:
     def step(self, share: Share, loss: Loss, normalizer: float, loss_tokens: int) -> Mapping[str, float]:
         """See `TrainerCore.step`."""
         return self.core.step(share, loss, normalizer, loss_tokens)
+
+    def predict(self, share: Share) -> list[FloatArray]:
+        """See `TrainerCore.predict`; of all portions of the share."""
+        return self.core.predict([portion for part in share for portion in part])
 
     def weights(self) -> Mapping[str, "Tensor"]:
         """See `TrainerCore.weights`."""

@@ -17,7 +17,7 @@ from agentrl.errors import ConfigError
 from agentrl.trainers.checkpoint import kept_by_another, save_state
 from agentrl.trainers.core import TrainerCore
 from agentrl.trainers.forward import MicroBatch
-from agentrl.trainers.model import load_policy
+from agentrl.trainers.model import load_model
 from agentrl.trainers.optimizer import adamw
 from agentrl.trainers.process_group import join, max_of_ranks, sum_of_ranks
 from agentrl.trainers.rank import Place, Plan
@@ -36,9 +36,9 @@ def open_core(plan: Plan, place: Place) -> TrainerCore:
     deepspeed = _deepspeed()
     device = join(place)
     os.environ["LOCAL_RANK"] = str(device.index or 0)
-    policy, trained = load_policy(plan, device, autocast=config.dtype == "bfloat16")
+    model, trained = load_model(plan, device, autocast=config.dtype == "bfloat16")
     deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
-    engine, *_ = deepspeed.initialize(model=policy, optimizer=adamw(policy, config), config=_settings(config))
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model, config), config=_settings(config))
     return TrainerCore(config, plan.total_steps, Zero(place, device, engine, trained))
 
 
@@ -84,10 +84,10 @@ class Zero:
     engine: Any
     trained: Trained
 
-    def logprobs(self, rows: MicroBatch) -> Tensor:
+    def predict(self, rows: MicroBatch) -> Tensor:
         """See `Sharding`."""
-        logprobs_N: Tensor = self.engine(rows)
-        return logprobs_N
+        predicted_N: Tensor = self.engine(rows)
+        return predicted_N
 
     def clear(self) -> None:
         """See `Sharding`."""

@@ -42,7 +42,7 @@ def policy_gradient(
     weight_N = (tokens.old_logprobs_N - tokens.rollout_logprobs_N).exp().detach()
     cap = math.inf if importance_cap is None else importance_cap
     used_N = torch.ones_like(weight_N) if importance_cap is None else weight_N.clamp(max=cap)
-    ratio_N, log_ratio_N = ratio_N.detach(), log_ratio_N.detach()
+    ratio_N = ratio_N.detach()
     return LossOutput(
         loss_N=-used_N * surrogate_N,
         metrics={
@@ -52,7 +52,7 @@ def policy_gradient(
             "importance_weight": weight_N,
             "importance_truncated": (weight_N > cap).float(),
             "entropy": -logprobs_N.detach(),
-            "kl": ratio_N - 1 - log_ratio_N,
+            "kl": k3(tokens.old_logprobs_N, logprobs_N.detach()),
         },
     )
 
@@ -65,6 +65,46 @@ def negative_entropy(logprobs_N: Tensor) -> Tensor:
     policy gradients: A3C (arXiv:1602.01783), section 4.
     """
     return logprobs_N.detach() * logprobs_N
+
+
+def reference_penalty(logprobs_N: Tensor, reference_logprobs_N: Tensor) -> Tensor:
+    """(log p - log q)^2 / 2 of each sampled token: a term whose expected gradient is that of KL(p || q).
+
+    The gradient of KL is E[(log p - log q) * grad log p] (the score has mean zero), for tokens that the policy sampled
+    itself. The k3 estimate as a loss would have another gradient: arXiv:2510.01555, section 4.
+    """
+    return 0.5 * (logprobs_N - reference_logprobs_N).square()
+
+
+def k3(logprobs_N: Tensor, reference_logprobs_N: Tensor) -> Tensor:
+    """q / p - 1 - log(q / p) of each token sampled from p: an estimate of KL(p || q) without bias, never negative.
+
+    J. Schulman, "Approximating KL divergence" (2020); GRPO (arXiv:2402.03300), equation 4.
+    """
+    log_ratio_N = reference_logprobs_N - logprobs_N
+    return log_ratio_N.exp() - 1 - log_ratio_N
+
+
+def value_loss(values_N: Tensor, tokens: LossTokens, clip: float | None) -> LossOutput:
+    """Half the squared error of a critic, where its targets are `advantages_N` and its old values `rollout_logprobs_N`.
+
+    With a `clip`, the larger of that and of the error of the value that is no further than it from the old one: what
+    moves further is not pushed on. As in OpenAI's baselines; "Implementation Matters" (arXiv:2005.12729), section 3.
+
+    Metrics: `value`, `return`, and `value_clipped` (share of tokens whose gradient the clip cut).
+    """
+    returns_N, old_N = tokens.advantages_N, tokens.rollout_logprobs_N
+    error_N = (values_N - returns_N).square()
+    near_N = old_N + (values_N - old_N).clamp(-clip, clip) if clip is not None else values_N
+    worse_N = torch.maximum(error_N, (near_N - returns_N).square())
+    return LossOutput(
+        loss_N=0.5 * worse_N,
+        metrics={
+            "value": values_N.detach(),
+            "return": returns_N,
+            "value_clipped": (worse_N > error_N).float().detach(),
+        },
+    )
 
 
 def cross_entropy(logprobs_N: Tensor, tokens: LossTokens) -> LossOutput:

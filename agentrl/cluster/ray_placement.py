@@ -19,6 +19,10 @@ _RESERVE_SECONDS = 60.0
 """How long the GPUs may be somebody else's."""
 
 
+_LIVES_WITH = {"reference": "trainer", "critic": "trainer"}
+"""Roles that a map does not name, and who is on the devices that they live on too."""
+
+
 class Spots(Protocol):
     """Where actors live."""
 
@@ -54,7 +58,8 @@ class Reserved:
         """See `Spots`."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        found = [replica for replica in self.devices.replicas if (replica.role, replica.number) == (role, rank)]
+        place = _LIVES_WITH.get(role, role), rank
+        found = [replica for replica in self.devices.replicas if (replica.role, replica.number) == place]
         if not found:
             return Anywhere().options(role, rank)
         (replica,) = found

@@ -14,11 +14,11 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar, cast
 
-from agentrl.batch import TrainBatch
+from agentrl.batch import FloatArray, TrainBatch
 from agentrl.cluster.bundle import BundlePlace, WeightBundle
 from agentrl.cluster.weights import write_weights
 from agentrl.errors import AgentRLError, StallError, WorkerDiedError
-from agentrl.protocols import Loss, Trainer
+from agentrl.protocols import Loss, Predicts, Trainer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,6 +81,10 @@ class RecoveringTrainer:
         self._done += 1
         self._restarts_left = self._restarts
         return metrics
+
+    async def predict(self, batch: TrainBatch) -> FloatArray:
+        """See `Predicts`."""
+        return await self._surely(lambda trainer: cast(Predicts, trainer).predict(batch))
 
     async def weights(self) -> Mapping[str, "Tensor"]:
         """See `Trainer.weights`."""

@@ -79,7 +79,7 @@ def loads(stages: Stages, work: Workload, devices: DeviceMap) -> tuple[Load, ...
     """The memory of each device that is used."""
     kind = devices.inventory.kind
     ranks = len(devices.of("trainer"))
-    trainer = trainer_footprint(stages.facts, stages.trainer, max(1, ranks), stages.micro_batches(work, max(1, ranks)))
+    trainer = _learners(stages, work, max(1, ranks))
     engine = engine_footprint(stages.facts, stages.engine, devices.tensor_parallel(), kind, round(work.episode_tokens))
     found = []
     for device in range(len(devices.inventory)):
@@ -99,12 +99,27 @@ def loads(stages: Stages, work: Workload, devices: DeviceMap) -> tuple[Load, ...
         elif turns:
             peak = max(totals) + ASLEEP
             host += engine.parts["weights"] + sum(
-                trainer.parts.get(part, 0) for part in ("weights", "gradients", "optimizer")
+                trainer.parts.get(part, 0) for part in ("weights", "gradients", "optimizer", "reference", "critic")
             )
         else:
             peak = sum(totals)
         found.append(Load(device, awake, peak, int(USABLE * kind.memory), host, int(USABLE * kind.host_memory)))
     return tuple(found)
+
+
+def _learners(stages: Stages, work: Workload, ranks: int) -> Footprint:
+    """The trainer at its peak, with what its helpers hold meanwhile on the same device."""
+    whole = trainer_footprint(stages.facts, stages.trainer, ranks, stages.micro_batches(work, ranks))
+    parts, host = dict(whole.parts), whole.host
+    for helper, layout, kept in (
+        ("reference", stages.reference, {"weights"}),
+        ("critic", stages.critic, {"weights", "gradients", "optimizer"}),
+    ):
+        if layout is not None:
+            size = trainer_footprint(stages.facts, layout, ranks)
+            parts[helper] = sum(bytes_ for part, bytes_ in size.parts.items() if part in kept)
+            host += size.host
+    return Footprint(parts, host)
 
 
 def _times(size: Footprint, count: int) -> Footprint:

@@ -5,8 +5,9 @@ from typing import Any
 
 from agentrl.cluster.footprint import EngineLayout, ModelFacts, TrainerLayout, facts_of, model_facts
 from agentrl.cluster.placement import Wishes
-from agentrl.config import RunConfig
+from agentrl.config import HELPERS, RunConfig
 from agentrl.errors import ConfigError
+from agentrl.plugins import Component
 from agentrl.simulate.stages import Stages
 from agentrl.tiny_model import SIZES, model_config
 
@@ -27,21 +28,26 @@ def stages_of(config: RunConfig, facts: ModelFacts) -> Stages:
     Raises:
         ConfigError: its engine or trainer does not say how it lies on devices.
     """
-    return Stages(facts, *layouts(config), config.placement.assume)
+    helpers = (_layout_of(section, getattr(config, section)) for section in HELPERS)
+    return Stages(facts, *layouts(config), config.placement.assume, *helpers)
 
 
 def layouts(config: RunConfig) -> tuple[EngineLayout, TrainerLayout]:
     """How engine and trainer lie on devices, as they say themselves."""
-    found: list[Any] = []
-    for section, chosen in (("engine", config.engine), ("trainer", config.trainer)):
-        layout = getattr(chosen.settings, "layout", None)
-        if layout is None:
-            raise ConfigError(
-                f"{section} {chosen.name!r} does not say how it lies on devices, so nothing can be planned: give its "
-                "Config a method `layout`, as agentrl/cluster/footprint.py says, or write placement=local"
-            )
-        found.append(layout())
-    return found[0], found[1]
+    return _layout_of("engine", config.engine), _layout_of("trainer", config.trainer)
+
+
+def _layout_of(section: str, chosen: Component | None) -> Any:
+    """What a component says of itself; None where there is none."""
+    if chosen is None:
+        return None
+    layout = getattr(chosen.settings, "layout", None)
+    if layout is None:
+        raise ConfigError(
+            f"{section} {chosen.name!r} does not say how it lies on devices, so nothing can be planned: give its "
+            "Config a method `layout`, as agentrl/cluster/footprint.py says, or write placement=local"
+        )
+    return layout()
 
 
 def wishes_of(config: RunConfig) -> Wishes:

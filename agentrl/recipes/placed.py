@@ -1,12 +1,12 @@
 """Where a run's engine and trainer live: an open cluster, the plan of its devices, and the trainer on it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from agentrl.cluster.placement import DeviceMap
 from agentrl.cluster.recovery import RecoveringTrainer
@@ -16,7 +16,15 @@ from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.planner.plan import Plan, make_plan
 from agentrl.planner.run_facts import model_of
+from agentrl.plugins import Component
 from agentrl.rollout.router import Router
+
+Learning = Literal["trainer", "reference", "critic"]
+_HELPERS: Mapping[str, Mapping[str, str]] = {
+    "reference": {"role": "reference"},
+    "critic": {"role": "critic", "head": "value"},
+}
+"""What a trainer is told that helps another."""
 
 LatestCheckpoint = Callable[[], tuple[int, Path] | None]
 """The newest (steps done, folder of the checkpoint) of a run."""
@@ -51,37 +59,48 @@ async def open_cluster(config: RunConfig) -> AsyncIterator[Placed]:
 
 
 @asynccontextmanager
-async def sharing(placed: Placed, engine: Router, trainer: RecoveringTrainer) -> AsyncIterator[Share]:
-    """The trainer, entered beside an engine that is awake, and how the two share their devices."""
+async def sharing(placed: Placed, engine: Router, learners: Sequence[RecoveringTrainer]) -> AsyncIterator[Share]:
+    """The trainer and its helpers, entered beside an engine that is awake, and how they share their devices."""
     plan = placed.plan
-    if plan is None or not plan.devices.in_turns:
-        async with trainer:
-            yield AllAwake()
-        return
-    needs = {
-        role: max(load.awake[role].total for load in plan.loads if role in load.awake) for role in ("engine", "trainer")
-    }
-    await engine.sleep()  # there is room for one of them only
-    async with trainer:
-        await trainer.sleep()
-        await engine.wake()
-        yield TimeShare(
-            Turn("engine", [engine], needs["engine"]),
-            Turn("trainer", [trainer], needs["trainer"]),
-            trainer.free,
-            placed.config.placement.switch_seconds,
-        )
+    in_turns = plan is not None and plan.devices.in_turns
+    async with AsyncExitStack() as entered:
+        if in_turns:
+            await engine.sleep()  # there is room for one side only
+        for learner in learners:
+            await entered.enter_async_context(learner)
+            if in_turns:
+                await learner.sleep()
+        if in_turns:
+            await engine.wake()
+        yield AllAwake() if plan is None or not in_turns else _turns(placed, plan, engine, learners)
+
+
+def _turns(placed: Placed, plan: Plan, engine: Router, learners: Sequence[RecoveringTrainer]) -> TimeShare:
+    def needs(role: str) -> int:
+        return max(load.awake[role].total for load in plan.loads if role in load.awake)
+
+    return TimeShare(
+        Turn("engine", [engine], needs("engine")),
+        Turn("trainer", learners, needs("trainer")),
+        learners[0].free,
+        placed.config.placement.switch_seconds,
+    )
 
 
 def _on_devices(config: RunConfig, devices: DeviceMap) -> RunConfig:
     """The config with the settings that a map means."""
+    ranks = {"world_size": len(devices.of("trainer"))}
     wanted = {
         "engine": {"tensor_parallel": devices.tensor_parallel()},
-        "trainer": {"world_size": len(devices.of("trainer"))},
+        "trainer": ranks,
+        "reference": ranks,
+        "critic": ranks,
     }
     sections = {}
     for section, settings in wanted.items():
         chosen = getattr(config, section)
+        if chosen is None:
+            continue
         known = {key: value for key, value in settings.items() if key in type(chosen.settings).model_fields}
         sections[section] = replace(chosen, settings=chosen.settings.model_copy(update=known))
     return config.model_copy(update=sections)
@@ -92,23 +111,27 @@ def make_trainer(
     model: Path,
     latest: LatestCheckpoint = lambda: None,
     *,
+    role: Learning = "trainer",
     steps: int | None = None,
     **settings: Any,
 ) -> RecoveringTrainer:
     """The configured trainer where it is placed, for `steps` steps, with some settings replaced; it outlives its ranks.
+    So are those who help it, by their own settings: each is a trainer of another model.
 
     Raises:
         ConfigError: it has no such setting.
     """
-    config, chosen = placed.config, placed.config.trainer
+    config = placed.config
+    chosen: Component = getattr(config, role)
     if unknown := settings.keys() - type(chosen.settings).model_fields.keys():
-        raise ConfigError(f"the trainer {chosen.name!r} has no setting {', '.join(sorted(unknown))}")
+        raise ConfigError(f"the {role} {chosen.name!r} has no setting {', '.join(sorted(unknown))}")
     make = partial(
         replace(chosen, settings=chosen.settings.model_copy(update=settings)).make,
         model,
         total_steps=config.steps if steps is None else steps,
         temperature=config.rollout.sampling.temperature,
         start=placed.cluster.start,
+        **_HELPERS.get(role, {}),
     )
     restarts = placed.cluster.config.restarts
     return RecoveringTrainer(make, latest, restarts=restarts, deadline=config.rollout.deadlines.train)

@@ -2,8 +2,8 @@
 
      ┌────────────────────────── weights, version step + 1 ──────────────────────────┐
      ▼                                                                               │
-    Rollouts: env ◀─turns─▶ engine ─▶ reward ─▶ groups ──▶ advantages ──▶ batch ──▶ trainer
-     (agentrl/rollout)                       next_batch    (algorithm)   collate
+    Rollouts: env ◀─turns─▶ engine ─▶ reward ─▶ groups ──▶ advantages ──▶ batch ──▶ learner
+     (agentrl/rollout)                       next_batch    (algorithm)   collate    (learner.py)
 
 One loop. With `rollout.max_staleness = 0` it is synchronous: no episode begins before the weights of the last step are
 live. With 1 or more, the episodes of the next steps are played while the trainer works.
@@ -30,8 +30,8 @@ async def policy_gradient(run: Run) -> None:
     """Train `run.config.steps` steps, evaluating on held-out tasks before and after."""
     config = run.config
     algorithm: Algorithm = config.algorithm.make()
-    async with start_workers(config, await starting_model(run), run.checkpoints.latest) as workers:
-        trainer, weights = workers.trainer, workers.weights
+    async with start_workers(config, algorithm, await starting_model(run), run.checkpoints.latest) as workers:
+        learner, weights = workers.learner, workers.weights
         start = await workers.take_up(run)
         await evaluate_run(run, workers, start)
         async with workers.rollouts(run, start) as rollouts:
@@ -42,20 +42,20 @@ async def policy_gradient(run: Run) -> None:
                     groups = await rollouts.next_batch()
                 with clock("train"):
                     samples = samples_of(shaping.scores(groups), algorithm, rollouts.oldest_version(step), shaping)
-                    batch = collate(samples, row_tokens=trainer.row_tokens)
+                    batch = collate(samples, row_tokens=learner.trainer.row_tokens)
                     async with workers.share.training():
-                        metrics = await trainer.step(batch, algorithm.loss, algorithm.normalizer(batch))
+                        metrics = await learner.step(batch)
                 with clock("weights"):
                     async with rollouts.new_weights(step + 1):
-                        published = await weights.publish(trainer, version=step + 1)
+                        published = await weights.publish(learner.trainer, version=step + 1)
                 metrics = {**metrics, **published.metrics(), **rollouts.metrics(), **shaping.update(groups)}
                 run.record_step(step, groups, metrics, clock.seconds)
                 if (step + 1) % config.checkpoint.every == 0 or step + 1 == config.steps:
-                    await run.save_checkpoint(step + 1, trainer)
+                    await run.save_checkpoint(step + 1, learner)
                 if config.evaluation.every and (step + 1) % config.evaluation.every == 0:
                     await evaluate_run(run, workers, step + 1)
         await evaluate_run(run, workers, config.steps)
-        run.finish(checksum(await trainer.weights()))
+        run.finish(checksum(await learner.trainer.weights()))
 
 
 def samples_of(

@@ -13,8 +13,9 @@ from agentrl.cluster.weights import WeightPublisher
 from agentrl.cluster.workers import Cluster, own_address
 from agentrl.config import RunConfig
 from agentrl.durable import finish_folder, new_unfinished
-from agentrl.protocols import Curriculum, Engine, Env, Renderer, SamplingParams, TaskSource, Trainer
-from agentrl.recipes.placed import LatestCheckpoint, make_trainer, open_cluster, sharing
+from agentrl.protocols import Algorithm, Curriculum, Engine, Env, Renderer, SamplingParams, TaskSource
+from agentrl.recipes.learner import Learner, make_learner
+from agentrl.recipes.placed import LatestCheckpoint, open_cluster, sharing
 from agentrl.remote.sessions import Limits
 from agentrl.remote.workers import EnvWorker, env_workers
 from agentrl.rollout.agents import Frozen, Scripted
@@ -52,9 +53,9 @@ class Players:
 
 @dataclass(frozen=True, slots=True)
 class Workers(Players):
-    """All of it: the players, the trainer, and the way of the weights from one to the other."""
+    """All of it: the players, the learner, and the way of the weights from one to the other."""
 
-    trainer: Trainer
+    learner: Learner
     weights: WeightPublisher
     share: Share
 
@@ -64,9 +65,9 @@ class Workers(Players):
         if newest is None:
             return 0
         step, folder = newest
-        await self.trainer.load(folder)
+        await self.learner.load(folder)
         if step > 0:
-            await self.weights.publish(self.trainer, version=step)
+            await self.weights.publish(self.learner.trainer, version=step)
         return step
 
     def rollouts(self, run: Run, step: int) -> Rollouts:
@@ -129,18 +130,18 @@ async def _players(config: RunConfig, cluster: Cluster, model: Path) -> AsyncIte
 
 @asynccontextmanager
 async def start_workers(
-    config: RunConfig, model: Path, latest: LatestCheckpoint = lambda: None
+    config: RunConfig, algorithm: Algorithm, model: Path, latest: LatestCheckpoint = lambda: None
 ) -> AsyncIterator[Workers]:
-    """`start_players`, and a trainer that starts from the same model; `latest`: what it goes on from after a death."""
+    """`start_players`, and a learner that starts from the same model; `latest`: what it goes on from after a death."""
     async with open_cluster(config) as placed, _players(placed.config, placed.cluster, model) as players:
-        trainer = make_trainer(placed, model, latest)
-        async with sharing(placed, players.engine, trainer) as share:
+        learner = make_learner(placed, algorithm, model, latest)
+        async with sharing(placed, players.engine, learner.all) as share:
             followers = tuple((engine, route.refresh) for route, engine in players.frozen.items() if route.refresh)
             async with WeightPublisher(
                 players.engine, config.rollout.deadlines.update_weights, followers, config.weights
             ) as publisher:
                 yield Workers(
-                    config, players.engine, players.player, players.reward, players.frozen, trainer, publisher, share
+                    config, players.engine, players.player, players.reward, players.frozen, learner, publisher, share
                 )
 
 

@@ -75,18 +75,21 @@ class Stages:
     engine: EngineLayout
     trainer: TrainerLayout
     assume: Assumptions
+    reference: TrainerLayout | None = None
+    critic: TrainerLayout | None = None
 
     def train_flop(self, work: Workload) -> float:
         """FLOP of a step: 2 for each weight and token forward, twice that backward (6 N in all: Kaplan et al. 2020,
         arXiv 2001.08361), 4 for each layer, query size and place of a row in attention; the head at sampled tokens.
-        Recomputation is one more forward pass, and so are the old logprobs of all minibatches but the first.
+        Recomputation is one more forward pass, and so are the old logprobs of all minibatches but the first. A
+        reference is one forward pass, a critic what the trainer is and one more, both with the trainer's head.
         """
         facts, layout = self.facts, self.trainer
         attention = 4 * facts.layers * facts.heads * facts.head_dim * layout.row_tokens
         forward = work.tokens * (2 * facts.blocks + attention)
         forward += work.episodes * work.sampled * 2 * facts.embedding
         passes = 3 + (1 if layout.recompute else 0) + (layout.minibatches - 1) / layout.minibatches
-        return passes * forward
+        return (passes * (2 if self.critic else 1) + bool(self.critic) + bool(self.reference)) * forward
 
     def train(self, work: Workload, devices: DeviceMap) -> TrainSeconds:
         """Seconds of a training step."""
@@ -105,6 +108,8 @@ class Stages:
             bandwidth = kind.host_link * self.assume.links
         # AdamW reads weight, gradient and two moments, and writes all but the gradient, in float32.
         optimizer = layout.minibatches * 28 * facts.parameters / parts / bandwidth
+        if self.critic:
+            communication, optimizer = 2 * communication, 2 * optimizer
         return TrainSeconds(compute, communication, optimizer)
 
     def micro_batches(self, work: Workload, ranks: int) -> float:
@@ -134,7 +139,8 @@ class Stages:
         if not devices.in_turns or not kind.is_gpu:
             return 0.0
         sharded = len(devices.of("trainer")) if self.trainer.shards >= 3 else 1
-        trainer = 0 if self.trainer.offload else 16 * self.facts.parameters // sharded
+        each = (0 if self.trainer.offload else 16) + (4 if self.reference else 0) + (16 if self.critic else 0)
+        trainer = each * self.facts.parameters // sharded
         engine = self.engine.number * self.facts.parameters // devices.tensor_parallel()
         return 2 * (trainer + engine) / (kind.host_link * self.assume.links)
 

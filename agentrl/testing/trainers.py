@@ -21,7 +21,7 @@ from agentrl.cluster.bundle import BundlePlace
 from agentrl.cluster.low_rank import Factors, LowRank
 from agentrl.cluster.weights import write_weights
 from agentrl.errors import ConformanceError, TrainingError
-from agentrl.protocols import Loss, LossTokens, Trainer
+from agentrl.protocols import Loss, LossTokens, Predicts, Trainer
 
 TOLERANCE = 1e-5
 """Largest difference of a weight or a metric from the reference, absolute for weights, relative for metrics."""
@@ -72,6 +72,26 @@ async def check_trainer(make_trainer: MakeTrainer, model: Path, workspace: Path)
     await check_resume(make_trainer, model, workspace)
     await check_masked_is_inert(make_trainer, model)
     await check_refuses_non_finite(make_trainer, model)
+    await check_predicts(make_trainer, model)
+
+
+async def check_predicts(make_trainer: MakeTrainer, model: Path) -> None:
+    """A trainer that `Predicts` says of each loss token what the plain reference says, and of others nothing."""
+    async with make_trainer(model, TrainerCase()) as trainer:
+        if not isinstance(trainer, Predicts):
+            return
+        reference = _Reference.open(model, TrainerCase(), await trainer.weights())
+        samples = random_samples(reference.vocab_size, seed=1)
+        batch = collate(samples, row_tokens=64)
+        said_BT = await trainer.predict(batch)
+    if said_BT.shape != batch.tokens_BT.shape or said_BT[batch.loss_mask_BT == 0].any():
+        raise ConformanceError("what is predicted is not laid as the batch is, with zeros where there is no loss")
+    for number, sample in enumerate(samples, 1):
+        here_BT = (batch.segment_ids_BT == number) & (batch.loss_mask_BT == 1)
+        with torch.no_grad():
+            want_N = reference._logprobs(sample)
+        if not torch.allclose(torch.from_numpy(said_BT[here_BT]), want_N, rtol=0, atol=TOLERANCE):
+            raise ConformanceError(f"the logprobs of sample {number} are not those of the plain reference")
 
 
 async def check_lora(make_trainer: MakeTrainer, model: Path, workspace: Path) -> None:
@@ -252,7 +272,7 @@ class _Reference:
             loss = torch.zeros(())
             for i in part:
                 advantages = _at_loss(samples[i], samples[i].advantages)
-                tokens = LossTokens(old[i], rollout[i], advantages, torch.full(advantages.shape, int(i)))
+                tokens = LossTokens(old[i], rollout[i], rollout[i], advantages, torch.full(advantages.shape, int(i)))
                 loss = loss + LOSS(self._logprobs(samples[i]), tokens).loss_N.sum() / normalizer
             loss.backward()  # type: ignore[no-untyped-call]
             norms.append(float(torch.nn.utils.clip_grad_norm_(self.parameters, self.case.max_grad_norm)))
@@ -311,6 +331,7 @@ def _soil(batch: TrainBatch) -> TrainBatch:
         batch,
         tokens_BT=np.where(padding, 5, batch.tokens_BT),
         rollout_logprobs_BT=np.where(masked, np.float32("nan"), batch.rollout_logprobs_BT),
+        reference_logprobs_BT=np.where(masked, np.float32("nan"), batch.reference_logprobs_BT),
         advantages_BT=np.where(masked, np.float32("inf"), batch.advantages_BT),
         policy_versions_BT=np.where(masked, 99, batch.policy_versions_BT),
         position_ids_BT=np.where(padding, 3, batch.position_ids_BT),

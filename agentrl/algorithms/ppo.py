@@ -1,0 +1,73 @@
+"""Proximal policy optimisation: advantages by a critic that learns beside the policy."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+
+from agentrl.algorithms.advantages import generalized, whitened
+from agentrl.algorithms.policy_loss import PolicyLoss, scored
+from agentrl.batch import FloatArray, TrainBatch
+from agentrl.protocols import Estimate, LossOutput, LossTokens
+from agentrl.trajectory import Group
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Ppo:
+    """PPO (arXiv:1707.06347) with generalized advantage estimation over the tokens of each sample.
+
+    A critic says before each token what reward is to be expected; a token is as good as what is expected after it is
+    better. So a group may be a single episode. The section `critic` has the critic's settings.
+    """
+
+    class Config(PolicyLoss):
+        """How advantages are estimated, and the losses."""
+
+        lam: Annotated[float, Field(ge=0, le=1)] = 1.0
+        """Between the reward itself (1), which the critic cannot bias, and its expectation one token on (0)."""
+
+        whiten: bool = True
+        """Give the advantages of a batch the mean 0 and the standard deviation 1."""
+
+        value_clip: Annotated[float, Field(gt=0)] | None = None
+        """How far a step may move a value before it is pushed no further; none: as far as it likes."""
+
+    def __init__(self, config: Config | None = None) -> None:
+        self.config = config or Ppo.Config()
+
+    @property
+    def uses_reference(self) -> bool:
+        """See `Algorithm`."""
+        return self.config.kl > 0
+
+    def advantages(self, group: Group) -> Sequence[float]:
+        """The rewards, which `estimate` makes advantages of.
+
+        Raises:
+            ValueError: a member has no score.
+        """
+        return scored(group)
+
+    def estimate(self, batch: TrainBatch, values_BT: FloatArray) -> Estimate:
+        """See `ActorCritic`."""
+        advantages_BT = generalized(batch, values_BT, self.config.lam)
+        returns_BT = advantages_BT + values_BT
+        return Estimate(
+            whitened(advantages_BT, batch.loss_mask_BT) if self.config.whiten else advantages_BT, returns_BT
+        )
+
+    def loss(self, logprobs_N: "Tensor", tokens: LossTokens) -> LossOutput:
+        """See `PolicyLoss.losses`."""
+        return self.config.losses(logprobs_N, tokens)
+
+    def value_loss(self, values_N: "Tensor", tokens: LossTokens) -> LossOutput:
+        """See `agentrl.algorithms.losses.value_loss`."""
+        from agentrl.algorithms.losses import value_loss
+
+        return value_loss(values_N, tokens, self.config.value_clip)
+
+    def normalizer(self, batch: TrainBatch) -> float:
+        """See `PolicyLoss.divisor`."""
+        return self.config.divisor(batch)

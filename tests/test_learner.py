@@ -1,0 +1,255 @@
+"""A trainer with a reference and a critic beside it: what they say, what is learned, and that runs go on with them."""
+
+import asyncio
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.algorithms.advantages import generalized, whitened
+from agentrl.algorithms.grpo import Grpo
+from agentrl.algorithms.losses import k3, reference_penalty, value_loss
+from agentrl.algorithms.ppo import Ppo
+from agentrl.batch import TrainBatch, TrainingSample, collate
+from agentrl.cluster.recovery import RecoveringTrainer
+from agentrl.config import load_config, validate_config
+from agentrl.errors import ConfigError, WorkerDiedError
+from agentrl.protocols import LossTokens
+from agentrl.recipes.learner import Learner, explained_variance
+from agentrl.testing.trainers import random_samples
+from agentrl.trainers.local import LocalTrainer
+
+ROOT = Path(__file__).parent.parent
+LAKE = ROOT / "examples" / "frozen_lake.yaml"
+SMALL = [
+    "demonstrations=null",
+    "steps=4",
+    "rollout.groups_per_step=4",
+    "rollout.group_size=4",
+    "evaluation.tasks=0",
+    "checkpoint.every=2",
+    "trackers=[]",
+]
+
+
+def sample(mask: list[int], reward: float) -> TrainingSample:
+    n = len(mask) + 1
+    full = (0, *mask)
+    return TrainingSample((1,) * n, full, (0.0,) * n, tuple(reward * m for m in full), (0,) * n, (0,) * n)
+
+
+def values_for(batch: TrainBatch, rng: np.random.Generator) -> Any:
+    return np.where(batch.loss_mask_BT == 1, rng.normal(size=batch.tokens_BT.shape), 0).astype(np.float32)
+
+
+masks = st.lists(st.integers(0, 1), min_size=1, max_size=12)
+
+
+@given(
+    listed=st.lists(st.tuples(masks, st.integers(-3, 3)), min_size=1, max_size=6),
+    lam=st.sampled_from([0.0, 0.5, 0.95, 1.0]),
+    seed=st.integers(0, 1000),
+)
+def test_advantages_are_the_sums_that_the_paper_writes_in_each_sample_alone(listed, lam, seed):
+    batch = collate([sample(mask, float(reward)) for mask, reward in listed], row_tokens=16)
+    values_BT = values_for(batch, np.random.default_rng(seed))
+    got_BT = generalized(batch, values_BT, lam)
+    assert not got_BT[batch.loss_mask_BT == 0].any()
+    for number, (_, reward) in enumerate(listed, 1):
+        here_BT = (batch.segment_ids_BT == number) & (batch.loss_mask_BT == 1)
+        values = [*values_BT[here_BT].tolist(), 0.0]
+        n = len(values) - 1
+        deltas = [(reward if t == n - 1 else 0.0) + values[t + 1] - values[t] for t in range(n)]
+        expected = [sum(lam**k * deltas[t + k] for k in range(n - t)) for t in range(n)]
+        np.testing.assert_allclose(got_BT[here_BT], expected, atol=1e-5)
+
+
+def test_with_lambda_one_an_advantage_is_the_reward_less_what_was_expected():
+    batch = collate([sample([1, 0, 1, 1], 2.0), sample([1, 1], -1.0)], row_tokens=16)
+    values_BT = values_for(batch, np.random.default_rng(0))
+    estimate = Ppo(Ppo.Config(whiten=False)).estimate(batch, values_BT)
+    np.testing.assert_allclose(estimate.advantages_BT, batch.advantages_BT - values_BT, atol=1e-6)
+    np.testing.assert_allclose(estimate.returns_BT, batch.advantages_BT, atol=1e-6)
+    assert explained_variance(estimate.returns_BT, estimate.returns_BT, batch) == pytest.approx(1)
+    assert explained_variance(0 * values_BT, estimate.returns_BT, batch) == pytest.approx(0)
+    white_BT = whitened(estimate.advantages_BT, batch.loss_mask_BT)
+    white_N = white_BT[batch.loss_mask_BT == 1]
+    assert (white_N.mean(), white_N.std()) == (pytest.approx(0, abs=1e-6), pytest.approx(1, abs=1e-5))
+    assert not white_BT[batch.loss_mask_BT == 0].any()
+
+
+def test_the_penalty_has_the_gradient_of_the_divergence_and_k3_its_value():
+    logits = torch.tensor([0.5, -0.3, 0.2, 1.1], dtype=torch.float64, requires_grad=True)
+    other = torch.log_softmax(torch.tensor([1.0, 0.2, -0.4, 0.0], dtype=torch.float64), -1)
+    logprobs = torch.log_softmax(logits, -1)
+    probabilities = logprobs.exp().detach()
+    divergence = (logprobs.exp() * (logprobs - other)).sum()
+    (expected,) = torch.autograd.grad(divergence, logits, retain_graph=True)
+    (got,) = torch.autograd.grad((probabilities * reference_penalty(logprobs, other)).sum(), logits)
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close((probabilities * k3(logprobs.detach(), other)).sum(), divergence.detach())
+
+
+def test_a_policy_pays_for_leaving_the_reference_and_nothing_for_being_like_it():
+    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    before, zeros = logprobs.detach(), torch.zeros(2)
+    for reference, pays in ((before, False), (before - 0.5, True)):
+        tokens = LossTokens(before, before, reference, zeros, zeros)
+        output = Grpo(Grpo.Config(kl=0.1)).loss(logprobs, tokens)
+        (gradient,) = torch.autograd.grad(output.loss_N.sum(), logprobs)
+        assert bool((gradient > 0).all()) is pays
+        assert bool((output.metrics["reference_kl"] > 0).all()) is pays
+        assert "reference_kl" not in Grpo().loss(logprobs, tokens).metrics
+
+
+def test_a_value_is_pushed_no_further_than_the_clip():
+    values = torch.tensor([0.1, 0.3, 0.3, -0.3], requires_grad=True)
+    returns, old = torch.tensor([1.0, 1.0, 0.0, 1.0]), torch.zeros(4)
+    output = value_loss(values, LossTokens(old, old, old, returns, old), clip=0.2)
+    (gradient,) = torch.autograd.grad(output.loss_N.sum(), values)
+    assert output.loss_N.tolist() == pytest.approx([0.405, 0.32, 0.045, 0.845])
+    assert gradient.tolist() == pytest.approx([-0.9, 0.0, 0.3, -1.3])
+    assert output.metrics["value_clipped"].tolist() == [0, 1, 0, 0]
+    free = value_loss(values, LossTokens(old, old, old, returns, old), clip=None)
+    assert free.loss_N.tolist() == pytest.approx([0.405, 0.245, 0.045, 0.845])
+
+
+def test_helpers_are_as_the_trainer_where_they_say_nothing_and_are_there_when_they_are_asked_for():
+    plain = load_config(LAKE).config
+    assert (plain.reference, plain.critic) == (None, None)
+    of_trainer = ["trainer=fsdp", "trainer.world_size=2", "trainer.lora={}"]
+    own = ["critic.lr=1e-4", "critic.minibatches=1", "reference=local"]
+    config = load_config(LAKE, ["algorithm=ppo", "algorithm.kl=0.1", *of_trainer, *own]).config
+    assert config.critic
+    assert config.reference
+    critic, trainer = config.critic.settings.model_dump(), config.trainer.settings.model_dump()
+    differing = {key for key in critic if critic[key] != trainer[key]}
+    assert (config.critic.name, differing) == ("fsdp", {"lr", "minibatches", "lora"})
+    assert (config.reference.name, config.reference.settings.lr) == ("local", 1e-5)
+    again = validate_config(json.loads(config.model_dump_json())).config
+    assert again == config, "what a run writes down is the run"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["critic.lr=1e-3"], r"critic \(command line\): the algorithm 'grpo', as it is set, uses none; algorithm=ppo"),
+        (["reference=local"], "reference .*uses none; algorithm.kl=0.01 does, or leave the section out"),
+        (["algorithm=ppo", "critic.lrr=1"], "critic.lrr: no such setting.* Did you mean 'lr'"),
+        (["algorithm=ppo", "critic.lora={}"], "a critic has no adapters; leave it out"),
+        (["algorithm.kl=0.1", "reference=agentrl.testing.trainers:TrainerCase"], "has no method `predict`"),
+    ],
+)
+def test_a_wrong_helper_is_refused_with_the_way_out(overrides, said):
+    with pytest.raises(ConfigError, match=said):
+        load_config(LAKE, overrides)
+
+
+def trainer(model: Path, *, latest: Any = lambda: None, **parts: Any) -> RecoveringTrainer:
+    config = LocalTrainer.Config(lr=3e-3, device="cpu", minibatches=2)
+    return RecoveringTrainer(lambda: LocalTrainer(config, model, total_steps=20, **parts), latest)
+
+
+def test_the_critic_learns_what_to_expect_and_the_reference_stays_what_it_was(shallow_model_dir):
+    samples = [replace(s, advantages=s.loss_mask) for s in random_samples(50, seed=0, count=12)]
+    batch = collate(samples, row_tokens=64)  # all episodes earn 1
+
+    async def main() -> list[Any]:
+        learner = Learner(
+            Ppo(Ppo.Config(kl=0.01)),
+            trainer(shallow_model_dir),
+            trainer(shallow_model_dir, role="reference"),
+            trainer(shallow_model_dir, role="critic", head="value"),
+        )
+        first, second, third = learner.all
+        async with first, second, third:
+            return [await learner.step(batch) for _ in range(8)]
+
+    steps = asyncio.run(main())
+    assert steps[0]["critic/value"] == pytest.approx(0, abs=0.2)
+    assert steps[-1]["critic/value"] == pytest.approx(1, abs=0.2)
+    assert steps[-1]["critic/loss"] < 0.2 * steps[0]["critic/loss"]
+    assert steps[0]["reference_kl"] < 1e-2 < steps[-1]["reference_kl"]
+    assert not any("logprob_gap" in name for name in steps[0] if name.startswith("critic/"))
+    assert all(math.isfinite(value) for step in steps for value in step.values())
+
+
+def test_a_helper_that_dies_is_made_again_as_it_was(shallow_model_dir, tmp_path):
+    batches = [collate(random_samples(50, seed=seed), row_tokens=64) for seed in range(4)]
+    deaths = {"reference": 2, "critic": 5}
+
+    class Mortal(LocalTrainer):
+        """Dies at its n-th call, once."""
+
+        async def predict(self, batch: TrainBatch) -> Any:
+            self.mourn()
+            return await super().predict(batch)
+
+        async def step(self, *args: Any) -> Any:
+            self.mourn()
+            return await super().step(*args)
+
+        def mourn(self) -> None:
+            deaths[self._role] = deaths.get(self._role, 0) - 1
+            if deaths[self._role] == 0:
+                raise WorkerDiedError(self._role, 0, "killed")
+
+    async def learn(kind: type[LocalTrainer]) -> Any:
+        config = LocalTrainer.Config(lr=3e-3, device="cpu")
+
+        def role(**parts: Any) -> RecoveringTrainer:
+            return RecoveringTrainer(lambda: kind(config, shallow_model_dir, total_steps=20, **parts), lambda: None)
+
+        learner = Learner(Ppo(Ppo.Config(kl=0.1)), role(), role(role="reference"), role(role="critic", head="value"))
+        first, second, third = learner.all
+        async with first, second, third:
+            metrics = [await learner.step(batch) for batch in batches]
+            await learner.save(tmp_path / kind.__name__)
+        assert (tmp_path / kind.__name__ / "critic" / "model.safetensors").is_file()
+        return [{k: v for k, v in row.items() if "seconds" not in k} for row in metrics]
+
+    assert asyncio.run(learn(Mortal)) == asyncio.run(learn(LocalTrainer))
+    assert all(left < 0 for role, left in deaths.items() if role != "trainer"), "both have died"
+
+
+@pytest.mark.slow
+def test_a_run_with_both_goes_on_as_if_it_had_not_stopped(tmp_path, agentrl):
+    (tmp_path / "lengths.py").write_text(
+        "def wordy(trajectory):\n    return len(trajectory.messages[-1].content) / 50\n"
+    )
+    both = ["algorithm=ppo", "algorithm.kl=0.05", "critic.lr=3e-3", "rollout.group_size=2", "trainer.schedule=constant"]
+    sums = []
+    for name, stops in (("whole", [4]), ("stopped", [2, 4])):
+        for steps in stops:
+            done = agentrl(
+                "train",
+                str(LAKE),
+                *SMALL,
+                *both,
+                "reward=lengths:wordy",
+                f"run_dir={tmp_path / name}",
+                f"steps={steps}",
+                "--resume",
+                "auto",
+                cwd=tmp_path,
+            )
+            assert done.returncode == 0, done.stdout + done.stderr
+        run = tmp_path / name
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        steps = [row for row in rows if "reward" in row]
+        sums.append(
+            (json.loads((run / "summary.json").read_text())["weights_sha256"], [row["critic/loss"] for row in steps])
+        )
+    assert sums[0] == sums[1]
+    assert all(loss > 0 for loss in sums[0][1])
+    assert all(row["reference_kl"] >= 0 and row["critic/explained_variance"] <= 1 for row in steps)
+    done = agentrl("export", str(tmp_path / "whole"), str(tmp_path / "exported"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not (tmp_path / "exported" / "critic").exists()
