@@ -75,7 +75,7 @@ def test_a_trainer_holds_the_bytes_that_were_counted(facts: ModelFacts, tiny_mod
             assert trainer._ranks is not None
             worker: Any = trainer._ranks.workers[0]
             sharding = worker.made.core.sharding
-            weights = list(sharding.policy.parameters())
+            weights = list(sharding.model.parameters())
             moments = [m for state in sharding.optimizer.state.values() for m in state.values() if m.ndim]
             return {
                 "weights": sum(w.nbytes for w in weights),
@@ -186,7 +186,7 @@ def test_logits_take_the_bytes_at_the_peak_that_were_counted(facts: ModelFacts, 
     model = Bare(vocab, torch.bfloat16 if precision == "bfloat16" else torch.float32)
     nothing_T = torch.zeros(tokens)
     index_T = torch.arange(tokens)
-    rows = MicroBatch(index_T[None], index_T[None], index_T, index_T, index_T, nothing_T, nothing_T, index_T)
+    rows = MicroBatch(index_T[None], index_T[None], index_T, index_T, index_T, nothing_T, nothing_T, nothing_T, index_T)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
             logprobs_N = token_logprobs(model, rows, 0.8)

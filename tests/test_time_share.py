@@ -381,7 +381,7 @@ def test_a_trainer_that_sleeps_holds_no_gradients(shallow_model_dir: Path) -> No
             await trainer.step(batch(), LOSS, 1.0)
             assert trainer._ranks is not None
             worker: Any = trainer._ranks.workers[0]
-            weights = list(worker.made.core.sharding.policy.parameters())
+            weights = list(worker.made.core.sharding.model.parameters())
             assert any(weight.grad is not None for weight in weights)
             await trainer.sleep()
             assert all(weight.grad is None for weight in weights)
