@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -203,8 +204,10 @@ def test_a_cancelled_step_is_finished_before_the_trainer_closes(
     shallow_model_dir: Path, batches: list[TrainBatch]
 ) -> None:
     calls: list[int] = []
+    began = threading.Event()
 
     def slow(logprobs_N: torch.Tensor, tokens: LossTokens) -> LossOutput:
+        began.set()
         time.sleep(0.02)
         calls.append(len(logprobs_N))
         return LOSS(logprobs_N, tokens)
@@ -212,8 +215,7 @@ def test_a_cancelled_step_is_finished_before_the_trainer_closes(
     async def main() -> None:
         async with make_trainer(shallow_model_dir, TrainerCase()) as trainer:
             step = asyncio.ensure_future(trainer.step(batches[0], slow, 1.0))
-            while not calls:
-                await asyncio.sleep(0.001)
+            await asyncio.to_thread(began.wait)
             step.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await step
