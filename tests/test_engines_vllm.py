@@ -85,6 +85,16 @@ def test_leaving_ends_callers_and_processes_and_a_dead_core_is_an_error(tiny_mod
                 await refuses_wrong_weights(engine)
             await waiting
 
+    async def is_given_up_while_it_starts() -> None:
+        gaps = [0.0]
+        async with asyncio.TaskGroup() as tasks:
+            ticking = tasks.create_task(tick(gaps))
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(1):
+                    await VllmEngine(config(), tiny_model_dir).__aenter__()
+            ticking.cancel()
+        assert max(gaps) < 3, "nobody else was served while it started"
+
     async def core_dies() -> None:
         async with VllmEngine(config(), tiny_model_dir) as engine:
             async with asyncio.TaskGroup() as tasks:
@@ -99,12 +109,21 @@ def test_leaving_ends_callers_and_processes_and_a_dead_core_is_an_error(tiny_mod
                 await updating
             await fails_with(engine, GenerateRequest("r", (7, 8), SamplingParams(8)), "Dead|dead|lost|not running")
 
-    for scenario in (leaves_in_mid_generation, core_dies):
+    for scenario in (leaves_in_mid_generation, is_given_up_while_it_starts, core_dies):
         before = {child.pid for child in me.children(recursive=True)}
         asyncio.run(asyncio.wait_for(scenario(), 200))
         left = [child for child in me.children(recursive=True) if child.pid not in before]
         psutil.wait_procs(left, timeout=10)
         assert not [child for child in left if child.is_running() and "VLLM" in child.name()]
+
+
+async def tick(gaps: list[float]) -> None:
+    """Write down for how long the event loop did nothing else."""
+    loop = asyncio.get_running_loop()
+    while True:
+        before = loop.time()
+        await asyncio.sleep(0.02)
+        gaps.append(loop.time() - before)
 
 
 async def fails_with(engine: VllmEngine, request: GenerateRequest, message: str) -> None:

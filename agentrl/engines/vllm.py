@@ -115,15 +115,13 @@ class VllmEngine:
 
     async def __aenter__(self) -> Self:
         self._shapes = weight_shapes(self._folder)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what vLLM's imports warn about is not the user's to mend
-            self._llm = self._start()
-        config = self._llm.model_config
+        llm = self._llm = await self._started()
+        config = llm.model_config
         self._max_context = config.max_model_len
         self._vocab_size = config.get_vocab_size()
         # vLLM stamps each token with the label that was set when it was sampled
-        await self._llm.update_weight_version(str(self._version))
-        await self._llm.get_supported_tasks()  # asked by the first request otherwise, with no answer from a dead core
+        await llm.update_weight_version(str(self._version))
+        await llm.get_supported_tasks()  # asked by the first request otherwise, with no answer from a dead core
         self._closed = None
         return self
 
@@ -260,7 +258,26 @@ class VllmEngine:
             counters.preempted,
         )
 
+    async def _started(self) -> "AsyncLLM":
+        """It, from a thread: the event loop serves others meanwhile. It cannot be broken off, and is ended then."""
+        starting = asyncio.ensure_future(asyncio.to_thread(self._start))
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            await asyncio.wait({starting})
+            if not starting.exception():
+                self._llm = starting.result()
+                await self.__aexit__()
+            raise
+        finally:
+            del starting  # a traceback would keep the engine
+
     def _start(self) -> "AsyncLLM":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what vLLM's imports warn about is not the user's to mend
+            return self._made()
+
+    def _made(self) -> "AsyncLLM":
         # Read by vLLM when it is imported, here and in its processes; what the user has set stands.
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
