@@ -38,6 +38,8 @@ COMPONENTS = {
     "trainer rank": "trainer_1",
 }
 """What the processes of a component are called by Ray."""
+HELPERS = {"critic rank": "critic_1", "reference rank": "reference_1"}
+"""The same, where an algorithm asks for them."""
 CONFIG = """
 steps: 1000000
 env: frozen_lake
@@ -188,7 +190,7 @@ class Running:
     def hit(self, cell: Cell) -> float:
         """Send a signal to a component in a phase; the seconds until the run has trained two more steps."""
         self.seen += self.processes()
-        victim = self.named(COMPONENTS[cell.component])
+        victim = self.named((COMPONENTS | HELPERS)[cell.component])
         with self.in_phase(cell.phase):
             victim.send_signal(cell.signal)
             before = self.steps()

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from tests.chaos import COMPONENTS, PHASES, RECOVERY_SECONDS, Cell, Running, finish
+from tests.chaos import COMPONENTS, HELPERS, PHASES, RECOVERY_SECONDS, Cell, Running, finish
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 OF_CI = [
@@ -51,6 +51,12 @@ def test_a_run_survives_the_death_and_the_hanging_of_a_worker_in_every_phase(
     component: str, tmp_path: Path, table: Table
 ) -> None:
     play([Cell(component, phase, kind) for phase in PHASES for kind in (KILL, STOP)], tmp_path / "run", table)
+
+
+@pytest.mark.chaos
+def test_a_run_survives_the_death_and_the_hanging_of_who_helps_the_trainer(tmp_path: Path, table: Table) -> None:
+    cells = [Cell(helper, phase, kind) for helper in HELPERS for phase, kind in (("stepping", KILL), ("idle", STOP))]
+    play(cells, tmp_path / "run", table, "algorithm=ppo", "algorithm.kl=0.1")
 
 
 @pytest.mark.chaos
