@@ -81,7 +81,7 @@ def test_the_bound_holds_and_every_fate_is_known(tmp_path, bound):
     assert all(len(turn["token_ids"]) == len(turn["logprobs"]) for episode in episodes for turn in episode["turns"])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_runs_with_one_seed_end_in_the_same_weights_and_another_seed_in_others(tmp_path):
     sums = [
         train(*SMALL, "run_dir=run", "steps=3", f"seed={seed}", cwd=folder(tmp_path, name))["weights_sha256"]
@@ -90,14 +90,21 @@ def test_two_runs_with_one_seed_end_in_the_same_weights_and_another_seed_in_othe
     assert sums[0] == sums[1] != sums[2]
 
 
-@pytest.mark.parametrize("bound", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.long)])
-def test_a_run_killed_at_five_moments_trains_the_same_tasks_as_one_that_was_not(tmp_path, bound):
+@pytest.mark.parametrize(
+    ("bound", "kills"),
+    [
+        pytest.param(0, 3, marks=pytest.mark.slow),
+        pytest.param(0, 5, marks=pytest.mark.long),
+        pytest.param(1, 5, marks=pytest.mark.long),
+    ],
+)
+def test_a_run_killed_at_any_moment_trains_the_same_tasks_as_one_that_was_not(tmp_path, bound, kills):
     settings = [*SMALL, "run_dir=run", f"rollout.max_staleness={bound}"]
     whole = train(*settings, cwd=folder(tmp_path, "whole"))
     killed_in = folder(tmp_path, "killed")
     rng = random.Random(bound)
     arguments = settings
-    for kill in range(5):
+    for kill in range(kills):
         process = start(*arguments, cwd=killed_in)
         kill_during(process, killed_in / "run", steps=kill + 1, extra=rng.uniform(0, 0.4))
         arguments = ["--resume", "run"]
@@ -141,13 +148,13 @@ def test_an_interrupted_run_says_how_to_go_on(tmp_path):
     assert "Traceback" not in output
 
 
-@pytest.mark.slow
-def test_a_second_run_in_the_same_folder_is_refused(tmp_path):
-    train(*SMALL, "run_dir=run", "steps=1", cwd=tmp_path)
-    again = start(*SMALL, "run_dir=run", cwd=tmp_path)
-    output, _ = again.communicate(timeout=120)
+def test_a_second_run_in_the_same_folder_is_refused(tmp_path, agentrl):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("env: frozen_lake\n")
+    again = agentrl("train", *SMALL, "run_dir=run", cwd=tmp_path)
     assert again.returncode == 2
-    assert "--resume run" in output
+    assert "go on with it by `agentrl train --resume run`" in " ".join(again.stderr.split())
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.yaml"]
 
 
 @pytest.mark.vllm
