@@ -28,6 +28,9 @@ model_app = typer.Typer(no_args_is_help=True, help="Make models.")
 app.add_typer(model_app, name="model")
 console = Console()
 
+Step = Annotated[
+    str, typer.Option(metavar="N|best|latest", help="Which of a run's checkpoints; best: on held-out tasks.")
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[a.b=c ...]", help="Settings that replace the file's, such as engine=vllm."),
@@ -133,6 +136,7 @@ def _print_summary(folder: Path, summary: dict[str, Any]) -> None:
         "  trajectories/      every episode, as text and as tokens (Parquet)\n"
         f"  checkpoints/       the trained model;  agentrl eval {folder}",
         highlight=False,
+        soft_wrap=True,
     )
 
 
@@ -142,13 +146,14 @@ def evaluate(
     overrides: Overrides = None,
     tasks: Annotated[int | None, typer.Option(help="Held-out tasks to play; by default the config's number.")] = None,
     show: Annotated[int, typer.Option(help="Episodes to print.")] = 1,
+    step: Step = "latest",
 ) -> None:
-    """Play held-out tasks with a run's newest checkpoint, or with a config's model."""
+    """Play held-out tasks with one of a run's checkpoints, or with a config's model."""
     from agentrl.recipes.evaluate import evaluate as evaluate_players
     from agentrl.recipes.workers import start_players
 
     loaded = load_config(_run_config(run) if run.is_dir() else run, overrides or [])
-    model = _model_to_evaluate(run, loaded)
+    model = _model_to_evaluate(run, loaded, step)
 
     async def play() -> Any:
         async with start_players(loaded.config, model) as players:
@@ -170,9 +175,11 @@ def _called(trajectory: Trajectory) -> str:
     return f"{trajectory.id} ({trajectory.agent})" if trajectory.agent else trajectory.id
 
 
-def _model_to_evaluate(run: Path, loaded: LoadedConfig) -> Path:
+def _model_to_evaluate(run: Path, loaded: LoadedConfig, step: str) -> Path:
     if run.is_dir():
-        return _checkpoint_of(run, "latest")
+        return _checkpoint_of(run, step)
+    if step != "latest":
+        raise ConfigError(f"{run} is a config and no run, so there is no checkpoint to choose: leave out --step")
     folder = Path(loaded.config.model.name)
     if not (folder / "config.json").exists():
         raise ConfigError(
@@ -185,9 +192,7 @@ def _model_to_evaluate(run: Path, loaded: LoadedConfig) -> Path:
 def export_model(
     source: Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT", help="The folder of a run, or a checkpoint's.")],
     into: Annotated[Path, typer.Argument(metavar="INTO", help="A new folder.")],
-    step: Annotated[
-        str, typer.Option(metavar="N|best|latest", help="Which of a run's checkpoints; best: on held-out tasks.")
-    ] = "latest",
+    step: Step = "latest",
 ) -> None:
     """Write a trained model as a plain Hugging Face folder: weights, config and tokenizer, without the optimizer."""
     from agentrl.checkpoint import export

@@ -250,6 +250,9 @@ def test_a_run_with_both_goes_on_as_if_it_had_not_stopped(tmp_path, agentrl):
     assert sums[0] == sums[1]
     assert all(loss > 0 for loss in sums[0][1])
     assert all(row["reference_kl"] >= 0 and row["critic/explained_variance"] <= 1 for row in steps)
+    done = agentrl("eval", str(run), "evaluation.tasks=2", "--step", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert agentrl("eval", str(run), "--step", "7").stderr.endswith("no checkpoint '7'; there is 2, 4, latest\n")
     done = agentrl("export", str(tmp_path / "whole"), str(tmp_path / "exported"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert not (tmp_path / "exported" / "critic").exists()
