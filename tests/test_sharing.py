@@ -67,7 +67,7 @@ def test_where_there_is_room_for_one_only_one_is_ever_awake() -> None:
 
     async def main() -> None:
         trainer = RecoveringTrainer(lambda: cast(Any, SleepyTrainer(said, 250)), lambda: None)
-        async with Router([Sleepy(said)]) as engine, sharing(placed(in_turns=True), engine, [trainer]) as share:
+        async with Router([Sleepy(said)]) as engine, sharing(placed(in_turns=True), [engine], [trainer]) as share:
             said.append("generating")
             async with share.training():
                 said.append("training")
@@ -84,7 +84,7 @@ def test_where_there_is_room_for_one_only_one_is_ever_awake() -> None:
 def test_what_does_not_fit_does_not_wake() -> None:
     async def main() -> None:
         trainer = RecoveringTrainer(lambda: cast(Any, SleepyTrainer([], 150)), lambda: None)
-        async with Router([Sleepy([])]) as engine, sharing(placed(in_turns=True), engine, [trainer]) as share:
+        async with Router([Sleepy([])]) as engine, sharing(placed(in_turns=True), [engine], [trainer]) as share:
             await share.training().__aenter__()
 
     with pytest.raises(TimeShareError, match=r"the trainer needs .* to wake"):
@@ -96,7 +96,7 @@ def test_where_there_is_room_for_both_nobody_sleeps() -> None:
 
     async def main() -> None:
         trainer = RecoveringTrainer(lambda: cast(Any, SleepyTrainer(said, 250)), lambda: None)
-        async with Router([Sleepy(said)]) as engine, sharing(placed(in_turns=False), engine, [trainer]) as share:
+        async with Router([Sleepy(said)]) as engine, sharing(placed(in_turns=False), [engine], [trainer]) as share:
             assert isinstance(share, AllAwake)
             async with share.training():
                 said.append("training")

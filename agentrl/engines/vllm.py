@@ -260,7 +260,7 @@ class VllmEngine:
 
     async def _started(self) -> "AsyncLLM":
         """It, from a thread: the event loop serves others meanwhile. It cannot be broken off, and is ended then."""
-        starting = asyncio.ensure_future(asyncio.to_thread(self._start))
+        starting = asyncio.get_running_loop().run_in_executor(None, self._start)
         try:
             return await asyncio.shield(starting)
         except asyncio.CancelledError:

@@ -84,6 +84,7 @@ def loads(stages: Stages, work: Workload, devices: DeviceMap) -> tuple[Load, ...
     found = []
     for device in range(len(devices.inventory)):
         counts = {role: sum(r.role == role for r in devices.on(device)) for role in ("engine", "trainer")}
+        counts["engine"] *= 1 + stages.frozen
         awake = {
             role: _times(size, counts[role])
             for role, size in (("engine", engine), ("trainer", trainer))
@@ -98,7 +99,7 @@ def loads(stages: Stages, work: Workload, devices: DeviceMap) -> tuple[Load, ...
             peak, host = sum(totals) + host, 0
         elif turns:
             peak = max(totals) + ASLEEP
-            host += engine.parts["weights"] + sum(
+            host += counts["engine"] * engine.parts["weights"] + sum(
                 trainer.parts.get(part, 0) for part in ("weights", "gradients", "optimizer", "reference", "critic")
             )
         else:

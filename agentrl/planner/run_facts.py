@@ -5,9 +5,10 @@ from typing import Any
 
 from agentrl.cluster.footprint import EngineLayout, ModelFacts, TrainerLayout, facts_of, model_facts
 from agentrl.cluster.placement import Wishes
-from agentrl.config import HELPERS, RunConfig
+from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.plugins import Component
+from agentrl.rollout.agents import Frozen
 from agentrl.simulate.stages import Stages
 from agentrl.tiny_model import SIZES, model_config
 
@@ -28,8 +29,10 @@ def stages_of(config: RunConfig, facts: ModelFacts) -> Stages:
     Raises:
         ConfigError: its engine or trainer does not say how it lies on devices.
     """
-    helpers = (_layout_of(section, getattr(config, section)) for section in HELPERS)
-    return Stages(facts, *layouts(config), config.placement.assume, *helpers)
+    frozen = {route for route in config.env.agents.values() if isinstance(route, Frozen)}
+    engine, trainer = layouts(config)
+    reference, critic = _layout_of("reference", config.reference), _layout_of("critic", config.critic)
+    return Stages(facts, engine, trainer, config.placement.assume, reference, critic, len(frozen))
 
 
 def layouts(config: RunConfig) -> tuple[EngineLayout, TrainerLayout]:

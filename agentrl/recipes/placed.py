@@ -59,28 +59,30 @@ async def open_cluster(config: RunConfig) -> AsyncIterator[Placed]:
 
 
 @asynccontextmanager
-async def sharing(placed: Placed, engine: Router, learners: Sequence[RecoveringTrainer]) -> AsyncIterator[Share]:
-    """The trainer and its helpers, entered beside an engine that is awake, and how they share their devices."""
+async def sharing(
+    placed: Placed, engines: Sequence[Router], learners: Sequence[RecoveringTrainer]
+) -> AsyncIterator[Share]:
+    """The trainer and its helpers, entered beside engines that are awake, and how they share their devices."""
     plan = placed.plan
     in_turns = plan is not None and plan.devices.in_turns
     async with AsyncExitStack() as entered:
-        if in_turns:
+        for engine in engines if in_turns else ():
             await engine.sleep()  # there is room for one side only
         for learner in learners:
             await entered.enter_async_context(learner)
             if in_turns:
                 await learner.sleep()
-        if in_turns:
+        for engine in engines if in_turns else ():
             await engine.wake()
-        yield AllAwake() if plan is None or not in_turns else _turns(placed, plan, engine, learners)
+        yield AllAwake() if plan is None or not in_turns else _turns(placed, plan, engines, learners)
 
 
-def _turns(placed: Placed, plan: Plan, engine: Router, learners: Sequence[RecoveringTrainer]) -> TimeShare:
+def _turns(placed: Placed, plan: Plan, engines: Sequence[Router], learners: Sequence[RecoveringTrainer]) -> TimeShare:
     def needs(role: str) -> int:
         return max(load.awake[role].total for load in plan.loads if role in load.awake)
 
     return TimeShare(
-        Turn("engine", [engine], needs("engine")),
+        Turn("engine", engines, needs("engine")),
         Turn("trainer", learners, needs("trainer")),
         learners[0].free,
         placed.config.placement.switch_seconds,

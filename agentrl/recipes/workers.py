@@ -135,7 +135,7 @@ async def start_workers(
     """`start_players`, and a learner that starts from the same model; `latest`: what it goes on from after a death."""
     async with open_cluster(config) as placed, _players(placed.config, placed.cluster, model) as players:
         learner = make_learner(placed, algorithm, model, latest)
-        async with sharing(placed, players.engine, learner.all) as share:
+        async with sharing(placed, [players.engine, *players.frozen.values()], learner.all) as share:
             followers = tuple((engine, route.refresh) for route, engine in players.frozen.items() if route.refresh)
             async with WeightPublisher(
                 players.engine, config.rollout.deadlines.update_weights, followers, config.weights

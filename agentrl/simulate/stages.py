@@ -77,6 +77,8 @@ class Stages:
     assume: Assumptions
     reference: TrainerLayout | None = None
     critic: TrainerLayout | None = None
+    frozen: int = 0
+    """Engines beside each engine, of models that agents are played by that do not learn; taken to be of its size."""
 
     def train_flop(self, work: Workload) -> float:
         """FLOP of a step: 2 for each weight and token forward, twice that backward (6 N in all: Kaplan et al. 2020,
