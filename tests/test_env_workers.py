@@ -89,6 +89,18 @@ def test_a_worker_that_dies_or_hangs_costs_its_episode_and_another_takes_its_pla
     assert not alive
 
 
+def test_workers_that_are_killed_again_and_again_end_nothing_while_episodes_begin_on_them() -> None:
+    async def main() -> None:
+        async with env_workers(ProcessWorker.start, 1, worker_of(telling)) as make:
+            for _ in range(4):
+                async with asyncio.timeout(60):
+                    pid = int((await make().reset(seed=1, options={}))[0])
+                os.kill(pid, signal.SIGKILL)
+                await asyncio.to_thread(_until_it_has_come, pid)
+
+    asyncio.run(main())
+
+
 def _until_it_has_come(pid: int) -> None:
     """Wait until a signal that kills or stops has done so."""
     with suppress(psutil.NoSuchProcess):

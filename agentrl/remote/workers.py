@@ -8,6 +8,7 @@ import asyncio
 import logging
 import secrets
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -15,7 +16,7 @@ from typing import Any
 
 from agentrl.cluster.workers import StartWorker, Worker
 from agentrl.errors import WorkerDiedError
-from agentrl.flow import Flow, now
+from agentrl.flow import Flow
 from agentrl.protocols import Env, ResetResult
 from agentrl.remote.client import RemoteEnv
 from agentrl.remote.link import UnreachableError
@@ -28,10 +29,8 @@ MakeEnvs = Callable[[], Callable[[], Env]]
 """Finds an environment where it shall live, and returns what makes it there."""
 _PAUSE_SECONDS = 0.2
 """Before a dead worker, of which nobody else may know yet, is asked again."""
-_SOUND_SECONDS = 30.0
-"""A worker that lived for so long did not die of how it was started."""
 _ATTEMPTS = 3
-"""Workers in a row that may not live for so long, before the run ends of it."""
+"""Workers of a rank in a row that may die before an episode has begun on any, before the run ends of it."""
 
 
 class EnvWorker:
@@ -95,7 +94,9 @@ class _WorkerEnv(RemoteEnv):
         """Begin an episode, should the worker that it begins on die, on another; for as long as the caller waits."""
         while True:
             try:
-                return await super().reset(seed=seed, options=options)
+                begun = await super().reset(seed=seed, options=options)
+                self._pool.works()
+                return begun
             except UnreachableError:
                 await asyncio.sleep(_PAUSE_SECONDS)
 
@@ -108,6 +109,11 @@ class _Pool:
         self._make = make
         self._urls: dict[int, str] = {}
         self._one_lives = asyncio.Event()
+        self._died_at_once: Counter[int] = Counter()
+
+    def works(self) -> None:
+        """An episode has begun: what workers die of from now on is not how they are started."""
+        self._died_at_once.clear()
 
     async def servers(self) -> Sequence[str]:
         """Where environments can be played; waits for the first place."""
@@ -116,9 +122,7 @@ class _Pool:
 
     async def keep(self, rank: int) -> None:
         """Have a worker of this rank, always."""
-        died_at_once = 0
         while True:
-            started = now()
             try:
                 worker = await self._start("env", self._make, rank)
                 try:
@@ -126,8 +130,8 @@ class _Pool:
                 finally:
                     await worker.stop()
             except WorkerDiedError as error:
-                died_at_once = died_at_once + 1 if now() - started < _SOUND_SECONDS else 0
-                if died_at_once == _ATTEMPTS:
+                self._died_at_once[rank] += 1
+                if self._died_at_once[rank] == _ATTEMPTS:
                     raise
                 logger.warning("%s; another takes its place", error)
 
