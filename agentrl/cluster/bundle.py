@@ -234,6 +234,19 @@ class BundlePlace:
                 f"{name}/{side}": getattr(factors, side) for name, factors in weights.factors.items() for side in "AB"
             }
         manifest = Manifest(version=self.version, buckets=tuple(self._write_buckets(weights)), update=update).sealed()
+        return self.finish(manifest)
+
+    def put(self, file: str, content: bytes | memoryview) -> None:
+        """A file of a bundle that somebody else wrote, on another machine. When all are there, it is finished.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self._unfinished.mkdir(exist_ok=True)
+        (self._unfinished / file).write_bytes(content)
+
+    def finish(self, manifest: Manifest) -> WeightBundle:
+        """The bundle of all files that are there: the folder appears. They are checked by whoever opens it."""
         (self._unfinished / _MANIFEST).write_text(manifest.model_dump_json())
         self._unfinished.rename(self.folder)
         return WeightBundle(self.folder, manifest)

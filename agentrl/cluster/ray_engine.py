@@ -6,8 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
+from agentrl.cluster.bundle import Manifest, WeightBundle
+from agentrl.cluster.ray_weights import Arrivals, reference_to
 from agentrl.cluster.time_share import Sleeper
-from agentrl.errors import EngineDeadError
+from agentrl.errors import EngineDeadError, WeightsError
 from agentrl.plugins import Component
 from agentrl.protocols import Engine, EngineStats, GenerateRequest, StagesWeights
 from agentrl.trajectory import Completion
@@ -31,6 +33,7 @@ class _EngineHost:
     """The actor: an engine on the event loop of its process. Every answer brings what the engine is like."""
 
     async def open(self, chosen: Component, model: Path) -> tuple[int, _Report]:
+        self._arrivals = Arrivals()
         self._engine: Engine = chosen.make(model)
         await self._engine.__aenter__()
         return self._engine.max_context, self._report()
@@ -42,13 +45,29 @@ class _EngineHost:
         await self._engine.interrupt()
         return self._report()
 
+    async def misses(self, bundle: WeightBundle) -> bool:
+        return self._arrivals.missing(bundle)
+
+    async def take(self, manifest: Manifest, file: str, content: Any) -> None:
+        await self._arrivals.take(manifest, file, content)
+
+    async def taken(self, manifest: Manifest) -> None:
+        await self._arrivals.finish(manifest)
+
     async def stage_weights(self, weights: Mapping[str, "Tensor"], version: int) -> _Report:
         if isinstance(self._engine, StagesWeights):
-            await self._engine.stage_weights(weights, version)
+            try:
+                await self._engine.stage_weights(self._here(weights), version)
+            except WeightsError:
+                await self._arrivals.keep_only(None)  # should they come again, they are brought again
+                raise
         return self._report()
 
     async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> _Report:
-        await self._engine.update_weights(weights, version)
+        here = self._here(weights)
+        await self._engine.update_weights(here, version)
+        if isinstance(here, WeightBundle):
+            await self._arrivals.keep_only(here)
         return self._report()
 
     async def sleep(self) -> None:
@@ -65,6 +84,10 @@ class _EngineHost:
 
     async def close(self) -> None:
         await self._engine.__aexit__(None, None, None)
+        self._arrivals.close()
+
+    def _here(self, weights: Mapping[str, "Tensor"]) -> Mapping[str, "Tensor"]:
+        return self._arrivals.local(weights) if isinstance(weights, WeightBundle) else weights
 
     def _report(self) -> _Report:
         return _Report(self._engine.policy_version, self._engine.stats())
@@ -139,11 +162,13 @@ class RayEngine:
         self._latest = await _answer_of(self._running.interrupt.remote())
 
     async def stage_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
-        """See `StagesWeights`. Of a bundle only the place is sent; its files must be seen where the actor lives."""
+        """See `StagesWeights`. Of a bundle only the place is sent, where the actor lives on a machine that sees it."""
+        await self._bring(weights)
         self._latest = await _answer_of(self._running.stage_weights.remote(weights, version))
 
     async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
         """See `Engine`."""
+        await self._bring(weights)
         self._latest = await _answer_of(self._running.update_weights.remote(weights, version))
 
     async def sleep(self) -> None:
@@ -163,6 +188,18 @@ class RayEngine:
         seen = self._latest.stats
         unseen = max(0, self._asked - seen.running - seen.waiting)
         return replace(seen, waiting=seen.waiting + unseen)
+
+    async def _bring(self, weights: Mapping[str, "Tensor"]) -> None:
+        """The files of a bundle to an actor on a machine that does not see them."""
+        if not isinstance(weights, WeightBundle) or not await _answer_of(self._running.misses.remote(weights)):
+            return
+        try:
+            for bucket in weights.manifest.buckets:
+                content = await asyncio.to_thread(reference_to, weights, bucket.file)
+                await _answer_of(self._running.take.remote(weights.manifest, bucket.file, content))
+            await _answer_of(self._running.taken.remote(weights.manifest))
+        except OSError as error:
+            raise WeightsError(f"{weights} could not be brought to the machine of an engine: {error}") from error
 
     @property
     def _running(self) -> Any:
