@@ -1,4 +1,5 @@
-"""What every engine must do, proved on each of them: local, scripted, over HTTP, and (mark `vllm`) vLLM.
+"""What every engine must do, proved on each of them: local, scripted, over HTTP, and (marks `slow`, `vllm`) in an actor
+of Ray, and vLLM.
 
 The truth is a plain forward pass of the same weights over the whole sequence, without any cache.
 """
@@ -19,7 +20,8 @@ from transformers import AutoModelForCausalLM
 from agentrl.engines.local import LocalEngine
 from agentrl.engines.openai import OpenAIEngine
 from agentrl.errors import EngineDeadError, EngineError
-from agentrl.protocols import Engine, GenerateRequest, SamplingParams
+from agentrl.plugins import Component
+from agentrl.protocols import Engine, GenerateRequest, Probed, SamplingParams
 from agentrl.testing.engines import NextLogits, ScriptedEngine
 from agentrl.testing.openai_server import serve_engine
 from agentrl.trajectory import Completion
@@ -167,8 +169,10 @@ class Served:
         return [task.result() for task in started]
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        while not condition():  # noqa: ASYNC110  (engines have no event for what tests wait for)
+        while not condition():  # engines have no event for what tests wait for
             await asyncio.sleep(0.001)
+            if isinstance(self.engine, Probed):
+                await self.engine.probe()  # its stats are as fresh as its last answer
 
     def assert_true(self, request: GenerateRequest, completion: Completion, tolerance: float = 1e-3) -> None:
         """Every token's logprob is that of a plain forward pass of the very weights it is stamped with."""
@@ -221,6 +225,16 @@ def vllm_engine(folder: Path, truth: Truth, **settings: Any) -> Engine:
     return VllmEngine(VllmEngine.Config(max_batch=MAX_BATCH, max_context=MAX_CONTEXT, **settings), folder)
 
 
+def ray_engine(folder: Path, truth: Truth, **settings: Any) -> Engine:
+    from agentrl.cluster.ray_cluster import join_ray
+    from agentrl.cluster.ray_engine import RayEngine
+    from agentrl.cluster.ray_placement import Anywhere
+
+    join_ray()
+    config = LocalEngine.Config(max_batch=MAX_BATCH, max_context=MAX_CONTEXT, **settings)
+    return RayEngine(Component("local", LocalEngine, config), folder, Anywhere().options("engine", 0))
+
+
 @asynccontextmanager
 async def engine_over_http(folder: Path, truth: Truth) -> AsyncIterator[Engine]:
     async with (
@@ -234,6 +248,7 @@ async def engine_over_http(folder: Path, truth: Truth) -> AsyncIterator[Engine]:
 ENGINES = [
     pytest.param(local_engine, id="local"),
     pytest.param(scripted_engine, id="scripted"),
+    pytest.param(ray_engine, id="ray", marks=pytest.mark.slow),
     pytest.param(vllm_engine, id="vllm", marks=pytest.mark.vllm),
 ]
 owns_its_weights = pytest.mark.parametrize("served", ENGINES, indirect=True, scope="module")
@@ -642,7 +657,7 @@ def test_kept_kv_is_its_own_request_s_only_and_every_version_tag_is_exact(keepin
     under, all of it must be; of later ones, none may be that was not kept.
     """
     engine, prefix = keeping.engine, prompt_of(150)
-    updates = {"LocalEngine": 30, "ScriptedEngine": 5, "VllmEngine": 100}[type(engine).__name__]
+    updates = {"LocalEngine": 30, "ScriptedEngine": 5, "RayEngine": 10, "VllmEngine": 100}[type(engine).__name__]
     played: list[tuple[GenerateRequest, Completion]] = []
 
     def sentinel(version: int) -> int:

@@ -3,10 +3,12 @@
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from agentrl.cluster.bundle import Manifest, WeightBundle
+from agentrl.cluster.ray_process import RayProcess, end
 from agentrl.cluster.ray_weights import Arrivals, reference_to
 from agentrl.cluster.time_share import Sleeper
 from agentrl.errors import EngineDeadError, WeightsError
@@ -32,16 +34,28 @@ class _Report:
 class _EngineHost:
     """The actor: an engine on the event loop of its process. Every answer brings what the engine is like."""
 
+    async def where(self) -> RayProcess:
+        return RayProcess.own()
+
     async def open(self, chosen: Component, model: Path) -> tuple[int, _Report]:
         self._arrivals = Arrivals()
+        self._begun: set[int] = set()
+        self._one_begins = asyncio.Condition()
         self._engine: Engine = chosen.make(model)
         await self._engine.__aenter__()
         return self._engine.max_context, self._report()
 
-    async def generate(self, request: GenerateRequest) -> tuple[Completion, _Report]:
+    async def generate(self, request: GenerateRequest, number: int, oldest: int) -> tuple[Completion, _Report]:
+        self._begun.add(number)
+        if len(self._begun) > _CALLS:
+            self._begun = {begun for begun in self._begun if begun >= oldest}
+        async with self._one_begins:
+            self._one_begins.notify_all()
         return await self._engine.generate(request), self._report()
 
-    async def interrupt(self) -> _Report:
+    async def interrupt(self, asked: frozenset[int]) -> _Report:
+        async with self._one_begins:  # Ray lets calls overtake each other
+            await self._one_begins.wait_for(lambda: asked <= self._begun)
         await self._engine.interrupt()
         return self._report()
 
@@ -104,9 +118,11 @@ class RayEngine:
         self._model = model
         self._options = options
         self._actor: Any = None
+        self._process: RayProcess | None = None
         self._max_context = 0
         self._latest = _Report(0, EngineStats(0, 0, 0, 0, 0))
-        self._asked = 0
+        self._numbers = count()
+        self._asked: set[int] = set()
 
     @property
     def policy_version(self) -> int:
@@ -124,6 +140,7 @@ class RayEngine:
         named = type("engine", (_EngineHost,), {})
         self._actor = ray.remote(named).options(**self._options, max_concurrency=_CALLS).remote()
         try:
+            self._process = await _answer_of(self._actor.where.remote())
             self._max_context, self._latest = await _answer_of(self._actor.open.remote(self._chosen, self._model))
         except BaseException:
             self._kill()
@@ -146,20 +163,21 @@ class RayEngine:
         """See `Engine`."""
         import ray
 
-        answer = self._running.generate.remote(request)
-        self._asked += 1
+        number = next(self._numbers)
+        self._asked.add(number)
+        answer = self._running.generate.remote(request, number, min(self._asked))
         try:
             completion, self._latest = await _answer_of(answer)
         except asyncio.CancelledError:
             ray.cancel(answer)
             raise
         finally:
-            self._asked -= 1
+            self._asked.discard(number)
         return cast(Completion, completion)
 
     async def interrupt(self) -> None:
         """See `Engine`."""
-        self._latest = await _answer_of(self._running.interrupt.remote())
+        self._latest = await _answer_of(self._running.interrupt.remote(frozenset(self._asked)))
 
     async def stage_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
         """See `StagesWeights`. Of a bundle only the place is sent, where the actor lives on a machine that sees it."""
@@ -186,7 +204,7 @@ class RayEngine:
     def stats(self) -> EngineStats:
         """See `Engine`."""
         seen = self._latest.stats
-        unseen = max(0, self._asked - seen.running - seen.waiting)
+        unseen = max(0, len(self._asked) - seen.running - seen.waiting)
         return replace(seen, waiting=seen.waiting + unseen)
 
     async def _bring(self, weights: Mapping[str, "Tensor"]) -> None:
@@ -208,11 +226,9 @@ class RayEngine:
         return self._actor
 
     def _kill(self) -> None:
-        import ray
-
         actor, self._actor = self._actor, None
-        if ray.is_initialized():
-            ray.kill(actor, no_restart=True)
+        end(actor, self._process)
+        self._process = None
 
 
 _CLOSE_SECONDS = 10.0

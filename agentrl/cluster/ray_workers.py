@@ -5,11 +5,11 @@ started, and has to be running then (`agentrl/cluster/ray_cluster.py`).
 """
 
 import asyncio
-import os
 from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl.cluster.ray_placement import Anywhere, Spots
+from agentrl.cluster.ray_process import RayProcess, end
 from agentrl.cluster.workers import LEASE_SECONDS, START_SECONDS, Make, Worker, WorkerGroup, start_all, under_lease
 from agentrl.errors import WorkerDiedError
 
@@ -17,9 +17,11 @@ from agentrl.errors import WorkerDiedError
 class _Host:
     """The actor: an object, and its methods by name."""
 
-    def make(self, make: Make, rank: int) -> int:
+    def where(self) -> RayProcess:
+        return RayProcess.own()
+
+    def make(self, make: Make, rank: int) -> None:
         self._made = make(rank)
-        return os.getpid()
 
     def call(self, method: str, *args: Any) -> Any:
         return getattr(self._made, method)(*args)
@@ -48,7 +50,9 @@ class RayWorkers:
         host = remote(max_restarts=0, concurrency_groups={"beside": 1})(named)
         worker = RayWorker(role, rank, host.options(**self.spots.options(role, rank)).remote(), self.lease)
         try:
-            worker.pid = await worker.ask(worker.actor.make.remote(make, rank))
+            worker.process = await worker.ask(worker.actor.where.remote())
+            await worker.ask(worker.actor.make.remote(make, rank))
+            worker.made = True
         except BaseException:
             await worker.stop()
             raise
@@ -63,7 +67,13 @@ class RayWorker:
     rank: int
     actor: Any
     lease: float
-    pid: int = 0
+    process: RayProcess | None = None
+    made: bool = False
+
+    @property
+    def pid(self) -> int:
+        """Of its process; 0 before it has one."""
+        return self.process.pid if self.process else 0
 
     async def call(self, method: str, *args: Any) -> Any:
         """Call a method of the object in the actor."""
@@ -89,20 +99,17 @@ class RayWorker:
         from ray.exceptions import RayActorError
 
         beat = self.actor.beat.options(concurrency_group="beside").remote()
-        patience = self.lease if self.pid else START_SECONDS
+        patience = self.lease if self.made else START_SECONDS
         try:
             await asyncio.wait_for(asyncio.wrap_future(beat.future()), patience)
         except TimeoutError as error:
             why = f"its process {self.pid} gave no sign of life for {patience:g} s (cluster.lease)"
-            if not self.pid:
+            if not self.process:
                 why = f"Ray found no place for it in {patience:g} s; `ray status` says what is free"
             raise WorkerDiedError(self.role, self.rank, why) from error
         except RayActorError as error:
             raise WorkerDiedError(self.role, self.rank, str(error).strip().splitlines()[0]) from error
 
     async def stop(self) -> None:
-        """Kill the actor. Ray kills by force what does not obey."""
-        import ray
-
-        if ray.is_initialized():
-            ray.kill(self.actor, no_restart=True)
+        """Kill the actor."""
+        end(self.actor, self.process)
