@@ -40,6 +40,8 @@ COMPONENTS = {
 """What the processes of a component are called by Ray."""
 HELPERS = {"critic rank": "critic_1", "reference rank": "reference_1"}
 """The same, where an algorithm asks for them."""
+# Started from a background job, this process and its children would ignore SIGINT.
+START = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from agentrl.cli import main; main()"
 CONFIG = """
 steps: 1000000
 env: frozen_lake
@@ -115,7 +117,7 @@ class Running:
         arguments = ["--resume", str(self.folder)] if resume else [str(config), f"run_dir={self.folder}"]
         with self._log.open("a") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", "from agentrl.cli import main; main()", "train", *arguments, *self.overrides],
+                [sys.executable, "-c", START, "train", *arguments, *self.overrides],
                 cwd=ROOT,
                 stdout=log,
                 stderr=subprocess.STDOUT,

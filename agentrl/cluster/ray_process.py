@@ -1,7 +1,7 @@
 """The process of a Ray actor, and its end.
 
-Ray asks an actor to go, and does not always kill one that cannot answer: a process that is stopped, or hangs in a call
-that never returns, may stay and keep its devices' memory. So who started it kills it, too.
+Ray first asks an actor to go, and kills one that cannot answer some seconds later. Until then it keeps its devices'
+memory, which the one in its place needs. So who started it kills it at once.
 """
 
 import os
