@@ -247,7 +247,7 @@ def test_it_keeps_the_contract(make):
     check_env(make, seeds=(0,), deadline=60.0)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_taskset_of_the_newer_verifiers_is_played_by_its_own_harness_and_paid_by_its_rewards(hub):
     env: Any = env_factory("verifiers:sums", requires=["verifiers==0.4.0", "uv", "./my_tasks"])()
     question = begin(env)
