@@ -5,6 +5,9 @@ in one process.
 import json
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -69,6 +72,22 @@ def test_a_run_that_loses_a_node_in_the_middle_finishes(nodes: Any, kind: signal
     for process in lost:
         if kind is signal.SIGSTOP and process.is_running():
             os.kill(process.pid, signal.SIGKILL)
+
+
+def test_nothing_of_ray_outlives_who_has_started_it(tmp_path: Path) -> None:
+    script = "from agentrl.cluster.ray_cluster import join_ray; join_ray(); print('ready', flush=True); input()"
+    driver = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tmp_path
+    )
+    with driver:
+        assert driver.stdout is not None
+        assert driver.stdout.readline() == "ready\n"
+        time.sleep(1)  # Ray starts its agents beside
+        started = psutil.Process(driver.pid).children(recursive=True)
+        assert any("Agent" in " ".join(process.cmdline()) for process in started)
+        driver.kill()
+    _, alive = psutil.wait_procs(started, timeout=20)
+    assert [process.cmdline() for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
 
 
 @pytest.mark.long

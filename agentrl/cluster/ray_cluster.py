@@ -95,8 +95,35 @@ def join_ray(address: str = "", **options: Any) -> None:
         else:
             with _inherited_path():
                 ray.init("local", log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR, **options)
+            _end_agents_with_us()
     except ConnectionError as error:
         raise ConfigError(f"no Ray cluster at {address!r} (cluster.address): {error}") from error
+
+
+_REAPER = """
+read -r _
+while readlink "/proc/$1/exe"; do sleep 0.2; done >/dev/null 2>&1
+for process in /proc/[0-9]*; do
+    grep -q "^ray::" "$process/cmdline" && ls -l "$process/fd" | grep -qF "$2" && kill -9 "${process#/proc/}"
+done 2>/dev/null
+"""
+"""Reads until the pipe from us closes, whatever we died of, waits until Ray's node has ended, and kills those of Ray's
+processes that are left and have the node's log open.
+"""
+
+
+def _end_agents_with_us() -> None:
+    """When this process is killed, Ray's node ends, and the node's agents stay: a shell that outlives us kills them."""
+    import psutil  # Ray brings it
+
+    reading, _ = os.pipe()  # the other end is ours for as long as we live
+    for raylet in [child.pid for child in psutil.Process().children() if child.name() == "raylet"]:
+        log = os.readlink(f"/proc/{raylet}/fd/1")
+        files: list[tuple[Any, ...]] = [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_WRONLY, 0) for number in (1, 2)]
+        files.append((os.POSIX_SPAWN_DUP2, reading, 0))
+        command = ["/bin/sh", "-c", _REAPER, "sh", str(raylet), log]
+        os.posix_spawn(command[0], command, os.environ, file_actions=files, setsid=True)
+    os.close(reading)
 
 
 @contextmanager
