@@ -15,9 +15,10 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.chaos import CONFIG, RECOVERY_SECONDS, Running, finish
+from tests.chaos import CONFIG, PHASES, RECOVERY_SECONDS, Running, finish
 
 pytestmark = pytest.mark.slow
+OF_CI = ("generating", signal.SIGKILL)
 ENVIRONMENT = {
     "RAY_health_check_initial_delay_ms": "2000",  # how soon a node that says nothing is taken for dead
     "RAY_health_check_period_ms": "1000",
@@ -52,8 +53,17 @@ def workers_of(raylet: int) -> list[psutil.Process]:
     return [child for child in children if " ".join(child.cmdline()).startswith("ray::")]
 
 
-@pytest.mark.parametrize("kind", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.chaos)])
-def test_a_run_that_loses_a_node_in_the_middle_finishes(nodes: Any, kind: signal.Signals, run: Running) -> None:
+@pytest.mark.parametrize(
+    ("phase", "kind"),
+    [
+        pytest.param(phase, kind, marks=() if (phase, kind) == OF_CI else pytest.mark.chaos)
+        for phase in PHASES
+        for kind in (signal.SIGKILL, signal.SIGSTOP)
+    ],
+)
+def test_a_run_that_loses_a_node_in_the_middle_finishes(
+    nodes: Any, phase: str, kind: signal.Signals, run: Running
+) -> None:
     run.overrides = ["cluster.env_workers=2", f"cluster.address={nodes.address}"]
     run.start()
     run.wait_for("first step", lambda: run.steps() >= 2, 180)
@@ -61,12 +71,12 @@ def test_a_run_that_loses_a_node_in_the_middle_finishes(nodes: Any, kind: signal
     raylet = node.all_processes["raylet"][0].process.pid
     lost = workers_of(raylet)
     assert lost, "nothing of the run lives on the second node"
-    with run.in_phase("generating"):
+    with run.in_phase(phase):
         for process in [psutil.Process(raylet), *(lost if kind is signal.SIGSTOP else [])]:
             process.send_signal(kind)
         before = run.steps()
     seconds = run.wait_for("recovery of a lost node", lambda: run.steps() >= before + 2, RECOVERY_SECONDS)
-    print(f"a node was lost ({kind.name}) with {len(lost)} workers: two more steps after {seconds:.1f} s")
+    print(f"node / {phase} / {kind.name} with {len(lost)} workers: two more steps after {seconds:.1f} s")
     run.stop()
     finish(run)
     for process in lost:
