@@ -122,7 +122,9 @@ class Served:
     def __enter__(self) -> "Served":
         self.engine = self._runner.run(self._entered.__aenter__())
         # Long enough for several updates to fall into it; another process goes on while new weights are written.
-        self.long = 80 if isinstance(self.engine, LocalEngine | ScriptedEngine) else 190
+        here = isinstance(self.engine, LocalEngine | ScriptedEngine)
+        self.long = 80 if here else 190
+        self.arrival = 0.02 if here else 0.5  # seconds until a request is there for certain
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -230,7 +232,7 @@ def ray_engine(folder: Path, truth: Truth, **settings: Any) -> Engine:
     from agentrl.cluster.ray_engine import RayEngine
     from agentrl.cluster.ray_placement import Anywhere
 
-    join_ray()
+    join_ray(num_cpus=2, num_gpus=8, resources={"accelerator_type:H100": 1})  # not there: as test_ray_placement
     config = LocalEngine.Config(max_batch=MAX_BATCH, max_context=MAX_CONTEXT, **settings)
     return RayEngine(Component("local", LocalEngine, config), folder, Anywhere().options("engine", 0))
 
@@ -410,9 +412,9 @@ def test_the_lower_priority_number_is_served_first(served: Served) -> None:
             ]
             await served.until(lambda: served.engine.stats().running == MAX_BATCH)
             late = tasks.create_task(noted("priority 5", served.request(prompt_of(10), 3, priority=5)))
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(served.arrival)
             soon = tasks.create_task(noted("priority 1", served.request(prompt_of(10), 3, priority=1)))
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(served.arrival)
             full[0].cancel()
             await soon
             await late

@@ -91,7 +91,7 @@ class FarEngine(LocalEngine):
 def test_engines_that_do_not_see_the_files_get_them_through_the_object_store(
     shallow_model_dir: Path, tmp_path: Path
 ) -> None:
-    join_ray()
+    join_ray(num_cpus=2, num_gpus=8, resources={"accelerator_type:H100": 1})  # not there: as test_ray_placement
     published, here_before = tmp_path / "published", set(SHARED.iterdir())
     published.mkdir()
     config = FarEngine.Config(max_batch=2, max_context=64, device="cpu", hidden=published)

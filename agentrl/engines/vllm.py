@@ -116,6 +116,7 @@ class VllmEngine:
     async def __aenter__(self) -> Self:
         self._shapes = weight_shapes(self._folder)
         llm = self._llm = await self._started()
+        llm._run_output_handler()  # it does so by itself only where it is made on the event loop
         config = llm.model_config
         self._max_context = config.max_model_len
         self._vocab_size = config.get_vocab_size()
