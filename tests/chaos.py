@@ -40,8 +40,14 @@ COMPONENTS = {
 """What the processes of a component are called by Ray."""
 HELPERS = {"critic rank": "critic_1", "reference rank": "reference_1"}
 """The same, where an algorithm asks for them."""
-# Started from a background job, this process and its children would ignore SIGINT.
-START = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from agentrl.cli import main; main()"
+# Started from a background job, this process and its children would ignore SIGINT. SIGUSR1 asks where they are.
+START = """
+import faulthandler, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+faulthandler.register(signal.SIGUSR1)
+from agentrl.cli import main
+main()
+"""
 CONFIG = """
 steps: 1000000
 env: frozen_lake
@@ -206,7 +212,13 @@ class Running:
         assert self.process is not None
         self.seen += self.processes()
         self.process.send_signal(signal.SIGINT)
-        assert self.process.wait(RECOVERY_SECONDS) == 130, self.log[-6000:]
+        try:
+            code = self.process.wait(RECOVERY_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGUSR1)
+            time.sleep(1)
+            raise AssertionError(f"it did not stop within {RECOVERY_SECONDS:g} s:\n{self.log[-12000:]}") from None
+        assert code == 130, self.log[-6000:]
 
     def end(self) -> None:
         """Stop it, and see that nothing is left of it."""

@@ -589,6 +589,24 @@ def test_an_interrupt_ends_who_waits_and_who_has_only_just_come(served: Served) 
 
 
 @owns_its_weights
+def test_an_interrupt_does_not_wait_for_who_goes_meanwhile(served: Served) -> None:
+    async def main() -> None:
+        requests = [
+            asyncio.create_task(served.engine.generate(served.request(prompt_of(10, i), 200))) for i in range(200)
+        ]
+        await asyncio.sleep(0)
+        interrupt = asyncio.create_task(served.engine.interrupt())
+        await asyncio.sleep(0)
+        for request in requests:
+            request.cancel()
+        async with asyncio.timeout(30):
+            await interrupt
+            await asyncio.wait(requests)
+
+    served.run(main())
+
+
+@owns_its_weights
 def test_new_weights_after_an_interrupt_sample_the_rest(served: Served) -> None:
     request = served.request(prompt_of(20), served.long)
 

@@ -123,6 +123,36 @@ def test_a_trainer_that_does_not_answer_ends_the_run_at_its_deadline() -> None:
         run_virtual(main)
 
 
+def test_ranks_that_die_while_the_run_is_stopped_are_not_started_anew() -> None:
+    class Deaf(Summing):
+        async def weights(self) -> Any:
+            try:
+                await asyncio.sleep(1e9)
+            except asyncio.CancelledError:
+                raise WorkerDiedError("trainer", 1, "killed by the same Ctrl-C") from None
+
+    made: list[Deaf] = []
+
+    def make() -> Deaf:
+        made.append(Deaf([], [0]))
+        return made[-1]
+
+    async def train() -> None:
+        async with RecoveringTrainer(make, lambda: None) as trainer:
+            await trainer.weights()
+
+    async def main() -> None:
+        run = asyncio.create_task(train())
+        await asyncio.sleep(1)
+        trainers = len(made)
+        run.cancel()
+        await asyncio.wait({run}, timeout=1)
+        assert run.cancelled()
+        assert len(made) == trainers
+
+    run_virtual(main)
+
+
 @pytest.mark.slow
 def test_real_ranks_that_are_killed_and_stopped_cost_no_step_and_change_no_weight(
     shallow_model_dir: Path, tmp_path: Path

@@ -4,15 +4,17 @@ import asyncio
 import os
 import signal
 import time
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
 
 from agentrl.cluster.local_workers import start_local
 from agentrl.cluster.ray_cluster import join_ray
-from agentrl.cluster.ray_workers import RayWorkers
+from agentrl.cluster.ray_workers import RayWorker, RayWorkers
 from agentrl.cluster.workers import StartWorkers
 from agentrl.errors import ConfigError, WorkerDiedError
 from agentrl.flow import Flow
@@ -126,3 +128,22 @@ def test_where_a_worker_has_died_nobody_blames_those_who_lost_it(start: StartWor
         await group.stop()
 
     asyncio.run(main())
+
+
+def test_a_cancellation_that_comes_with_a_sign_of_life_is_none_the_less() -> None:
+    async def main(rounds: int) -> bool:
+        sign: Future[None] = Future()
+        actor = Mock()
+        actor.beat.options.return_value.remote.return_value.future.return_value = sign
+        check = asyncio.create_task(RayWorker("env", 0, actor, LEASE, made=True).check())
+        await asyncio.sleep(0)
+        sign.set_result(None)
+        for _ in range(rounds):
+            await asyncio.sleep(0)
+        cancelled = check.cancel()
+        await asyncio.wait({check})
+        assert check.cancelled() is cancelled
+        return cancelled
+
+    outcomes = [asyncio.run(main(rounds)) for rounds in range(10)]
+    assert set(outcomes) == {False, True}

@@ -46,12 +46,16 @@ class _EngineHost:
         return self._engine.max_context, self._report()
 
     async def generate(self, request: GenerateRequest, number: int, oldest: int) -> tuple[Completion, _Report]:
+        await self.begins(number, oldest)
+        return await self._engine.generate(request), self._report()
+
+    async def begins(self, number: int, oldest: int) -> None:
+        """Nobody has to wait for this request any more: it begins, or was withdrawn and may never."""
         self._begun.add(number)
         if len(self._begun) > _CALLS:
             self._begun = {begun for begun in self._begun if begun >= oldest}
         async with self._one_begins:
             self._one_begins.notify_all()
-        return await self._engine.generate(request), self._report()
 
     async def interrupt(self, asked: frozenset[int]) -> _Report:
         async with self._one_begins:  # Ray lets calls overtake each other
@@ -163,13 +167,15 @@ class RayEngine:
         """See `Engine`."""
         import ray
 
-        number = next(self._numbers)
+        actor, number = self._running, next(self._numbers)
         self._asked.add(number)
-        answer = self._running.generate.remote(request, number, min(self._asked))
+        oldest = min(self._asked)
+        answer = actor.generate.remote(request, number, oldest)
         try:
             completion, self._latest = await _answer_of(answer)
         except asyncio.CancelledError:
             ray.cancel(answer)
+            actor.begins.remote(number, oldest)  # an interrupt may be waiting for it
             raise
         finally:
             self._asked.discard(number)

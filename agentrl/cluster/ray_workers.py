@@ -101,7 +101,9 @@ class RayWorker:
         beat = self.actor.beat.options(concurrency_group="beside").remote()
         patience = self.lease if self.made else START_SECONDS
         try:
-            await asyncio.wait_for(asyncio.wrap_future(beat.future()), patience)
+            # Not by `wait_for`: before Python 3.12 it loses a cancellation that comes together with the answer.
+            async with asyncio.timeout(patience):
+                await asyncio.wrap_future(beat.future())
         except TimeoutError as error:
             why = f"its process {self.pid} gave no sign of life for {patience:g} s (cluster.lease)"
             if not self.process:

@@ -137,6 +137,8 @@ class RecoveringTrainer:
                 async with asyncio.timeout(self._deadline):
                     return await call(self._trainer or await self._begin())
             except WorkerDiedError as error:
+                if _is_cancelled():  # what ends the run may end the ranks too, and the death was seen first
+                    raise asyncio.CancelledError from error
                 if self._restarts_left == 0:
                     raise
                 self._restarts_left -= 1
@@ -169,6 +171,11 @@ class RecoveringTrainer:
         newest = self._latest()
         saved = newest[0] if newest else 0
         self._since = {number: step for number, step in self._since.items() if number >= saved}
+
+
+def _is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 async def _nothing() -> Any:
