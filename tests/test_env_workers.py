@@ -89,6 +89,38 @@ def test_a_worker_that_dies_or_hangs_costs_its_episode_and_another_takes_its_pla
     assert not alive
 
 
+def test_an_episode_does_not_wait_for_a_worker_on_a_machine_that_has_vanished(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its connections stay open, and nobody can kill it: here it is stopped, and not killed."""
+    left: list[int] = []
+    monkeypatch.setattr(ProcessWorker, "stop", _forgotten)
+
+    async def main() -> None:
+        async with env_workers(partial(ProcessWorker.start, lease=LEASE), 1, worker_of(telling)) as make:
+            env = make()
+            left.append(int((await env.reset(seed=1, options={}))[0]))
+            os.kill(left[0], signal.SIGSTOP)
+            async with asyncio.timeout(3 * LEASE):
+                with pytest.raises(EnvError):
+                    await env.step("on")
+            async with asyncio.timeout(60):
+                left.append(int((await env.reset(seed=1, options={}))[0]))
+            assert (await env.step("go"))[0] == f"{left[1]} go"
+            await env.close()
+
+    try:
+        asyncio.run(main())
+    finally:
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+
+
+async def _forgotten(worker: ProcessWorker) -> None:
+    """Instead of killing it."""
+    worker._executor.shutdown(wait=False)
+
+
 def test_workers_that_are_killed_again_and_again_end_nothing_while_episodes_begin_on_them() -> None:
     async def main() -> None:
         async with env_workers(ProcessWorker.start, 1, worker_of(telling)) as make:

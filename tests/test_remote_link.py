@@ -218,3 +218,34 @@ def test_a_server_that_does_not_answer_costs_one_at_a_time_and_serves_again_when
 
     with served(Counting) as server:
         asyncio.run(main(server.url))
+
+
+@pytest.mark.parametrize("connected", [False, True])
+def test_who_waits_for_a_server_that_is_gone_is_told_at_once_and_its_address_can_be_used_again(connected):
+    async def silent(client: ServerConnection) -> None:
+        await client.wait_closed()
+
+    async def ask(url: str) -> None:
+        with pytest.raises(EnvError, match="is gone|the connection ended"):
+            await RemoteEnv([url]).reset(seed=1, options={})
+
+    async def main() -> None:
+        async with asyncio.timeout(5), serve(silent, "127.0.0.1", 0) as server:
+            port = next(iter(server.sockets)).getsockname()[1]
+            url = f"http://127.0.0.1:{port}"
+            async with asyncio.TaskGroup() as group:
+                for _ in range(3):
+                    group.create_task(ask(url))
+                there = link.link_to(url, None)
+                while connected and (there._line is None or not there._line.is_open):
+                    await asyncio.sleep(0.01)
+                await asyncio.sleep(0)
+                link.end_link(url, None)
+            assert there.sessions == 0
+            with pytest.raises(EnvError, match="its server is gone"):
+                await there.ask("open")
+        async with asyncio.timeout(5), serve(_farewell, "127.0.0.1", port):
+            with pytest.raises(EnvError, match="1011 tired"):
+                await RemoteEnv([url]).reset(seed=1, options={})
+
+    asyncio.run(main())

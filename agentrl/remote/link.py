@@ -22,7 +22,7 @@ from websockets.protocol import State
 from websockets.uri import parse_uri
 
 from agentrl.errors import ConfigError, EnvError
-from agentrl.flow import now
+from agentrl.flow import Flow, now
 from agentrl.remote.protocol import SOCKET_PATH, TOKEN_VARIABLE, Reply, packed
 
 REST_SECONDS = 5.0
@@ -61,6 +61,8 @@ class Link:
         self._token = token
         self._line: _Line | None = None
         self._connecting = asyncio.Lock()
+        self._opening: asyncio.Task[_Line] | None = None
+        self._has_ended = False
         self._numbers = itertools.count(1)
 
     @property
@@ -109,13 +111,29 @@ class Link:
         if self.sessions == 0 and self._line is not None and not self._connecting.locked():
             await self._line.close()
 
+    def end(self) -> None:
+        """The server is gone, whatever its machine still says: tell those who wait for it, and who will ask, at once."""
+        self._has_ended = True
+        if self._opening is not None:
+            self._opening.cancel()
+        if self._line is not None:
+            self._line.abort()
+
     async def _connected(self) -> "_Line":
         if self._line is not None and self._line.is_open:
             return self._line
         async with self._connecting:
             if self._line is None or not self._line.is_open:  # another may have come first
-                self._line = await _connect(self.url, self._token)
+                self._line = await self._opened()
             return self._line
+
+    async def _opened(self) -> "_Line":
+        if not self._has_ended:
+            async with Flow("connection") as flow:
+                self._opening = flow.start(_connect(self.url, self._token), name=self.url)
+            if not self._opening.cancelled():
+                return self._opening.result()
+        raise _LostError("its server is gone")
 
 
 _links: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, str | None], Link]] = WeakKeyDictionary()
@@ -126,6 +144,13 @@ def link_to(url: str, token: str | None) -> Link:
     """The link of this loop to the server at `url`."""
     links = _links.setdefault(asyncio.get_running_loop(), {})
     return links.setdefault((url, token), Link(url, token))
+
+
+def end_link(url: str, token: str | None) -> None:
+    """End the link of this loop to a server that is gone; one that comes up at the same address is another."""
+    link = _links.get(asyncio.get_running_loop(), {}).pop((url, token), None)
+    if link is not None:
+        link.end()
 
 
 def _encoded(number: int, op: str, what: Mapping[str, Any]) -> bytes:
@@ -189,6 +214,8 @@ class _Line(asyncio.Protocol):
 
     async def ask(self, number: int, message: bytes, max_bytes: int) -> Reply:
         """The answer of request `number`. Raises `_LostError` where the line ends before it came."""
+        if not self.is_open:  # it may end as soon as it was opened
+            raise _LostError(f"the connection ended ({self._reason(None)})")
         future: asyncio.Future[Reply] = self._loop.create_future()
         self._waiting[number] = future
         try:

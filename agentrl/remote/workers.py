@@ -19,7 +19,7 @@ from agentrl.errors import WorkerDiedError
 from agentrl.flow import Flow
 from agentrl.protocols import Env, ResetResult
 from agentrl.remote.client import RemoteEnv
-from agentrl.remote.link import UnreachableError
+from agentrl.remote.link import UnreachableError, end_link
 from agentrl.remote.server import EnvServer
 from agentrl.remote.sessions import Limits
 
@@ -70,7 +70,7 @@ async def env_workers(
         WorkerDiedError: the workers of a rank die as soon as they live.
     """
     token = secrets.token_urlsafe()
-    pool = _Pool(start, partial(make, token))
+    pool = _Pool(start, partial(make, token), token)
     async with Flow("env workers") as flow:
         for rank in range(count):
             flow.start(pool.keep(rank), name=str(rank))
@@ -104,9 +104,10 @@ class _WorkerEnv(RemoteEnv):
 class _Pool:
     """The addresses of the workers that live."""
 
-    def __init__(self, start: StartWorker, make: Callable[[int], EnvWorker]) -> None:
+    def __init__(self, start: StartWorker, make: Callable[[int], EnvWorker], token: str) -> None:
         self._start = start
         self._make = make
+        self._token = token
         self._urls: dict[int, str] = {}
         self._one_lives = asyncio.Event()
         self._died_at_once: Counter[int] = Counter()
@@ -142,6 +143,6 @@ class _Pool:
             await worker.call("serve")
             raise WorkerDiedError("env", rank, "its server ended")
         finally:
-            del self._urls[rank]
+            end_link(self._urls.pop(rank), self._token)  # a machine that has vanished does not say so to who waits
             if not self._urls:
                 self._one_lives.clear()
