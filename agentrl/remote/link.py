@@ -112,7 +112,7 @@ class Link:
             await self._line.close()
 
     def end(self) -> None:
-        """The server is gone, whatever its machine still says: tell those who wait for it, and who will ask, at once."""
+        """The server is gone, whatever its machine says: those who wait for it, and who will ask, are told at once."""
         self._has_ended = True
         if self._opening is not None:
             self._opening.cancel()
