@@ -41,6 +41,7 @@ def train(*arguments: str, cwd: Path) -> dict:
     process = start(*arguments, cwd=cwd)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
+    assert "Traceback" not in output  # nor does anything go wrong at the very end, which has no effect
     return json.loads((cwd / "run" / "summary.json").read_text())
 
 

@@ -115,7 +115,7 @@ class VllmEngine:
 
     async def __aenter__(self) -> Self:
         self._shapes = weight_shapes(self._folder)
-        llm = self._llm = await self._started()
+        llm = await self._started()
         llm._run_output_handler()  # it does so by itself only where it is made on the event loop
         config = llm.model_config
         self._max_context = config.max_model_len
@@ -263,20 +263,20 @@ class VllmEngine:
         """It, from a thread: the event loop serves others meanwhile. It cannot be broken off, and is ended then."""
         starting = asyncio.get_running_loop().run_in_executor(None, self._start)
         try:
-            return await asyncio.shield(starting)
+            await asyncio.shield(starting)
         except asyncio.CancelledError:
             await asyncio.wait({starting})
             if not starting.exception():
-                self._llm = starting.result()
                 await self.__aexit__()
             raise
-        finally:
-            del starting  # a traceback would keep the engine
+        assert self._llm is not None
+        return self._llm
 
-    def _start(self) -> "AsyncLLM":
+    def _start(self) -> None:
+        """Returns nothing: some import of vLLM's keeps the frames that called it, and with them what they return."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what vLLM's imports warn about is not the user's to mend
-            return self._made()
+            self._llm = self._made()
 
     def _made(self) -> "AsyncLLM":
         # Read by vLLM when it is imported, here and in its processes; what the user has set stands.
