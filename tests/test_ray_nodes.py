@@ -3,12 +3,13 @@ in one process.
 """
 
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,13 @@ def workers_of(raylet: int) -> list[psutil.Process]:
     return [child for child in children if " ".join(child.cmdline()).startswith("ray::")]
 
 
+def kill(processes: list[psutil.Process]) -> None:
+    """Those that are left: a stopped one does not end with its node."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
 @pytest.mark.parametrize(
     ("phase", "kind"),
     [
@@ -62,7 +70,7 @@ def workers_of(raylet: int) -> list[psutil.Process]:
     ],
 )
 def test_a_run_that_loses_a_node_in_the_middle_finishes(
-    nodes: Any, phase: str, kind: signal.Signals, run: Running
+    nodes: Any, phase: str, kind: signal.Signals, run: Running, request: pytest.FixtureRequest
 ) -> None:
     run.overrides = ["cluster.env_workers=2", f"cluster.address={nodes.address}"]
     run.start()
@@ -71,6 +79,7 @@ def test_a_run_that_loses_a_node_in_the_middle_finishes(
     raylet = node.all_processes["raylet"][0].process.pid
     lost = workers_of(raylet)
     assert lost, "nothing of the run lives on the second node"
+    request.addfinalizer(partial(kill, lost))
     with run.in_phase(phase):
         for process in [psutil.Process(raylet), *(lost if kind is signal.SIGSTOP else [])]:
             process.send_signal(kind)
@@ -79,9 +88,6 @@ def test_a_run_that_loses_a_node_in_the_middle_finishes(
     print(f"node / {phase} / {kind.name} with {len(lost)} workers: two more steps after {seconds:.1f} s")
     run.stop()
     finish(run)
-    for process in lost:
-        if kind is signal.SIGSTOP and process.is_running():
-            os.kill(process.pid, signal.SIGKILL)
 
 
 def test_nothing_of_ray_outlives_who_has_started_it(tmp_path: Path) -> None:
