@@ -228,11 +228,11 @@ def vllm_engine(folder: Path, truth: Truth, **settings: Any) -> Engine:
 
 
 def ray_engine(folder: Path, truth: Truth, **settings: Any) -> Engine:
-    from agentrl.cluster.ray_cluster import join_ray
     from agentrl.cluster.ray_engine import RayEngine
     from agentrl.cluster.ray_placement import Anywhere
+    from tests.shared_ray import join_shared_ray
 
-    join_ray(num_cpus=2, num_gpus=8, resources={"accelerator_type:H100": 1})  # not there: as test_ray_placement
+    join_shared_ray()
     config = LocalEngine.Config(max_batch=MAX_BATCH, max_context=MAX_CONTEXT, **settings)
     return RayEngine(Component("local", LocalEngine, config), folder, Anywhere().options("engine", 0))
 

@@ -13,13 +13,13 @@ import psutil
 import pytest
 
 from agentrl.cluster.local_workers import ProcessWorker
-from agentrl.cluster.ray_cluster import join_ray
 from agentrl.cluster.ray_workers import RayWorkers
 from agentrl.cluster.workers import StartWorker
 from agentrl.errors import ConfigError, EnvError, WorkerDiedError
 from agentrl.protocols import ResetResult, StepResult
 from agentrl.remote.sessions import Limits
 from agentrl.remote.workers import EnvWorker, env_workers
+from tests.shared_ray import join_shared_ray
 
 pytestmark = pytest.mark.slow
 LEASE = 2.0
@@ -60,7 +60,7 @@ def worker_of(make: Callable[[], Callable[[], Telling]]) -> Callable[[str, int],
 def start(request: pytest.FixtureRequest) -> StartWorker:
     if request.param == "local":
         return partial(ProcessWorker.start, lease=LEASE)
-    join_ray(num_cpus=2, num_gpus=8, resources={"accelerator_type:H100": 1})  # not there: as test_ray_placement
+    join_shared_ray()
     return RayWorkers(lease=LEASE).one
 
 

@@ -10,12 +10,12 @@ import pytest
 from agentrl.cluster import ray_placement
 from agentrl.cluster.devices import Inventory, gpu_named
 from agentrl.cluster.placement import DeviceMap, Replica
-from agentrl.cluster.ray_cluster import join_ray
 from agentrl.cluster.ray_placement import gpus_of_ray, reserved
 from agentrl.cluster.ray_workers import RayWorkers
 from agentrl.config import load_config
 from agentrl.errors import ConfigError
 from agentrl.recipes.placed import open_cluster
+from tests.shared_ray import join_shared_ray
 
 pytestmark = pytest.mark.slow
 EIGHT = Inventory(gpu_named("H100"), per_node=8)
@@ -33,7 +33,7 @@ class Seeing:
 
 @pytest.fixture(autouse=True)
 def ray_with_gpus() -> None:
-    join_ray(num_cpus=2, num_gpus=8, resources={"accelerator_type:H100": 1})
+    join_shared_ray()
 
 
 def test_each_replica_sees_the_devices_of_its_map_and_nobody_else_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:

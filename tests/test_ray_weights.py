@@ -12,7 +12,6 @@ import torch
 
 from agentrl.cluster import ray_weights
 from agentrl.cluster.bundle import BundlePlace, WeightBundle
-from agentrl.cluster.ray_cluster import join_ray
 from agentrl.cluster.ray_engine import RayEngine
 from agentrl.cluster.ray_placement import Anywhere
 from agentrl.cluster.ray_weights import Arrivals
@@ -25,6 +24,7 @@ from agentrl.rollout.router import Router
 from agentrl.sandbox import kernel
 from agentrl.testing.trainers import LOSS, random_batches
 from agentrl.trainers.local import LocalTrainer
+from tests.shared_ray import join_shared_ray
 
 SHARED = Path("/dev/shm")
 
@@ -91,7 +91,7 @@ class FarEngine(LocalEngine):
 def test_engines_that_do_not_see_the_files_get_them_through_the_object_store(
     shallow_model_dir: Path, tmp_path: Path
 ) -> None:
-    join_ray(num_cpus=2, num_gpus=8, resources={"accelerator_type:H100": 1})  # not there: as test_ray_placement
+    join_shared_ray()
     published, here_before = tmp_path / "published", set(SHARED.iterdir())
     published.mkdir()
     config = FarEngine.Config(max_batch=2, max_context=64, device="cpu", hidden=published)

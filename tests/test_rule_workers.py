@@ -9,13 +9,13 @@ import psutil
 import pytest
 
 from agentrl.cluster.local_workers import ProcessWorker
-from agentrl.cluster.ray_cluster import join_ray
 from agentrl.cluster.ray_workers import RayWorkers
 from agentrl.cluster.workers import StartWorker
 from agentrl.errors import RewardError
 from agentrl.flow import Flow
 from agentrl.rollout.rule_pool import RulePoolConfig
 from agentrl.rollout.rule_workers import RuleWorkers
+from tests.shared_ray import join_shared_ray
 
 pytestmark = pytest.mark.slow
 LEASE = 2.0
@@ -39,7 +39,7 @@ def hang(number: int) -> None:
 def start(request: pytest.FixtureRequest) -> StartWorker:
     if request.param == "local":
         return partial(ProcessWorker.start, lease=LEASE)
-    join_ray(num_cpus=2, num_gpus=8, resources={"accelerator_type:H100": 1})  # not there: as test_ray_placement
+    join_shared_ray()
     return RayWorkers(lease=LEASE).one
 
 

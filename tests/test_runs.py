@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from agentrl.rollout.ledger import Ledger
+from tests.chaos import START
 
 ROOT = Path(__file__).parent.parent
 SMALL = [
@@ -28,11 +29,7 @@ SMALL = [
 
 
 def start(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
-    # Started from a background job, this process and its children would ignore SIGINT.
-    code = (
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from agentrl.cli import main; main()"
-    )
-    command = [sys.executable, "-c", code, "train", *arguments]
+    command = [sys.executable, "-c", START, "train", *arguments]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 

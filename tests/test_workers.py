@@ -13,11 +13,11 @@ import psutil
 import pytest
 
 from agentrl.cluster.local_workers import start_local
-from agentrl.cluster.ray_cluster import join_ray
 from agentrl.cluster.ray_workers import RayWorker, RayWorkers
 from agentrl.cluster.workers import StartWorkers
 from agentrl.errors import ConfigError, WorkerDiedError
 from agentrl.flow import Flow
+from tests.shared_ray import join_shared_ray
 
 
 class Counter:
@@ -58,7 +58,7 @@ LEASE = 2.0
 def start(request: pytest.FixtureRequest) -> StartWorkers:
     if request.param == "local":
         return partial(start_local, lease=LEASE)
-    join_ray(num_cpus=2, num_gpus=8, resources={"accelerator_type:H100": 1})  # not there: as test_ray_placement
+    join_shared_ray()
     return RayWorkers(lease=LEASE)
 
 
