@@ -4,7 +4,7 @@ import asyncio
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from agentrl.cluster.bundle import BundlePlace, WeightBundle
 from agentrl.cluster.ray_engine import RayEngine
 from agentrl.cluster.ray_placement import Anywhere
 from agentrl.cluster.ray_weights import Arrivals
+from agentrl.cluster.store import SHARED_MEMORY
 from agentrl.cluster.weights import WeightPublisher, WeightsConfig
 from agentrl.engines.local import LocalEngine
 from agentrl.errors import WeightsError
@@ -25,8 +26,6 @@ from agentrl.sandbox import kernel
 from agentrl.testing.trainers import LOSS, random_batches
 from agentrl.trainers.local import LocalTrainer
 from tests.shared_ray import join_shared_ray
-
-SHARED = Path("/dev/shm")
 
 
 def written(folder: Path, version: int = 1) -> WeightBundle:
@@ -78,7 +77,8 @@ class FarEngine(LocalEngine):
 
     async def stage_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         assert isinstance(weights, WeightBundle)
-        assert weights.folder.parent.parent == SHARED
+        assert weights.folder.parent.parent == SHARED_MEMORY
+        (self._config.hidden.parent / "stores" / weights.folder.parent.name).touch()  # type: ignore[attr-defined]
         assert list(self._config.hidden.iterdir()) == []  # type: ignore[attr-defined]
         if (self._config.hidden.parent / "damage").exists():  # type: ignore[attr-defined]
             bucket = weights.folder / weights.manifest.buckets[0].file
@@ -92,8 +92,9 @@ def test_engines_that_do_not_see_the_files_get_them_through_the_object_store(
     shallow_model_dir: Path, tmp_path: Path
 ) -> None:
     join_shared_ray()
-    published, here_before = tmp_path / "published", set(SHARED.iterdir())
+    published, stores = tmp_path / "published", tmp_path / "stores"
     published.mkdir()
+    stores.mkdir()
     config = FarEngine.Config(max_batch=2, max_context=64, device="cpu", hidden=published)
     request = GenerateRequest("r", (7, 8, 9), SamplingParams(8, temperature=0.0))
 
@@ -132,5 +133,6 @@ def test_engines_that_do_not_see_the_files_get_them_through_the_object_store(
             assert {engine.policy_version for engine in far} == {3}
 
     asyncio.run(main())
-    left: Any = [path for path in set(SHARED.iterdir()) - here_before if path.name.startswith("agentrl-")]
-    assert left == []
+    made = [SHARED_MEMORY / store.name for store in stores.iterdir()]
+    assert len(made) == 2, "one for each far engine"
+    assert [store for store in made if store.exists()] == []
