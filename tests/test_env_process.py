@@ -79,9 +79,15 @@ def host(**deadlines: float) -> EnvHost:
     return EnvHost({HERE: lambda: ProcessEnv(HERE)}, Deadlines(**deadlines))
 
 
+def nurseries() -> list[psutil.Process]:
+    """The processes that environments are forked from."""
+    alive = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in alive if "run_nursery" in " ".join(child.cmdline())]
+
+
 def workers() -> list[psutil.Process]:
-    """All processes but the one that they are forked from."""
-    return [worker for nursery in psutil.Process().children() for worker in nursery.children()]
+    """Those that are forked from them."""
+    return [worker for nursery in nurseries() for worker in nursery.children()]
 
 
 async def gone(pid: int) -> bool:
@@ -184,7 +190,7 @@ def test_many_start_at_once_and_when_what_they_are_forked_from_dies_the_next_are
             for env in live:
                 group.create_task(env.reset(0, {}))
         assert len(workers()) == 24
-        for nursery in psutil.Process().children():
+        for nursery in nurseries():
             nursery.kill()
             await gone(nursery.pid)
         other = envs.take(HERE)
