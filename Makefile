@@ -18,6 +18,9 @@ MARKED = -o addopts="-q --strict-markers --strict-config --durations=10"
 # Two threads of torch on cores that others use too can be many times slower than one.
 test fast long chaos demo-cluster: export OMP_NUM_THREADS ?= 1
 
+# Hundreds of processes are started, which share compiled modules, also where a machine says that none are to be kept.
+test fast long chaos: export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: install demo demo-cluster test fast long chaos check format clean
 
 install: $(STAMP)

@@ -20,6 +20,7 @@ import psutil
 
 from agentrl.rollout.ledger import read_ledger
 from agentrl.trajectory import Trajectory
+from tests.processes import is_alive, still_alive, title
 
 ROOT = Path(__file__).parent.parent
 RECOVERY_SECONDS = 60.0
@@ -191,8 +192,8 @@ class Running:
 
     def named(self, name: str) -> psutil.Process:
         """The process of a worker."""
-        found = [process for process in self.processes() if _title(process).startswith(f"ray::{name}")]
-        assert found, f"there is no process of {name}: {sorted(map(_title, self.processes()))}"
+        found = [process for process in self.processes() if title(process).startswith(f"ray::{name}")]
+        assert found, f"there is no process of {name}: {sorted(map(title, self.processes()))}"
         return found[0]
 
     def hit(self, cell: Cell) -> float:
@@ -204,7 +205,7 @@ class Running:
             before = self.steps()
         seconds = self.wait_for(f"recovery of {cell}", lambda: self.steps() >= before + 2, RECOVERY_SECONDS)
         # Ray first asks a process that it kills to go, for five seconds.
-        self.wait_for(f"end of the process that was hit by {cell}", lambda: not _alive(victim), RECOVERY_SECONDS)
+        self.wait_for(f"end of the process that was hit by {cell}", lambda: not is_alive(victim), RECOVERY_SECONDS)
         return seconds
 
     def stop(self) -> None:
@@ -227,20 +228,7 @@ class Running:
 
     def nothing_is_left(self) -> None:
         """No process of it lives on."""
-        _, alive = psutil.wait_procs(set(self.seen), timeout=20)
-        assert not [process for process in alive if _alive(process)], [_title(process) for process in alive]
-
-
-def _title(process: psutil.Process) -> str:
-    with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-        return " ".join(process.cmdline()) or process.name()
-    return ""
-
-
-def _alive(process: psutil.Process) -> bool:
-    with suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False
+        assert still_alive(set(self.seen), 20) == []
 
 
 def finish(run: Running) -> None:

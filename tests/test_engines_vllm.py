@@ -19,6 +19,7 @@ from agentrl.engines.local import LocalEngine
 from agentrl.engines.vllm import VllmEngine
 from agentrl.errors import ConfigError, EngineError
 from agentrl.protocols import GenerateRequest, SamplingParams
+from tests.processes import still_alive
 
 SERVE = """
 import asyncio, sys
@@ -113,8 +114,7 @@ def test_leaving_ends_callers_and_processes_and_a_dead_core_is_an_error(tiny_mod
         before = {child.pid for child in me.children(recursive=True)}
         asyncio.run(asyncio.wait_for(scenario(), 200))
         left = [child for child in me.children(recursive=True) if child.pid not in before]
-        psutil.wait_procs(left, timeout=10)
-        assert not [child for child in left if child.is_running() and "VLLM" in child.name()]
+        assert not [name for name in still_alive(left, 10) if "VLLM" in name]
 
 
 async def tick(gaps: list[float]) -> None:
@@ -157,5 +157,4 @@ def test_no_process_outlives_a_killed_driver(tiny_model_dir: Path, tmp_path: Pat
         assert len(children) >= 2
         driver.kill()
         driver.wait()
-    _, alive = psutil.wait_procs(children, timeout=20)
-    assert not alive
+    assert still_alive(children, 20) == []

@@ -20,6 +20,7 @@ from agentrl.recipes.workers import env_factory
 from agentrl.rollout.env_host import Deadlines, EnvHost, Isolation, LiveEnv
 from agentrl.rollout.env_process import ProcessEnv
 from agentrl.testing import check_env
+from tests.processes import still_alive
 
 ROOT = Path(__file__).parent.parent
 HERE = "odd_env_of_a_process:Odd"
@@ -90,17 +91,6 @@ def workers() -> list[psutil.Process]:
     return [worker for nursery in nurseries() for worker in nursery.children()]
 
 
-async def gone(pid: int) -> bool:
-    for _ in range(300):
-        try:
-            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-                return True
-        except psutil.NoSuchProcess:
-            return True
-        await asyncio.sleep(0.01)
-    return False
-
-
 async def left_behind(folder: Path) -> list[str]:
     """Scratch folders that are still there after a while."""
     found: list[str] = []
@@ -122,8 +112,7 @@ def test_a_hung_env_is_killed_at_its_deadline_with_its_children_and_nothing_is_l
         with pytest.raises(DeadlineError, match=r"rollout\.deadlines\.step"):
             await env.step(how)
         await envs.give_back(HERE, env)
-        assert await gone(info["pid"])
-        assert await gone(child)
+        assert await asyncio.to_thread(still_alive, [info["pid"], child], 5) == []
         assert await left_behind(odd_env) == []
 
     asyncio.run(main())
@@ -192,7 +181,7 @@ def test_many_start_at_once_and_when_what_they_are_forked_from_dies_the_next_are
         assert len(workers()) == 24
         for nursery in nurseries():
             nursery.kill()
-            await gone(nursery.pid)
+            assert await asyncio.to_thread(still_alive, [nursery], 5) == []
         other = envs.take(HERE)
         await other.reset(0, {})
         for env in (*live, other):
@@ -219,7 +208,7 @@ def test_a_sound_process_plays_on_in_a_folder_of_its_own_and_is_closed_properly(
         assert (Path(infos[0]["folder"]) / "here.txt").exists()
         await envs.close()
         assert (odd_env / "closed").read_text() == "closed\n"
-        assert await gone(infos[0]["pid"])
+        assert await asyncio.to_thread(still_alive, [infos[0]["pid"]], 5) == []
         assert await left_behind(odd_env) == []
 
     asyncio.run(main())
@@ -324,8 +313,7 @@ def test_no_process_survives_a_driver_that_is_killed(action):
         time.sleep(0.2)
         process.send_signal(signal.SIGKILL)
     assert len(pids) == 2
-    for pid in pids:
-        assert asyncio.run(gone(pid))
+    assert still_alive(pids, 5) == []
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from agentrl.errors import ConfigError, EnvError, WorkerDiedError
 from agentrl.protocols import ResetResult, StepResult
 from agentrl.remote.sessions import Limits
 from agentrl.remote.workers import EnvWorker, env_workers
+from tests.processes import still_alive
 from tests.shared_ray import join_shared_ray
 
 pytestmark = pytest.mark.slow
@@ -85,8 +86,7 @@ def test_a_worker_that_dies_or_hangs_costs_its_episode_and_another_takes_its_pla
             return {before, after}
 
     pids = asyncio.run(main())
-    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=10)
-    assert not alive
+    assert still_alive(pids, 10) == []
 
 
 def test_an_episode_does_not_wait_for_a_worker_on_a_machine_that_has_vanished(

@@ -20,6 +20,7 @@ from agentrl.rollout.env_host import Deadlines, EnvHost, LiveEnv
 from agentrl.rollout.env_process import ProcessEnv
 from agentrl.rollout.interpreter import find_interpreter
 from agentrl.testing import check_env
+from tests.processes import still_alive
 
 ROOT = Path(__file__).parent.parent
 
@@ -99,8 +100,7 @@ def test_one_that_hangs_over_there_is_killed_at_its_deadline(here):
         family = [worker, *worker.children(recursive=True)]
         assert len(family) == 2
         await env.close()
-        _, alive = psutil.wait_procs(family, timeout=5)
-        assert not alive
+        assert await asyncio.to_thread(still_alive, family, 5) == []
 
     asyncio.run(main())
 

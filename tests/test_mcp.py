@@ -20,6 +20,7 @@ from agentrl.errors import ConfigError, DeadlineError, EnvError, PluginError
 from agentrl.rollout.env_host import Deadlines, LiveEnv
 from agentrl.rollout.tools import ToolCall
 from agentrl.testing import check_env
+from tests.processes import still_alive
 
 SAFE = '''
     """A safe whose code follows from the seed."""
@@ -138,17 +139,6 @@ def children() -> list[psutil.Process]:
     return [child for child in psutil.Process().children(recursive=True) if serves(child)]
 
 
-async def gone(pid: int) -> bool:
-    for _ in range(500):
-        try:
-            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-                return True
-        except psutil.NoSuchProcess:
-            return True
-        await asyncio.sleep(0.01)
-    return False
-
-
 def test_the_tools_of_a_server_are_listed_called_and_misused(folder):
     async def main() -> None:
         env = live(odd(folder))
@@ -204,7 +194,7 @@ def test_a_deadline_drops_the_connection_and_kills_the_server_with_its_children(
         with pytest.raises(DeadlineError):
             await env.step(call("do", what="hang"))
         await env.close()
-        assert await gone(child)
+        assert await asyncio.to_thread(still_alive, [child], 5) == []
         assert children() == []
 
     asyncio.run(main())

@@ -20,6 +20,7 @@ from agentrl.sandbox.pool import Sandbox
 from agentrl.sandbox.settings import SandboxConfig
 from agentrl.sandbox.shared import borrow, give_back
 from agentrl.testing import check_env
+from tests.processes import still_alive
 
 _REAL_RUN = Sandbox.run
 
@@ -118,7 +119,7 @@ def test_many_environments_share_one_sandbox_which_ends_with_the_last() -> None:
         jails = [process for process in psutil.Process().children() if process not in before]
         assert jails
         await envs[0].close()
-        assert psutil.wait_procs(jails, timeout=5)[1] == []
+        assert still_alive(jails, 5) == []
         with pytest.raises(EnvError, match="call reset first"):
             await python(envs[0], "print(1)")
 

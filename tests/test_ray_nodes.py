@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from tests.chaos import CONFIG, PHASES, RECOVERY_SECONDS, Running, finish
+from tests.processes import still_alive
 
 pytestmark = pytest.mark.slow
 OF_CI = ("generating", signal.SIGKILL)
@@ -102,8 +103,7 @@ def test_nothing_of_ray_outlives_who_has_started_it(tmp_path: Path) -> None:
         started = psutil.Process(driver.pid).children(recursive=True)
         assert any("Agent" in " ".join(process.cmdline()) for process in started)
         driver.kill()
-    _, alive = psutil.wait_procs(started, timeout=20)
-    assert [process.cmdline() for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+    assert still_alive(started, 20) == []
 
 
 @pytest.mark.long

@@ -15,6 +15,7 @@ from agentrl.errors import RewardError
 from agentrl.flow import Flow
 from agentrl.rollout.rule_pool import RulePoolConfig
 from agentrl.rollout.rule_workers import RuleWorkers
+from tests.processes import still_alive
 from tests.shared_ray import join_shared_ray
 
 pytestmark = pytest.mark.slow
@@ -71,5 +72,4 @@ def test_rules_on_workers_hang_and_die_for_themselves_only(start: StartWorker) -
                 return pid
 
     pids = asyncio.run(main())
-    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=10)
-    assert not alive
+    assert still_alive(pids, 10) == []

@@ -20,6 +20,7 @@ from agentrl.rollout.tools import ToolCall
 from agentrl.testing import check_reward
 from agentrl.testing.rewards import trajectory
 from agentrl.trajectory import Score
+from tests.processes import still_alive
 
 
 def judge(name: str, answer: str | list[str], gold: object = None, **settings: object) -> Score | float:
@@ -225,8 +226,7 @@ def test_a_rule_that_hangs_when_the_driver_is_killed_does_not_outlive_it_for_lon
         children = psutil.Process(driver.pid).children(recursive=True)
         assert len(children) >= 2
         driver.kill()
-    _, alive = psutil.wait_procs(children, timeout=40)  # 3 s of computing, on a machine that may be busy
-    assert alive == []
+    assert still_alive(children, 40) == []  # 3 s of computing, on a machine that may be busy
 
 
 @pytest.mark.slow

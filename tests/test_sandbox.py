@@ -21,6 +21,7 @@ from agentrl.sandbox import jail, pool
 from agentrl.sandbox.outcome import LimitHit, Outcome, Ran, SandboxLost
 from agentrl.sandbox.pool import BACKENDS, Sandbox
 from agentrl.sandbox.settings import Limits, SandboxConfig
+from tests.processes import still_alive
 
 SMALL = Limits(wall=0.5, cpu=0.2, memory=256 << 20, processes=16, disk=4 << 20, output=1 << 16)
 
@@ -37,13 +38,8 @@ def run(test: Callable[[Sandbox], Awaitable[None]], config: SandboxConfig) -> No
 
     started: list[psutil.Process] = []
     asyncio.run(main())
-    assert dead(started)
+    assert still_alive(started, 5) == []
     assert jails() == []
-
-
-def dead(processes: list[psutil.Process]) -> bool:
-    """Whether all have ended; the kernel may take a moment."""
-    return not psutil.wait_procs(processes, timeout=5)[1]
 
 
 def jails() -> list[psutil.Process]:
@@ -185,7 +181,7 @@ def test_a_cancelled_run_ends_with_its_processes_and_the_next_one_finds_a_jail(b
             before = jails()
             task.cancel()
         assert len(before) == (4 if sandbox.backend == "namespaces" else 2)
-        assert dead(before)
+        assert still_alive(before, 5) == []
         assert ran(await sandbox.run("print(1)")) == "1\n"
 
     run(main, SandboxConfig(size=1, backend=backend))
@@ -261,7 +257,7 @@ asyncio.run(main())
         started = psutil.Process(driver.pid).children(recursive=True)
         assert started
         driver.kill()
-    assert dead(started)
+    assert still_alive(started, 5) == []
 
 
 def test_the_strongest_backend_is_chosen_and_logged_and_without_any_it_refuses(

@@ -17,6 +17,7 @@ from agentrl.recipes.workers import env_factory
 from agentrl.rollout.seeds import SPLITS, split_seed
 from agentrl.rollout.tools import ToolCall
 from agentrl.testing import check_env
+from tests.processes import still_alive
 
 QUESTS = '''
     """A package of the Environments Hub's shape: a module with load_environment."""
@@ -268,7 +269,7 @@ def test_a_taskset_of_the_newer_verifiers_is_played_by_its_own_harness_and_paid_
         begin(env, level=3)
     family = psutil.Process(env.pid).children(recursive=True)
     env.close()
-    assert not psutil.wait_procs(family, timeout=10)[1]
+    assert still_alive(family, 10) == []
 
 
 @pytest.mark.parametrize("count", [1, 2, 9, 10, 11, 100])

@@ -37,6 +37,7 @@ from agentrl.rollout.router import Router
 from agentrl.testing.engines import ScriptedEngine
 from agentrl.testing.trainers import LOSS, random_batches
 from agentrl.trainers.local import LocalTrainer
+from tests.processes import still_alive
 
 Weights = Mapping[str, Tensor]
 DTYPES = [torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.float64]
@@ -200,7 +201,7 @@ def test_a_killed_owner_leaves_nothing(tmp_path: Path) -> None:
         reapers[1].kill()
         owner.kill()
         owner.wait()
-        psutil.wait_procs(reapers, timeout=10)
+        assert still_alive(reapers, 10) == []
     assert [len(list(place.iterdir())) for place in places] == [1, 2]
     for place, neighbour in zip(places, neighbours, strict=True):
         WeightStore.open(place).close()

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
-import psutil
 import pytest
 
 from agentrl.cluster.local_workers import start_local
@@ -17,6 +16,7 @@ from agentrl.cluster.ray_workers import RayWorker, RayWorkers
 from agentrl.cluster.workers import StartWorkers
 from agentrl.errors import ConfigError, WorkerDiedError
 from agentrl.flow import Flow
+from tests.processes import still_alive
 from tests.shared_ray import join_shared_ray
 
 
@@ -114,8 +114,7 @@ def test_a_worker_that_is_killed_or_hangs_is_an_error_and_a_stopped_group_leaves
         return pids
 
     pids = asyncio.run(main())
-    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=10)
-    assert not alive
+    assert still_alive(pids, 10) == []
 
 
 def test_where_a_worker_has_died_nobody_blames_those_who_lost_it(start: StartWorkers) -> None:

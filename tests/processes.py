@@ -1,0 +1,35 @@
+"""Which processes have ended."""
+
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+
+import psutil
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether it has not ended. One that nobody has asked for its exit status yet has: where its parent is gone, that
+    is for the machine's first process, which may take seconds.
+    """
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def still_alive(processes: Iterable[psutil.Process | int], seconds: float) -> list[str]:
+    """The titles of those that have not ended within so many seconds."""
+    waiting = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            waiting.append(psutil.Process(process) if isinstance(process, int) else process)
+    limit = time.monotonic() + seconds
+    while (waiting := [process for process in waiting if is_alive(process)]) and time.monotonic() < limit:
+        time.sleep(0.005)
+    return [title(process) for process in waiting]
+
+
+def title(process: psutil.Process) -> str:
+    """Its command line, or "" when it has gone."""
+    with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+        return " ".join(process.cmdline()) or process.name()
+    return ""
