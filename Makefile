@@ -10,7 +10,7 @@ STAMP  := $(VENV)/.installed-$(EXTRAS)
 FIND_LINKS = $(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null)
 TORCH_FROM = $(if $(FIND_LINKS),--find-links "$(FIND_LINKS)",$(if $(findstring cpu,$(EXTRAS)),--torch-backend cpu))
 
-# Tests run in so many processes at a time; those that start vLLM one after another, in one of them.
+# Tests run in so many processes at a time; those that take both cores one after another, in one of them.
 WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 MARKED = -o addopts="-q --strict-markers --strict-config --durations=10"

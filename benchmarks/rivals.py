@@ -82,14 +82,17 @@ class Workload:
 
 @lru_cache(maxsize=1 << 18)
 def _turns(w: Workload, task: int, member: int) -> Turns:
-    rng = Random(derive_seed(w.seed, w.name, task, member))
+    return _drawn(w, Random(derive_seed(w.seed, w.name, task, member)))
+
+
+def _drawn(w: Workload, rng: Random) -> Turns:
     return tuple((round(w.tokens.sample(rng)), w.env_seconds.sample(rng)) for _ in range(w.num_turns))
 
 
 @lru_cache(maxsize=64)
 def _mean_seconds(w: Workload) -> float:
-    tasks = range(1_000_000, 1_000_000 + 40_000 // w.num_turns // w.group_size)
-    return statistics.fmean(w.seconds(w.turns(task, member)) for task in tasks for member in range(w.group_size))
+    rng = Random(derive_seed(w.seed, w.name, "mean"))
+    return statistics.fmean(w.seconds(_drawn(w, rng)) for _ in range(40_000 // w.num_turns))
 
 
 @dataclass(frozen=True)

@@ -232,10 +232,15 @@ class Running:
 
 
 def finish(run: Running) -> None:
-    """Go on to an end, and see that every task and every episode has its fate, and none is lost."""
+    """Go on to an end."""
     steps = run.steps() + 1
     run.overrides = (*run.overrides, f"steps={steps}")
     run.start()
+    finished(run, steps)
+
+
+def finished(run: Running, steps: int) -> None:
+    """Wait for its end, and see that every task and every episode has its fate, and none is lost."""
     assert run.process is not None
     assert run.process.wait(180) == 0, run.log[-6000:]
     summary = json.loads((run.folder / "summary.json").read_text())

@@ -23,10 +23,12 @@ settings.load_profile("busy machine")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that start vLLM run one after another: each takes both cores, and a fixture starts it once for many."""
+    """Tests that start vLLM, or a run on Ray that has to recover in time, come one after another: each takes both
+    cores. And a fixture starts vLLM once for many.
+    """
     for item in items:
-        if item.get_closest_marker("vllm"):
-            item.add_marker(pytest.mark.xdist_group("vllm"))
+        if item.get_closest_marker("vllm") or item.path.name in ("test_chaos.py", "test_ray_nodes.py"):
+            item.add_marker(pytest.mark.xdist_group("both cores"))
 
 
 @pytest.fixture(scope="session")

@@ -16,11 +16,12 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.chaos import CONFIG, PHASES, RECOVERY_SECONDS, Running, finish
+from tests.chaos import CONFIG, PHASES, RECOVERY_SECONDS, Running, finished
 from tests.processes import still_alive
 
 pytestmark = pytest.mark.slow
 OF_CI = ("generating", signal.SIGKILL)
+STEPS = 20
 ENVIRONMENT = {
     "RAY_health_check_initial_delay_ms": "2000",  # how soon a node that says nothing is taken for dead
     "RAY_health_check_period_ms": "1000",
@@ -73,7 +74,7 @@ def kill(processes: list[psutil.Process]) -> None:
 def test_a_run_that_loses_a_node_in_the_middle_finishes(
     nodes: Any, phase: str, kind: signal.Signals, run: Running, request: pytest.FixtureRequest
 ) -> None:
-    run.overrides = ["cluster.env_workers=2", f"cluster.address={nodes.address}"]
+    run.overrides = [f"steps={STEPS}", "cluster.env_workers=2", f"cluster.address={nodes.address}"]
     run.start()
     run.wait_for("first step", lambda: run.steps() >= 2, 180)
     (node,) = nodes.worker_nodes
@@ -87,8 +88,7 @@ def test_a_run_that_loses_a_node_in_the_middle_finishes(
         before = run.steps()
     seconds = run.wait_for("recovery of a lost node", lambda: run.steps() >= before + 2, RECOVERY_SECONDS)
     print(f"node / {phase} / {kind.name} with {len(lost)} workers: two more steps after {seconds:.1f} s")
-    run.stop()
-    finish(run)
+    finished(run, STEPS)
 
 
 def test_nothing_of_ray_outlives_who_has_started_it(tmp_path: Path) -> None:
