@@ -22,6 +22,7 @@ settings.register_profile("busy machine", deadline=None)
 settings.load_profile("busy machine")
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in a hook of this name
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that start vLLM, or a run on Ray that has to recover in time, come one after another: each takes both
     cores. And a fixture starts vLLM once for many.

@@ -20,7 +20,7 @@ from agentrl.recipes.workers import env_factory
 from agentrl.rollout.env_host import Deadlines, EnvHost, Isolation, LiveEnv
 from agentrl.rollout.env_process import ProcessEnv
 from agentrl.testing import check_env
-from tests.processes import still_alive
+from tests.processes import still_alive, title
 
 ROOT = Path(__file__).parent.parent
 HERE = "odd_env_of_a_process:Odd"
@@ -82,8 +82,7 @@ def host(**deadlines: float) -> EnvHost:
 
 def nurseries() -> list[psutil.Process]:
     """The processes that environments are forked from."""
-    alive = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    return [child for child in alive if "run_nursery" in " ".join(child.cmdline())]
+    return [child for child in psutil.Process().children() if "run_nursery" in title(child)]
 
 
 def workers() -> list[psutil.Process]:

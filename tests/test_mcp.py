@@ -20,7 +20,7 @@ from agentrl.errors import ConfigError, DeadlineError, EnvError, PluginError
 from agentrl.rollout.env_host import Deadlines, LiveEnv
 from agentrl.rollout.tools import ToolCall
 from agentrl.testing import check_env
-from tests.processes import still_alive
+from tests.processes import still_alive, title
 
 SAFE = '''
     """A safe whose code follows from the seed."""
@@ -129,14 +129,7 @@ def live(address: str, **deadlines: float) -> LiveEnv:
 
 def children() -> list[psutil.Process]:
     """The servers that run; one that was killed and is not yet reaped does not."""
-
-    def serves(child: psutil.Process) -> bool:
-        try:
-            return "odd.py" in " ".join(child.cmdline())
-        except psutil.NoSuchProcess:  # a zombie is one
-            return False
-
-    return [child for child in psutil.Process().children(recursive=True) if serves(child)]
+    return [child for child in psutil.Process().children(recursive=True) if "odd.py" in title(child)]
 
 
 def test_the_tools_of_a_server_are_listed_called_and_misused(folder):

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from tests.chaos import CONFIG, PHASES, RECOVERY_SECONDS, Running, finished
-from tests.processes import still_alive
+from tests.processes import still_alive, title
 
 pytestmark = pytest.mark.slow
 OF_CI = ("generating", signal.SIGKILL)
@@ -53,7 +53,7 @@ def run(tmp_path: Path) -> Iterator[Running]:
 def workers_of(raylet: int) -> list[psutil.Process]:
     """The actors of a node."""
     children = psutil.Process(raylet).children(recursive=True)
-    return [child for child in children if " ".join(child.cmdline()).startswith("ray::")]
+    return [child for child in children if title(child).startswith("ray::")]
 
 
 def kill(processes: list[psutil.Process]) -> None:
@@ -101,7 +101,7 @@ def test_nothing_of_ray_outlives_who_has_started_it(tmp_path: Path) -> None:
         assert driver.stdout.readline() == "ready\n"
         time.sleep(1)  # Ray starts its agents beside
         started = psutil.Process(driver.pid).children(recursive=True)
-        assert any("Agent" in " ".join(process.cmdline()) for process in started)
+        assert any("Agent" in title(process) for process in started)
         driver.kill()
     assert still_alive(started, 20) == []
 

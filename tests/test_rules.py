@@ -20,7 +20,7 @@ from agentrl.rollout.tools import ToolCall
 from agentrl.testing import check_reward
 from agentrl.testing.rewards import trajectory
 from agentrl.trajectory import Score
-from tests.processes import still_alive
+from tests.processes import still_alive, title
 
 
 def judge(name: str, answer: str | list[str], gold: object = None, **settings: object) -> Score | float:
@@ -196,7 +196,7 @@ def test_what_a_hostile_answer_costs_is_one_deadline_and_the_pool_is_alive_after
     for value, seconds in found:
         assert seconds < 2.0 + 2 * cold + 1.0  # its own deadline, after a new process for one that was killed
         assert value == 0.0 or "did not answer within" in str(value) or "MB" in str(value), value
-    left = [process for process in psutil.Process().children(recursive=True) if "spawn_main" in str(process.cmdline())]
+    left = [name for name in map(title, psutil.Process().children(recursive=True)) if "spawn_main" in name]
     assert left == []
 
 

@@ -21,7 +21,7 @@ from agentrl.sandbox import jail, pool
 from agentrl.sandbox.outcome import LimitHit, Outcome, Ran, SandboxLost
 from agentrl.sandbox.pool import BACKENDS, Sandbox
 from agentrl.sandbox.settings import Limits, SandboxConfig
-from tests.processes import still_alive
+from tests.processes import still_alive, title
 
 SMALL = Limits(wall=0.5, cpu=0.2, memory=256 << 20, processes=16, disk=4 << 20, output=1 << 16)
 
@@ -44,7 +44,7 @@ def run(test: Callable[[Sandbox], Awaitable[None]], config: SandboxConfig) -> No
 
 def jails() -> list[psutil.Process]:
     """Every process that this one has started and that lives."""
-    return [p for p in psutil.Process().children(recursive=True) if "agentrl.sandbox" in " ".join(p.cmdline())]
+    return [p for p in psutil.Process().children(recursive=True) if "agentrl.sandbox" in title(p)]
 
 
 def ran(outcome: Outcome) -> str:
