@@ -91,7 +91,7 @@ def test_two_runs_with_one_seed_end_in_the_same_weights_and_another_seed_in_othe
 @pytest.mark.parametrize(
     ("bound", "kills"),
     [
-        pytest.param(0, 2, marks=pytest.mark.slow),
+        pytest.param(0, 3, marks=pytest.mark.slow),
         pytest.param(0, 5, marks=pytest.mark.long),
         pytest.param(1, 5, marks=pytest.mark.long),
     ],
