@@ -13,7 +13,7 @@ TORCH_FROM = $(if $(FIND_LINKS),--find-links "$(FIND_LINKS)",$(if $(findstring c
 # Tests run in so many processes at a time; those that take both cores one after another, in one of them.
 WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
-MARKED = -o addopts="-q --strict-markers --strict-config --durations=10"
+MARKED = -o addopts="-q --import-mode=importlib --strict-markers --strict-config --durations=10"
 
 # Two threads of torch on cores that others use too can be many times slower than one.
 test fast long chaos demo-cluster: export OMP_NUM_THREADS ?= 1
@@ -48,7 +48,7 @@ test: install
 	$(PYTEST) $(MARKED) -m "(vllm or slow) and not long and not chaos"
 
 chaos: install
-	$(BIN)/python -m pytest -o addopts="-q -s --strict-markers --strict-config" -m chaos tests/test_chaos.py tests/test_ray_nodes.py
+	$(BIN)/python -m pytest -o addopts="-q -s --import-mode=importlib --strict-markers --strict-config" -m chaos tests/cluster/test_chaos.py tests/cluster/test_ray_nodes.py
 
 long: install
 	$(PYTEST) $(MARKED) -m long

@@ -62,7 +62,7 @@ class TrainBatch:
     `segment_ids_BT` numbers the samples from 1 over the whole batch (0 is padding); attention stays inside a segment.
     `position_ids_BT` restarts at 0 with each segment. A token is predicted from the token before it in its segment,
     so the first token of a segment never carries loss. `reference_logprobs_BT` are those of the model that the policy
-    is kept near, where the run has one (`agentrl/recipes/learner.py`); until it was asked, the engine's.
+    is kept near, where the run has one (`agentrl/learner.py`); until it was asked, the engine's.
     """
 
     tokens_BT: IntArray
@@ -150,7 +150,7 @@ def collate(samples: Iterable[TrainingSample], *, row_tokens: int, pad_token_id:
 
 
 def minibatches(batch: TrainBatch, count: int) -> list[TrainBatch]:
-    """Deal the samples, in their order, into `count` batches of nearly equal numbers of samples, packed anew.
+    """Deal the samples, in their order, into `count` batches of nearly equal numbers of samples, packed again.
 
     Neighbours stay together, so a group is split at most once per border. Segments are numbered from 1 in each part.
     With fewer samples than `count` there is one part per sample.

@@ -18,7 +18,7 @@ from agentrl import plugins
 from agentrl.config import LoadedConfig, load_config
 from agentrl.errors import AgentRLError, ConfigError, ConformanceError
 from agentrl.observe import ledger_report
-from agentrl.rollout.env_host import Isolation
+from agentrl.protocols import Isolation
 from agentrl.rollout.ledger import LedgerReader, read_ledger
 from agentrl.tiny_model import SIZES, create_tiny_model
 from agentrl.trajectory import Trajectory
@@ -105,10 +105,9 @@ def _run_config(folder: Path) -> Path:
 def _run(loaded: LoadedConfig, *, resume: bool) -> dict[str, Any] | None:
     from agentrl.run import Run
 
-    recipe = plugins.load("recipes", loaded.config.recipe)
     try:
         with Run(loaded, console, resume=resume) as run:
-            asyncio.run(recipe(run))
+            asyncio.run(loaded.config.recipe.call(run))
     except KeyboardInterrupt:
         folder = loaded.config.run_dir
         console.print(f"\nstopped; `agentrl train --resume {folder}` goes on from the last checkpoint", soft_wrap=True)
@@ -149,15 +148,15 @@ def evaluate(
     step: Step = "latest",
 ) -> None:
     """Play held-out tasks with one of a run's checkpoints, or with a config's model."""
-    from agentrl.recipes.evaluate import evaluate as evaluate_players
-    from agentrl.recipes.workers import start_players
+    from agentrl.assembly import assemble_rollouts
+    from agentrl.recipes.evaluate import evaluate as evaluate_rollouts
 
     loaded = load_config(_run_config(run) if run.is_dir() else run, overrides or [])
     model = _model_to_evaluate(run, loaded, step)
 
     async def play() -> Any:
-        async with start_players(loaded.config, model) as players:
-            return await evaluate_players(players, tasks)
+        async with assemble_rollouts(loaded.config, model) as rollouts:
+            return await evaluate_rollouts(rollouts, tasks)
 
     evaluation = asyncio.run(play())
     for trajectory, score in evaluation.scored[:show]:
@@ -257,7 +256,7 @@ def simulate(config: ConfigPath, overrides: Overrides = None) -> None:
     from agentrl.simulate.world import World
 
     loaded = load_config(config, overrides or []).config
-    world = World(loaded.rollout, loaded.simulation, loaded.steps, loaded.seed)
+    world = World(loaded.rollout, loaded.simulation, loaded.steps, loaded.seed, weight_update=loaded.weights.update)
     print_report(world.run(), loaded.rollout.max_staleness, console)
 
 
@@ -277,7 +276,7 @@ def plan(  # noqa: PLR0917  typer calls it by name
 
     No GPU is needed and no weights are loaded. Without --gpus it is this machine, with what it has.
     """
-    from agentrl.cluster.devices import Inventory, gpu_named, host, visible
+    from agentrl.placement.devices import Inventory, gpu_named, host, visible
     from agentrl.planner import measured, report
     from agentrl.planner.plan import make_plan
     from agentrl.planner.run_facts import model_of
@@ -317,9 +316,10 @@ def serve(  # noqa: PLR0917  typer calls it by name
     requires: EnvRequires = None,
 ) -> None:
     """Serve an environment over HTTP, for runs elsewhere: there, [bold]env=http://HOST:PORT[/bold]."""
-    from agentrl.recipes.workers import env_factory
+    from agentrl.hosting.factory import env_factory
+    from agentrl.openenv.server import add_openenv
     from agentrl.remote.server import EnvServer
-    from agentrl.remote.sessions import Limits
+    from agentrl.remote.sessions import ServerLimits
 
     server = EnvServer(
         env_factory(name, isolation, python=python, requires=requires or ()),
@@ -328,7 +328,7 @@ def serve(  # noqa: PLR0917  typer calls it by name
         host=host,
         port=port,
         token=os.environ.get(token_env),
-        limits=Limits(
+        limits=ServerLimits(
             max_sessions=max_sessions,
             max_processes=max_processes,
             idle_seconds=idle_seconds,
@@ -338,6 +338,7 @@ def serve(  # noqa: PLR0917  typer calls it by name
             drain_seconds=drain_seconds,
         ),
         on_start=lambda url: console.print(f"{name} at {url}", highlight=False, soft_wrap=True),
+        protocols=(add_openenv,),
     )
     server.run()
 
@@ -373,7 +374,7 @@ def check_environment(
     """Check that an environment keeps the contract: API, determinism, no leaks, closes, right answers that pay."""
     import yaml
 
-    from agentrl.recipes.workers import env_factory
+    from agentrl.hosting.factory import env_factory
     from agentrl.testing import check_env
 
     foreign = python is not None or bool(requires)
@@ -439,7 +440,7 @@ def play(  # noqa: PLR0917  typer calls it by name
     """Play an environment in the terminal; shows the system prompt, tools and observations the model would see."""
     import yaml
 
-    from agentrl.recipes.play import play as play_episode
+    from agentrl.play import play as play_episode
 
     asyncio.run(
         play_episode(
@@ -475,7 +476,7 @@ def model_init(
     seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
     corpus: Annotated[list[Path] | None, typer.Option(help="Text files to learn the tokenizer from.")] = None,
 ) -> None:
-    """Make a tiny model and tokenizer from nothing."""
+    """Make a tiny, randomly initialised model and its tokenizer."""
     if size not in SIZES:
         raise ConfigError(f"no size {size!r}.{plugins.nearest(size, SIZES)} Sizes: {', '.join(SIZES)}")
     if (folder / "config.json").exists():

@@ -24,30 +24,39 @@ from pydantic import (
 )
 
 from agentrl import plugins
-from agentrl.algorithms.shaping import ShapingConfig
-from agentrl.cluster.placement import PlacementConfig
-from agentrl.cluster.weights import WeightsConfig
+from agentrl.algorithms.batch_processing import BatchProcessingConfig
 from agentrl.errors import ConfigError
-from agentrl.observe.preferences import PreferencesConfig
-from agentrl.plugins import Component, NoSettings
-from agentrl.protocols import ActorCritic, Predicts, Settings
-from agentrl.rewards_config import RewardsConfig, name_of, settings_of
-from agentrl.rollout.agents import AgentRoute, Frozen
+from agentrl.hosting.wrappers import wrapper
+from agentrl.placement.device_map import PlacementConfig
+from agentrl.plugins import Component
+from agentrl.protocols import ActorCritic, Isolation, Settings, SupportsPredict
+from agentrl.rollout.agents import AgentRoute, FrozenRoute
 from agentrl.rollout.config import RolloutConfig
-from agentrl.rollout.env_host import Isolation
-from agentrl.rollout.wrappers import wrapper
+from agentrl.scoring.config import RewardsConfig, name_of, settings_of_part
 from agentrl.simulate.world import SimulationConfig
+from agentrl.weights.publisher import WeightsConfig
 
 COMPONENTS = {
     "engine": "engines",
     "trainer": "trainers",
     "algorithm": "algorithms",
     "cluster": "clusters",
+    "recipe": "recipes",
+    "tasks": "task_sources",
 }
 """Sections of a config that are plug-ins with settings, and the kind of each."""
 HELPERS = ("reference", "critic")
 """Sections of trainers beside the trainer, where the algorithm asks for them; what they do not say is as of that."""
 _NAMED = (*COMPONENTS, *HELPERS, "reward", "env", "model", "placement")
+RENAMED = {
+    "demonstrations": "recipe.demonstrations",
+    "preferences": "recipe.preferences",
+    "rollout.deadlines.update_weights": "weights.deadline",
+    "rollout.weight_update": "weights.update",
+    "shaping": "batch_processing",
+    "simulation.in_turns": "simulation.time_shared",
+}
+"""Settings that have another name now."""
 
 
 ComponentField = Annotated[InstanceOf[Component], PlainSerializer(Component.dump)]
@@ -101,7 +110,7 @@ class ModelConfig(Settings):
     """Which model to train."""
 
     name: str = "tiny"
-    """The folder of a Hugging Face model, or `tiny`: one made from nothing when the run starts."""
+    """The folder of a Hugging Face model, or `tiny` or `small`, which are randomly initialised at the start."""
 
 
 class EvaluationConfig(Settings):
@@ -135,26 +144,11 @@ class CheckpointConfig(Settings):
         return name
 
 
-class DemonstrationsConfig(Settings):
-    """Supervised play: episodes of a scripted player to imitate before reinforcement learning."""
-
-    player: str
-    """`package.module:function`, called with (environment, random.Random), answering the next action."""
-    episodes: int = Field(512, gt=0)
-    """Episodes to play, all of different seeds."""
-    episodes_per_step: int = Field(32, gt=0)
-    """Episodes in one supervised batch."""
-    epochs: int = Field(1, gt=0)
-    """Passes over the episodes."""
-    lr: float = Field(1e-3, gt=0)
-    """Learning rate of the supervised steps; all else is the trainer's."""
-
-
 class RunConfig(Settings):
     """A whole run."""
 
-    recipe: str = "policy_gradient"
-    """A registered recipe or `package.module:function`."""
+    recipe: ComponentField
+    """What the run does: `policy_gradient`, `sft`, `reward_model`, or `package.module:function`, with its settings."""
     seed: int = Field(0, ge=0)
     """Everything random derives from it."""
     steps: int = Field(100, gt=0)
@@ -163,8 +157,9 @@ class RunConfig(Settings):
     """Where the run writes; by default `runs/` and the config file's name."""
     env: EnvConfig
     model: ModelConfig = ModelConfig()
-    demonstrations: DemonstrationsConfig | None = None
-    preferences: PreferencesConfig | None = None
+    tasks: ComponentField
+    """Where the tasks come from: `seeded` (a new seed of the environment for each), or `package.module:Name`, a
+    `TaskSource` or `Curriculum` (agentrl/protocols.py) with its settings."""
     rollout: RolloutConfig = RolloutConfig()
     engine: ComponentField
     trainer: ComponentField
@@ -179,7 +174,7 @@ class RunConfig(Settings):
     cluster: ComponentField
     weights: WeightsConfig = WeightsConfig()
     """How new weights go from the trainer to the engines."""
-    shaping: ShapingConfig = ShapingConfig()
+    batch_processing: BatchProcessingConfig = BatchProcessingConfig()
     """What is done to the scores of a batch before advantages, and to advantages before the loss."""
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -193,7 +188,7 @@ class RunConfig(Settings):
     @model_validator(mode="after")
     def _a_resumed_run_meets_the_same_opponents(self) -> Self:
         for agent, route in self.env.agents.items():
-            if isinstance(route, Frozen) and route.refresh and self.checkpoint.every % route.refresh:
+            if isinstance(route, FrozenRoute) and route.refresh and self.checkpoint.every % route.refresh:
                 raise ValueError(
                     f"env.agents.{agent}.refresh ({route.refresh}) must divide checkpoint.every "
                     f"({self.checkpoint.every}), or a resumed run would meet another opponent than one that went on"
@@ -220,6 +215,8 @@ _DEFAULT_NAMES = {
     "trainer": "local",
     "algorithm": "grpo",
     "cluster": "local",
+    "recipe": "policy_gradient",
+    "tasks": "seeded",
 }
 
 
@@ -258,7 +255,7 @@ class _Source:
         self.origins[".".join(path)] = origin
 
     def _forget(self, section: str, *, keep_one: bool) -> None:
-        """What was written before in a section that is written anew; not where one component gets another name."""
+        """What was written before in a section that is written again; not where one component gets another name."""
         if keep_one and "0" not in self.values.get(section, {}):
             return
         self.values.pop(section, None)
@@ -378,7 +375,6 @@ def validate_config(values: Mapping[str, Any], origins: Mapping[str, str] | None
         raise ConfigError("\n".join(problems))
     if not config.env.foreign:
         plugins.load("envs", config.env.name)
-    plugins.load("recipes", config.recipe)
     for tracker in config.trackers:
         plugins.load("trackers", tracker)
     return LoadedConfig(config, origins)
@@ -391,7 +387,7 @@ def _component(section: str, kind: str, raw: Any, origins: Mapping[str, str]) ->
         raise ConfigError(f"{section}.name: missing{_at(origins, section)}. {_installed(kind)}")
     try:
         factory = plugins.load(kind, name)
-        model = settings_of(name, factory) if kind == "rewards" else getattr(factory, "Config", NoSettings)
+        model = settings_of_part(name, factory) if kind == "rewards" else plugins.settings_of(factory)
     except ConfigError as error:
         raise ConfigError(f"{section}.name: {error}{_at(origins, f'{section}.name')}") from error
     try:
@@ -421,7 +417,7 @@ def _helper(
     shared = {} if own.get("name", trainer.name) != trainer.name else trainer.settings.model_dump(exclude_unset=True)
     shared.pop("lora", None)  # a reference does not train, and of a critic the head has to
     helper = _component(section, "trainers", {"name": trainer.name, **shared, **own}, origins)
-    if not (isinstance(helper.factory, type) and issubclass(helper.factory, Predicts)):
+    if not (isinstance(helper.factory, type) and issubclass(helper.factory, SupportsPredict)):
         raise ConfigError(
             f"{section}.name: the trainer {helper.name!r} has no method `predict`, which a {section} needs"
         )
@@ -475,6 +471,8 @@ def _explain(
         if problem["type"] == "extra_forbidden":
             listed = ", ".join(known)
             line = f"{path}: no such setting{where}.{plugins.nearest(keys[-1], known)} Known here: {listed}"
+            if path in RENAMED:
+                line = f"{path}: its name is {RENAMED[path]} now{where}: write it there"
         else:
             given = "" if problem["type"] == "missing" or not keys else f", got {problem['input']!r:.80}"
             line = f"{path}: {problem['msg']}{given}{where}".removeprefix(": ").replace("Value error, ", "", 1)

@@ -17,7 +17,7 @@ def unfinished(path: Path) -> Path:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a small file, in the place of an old one or anew."""
+    """Write a small file, replacing an old one if there is one."""
     with unfinished(path).open("w") as file:
         file.write(text)
         file.flush()

@@ -38,6 +38,7 @@ GROUPS = (
     "trainers",
     "algorithms",
     "recipes",
+    "task_sources",
     "clusters",
     "trackers",
 )
@@ -73,6 +74,27 @@ class Component:
     def make(self, *args: Any, **kwargs: Any) -> Any:
         """The plug-in itself: its class called with its settings."""
         return self.factory(self.settings, *args, **kwargs)
+
+    def call(self, *args: Any) -> Any:
+        """What the plug-in, a function, returns: called with its settings last, where it takes any."""
+        return self.factory(*args) if isinstance(self.settings, NoSettings) else self.factory(*args, self.settings)
+
+
+def settings_of(factory: Any) -> type[Settings]:
+    """What settings a plug-in takes: those of its nested class `Config`, or, where it is a function, of the class that
+    it annotates its parameter `settings` with.
+
+    Raises:
+        PluginError: that is no class of settings.
+    """
+    found = getattr(factory, "Config", None) or getattr(factory, "__annotations__", {}).get("settings", NoSettings)
+    if isinstance(found, str):  # under `from __future__ import annotations`
+        found = factory.__globals__.get(found)
+    if not (isinstance(found, type) and issubclass(found, Settings)):
+        raise PluginError(
+            f"the settings of {factory!r:.80} are {found!r:.80}: write a subclass of agentrl.protocols.Settings"
+        )
+    return found
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, runtime_checkable
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from agentrl.batch import FloatArray, TrainBatch
 from agentrl.trajectory import Completion, Group, Message, Score, Task, Trajectory
@@ -25,6 +25,8 @@ class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
+Isolation = Literal["inline", "thread", "process"]
+"""Where an environment or a reward runs: on the event loop, in a thread, in a process."""
 ResetResult = tuple[str, dict[str, Any]]
 """(observation, info)"""
 StepResult = tuple[str, float, bool, bool, dict[str, Any]]
@@ -46,7 +48,7 @@ class Env(Protocol):
     `info["success"]`, where given, says whether the episode reached its goal; `info["answer"]`, at its end, what
     message would have, in a game of one (`check_env` tries it).
 
-    Several agents may play in turns, in one environment. Its infos say so, and thus every door carries it:
+    Several agents may play in turns, in one environment. Its infos say so, and thus every transport carries it:
 
     - of a reset: `info["agents"]`, all their names; `info["agent"]`, who acts first and sees the observation; where
       they differ, `info["system_prompts"]` by name;
@@ -75,13 +77,15 @@ It is given `env.unwrapped`, where there is such a thing: the environment withou
 """
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How to sample. `temperature=0` is greedy; `stop_token_ids` end a completion and are its last token."""
+class SamplingParams(Settings):
+    """How the policy is sampled: what a config says, and what each request carries."""
 
-    max_tokens: int = 64
-    temperature: float = 1.0
+    max_tokens: int = Field(64, gt=0)
+    """Longest answer of a turn, in tokens."""
+    temperature: float = Field(1.0, ge=0)
+    """Logits are divided by it, in the engine and in the trainer; 0 is greedy."""
     stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a completion, and are its last token; those that end a turn of the model are added to them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +173,7 @@ class Engine(Protocol):
 
 
 @runtime_checkable
-class Probed(Protocol):
+class SupportsProbe(Protocol):
     """An engine that lives elsewhere (another process, another machine), and can be asked for a sign of life."""
 
     async def probe(self) -> None:
@@ -182,7 +186,7 @@ class Probed(Protocol):
 
 
 @runtime_checkable
-class StagesWeights(Protocol):
+class SupportsStageWeights(Protocol):
     """An engine that looks at new weights before it takes them up: the first of two phases (`WeightPublisher`).
 
     When all engines have staged a version, it is committed on all of them by `Engine.update_weights`.
@@ -256,7 +260,7 @@ class Reward(Protocol):
 
     A reward of any shape may be an async context manager, which the run enters and leaves. A plain function, sync or
     async, of a trajectory that returns a `Score` or a number is a reward too; its keyword-only parameters are its
-    settings. Several rewards at once are a weighted sum (`agentrl/rollout/composite.py`). One that has a method
+    settings. Several rewards at once are a weighted sum (`agentrl/scoring/composite.py`). One that has a method
     `metrics() -> Mapping[str, float]` is asked by it, after each step, what its work has cost since the last one.
     """
 
@@ -278,20 +282,20 @@ class GroupReward(Protocol):
 class Rule(Protocol):
     """A reward that is a pure function of a part of the trajectory.
 
-    `judge` runs in a process that is killed at the deadline `rollout.rules.deadline`, and what it said of some content
-    it is not asked again. It says `isolation = "inline"` where it always answers in microseconds; then it runs on the
-    event loop. The modules that it names in `imports`, where it has that, are imported before a deadline begins.
+    `evaluate` runs in a process that is killed at the deadline `rollout.rules.deadline`, and verdicts are cached by
+    content. A rule that always answers in microseconds says `isolation = "inline"` and runs on the event loop. The
+    modules that it names in `imports`, where it has that, are imported before a deadline begins.
     """
 
     def content(self, trajectory: Trajectory) -> Any:
-        """All that `judge` looks at, as something that pickles. Runs on the event loop.
+        """All that `evaluate` looks at, as something that pickles. Runs on the event loop.
 
         Raises:
             RewardError: it is not there (a task without a right answer).
         """
         ...
 
-    def judge(self, content: Any) -> Score | float:
+    def evaluate(self, content: Any) -> Score | float:
         """The verdict. The same content always gets the same."""
         ...
 
@@ -406,7 +410,7 @@ class Trainer(Protocol):
 
 
 @runtime_checkable
-class Predicts(Protocol):
+class SupportsPredict(Protocol):
     """A trainer that can be asked without being trained: what a reference and a critic are made of."""
 
     async def predict(self, batch: TrainBatch) -> FloatArray:
@@ -433,7 +437,7 @@ class Curriculum(TaskSource, Protocol):
     that order from its ledger before it asks for a task.
     """
 
-    def saw(self, index: int, task: Task, rewards_G: Sequence[float]) -> None:
+    def observe(self, index: int, task: Task, rewards_G: Sequence[float]) -> None:
         """The members of this task's group earned so much: it is trained on, or filtered for having no variance."""
         ...
 

@@ -37,7 +37,7 @@ from agentrl.observe.progress import ProgressDisplay
 from agentrl.observe.trajectories import write_trajectories
 from agentrl.planner.check import check_placement
 from agentrl.protocols import Tracker
-from agentrl.rollout.agents import Frozen
+from agentrl.rollout.agents import FrozenRoute
 from agentrl.rollout.ledger import Ledger
 from agentrl.tiny_model import SIZES
 from agentrl.trajectory import Group
@@ -179,7 +179,7 @@ def check_model(config: RunConfig) -> None:
     if name not in SIZES and not (Path(name) / "config.json").exists():
         raise ConfigError(
             f"model.name: {name!r} is no folder of a Hugging Face model (no config.json in it), and no size that "
-            f"can be made from nothing ({', '.join(SIZES)})"
+            f"can be randomly initialised ({', '.join(SIZES)})"
         )
     if name not in SIZES and not any(file.suffix in (".safetensors", ".bin") for file in Path(name).iterdir()):
         raise ConfigError(
@@ -187,7 +187,7 @@ def check_model(config: RunConfig) -> None:
             "planned with (`agentrl plan`); to train, give the folder of the model itself"
         )
     for agent, route in config.env.agents.items():
-        if isinstance(route, Frozen) and route.model and not (route.model / "config.json").exists():
+        if isinstance(route, FrozenRoute) and route.model and not (route.model / "config.json").exists():
             raise ConfigError(
                 f"env.agents.{agent}.model: {str(route.model)!r} is no folder of a Hugging Face model (no "
                 "config.json in it); a run's checkpoints are such folders"

@@ -1,4 +1,4 @@
-"""Make a small language model from nothing: seeded weights, a tokenizer, a chat template, in the Hugging Face format.
+"""Make a small, randomly initialised language model with tokenizer and chat template, in the Hugging Face format.
 
 No hub, no download: the folder loads with `AutoModelForCausalLM`, `AutoTokenizer` and in vLLM, and is what tests,
 examples and a laptop train. The architecture is Qwen3 with tied embeddings; the tokenizer is byte-level BPE, so it

@@ -59,7 +59,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One exchange: what the model was shown anew, what it answered, what the environment made of it.
+    """One exchange: the new part of the prompt, what the model answered, what the environment made of it.
 
     `prompt_ids` holds only the tokens after the last token of the turn before. When `forked`, the prompt could not
     extend that turn token for token, and `prompt_ids` is the whole prompt: the start of a new training sample.
@@ -147,8 +147,8 @@ class Trajectory:
     @property
     def success(self) -> bool:
         """`info["success"]` of the last turn where the environment says so, else whether the return is above zero."""
-        said = self.turns[-1].info.get("success") if self.turns else None
-        return bool(said) if said is not None else self.env_return > 0
+        success = self.turns[-1].info.get("success") if self.turns else None
+        return bool(success) if success is not None else self.env_return > 0
 
     @property
     def num_tokens(self) -> int:

@@ -49,7 +49,7 @@ async def run_engine(engine: LocalEngine, work: Work) -> None:
         history: tuple[int, ...] = ()
         for turn in range(work.turns):
             history += work.prompt_of(number, turn)
-            request = GenerateRequest(f"{number}.{turn}", history, SamplingParams(work.new), seed=number)
+            request = GenerateRequest(f"{number}.{turn}", history, SamplingParams(max_tokens=work.new), seed=number)
             history += (await engine.generate(request)).token_ids
 
     async with asyncio.TaskGroup() as tasks:

@@ -34,15 +34,16 @@ from rich.console import Console
 from rich.table import Table
 
 from agentrl.engines.openai import OpenAIEngine
+from agentrl.hosting.host import EnvHost
+from agentrl.plugins import NoSettings
 from agentrl.protocols import Engine, EngineStats, GenerateRequest, SamplingParams
 from agentrl.rewards.environment import EnvironmentReward
 from agentrl.rollout.config import RolloutConfig
-from agentrl.rollout.env_host import EnvHost
-from agentrl.rollout.episode import EnginePolicy, Player
+from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner
 from agentrl.rollout.ledger import Ledger
 from agentrl.rollout.renderer import TemplateRenderer
 from agentrl.rollout.scheduler import Rollouts
-from agentrl.rollout.tasks import SeededTasks
+from agentrl.tasks.seeded import SeededTasks
 from agentrl.testing.openai_server import MODEL, serve_engine
 from agentrl.tiny_model import create_tiny_model
 from agentrl.trajectory import Completion
@@ -194,13 +195,17 @@ async def play(
         min_live_episodes=live,
     )
     host = EnvHost({"game": game}, config.deadlines)
-    policy = EnginePolicy(engine, SamplingParams(512, 1.0, renderer.stop_token_ids), config.deadlines.generate)
+    policy = EnginePolicy(
+        engine,
+        SamplingParams(max_tokens=512, temperature=1.0, stop_token_ids=renderer.stop_token_ids),
+        config.deadlines.generate,
+    )
     with tempfile.TemporaryDirectory() as folder:
         ledger = Ledger(Path(folder) / "ledger.sqlite")
         rollouts = Rollouts(
             config,
-            tasks=SeededTasks("game", seed=next(_EVER_NEW)),
-            player=Player(policy, renderer, host, config.max_turns, config.deadlines.episode),
+            tasks=SeededTasks(NoSettings(), "game", seed=next(_EVER_NEW)),
+            player=EnvEpisodeRunner(policy, renderer, host, config.max_turns, config.deadlines.episode),
             reward=EnvironmentReward(EnvironmentReward.Config()),
             engine=engine,
             ledger=ledger,

@@ -36,11 +36,11 @@ from rich.console import Console
 from rich.table import Table
 
 from agentrl.envs.base import TextEnv
+from agentrl.hosting.host import EnvDeadlines, LiveEnv
 from agentrl.protocols import Env, ResetResult, StepResult
 from agentrl.remote.client import RemoteEnv
 from agentrl.remote.server import EnvServer
-from agentrl.remote.sessions import Limits
-from agentrl.rollout.env_host import Deadlines, LiveEnv
+from agentrl.remote.sessions import ServerLimits
 
 OPENENV = "openenv==0.10.0"
 
@@ -102,7 +102,7 @@ class PostEnv:
 
 def serve(pipe: Connection, factory: Callable[[], Env]) -> None:
     """The server's process."""
-    EnvServer(factory, limits=Limits(max_sessions=4096, drain_seconds=0), on_start=pipe.send).run()
+    EnvServer(factory, limits=ServerLimits(max_sessions=4096, drain_seconds=0), on_start=pipe.send).run()
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def cpu_seconds(process: psutil.Process) -> float:
 
 async def measure(make: Callable[[], Env], sessions: int, seconds: float, server: psutil.Process) -> Measured:
     """Play `sessions` at once for some seconds."""
-    lives = [LiveEnv(make(), Deadlines()) for _ in range(sessions)]
+    lives = [LiveEnv(make(), EnvDeadlines()) for _ in range(sessions)]
     waits: list[float] = []
     stop = False
 

@@ -21,12 +21,12 @@ from rich.console import Console
 from rich.table import Table
 from rivals import SETTINGS, Result, Workload, lower_bound, mean, rivals
 
-from agentrl.flow import StalenessRuleName
+from agentrl.flow import Retries
 from agentrl.protocols import GenerateRequest
-from agentrl.rollout.config import Retries, RolloutConfig
-from agentrl.rollout.env_host import Deadlines
+from agentrl.rollout.config import Deadlines, RolloutConfig
+from agentrl.rollout.staleness import StalenessRuleName
 from agentrl.simulate.engine import SimulatedEngine
-from agentrl.simulate.env import Plan, SimulatedEnvs
+from agentrl.simulate.env import EpisodePlan, SimulatedEnvs
 from agentrl.simulate.latency import Constant
 from agentrl.simulate.world import SimulationConfig, World
 from agentrl.trajectory import Task
@@ -49,8 +49,8 @@ def world(workload: Workload, bound: int, rule: StalenessRuleName) -> World:
     """The workload as a simulation of the production scheduler."""
     instant = workload.slots >= 1_000_000
 
-    def plan_of(task: int, member: int) -> Plan:
-        return Plan(0.0, tuple(env for _, env in workload.turns(task, member)), 1.0)
+    def plan_of(task: int, member: int) -> EpisodePlan:
+        return EpisodePlan(0.0, tuple(env for _, env in workload.turns(task, member)), 1.0)
 
     def length_of(request: GenerateRequest) -> int:
         task, member, _, turn = request.id.split("+")[0].split("/")

@@ -24,11 +24,11 @@ from rich.table import Table
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from agentrl.cluster.bundle import WeightBundle
-from agentrl.cluster.weights import WeightPublisher, WeightsConfig, checksum
 from agentrl.engines.local import LocalEngine
 from agentrl.engines.vllm import VllmEngine
 from agentrl.protocols import Engine, GenerateRequest, SamplingParams
+from agentrl.weights.bundle import WeightBundle
+from agentrl.weights.publisher import WeightPublisher, WeightsConfig, checksum
 
 GIB = 2**30
 
@@ -73,7 +73,7 @@ async def assert_equal_everywhere(engines: list[Engine], source: Source, bundle:
     for engine in engines:
         if isinstance(engine, LocalEngine):
             sums.add(checksum({name: engine.weights[name] for name in bundle}))
-    request = GenerateRequest(f"after update {number}", (5, 6, 7), SamplingParams(4, temperature=0.0))
+    request = GenerateRequest(f"after update {number}", (5, 6, 7), SamplingParams(max_tokens=4, temperature=0.0))
     answers = {await engine.generate(request) for engine in engines}
     if len(sums) != 1 or len(answers) != 1:
         raise SystemExit(f"update {number}: the engines differ: checksums {sums}, answers {answers}")
@@ -97,7 +97,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> list[dict[str, f
             )
             engines.append(await stack.enter_async_context(engine))
         config = WeightsConfig(transport=options.transport)
-        publisher = WeightPublisher(engines[0], 600, ((engines[1], 1),), config)
+        publisher = WeightPublisher(engines[0], ((engines[1], 1),), config)
         await stack.enter_async_context(publisher)
         for number in range(1, options.updates + 2):  # the first warms up
             source.step()

@@ -22,14 +22,15 @@ import inspect
 import json
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar
+from functools import wraps
+from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, TypeVar
 
 from pydantic import ValidationError
 
 from agentrl.errors import ConfigError, EnvError
-from agentrl.protocols import ResetResult, Settings, StepResult
+from agentrl.protocols import Env, ResetResult, Settings, StepResult
 from agentrl.rollout.tools import (
     ToolCall,
     ToolError,
@@ -41,9 +42,11 @@ from agentrl.rollout.tools import (
     tools_of,
 )
 
-__all__ = ["TextEnv", "ToolEnv", "ToolError", "ToolResult", "read_options"]
+__all__ = ["TextEnv", "ToolEnv", "ToolError", "ToolResult", "plays", "read_options"]
 
 _Options = TypeVar("_Options", bound=Settings)
+_Env = TypeVar("_Env", bound=Env)
+_P = ParamSpec("_P")
 
 
 def read_options(shape: type[_Options], options: Mapping[str, Any]) -> _Options:
@@ -67,10 +70,38 @@ def _wrong_option(shape: type[Settings], loc: tuple[int | str, ...], message: st
     return f"{name!r}: {message}; did you mean {near[0]!r}?"
 
 
+def plays(
+    kind: type[_Env],
+) -> Callable[
+    [Callable[Concatenate[_Env, random.Random, _P], str]], Callable[Concatenate[Env, random.Random, _P], str]
+]:
+    """Decorates a scripted player that knows the inside of one class of environments, and plays no other.
+
+        @plays(HigherLower)
+        def careful_player(env: HigherLower, rng: random.Random) -> str:
+            return "lower" if env.cards[0] > 7 else "higher"
+
+    What it makes raises `TypeError` when it is given an environment of another class.
+    """
+
+    def decorate(
+        player: Callable[Concatenate[_Env, random.Random, _P], str],
+    ) -> Callable[Concatenate[Env, random.Random, _P], str]:
+        @wraps(player)
+        def checked(env: Env, rng: random.Random, /, *args: _P.args, **kwargs: _P.kwargs) -> str:
+            if not isinstance(env, kind):
+                raise TypeError(f"this player plays {kind.__name__}, not {type(env).__name__}")
+            return player(env, rng, *args, **kwargs)
+
+        return checked
+
+    return decorate
+
+
 class TextEnv(ABC):
     """An environment in text: write `start` and `step`.
 
-    `rng` is the episode's only source of randomness, seeded anew by each `reset`.
+    `rng` is the episode's only source of randomness, seeded again by each `reset`.
     """
 
     system_prompt: str = ""

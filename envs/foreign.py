@@ -15,22 +15,22 @@ import numpy as np
 
 from agentrl.errors import EnvError, PluginError
 
-LOAN_SECONDS = 25.0
-"""How long a call waits for the global generators: a little less than the default deadline of a step."""
+GLOBAL_RNG_SECONDS = 25.0
+"""How long a call waits for the global generators, in seconds: a little less than the default deadline of a step."""
 
-_lent = threading.Lock()
-_hushing = threading.Lock()
+_installed = threading.Lock()
+_silencing = threading.Lock()
 
 
-class RngBox:
-    """The process-global `random` and `numpy.random`, lent to one foreign environment for one call at a time.
+class GlobalRng:
+    """States of the process-global `random` and `numpy.random`, installed for one call of a foreign environment.
 
-        box = RngBox(seed)
-        with box.lend():
+        rng = GlobalRng(seed)
+        with rng.installed():
             game.step(action)
 
-    Every box has states of its own, so that games played in turns draw what each would draw alone; the caller's
-    states are put back after each loan. Threads wait for each other: what a hung call holds, nobody else gets.
+    Every environment has states of its own, so that games played alternately draw what each would draw alone; the
+    caller's states are restored after each call. Threads wait for each other, also for a call that hangs.
     """
 
     def __init__(self, seed: int) -> None:
@@ -38,16 +38,16 @@ class RngBox:
         self._numpy: Any = np.random.RandomState(seed % 2**32).get_state()
 
     @contextmanager
-    def lend(self) -> Iterator[None]:
-        """The global generators are this box's inside.
+    def installed(self) -> Iterator[None]:
+        """Inside the block, the global generators continue from these states.
 
         Raises:
-            EnvError: another call has not given them back for `LOAN_SECONDS`.
+            EnvError: another call has held them for `GLOBAL_RNG_SECONDS`.
         """
-        if not _lent.acquire(timeout=LOAN_SECONDS):
+        if not _installed.acquire(timeout=GLOBAL_RNG_SECONDS):
             raise EnvError(
-                f"another game of this process has held the global random for {LOAN_SECONDS:g} s and does not return. "
-                "Play games that hang with env.isolation=process: then each is killed at its deadline"
+                f"another game of this process has held the global random for {GLOBAL_RNG_SECONDS:g} s and does not "
+                "return. Play games that hang with env.isolation=process: then each is killed at its deadline"
             )
         try:
             python, numpy = random.getstate(), np.random.get_state()
@@ -60,10 +60,10 @@ class RngBox:
                 random.setstate(python)
                 np.random.set_state(numpy)
         finally:
-            _lent.release()
+            _installed.release()
 
 
-class _Hush:
+class _Silence:
     """A stdout that drops what one thread prints and passes on all else."""
 
     def __init__(self, around: Any) -> None:
@@ -78,22 +78,22 @@ class _Hush:
 
 
 @contextmanager
-def hushed() -> Iterator[None]:
+def silenced() -> Iterator[None]:
     """What this thread prints inside is dropped; what others print is not. Threads wait for each other.
 
     Raises:
-        EnvError: another call has been inside for `LOAN_SECONDS`.
+        EnvError: another call has been inside for `GLOBAL_RNG_SECONDS`.
     """
-    if not _hushing.acquire(timeout=LOAN_SECONDS):
+    if not _silencing.acquire(timeout=GLOBAL_RNG_SECONDS):
         raise EnvError(
-            f"another environment of this process has not come back from reset for {LOAN_SECONDS:g} s. Play those that "
-            "hang with env.isolation=process: then each is killed at its deadline"
+            f"another environment of this process has not come back from reset for {GLOBAL_RNG_SECONDS:g} s. "
+            "Play those that hang with env.isolation=process: then each is killed at its deadline"
         )
     try:
-        with redirect_stdout(_Hush(sys.stdout)):
+        with redirect_stdout(_Silence(sys.stdout)):
             yield
     finally:
-        _hushing.release()
+        _silencing.release()
 
 
 def load_package(name: str) -> ModuleType:
@@ -103,7 +103,7 @@ def load_package(name: str) -> ModuleType:
         PluginError: it is not installed; says what to install.
     """
     try:
-        with RngBox(0).lend(), warnings.catch_warnings():
+        with GlobalRng(0).installed(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return importlib.import_module(name)
     except ImportError as error:

@@ -15,9 +15,9 @@ import gymnasium
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
 from pydantic import Field
 
-from agentrl.envs.base import TextEnv, read_options
+from agentrl.envs.base import TextEnv, plays, read_options
 from agentrl.errors import EnvError
-from agentrl.protocols import Env, Settings, StepResult
+from agentrl.protocols import Settings, StepResult
 
 ACTIONS = ("left", "down", "right", "up")
 """The legal messages, in Gymnasium's order."""
@@ -64,7 +64,7 @@ class FrozenLake(TextEnv):
         desc = _map(chosen.size, chosen.p, seed)
         if self._lake is None or (desc, chosen.slippery) != (self._desc, self._slippery):
             # The environment itself: gymnasium.make would add only its time limit and its checks, at several times
-            # the price. It keeps nothing of an episode but what reset sets anew.
+            # the price. It keeps nothing of an episode but what reset sets again.
             self._lake = FrozenLakeEnv(desc=list(desc), is_slippery=chosen.slippery)
             self._desc, self._slippery = desc, chosen.slippery
         self._state, _ = self._lake.reset(seed=seed)
@@ -108,25 +108,15 @@ class FrozenLake(TextEnv):
         return "\n".join([*rows, view])
 
 
-def weak_player(env: Env, rng: random.Random, skill: float = 0.3) -> str:
-    """With probability `skill` a first word of a shortest way, else any legal word. A `ScriptedPlayer` for warm starts.
-
-    Raises:
-        TypeError: `env` is not a `FrozenLake`.
-    """
-    if not isinstance(env, FrozenLake):
-        raise TypeError(f"this player plays FrozenLake, not {type(env).__name__}")
+@plays(FrozenLake)
+def weak_player(env: FrozenLake, rng: random.Random, skill: float = 0.3) -> str:
+    """With probability `skill` a first word of a shortest way, else any legal word. For warm starts."""
     return rng.choice(env.shortest_moves() if rng.random() < skill else ACTIONS)
 
 
-def careful_player(env: Env, rng: random.Random) -> str:
-    """Any step that leads somewhere, but not into a hole: it sees danger and knows no way. A `ScriptedPlayer`.
-
-    Raises:
-        TypeError: `env` is not a `FrozenLake`.
-    """
-    if not isinstance(env, FrozenLake):
-        raise TypeError(f"this player plays FrozenLake, not {type(env).__name__}")
+@plays(FrozenLake)
+def careful_player(env: FrozenLake, rng: random.Random) -> str:
+    """Any step that leads somewhere, but not into a hole: it sees danger and knows no way. A `ScriptedPlayer`."""
     return rng.choice(env.safe_moves())
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import Field
 
 from agentrl.envs.base import TextEnv, read_options
-from agentrl.envs.foreign import RngBox, check_known, load_package
+from agentrl.envs.foreign import GlobalRng, check_known, load_package
 from agentrl.errors import ConfigError, EnvError
 from agentrl.protocols import Env, Settings, StepResult
 
@@ -53,8 +53,8 @@ class Gem(TextEnv):
         import gem
 
         chosen = read_options(self.Options, options)
-        self._box = RngBox(seed)
-        with self._box.lend():
+        self._global_rng = GlobalRng(seed)
+        with self._global_rng.installed():
             try:
                 self._env = gem.make(self._name, **chosen.kwargs)
             except Exception as error:
@@ -73,7 +73,7 @@ class Gem(TextEnv):
         """
         if self._env is None:
             raise EnvError("no episode is being played; call reset first")
-        with self._box.lend():
+        with self._global_rng.installed():
             observation, reward, terminated, truncated, _ = self._env.step(action)
         reward, terminated, truncated = float(reward), bool(terminated), bool(truncated)
         if terminated or truncated:

@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic import Field
 
-from agentrl.envs.base import TextEnv, read_options
-from agentrl.protocols import Env, Settings, StepResult
+from agentrl.envs.base import TextEnv, plays, read_options
+from agentrl.protocols import Settings, StepResult
 
 
 class GuessNumber(TextEnv):
@@ -60,14 +60,9 @@ class GuessNumber(TextEnv):
         return "lower"
 
 
-def weak_player(env: Env, rng: random.Random, skill: float = 0.3) -> str:
-    """With probability `skill` halve what is left, else guess anything. A `ScriptedPlayer` for warm starts.
-
-    Raises:
-        TypeError: `env` is not a `GuessNumber`.
-    """
-    if not isinstance(env, GuessNumber):
-        raise TypeError(f"this player plays GuessNumber, not {type(env).__name__}")
+@plays(GuessNumber)
+def weak_player(env: GuessNumber, rng: random.Random, skill: float = 0.3) -> str:
+    """With probability `skill` halve what is left, else guess anything. For warm starts."""
     if rng.random() < skill:
         return str((env.low + env.high) // 2)
     return str(rng.randint(1, env.options.high))

@@ -27,7 +27,7 @@ from pydantic import Field
 
 from agentrl.envs import minigrid
 from agentrl.envs.base import TextEnv, read_options
-from agentrl.envs.foreign import hushed
+from agentrl.envs.foreign import silenced
 from agentrl.errors import ConfigError, EnvError, PluginError
 from agentrl.protocols import Env, Settings, StepResult
 
@@ -172,7 +172,7 @@ class GymnasiumText(TextEnv):
             self._first_action = int(getattr(self._env.action_space, "start", 0))
             self._words = _pattern(self._game.actions)
             self._made_of = chosen.model_copy(deep=True)
-        with hushed() if self._game.noisy else nullcontext():
+        with silenced() if self._game.noisy else nullcontext():
             observation, _ = self._env.reset(seed=seed)
         self._over = False
         rules = f"{self._game.rules}\n" if self._game.rules else ""
@@ -186,12 +186,12 @@ class GymnasiumText(TextEnv):
         """
         if self._env is None or self._over:
             raise EnvError("no episode is being played; call reset first")
-        said = {match.lastgroup for match in self._words.finditer(action)}
-        if len(said) != 1:
-            problem = "more than one action" if said else "no action"
+        matched = {match.lastgroup for match in self._words.finditer(action)}
+        if len(matched) != 1:
+            problem = "more than one action" if matched else "no action"
             hint = f"Your message names {problem}. Answer with one of: {', '.join(self._game.actions)}."
             return hint, 0.0, False, False, {"success": False}
-        index = int(str(said.pop()).removeprefix("action"))
+        index = int(str(matched.pop()).removeprefix("action"))
         observation, reward, terminated, truncated, _ = self._env.step(self._first_action + index)
         reward, terminated, truncated = float(reward), bool(terminated), bool(truncated)
         self._over = terminated or truncated

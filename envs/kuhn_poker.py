@@ -11,8 +11,8 @@ from typing import Any
 
 from pydantic import Field
 
-from agentrl.envs.base import TextEnv, read_options
-from agentrl.protocols import Env, ResetResult, Settings, StepResult
+from agentrl.envs.base import TextEnv, plays, read_options
+from agentrl.protocols import ResetResult, Settings, StepResult
 
 AGENTS = ("north", "south")
 CARDS = ("jack", "queen", "king")
@@ -40,7 +40,7 @@ class KuhnPoker(TextEnv):
     )
 
     actor: str
-    said: tuple[str, ...]
+    history: tuple[str, ...]
 
     class Options(Settings):
         """What `reset(options=...)` takes."""
@@ -66,9 +66,9 @@ class KuhnPoker(TextEnv):
         """Take the word of the one who acts."""
         actor = self.actor
         word = action.strip().lower()
-        word = word if word in LEGAL[self.said] else "fold"
+        word = word if word in LEGAL[self.history] else "fold"
         self._news[self._other()].append(f"{actor} {word}s.")
-        self.said += (word,)
+        self.history += (word,)
         winnings = self._winnings()
         if winnings is None:
             self.actor = self._other()
@@ -86,7 +86,7 @@ class KuhnPoker(TextEnv):
     def _deal(self) -> None:
         self.actor = AGENTS[self.hand % 2]
         self.hand += 1
-        self.said = ()
+        self.history = ()
         self.cards = dict(zip(AGENTS, self.rng.sample(CARDS, 2), strict=True))
         for agent in AGENTS:
             self._news[agent].append(f"Hand {self.hand} of {self.options.hands}. You hold the {self.cards[agent]}.")
@@ -94,15 +94,15 @@ class KuhnPoker(TextEnv):
     def _tell(self) -> str:
         """What is new to the one who acts, and what may be said."""
         news, self._news[self.actor] = self._news[self.actor], []
-        return "\n".join([*news, f"{' or '.join(LEGAL[self.said])}?".capitalize()])
+        return "\n".join([*news, f"{' or '.join(LEGAL[self.history])}?".capitalize()])
 
     def _winnings(self) -> dict[str, int] | None:
         """Chips that the hand brings each; `None` while it goes on."""
-        if self.said in LEGAL:
+        if self.history in LEGAL:
             return None
         actor, other = self.actor, self._other()
-        at_stake = 2 if self.said[-1] == "call" else 1
-        if self.said[-1] == "fold":
+        at_stake = 2 if self.history[-1] == "call" else 1
+        if self.history[-1] == "fold":
             winner = other
         else:
             winner = max(AGENTS, key=lambda agent: CARDS.index(self.cards[agent]))
@@ -114,7 +114,7 @@ class KuhnPoker(TextEnv):
         return AGENTS[1 - AGENTS.index(self.actor)]
 
 
-def best_play(card: str, said: tuple[str, ...], bluff: float = 1 / 3) -> float:
+def best_play(card: str, history: tuple[str, ...], bluff: float = 1 / 3) -> float:
     """Probability of the bolder word (bet, or call) in equilibrium; `bluff` is the first player's choice, 0 to 1/3.
 
     Kuhn (1950): the first player bets the jack with probability `bluff` and the king with three times that, never the
@@ -127,26 +127,18 @@ def best_play(card: str, said: tuple[str, ...], bluff: float = 1 / 3) -> float:
         ("bet",): {"jack": 0, "queen": 1 / 3, "king": 1},
         ("check", "bet"): {"jack": 0, "queen": bluff + 1 / 3, "king": 1},
     }
-    return bold[said][card]
+    return bold[history][card]
 
 
-def strong_player(env: Env, rng: random.Random) -> str:
-    """Best play, for whoever acts. A `ScriptedPlayer`.
-
-    Raises:
-        TypeError: `env` is not a `KuhnPoker`.
-    """
+@plays(KuhnPoker)
+def strong_player(env: KuhnPoker, rng: random.Random) -> str:
+    """Best play, for whoever acts. A `ScriptedPlayer`."""
     return weak_player(env, rng, skill=1.0)
 
 
-def weak_player(env: Env, rng: random.Random, skill: float = 0.3) -> str:
-    """With probability `skill` best play, else any legal word. A `ScriptedPlayer` for opponents and warm starts.
-
-    Raises:
-        TypeError: `env` is not a `KuhnPoker`.
-    """
-    if not isinstance(env, KuhnPoker):
-        raise TypeError(f"this player plays KuhnPoker, not {type(env).__name__}")
-    meek, bold = sorted(LEGAL[env.said], key=lambda word: word in ("bet", "call"))
-    chance = best_play(env.cards[env.actor], env.said) if rng.random() < skill else 0.5
+@plays(KuhnPoker)
+def weak_player(env: KuhnPoker, rng: random.Random, skill: float = 0.3) -> str:
+    """With probability `skill` best play, else any legal word. A `ScriptedPlayer` for opponents and warm starts."""
+    meek, bold = sorted(LEGAL[env.history], key=lambda word: word in ("bet", "call"))
+    chance = best_play(env.cards[env.actor], env.history) if rng.random() < skill else 0.5
     return bold if rng.random() < chance else meek

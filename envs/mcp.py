@@ -194,9 +194,9 @@ class McpEnv(McpToolEnv):
             text, content = await self._ask(self._options.judge, {"answer": readable})
         except ToolError as error:
             raise EnvError(f"{self.server}: the judge {self._options.judge!r} says: {error}") from error
-        said = content.get("reward", content.get("result", text))
+        reward = content.get("reward", content.get("result", text))
         success = content.get("success")
-        return ToolResult("", _number(self.server, said), True, success=None if success is None else bool(success))
+        return ToolResult("", _number(self.server, reward), True, success=None if success is None else bool(success))
 
 
 class _Session:
@@ -216,7 +216,7 @@ class _Session:
     async def open(self) -> None:
         """Connect and list the tools."""
         self._task = background.start(self._live())
-        self.tools = await self._said(self._ready)
+        self.tools = await self._result_of(self._ready)
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
         """The text and the structured content of what a tool answers.
@@ -228,7 +228,7 @@ class _Session:
             json.dumps(dict(arguments), ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             raise ToolError(f"{name}: the arguments are no Unicode text: {error.reason}") from error
-        result = await self._said(background.start(self._client.call_tool(name, dict(arguments))))
+        result = await self._result_of(background.start(self._client.call_tool(name, dict(arguments))))
         text = "\n".join(map(_text, result.content))
         if result.is_error:
             raise ToolError(text)
@@ -264,7 +264,7 @@ class _Session:
             if not self._gone.cancelled():
                 self._gone.set_result(None)
 
-    async def _said(self, answer: Future[Any]) -> Any:
+    async def _result_of(self, answer: Future[Any]) -> Any:
         """What the server answers, or who is to blame that it does not."""
         from mcp import MCPError
 

@@ -12,13 +12,13 @@ from typing import Any
 
 from pydantic import Field
 
-from agentrl.envs.base import ToolEnv, ToolResult, read_options
+from agentrl.envs.base import ToolEnv, ToolResult, plays, read_options
 from agentrl.errors import EnvError
-from agentrl.protocols import Env, Settings
+from agentrl.protocols import Settings
 from agentrl.rollout.tools import ToolCall
 from agentrl.sandbox.outcome import LimitHit, Ran, SandboxLost
 from agentrl.sandbox.pool import Sandbox
-from agentrl.sandbox.settings import Limits, SandboxConfig
+from agentrl.sandbox.settings import SandboxConfig, SandboxLimits
 from agentrl.sandbox.shared import borrow, give_back
 
 LONGEST = 2000
@@ -26,7 +26,7 @@ LONGEST = 2000
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class PythonProblem:
     """A question, and the function and arguments that answer it."""
 
     question: str
@@ -61,7 +61,7 @@ class PythonTool(ToolEnv):
 
         level: int = Field(1, ge=1, le=5)
         """How hard the question is."""
-        limits: Limits = Limits(wall=10.0, cpu=5.0)
+        limits: SandboxLimits = SandboxLimits(wall=10.0, cpu=5.0)
         """What a program may use, with those that run again before it."""
         allow_unsafe: bool = False
         """Run programs without isolation where the machine has none. They can then do all that you can."""
@@ -163,23 +163,15 @@ def _shown(text: str) -> str:
     return text if len(text) <= LONGEST else f"{text[:half]}\n... {len(text) - LONGEST} characters ...\n{text[-half:]}"
 
 
-def strong_player(env: Env, rng: random.Random) -> str:
-    """Sends the right program, then answers what it printed. A `ScriptedPlayer`.
-
-    Raises:
-        TypeError: `env` is not a `PythonTool`.
-    """
+@plays(PythonTool)
+def strong_player(env: PythonTool, rng: random.Random) -> str:
+    """Sends the right program, then answers what it printed. A `ScriptedPlayer`."""
     return weak_player(env, rng, skill=1.0)
 
 
-def weak_player(env: Env, rng: random.Random, skill: float = 0.7) -> str:
-    """With probability `skill` what `strong_player` does, else something hasty. A `ScriptedPlayer` for warm starts.
-
-    Raises:
-        TypeError: `env` is not a `PythonTool`.
-    """
-    if not isinstance(env, PythonTool):
-        raise TypeError(f"this player plays PythonTool, not {type(env).__name__}")
+@plays(PythonTool)
+def weak_player(env: PythonTool, rng: random.Random, skill: float = 0.7) -> str:
+    """With probability `skill` what `strong_player` does, else something hasty. For warm starts."""
     if rng.random() < skill:
         found = env.printed.split()
         call = ToolCall("answer", {"number": int(found[-1])}) if found else _program(env.problem.program)
@@ -267,95 +259,95 @@ def subsets(numbers: list[int], total: int) -> int:
     return ways.get(total, 0)
 
 
-def make_problem(level: int, seed: int) -> Problem:
+def make_problem(level: int, seed: int) -> PythonProblem:
     """The problem of a seed: one of two kinds for each level from 1 to 5."""
     rng = random.Random(seed)
     return rng.choice(_KINDS[level])(rng)
 
 
-def _multiples(rng: random.Random) -> Problem:
+def _multiples(rng: random.Random) -> PythonProblem:
     low, high = rng.randint(1, 500), rng.randint(1000, 9999)
     one, other = rng.sample(range(3, 20), 2)
-    return Problem(
+    return PythonProblem(
         f"What is the sum of all numbers from {low} to {high} that are divisible by {one} or by {other}?",
         multiples, (low, high, one, other),
     )  # fmt: skip
 
 
-def _digit_sum(rng: random.Random) -> Problem:
+def _digit_sum(rng: random.Random) -> PythonProblem:
     base, exponent = rng.randint(3, 99), rng.randint(30, 300)
-    return Problem(f"What is the sum of the decimal digits of {base}**{exponent}?", digit_sum, (base, exponent))
+    return PythonProblem(f"What is the sum of the decimal digits of {base}**{exponent}?", digit_sum, (base, exponent))
 
 
-def _primes(rng: random.Random) -> Problem:
+def _primes(rng: random.Random) -> PythonProblem:
     low, high = rng.randint(1, 5000), rng.randint(6000, 20_000)
-    return Problem(f"How many primes are there from {low} to {high}?", primes, (low, high))
+    return PythonProblem(f"How many primes are there from {low} to {high}?", primes, (low, high))
 
 
-def _change(rng: random.Random) -> Problem:
+def _change(rng: random.Random) -> PythonProblem:
     amount, coins = rng.randint(100, 500), sorted(rng.sample(range(2, 60), rng.randint(4, 6)))
-    return Problem(
+    return PythonProblem(
         f"In how many ways can {amount} cents be paid with coins of {_listed(coins)} cents? The order does not count.",
         change, (amount, coins),
     )  # fmt: skip
 
 
-def _recurrence(rng: random.Random) -> Problem:
+def _recurrence(rng: random.Random) -> PythonProblem:
     first, second, a, b = (rng.randint(2, 9) for _ in range(4))
     n, modulus = rng.randint(1000, 9999), rng.randint(10**5, 10**6)
-    return Problem(
+    return PythonProblem(
         f"x(1) = {first}, x(2) = {second}, and x(n) = ({a} * x(n-1) + {b} * x(n-2)) mod {modulus}. What is x({n})?",
         recurrence, ((first, second), (a, b), n, modulus),
     )  # fmt: skip
 
 
-def _common(rng: random.Random) -> Problem:
+def _common(rng: random.Random) -> PythonProblem:
     one, other = ("".join(rng.choices("abcd", k=rng.randint(25, 40))) for _ in range(2))
-    return Problem(
+    return PythonProblem(
         f"How long is the longest common subsequence (with gaps) of {one} and {other}?", common, (one, other)
     )
 
 
-def _knapsack(rng: random.Random) -> Problem:
+def _knapsack(rng: random.Random) -> PythonProblem:
     many = rng.randint(10, 15)
     weights, values = ([rng.randint(3, 40) for _ in range(many)] for _ in range(2))
     room = sum(weights) // 2
     things = _listed([f"({weight}, {value})" for weight, value in zip(weights, values, strict=True)])
-    return Problem(
+    return PythonProblem(
         f"A bag holds a weight of {room}. Of these things, as (weight, value): {things}, what is the greatest total "
         "value that fits? There is one of each.",
         knapsack, (room, weights, values),
     )  # fmt: skip
 
 
-def _shortest(rng: random.Random) -> Problem:
+def _shortest(rng: random.Random) -> PythonProblem:
     towns = rng.randint(9, 12)
     pairs = [(town, rng.randrange(town)) for town in range(1, towns)]
     pairs += [tuple(sorted(rng.sample(range(towns), 2), reverse=True)) for _ in range(towns)]  # type: ignore[misc]
     roads = [(a, b, rng.randint(5, 99)) for a, b in dict.fromkeys(pairs)]
     lines = _listed([f"{a} to {b}: {length}" for a, b, length in roads])
-    return Problem(
+    return PythonProblem(
         f"Roads between towns 0 to {towns - 1}, both ways, with their lengths: {lines}. "
         f"How long is the shortest way from town 0 to town {towns - 1}?",
         shortest, (towns, roads),
     )  # fmt: skip
 
 
-def _paths(rng: random.Random) -> Problem:
+def _paths(rng: random.Random) -> PythonProblem:
     size = rng.randint(7, 10)
     cells = [(row, column) for row in range(size) for column in range(size)][1:-1]
     walls = rng.sample(cells, size)
-    return Problem(
+    return PythonProblem(
         f"A grid of {size} x {size} cells, rows and columns from 0. These cells (row, column) are blocked: "
         f"{_listed(walls)}. How many ways lead from (0, 0) to ({size - 1}, {size - 1}), going only right and down?",
         paths, (size, walls),
     )  # fmt: skip
 
 
-def _subsets(rng: random.Random) -> Problem:
+def _subsets(rng: random.Random) -> PythonProblem:
     numbers = [rng.randint(10, 60) for _ in range(rng.randint(18, 24))]
     total = sum(rng.sample(numbers, len(numbers) // 2))
-    return Problem(
+    return PythonProblem(
         f"In how many ways can some of these numbers be chosen, so that they sum to {total}: {_listed(numbers)}? "
         "Equal numbers at different places are different choices.",
         subsets, (numbers, total),
@@ -366,7 +358,7 @@ def _listed(things: Sequence[object]) -> str:
     return ", ".join(map(str, things))
 
 
-_KINDS: Mapping[int, Sequence[Callable[[random.Random], Problem]]] = {
+_KINDS: Mapping[int, Sequence[Callable[[random.Random], PythonProblem]]] = {
     1: (_multiples, _digit_sum),
     2: (_primes, _change),
     3: (_recurrence, _common),

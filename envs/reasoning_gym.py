@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import Field
 
 from agentrl.envs.base import TextEnv, read_options
-from agentrl.envs.foreign import RngBox, check_known, load_package
+from agentrl.envs.foreign import GlobalRng, check_known, load_package
 from agentrl.errors import ConfigError, EnvError
 from agentrl.protocols import Env, Settings, StepResult
 
@@ -60,11 +60,11 @@ class ReasoningGym(TextEnv):
         """
         chosen = read_options(self.Options, options)
         if self._made_of != chosen:
-            with RngBox(0).lend():
+            with GlobalRng(0).installed():
                 self._data = _make(self._name, chosen)
             self._made_of = chosen.model_copy(deep=True)
-        self._box = RngBox(seed)  # some data sets draw from the global generators
-        with self._box.lend():
+        self._global_rng = GlobalRng(seed)  # some data sets draw from the global generators
+        with self._global_rng.installed():
             entry: dict[str, Any] = self._data[seed % chosen.size]
         self._entry = entry
         return str(entry["question"])
@@ -78,7 +78,7 @@ class ReasoningGym(TextEnv):
         if self._entry is None:
             raise EnvError("no episode is being played; call reset first")
         entry, self._entry = self._entry, None
-        with self._box.lend():
+        with self._global_rng.installed():
             score = _score(self._data, _answer(action), entry)
         info = {"success": score >= 1, "answer": _gold(entry)}
         return f"Score: {score:.3g}.", score, True, False, info

@@ -14,9 +14,9 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from agentrl.envs.base import ToolEnv, ToolError, ToolResult, read_options
+from agentrl.envs.base import ToolEnv, ToolError, ToolResult, plays, read_options
 from agentrl.errors import EnvError
-from agentrl.protocols import Env, Settings
+from agentrl.protocols import Settings
 from agentrl.rollout.tools import ToolCall
 
 
@@ -59,7 +59,7 @@ class Document:
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class SearchWorld:
     """The documents, a question, and the things that lead to its answer: each is named in the document before."""
 
     documents: tuple[Document, ...]
@@ -153,23 +153,15 @@ def normal(answer: str) -> str:
     return " ".join(word for word in words if word not in ("a", "an", "the"))
 
 
-def strong_player(env: Env, rng: random.Random) -> str:
-    """Searches for what the question or the last document named, reads it, and so on. A `ScriptedPlayer`.
-
-    Raises:
-        TypeError: `env` is not a `Search`.
-    """
+@plays(Search)
+def strong_player(env: Search, rng: random.Random) -> str:
+    """Searches for what the question or the last document named, reads it, and so on. A `ScriptedPlayer`."""
     return weak_player(env, rng, skill=1.0)
 
 
-def weak_player(env: Env, rng: random.Random, skill: float = 0.7) -> str:
-    """With probability `skill` what `strong_player` does, else something at random. A `ScriptedPlayer` for warm starts.
-
-    Raises:
-        TypeError: `env` is not a `Search`.
-    """
-    if not isinstance(env, Search):
-        raise TypeError(f"this player plays Search, not {type(env).__name__}")
+@plays(Search)
+def weak_player(env: Search, rng: random.Random, skill: float = 0.7) -> str:
+    """With probability `skill` what `strong_player` does, else something at random. For warm starts."""
     call = _next_call(env) if rng.random() < skill else _any_call(env, rng)
     return call.render()
 
@@ -192,7 +184,7 @@ def _any_call(env: Search, rng: random.Random) -> ToolCall:
 
 
 @lru_cache(maxsize=1024)
-def make_world(level: int, seed: int) -> World:
+def make_world(level: int, seed: int) -> SearchWorld:
     """The world of a seed; all members of a group share it."""
     rng = random.Random(seed)
     things = _things(8 * level, rng)
@@ -211,7 +203,7 @@ def make_world(level: int, seed: int) -> World:
         Document(number, thing, _text(thing, facts[thing], REMARKS[kind], rng))
         for number, (thing, kind) in zip(numbers, kinds, strict=True)
     )
-    return World(documents, *_question(level, things["person"], facts, rng))
+    return SearchWorld(documents, *_question(level, things["person"], facts, rng))
 
 
 def _things(people: int, rng: random.Random) -> dict[str, list[str]]:

@@ -12,8 +12,8 @@ from typing import Any
 
 from pydantic import Field, ImportString
 
-from agentrl.envs.base import ToolEnv, ToolError, ToolResult, read_options
-from agentrl.protocols import Env, Settings
+from agentrl.envs.base import ToolEnv, ToolError, ToolResult, plays, read_options
+from agentrl.protocols import Settings
 from agentrl.rollout.tools import ToolCall
 
 AREAS = ("centre", "harbour", "old town", "university")
@@ -48,7 +48,7 @@ class Wish:
         return bool(value >= self.value) if self.about == "beds" else bool(value == self.value)
 
     def __str__(self) -> str:
-        said = {
+        sentences = {
             "price": f"It may cost at most {self.value} euros a night.",
             "area": f"It should be in this part of town: {self.value}.",
             "beds": f"We need at least {self.value} beds.",
@@ -56,7 +56,7 @@ class Wish:
             "pets": "Our dog comes with us.",
             "parking": "We come by car and must park it.",
         }
-        return said[self.about]
+        return sentences[self.about]
 
 
 TOPICS: Mapping[str, str] = {
@@ -157,8 +157,8 @@ class Shop(ToolEnv):
     def finish(self) -> ToolResult:
         """Say goodbye to the user. Nothing can be changed afterwards."""
         fits = self.booked is not None and all(wish.holds(self.booked) for wish in self.wishes)
-        said = "Thank you, this is what I wanted." if fits else "This is not what I wanted."
-        return ToolResult(said, reward=float(fits), terminated=True, success=fits)
+        reply = "Thank you, this is what I wanted." if fits else "This is not what I wanted."
+        return ToolResult(reply, reward=float(fits), terminated=True, success=fits)
 
     def _find(self, name: str) -> Room:
         found = self.rooms.get(name.strip().title())
@@ -167,23 +167,15 @@ class Shop(ToolEnv):
         return found
 
 
-def strong_player(env: Env, rng: random.Random) -> str:
-    """Asks about everything, inspects what may fit, books what does. A `ScriptedPlayer` for demonstrations.
-
-    Raises:
-        TypeError: `env` is not a `Shop`.
-    """
+@plays(Shop)
+def strong_player(env: Shop, rng: random.Random) -> str:
+    """Asks about everything, inspects what may fit, books what does. For demonstrations."""
     return weak_player(env, rng, skill=1.0)
 
 
-def weak_player(env: Env, rng: random.Random, skill: float = 0.8) -> str:
-    """With probability `skill` what `strong_player` does, else something at random. A `ScriptedPlayer` for warm starts.
-
-    Raises:
-        TypeError: `env` is not a `Shop`.
-    """
-    if not isinstance(env, Shop):
-        raise TypeError(f"this player plays Shop, not {type(env).__name__}")
+@plays(Shop)
+def weak_player(env: Shop, rng: random.Random, skill: float = 0.8) -> str:
+    """With probability `skill` what `strong_player` does, else something at random. For warm starts."""
     call = _next_call(env) if rng.random() < skill else _any_call(env, rng)
     return call.render()
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from pydantic import Field
 
-from agentrl.envs.base import TextEnv, read_options
+from agentrl.envs.base import TextEnv, plays, read_options
 from agentrl.errors import EnvError
-from agentrl.protocols import Env, Settings, StepResult
+from agentrl.protocols import Settings, StepResult
 
 Cell = tuple[int, int]
 """(row, column); the room's inside begins at (0, 0)."""
@@ -102,11 +102,11 @@ class Sokoban(TextEnv):
         """
         if not hasattr(self, "_puzzle") or self._solved:
             raise EnvError("no episode is being played; call reset first")
-        said = set(re.findall(r"[a-z]+", action.lower())) & set(MOVES)
-        if len(said) != 1:
+        words = set(re.findall(r"[a-z]+", action.lower())) & set(MOVES)
+        if len(words) != 1:
             return f"{self._grid()}\n{_HINT}", 0.0, False, False, {"success": False}
         before = len(self._boxes & self._puzzle.goals)
-        moved = self._move(*said)
+        moved = self._move(*words)
         reward = float(self._solved) + self._shaping * (len(self._boxes & self._puzzle.goals) - before)
         observation = self._grid() if moved else f"{self._grid()}\nThat way is blocked."
         return observation, reward, self._solved, False, {"success": self._solved}
@@ -151,23 +151,15 @@ class Sokoban(TextEnv):
         return "." if on_goal else "-"
 
 
-def strong_player(env: Env, rng: random.Random) -> str:
-    """A word of the known solution, or any once it is left. A `ScriptedPlayer` for demonstrations.
-
-    Raises:
-        TypeError: `env` is not a `Sokoban`.
-    """
+@plays(Sokoban)
+def strong_player(env: Sokoban, rng: random.Random) -> str:
+    """A word of the known solution, or any once it is left. For demonstrations."""
     return weak_player(env, rng, skill=1.0)
 
 
-def weak_player(env: Env, rng: random.Random, skill: float = 0.6) -> str:
-    """With probability `skill` a word of the known solution, else any legal word. A `ScriptedPlayer` for warm starts.
-
-    Raises:
-        TypeError: `env` is not a `Sokoban`.
-    """
-    if not isinstance(env, Sokoban):
-        raise TypeError(f"this player plays Sokoban, not {type(env).__name__}")
+@plays(Sokoban)
+def weak_player(env: Sokoban, rng: random.Random, skill: float = 0.6) -> str:
+    """With probability `skill` a word of the known solution, else any legal word. For warm starts."""
     known = env.known_moves() if rng.random() < skill else []
     return rng.choice(known or list(MOVES))
 

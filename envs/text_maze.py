@@ -14,9 +14,9 @@ from typing import Any
 
 from pydantic import Field
 
-from agentrl.envs.base import TextEnv, read_options
+from agentrl.envs.base import TextEnv, plays, read_options
 from agentrl.errors import EnvError
-from agentrl.protocols import Env, Settings, StepResult
+from agentrl.protocols import Settings, StepResult
 
 Cell = tuple[int, int]
 """(row, column)"""
@@ -85,8 +85,8 @@ class TextMaze(TextEnv):
         """
         if self._over:
             raise EnvError("no episode is being played; call reset first")
-        said = set(re.findall(r"[a-z]+", action.lower())) & set(MOVES)
-        happened = self._walk(*said) if len(said) == 1 else _HINT
+        words = set(re.findall(r"[a-z]+", action.lower())) & set(MOVES)
+        happened = self._walk(*words) if len(words) == 1 else _HINT
         self._over = self.cell == self.maze.goal
         return f"{happened}\n{self._view()}".lstrip(), float(self._over), self._over, False, {"success": self._over}
 
@@ -149,23 +149,15 @@ class TextMaze(TextEnv):
         return f"{key} key" if key and key not in self.keys else "free"
 
 
-def strong_player(env: Env, rng: random.Random) -> str:
-    """Explores what is nearest, with a perfect memory and nothing else. A `ScriptedPlayer` for demonstrations.
-
-    Raises:
-        TypeError: `env` is not a `TextMaze`.
-    """
+@plays(TextMaze)
+def strong_player(env: TextMaze, rng: random.Random) -> str:
+    """Explores what is nearest, with a perfect memory and nothing else. For demonstrations."""
     return weak_player(env, rng, skill=1.0)
 
 
-def weak_player(env: Env, rng: random.Random, skill: float = 0.3) -> str:
-    """With probability `skill` what `strong_player` says, else any legal word. A `ScriptedPlayer` for warm starts.
-
-    Raises:
-        TypeError: `env` is not a `TextMaze`.
-    """
-    if not isinstance(env, TextMaze):
-        raise TypeError(f"this player plays TextMaze, not {type(env).__name__}")
+@plays(TextMaze)
+def weak_player(env: TextMaze, rng: random.Random, skill: float = 0.3) -> str:
+    """With probability `skill` what `strong_player` says, else any legal word. For warm starts."""
     return env.way_on() if rng.random() < skill else rng.choice(list(MOVES))
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import Field
 
 from agentrl.envs.base import TextEnv, read_options
-from agentrl.envs.foreign import RngBox, check_known, load_package
+from agentrl.envs.foreign import GlobalRng, check_known, load_package
 from agentrl.errors import ConfigError, EnvError
 from agentrl.protocols import Env, ResetResult, Settings, StepResult
 
@@ -78,8 +78,8 @@ class TextArena(TextEnv):
         opponent = _opponent(chosen.opponent)
         self._player = chosen.seat
         self._seen: dict[int, list[str]] = {}
-        self._box = RngBox(seed)
-        with self._box.lend():
+        self._global_rng = GlobalRng(seed)
+        with self._global_rng.installed():
             self._env, self._players = _make(self._name, chosen, seed)
             self._opponent = opponent or partial(_legal_move, self._env, shuffled=chosen.opponent == "random")
             self._agents = _names(self._players) if chosen.opponent == "agent" else {chosen.seat: ""}
@@ -106,7 +106,7 @@ class TextArena(TextEnv):
         """
         if self._env is None:
             raise EnvError("no episode is being played; call reset first")
-        with self._box.lend():
+        with self._global_rng.installed():
             actor = self._player
             done, _ = self._env.step(action)
             text = None if done else self._until_a_turn()
@@ -141,9 +141,9 @@ class TextArena(TextEnv):
     def _end(self, actor: int) -> StepResult:
         env, self._env = self._env, None
         state = _inner(env).state
-        told = _text(state.observations.get(actor, []), actor)
+        observation = _text(state.observations.get(actor, []), actor)
         if not state.done:
-            return told or "The others play on without you.", 0.0, False, True, {"success": False}
+            return observation or "The others play on without you.", 0.0, False, True, {"success": False}
         rewards, about = env.close()
         outcomes = {player: _outcome(player, rewards or {}, about or {}) for player in self._agents}
         success = {player: paid > 0 if self._players > 1 else paid >= 1 for player, (paid, _) in outcomes.items()}
@@ -155,7 +155,7 @@ class TextArena(TextEnv):
                 "rewards": {names[player]: paid for player, (paid, _) in outcomes.items()},
                 "success": {names[player]: won for player, won in success.items()},
             }
-        return "\n".join(filter(None, (told, reason))) or "The game is over.", reward, True, False, info
+        return "\n".join(filter(None, (observation, reason))) or "The game is over.", reward, True, False, info
 
 
 Options = TextArena.Options
@@ -214,9 +214,9 @@ def _text(messages: Any, player: int) -> str:
     for message in messages:
         # Some games pass the fields in another order; the first text is what was said.
         sender = message[0] if isinstance(message[0], int) else -1
-        said = next((part for part in message if isinstance(part, str)), "").strip("\n")
-        if said and sender != player:
-            lines.append(said if sender < 0 else f"[Player {sender}] {said}")
+        text = next((part for part in message if isinstance(part, str)), "").strip("\n")
+        if text and sender != player:
+            lines.append(text if sender < 0 else f"[Player {sender}] {text}")
     return "\n".join(lines)
 
 

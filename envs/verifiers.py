@@ -24,7 +24,7 @@ from pydantic import Field
 
 from agentrl.envs import background
 from agentrl.envs.base import TextEnv, read_options
-from agentrl.envs.inversion import Ask, Asked, Inverted, line, opening, tenths
+from agentrl.envs.callback import Ask, Asked, CallbackEnv, line, opening, tenths
 from agentrl.envs.verifiers_v1 import TasksetFactory
 from agentrl.errors import ConfigError, EnvError, PluginError
 from agentrl.protocols import Env, Settings, StepResult
@@ -89,7 +89,7 @@ class Verifiers(TextEnv):
     def __init__(self, env_id: str) -> None:
         self._env_id = env_id
         self._loaded: tuple[dict[str, Any], Any] | None = None
-        self._rollout: Inverted[Mapping[str, Any]] | None = None
+        self._rollout: CallbackEnv[Mapping[str, Any]] | None = None
 
     def start(self, seed: int, options: Mapping[str, Any]) -> str:
         """Draw a row and play until the model is asked.
@@ -101,7 +101,7 @@ class Verifiers(TextEnv):
         self._chosen = read_options(self.Options, options)
         self._forget()
         env = self._load(self._chosen.args)
-        self._rollout = Inverted(partial(_play, env, self._row(env, seed)))
+        self._rollout = CallbackEnv(partial(_play, env, self._row(env, seed)))
         asked = self._rollout.next()
         if not isinstance(asked, Asked):
             raise EnvError(f"verifiers:{self._env_id} ended before the model was asked: {asked.get('stop_condition')}")
@@ -171,13 +171,13 @@ class Verifiers(TextEnv):
     def _over(self, output: Mapping[str, Any]) -> StepResult:
         reward, why = float(output["reward"]), str(output.get("stop_condition"))
         truncated = why in _LIMITS
-        said: list[str] = []
+        replies: list[str] = []
         for message in reversed(output.get("completion") or []):
             if message["role"] == "assistant":
                 break
-            said.insert(0, line(message)[1])
+            replies.insert(0, line(message)[1])
         info = {"success": reward >= self._chosen.success_at, "stop": why, "metrics": dict(output.get("metrics") or {})}
-        return "\n".join(said), reward, not truncated, truncated, info
+        return "\n".join(replies), reward, not truncated, truncated, info
 
 
 async def _play(env: Any, row: Mapping[str, Any], ask: Ask) -> Mapping[str, Any]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field
 
 from agentrl.envs.base import TextEnv, read_options
-from agentrl.envs.inversion import Ask, Asked, Inverted, line, opening, tenths
+from agentrl.envs.callback import Ask, Asked, CallbackEnv, line, opening, tenths
 from agentrl.errors import ConfigError, EnvError
 from agentrl.protocols import Env, Settings, StepResult
 from agentrl.rollout.seeds import SPLITS
@@ -67,7 +67,7 @@ class VerifiersTaskset(TextEnv):
     def __init__(self, taskset: str) -> None:
         self._taskset = taskset
         self._loaded: tuple[Any, Any, list[Any]] | None = None
-        self._episode: Inverted[Any] | None = None
+        self._episode: CallbackEnv[Any] | None = None
 
     def start(self, seed: int, options: Mapping[str, Any]) -> str:
         """Draw a task and play until the model is asked.
@@ -81,7 +81,7 @@ class VerifiersTaskset(TextEnv):
         env, tasks = self._load(self._chosen)
         test = seed % len(SPLITS) == SPLITS.index("held-out")
         task = tasks[self.rng.choice(tenths(len(tasks), test))]
-        self._episode = Inverted(partial(_play, env, task))
+        self._episode = CallbackEnv(partial(_play, env, task))
         asked = self._episode.next()
         if not isinstance(asked, Asked):
             raise EnvError(f"verifiers:{self._taskset} ended before the model was asked: {asked.stop_condition}")
@@ -150,8 +150,8 @@ async def _play(env: Any, task: Any, ask: Ask) -> Any:
         raise failures[0]
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if errors or not episode.ok or len(episode.traces) != 1:
-        said = "; ".join(f"{error.type}: {error.message}" for error in errors)
-        raise EnvError(f"the episode failed: {said or 'it is not one sound trace'}")
+        reasons = "; ".join(f"{error.type}: {error.message}" for error in errors)
+        raise EnvError(f"the episode failed: {reasons or 'it is not one sound trace'}")
     (trace,) = episode.traces
     if unscored := [name for name, reward in trace.rewards.items() if reward is None]:
         raise EnvError(f"the rewards {', '.join(unscored)} were not computed")

@@ -13,7 +13,7 @@ from agentrl.errors import ConfigError, RewardError
 from agentrl.protocols import Settings
 from agentrl.sandbox.outcome import Outcome, Ran, SandboxLost
 from agentrl.sandbox.pool import Sandbox
-from agentrl.sandbox.settings import Limits, SandboxConfig
+from agentrl.sandbox.settings import SandboxConfig, SandboxLimits
 from agentrl.trajectory import Score, Trajectory
 
 
@@ -58,7 +58,7 @@ class CodeTests:
 
         tests: str = "tests"
         """The task's option with the list of tests."""
-        sandbox: SandboxConfig = SandboxConfig(limits=Limits(wall=10.0, cpu=5.0))
+        sandbox: SandboxConfig = SandboxConfig(limits=SandboxLimits(wall=10.0, cpu=5.0))
         """The sandbox, with the limits of one test."""
         all_or_nothing: bool = False
         """Whether the score is 1 where all tests pass and else 0."""
@@ -109,8 +109,8 @@ def _passed(test: Test, outcome: Outcome, mark: str) -> bool:
 
 def program_in(trajectory: Trajectory) -> str | None:
     """The last fenced block of the model's last message that is Python or does not say what it is."""
-    said = (message.content for message in reversed(trajectory.messages) if message.role == "assistant")
-    blocks = _FENCED.findall(next(said, ""))
+    replies = (message.content for message in reversed(trajectory.messages) if message.role == "assistant")
+    blocks = _FENCED.findall(next(replies, ""))
     return next(
         (code for language, code in reversed(blocks) if language.lower() in ("", "python", "py", "python3")), None
     )

@@ -56,8 +56,8 @@ class RubricJudge:
 
     async def score(self, trajectory: Trajectory) -> Score:
         """The judge's levels, weighted."""
-        said = await self._endpoint.ask(self.prompt(trajectory), self._verdict)
-        levels: dict[str, int] = said.model_dump(by_alias=True)["levels"]
+        verdict = await self._endpoint.ask(self.prompt(trajectory), self._verdict)
+        levels: dict[str, int] = verdict.model_dump(by_alias=True)["levels"]
         parts = {name: level / self._config.levels for name, level in levels.items()}
         weights = {name: criterion.weight for name, criterion in self._config.criteria.items()}
         value = sum(weights[name] * part for name, part in parts.items()) / sum(weights.values())

@@ -25,9 +25,10 @@ from urllib.parse import urlsplit
 from weakref import WeakValueDictionary
 
 import aiohttp
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agentrl.errors import AgentRLError, ConfigError, RewardError
+from agentrl.openai_wire import ChatAnswer, ServedModels, TokenUsage
 from agentrl.rewards.judge_cache import VerdictCache, question_key
 from agentrl.rewards.judge_prompt import JudgePrompt
 from agentrl.rewards.judge_settings import JudgeSettings
@@ -40,34 +41,6 @@ _BUSY = (408, 409, 425, 429, 500, 502, 503, 504, 529)
 _NEVER = (401, 404)
 """The key or the address is wrong, for every question alike."""
 _LONGEST_PAUSE = 30.0
-
-
-class _Message(BaseModel):
-    content: str | None = None
-    refusal: str | None = None
-
-
-class _Choice(BaseModel):
-    message: _Message
-    finish_reason: str | None = None
-
-
-class _Usage(BaseModel):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-
-
-class _Answer(BaseModel):
-    choices: tuple[_Choice, ...] = Field(min_length=1)
-    usage: _Usage | None = None
-
-
-class _Model(BaseModel):
-    id: str
-
-
-class _Models(BaseModel):
-    data: tuple[_Model, ...]
 
 
 class Verdict(BaseModel):
@@ -180,8 +153,8 @@ class JudgeEndpoint:
         sent = clock.time()
         schema = _schema_of(verdict)
         body = self._body(prompt.messages(schema), schema)
-        answer = _parse(_Answer, await self._send("POST", "/chat/completions", body))
-        usage, choice = answer.usage or _Usage(), answer.choices[0]
+        answer = _parse(ChatAnswer, await self._send("POST", "/chat/completions", body))
+        usage, choice = answer.usage or TokenUsage(), answer.choices[0]
         self.tally.answered(usage.prompt_tokens, usage.completion_tokens, clock.time() - sent)
         if choice.message.refusal:
             raise _NoVerdictError("unreadable", f"a refusal: {choice.message.refusal:.200}")
@@ -208,14 +181,14 @@ class JudgeEndpoint:
             raise _NoVerdictError("unreachable", f"{type(error).__name__}: {error}") from error
         if response.status == 200:
             return content
-        said = f"{response.status}: {self._without_key(content.decode(errors='replace'))[:300]}"
+        detail = f"{response.status}: {self._without_key(content.decode(errors='replace'))[:300]}"
         if response.status in _BUSY:
-            raise _NoVerdictError("busy", said, _retry_after(response.headers.get("Retry-After", "")))
+            raise _NoVerdictError("busy", detail, _retry_after(response.headers.get("Retry-After", "")))
         if response.status == 404 and method == "GET":
-            raise _NoListError(f"{url}: {said}")
+            raise _NoListError(f"{url}: {detail}")
         if response.status in _NEVER:
-            raise ConfigError(f"{url} refuses the judge's key or model (api_key_env, model, url) with {said}")
-        raise RewardError(f"{url} refuses the question with {said}")
+            raise ConfigError(f"{url} refuses the judge's key or model (api_key_env, model, url) with {detail}")
+        raise RewardError(f"{url} refuses the question with {detail}")
 
     def _body(self, messages: list[dict[str, str]], schema: Mapping[str, Any]) -> dict[str, Any]:
         config = self._config
@@ -247,8 +220,8 @@ class JudgeEndpoint:
             raise ConfigError(f"model={wanted}, but {self._url} serves {', '.join(served[:20]) or 'none'}")
         return wanted
 
-    async def _list_models(self) -> _Models:
-        return _parse(_Models, await self._send("GET", "/models"))
+    async def _list_models(self) -> ServedModels:
+        return _parse(ServedModels, await self._send("GET", "/models"))
 
     async def _pace(self) -> None:
         """Wait for this request's place in `requests_per_minute`."""
@@ -283,9 +256,7 @@ def _parse(model: type[V], answer: bytes | str) -> V:
     try:
         return model.model_validate_json(answer)
     except ValidationError as error:
-        raise _NoVerdictError(
-            "unreadable", f"something that is no {model.__name__.strip('_')}: {_short(error)}"
-        ) from error
+        raise _NoVerdictError("unreadable", f"something that is no {model.__name__}: {_short(error)}") from error
 
 
 def _short(error: ValidationError) -> str:
@@ -293,10 +264,10 @@ def _short(error: ValidationError) -> str:
     return f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r:.200}"
 
 
-def _retry_after(said: str) -> float:
+def _retry_after(detail: str) -> float:
     """Seconds until the server wants to be asked again (RFC 9110, 10.2.3): a number of them, or a date."""
     with suppress(ValueError):
-        return max(0.0, float(said))
+        return max(0.0, float(detail))
     with suppress(ValueError):
-        return max(0.0, (parsedate_to_datetime(said) - datetime.now(UTC)).total_seconds())
+        return max(0.0, (parsedate_to_datetime(detail) - datetime.now(UTC)).total_seconds())
     return 0.0

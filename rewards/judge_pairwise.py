@@ -15,13 +15,13 @@ from agentrl.rewards.judge_ranking import meetings, win_shares
 from agentrl.trajectory import Score, Trajectory
 
 
-class Choice(Verdict):
+class PairwiseVerdict(Verdict):
     """The answer about a pair."""
 
     better: Literal["first", "second", "tie"]
 
 
-class ReasonedChoice(Verdict):
+class ReasonedPairwiseVerdict(Verdict):
     """The same, thought over."""
 
     reason: str = Field(description="one or two sentences")
@@ -60,7 +60,9 @@ class PairwiseJudge:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._endpoint = JudgeEndpoint(config)
-        self._verdict: type[Choice | ReasonedChoice] = ReasonedChoice if config.reasons else Choice
+        self._verdict: type[PairwiseVerdict | ReasonedPairwiseVerdict] = (
+            ReasonedPairwiseVerdict if config.reasons else PairwiseVerdict
+        )
         self._orders = _Orders()
 
     async def __aenter__(self) -> Self:
@@ -82,15 +84,15 @@ class PairwiseJudge:
                 for pair in pairs
                 for i, j in (pair, pair[::-1])
             }
-        said: dict[tuple[int, int], float] = {}
+        points_by_order: dict[tuple[int, int], float] = {}
         for order, task in asked.items():
             points = task.result()
             if isinstance(points, AgentRLError):
                 raise points
-            said[order] = points
+            points_by_order[order] = points
         self._orders.pairs += len(pairs)
-        self._orders.swayed += sum(said[i, j] != 1.0 - said[j, i] for i, j in pairs)
-        shares = win_shares({(i, j): (said[i, j] + 1.0 - said[j, i]) / 2 for i, j in pairs}, size)
+        self._orders.swayed += sum(points_by_order[i, j] != 1.0 - points_by_order[j, i] for i, j in pairs)
+        shares = win_shares({(i, j): (points_by_order[i, j] + 1.0 - points_by_order[j, i]) / 2 for i, j in pairs}, size)
         return [Score(share, {"win_share": share}) for share in shares]
 
     async def _choose(self, first: Trajectory, second: Trajectory) -> float | AgentRLError:
@@ -98,10 +100,10 @@ class PairwiseJudge:
         if self._config.messages(first) == self._config.messages(second):
             return _POINTS["tie"]
         try:
-            said = await self._endpoint.ask(self.prompt(first, second), self._verdict)
+            verdict = await self._endpoint.ask(self.prompt(first, second), self._verdict)
         except AgentRLError as error:
             return error
-        return _POINTS[said.better]
+        return _POINTS[verdict.better]
 
     def prompt(self, first: Trajectory, second: Trajectory) -> JudgePrompt:
         """What the judge is asked about a pair."""

@@ -30,7 +30,7 @@ class JudgeTally:
         self.latencies.append(seconds)
 
     def take(self) -> dict[str, float]:
-        """The counts as metrics, which start anew. Latencies are seconds of requests that were answered."""
+        """The counts as metrics; they start again from zero. Latencies are seconds of requests that were answered."""
         cost = self.prompt_tokens * self.prompt_price + self.completion_tokens * self.completion_price
         self.total_cost += cost
         metrics: dict[str, float] = {

@@ -28,7 +28,7 @@ MOST_STATES = 2_000
 
 
 @dataclass(frozen=True, slots=True)
-class Constant:
+class BooleanConstant:
     """True or false."""
 
     value: bool
@@ -89,7 +89,7 @@ class Release:
     right: "Formula"
 
 
-Formula = Constant | Atom | Remains | And | Or | Next | Until | Release
+Formula = BooleanConstant | Atom | Remains | And | Or | Next | Until | Release
 """In negation normal form: only atoms are negated."""
 
 State = frozenset[frozenset[Formula]]
@@ -102,8 +102,8 @@ FALSE: State = frozenset()
 def negation(formula: Formula) -> Formula:  # noqa: PLR0911  one for each kind of formula
     """The formula that holds where this one does not."""
     match formula:
-        case Constant(value):
-            return Constant(not value)
+        case BooleanConstant(value):
+            return BooleanConstant(not value)
         case Atom(name, positive):
             return Atom(name, not positive)
         case Remains(some):
@@ -123,7 +123,7 @@ def negation(formula: Formula) -> Formula:  # noqa: PLR0911  one for each kind o
 def progress(formula: Formula, event: frozenset[str]) -> State:  # noqa: PLR0911  one for each kind of formula
     """What has to hold of the rest of a trace that begins with `event`, so that the formula holds of all of it."""
     match formula:
-        case Constant(holds) | Remains(holds):
+        case BooleanConstant(holds) | Remains(holds):
             return TRUE if holds else FALSE
         case Atom(name, positive):
             return TRUE if (name in event) == positive else FALSE
@@ -146,7 +146,7 @@ def progress(formula: Formula, event: frozenset[str]) -> State:  # noqa: PLR0911
 def holds_of_nothing(formula: Formula) -> bool:  # noqa: PLR0911  one for each kind of formula
     """Whether the formula holds of an empty rest: of what is left when a trace has ended."""
     match formula:
-        case Constant(value):
+        case BooleanConstant(value):
             return value
         case Atom(_, positive):
             return not positive
@@ -167,7 +167,7 @@ def holds_of_nothing(formula: Formula) -> bool:  # noqa: PLR0911  one for each k
 def state_of(formula: Formula) -> State:
     """A formula as alternatives of obligations."""
     match formula:
-        case Constant(value):
+        case BooleanConstant(value):
             return TRUE if value else FALSE
         case And(left, right):
             return _both(state_of(left), state_of(right))
@@ -408,9 +408,9 @@ class _Reader:
             case "!":
                 return negation(inner)
             case "F":
-                return Until(Constant(True), inner)
+                return Until(BooleanConstant(True), inner)
             case "G":
-                return Release(Constant(False), inner)
+                return Release(BooleanConstant(False), inner)
             case _:
                 return Next(inner, strong=operator == "X")
 
@@ -422,7 +422,7 @@ class _Reader:
                 self.fail("an operator or )")
             return inner
         if self._take("true", "false"):
-            return Constant(token.kind == "true")
+            return BooleanConstant(token.kind == "true")
         if not self._take("atom"):
             self.fail("a formula")
         return Atom(token.text)

@@ -63,7 +63,7 @@ class Monitor:
             for event in events(trajectory)
         )
 
-    def judge(self, content: tuple[frozenset[str], ...]) -> Score:
+    def evaluate(self, content: tuple[frozenset[str], ...]) -> Score:
         """The verdict at the end of the episode, or its progress."""
         machine = self.automaton
         state = machine.run(content)
@@ -82,8 +82,8 @@ Event = tuple[ToolCall | None, frozenset[str]]
 
 def events(trajectory: Trajectory) -> Iterator[Event]:
     """What the model did, in order."""
-    for said, answered in exchanges(trajectory.messages):
-        reply = parse_tool_calls(said)
+    for message, answered in exchanges(trajectory.messages):
+        reply = parse_tool_calls(message)
         count = len(reply.calls) + len(reply.errors)
         for call in reply.calls:
             yield call, frozenset({"refused"} if refused(answered, call.name, count) else ())

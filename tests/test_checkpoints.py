@@ -353,7 +353,7 @@ def test_an_exported_checkpoint_is_the_same_model_without_the_optimizer_and_over
 @pytest.mark.slow
 def test_one_command_begins_a_run_goes_on_after_a_kill_and_keeps_its_best(tmp_path, agentrl):
     arguments = [
-        "train", str(LAKE), "demonstrations=null", "run_dir=run", "steps=4", "trackers=[]", "--resume", "auto",
+        "train", str(LAKE), "recipe.demonstrations=null", "run_dir=run", "steps=4", "trackers=[]", "--resume", "auto",
         "rollout.groups_per_step=2", "rollout.group_size=2", "evaluation.tasks=4", "evaluation.every=1",
         "checkpoint.every=1", "checkpoint.keep=1", "checkpoint.best=eval/reward",
     ]  # fmt: skip

@@ -109,8 +109,8 @@ def test_reading_a_config_loads_no_torch(path):
 @pytest.mark.parametrize("name", [path.name for path in (Path(__file__).parent.parent / "examples").glob("*.yaml")])
 def test_an_example_is_a_valid_config_whose_player_exists(name):
     loaded = load_config(Path(__file__).parent.parent / "examples" / name)
-    if loaded.config.demonstrations is not None:
-        assert callable(load("players", loaded.config.demonstrations.player))
+    if demonstrations := getattr(loaded.config.recipe.settings, "demonstrations", None):
+        assert callable(load("players", demonstrations.player))
 
 
 def test_a_key_without_a_value_says_so(path):

@@ -21,15 +21,15 @@ from agentrl.batch import TrainBatch, TrainingSample, collate
 from agentrl.cluster.recovery import RecoveringTrainer
 from agentrl.config import load_config, validate_config
 from agentrl.errors import ConfigError, WorkerDiedError
+from agentrl.learner import Learner, explained_variance
 from agentrl.protocols import LossTokens
-from agentrl.recipes.learner import Learner, explained_variance
 from agentrl.testing.trainers import random_samples
 from agentrl.trainers.local import LocalTrainer
 
 ROOT = Path(__file__).parent.parent
 LAKE = ROOT / "examples" / "frozen_lake.yaml"
 SMALL = [
-    "demonstrations=null",
+    "recipe.demonstrations=null",
     "steps=4",
     "rollout.groups_per_step=4",
     "rollout.group_size=4",

@@ -70,7 +70,12 @@ def test_the_other_package_is_an_entry_point_and_one_module(example: Path) -> No
 @pytest.mark.slow
 def test_an_environment_of_another_package_is_trained_by_name(example: Path, tmp_path: Path) -> None:
     config = ROOT / "examples" / "higher_lower" / "higher_lower.yaml"
-    small = ("rollout.groups_per_step=2", "rollout.group_size=2", "evaluation.tasks=4", "demonstrations.episodes=16")
+    small = (
+        "rollout.groups_per_step=2",
+        "rollout.group_size=2",
+        "evaluation.tasks=4",
+        "recipe.demonstrations.episodes=16",
+    )
     agentrl("train", config, "steps=2", *small, cwd=tmp_path, packages=example)
     run_dir = tmp_path / "runs" / "higher_lower"
     assert "name: higher_lower\n" in (run_dir / "config.yaml").read_text()

@@ -18,8 +18,8 @@ from torch import Tensor
 from agentrl.batch import FloatArray
 from agentrl.errors import TrainingError
 from agentrl.protocols import Loss, LossTokens
-from agentrl.trainers.deal import Portion, Share
-from agentrl.trainers.forward import MicroBatch, to_device
+from agentrl.trainers.batch_shards import BatchShard, MicroBatch
+from agentrl.trainers.forward import DeviceMicroBatch, to_device
 from agentrl.trainers.schedule import learning_rate
 from agentrl.trainers.settings import TrainerSettings
 
@@ -32,7 +32,7 @@ class Sharding(Protocol):
         """Where this rank computes."""
         ...
 
-    def predict(self, rows: MicroBatch) -> Tensor:
+    def predict(self, rows: DeviceMicroBatch) -> Tensor:
         """What the model says of the loss tokens, shape N (see `Predictor`); differentiable where gradients are on."""
         ...
 
@@ -94,7 +94,7 @@ class TrainerCore:
     sharding: Sharding
     steps_done: int = 0
 
-    def step(self, share: Share, loss: Loss, normalizer: float, loss_tokens: int) -> Mapping[str, float]:
+    def step(self, share: BatchShard, loss: Loss, normalizer: float, loss_tokens: int) -> Mapping[str, float]:
         """One pass over this rank's share. The metrics are of all ranks, but for the seconds, which are this one's."""
         lr = learning_rate(self.config, self.steps_done, self.total_steps)
         tally = _Tally()
@@ -118,11 +118,11 @@ class TrainerCore:
             **{f"seconds_{phase}": seconds for phase, seconds in tally.seconds.items()},
         }
 
-    def predict(self, portions: Sequence[Portion]) -> list[FloatArray]:
+    def predict(self, portions: Sequence[MicroBatch]) -> list[FloatArray]:
         """What the model says of the loss tokens of each portion. Nothing is kept for a backward pass."""
         with torch.no_grad():
-            said = [self.sharding.predict(to_device(p.rows, self.sharding.device)) for p in portions]
-        return [numbers_N.float().cpu().numpy() for numbers_N in said]
+            predictions = [self.sharding.predict(to_device(p.rows, self.sharding.device)) for p in portions]
+        return [numbers_N.float().cpu().numpy() for numbers_N in predictions]
 
     def weights(self) -> Mapping[str, Tensor]:
         """See `Sharding.weights`."""
@@ -148,13 +148,13 @@ class TrainerCore:
         """See `Sharding.close`."""
         self.sharding.close()
 
-    def _old_logprobs(self, portions: Sequence[Portion], tally: "_Tally") -> list[Tensor | None]:
+    def _old_logprobs(self, portions: Sequence[MicroBatch], tally: "_Tally") -> list[Tensor | None]:
         """The trainer's logprobs before the first update on this batch."""
         with tally.phase("old_logprobs"), torch.no_grad():
             return [self.sharding.predict(to_device(p.rows, self.sharding.device)) for p in portions]
 
     def _accumulate(
-        self, portions: Sequence[Portion], old: list[Tensor | None], loss: Loss, normalizer: float, tally: "_Tally"
+        self, portions: Sequence[MicroBatch], old: list[Tensor | None], loss: Loss, normalizer: float, tally: "_Tally"
     ) -> None:
         """Sum the gradients of a minibatch: those of sum(token losses) / normalizer, however it is cut and dealt."""
         with tally.phase("forward_backward"):

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from agentrl.cluster.footprint import TrainerLayout
+from agentrl.placement.footprint import TrainerLayout
 from agentrl.trainers.group import GroupTrainer
 from agentrl.trainers.settings import TrainerSettings
 

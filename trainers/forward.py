@@ -15,7 +15,7 @@ from agentrl.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class MicroBatch:
+class DeviceMicroBatch:
     """Rows as tensors on the device. What stands under the loss mask has been left behind.
 
     `attention_B1TT`: true where a row's token may look at a column: its own segment, up to itself.
@@ -33,7 +33,7 @@ class MicroBatch:
     segments_N: Tensor
 
 
-def to_device(rows: TrainBatch, device: torch.device) -> MicroBatch:
+def to_device(rows: TrainBatch, device: torch.device) -> DeviceMicroBatch:
     """Move rows to a device and build their mask there."""
 
     def move(array: Any) -> Tensor:
@@ -42,7 +42,7 @@ def to_device(rows: TrainBatch, device: torch.device) -> MicroBatch:
     segments_BT = move(rows.segment_ids_BT)
     same_BTT = segments_BT[:, :, None] == segments_BT[:, None, :]
     loss_BT = rows.loss_mask_BT.astype(bool)
-    return MicroBatch(
+    return DeviceMicroBatch(
         tokens_BT=move(rows.tokens_BT),
         position_ids_BT=move(rows.position_ids_BT),
         attention_B1TT=same_BTT.tril()[:, None],
@@ -55,7 +55,7 @@ def to_device(rows: TrainBatch, device: torch.device) -> MicroBatch:
     )
 
 
-def token_logprobs(model: Any, rows: MicroBatch, temperature: float) -> Tensor:
+def token_logprobs(model: Any, rows: DeviceMicroBatch, temperature: float) -> Tensor:
     """log softmax(logits / temperature) of each loss token, float32, shape N.
 
     The output head runs at the N positions that predict a loss token and nowhere else.
@@ -64,13 +64,13 @@ def token_logprobs(model: Any, rows: MicroBatch, temperature: float) -> Tensor:
     return -cross_entropy(logits_NV / temperature, rows.targets_N, reduction="none")
 
 
-def token_values(model: Any, rows: MicroBatch) -> Tensor:
+def token_values(model: Any, rows: DeviceMicroBatch) -> Tensor:
     """What the model's head for values says before each loss token, float32, shape N."""
     values_N1: Tensor = model.score(_before(model, rows)).float()
     return values_N1[:, 0]
 
 
-def _before(model: Any, rows: MicroBatch) -> Tensor:
+def _before(model: Any, rows: DeviceMicroBatch) -> Tensor:
     """The last hidden states of the tokens before the loss tokens, shape N and H."""
     hidden_BTH: Tensor = model.base_model(
         input_ids=rows.tokens_BT,

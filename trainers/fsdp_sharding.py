@@ -21,12 +21,12 @@ from torch.distributed.tensor import DTensor
 
 from agentrl.trainers.checkpoint import kept_by_another, save_state
 from agentrl.trainers.core import TrainerCore
-from agentrl.trainers.forward import MicroBatch
+from agentrl.trainers.forward import DeviceMicroBatch
 from agentrl.trainers.model import Predictor, load_model
 from agentrl.trainers.optimizer import adamw, apply, move
 from agentrl.trainers.process_group import join, max_of_ranks, sum_of_ranks
-from agentrl.trainers.rank import Place, Plan
-from agentrl.trainers.trained import Trained, held
+from agentrl.trainers.rank import RankInfo, TrainerSpec
+from agentrl.trainers.trainable import TrainableParameters, trainable_tensors
 
 if TYPE_CHECKING:
     from agentrl.trainers.fsdp import FsdpTrainer
@@ -35,15 +35,15 @@ _OPTIMIZER = "optimizer"
 """The folder in a checkpoint where the ranks keep their shards of the optimizer."""
 
 
-def open_core(plan: Plan, place: Place) -> TrainerCore:
+def open_core(spec: TrainerSpec, rank_info: RankInfo) -> TrainerCore:
     """Load the model, shard it, make the optimizer."""
-    config = cast("FsdpTrainer.Config", plan.config)
-    device = join(place)
-    model, trained = load_model(plan, device)
-    _shard(model, config, device, place.world_size)
+    config = cast("FsdpTrainer.Config", spec.config)
+    device = join(rank_info)
+    model, trainable = load_model(spec, device)
+    _shard(model, config, device, rank_info.world_size)
     optimizer = adamw(model, config, foreach=True)
     home = torch.device("cpu") if config.cpu_offload else device
-    return TrainerCore(config, plan.total_steps, FullyShard(place.rank, device, home, model, trained, optimizer))
+    return TrainerCore(config, spec.total_steps, FullyShard(rank_info.rank, device, home, model, trainable, optimizer))
 
 
 def _shard(model: Predictor, config: "FsdpTrainer.Config", device: torch.device, world_size: int) -> None:
@@ -84,10 +84,10 @@ class FullyShard:
     device: torch.device
     home: torch.device
     model: Predictor
-    trained: Trained
+    trainable: TrainableParameters
     optimizer: torch.optim.AdamW
 
-    def predict(self, rows: MicroBatch) -> Tensor:
+    def predict(self, rows: DeviceMicroBatch) -> Tensor:
         """See `Sharding`."""
         predicted_N: Tensor = self.model(rows)
         if not torch.is_grad_enabled():  # what is gathered is given back by the backward pass otherwise
@@ -121,13 +121,13 @@ class FullyShard:
     def weights(self) -> Mapping[str, Tensor]:
         """All weights in the CPU's memory, on rank 0; the other ranks help, and return none."""
         whole = self._whole()
-        return self.trained.weights(whole) if self.rank == 0 else {}
+        return self.trainable.weights(whole) if self.rank == 0 else {}
 
     def save(self, folder: Path, step: int) -> None:
         """The weights as a Hugging Face folder by rank 0; the optimizer by all, each its shards."""
         whole = self._whole()
         if self.rank == 0:
-            self.trained.save(folder, whole)
+            self.trainable.save(folder, whole)
         dist.barrier()
         dcp.save(get_optimizer_state_dict(self.model, self.optimizer), checkpoint_id=folder / _OPTIMIZER)  # type: ignore[attr-defined]
         if self.rank == 0:
@@ -136,7 +136,7 @@ class FullyShard:
 
     def load(self, folder: Path) -> int:
         """Any number of ranks can take up what any number has saved."""
-        saved, state = self.trained.read(folder)
+        saved, state = self.trainable.read(folder)
         if state["optimizer"] != _OPTIMIZER:
             raise kept_by_another(folder, "fsdp")
         options = StateDictOptions(full_state_dict=True, strict=False)  # a tied weight is saved under one name only
@@ -161,7 +161,7 @@ class FullyShard:
     def _whole(self) -> dict[str, Tensor]:
         """What trains, gathered one by one: rank 0 keeps it, in the CPU's memory."""
         whole: dict[str, Tensor] = {}
-        for name, tensor in held(self.trained).items():
+        for name, tensor in trainable_tensors(self.trainable).items():
             gathered = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if self.rank == 0:
                 whole[name] = gathered.detach().cpu()

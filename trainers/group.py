@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from agentrl.batch import FloatArray, TrainBatch
-from agentrl.cluster.bundle import BundlePlace, WeightBundle
-from agentrl.cluster.local_workers import start_local
+from agentrl.cluster.processes import start_local
 from agentrl.cluster.workers import StartWorkers, WorkerGroup
 from agentrl.errors import AgentRLError, ConfigError, TrainingError, WorkerDiedError
 from agentrl.protocols import Loss
-from agentrl.trainers.deal import deal, gather
-from agentrl.trainers.rank import Head, Plan, TrainerRank
+from agentrl.trainers.batch_shards import deal, gather
+from agentrl.trainers.rank import Head, TrainerRank, TrainerSpec
 from agentrl.trainers.settings import TrainerSettings
+from agentrl.weights.bundle import BundlePlace, WeightBundle
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,7 +57,7 @@ class GroupTrainer:
         if temperature <= 0:
             raise ConfigError(f"cannot train on samples of temperature {temperature}: greedy choices have no gradient")
         self.config = config
-        self._plan = Plan(self.core, config, model, total_steps, temperature, head)
+        self._spec = TrainerSpec(self.core, config, model, total_steps, temperature, head)
         self._role = role
         self._start = start
         self._ranks: WorkerGroup | None = None
@@ -74,7 +74,7 @@ class GroupTrainer:
         return rows
 
     async def __aenter__(self) -> Self:
-        ranks = await self._start(self._role, partial(TrainerRank, self._plan), self.world_size)
+        ranks = await self._start(self._role, partial(TrainerRank, self._spec), self.world_size)
         try:
             await ranks.all("open", len(ranks), await ranks.one("address"))
         except BaseException:
@@ -126,7 +126,7 @@ class GroupTrainer:
         return {**metrics[0], "tokens": float(tokens), "packing": tokens / places}
 
     async def predict(self, batch: TrainBatch) -> FloatArray:
-        """See `Predicts`."""
+        """See `SupportsPredict`."""
         ranks = self._entered
         tokens = self.config.micro_batch_tokens
         shares = deal(batch, ranks=len(ranks), micro_batch_tokens=tokens, minibatch_count=1)
@@ -138,7 +138,7 @@ class GroupTrainer:
         return weights
 
     async def write_weights(self, place: BundlePlace) -> WeightBundle:
-        """See `WritesWeights`: rank 0 writes them, and nothing is sent here but where they are.
+        """See `SupportsWriteWeights`: rank 0 writes them, and nothing is sent here but where they are.
 
         From a machine that does not see the place they are sent here all the same, and written here.
         """
@@ -157,7 +157,7 @@ class GroupTrainer:
         await self._entered.all("load", folder)
 
     async def sleep(self) -> None:
-        """See `Sleeper` (agentrl/cluster/time_share.py): all ranks give their devices' memory back."""
+        """See `Sleeper` (agentrl/placement/time_share.py): all ranks give their devices' memory back."""
         await self._entered.all("sleep")
 
     async def wake(self) -> None:

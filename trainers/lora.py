@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from agentrl.cluster.low_rank import Factors, LowRank, weight_files
 from agentrl.errors import ConfigError
 from agentrl.rollout.seeds import derive_seed
 from agentrl.trainers.checkpoint import read_checkpoint, save_model
 from agentrl.trainers.settings import LoraSettings
+from agentrl.weights.low_rank import Factors, LowRank, weight_files
 
 ADAPTER = "adapter"
 """The folder in a checkpoint that holds the adapters, as peft writes them."""
@@ -23,7 +23,7 @@ _FACTOR = re.compile(r"(.+)\.lora_([AB])\.default\.weight")
 
 @dataclass(frozen=True, slots=True)
 class Adapters:
-    """`Trained`: low-rank adapters; the model that they were added to is frozen.
+    """`TrainableParameters`: low-rank adapters; the model that they were added to is frozen.
 
     What is published is the folder that the model came from and the adapters (`LowRank`). A checkpoint is a Hugging
     Face folder with the adapters merged into the weights, which any engine or trainer starts from, and in it the folder
@@ -74,18 +74,18 @@ class Adapters:
         return {name: Factors(pair["A"], pair["B"], scale) for name, pair in pairs.items()}
 
     def weights(self, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """See `Trained`."""
+        """See `TrainableParameters`."""
         return LowRank(self.origin, self.factors(whole))
 
     def save(self, folder: Path, whole: Mapping[str, Tensor]) -> None:
-        """See `Trained`."""
+        """See `TrainableParameters`."""
         save_model(folder, self.model, self.origin, self.weights(whole))
         self.config.save_pretrained(str(folder / ADAPTER))
         adapters = {_in_peft(name): tensor.detach().cpu().contiguous() for name, tensor in whole.items()}
         save_file(adapters, folder / ADAPTER / "adapter_model.safetensors")
 
     def read(self, folder: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
-        """See `Trained`."""
+        """See `TrainableParameters`."""
         names = {_in_peft(name): name for name in self.shapes}
         shapes = {saved: self.shapes[name] for saved, name in names.items()}
         adapters, state = read_checkpoint(folder, shapes, weights_in=ADAPTER)

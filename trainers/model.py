@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from agentrl.errors import ConfigError
 from agentrl.trainers.checkpoint import quiet
-from agentrl.trainers.forward import MicroBatch, check_attention, check_head, token_logprobs, token_values
+from agentrl.trainers.forward import DeviceMicroBatch, check_attention, check_head, token_logprobs, token_values
 from agentrl.trainers.lora import Adapters
-from agentrl.trainers.rank import Plan
-from agentrl.trainers.trained import AllWeights, Trained
+from agentrl.trainers.rank import TrainerSpec
+from agentrl.trainers.trainable import AllWeights, TrainableParameters
 
 
 class Predictor(nn.Module):
@@ -28,47 +28,49 @@ class Predictor(nn.Module):
         self.model = model
         self.autocast = autocast
 
-    def forward(self, rows: MicroBatch) -> Tensor:
+    def forward(self, rows: DeviceMicroBatch) -> Tensor:
         """One number for each loss token, float32, shape N."""
         with torch.autocast(rows.tokens_BT.device.type, torch.bfloat16) if self.autocast else nullcontext():
             return self.say(rows)
 
-    def say(self, rows: MicroBatch) -> Tensor:
+    def say(self, rows: DeviceMicroBatch) -> Tensor:
         """See `forward`."""
         raise NotImplementedError
 
 
-class Policy(Predictor):
+class LogprobPredictor(Predictor):
     """log softmax(logits / temperature) of each token, at the temperature that the model is sampled at."""
 
     def __init__(self, model: Any, temperature: float, *, autocast: bool) -> None:
         super().__init__(model, autocast=autocast)
         self.temperature = temperature
 
-    def say(self, rows: MicroBatch) -> Tensor:
+    def say(self, rows: DeviceMicroBatch) -> Tensor:
         """See `Predictor`."""
         return token_logprobs(self.model, rows, self.temperature)
 
 
-class Critic(Predictor):
+class ValuePredictor(Predictor):
     """The value of each token: a linear head over what the model made of the tokens before it."""
 
-    def say(self, rows: MicroBatch) -> Tensor:
+    def say(self, rows: DeviceMicroBatch) -> Tensor:
         """See `Predictor`."""
         return token_values(self.model, rows)
 
 
-def load_model(plan: Plan, device: torch.device, *, autocast: bool = False) -> tuple[Predictor, Trained]:
-    """The plan's model in float32, without dropout: as the policy that sampled; and what of it trains.
+def load_model(
+    spec: TrainerSpec, device: torch.device, *, autocast: bool = False
+) -> tuple[Predictor, TrainableParameters]:
+    """The spec's model in float32, without dropout: as the policy that sampled; and what of it trains.
 
     A critic is the same model with a head of zeros in the place of the output head, so its first values are all zero.
 
     Raises:
-        ConfigError: there is no model in the folder, or one that cannot be trained exactly.
+        ConfigError: there is no model in the folder, or one that cannot be trainable exactly.
     """
     from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-    folder, valued = plan.origin, plan.head == "value"
+    folder, valued = spec.origin, spec.head == "value"
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} is no Hugging Face model folder: there is no config.json in it")
     kind: Any = AutoModelForTokenClassification if valued else AutoModelForCausalLM
@@ -83,14 +85,18 @@ def load_model(plan: Plan, device: torch.device, *, autocast: bool = False) -> t
         _zero_head(model)
     else:
         check_head(model)
-    if plan.config.gradient_checkpointing:
+    if spec.config.gradient_checkpointing:
         _without_dropout(model)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()  # checkpointing happens in training mode only
-    lora = plan.config.lora
-    trained = AllWeights.of(model, folder) if lora is None else Adapters.add(model, folder, lora)
-    predictor = Critic(model, autocast=autocast) if valued else Policy(model, plan.temperature, autocast=autocast)
-    return predictor, trained
+    lora = spec.config.lora
+    trainable = AllWeights.of(model, folder) if lora is None else Adapters.add(model, folder, lora)
+    predictor = (
+        ValuePredictor(model, autocast=autocast)
+        if valued
+        else LogprobPredictor(model, spec.temperature, autocast=autocast)
+    )
+    return predictor, trainable
 
 
 def _zero_head(model: Any) -> None:

@@ -11,23 +11,23 @@ from torch import Tensor
 from agentrl.errors import ConfigError
 from agentrl.trainers.checkpoint import kept_by_another, save_state
 from agentrl.trainers.core import TrainerCore
-from agentrl.trainers.forward import MicroBatch
+from agentrl.trainers.forward import DeviceMicroBatch
 from agentrl.trainers.model import Predictor, load_model
 from agentrl.trainers.optimizer import adamw, apply, move
-from agentrl.trainers.rank import Place, Plan
-from agentrl.trainers.trained import Trained, held
+from agentrl.trainers.rank import RankInfo, TrainerSpec
+from agentrl.trainers.trainable import TrainableParameters, trainable_tensors
 
 if TYPE_CHECKING:
     from agentrl.trainers.local import LocalTrainer
 
 
-def open_core(plan: Plan, place: Place) -> TrainerCore:
+def open_core(spec: TrainerSpec, rank_info: RankInfo) -> TrainerCore:
     """Load the model and make the optimizer."""
-    config = cast("LocalTrainer.Config", plan.config)
+    config = cast("LocalTrainer.Config", spec.config)
     device = device_named(config.device)
-    model, trained = load_model(plan, device, autocast=config.dtype == "bfloat16")
+    model, trainable = load_model(spec, device, autocast=config.dtype == "bfloat16")
     optimizer = adamw(model, config, fused=True)
-    return TrainerCore(config, plan.total_steps, OneDevice(device, model, trained, optimizer))
+    return TrainerCore(config, spec.total_steps, OneDevice(device, model, trainable, optimizer))
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +36,10 @@ class OneDevice:
 
     device: torch.device
     model: Predictor
-    trained: Trained
+    trainable: TrainableParameters
     optimizer: torch.optim.AdamW
 
-    def predict(self, rows: MicroBatch) -> Tensor:
+    def predict(self, rows: DeviceMicroBatch) -> Tensor:
         """See `Sharding`."""
         predicted_N: Tensor = self.model(rows)
         return predicted_N
@@ -68,16 +68,16 @@ class OneDevice:
 
     def weights(self) -> Mapping[str, Tensor]:
         """The float32 weights themselves, not copied."""
-        return self.trained.weights(self._whole())
+        return self.trainable.weights(self._whole())
 
     def save(self, folder: Path, step: int) -> None:
         """See `Sharding`."""
-        self.trained.save(folder, self._whole())
+        self.trainable.save(folder, self._whole())
         save_state(folder, {"step": step, "optimizer": self.optimizer.state_dict()["state"]})
 
     def load(self, folder: Path) -> int:
         """See `Sharding`."""
-        saved, state = self.trained.read(folder)
+        saved, state = self.trainable.read(folder)
         if not isinstance(state["optimizer"], dict):
             raise kept_by_another(folder, "local")
         with torch.no_grad():
@@ -99,7 +99,7 @@ class OneDevice:
         """There are no others."""
 
     def _whole(self) -> dict[str, Tensor]:
-        return {name: tensor.detach() for name, tensor in held(self.trained).items()}
+        return {name: tensor.detach() for name, tensor in trainable_tensors(self.trainable).items()}
 
 
 def device_named(name: str) -> torch.device:

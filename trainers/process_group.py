@@ -6,25 +6,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from agentrl.trainers.rank import Place
+from agentrl.trainers.rank import RankInfo
 
 _PATIENCE = timedelta(minutes=10)
 """How long a collective waits for a rank that does not come. A rank that died is noticed at once, by its worker."""
 
 
-def join(place: Place) -> torch.device:
+def join(rank_info: RankInfo) -> torch.device:
     """Meet the other ranks; returns the device of this one: its GPU, or the CPU (by gloo)."""
-    host, _, port = place.address.rpartition(":")
+    host, _, port = rank_info.address.rpartition(":")
     cuda = torch.cuda.is_available()
     if cuda:
-        torch.cuda.set_device(place.rank % torch.cuda.device_count())
+        torch.cuda.set_device(rank_info.rank % torch.cuda.device_count())
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    store = dist.TCPStore(host, int(port), place.world_size, is_master=place.rank == 0, timeout=_PATIENCE)  # type: ignore[attr-defined]
+    store = dist.TCPStore(host, int(port), rank_info.world_size, is_master=rank_info.rank == 0, timeout=_PATIENCE)  # type: ignore[attr-defined]
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
         store=store,
-        rank=place.rank,
-        world_size=place.world_size,
+        rank=rank_info.rank,
+        world_size=rank_info.world_size,
         timeout=_PATIENCE,
     )
     return device

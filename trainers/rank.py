@@ -9,13 +9,13 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Literal
 
 from agentrl.batch import FloatArray
-from agentrl.cluster.bundle import BundlePlace
-from agentrl.cluster.time_share import free_on_cpu, free_on_gpus
 from agentrl.cluster.workers import own_address
 from agentrl.errors import AgentRLError
+from agentrl.placement.time_share import free_on_cpu, free_on_gpus
 from agentrl.protocols import Loss
-from agentrl.trainers.deal import Share
+from agentrl.trainers.batch_shards import BatchShard
 from agentrl.trainers.settings import TrainerSettings
+from agentrl.weights.bundle import BundlePlace
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +28,7 @@ Head = Literal["policy", "value"]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TrainerSpec:
     """What all ranks are made from. `core` is the "module:function" that makes a rank's `TrainerCore`; `head` says what
     the model is to say of a token.
     """
@@ -42,7 +42,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankInfo:
     """Where a rank stands among `world_size`; they meet at the `address`, "host:port" of rank 0."""
 
     rank: int
@@ -53,8 +53,8 @@ class Place:
 class TrainerRank:
     """The worker of a rank. `open` comes first."""
 
-    def __init__(self, plan: Plan, rank: int) -> None:
-        self._plan = plan
+    def __init__(self, spec: TrainerSpec, rank: int) -> None:
+        self._spec = spec
         self._rank = rank
         self._core: TrainerCore | None = None
 
@@ -66,8 +66,8 @@ class TrainerRank:
 
     def open(self, world_size: int, address: str) -> None:
         """Meet the other ranks, load the model, make the optimizer."""
-        make = resolve_name(self._plan.core)
-        self._core = make(self._plan, Place(self._rank, world_size, address))
+        make = resolve_name(self._spec.core)
+        self._core = make(self._spec, RankInfo(self._rank, world_size, address))
 
     def close(self) -> None:
         """Leave the other ranks, and hold the model no longer. All have to."""
@@ -82,11 +82,11 @@ class TrainerRank:
             raise AgentRLError("this rank of the trainer has not met the others yet: call open first")
         return self._core
 
-    def step(self, share: Share, loss: Loss, normalizer: float, loss_tokens: int) -> Mapping[str, float]:
+    def step(self, share: BatchShard, loss: Loss, normalizer: float, loss_tokens: int) -> Mapping[str, float]:
         """See `TrainerCore.step`."""
         return self.core.step(share, loss, normalizer, loss_tokens)
 
-    def predict(self, share: Share) -> list[FloatArray]:
+    def predict(self, share: BatchShard) -> list[FloatArray]:
         """See `TrainerCore.predict`; of all portions of the share."""
         return self.core.predict([portion for part in share for portion in part])
 

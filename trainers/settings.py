@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from agentrl.cluster.footprint import TrainerLayout
+from agentrl.placement.footprint import TrainerLayout
 from agentrl.protocols import Settings
 
 

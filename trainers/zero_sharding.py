@@ -16,12 +16,12 @@ from torch import Tensor
 from agentrl.errors import ConfigError
 from agentrl.trainers.checkpoint import kept_by_another, save_state
 from agentrl.trainers.core import TrainerCore
-from agentrl.trainers.forward import MicroBatch
+from agentrl.trainers.forward import DeviceMicroBatch
 from agentrl.trainers.model import load_model
 from agentrl.trainers.optimizer import adamw
 from agentrl.trainers.process_group import join, max_of_ranks, sum_of_ranks
-from agentrl.trainers.rank import Place, Plan
-from agentrl.trainers.trained import Trained, held
+from agentrl.trainers.rank import RankInfo, TrainerSpec
+from agentrl.trainers.trainable import TrainableParameters, trainable_tensors
 
 if TYPE_CHECKING:
     from agentrl.trainers.deepspeed import DeepSpeedTrainer
@@ -30,16 +30,16 @@ _OPTIMIZER = "deepspeed"
 """The folder in a checkpoint where the ranks keep their shards."""
 
 
-def open_core(plan: Plan, place: Place) -> TrainerCore:
+def open_core(spec: TrainerSpec, rank_info: RankInfo) -> TrainerCore:
     """Load the model and give it to DeepSpeed."""
-    config = cast("DeepSpeedTrainer.Config", plan.config)
+    config = cast("DeepSpeedTrainer.Config", spec.config)
     deepspeed = _deepspeed()
-    device = join(place)
+    device = join(rank_info)
     os.environ["LOCAL_RANK"] = str(device.index or 0)
-    model, trained = load_model(plan, device, autocast=config.dtype == "bfloat16")
+    model, trainable = load_model(spec, device, autocast=config.dtype == "bfloat16")
     deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
     engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model, config), config=_settings(config))
-    return TrainerCore(config, plan.total_steps, Zero(place, device, engine, trained))
+    return TrainerCore(config, spec.total_steps, Zero(rank_info, device, engine, trainable))
 
 
 def _deepspeed() -> Any:
@@ -79,12 +79,12 @@ def _settings(config: "DeepSpeedTrainer.Config") -> dict[str, Any]:
 class Zero:
     """`Sharding` by DeepSpeed."""
 
-    place: Place
+    rank_info: RankInfo
     device: torch.device
     engine: Any
-    trained: Trained
+    trainable: TrainableParameters
 
-    def predict(self, rows: MicroBatch) -> Tensor:
+    def predict(self, rows: DeviceMicroBatch) -> Tensor:
         """See `Sharding`."""
         predicted_N: Tensor = self.engine(rows)
         return predicted_N
@@ -96,7 +96,7 @@ class Zero:
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """DeepSpeed averages over the ranks; the sum is wanted."""
         self.engine.set_gradient_accumulation_boundary(last)
-        self.engine.backward(loss * self.place.world_size, scale_wrt_gas=False)
+        self.engine.backward(loss * self.rank_info.world_size, scale_wrt_gas=False)
 
     def sum(self, values: Tensor) -> Tensor:
         """See `Sharding`."""
@@ -116,24 +116,24 @@ class Zero:
     def weights(self) -> Mapping[str, Tensor]:
         """All weights in the CPU's memory, on rank 0; the other ranks help, and return none."""
         whole = self._whole()
-        return self.trained.weights(whole) if self.place.rank == 0 else {}
+        return self.trainable.weights(whole) if self.rank_info.rank == 0 else {}
 
     def save(self, folder: Path, step: int) -> None:
         """The weights as a Hugging Face folder by rank 0; the shards by all."""
         whole = self._whole()
-        if self.place.rank == 0:
-            self.trained.save(folder, whole)
+        if self.rank_info.rank == 0:
+            self.trainable.save(folder, whole)
         dist.barrier()
         self.engine.save_checkpoint(str(folder / _OPTIMIZER), tag="step", exclude_frozen_parameters=True)
-        if self.place.rank == 0:
-            save_state(folder, {"step": step, "optimizer": f"{_OPTIMIZER} of {self.place.world_size} ranks"})
+        if self.rank_info.rank == 0:
+            save_state(folder, {"step": step, "optimizer": f"{_OPTIMIZER} of {self.rank_info.world_size} ranks"})
         dist.barrier()
 
     def load(self, folder: Path) -> int:
         """See `Sharding`. The number of ranks has to be the one that saved it."""
-        _, state = self.trained.read(folder)
-        if state["optimizer"] != f"{_OPTIMIZER} of {self.place.world_size} ranks":
-            raise kept_by_another(folder, f"deepspeed with trainer.world_size={self.place.world_size}")
+        _, state = self.trainable.read(folder)
+        if state["optimizer"] != f"{_OPTIMIZER} of {self.rank_info.world_size} ranks":
+            raise kept_by_another(folder, f"deepspeed with trainer.world_size={self.rank_info.world_size}")
         groups = self.engine.optimizer.param_groups
         settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         self.engine.load_checkpoint(str(folder / _OPTIMIZER), tag="step", load_module_strict=False)  # frozen: not in it
@@ -168,8 +168,8 @@ class Zero:
         import deepspeed
 
         whole: dict[str, Tensor] = {}
-        for name, tensor in held(self.trained).items():
+        for name, tensor in trainable_tensors(self.trainable).items():
             with deepspeed.zero.GatheredParameters([tensor] if hasattr(tensor, "ds_id") else []):
-                if self.place.rank == 0:
+                if self.rank_info.rank == 0:
                     whole[name] = tensor.detach().cpu().clone()
         return whole

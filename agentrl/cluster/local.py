@@ -6,10 +6,10 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
-from agentrl.cluster.devices import Inventory
-from agentrl.cluster.local_workers import ProcessWorker, start_local
-from agentrl.cluster.placement import DeviceMap
+from agentrl.cluster.processes import ProcessWorker, start_local
 from agentrl.cluster.workers import ClusterSettings
+from agentrl.placement.device_map import DeviceMap
+from agentrl.placement.devices import Inventory
 from agentrl.plugins import Component
 from agentrl.protocols import Engine
 

@@ -9,13 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from agentrl.cluster.devices import Inventory
-from agentrl.cluster.placement import DeviceMap
+from agentrl.cluster.ray_actors import RayWorkers
 from agentrl.cluster.ray_engine import RayEngine
-from agentrl.cluster.ray_placement import Anywhere, Spots, gpus_of_ray, reserved
-from agentrl.cluster.ray_workers import RayWorkers
+from agentrl.cluster.ray_placement import RayPlacement, Unplaced, gpus_of_ray, reserved
 from agentrl.cluster.workers import ClusterSettings, StartWorker
 from agentrl.errors import ConfigError
+from agentrl.placement.device_map import DeviceMap
+from agentrl.placement.devices import Inventory
 from agentrl.plugins import Component
 from agentrl.protocols import Engine
 
@@ -31,12 +31,12 @@ class RayCluster:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self._spots: Spots = Anywhere()
+        self._placement: RayPlacement = Unplaced()
 
     @property
     def start(self) -> RayWorkers:
         """See `Cluster`."""
-        return RayWorkers(self._spots, self.config.lease)
+        return RayWorkers(self._placement, self.config.lease)
 
     @property
     def start_one(self) -> StartWorker:
@@ -62,8 +62,8 @@ class RayCluster:
 
     def engines(self, chosen: Component, model: Path) -> list[Callable[[], Engine]]:
         """See `Cluster`."""
-        count = self._spots.count("engine") or self.config.engines
-        return [partial(RayEngine, chosen, model, self._spots.options("engine", number)) for number in range(count)]
+        count = self._placement.count("engine") or self.config.engines
+        return [partial(RayEngine, chosen, model, self._placement.options("engine", number)) for number in range(count)]
 
     def gpus(self) -> Inventory | None:
         """See `Cluster`."""
@@ -72,9 +72,9 @@ class RayCluster:
     @asynccontextmanager
     async def placed(self, devices: DeviceMap) -> AsyncIterator[None]:
         """See `Cluster`."""
-        async with reserved(devices) as self._spots:
+        async with reserved(devices) as self._placement:
             yield
-        self._spots = Anywhere()
+        self._placement = Unplaced()
 
 
 def join_ray(address: str = "", **options: Any) -> None:

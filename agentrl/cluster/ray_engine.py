@@ -7,14 +7,14 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
-from agentrl.cluster.bundle import Manifest, WeightBundle
 from agentrl.cluster.ray_process import RayProcess, end
 from agentrl.cluster.ray_weights import Arrivals, reference_to
-from agentrl.cluster.time_share import Sleeper
 from agentrl.errors import EngineDeadError, WeightsError
+from agentrl.placement.time_share import Sleeper
 from agentrl.plugins import Component
-from agentrl.protocols import Engine, EngineStats, GenerateRequest, StagesWeights
+from agentrl.protocols import Engine, EngineStats, GenerateRequest, SupportsStageWeights
 from agentrl.trajectory import Completion
+from agentrl.weights.bundle import Manifest, WeightBundle
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,7 +73,7 @@ class _EngineHost:
         await self._arrivals.finish(manifest)
 
     async def stage_weights(self, weights: Mapping[str, "Tensor"], version: int) -> _Report:
-        if isinstance(self._engine, StagesWeights):
+        if isinstance(self._engine, SupportsStageWeights):
             try:
                 await self._engine.stage_weights(self._here(weights), version)
             except WeightsError:
@@ -147,7 +147,7 @@ class RayEngine:
             self._process = await _answer_of(self._actor.where.remote())
             self._max_context, self._latest = await _answer_of(self._actor.open.remote(self._chosen, self._model))
         except BaseException:
-            self._kill()
+            await self._kill()
             raise
         return self
 
@@ -161,7 +161,7 @@ class RayEngine:
         except (EngineDeadError, TimeoutError):
             pass  # it is killed all the same
         finally:
-            self._kill()
+            await self._kill()
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """See `Engine`."""
@@ -186,7 +186,7 @@ class RayEngine:
         self._latest = await _answer_of(self._running.interrupt.remote(frozenset(self._asked)))
 
     async def stage_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
-        """See `StagesWeights`. Of a bundle only the place is sent, where the actor lives on a machine that sees it."""
+        """See `SupportsStageWeights`. Where the actor's machine sees a bundle, only its path is sent."""
         await self._bring(weights)
         self._latest = await _answer_of(self._running.stage_weights.remote(weights, version))
 
@@ -204,7 +204,7 @@ class RayEngine:
         await _answer_of(self._running.wake.remote())
 
     async def probe(self) -> None:
-        """See `Probed`."""
+        """See `SupportsProbe`."""
         self._latest = await _answer_of(self._running.probe.remote())
 
     def stats(self) -> EngineStats:
@@ -231,9 +231,9 @@ class RayEngine:
             raise EngineDeadError("the engine is not running: use it inside `async with engine:`")
         return self._actor
 
-    def _kill(self) -> None:
+    async def _kill(self) -> None:
         actor, self._actor = self._actor, None
-        end(actor, self._process)
+        await end(actor, self._process)
         self._process = None
 
 

@@ -11,9 +11,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from agentrl.cluster.devices import GPUS, DeviceKind, Inventory
-from agentrl.cluster.placement import DeviceMap
 from agentrl.errors import ConfigError
+from agentrl.placement.device_map import DeviceMap
+from agentrl.placement.devices import GPUS, DeviceKind, Inventory
 
 _RESERVE_SECONDS = 60.0
 """How long the GPUs may be somebody else's."""
@@ -23,7 +23,7 @@ _LIVES_WITH = {"reference": "trainer", "critic": "trainer"}
 """Roles that a map does not name, and who is on the devices that they live on too."""
 
 
-class Spots(Protocol):
+class RayPlacement(Protocol):
     """Where actors live."""
 
     def options(self, role: str, rank: int) -> Mapping[str, Any]:
@@ -35,33 +35,33 @@ class Spots(Protocol):
         ...
 
 
-class Anywhere:
-    """The `Spots` of workers that need no GPU: evenly over the nodes."""
+class Unplaced:
+    """The `RayPlacement` of workers that need no GPU: evenly over the nodes."""
 
     def options(self, role: str, rank: int) -> Mapping[str, Any]:
-        """See `Spots`."""
+        """See `RayPlacement`."""
         return {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": "SPREAD"}
 
     def count(self, role: str) -> int:
-        """See `Spots`."""
+        """See `RayPlacement`."""
         return 0
 
 
 @dataclass(frozen=True, slots=True)
-class Reserved:
-    """The `Spots` of a map, on the nodes of a placement group. A role that is not on the map lives anywhere."""
+class PlacementGroup:
+    """The `RayPlacement` of a map, on the nodes of a placement group. A role that is not on the map lives anywhere."""
 
     devices: DeviceMap
     group: Any
 
     def options(self, role: str, rank: int) -> Mapping[str, Any]:
-        """See `Spots`."""
+        """See `RayPlacement`."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         place = _LIVES_WITH.get(role, role), rank
         found = [replica for replica in self.devices.replicas if (replica.role, replica.number) == place]
         if not found:
-            return Anywhere().options(role, rank)
+            return Unplaced().options(role, rank)
         (replica,) = found
         first = replica.node * self.devices.inventory.per_node
         seen = ",".join(str(device - first) for device in replica.devices)
@@ -76,12 +76,12 @@ class Reserved:
         }
 
     def count(self, role: str) -> int:
-        """See `Spots`."""
+        """See `RayPlacement`."""
         return sum(replica.role == role for replica in self.devices.replicas)
 
 
 @asynccontextmanager
-async def reserved(devices: DeviceMap) -> AsyncIterator[Reserved]:
+async def reserved(devices: DeviceMap) -> AsyncIterator[PlacementGroup]:
     """The GPUs of a map, for as long as the block lasts.
 
     Raises:
@@ -100,7 +100,7 @@ async def reserved(devices: DeviceMap) -> AsyncIterator[Reserved]:
             f"{inventory} were not free within {_RESERVE_SECONDS:g} s: `ray status` says who has them"
         ) from error
     try:
-        yield Reserved(devices, group)
+        yield PlacementGroup(devices, group)
     finally:
         remove_placement_group(group)
 

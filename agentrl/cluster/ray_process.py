@@ -1,15 +1,23 @@
 """The process of a Ray actor, and its end.
 
-Ray first asks an actor to go, and kills one that cannot answer some seconds later. Until then it keeps its devices'
-memory, which the one in its place needs. So who started it kills it at once.
+Ray first asks an actor to exit, and kills one that does not answer some seconds later. Until then it keeps its devices'
+memory, which its replacement needs. So an actor that has not exited after `_EXIT_SECONDS` is killed here. (Killing it
+at once would make Ray print "A worker died or was killed" at the end of a healthy run.)
 """
 
+import asyncio
 import os
+import select
 import signal
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from agentrl.flow import run_to_completion
+
+_EXIT_SECONDS = 1.0
+"""How long an actor may take to exit by itself once Ray has asked it to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,32 +34,40 @@ class RayProcess:
 
         return cls(os.getpid(), ray.get_runtime_context().get_node_id())
 
-    def kill(self) -> None:
-        """Kill it, where it still is an actor's: from here, or by whoever Ray has on its node."""
+    def end(self) -> None:
+        """Wait for its exit, and kill it where it does not: here, or by a task on its node, which is not waited for."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         if self.node == ray.get_runtime_context().get_node_id():
-            _kill(self.pid)
+            _end(self.pid)
             return
         there = NodeAffinitySchedulingStrategy(self.node, soft=False)
         remote: Any = ray.remote
-        task = remote(num_cpus=0, max_retries=0, scheduling_strategy=there)(_kill)
-        task.remote(self.pid)  # nobody waits: with the node, the process is gone too
+        task = remote(num_cpus=0, max_retries=0, scheduling_strategy=there)(_end)
+        task.remote(self.pid)  # if the node is gone, so is the process
 
 
-def end(actor: Any, process: RayProcess | None) -> None:
-    """Have Ray kill an actor, and see that its process ends, where it is known."""
+async def end(actor: Any, process: RayProcess | None) -> None:
+    """Have Ray kill an actor, and make sure that its process ends, where that is known."""
     import ray
 
     if not ray.is_initialized():
         return
     ray.kill(actor, no_restart=True)
     if process is not None:
-        process.kill()
+        await run_to_completion(asyncio.to_thread(process.end))
 
 
-def _kill(pid: int) -> None:
+def _end(pid: int) -> None:
     with suppress(OSError):  # it is gone
-        if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::"):  # and no other has its number
-            os.kill(pid, signal.SIGKILL)
+        process = os.pidfd_open(pid)
+        try:
+            if not Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::"):
+                return  # another process has its number now
+            exited = select.poll()
+            exited.register(process, select.POLLIN)
+            if not exited.poll(_EXIT_SECONDS * 1000):
+                signal.pidfd_send_signal(process, signal.SIGKILL)
+        finally:
+            os.close(process)

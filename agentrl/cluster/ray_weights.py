@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from agentrl.cluster.bundle import BundlePlace, Manifest, WeightBundle
-from agentrl.cluster.store import WeightStore, nearest
+from agentrl.weights.bundle import BundlePlace, Manifest, WeightBundle
+from agentrl.weights.store import WeightStore, nearest
 
 _put: "WeakKeyDictionary[WeightBundle, dict[str, Any]]" = WeakKeyDictionary()
 """References to the files that are in the object store, by bundle and name; let go with the bundle."""

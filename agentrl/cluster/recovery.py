@@ -1,7 +1,7 @@
 """A trainer that outlives its ranks.
 
-The weights of a rank that dies are gone with it, and no other rank can go on without them. So all ranks are started
-anew, take up the run's last checkpoint, and train once more on the batches since, which are kept here until the next
+The weights of a rank that dies are gone with it, and no other rank can go on without them. So all ranks are restarted
+from the run's last checkpoint, and train once more on the batches since, which are kept here until the next
 checkpoint: the run goes on at the step where it was, with the weights that it had. Nothing else in the run notices:
 no episode is lost, no engine is set back. Where kernels are deterministic (those of a CPU are) the weights are the same
 bit for bit.
@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar, cast
 
 from agentrl.batch import FloatArray, TrainBatch
-from agentrl.cluster.bundle import BundlePlace, WeightBundle
-from agentrl.cluster.weights import write_weights
 from agentrl.errors import AgentRLError, StallError, WorkerDiedError
-from agentrl.protocols import Loss, Predicts, Trainer
+from agentrl.protocols import Loss, SupportsPredict, Trainer
+from agentrl.weights.bundle import BundlePlace, WeightBundle
+from agentrl.weights.publisher import write_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,19 +83,19 @@ class RecoveringTrainer:
         return metrics
 
     async def predict(self, batch: TrainBatch) -> FloatArray:
-        """See `Predicts`."""
-        return await self._surely(lambda trainer: cast(Predicts, trainer).predict(batch))
+        """See `SupportsPredict`."""
+        return await self._surely(lambda trainer: cast(SupportsPredict, trainer).predict(batch))
 
     async def weights(self) -> Mapping[str, "Tensor"]:
         """See `Trainer.weights`."""
         return await self._surely(lambda trainer: trainer.weights())
 
     async def write_weights(self, place: BundlePlace) -> WeightBundle:
-        """See `WritesWeights`."""
+        """See `SupportsWriteWeights`."""
         return await self._surely(lambda trainer: write_weights(trainer, place))
 
     async def sleep(self) -> None:
-        """See `Sleeper` (agentrl/cluster/time_share.py)."""
+        """See `Sleeper` (agentrl/placement/time_share.py)."""
         await self._surely(lambda trainer: cast(Any, trainer).sleep())
 
     async def wake(self) -> None:
@@ -142,7 +142,7 @@ class RecoveringTrainer:
                 if self._restarts_left == 0:
                     raise
                 self._restarts_left -= 1
-                logger.warning("%s; all ranks begin anew", error)
+                logger.warning("%s; restarting all ranks", error)
                 await self.__aexit__(type(error), error, error.__traceback__)
             except TimeoutError as error:
                 raise StallError(

@@ -3,13 +3,13 @@
 A worker is any object; `make(rank)` makes it where it shall live. Calls to one worker run one after another, in the
 order they were made, and a caller that is cancelled does not stop the call. A worker holds a lease: it gives a sign of
 life all the time, and one that gives none for `lease` seconds (it is stopped, its machine has vanished) is as good as
-dead, and said to be. `agentrl/cluster/local_workers.py` starts workers on this machine,
-`agentrl/cluster/ray_workers.py` on a cluster.
+dead, and said to be. `agentrl/cluster/processes.py` starts workers on this machine,
+`agentrl/cluster/ray_actors.py` on a cluster.
 """
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +17,10 @@ from typing import Any, Protocol, Self
 
 from pydantic import Field
 
-from agentrl.cluster.devices import Inventory
-from agentrl.cluster.placement import DeviceMap
 from agentrl.errors import AgentRLError
-from agentrl.flow import Channel, Flow
+from agentrl.flow import Flow
+from agentrl.placement.device_map import DeviceMap
+from agentrl.placement.devices import Inventory
 from agentrl.plugins import Component
 from agentrl.protocols import Engine, Settings
 
@@ -118,20 +118,6 @@ class WorkerGroup:
             raise
         return [call.result() for call in calls]
 
-    async def stream(self, method: str, items: Iterable[Any], into: Channel[tuple[int, Any]]) -> None:
-        """Call the method once for each item, on whichever worker is idle; puts (index of the item, result) `into` a
-        channel as they come, and returns after the last.
-        """
-        waiting = iter(enumerate(items))
-
-        async def work(worker: Worker) -> None:
-            for index, item in waiting:
-                await into.put((index, await worker.call(method, item)))
-
-        async with Flow(f"{self.role}.{method}") as flow:
-            for rank, worker in enumerate(self.workers):
-                flow.start(work(worker), name=str(rank))
-
     async def stop(self) -> None:
         """End all workers."""
         async with Flow(f"{self.role}.stop") as flow:
@@ -151,7 +137,7 @@ class ClusterSettings(Settings):
     lease: float = Field(default=LEASE_SECONDS, gt=0)
     """Seconds for which a worker may give no sign of life, before it is given up and replaced."""
     restarts: int = Field(default=8, ge=0)
-    """How often the trainer may be started anew, after a rank of it has died, without making a step between."""
+    """How often the trainer may be restarted after the death of a rank, without completing a step in between."""
 
 
 class Cluster(Protocol):

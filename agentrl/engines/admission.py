@@ -7,7 +7,7 @@ from agentrl.errors import EngineError
 from agentrl.protocols import GenerateRequest
 
 KvOnUpdate = Literal["recompute", "keep"]
-"""The KV of requests in flight, when weights change: computed anew, or kept as the old weights made it. Kept, it saves
+"""The KV of requests in flight, when weights change: recomputed, or kept as the old weights made it. Kept, it saves
 a prefill, and the rest of such a completion is sampled from a mixture: its logprobs are what was sampled from, and no
 plain forward pass gives them again. Either way no other request is ever served KV of an older version.
 """

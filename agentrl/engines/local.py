@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field
 
-from agentrl.cluster.bundle import WeightBundle
-from agentrl.cluster.footprint import EngineLayout
 from agentrl.engines.admission import KvOnUpdate, max_new_tokens
 from agentrl.engines.slots import SlotTable
 from agentrl.errors import ConfigError, EngineDeadError, EngineError
+from agentrl.placement.footprint import EngineLayout
 from agentrl.protocols import EngineStats, GenerateRequest, Settings
 from agentrl.trajectory import Completion, FinishReason
+from agentrl.weights.bundle import WeightBundle
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,7 +78,7 @@ class LocalEngine:
         prefix_cache: bool = True
         """Keep the KV of finished requests, so that the next turn computes only what is new."""
         kv_on_update: KvOnUpdate = "recompute"
-        """What new weights do to the KV of requests in flight: compute it anew, or keep the old one and go on."""
+        """What new weights do to the KV of requests in flight: recompute it, or keep the old one and go on."""
 
         def layout(self) -> EngineLayout:
             """How it lies on its device, for those who count memory and time before it runs."""
@@ -173,7 +173,7 @@ class LocalEngine:
             self._release(live)
 
     async def stage_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
-        """See `StagesWeights`. A bundle is read in a thread, and requests go on meanwhile."""
+        """See `SupportsStageWeights`. A bundle is read in a thread, and requests go on meanwhile."""
         self._check_newer(version)
         if isinstance(weights, WeightBundle):
             await asyncio.to_thread(weights.verify)
@@ -196,7 +196,7 @@ class LocalEngine:
             if self._config.kv_on_update == "keep":
                 live.stale = live.cached > 0
             else:
-                live.cached = 0  # all its tokens are computed anew before the next is sampled
+                live.cached = 0  # all its tokens are recomputed before the next is sampled
 
     @property
     def weights(self) -> Mapping[str, "Tensor"]:
@@ -204,12 +204,12 @@ class LocalEngine:
         return self._entered().weights
 
     async def sleep(self) -> None:
-        """See `Sleeper` (agentrl/cluster/time_share.py). Steps run inline, so no step is under way."""
+        """See `Sleeper` (agentrl/placement/time_share.py). Steps run inline, so no step is under way."""
         model = self._entered()
         self._awake.clear()
         self._slots.forget_parked()
         for live in self._running.values():
-            live.cached, live.stale = 0, False  # all its tokens are computed anew
+            live.cached, live.stale = 0, False  # all its tokens are recomputed
         model.sleep()
 
     async def wake(self) -> None:

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from agentrl.cluster.bundle import shapes_of
 from agentrl.engines.sampling import Sampler, noise_keys
 from agentrl.errors import ConfigError, EngineError
+from agentrl.weights.bundle import shapes_of
 
 _ATTENTION = "agentrl_slots"
 

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from pydantic import Field
 
-from agentrl.cluster.bundle import WeightBundle, shapes_of, weight_shapes
-from agentrl.cluster.footprint import EngineLayout
-from agentrl.cluster.store import bundled
 from agentrl.engines.admission import KvOnUpdate, max_new_tokens
 from agentrl.errors import ConfigError, EngineDeadError, EngineError, WeightsError
+from agentrl.placement.footprint import EngineLayout
 from agentrl.protocols import EngineStats, GenerateRequest, Settings
 from agentrl.trajectory import Completion, FinishReason
+from agentrl.weights.bundle import WeightBundle, shapes_of, weight_shapes
+from agentrl.weights.store import bundled
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,7 +63,7 @@ class VllmEngine:
         sleep_mode: bool = False
         """Let it give its memory back while the trainer works (`placement: colocated`). On GPUs only."""
         kv_on_update: KvOnUpdate = "recompute"
-        """What new weights do to the KV of requests in flight: compute it anew, or keep the old one and go on."""
+        """What new weights do to the KV of requests in flight: recompute it, or keep the old one and go on."""
 
         weight_transfer: Literal["files", "gloo", "nccl", "ipc"] = "files"
         """How its workers get new weights: they map the published files, which they have checked, or the weights are
@@ -170,7 +170,7 @@ class VllmEngine:
                 raise EngineDeadError(f"vLLM died in an interrupt: {type(error).__name__}: {error}") from error
 
     async def stage_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
-        """See `StagesWeights`. Each of vLLM's workers reads a bundle whole and checks it, between two steps."""
+        """See `SupportsStageWeights`. Each of vLLM's workers reads a bundle whole and checks it, between two steps."""
         llm = self._entered()
         self._check_weights(weights, version)
         if isinstance(weights, WeightBundle):
@@ -214,7 +214,7 @@ class VllmEngine:
                     raise
 
     async def sleep(self) -> None:
-        """See `Sleeper` (agentrl/cluster/time_share.py). Weights go to the host's memory, the KV cache is dropped.
+        """See `Sleeper` (agentrl/placement/time_share.py). Weights go to the host's memory, the KV cache is dropped.
 
         Raises:
             ConfigError: vLLM for CPUs, which has no such mode, or `sleep_mode` is off.
@@ -236,7 +236,7 @@ class VllmEngine:
                 self._asleep = False
 
     async def probe(self) -> None:
-        """See `Probed`: vLLM's core answers between two steps."""
+        """See `SupportsProbe`: vLLM's core answers between two steps."""
         llm = self._entered()
         try:
             await self._unless_dead(llm, llm.is_sleeping())
@@ -454,7 +454,7 @@ class VllmEngine:
         """From now on name cached blocks by `version`, while the core is paused.
 
         A request that has no token yet would find its prefix in blocks of the version before, and leave its own to
-        others under that name: it begins anew.
+        others under that name: it starts over.
         """
         self._salt = str(version)
         untouched = [state for state in llm.output_processor.request_states.values() if state.is_prefilling]

@@ -31,7 +31,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from agentrl.cluster.bundle import WeightBundle
+from agentrl.weights.bundle import WeightBundle
 
 BACKENDS = {kind: f"agentrl_{kind}" for kind in ("files", "gloo", "nccl", "ipc")}
 """vLLM's names of the ways that weights come, by ours (`engine.weight_transfer`)."""
@@ -153,7 +153,7 @@ def gloo_group(info: NCCLWeightTransferInitInfo, rank: int) -> Any:
 
 
 def _pack_tied_heads(model: torch.nn.Module) -> None:
-    """On a CPU each linear layer keeps a packed copy of its weights. vLLM 0.32 packs anew what it reloaded, but a head
+    """On a CPU each linear layer keeps a packed copy of its weights. vLLM 0.32 packs again what it reloaded, but a head
     tied to the embedding is not reloaded itself and would go on with its old copy."""
     for module in model.modules():
         if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):

@@ -1,29 +1,26 @@
-"""The substrate: the clock, structured concurrency, bounded edges, deadlines, the staleness rules."""
+"""The substrate: the clock, structured concurrency, bounded edges, deadlines, retries."""
 
 from agentrl.flow.channel import Channel, ChannelClosedError, ChannelStats
 from agentrl.flow.clock import VirtualDeadlockError, VirtualTimeLoop, now, run_virtual
+from agentrl.flow.completion import run_to_completion
 from agentrl.flow.deadline import PendingWait, deadline, waits
 from agentrl.flow.event_log import EventLog
-from agentrl.flow.finish import to_the_end
 from agentrl.flow.flow import Flow
-from agentrl.flow.staleness import STALENESS_RULES, StalenessRule, StalenessRuleName, Ticket
+from agentrl.flow.retries import Retries
 
 __all__ = [
-    "STALENESS_RULES",
     "Channel",
     "ChannelClosedError",
     "ChannelStats",
     "EventLog",
     "Flow",
     "PendingWait",
-    "StalenessRule",
-    "StalenessRuleName",
-    "Ticket",
+    "Retries",
     "VirtualDeadlockError",
     "VirtualTimeLoop",
     "deadline",
     "now",
+    "run_to_completion",
     "run_virtual",
-    "to_the_end",
     "waits",
 ]

@@ -145,27 +145,27 @@ def _no_such_task(ledger: LedgerReader, name: str) -> str:
 
 
 def _about_task(task: TaskRecord) -> str:
-    said = _said(task)
+    fate = _fate_of(task)
     if task.fate == "trained":
         mean = sum(task.rewards) / max(len(task.rewards), 1)
-        return f"{task.task.id} {said}: {len(task.rewards)} episodes, mean reward {mean:g}"
-    return f"{task.task.id} was not trained{' yet' if task.fate is None else ''}: it {said}"
+        return f"{task.task.id} {fate}: {len(task.rewards)} episodes, mean reward {mean:g}"
+    return f"{task.task.id} was not trained{' yet' if task.fate is None else ''}: it {fate}"
 
 
 def _about_episode(name: str, task: TaskRecord, episode: EpisodeRecord, episodes: Sequence[EpisodeRecord]) -> str:
     if episode.fate == "trained":
-        return f"{name} {_said(episode)}"
-    sentence = f"{name} was not trained{' yet' if episode.fate is None else ''}: it {_said(episode)}"
+        return f"{name} {_fate_of(episode)}"
+    sentence = f"{name} was not trained{' yet' if episode.fate is None else ''}: it {_fate_of(episode)}"
     played = (episode.launch, episode.attempt)
     later = [e for e in episodes if e.member == episode.member and (e.launch, e.attempt) > played]
     if later:
         last = max(later, key=lambda e: (e.launch, e.attempt))
-        again = f"attempt {last.attempt}" + (f" of launch {last.launch}" if last.launch != episode.launch else "")
-        return f"{sentence}; {again} took its place and {_said(last)}"
+        successor = f"attempt {last.attempt}" + (f" of launch {last.launch}" if last.launch != episode.launch else "")
+        return f"{sentence}; {successor} took its place and {_fate_of(last)}"
     if task.fate is not None and episode.why not in (task.why, f"its task: {task.why}"):
-        return f"{sentence}; its task {_said(task)}"
+        return f"{sentence}; its task {_fate_of(task)}"
     return sentence
 
 
-def _said(record: TaskRecord | EpisodeRecord) -> str:
+def _fate_of(record: TaskRecord | EpisodeRecord) -> str:
     return _SAID[record.fate].format(step=record.step, why=record.why)

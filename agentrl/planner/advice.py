@@ -8,13 +8,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from agentrl import plugins
-from agentrl.cluster.devices import GPUS, Inventory
-from agentrl.cluster.footprint import ModelFacts
-from agentrl.cluster.placement import maps
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
+from agentrl.placement.device_map import maps
+from agentrl.placement.devices import GPUS, Inventory
+from agentrl.placement.footprint import ModelFacts
 from agentrl.planner.memory import overfull
-from agentrl.planner.run_facts import layouts, stages_of, wishes_of
+from agentrl.planner.run_facts import layouts, placement_request_of, stages_of
 from agentrl.plugins import Component
 from agentrl.simulate.stages import workload
 
@@ -75,7 +75,7 @@ def _filled(config: RunConfig | None, inventory: Inventory, facts: ModelFacts) -
         return math.inf
     stages, work = stages_of(config, facts), workload(config.rollout, config.simulation)
     try:
-        found = maps(config.placement, wishes_of(config), inventory)
+        found = maps(config.placement, placement_request_of(config), inventory)
     except ConfigError:
         return math.inf
     return min(overfull(stages, work, devices) for devices in found)

@@ -1,11 +1,11 @@
 """What is refused before a run starts, because it cannot be on this machine."""
 
-from agentrl.cluster.devices import GIB, Inventory, visible
-from agentrl.cluster.footprint import USABLE, trainer_footprint
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
+from agentrl.placement.devices import GIB, Inventory, visible
+from agentrl.placement.footprint import USABLE, trainer_footprint
 from agentrl.planner.advice import what_fits
-from agentrl.planner.run_facts import layouts, model_of, wishes_of
+from agentrl.planner.run_facts import layouts, model_of, placement_request_of
 
 
 def check_placement(config: RunConfig, inventory: Inventory | None = None) -> None:
@@ -31,12 +31,12 @@ def check_placement(config: RunConfig, inventory: Inventory | None = None) -> No
 
 
 def _check_memory(config: RunConfig, inventory: Inventory) -> None:
-    facts, (engine, trainer), wishes = model_of(config), layouts(config), wishes_of(config)
+    facts, (engine, trainer), request = model_of(config), layouts(config), placement_request_of(config)
     kind = inventory.kind
-    size = trainer_footprint(facts, trainer, wishes.ranks)
+    size = trainer_footprint(facts, trainer, request.ranks)
     held = sum(size.parts.get(part, 0) for part in ("weights", "gradients", "optimizer"))
-    held = held * wishes.ranks + (0 if kind.is_gpu else size.host * wishes.ranks)
-    held += engine.here * wishes.engines * engine.number * facts.parameters
+    held = held * request.ranks + (0 if kind.is_gpu else size.host * request.ranks)
+    held += engine.here * request.engines * engine.number * facts.parameters
     usable = USABLE * kind.memory
     if held > usable:
         listed = "\n".join(f"  {way}" for way in what_fits(config, inventory, facts))

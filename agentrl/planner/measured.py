@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from agentrl.cluster.devices import Inventory
-from agentrl.cluster.placement import DeviceMap, maps
 from agentrl.config import RunConfig, load_config
 from agentrl.errors import ConfigError
 from agentrl.observe.metrics import MetricsFile
-from agentrl.planner.run_facts import model_of, stages_of, wishes_of
+from agentrl.placement.device_map import DeviceMap, maps
+from agentrl.placement.devices import Inventory
+from agentrl.planner.run_facts import model_of, placement_request_of, stages_of
 from agentrl.simulate.latency import Constant
 from agentrl.simulate.stages import Stages, Workload, workload
 from agentrl.simulate.world import World
@@ -67,7 +67,7 @@ def with_measured(config: RunConfig, found: Measured, inventory: Inventory) -> R
         ConfigError: the run's own placement is not possible on such devices.
     """
     stages = stages_of(found.config, model_of(found.config))
-    devices = maps(found.config.placement, wishes_of(found.config), inventory)[0]
+    devices = maps(found.config.placement, placement_request_of(found.config), inventory)[0]
     was = found.config.placement.assume
     assume = was.model_copy(
         update={
@@ -109,6 +109,12 @@ def _seconds(found: Measured, stages: Stages, devices: DeviceMap) -> float:
     """How long the run's rollout takes in the simulation, at the speeds that were assumed."""
     simulation = found.config.simulation.model_copy(update=_episodes(found.work, found.config))
     simulation = stages.simulation(workload(found.config.rollout, simulation), devices, simulation)
-    report = World(stages.share(found.config.rollout, devices), simulation, 3, found.config.seed).run()
+    report = World(
+        stages.share(found.config.rollout, devices),
+        simulation,
+        3,
+        found.config.seed,
+        weight_update=found.config.weights.update,
+    ).run()
     apart = report.train_seconds + 3 * stages.update_seconds(devices)
     return (report.seconds - apart) / 3

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from agentrl.cluster.devices import GIB
-from agentrl.cluster.footprint import USABLE, Footprint, engine_footprint, kv_bytes_per_token, trainer_footprint
-from agentrl.cluster.placement import DeviceMap
+from agentrl.placement.device_map import DeviceMap
+from agentrl.placement.devices import GIB
+from agentrl.placement.footprint import USABLE, Footprint, engine_footprint, kv_bytes_per_token, trainer_footprint
 from agentrl.simulate.stages import Stages, Workload
 
 ASLEEP = GIB
@@ -13,7 +13,7 @@ ASLEEP = GIB
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class DeviceLoad:
     """A device's memory at its fullest, in bytes, by role and use; `limit` is what is counted on."""
 
     device: int
@@ -44,9 +44,9 @@ def problems(stages: Stages, work: Workload, devices: DeviceMap) -> Iterator[str
                 f"{load.host_limit / GIB:.1f} for each"
             )
             break
-    if devices.in_turns and not stages.engine.sleeps:
+    if devices.time_shared and not stages.engine.sleeps:
         yield "this engine cannot sleep while the trainer works (vllm can, with engine.sleep_mode=true)"
-    if devices.in_turns and not stages.trainer.sleeps:
+    if devices.time_shared and not stages.trainer.sleeps:
         yield "this trainer cannot sleep while the engine works"
     yield from _short_cache(stages, work, devices)
 
@@ -75,7 +75,7 @@ def _short_cache(stages: Stages, work: Workload, devices: DeviceMap) -> Iterator
         )
 
 
-def loads(stages: Stages, work: Workload, devices: DeviceMap) -> tuple[Load, ...]:
+def loads(stages: Stages, work: Workload, devices: DeviceMap) -> tuple[DeviceLoad, ...]:
     """The memory of each device that is used."""
     kind = devices.inventory.kind
     ranks = len(devices.of("trainer"))
@@ -93,7 +93,7 @@ def loads(stages: Stages, work: Workload, devices: DeviceMap) -> tuple[Load, ...
         if not awake:
             continue
         totals = [size.total for size in awake.values()]
-        turns = devices.in_turns and len(awake) > 1
+        turns = devices.time_shared and len(awake) > 1
         host = sum(size.host for size in awake.values())
         if not kind.is_gpu:
             peak, host = sum(totals) + host, 0
@@ -104,7 +104,7 @@ def loads(stages: Stages, work: Workload, devices: DeviceMap) -> tuple[Load, ...
             )
         else:
             peak = sum(totals)
-        found.append(Load(device, awake, peak, int(USABLE * kind.memory), host, int(USABLE * kind.host_memory)))
+        found.append(DeviceLoad(device, awake, peak, int(USABLE * kind.memory), host, int(USABLE * kind.host_memory)))
     return tuple(found)
 
 

@@ -9,14 +9,14 @@ Nothing is loaded: memory and times are counted from the model's shape, and the 
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from agentrl.cluster.devices import Inventory
-from agentrl.cluster.footprint import ModelFacts
-from agentrl.cluster.placement import DeviceMap, maps
 from agentrl.config import RunConfig
 from agentrl.errors import AgentRLError, ConfigError
+from agentrl.placement.device_map import DeviceMap, maps
+from agentrl.placement.devices import Inventory
+from agentrl.placement.footprint import ModelFacts
 from agentrl.planner.advice import what_fits
-from agentrl.planner.memory import Load, loads, overfull, problems
-from agentrl.planner.run_facts import stages_of, wishes_of
+from agentrl.planner.memory import DeviceLoad, loads, overfull, problems
+from agentrl.planner.run_facts import placement_request_of, stages_of
 from agentrl.simulate.stages import Stages, Workload, workload
 from agentrl.simulate.world import World
 
@@ -27,7 +27,7 @@ _STEPS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepEstimate:
     """Predicted seconds of a step by stage, as means: waiting for groups, training, switching, new weights."""
 
     rollout: float
@@ -53,7 +53,7 @@ class Candidate:
     filled: float
     problems: tuple[str, ...] = ()
     rough: float = 0.0
-    step: Step | None = None
+    step: StepEstimate | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,8 @@ class Plan:
     facts: ModelFacts
     work: Workload
     devices: DeviceMap
-    loads: tuple[Load, ...]
-    step: Step
+    loads: tuple[DeviceLoad, ...]
+    step: StepEstimate
     reason: str
     considered: tuple[Candidate, ...]
 
@@ -77,7 +77,8 @@ def make_plan(config: RunConfig, inventory: Inventory, facts: ModelFacts) -> Pla
     """
     stages, work = stages_of(config, facts), workload(config.rollout, config.simulation)
     looked_at = [
-        _looked_at(config, stages, work, devices) for devices in maps(config.placement, wishes_of(config), inventory)
+        _looked_at(config, stages, work, devices)
+        for devices in maps(config.placement, placement_request_of(config), inventory)
     ]
     fitting = sorted((found for found in looked_at if not found.problems), key=lambda found: found.rough)
     if not fitting:
@@ -117,7 +118,7 @@ def _rough(config: RunConfig, stages: Stages, work: Workload, devices: DeviceMap
     live = max(1.0, min(engine.slots, work.episodes / replicas))
     step = engine.seconds_per_token * (1 + engine.slowdown * (live - 1))
     rollout = work.episodes * work.sampled / replicas / live * step
-    overlap = config.rollout.max_staleness > 0 and not devices.in_turns
+    overlap = config.rollout.max_staleness > 0 and not devices.time_shared
     return (max(busy, rollout) if overlap else busy + rollout) + extra
 
 
@@ -131,7 +132,13 @@ def _simulated(config: RunConfig, stages: Stages, work: Workload, found: Candida
             update={"train_seconds": simulation.train_seconds, "update_seconds": simulation.update_seconds}
         )
     try:
-        report = World(stages.share(config.rollout, devices), simulation, _STEPS + bound, config.seed).run()
+        report = World(
+            stages.share(config.rollout, devices),
+            simulation,
+            _STEPS + bound,
+            config.seed,
+            weight_update=config.weights.update,
+        ).run()
     except AgentRLError as error:
         return replace(found, problems=(f"its simulation ended: {error}",))
     seconds = report.step_seconds[bound:]
@@ -139,7 +146,7 @@ def _simulated(config: RunConfig, stages: Stages, work: Workload, found: Candida
     switch = stages.switch_seconds(devices)
     rollout = max(0.0, fmean(seconds) - train - weights - switch)
     rate = max(1, len(devices.of("engine"))) * report.tokens / report.seconds
-    return replace(found, step=Step(rollout, train, switch, weights, rate, report.largest_staleness))
+    return replace(found, step=StepEstimate(rollout, train, switch, weights, rate, report.largest_staleness))
 
 
 def _reason(config: RunConfig, simulated: list[Candidate], fitting: int, all_maps: int) -> str:

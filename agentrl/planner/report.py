@@ -5,10 +5,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from agentrl.cluster.devices import GIB
-from agentrl.cluster.footprint import Footprint
-from agentrl.cluster.placement import Role, format_devices
-from agentrl.planner.memory import Load
+from agentrl.placement.device_map import Role, format_devices
+from agentrl.placement.devices import GIB
+from agentrl.placement.footprint import Footprint
+from agentrl.planner.memory import DeviceLoad
 from agentrl.planner.plan import Candidate, Plan
 
 _SHOWN = 8
@@ -56,15 +56,15 @@ def _map(plan: Plan) -> Table:
                 format_devices(sorted({replica.node for replica in replicas})),
             )
     if plan.devices.shared:
-        turns = "take turns" if plan.devices.in_turns else "are both awake"
+        turns = "take turns" if plan.devices.time_shared else "are both awake"
         table.add_row("shared", turns, format_devices(plan.devices.shared), "")
     return table
 
 
-def _memory(loads: tuple[Load, ...]) -> Table:
+def _memory(loads: tuple[DeviceLoad, ...]) -> Table:
     """Devices with the same load together: what each role holds while it is awake, and the fullest moment."""
     table = _table("devices", "role", "GiB", "of it", title="\nmemory of each device")
-    same: dict[tuple[int, ...], list[Load]] = {}
+    same: dict[tuple[int, ...], list[DeviceLoad]] = {}
     for load in loads:
         same.setdefault((load.peak, *(size.total for size in load.awake.values())), []).append(load)
     for alike in same.values():
@@ -119,7 +119,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "devices": {"kind": plan.devices.inventory.kind.name, "per_node": plan.devices.inventory.per_node,
                     "nodes": plan.devices.inventory.nodes},
         "mode": plan.devices.mode,
-        "in_turns": plan.devices.in_turns,
+        "time_shared": plan.devices.time_shared,
         "replicas": [{"role": r.role, "number": r.number, "devices": list(r.devices), "node": r.node}
                      for r in plan.devices.replicas],
         "settings": plan.devices.settings(),

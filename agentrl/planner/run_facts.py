@@ -3,18 +3,18 @@
 from pathlib import Path
 from typing import Any
 
-from agentrl.cluster.footprint import EngineLayout, ModelFacts, TrainerLayout, facts_of, model_facts
-from agentrl.cluster.placement import Wishes
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
+from agentrl.placement.device_map import PlacementRequest
+from agentrl.placement.footprint import EngineLayout, ModelFacts, TrainerLayout, facts_of, model_facts
 from agentrl.plugins import Component
-from agentrl.rollout.agents import Frozen
+from agentrl.rollout.agents import FrozenRoute
 from agentrl.simulate.stages import Stages
 from agentrl.tiny_model import SIZES, model_config
 
 
 def model_of(config: RunConfig) -> ModelFacts:
-    """The shape of a run's model; of one that is made from nothing, with the largest vocabulary that it can have.
+    """The shape of a run's model; of one that is randomly initialised, with the largest vocabulary that it can have.
 
     Raises:
         ConfigError: there is no such model.
@@ -29,7 +29,7 @@ def stages_of(config: RunConfig, facts: ModelFacts) -> Stages:
     Raises:
         ConfigError: its engine or trainer does not say how it lies on devices.
     """
-    frozen = {route for route in config.env.agents.values() if isinstance(route, Frozen)}
+    frozen = {route for route in config.env.agents.values() if isinstance(route, FrozenRoute)}
     engine, trainer = layouts(config)
     reference, critic = _layout_of("reference", config.reference), _layout_of("critic", config.critic)
     return Stages(facts, engine, trainer, config.placement.assume, reference, critic, len(frozen))
@@ -48,15 +48,15 @@ def _layout_of(section: str, chosen: Component | None) -> Any:
     if layout is None:
         raise ConfigError(
             f"{section} {chosen.name!r} does not say how it lies on devices, so nothing can be planned: give its "
-            "Config a method `layout`, as agentrl/cluster/footprint.py says, or write placement=local"
+            "Config a method `layout`, as agentrl/placement/footprint.py says, or write placement=local"
         )
     return layout()
 
 
-def wishes_of(config: RunConfig) -> Wishes:
+def placement_request_of(config: RunConfig) -> PlacementRequest:
     """What the settings of cluster, engine and trainer ask of a placement."""
     engine, trainer = layouts(config)
-    return Wishes(
+    return PlacementRequest(
         engines=getattr(config.cluster.settings, "engines", 1),
         tensor_parallel=engine.tensor_parallel,
         ranks=trainer.ranks,

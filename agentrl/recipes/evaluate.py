@@ -5,14 +5,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import fmean
 
+from agentrl.assembly import RolloutAssembly, task_source
 from agentrl.flow import Flow
 from agentrl.observe.metrics import by_agent
 from agentrl.observe.trajectories import write_trajectories
-from agentrl.recipes.workers import Players, tasks_of
-from agentrl.rollout.episode import Episode, Player
-from agentrl.rollout.scoring import Scoring
+from agentrl.rollout.episode import EnvEpisodeRunner, Episode
 from agentrl.rollout.seeds import derive_seed
 from agentrl.run import Run
+from agentrl.scoring.scoring import Scoring
 from agentrl.trajectory import Failed, Score, Task, Trajectory
 
 
@@ -37,31 +37,31 @@ class Evaluation:
         }
 
 
-async def play_all(player: Player, tasks: Iterable[Task], seed: int, live: int) -> list[Trajectory]:
+async def play_all(runner: EnvEpisodeRunner, tasks: Iterable[Task], seed: int, live: int) -> list[Trajectory]:
     """Play each task once, at most `live` at a time; in order of the tasks, one for each agent that is trained."""
-    places = asyncio.Semaphore(live)
+    slots = asyncio.Semaphore(live)
 
     async def play(task: Task) -> tuple[Trajectory, ...]:
-        async with places:
-            return await player.play(Episode(task.id, task, derive_seed(seed, "sampling", task.id)))
+        async with slots:
+            return await runner.play(Episode(task.id, task, derive_seed(seed, "sampling", task.id)))
 
     async with Flow("evaluation") as flow:
         playing = [flow.start(play(task), name=task.id) for task in tasks]
     return [trajectory for episode in playing for trajectory in episode.result()]
 
 
-async def evaluate(players: Players, tasks: int | None = None) -> Evaluation:
+async def evaluate(rollouts: RolloutAssembly, tasks: int | None = None) -> Evaluation:
     """Play the held-out tasks with the engine's present weights.
 
     Each is played once, so what a reward says by comparing a group's members is no part of these scores.
     """
-    config = players.config
-    source = tasks_of(config, "held-out")
+    config = rollouts.config
+    source = task_source(config, "held-out")
     held_out = [source.task(index) for index in range(config.evaluation.tasks if tasks is None else tasks)]
-    player = players.at_temperature(config.evaluation.temperature)
-    trajectories = await play_all(player, held_out, config.seed, config.rollout.max_live_episodes)
+    runner = rollouts.at_temperature(config.evaluation.temperature)
+    trajectories = await play_all(runner, held_out, config.seed, config.rollout.max_live_episodes)
     ended = [t for t in trajectories if not isinstance(t.status, Failed)]
-    scoring = Scoring(players.reward, config.rollout.deadlines.reward, config.rollout.retries)
+    scoring = Scoring(rollouts.reward, config.rollout.deadlines.reward, config.rollout.retries)
     async with Flow("scoring") as flow:
         asked = [flow.start(scoring.score(trajectory), name=trajectory.id) for trajectory in ended]
     scores = [score.result() for score in asked]
@@ -70,11 +70,11 @@ async def evaluate(players: Players, tasks: int | None = None) -> Evaluation:
     return Evaluation(tuple(scored), tuple(t for t in trajectories if (t.id, t.agent) not in kept))
 
 
-async def evaluate_run(run: Run, players: Players, step: int) -> None:
+async def evaluate_run(run: Run, rollouts: RolloutAssembly, step: int) -> None:
     """Evaluate the weights after `step` steps and write it down, unless it was before."""
     if run.config.evaluation.tasks == 0 or run.evaluated(step):
         return
     run.doing(step, "evaluation")
-    evaluation = await evaluate(players)
+    evaluation = await evaluate(rollouts)
     write_trajectories(run.folder / "trajectories" / f"held_out_{step:06d}.parquet", evaluation.scored)
     run.record_evaluation(step, evaluation.metrics())

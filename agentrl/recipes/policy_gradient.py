@@ -3,7 +3,7 @@
      ┌────────────────────────── weights, version step + 1 ──────────────────────────┐
      ▼                                                                               │
     Rollouts: env ◀─turns─▶ engine ─▶ reward ─▶ groups ──▶ advantages ──▶ batch ──▶ learner
-     (agentrl/rollout)                       next_batch    (algorithm)   collate    (learner.py)
+     (agentrl/rollout)                       next_batch    (algorithm)   collate    (agentrl/learner.py)
 
 One loop. With `rollout.max_staleness = 0` it is synchronous: no episode begins before the weights of the last step are
 live. With 1 or more, the episodes of the next steps are played while the trainer works.
@@ -14,69 +14,80 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 
-from agentrl.algorithms.shaping import Shaping, ShapingConfig
+from agentrl.algorithms.batch_processing import BatchProcessing, BatchProcessingConfig
+from agentrl.assembly import assemble_training
 from agentrl.batch import TrainingSample, collate, to_samples
-from agentrl.cluster.weights import checksum
 from agentrl.flow import now
-from agentrl.protocols import Algorithm
+from agentrl.protocols import Algorithm, Settings
+from agentrl.recipes.demonstrations import DemonstrationsConfig
 from agentrl.recipes.evaluate import evaluate_run
-from agentrl.recipes.sft import starting_model
-from agentrl.recipes.workers import start_workers
+from agentrl.recipes.starting_model import starting_model
 from agentrl.run import Run
 from agentrl.trajectory import Group
+from agentrl.weights.publisher import checksum
 
 
-async def policy_gradient(run: Run) -> None:
+class PolicyGradientSettings(Settings):
+    """Settings of `recipe: policy_gradient`."""
+
+    demonstrations: DemonstrationsConfig | None = None
+    """What the model imitates first, where it cannot yet do the task at all."""
+
+
+async def policy_gradient(run: Run, settings: PolicyGradientSettings) -> None:
     """Train `run.config.steps` steps, evaluating on held-out tasks before and after."""
     config = run.config
     algorithm: Algorithm = config.algorithm.make()
-    async with start_workers(config, algorithm, await starting_model(run), run.checkpoints.latest) as workers:
-        learner, weights = workers.learner, workers.weights
-        start = await workers.take_up(run)
-        await evaluate_run(run, workers, start)
-        async with workers.rollouts(run, start) as rollouts:
-            shaping = Shaping(config.shaping, run.metrics.rows())
+    model = await starting_model(run, settings.demonstrations)
+    async with assemble_training(config, algorithm, model, run.checkpoints.latest) as parts:
+        learner, weights = parts.learner, parts.weights
+        start = await parts.resume(run)
+        await evaluate_run(run, parts, start)
+        async with parts.rollouts(run, start) as rollouts:
+            processing = BatchProcessing(config.batch_processing, run.metrics.rows())
             for step in range(start, config.steps):
                 clock = Stopwatch(partial(run.doing, step))
                 with clock("rollout"):
                     groups = await rollouts.next_batch()
                 with clock("train"):
-                    samples = samples_of(shaping.scores(groups), algorithm, rollouts.oldest_version(step), shaping)
+                    samples = samples_of(
+                        processing.scores(groups), algorithm, rollouts.oldest_version(step), processing
+                    )
                     batch = collate(samples, row_tokens=learner.trainer.row_tokens)
-                    async with workers.share.training():
+                    async with parts.sharing.training():
                         metrics = await learner.step(batch)
                 with clock("weights"):
                     async with rollouts.new_weights(step + 1):
                         published = await weights.publish(learner.trainer, version=step + 1)
-                metrics = {**metrics, **published.metrics(), **rollouts.metrics(), **shaping.update(groups)}
+                metrics = {**metrics, **published.metrics(), **rollouts.metrics(), **processing.update(groups)}
                 run.record_step(step, groups, metrics, clock.seconds)
                 if (step + 1) % config.checkpoint.every == 0 or step + 1 == config.steps:
                     await run.save_checkpoint(step + 1, learner)
                 if config.evaluation.every and (step + 1) % config.evaluation.every == 0:
-                    await evaluate_run(run, workers, step + 1)
-        await evaluate_run(run, workers, config.steps)
+                    await evaluate_run(run, parts, step + 1)
+        await evaluate_run(run, parts, config.steps)
         run.finish(checksum(await learner.trainer.weights()))
 
 
 def samples_of(
-    groups: list[Group], algorithm: Algorithm, oldest_version: int, shaping: Shaping | None = None
+    groups: list[Group], algorithm: Algorithm, oldest_version: int, processing: BatchProcessing | None = None
 ) -> Iterator[TrainingSample]:
     """The training samples of a batch of groups, each token with its trajectory's advantage, if it is fresh enough.
 
     An agent's episodes are compared with its own, where several are trained.
     """
-    shaping = shaping or Shaping(ShapingConfig())
+    processing = processing or BatchProcessing(BatchProcessingConfig())
     parts = [of_agent for group in groups for of_agent in group.by_agent()]
-    advantages = shaping.advantages(parts, [algorithm.advantages(part) for part in parts])
+    advantages = processing.advantages(parts, [algorithm.advantages(part) for part in parts])
     trajectories = [trajectory for part in parts for trajectory in part.trajectories]
-    kept = shaping.trained(trajectories)
+    kept = processing.trained(trajectories)
     for trajectory, advantage, trained in zip(trajectories, chain(*advantages), kept, strict=True):
         if trained:
             yield from to_samples(trajectory, advantage, oldest_version=oldest_version)
 
 
 class Stopwatch:
-    """Seconds of loop time by phase. `begins` is told each as it begins."""
+    """Seconds of loop time by phase. `begins` is called with each as it begins."""
 
     def __init__(self, begins: Callable[[str], None] = lambda phase: None) -> None:
         self.seconds: dict[str, float] = {}

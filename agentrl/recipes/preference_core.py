@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from agentrl.algorithms.bradley_terry import preference_losses
 from agentrl.errors import ConfigError, TrainingError
-from agentrl.observe.preferences import PreferencesConfig
+from agentrl.recipes.preferences import PreferencesConfig
 
 Pair = tuple[tuple[int, ...], tuple[int, ...]]
 """The tokens of the chosen and of the rejected conversation."""
@@ -56,7 +56,7 @@ class PreferenceCore:
             right += int((chosen_P > rejected_P).sum())
         norm = float(torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0))
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise TrainingError(f"the loss is {loss} and the gradient norm {norm}: lower preferences.lr")
+            raise TrainingError(f"the loss is {loss} and the gradient norm {norm}: lower recipe.preferences.lr")
         self._optimizer.step()
         return {"loss": loss, "accuracy": right / len(pairs), "grad_norm": norm, "lr": warmth * self._config.lr}
 

@@ -1,6 +1,6 @@
 """Train a reward model: a sequence classifier with one output, on pairs of conversations, by Bradley and Terry.
 
-    config.preferences ─▶ pairs ─▶ tokens ─▶ model(chosen), model(rejected) ─▶ -log sigmoid(difference) ─▶ AdamW
+    preferences ─▶ pairs ─▶ tokens ─▶ model(chosen), model(rejected) ─▶ -log sigmoid(difference) ─▶ AdamW
 
 It starts from the configured causal model (its body and its chat template; the output layer is new), and is left in the
 run's folder `reward_model`, which the reward `reward_model` takes.
@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 from agentrl.durable import finish_folder, new_unfinished
 from agentrl.errors import ConfigError
-from agentrl.observe.preferences import Preference, PreferencesConfig, read_preferences, split
-from agentrl.recipes.workers import base_model
+from agentrl.protocols import Settings
+from agentrl.recipes.preferences import Preference, PreferencesConfig, read_preferences, split
+from agentrl.recipes.starting_model import base_model
 from agentrl.rollout.renderer import TemplateRenderer
 from agentrl.rollout.seeds import derive_seed
 from agentrl.run import Run
@@ -24,16 +25,21 @@ if TYPE_CHECKING:
     from agentrl.recipes.preference_core import Pair
 
 
-async def reward_model(run: Run) -> None:
+class RewardModelSettings(Settings):
+    """Settings of `recipe: reward_model`."""
+
+    preferences: PreferencesConfig
+    """What is learned from."""
+
+
+async def reward_model(run: Run, settings: RewardModelSettings) -> None:
     """The recipe. Each step's loss and accuracy, and the accuracy on pairs held out, are in the run's metrics.
 
     Raises:
-        ConfigError: the config has no section `preferences`, or there is nothing in it to train on.
+        ConfigError: there is nothing to train on.
         TrainingError: the loss is not finite.
     """
-    config = run.config.preferences
-    if config is None:
-        raise ConfigError("recipe reward_model needs a `preferences` section that names a file or a run")
+    config = settings.preferences
     final = run.folder / "reward_model"
     if final.exists():
         run.display.say(f"the reward model is in {final} already")
@@ -62,7 +68,7 @@ async def _train(
     from agentrl.recipes.preference_core import PreferenceCore
 
     core = await asyncio.to_thread(PreferenceCore, base, config, run.config.seed)
-    run.metrics.rewind(0)  # of a run that was stopped: its training begins anew
+    run.metrics.rewind(0)  # of a run that was stopped: its training starts over
     warm_up = max(1, len(batches) // 10)
     for step, batch in enumerate(batches):
         metrics = await asyncio.to_thread(core.step, batch, min(1.0, (step + 1) / warm_up))

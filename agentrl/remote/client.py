@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from agentrl.errors import ConfigError, EnvError
 from agentrl.protocols import Env, ResetResult, StepResult
 from agentrl.remote.link import Link, UnreachableError, link_to
-from agentrl.remote.protocol import TOKEN_VARIABLE, Began, Opened, Reply, Stepped, server_url
+from agentrl.remote.protocol import TOKEN_VARIABLE, Began, Opened, ReplyFrame, Stepped, server_url
 
 _Answer = TypeVar("_Answer", Opened, Began, Stepped)
 _OPENED: TypeAdapter[Opened] = TypeAdapter(Opened)
@@ -76,8 +76,8 @@ class RemoteEnv:
         lease.seq += 1
         action = action.encode(errors="replace").decode()  # half of a surrogate pair cannot be sent
         reply = await lease.link.ask("step", session=lease.session, seq=lease.seq, action=action)
-        said = _read(_STEPPED, reply)
-        return said.observation, said.reward, said.terminated, said.truncated, said.info
+        stepped = _read(_STEPPED, reply)
+        return stepped.observation, stepped.reward, stepped.terminated, stepped.truncated, stepped.info
 
     async def close(self) -> None:
         """Give the session back. Nobody waits for the server's answer."""
@@ -86,7 +86,7 @@ class RemoteEnv:
             await lease.link.give_back(lease.session)
 
     @staticmethod
-    async def _begin(lease: "_Lease", seed: int, options: Mapping[str, Any]) -> Reply:
+    async def _begin(lease: "_Lease", seed: int, options: Mapping[str, Any]) -> ReplyFrame:
         lease.seq += 1
         return await lease.link.ask("reset", session=lease.session, seq=lease.seq, seed=seed, options=dict(options))
 
@@ -159,7 +159,7 @@ async def _open(links: Sequence[Link]) -> _Lease:
         await asyncio.sleep(wait)
 
 
-def _read(shape: TypeAdapter[_Answer], reply: Reply) -> _Answer:
+def _read(shape: TypeAdapter[_Answer], reply: ReplyFrame) -> _Answer:
     if reply.status == 424:
         raise ConfigError(f"the remote environment: {reply.body.get('detail')}")
     if reply.status != 200:

@@ -13,12 +13,12 @@ OPEN_TO_ALL = ("/health", "/metrics", "/openapi.json", "/docs")
 """Paths that need no token."""
 
 
-def impatient(seconds: float) -> type[asyncio.Protocol]:
+def closes_idle_connections(seconds: float) -> type[asyncio.Protocol]:
     """A protocol for uvicorn that ends connections which ask nothing, or only half of a request, for `seconds` or more
     (up to twice as long after an answer). It is h11's, which bounds how long the head of a request may grow.
     """
 
-    class Impatient(H11Protocol):
+    class ClosesIdleConnections(H11Protocol):
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
             self._seen: Any = None
@@ -33,10 +33,10 @@ def impatient(seconds: float) -> type[asyncio.Protocol]:
             self._seen = self.cycle
             self.loop.call_later(seconds, self._look)
 
-    return Impatient
+    return ClosesIdleConnections
 
 
-class Gate:
+class RequestGate:
     """Middleware that answers 401, 408 and 413, so that what is behind it sees whole bodies of those who may ask."""
 
     def __init__(self, app: ASGIApp, token: str | None, max_body_bytes: int, request_seconds: float) -> None:

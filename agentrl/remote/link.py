@@ -23,7 +23,7 @@ from websockets.uri import parse_uri
 
 from agentrl.errors import ConfigError, EnvError
 from agentrl.flow import Flow, now
-from agentrl.remote.protocol import SOCKET_PATH, TOKEN_VARIABLE, Reply, packed
+from agentrl.remote.protocol import SOCKET_PATH, TOKEN_VARIABLE, ReplyFrame, packed
 
 REST_SECONDS = 5.0
 """How long a server that did not answer is asked last."""
@@ -37,7 +37,7 @@ CLOSE_SECONDS = 1.0
 _LEAST_FRAME = 1024
 """What every server takes; more is known when a session was opened."""
 
-_REPLIES: TypeAdapter[list[Reply]] = TypeAdapter(list[Reply])
+_REPLIES: TypeAdapter[list[ReplyFrame]] = TypeAdapter(list[ReplyFrame])
 
 
 class UnreachableError(EnvError):
@@ -70,7 +70,7 @@ class Link:
         """The least is the best to open a session at. A server in doubt is asked last, and then by one at a time."""
         return self._in_doubt and (self._asking > 0 or now() < self._rests_until), self.sessions
 
-    async def ask(self, op: str, **what: Any) -> Reply:
+    async def ask(self, op: str, **what: Any) -> ReplyFrame:
         """Send a request and wait for its answer; where the line breaks, open another and send it again.
 
         Raises:
@@ -201,7 +201,7 @@ class _Line(asyncio.Protocol):
         self.ended: asyncio.Future[None] = self._loop.create_future()
         self._wire = wire
         self._token = token
-        self._waiting: dict[int, asyncio.Future[Reply]] = {}
+        self._waiting: dict[int, asyncio.Future[ReplyFrame]] = {}
         self._outbox: list[bytes] = []
         self._fragments: list[bytes] = []
         self._transport: asyncio.Transport | None = None
@@ -212,11 +212,11 @@ class _Line(asyncio.Protocol):
         transport = self._transport
         return transport is not None and not transport.is_closing() and self._wire.state is State.OPEN
 
-    async def ask(self, number: int, message: bytes, max_bytes: int) -> Reply:
+    async def ask(self, number: int, message: bytes, max_bytes: int) -> ReplyFrame:
         """The answer of request `number`. Raises `_LostError` where the line ends before it came."""
         if not self.is_open:  # it may end as soon as it was opened
             raise _LostError(f"the connection ended ({self._reason(None)})")
-        future: asyncio.Future[Reply] = self._loop.create_future()
+        future: asyncio.Future[ReplyFrame] = self._loop.create_future()
         self._waiting[number] = future
         try:
             self.tell(message, max_bytes)

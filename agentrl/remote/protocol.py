@@ -48,7 +48,7 @@ STATUSES = {
     503: "The server drains: no new session, no new episode; what is being played may end",
     504: "The environment did not answer in time; the session is ended",
 }
-"""What a status other than 200 means, and what it does to the session. The answer is a `Problem`."""
+"""What a status other than 200 means, and what it does to the session. The answer is a `ProblemDetail`."""
 
 
 def _whole(value: Any) -> Any:
@@ -113,7 +113,7 @@ class Stepped:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class ProblemDetail:
     """What is wrong."""
 
     detail: str
@@ -158,7 +158,7 @@ FRAMES: TypeAdapter[list[Frame]] = TypeAdapter(
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class ReplyFrame:
     """An answer from the server, over the WebSocket."""
 
     id: int | None

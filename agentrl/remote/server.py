@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -16,23 +16,26 @@ from starlette.exceptions import HTTPException
 
 from agentrl.errors import ConfigError
 from agentrl.flow import Flow, now
-from agentrl.protocols import Env
-from agentrl.remote.gate import Gate, impatient
+from agentrl.hosting.host import EnvDeadlines, EnvHost
+from agentrl.hosting.process import ProcessEnv
+from agentrl.protocols import Env, Isolation
+from agentrl.remote.gate import RequestGate, closes_idle_connections
 from agentrl.remote.multiplex import Multiplexed
-from agentrl.remote.openenv_server import add_openenv
-from agentrl.remote.protocol import SOCKET_PATH, STATUSES, Began, Opened, Problem, Refusal, Reset, Step, Stepped
-from agentrl.remote.sessions import Limits, Sessions
-from agentrl.rollout.env_host import Deadlines, EnvHost, Isolation
-from agentrl.rollout.env_process import ProcessEnv
+from agentrl.remote.protocol import SOCKET_PATH, STATUSES, Began, Opened, ProblemDetail, Refusal, Reset, Step, Stepped
+from agentrl.remote.sessions import ServerLimits, Sessions
 
 logger = logging.getLogger(__name__)
+
+AddRoutes = Callable[[FastAPI, Sessions, str], None]
+"""Adds the routes of another protocol to an application: over these sessions, for the environment of this name."""
 
 
 class EnvServer(uvicorn.Server):
     """Serves the environment that `factory` makes.
 
     SIGTERM and SIGINT drain it: no session and no episode begins any more, and it ends when the running episodes have,
-    or after `limits.drain_seconds`. A second signal ends it at once. `on_start` is told the address.
+    or after `limits.drain_seconds`. A second signal ends it at once. `on_start` is called with the address. `protocols`
+    are served beside its own: `agentrl.openenv.server.add_openenv`.
 
     Raises:
         ConfigError: others than this machine could reach it, and there is no token.
@@ -46,18 +49,19 @@ class EnvServer(uvicorn.Server):
         host: str = "127.0.0.1",
         port: int = 0,
         token: str | None = None,
-        limits: Limits | None = None,
+        limits: ServerLimits | None = None,
         isolation: Isolation | None = None,
         on_start: Callable[[str], None] = lambda url: None,
+        protocols: Sequence[AddRoutes] = (),
     ) -> None:
         if not token and host not in ("127.0.0.1", "::1", "localhost"):
             raise ConfigError(
                 f"host {host} can be reached by others: give a token (set the variable that --token-env names), or "
                 "listen on 127.0.0.1"
             )
-        self.limits = limits or Limits()
+        self.limits = limits or ServerLimits()
         seconds = self.limits.call_seconds
-        deadlines = Deadlines(reset=seconds, step=seconds, tool=seconds, stall=seconds + 1200)
+        deadlines = EnvDeadlines(reset=seconds, step=seconds, tool=seconds)
         host_of_envs = EnvHost({name: factory}, deadlines, isolation)
         in_processes = getattr(factory, "func", factory) is ProcessEnv
         self.sessions = Sessions(host_of_envs, name, self.limits, in_processes=in_processes)
@@ -65,10 +69,10 @@ class EnvServer(uvicorn.Server):
         self._on_start = on_start
         super().__init__(
             uvicorn.Config(
-                create_app(self.sessions, name, token),
+                create_app(self.sessions, name, token, protocols),
                 host=host,
                 port=port,
-                http=impatient(self.limits.request_seconds),
+                http=closes_idle_connections(self.limits.request_seconds),
                 ws="websockets-sansio",
                 ws_max_size=self.limits.max_body_bytes,
                 ws_ping_interval=60,  # finds the sockets of machines that vanished
@@ -108,7 +112,7 @@ class EnvServer(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-def create_app(sessions: Sessions, name: str, token: str | None) -> FastAPI:
+def create_app(sessions: Sessions, name: str, token: str | None, protocols: Sequence[AddRoutes] = ()) -> FastAPI:
     """The ASGI application."""
 
     @contextlib.asynccontextmanager
@@ -122,7 +126,8 @@ def create_app(sessions: Sessions, name: str, token: str | None) -> FastAPI:
 
     app = FastAPI(title=f"agentrl environment {name}", lifespan=lifespan, responses=_refusals(422))
     _add_routes(app, sessions, name)
-    add_openenv(app, sessions, name)
+    for add_routes in protocols:
+        add_routes(app, sessions, name)
     _add_refusals(app, sessions)
 
     @app.websocket(SOCKET_PATH)
@@ -130,7 +135,9 @@ def create_app(sessions: Sessions, name: str, token: str | None) -> FastAPI:
         await Multiplexed(client, sessions, app.state.flow).serve()
 
     limits = sessions.limits
-    app.add_middleware(Gate, token=token, max_body_bytes=limits.max_body_bytes, request_seconds=limits.request_seconds)
+    app.add_middleware(
+        RequestGate, token=token, max_body_bytes=limits.max_body_bytes, request_seconds=limits.request_seconds
+    )
     return app
 
 
@@ -198,4 +205,4 @@ def _add_refusals(app: FastAPI, sessions: Sessions) -> None:
 
 def _refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """What OpenAPI says of these statuses, and of those that any request may get."""
-    return {status: {"model": Problem, "description": STATUSES[status]} for status in (*statuses, 401, 408, 413)}
+    return {status: {"model": ProblemDetail, "description": STATUSES[status]} for status in (*statuses, 401, 408, 413)}

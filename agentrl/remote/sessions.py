@@ -13,14 +13,14 @@ from pydantic_core import from_json, to_json
 
 from agentrl.errors import ConfigError, DeadlineError, EnvError
 from agentrl.flow import deadline, now
+from agentrl.hosting.host import EnvHost, LiveEnv
 from agentrl.protocols import Settings
 from agentrl.remote.protocol import Began, Opened, Refusal, Reset, Step, Stepped
-from agentrl.rollout.env_host import EnvHost, LiveEnv
 
 Answer = TypeVar("Answer", Began, Stepped)
 
 
-class Limits(Settings):
+class ServerLimits(Settings):
     """What a server gives at most."""
 
     max_sessions: int = Field(1024, ge=1)
@@ -74,10 +74,10 @@ class Sessions:
     """All sessions of a server, of the environment `name` of `host`. Every method raises `Refusal`.
 
     In processes, each session has one of its own, so that a hang or a crash costs one episode and no neighbour's. Such
-    a session costs megabytes where others cost kilobytes, so fewer are taken (`Limits.max_processes`).
+    a session costs megabytes where others cost kilobytes, so fewer are taken (`ServerLimits.max_processes`).
     """
 
-    def __init__(self, host: EnvHost, name: str, limits: Limits, *, in_processes: bool = False) -> None:
+    def __init__(self, host: EnvHost, name: str, limits: ServerLimits, *, in_processes: bool = False) -> None:
         self._full = "no more are taken (--max-sessions)"
         if in_processes and limits.max_processes < limits.max_sessions:
             self._full = "each has a process of its own, and no more are started (--max-processes)"
@@ -115,7 +115,7 @@ class Sessions:
         try:
             with deadline("environment", "reset", self.limits.call_seconds):
                 # A constructor may load for seconds, and the loop has others to serve.
-                env = await asyncio.to_thread(self._host.take, self._name)
+                env = await asyncio.to_thread(self._host.acquire, self._name)
         except DeadlineError:
             raise Refusal(504, f"making the environment took over {self.limits.call_seconds:g} s") from None
         except (EnvError, ConfigError) as error:
@@ -244,7 +244,7 @@ class Sessions:
         self.metrics.sessions.set(len(self._sessions))
         if session.lock.locked():
             session.env.broken = True  # a call is under way, or has failed: nobody else may have this instance
-        await self._host.give_back(self._name, session.env)
+        await self._host.release(self._name, session.env)
 
 
 def _status_of(error: Exception) -> int:

@@ -24,13 +24,13 @@ ALONE = ("",)
 """The agents of an environment that names none."""
 
 
-class Trained(Settings):
+class PolicyRoute(Settings):
     """The policy that is trained."""
 
     name: Literal["policy"] = "policy"
 
 
-class Frozen(Settings):
+class FrozenRoute(Settings):
     """A model with an engine of its own. Its tokens are never trained on."""
 
     name: Literal["frozen"] = "frozen"
@@ -46,7 +46,7 @@ class Frozen(Settings):
         return self
 
 
-class Scripted(Settings):
+class ScriptedRoute(Settings):
     """A function that looks at the live environment, as for demonstrations."""
 
     name: Literal["scripted"] = "scripted"
@@ -59,7 +59,7 @@ def _named(value: Any) -> Any:
     return {"name": value} if isinstance(value, str) else value
 
 
-AgentRoute = Annotated[Trained | Frozen | Scripted, Field(discriminator="name"), BeforeValidator(_named)]
+AgentRoute = Annotated[PolicyRoute | FrozenRoute | ScriptedRoute, Field(discriminator="name"), BeforeValidator(_named)]
 """Who plays an agent: `policy`, `frozen` or `scripted`."""
 
 

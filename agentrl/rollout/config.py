@@ -1,39 +1,39 @@
 """The settings of the rollouts."""
 
-from typing import Literal
+from typing import Self
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
-from agentrl.errors import Layer
-from agentrl.flow import StalenessRuleName
-from agentrl.protocols import Settings
+from agentrl.flow import Retries
+from agentrl.hosting.host import EnvDeadlines
+from agentrl.protocols import SamplingParams, Settings
 from agentrl.rollout.context import FULL, Context
-from agentrl.rollout.env_host import Deadlines
-from agentrl.rollout.episode import Sampling
-from agentrl.rollout.rule_pool import RulePoolConfig
+from agentrl.rollout.staleness import StalenessRuleName
+from agentrl.scoring.rule_pool import RulePoolConfig
 
 
-class Retries(Settings):
-    """How often one member of a group may fail, by whose fault it was, before the member is lost."""
+class Deadlines(EnvDeadlines):
+    """Seconds of loop time that each phase may take before it counts as failed."""
 
-    environment: int = Field(2, ge=0)
-    """Play the episode again, with the same environment seed and new sampling."""
-    engine: int = Field(4, ge=0)
-    """The same, after a pause that doubles."""
-    reward: int = Field(4, ge=0)
-    """Ask the part of the reward that failed again about the same trajectory (or group), after a pause that doubles."""
-    data: int = Field(0, ge=0)
-    """Play again what cannot be played as it is (a first prompt that is too long)."""
+    generate: float = Field(120.0, gt=0)
+    """One completion, with its wait for a place in the batch."""
+    train: float = Field(3600.0, gt=0)
+    """Whatever the trainer is asked for: a step, its weights, a checkpoint; what misses it ends the run."""
+    reward: float = Field(60.0, gt=0)
+    """What one part of the reward says of one trajectory, or of one group."""
+    episode: float = Field(900.0, gt=0)
+    """A whole episode."""
+    group: float = Field(7200.0, gt=0)
+    """A whole group, with all that is played again."""
+    stall: float = Field(1200.0, gt=0)
+    """How long nothing at all may move before the run is ended; longer than any phase of an episode may take."""
 
-    def of(self, layer: Layer) -> int:
-        """The budget of a layer."""
-        budget: int = getattr(self, layer)
-        return budget
-
-    @staticmethod
-    def pause(failures: int) -> float:
-        """Seconds to wait after the n-th failure in a row: half a second, doubled up to half a minute."""
-        return min(0.5 * 2.0 ** (failures - 1), 30.0)
+    @model_validator(mode="after")
+    def _a_stall_is_longer_than_a_phase(self) -> Self:
+        longest = max(self.reset, self.step, self.tool, self.generate, self.reward)
+        if self.stall <= longest:
+            raise ValueError(f"stall must be longer than every phase of an episode; the longest is {longest:g} s")
+        return self
 
 
 class RolloutConfig(Settings):
@@ -54,12 +54,9 @@ class RolloutConfig(Settings):
     max_staleness: int = Field(0, ge=0)
     """How many versions older than the trained ones a token may be; 0 is synchronous training."""
     staleness_rule: StalenessRuleName = "deadline_first"
-    """Which groups are trained on next; `agentrl/flow/staleness.py` says what each rule keeps and what it breaks."""
-    weight_update: Literal["keep", "abort_resume", "drain"] = "keep"
-    """What happens to turns in flight when new weights come: they go on under the new ones (`keep`), they are ended and
-    sent again with the tokens they have (`abort_resume`), or they are waited for (`drain`)."""
+    """Which groups are trained on next; `agentrl/rollout/staleness.py` says what each rule keeps and what it breaks."""
     max_live_episodes: int = Field(1024, gt=0)
-    """Most episodes in play at once; below it, the number follows the engine (`agentrl/rollout/live_limit.py`)."""
+    """Most episodes in play at once; below it, the number follows the engine (`agentrl/rollout/concurrency.py`)."""
     min_live_episodes: int = Field(128, gt=0)
     """Where that number starts, and what it never falls below."""
     retries: Retries = Retries()
@@ -70,6 +67,13 @@ class RolloutConfig(Settings):
     replaced by the next task."""
     max_filtered_per_step: int = Field(256, ge=0)
     """Groups that may be filtered for one batch before the run ends and says so."""
-    sampling: Sampling = Sampling()
+    sampling: SamplingParams = SamplingParams()
     deadlines: Deadlines = Deadlines()
     rules: RulePoolConfig = RulePoolConfig()
+
+    @field_validator("sampling")
+    @classmethod
+    def _what_is_trained_on_was_drawn(cls, sampling: SamplingParams) -> SamplingParams:
+        if sampling.temperature == 0:
+            raise ValueError("temperature must be above 0: greedy choices have no gradient")
+        return sampling

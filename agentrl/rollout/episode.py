@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
-from pydantic import Field
-
 from agentrl.errors import EngineError, RolloutError
 from agentrl.flow import deadline, now
+from agentrl.hosting.host import EnvHost, LiveEnv
 from agentrl.protocols import (
     Conversation,
     Engine,
@@ -21,23 +20,12 @@ from agentrl.protocols import (
     Renderer,
     SamplingParams,
     ScriptedPlayer,
-    Settings,
 )
 from agentrl.rollout.agents import agents_in, check_routes, earnings, next_agent, success_of, system_prompt_in
 from agentrl.rollout.context import FULL, ContextPolicy
-from agentrl.rollout.env_host import EnvHost, LiveEnv
 from agentrl.rollout.renderer import TemplateRenderer
 from agentrl.rollout.seeds import derive_seed
 from agentrl.trajectory import Completion, Failed, Message, Status, Task, Terminated, Trajectory, Truncated, Turn
-
-
-class Sampling(Settings):
-    """How the policy is sampled."""
-
-    max_tokens: int = Field(64, gt=0)
-    """Longest answer of a turn, in tokens."""
-    temperature: float = Field(1.0, gt=0)
-    """Logits are divided by it, in the engine and in the trainer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +107,8 @@ class Role:
     trained: bool = True
 
 
-class _Said(NamedTuple):
-    """What an agent was shown anew and answered, in tokens and as the action; when it was asked and had answered."""
+class _Reply(NamedTuple):
+    """The new part of an agent's prompt, its answer in tokens and as an action, and the times of both."""
 
     prompt: Prompt
     completion: Completion
@@ -134,7 +122,7 @@ class _Said(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Seat:
+class _AgentState:
     """An agent in an episode, with its own view of it; `unanswered` are the messages it has not been shown yet."""
 
     agent: str
@@ -166,22 +154,22 @@ class _Seat:
 
 
 @dataclass(slots=True)
-class _Play:
+class _EpisodeState:
     """What has happened in an episode so far. `answers` counts what was sampled, by whomever."""
 
-    seats: dict[str, _Seat] = field(default_factory=dict)
+    agents: dict[str, _AgentState] = field(default_factory=dict)
     answers: int = 0
 
     def settle(self, actor: str, reward: float, info: Mapping[str, Any]) -> None:
         """Pay everybody for a step; the one who acted has been paid already."""
-        for agent, earned in earnings(info, actor, reward, tuple(self.seats)).items():
+        for agent, earned in earnings(info, actor, reward, tuple(self.agents)).items():
             if agent != actor and earned:
-                self.seats[agent].earn(float(earned))
-        for agent, seat in self.seats.items():
-            seat.mark_success(success_of(info, agent))
+                self.agents[agent].earn(float(earned))
+        for agent, state in self.agents.items():
+            state.mark_success(success_of(info, agent))
 
 
-class EpisodePlayer(Protocol):
+class EpisodeRunner(Protocol):
     """Plays episodes, whatever they are made of."""
 
     async def play(self, episode: Episode) -> Sequence[Trajectory]:
@@ -193,8 +181,8 @@ class EpisodePlayer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Player:
-    """`EpisodePlayer` of a policy and environments: the parts that all episodes share.
+class EnvEpisodeRunner:
+    """`EpisodeRunner` of a policy and environments: the parts that all episodes share.
 
     Where several agents play, `others` are those that the policy does not play. `max_turns` counts the turns of all.
     """
@@ -209,92 +197,97 @@ class Player:
 
     async def play(self, episode: Episode) -> tuple[Trajectory, ...]:
         """Play `episode` to its end, whatever end that is. Only wrong settings, cancellation and defects are raised."""
-        play = _Play()
+        episode_state = _EpisodeState()
         started = now()
         try:
-            env = self.envs.take(episode.task.env)
+            env = self.envs.acquire(episode.task.env)
             try:
                 with deadline("environment", "episode", self.deadline):
-                    status = await self._take_turns(episode, play, env)
+                    status = await self._take_turns(episode, episode_state, env)
             finally:
                 # One that was left in the middle of an episode, but not of a call, is sound: the next resets it.
-                await self.envs.give_back(episode.task.env, env)
+                await self.envs.release(episode.task.env, env)
         except RolloutError as error:
             status = Failed(error.layer, str(error))
         seconds = now() - started
-        if not play.seats:
+        if not episode_state.agents:
             return (Trajectory(episode.id, episode.task, (), status, (), seconds),)
-        seats = [seat for seat in play.seats.values() if seat.role.trained]
-        return tuple([seat.trajectory(episode, status, seconds) for seat in seats])
+        states = [state for state in episode_state.agents.values() if state.role.trained]
+        return tuple([state.trajectory(episode, status, seconds) for state in states])
 
-    async def _take_turns(self, episode: Episode, play: _Play, env: LiveEnv) -> Status:
+    async def _take_turns(self, episode: Episode, episode_state: _EpisodeState, env: LiveEnv) -> Status:
         observation, info = await env.reset(episode.task.seed, episode.task.options)
         agents = agents_in(info)
-        play.seats = self._seats(episode, agents, info, env)
-        seat = play.seats[next_agent(info, agents)]
-        seat.unanswered = [*seat.unanswered, Message("user", observation)]
+        episode_state.agents = self._agent_states(episode, agents, info, env)
+        state = episode_state.agents[next_agent(info, agents)]
+        state.unanswered = [*state.unanswered, Message("user", observation)]
         for _ in range(self.max_turns):
-            if request := seat.role.context.request(seat.conversation, seat.unanswered):
-                ended = await self._summarise(play, seat, env, request)
+            if request := state.role.context.request(state.conversation, state.unanswered):
+                ended = await self._summarise(episode_state, state, env, request)
                 if ended is not None:
                     return ended
-            said = await self._ask(play, seat, env)
-            if not isinstance(said, _Said):
-                return said
+            reply = await self._ask(episode_state, state, env)
+            if not isinstance(reply, _Reply):
+                return reply
             reward, info = 0.0, {}
             try:
-                observation, reward, terminated, truncated, info = await env.step(said.action)
-            finally:  # what the model said is not lost if the environment fails
-                seat.turns.append(said.turn(float(reward), info, now()))
-            if seat.agent:
-                play.settle(seat.agent, reward, info)
+                observation, reward, terminated, truncated, info = await env.step(reply.action)
+            finally:  # what the model reply is not lost if the environment fails
+                state.turns.append(reply.turn(float(reward), info, now()))
+            if state.agent:
+                episode_state.settle(state.agent, reward, info)
             is_over = terminated or truncated
-            seat = seat if is_over else play.seats[next_agent(info, agents)]
-            seat.unanswered = [*seat.unanswered, Message("tool" if env.tools and seat.turns else "user", observation)]
+            state = state if is_over else episode_state.agents[next_agent(info, agents)]
+            state.unanswered = [
+                *state.unanswered,
+                Message("tool" if env.tools and state.turns else "user", observation),
+            ]
             if is_over:
                 return Terminated() if terminated else Truncated("env")
         return Truncated("turns")
 
-    def _seats(
+    def _agent_states(
         self, episode: Episode, agents: Sequence[str], info: Mapping[str, Any], env: LiveEnv
-    ) -> dict[str, _Seat]:
+    ) -> dict[str, _AgentState]:
         check_routes(self.others, agents)
         policy = Role(self.policy, self.renderer, self.context)
-        seats = {}
+        states = {}
         for agent in agents:
             role = self.others.get(agent, policy)
             prompts = (system_prompt_in(info, agent, env.system_prompt), role.context.instructions)
             prompt = "\n\n".join(filter(None, prompts))
             opening = [Message("system", prompt)] if prompt else []
             own = replace(episode, id=f"{episode.id}/{agent}") if agent else episode
-            seats[agent] = _Seat(agent, role, own, role.renderer.conversation(env.tools), opening)
-        return seats
+            states[agent] = _AgentState(agent, role, own, role.renderer.conversation(env.tools), opening)
+        return states
 
-    async def _summarise(self, play: _Play, seat: _Seat, env: LiveEnv, request: str) -> Status | None:
+    async def _summarise(
+        self, episode_state: _EpisodeState, state: _AgentState, env: LiveEnv, request: str
+    ) -> Status | None:
         """Ask for what the context policy wants to know first, in a turn of its own; a status where that cannot be."""
-        coming, seat.unanswered = seat.unanswered, [Message("user", request)]
-        said = await self._ask(play, seat, env)
-        seat.unanswered = coming
-        if not isinstance(said, _Said):
-            return said
-        seat.turns.append(said.turn(0.0, {"context": seat.role.context.name}, said.answered))
+        coming, state.unanswered = state.unanswered, [Message("user", request)]
+        reply = await self._ask(episode_state, state, env)
+        state.unanswered = coming
+        if not isinstance(reply, _Reply):
+            return reply
+        state.turns.append(reply.turn(0.0, {"context": state.role.context.name}, reply.answered))
         return None
 
-    async def _ask(self, play: _Play, seat: _Seat, env: LiveEnv) -> _Said | Status:
+    async def _ask(self, episode_state: _EpisodeState, state: _AgentState, env: LiveEnv) -> _Reply | Status:
         """The agent's answer to what it has not answered yet; a status where its context is full."""
-        conversation, policy = seat.conversation, seat.role.policy
-        kept = seat.role.context.keep(conversation.shown)
+        conversation, policy = state.conversation, state.role.policy
+        kept = state.role.context.keep(conversation.shown)
         if kept is not conversation.shown:
             conversation.show(kept)
-        prompt = conversation.prompt(seat.unanswered)
-        seat.unanswered = ()
+        prompt = conversation.prompt(state.unanswered)
+        state.unanswered = ()
         if len(prompt.ids) >= policy.max_context:
-            return Truncated("context") if seat.turns else _too_long(len(prompt.ids), policy.max_context)
+            return Truncated("context") if state.turns else _too_long(len(prompt.ids), policy.max_context)
         asked = now()
-        completion = await policy.answer(seat.episode, play.answers, prompt, env)
-        play.answers += 1
+        completion = await policy.answer(state.episode, episode_state.answers, prompt, env)
+        episode_state.answers += 1
         answered = now()
-        return _Said(prompt, completion, conversation.answer(completion), asked, answered)
+        return _Reply(prompt, completion, conversation.answer(completion), asked, answered)
 
 
 def _too_long(tokens: int, limit: int) -> Failed:

@@ -32,7 +32,7 @@ from agentrl.trajectory import Task
 
 Fate = Literal["trained", "filtered", "stale", "cancelled", "failed"]
 
-# Not `fate IN (...)`: SQLite would build that list anew for each row, at the cost of everything else together.
+# Not `fate IN (...)`: SQLite would build that list again for each row, at the cost of everything else together.
 _IS_A_FATE = " OR ".join(f"fate = '{fate}'" for fate in get_args(Fate))
 _FORMAT = 2
 """What `PRAGMA user_version` of a ledger says. Raise it when the schema changes."""
@@ -54,7 +54,7 @@ CREATE TABLE episodes (    -- TASKID/member/attempt
     task INTEGER NOT NULL,
     member INTEGER NOT NULL,
     attempt INTEGER NOT NULL,
-    launch INTEGER NOT NULL,             -- counts the starts of the run: a resumed one plays an episode anew
+    launch INTEGER NOT NULL,             -- counts the starts of the run: a resumed one plays an episode again
     fate TEXT CHECK ({_IS_A_FATE}),
     step INTEGER,
     why TEXT,
@@ -175,10 +175,6 @@ class LedgerReader:
         """The first task index that was never admitted."""
         return int(self._rows("SELECT COALESCE(MAX(number), -1) + 1 FROM tasks").fetchone()[0])
 
-    def trained_tasks(self) -> list[str]:
-        """The ids of the tasks trained on, in order of index."""
-        return [task_id for (task_id,) in self._rows("SELECT id FROM tasks WHERE fate = 'trained' ORDER BY number")]
-
     def outcomes(self) -> Iterator[tuple[int, Task, tuple[float, ...]]]:
         """Number, task and rewards of the tasks trained on or filtered, by step, filtered ones first, by number."""
         query = (
@@ -195,11 +191,6 @@ class LedgerReader:
     def episode_fates(self) -> Fates:
         """The fates of all episodes of all launches."""
         return self._fates("episodes")
-
-    def why_failed(self, limit: int = 5) -> list[tuple[str, int]]:
-        """The commonest reasons of failed episodes, with their counts."""
-        query = "SELECT why, COUNT(*) FROM episodes WHERE fate = 'failed' GROUP BY why ORDER BY 2 DESC LIMIT ?"
-        return list(self._rows(query, limit))
 
     def task(self, number: int) -> TaskRecord | None:
         """What is known of the task of this index."""

@@ -7,7 +7,7 @@ turns exactly as the model saw and wrote them, and that is checked at every turn
     template(messages so far) must begin with  text the model saw + text the model wrote
 
 Where it does not (a template that strips earlier reasoning, say), the conversation forks: the whole prompt is
-tokenised anew and a new training sample begins, which the caller counts.
+tokenised again and a new training sample begins, which the caller counts.
 
 This runs once a turn, on the event loop. The check renders all messages, some 2 microseconds for each; tokenising what
 is new is the other half, and is remembered: the members of a group open with the same words.
@@ -172,10 +172,10 @@ class TemplateConversation:
 
     def answer(self, completion: Completion) -> str:
         """Append what was sampled; its text without the stop token is the assistant's message."""
-        said = completion.token_ids
-        if said and said[-1] in self._renderer.stop_token_ids:
-            said = said[:-1]
-        text = self._renderer.decode(said)
+        answer_ids = completion.token_ids
+        if answer_ids and answer_ids[-1] in self._renderer.stop_token_ids:
+            answer_ids = answer_ids[:-1]
+        text = self._renderer.decode(answer_ids)
         self._append([Message("assistant", text)])
         self._seen_text += text
         self._seen_ids += completion.token_ids

@@ -1,13 +1,13 @@
 """`Rollouts`: groups of episodes in flight, under the staleness rule, with nothing lost.
 
-    rule.admit ──▶ group ──▶ members: place ─▶ play ─▶ score ─▶ (failed? again) ──▶ finished ──▶ rule.finish
+    rule.admit ──▶ group ──▶ members: slot ─▶ play ─▶ score ─▶ (failed? again) ──▶ finished ──▶ rule.finish
         ▲            ▲                   │                                        (channel)           │
-        │            └── a free place ◀──┘   live limit ◀── engine's load                        rule.select
+        │            └── a free slot ◀───┘   concurrency ◀── engine's load                        rule.select
         │                                                                                             │
         └────────────── slots are free when the new weights are live ◀── trainer ◀── next_batch ◀─────┘
 
 A group is admitted when the rule has a slot *and* an episode of it can start at once: no ticket ages in a queue. Each
-group is a task of the flow, each member a task of its group (`agentrl/rollout/members.py`). A group that loses too many
+group is a task of the flow, each member a task of its group (`agentrl/rollout/group.py`). A group that loses too many
 members has failed: its task is replaced by the next one, and when more tasks fail than the run allows, the run ends
 and says why.
 """
@@ -19,16 +19,17 @@ from contextlib import asynccontextmanager
 from typing import Any, NamedTuple, Self
 
 from agentrl.errors import DeadlineError, FilterBudgetError, RetriesExhaustedError, StalenessError
-from agentrl.flow import STALENESS_RULES, Channel, EventLog, Flow, Ticket, deadline
+from agentrl.flow import Channel, EventLog, Flow, deadline
 from agentrl.protocols import Curriculum, Engine, GroupReward, Reward, TaskSource
 from agentrl.rollout.bias import Bias
-from agentrl.rollout.composite import Composite
+from agentrl.rollout.concurrency import ConcurrencyController, EngineLoad, EpisodeSlots
 from agentrl.rollout.config import RolloutConfig
-from agentrl.rollout.episode import EpisodePlayer
+from agentrl.rollout.episode import EpisodeRunner
+from agentrl.rollout.group import GroupRunner, MembersLostError
 from agentrl.rollout.ledger import Ledger
-from agentrl.rollout.live_limit import LiveLimit, Load, Places
-from agentrl.rollout.members import GroupPlayer, MembersLostError
+from agentrl.rollout.staleness import STALENESS_RULES, Ticket
 from agentrl.rollout.watchdog import watch
+from agentrl.scoring.composite import Composite
 from agentrl.trajectory import Group, Task, staleness
 
 
@@ -45,8 +46,8 @@ class Rollouts:
 
     `pending` are tasks to play first, with their numbers (a resumed run's open ones), `next_number` is the first new
     one, and `groups` how many groups the run still trains on: no more are ever wanted, so none is left over at its end.
-    The `engine` is asked for its load only. `rescue` is tried when nothing moves any more, before the run is ended; it
-    says whether it could do something.
+    The `engine` is asked for its load only. `rescue` is called when nothing moves any more, before the run is ended; it
+    returns whether it could do something.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Rollouts:
         config: RolloutConfig,
         *,
         tasks: TaskSource,
-        player: EpisodePlayer,
+        runner: EpisodeRunner,
         reward: Reward | GroupReward | Composite,
         engine: Engine,
         ledger: Ledger,
@@ -78,8 +79,8 @@ class Rollouts:
         self._pending = deque(pending)
         self._next_number = next_number
         self._events = events or EventLog()
-        self._limit = LiveLimit.between(config.min_live_episodes, config.max_live_episodes)
-        self._places = Places(self._limit.limit)
+        self._controller = ConcurrencyController.between(config.min_live_episodes, config.max_live_episodes)
+        self._slots = EpisodeSlots(self._controller.limit)
         self._preemptions = 0
         self._episodes_ended = 0
         self._observe_at = 0
@@ -95,13 +96,13 @@ class Rollouts:
         self._playing: dict[Ticket, tuple[int, asyncio.Task[None]]] = {}
         self._ready: dict[Ticket, tuple[int, Group]] = {}
         self._bias = Bias()
-        self._groups = GroupPlayer(
+        self._groups = GroupRunner(
             config,
-            player,
+            runner,
             Composite.of(reward),
             ledger,
             self._events,
-            self._places,
+            self._slots,
             self._bias,
             seed,
             self._episode_ended,
@@ -136,8 +137,10 @@ class Rollouts:
         self.blocked = False
         chosen = [self._ready.pop(ticket) for ticket in sorted(tickets, key=lambda ticket: ticket.number)]
         step = self._rule.version
-        self._tell_source(sorted(self._filtered, key=lambda played: played[0]))  # as the ledger will tell it again
-        self._tell_source(chosen)
+        self._report_outcomes(
+            sorted(self._filtered, key=lambda played: played[0])
+        )  # in the order in which the ledger replays it
+        self._report_outcomes(chosen)
         self._filtered = []
         for _, group in chosen:
             if self._rule.bounded and staleness(group, step) > self._config.max_staleness:
@@ -159,16 +162,16 @@ class Rollouts:
         yield
         self._absorb(self._finished.drain())
         for ticket in self._rule.publish(version):
-            self._give_up_as_stale(ticket)
+            self._cancel_stale(ticket)
         self._admit()
 
     def metrics(self) -> dict[str, float]:
-        """What the scheduler has done so far: places, time the trainer was blocked (in sum), bias, fates of groups; and
+        """What the scheduler has done so far: slots, time the trainer was blocked (in sum), bias, fates of groups; and
         what scoring has cost since the last call, where a reward says so.
         """
         return {
-            "live_episodes": float(self._places.taken),
-            "live_episodes/limit": float(self._places.limit),
+            "live_episodes": float(self._slots.taken),
+            "live_episodes/limit": float(self._slots.limit),
             "blocked_seconds": self._finished.snapshot().get_wait,
             "failed_tasks": float(self._failed_tasks),
             **self._bias.metrics(),
@@ -180,14 +183,14 @@ class Rollouts:
         return max(0, step - self._config.max_staleness) if self._rule.masks else 0
 
     def _admit(self) -> None:
-        """Start groups while the rule has a slot and a place is free."""
+        """Start groups while the rule has a slot and a slot is free."""
         members = self._config.group_size + self._config.extra_members
-        while not self._closing and self._groups_left and self._places.free and (ticket := self._rule.admit()):
+        while not self._closing and self._groups_left and self._slots.free and (ticket := self._rule.admit()):
             self._groups_left -= 1
             number, task = self._next_task()
             self._ledger.admit(number, task, ticket.admitted_version)
             self._events.record("admitted", task.id)
-            work = self._play_group(ticket, number, task, self._places.claim(members))
+            work = self._play_group(ticket, number, task, self._slots.reserve(members))
             self._playing[ticket] = (number, self._flow.start(work, name=task.id))
 
     def _next_task(self) -> tuple[int, Task]:
@@ -196,10 +199,10 @@ class Rollouts:
         number, self._next_number = self._next_number, self._next_number + 1
         return number, self._tasks.task(number)
 
-    async def _play_group(self, ticket: Ticket, number: int, task: Task, places: int) -> None:
+    async def _play_group(self, ticket: Ticket, number: int, task: Task, slots: int) -> None:
         try:
             with deadline("environment", "group", self._config.deadlines.group):
-                group = await self._groups.play(ticket, number, task, places)
+                group = await self._groups.play(ticket, number, task, slots)
         except (MembersLostError, DeadlineError) as error:
             self._fail_task(ticket, number, task, str(error))
             group = None
@@ -260,7 +263,7 @@ class Rollouts:
         self._groups_left += 1
         self._admit()
 
-    def _give_up_as_stale(self, ticket: Ticket) -> None:
+    def _cancel_stale(self, ticket: Ticket) -> None:
         """The rule has struck a ticket off: cancel its group, or forget it if it was finished."""
         if ticket in self._ready:
             number, _ = self._ready.pop(ticket)
@@ -272,26 +275,26 @@ class Rollouts:
         self._events.record("stale", str(number))
         self._groups_left += 1
 
-    def _tell_source(self, played: Iterable[tuple[int, Group]]) -> None:
+    def _report_outcomes(self, played: Iterable[tuple[int, Group]]) -> None:
         if self._curriculum is not None:
             for number, group in played:
-                self._curriculum.saw(number, group.task, group.rewards_G)
+                self._curriculum.observe(number, group.task, group.rewards_G)
 
     def _progress(self) -> tuple[int, int]:
         return self._episodes_ended, self._engine.stats().generated_tokens
 
     def _busy(self) -> bool:
-        return self.blocked or self._places.taken > 0
+        return self.blocked or self._slots.taken > 0
 
     def _episode_ended(self) -> None:
-        """A place was given back: look at the engine every so many times, and let new groups in."""
+        """A slot was released: look at the engine every so many times, and let new groups in."""
         self._episodes_ended += 1
         if self._episodes_ended >= self._observe_at:
-            self._observe_at = self._episodes_ended + max(8, self._limit.limit // 4)
+            self._observe_at = self._episodes_ended + max(8, self._controller.limit // 4)
             stats = self._engine.stats()
-            load = Load(stats.running, stats.waiting, stats.kv_use, stats.preemptions - self._preemptions)
+            load = EngineLoad(stats.running, stats.waiting, stats.kv_use, stats.preemptions - self._preemptions)
             self._preemptions = stats.preemptions
-            self._limit = self._limit.observe(load, self._places.taken + 1)
-            self._places.limit = self._limit.limit
-            self._places.hand_out()
+            self._controller = self._controller.observe(load, self._slots.taken + 1)
+            self._slots.limit = self._controller.limit
+            self._slots.grant()
         self._admit()

@@ -70,15 +70,15 @@ class Jail:
         try:
             async with asyncio.timeout(_START_SECONDS):
                 jail._reader, jail._writer = await asyncio.open_connection(sock=jail._socket)
-                said = await jail._receive()
+                reply = await jail._receive()
         except (OSError, EOFError, TimeoutError) as error:
             raise JailError(jail._last_words(error)) from error
         except BaseException:
             jail.kill()
             raise
-        if "ready" not in said:
+        if "ready" not in reply:
             jail.kill()
-            raise JailError(str(said.get("error")))
+            raise JailError(str(reply.get("error")))
         os.rmdir(jail._scratch)
         return jail
 
@@ -97,16 +97,16 @@ class Jail:
         assert self._writer is not None
         self._writer.write(order.pack())
         await self._writer.drain()
-        said = await self._receive()
-        wrote = {"stdout": said["stdout"], "stderr": said["stderr"], "seconds": said["seconds"]}
-        return LimitHit(said["hit"], **wrote) if said["hit"] else Ran(exit=said["exit"], **wrote)
+        reply = await self._receive()
+        wrote = {"stdout": reply["stdout"], "stderr": reply["stderr"], "seconds": reply["seconds"]}
+        return LimitHit(reply["hit"], **wrote) if reply["hit"] else Ran(exit=reply["exit"], **wrote)
 
     async def _receive(self) -> Mapping[str, Any]:
         (size,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
         if size > LARGEST_MESSAGE:
             raise ValueError(f"a message of {size} bytes")
-        said: dict[str, Any] = json.loads(await self._reader.readexactly(size))
-        return said
+        reply: dict[str, Any] = json.loads(await self._reader.readexactly(size))
+        return reply
 
     def _last_words(self, error: Exception) -> str:
         """Kill the jail, and say why."""

@@ -10,7 +10,7 @@ from agentrl.flow import Flow
 from agentrl.sandbox.jail import Jail, JailError
 from agentrl.sandbox.order import Order
 from agentrl.sandbox.outcome import Outcome, Ran, SandboxLost
-from agentrl.sandbox.settings import Limits, SandboxConfig
+from agentrl.sandbox.settings import SandboxConfig, SandboxLimits
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class Sandbox:
         self._jails.clear()
         self.backend = ""
 
-    async def run(self, program: str, stdin: str = "", limits: Limits | None = None) -> Outcome:
+    async def run(self, program: str, stdin: str = "", limits: SandboxLimits | None = None) -> Outcome:
         """Run a program as a main module with this text on its stdin. It waits until a jail is free.
 
         Cancelling kills the run. `limits` replace those of the config.
@@ -102,7 +102,7 @@ class Sandbox:
                 jail = None  # who comes next starts a new one
             self._idle.put_nowait(jail)
 
-    async def run_all(self, programs: Sequence[tuple[str, str]], limits: Limits | None = None) -> list[Outcome]:
+    async def run_all(self, programs: Sequence[tuple[str, str]], limits: SandboxLimits | None = None) -> list[Outcome]:
         """What comes of each (program, stdin), as many at a time as there are jails."""
         async with Flow("sandbox") as flow:
             runs = [flow.start(self.run(*each, limits), name=f"run-{at}") for at, each in enumerate(programs)]
@@ -138,6 +138,6 @@ class Sandbox:
 
     async def _probe(self, jail: Jail) -> None:
         """Trust no kernel: try what must fail."""
-        outcome = await jail.run(Order(_BREAKOUTS, "", **Limits().model_dump()))
+        outcome = await jail.run(Order(_BREAKOUTS, "", **SandboxLimits().model_dump()))
         if not isinstance(outcome, Ran) or outcome.exit != 0 or outcome.stdout:
             raise ConfigError(f"the sandbox backend {self.backend} does not hold on this machine: {outcome}")

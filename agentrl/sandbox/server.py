@@ -70,8 +70,8 @@ def _serve(channel: socket.socket, walls: Walls) -> str:
             return order.program
         for fd in (stdin, to_stdout, to_stderr, say_ready):
             os.close(fd)
-        with open(ready, "rb") as said:
-            if (word := said.read()) != _READY:
+        with open(ready, "rb") as pipe:
+            if (word := pipe.read()) != _READY:
                 sys.exit(f"a child could not be confined: {word.decode(errors='replace') or 'it died'}")
         run = _Run(order, walls, folder, child, (channel.fileno(), feed, stdout, stderr))
         report = run.to_its_end()

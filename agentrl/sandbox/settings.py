@@ -8,7 +8,7 @@ from pydantic import Field
 from agentrl.protocols import Settings
 
 
-class Limits(Settings):
+class SandboxLimits(Settings):
     """What one run may use. What goes beyond is ended, or refused by the kernel, as each says."""
 
     wall: float = Field(10.0, gt=0)
@@ -30,7 +30,7 @@ class SandboxConfig(Settings):
 
     size: int = Field(default_factory=lambda: len(os.sched_getaffinity(0)), ge=1)
     """How many programs run at a time; by default as many as there are processors."""
-    limits: Limits = Limits()
+    limits: SandboxLimits = SandboxLimits()
     """What one run may use."""
     preload: tuple[str, ...] = ("collections", "heapq", "itertools", "json", "math", "random", "re", "string", "typing")
     """Modules that are imported before a program starts, so that importing them costs it nothing."""

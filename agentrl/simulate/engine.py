@@ -240,7 +240,7 @@ class SimulatedEngine:
             self._settle()
 
     async def sleep(self) -> None:
-        """See `Sleeper` (agentrl/cluster/time_share.py): the token clock stands still."""
+        """See `Sleeper` (agentrl/placement/time_share.py): the token clock stands still."""
         await self._reach()
         self._settle()
         self._state, self._rate = "asleep", 0.0
@@ -314,7 +314,7 @@ class SimulatedEngine:
         if config.kv_tokens is not None and len(self._running) > 1:
             due = min(due, self._overflow_at())
         when = self._at + (due - self._clock) / self._rate
-        # A timer that is set too early looks again when it fires; that is cheaper than setting it anew each time.
+        # A timer that is set too early looks again when it fires; that is cheaper than setting it again each time.
         if self._timer is None or when < self._timer.when():
             if self._timer is not None:
                 self._timer.cancel()

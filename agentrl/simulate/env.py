@@ -3,8 +3,8 @@
     envs = SimulatedEnvs(SimulatedEnvs.Config(step_seconds=Normal(mean=10, sd=5), hung=0.001), seed=0)
     host = EnvHost({"simulated": envs}, deadlines)
 
-An episode is a `Plan`, and the plan of (task seed, member) never changes: an episode that is played again, or by
-another scheduler, takes the same turns and the same seconds. Only trouble is drawn anew at each attempt.
+An episode is a `EpisodePlan`, and the plan of (task seed, member) never changes: an episode that is played again, or by
+another scheduler, takes the same turns and the same seconds. Only trouble is drawn again at each attempt.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ _TASKS = 1 << 16  # tasks whose members are remembered: many more than are ever 
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class EpisodePlan:
     """One episode: seconds of its reset and of each of its steps, and the reward of the last one."""
 
     reset_seconds: float
@@ -34,7 +34,7 @@ class Plan:
     reward: float
 
 
-PlanOf = Callable[[int, int], Plan]
+EpisodePlanOf = Callable[[int, int], EpisodePlan]
 """(task seed, member) to plan."""
 
 
@@ -92,7 +92,7 @@ class SimulatedEnvs:
                     raise ValueError(f"{' + '.join(shares)} must not be above 1: they are shares of one whole")
             return self
 
-    def __init__(self, config: Config | None = None, seed: int = 0, plan_of: PlanOf | None = None) -> None:
+    def __init__(self, config: Config | None = None, seed: int = 0, plan_of: EpisodePlanOf | None = None) -> None:
         self._config = config or self.Config()
         self._seed = seed
         self._plan_of = plan_of or self._drawn
@@ -139,13 +139,13 @@ class SimulatedEnvs:
         elif (members := self._tasks.get(attempt.task_seed)) is not None:
             members.again.append((attempt.member, attempt.number + 1))
 
-    def _drawn(self, task_seed: int, member: int) -> Plan:
+    def _drawn(self, task_seed: int, member: int) -> EpisodePlan:
         config = self._config
         rng = Random(derive_seed(self._seed, task_seed, member))
         turns = max(1, round(config.turns.sample(rng)))
         reset_seconds = config.reset_seconds.sample(rng)
         sample = config.step_seconds.sample
-        return Plan(reset_seconds, tuple(sample(rng) for _ in range(turns)), self._reward(task_seed, rng))
+        return EpisodePlan(reset_seconds, tuple(sample(rng) for _ in range(turns)), self._reward(task_seed, rng))
 
     def _reward(self, task_seed: int, rng: Random) -> float:
         config = self._config
@@ -192,7 +192,7 @@ class Attempt:
     task_seed: int
     member: int
     number: int
-    plan: Plan
+    plan: EpisodePlan
     trouble: Trouble = "none"
     trouble_turn: int = 0
 
@@ -269,4 +269,4 @@ class SimulatedEnv:
             self._envs.hanging -= 1
 
 
-__all__ = ["Attempt", "Plan", "PlanOf", "SimulatedCrashError", "SimulatedEnv", "SimulatedEnvs", "Trouble"]
+__all__ = ["Attempt", "EpisodePlan", "EpisodePlanOf", "SimulatedCrashError", "SimulatedEnv", "SimulatedEnvs", "Trouble"]

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from random import Random
 from statistics import fmean
 
-from agentrl.cluster.devices import Assumptions, DeviceKind
-from agentrl.cluster.footprint import EngineLayout, ModelFacts, TrainerLayout, engine_footprint, kv_bytes_per_token
-from agentrl.cluster.placement import DeviceMap
+from agentrl.placement.device_map import DeviceMap
+from agentrl.placement.devices import Assumptions, DeviceKind
+from agentrl.placement.footprint import EngineLayout, ModelFacts, TrainerLayout, engine_footprint, kv_bytes_per_token
 from agentrl.rollout.config import RolloutConfig
 from agentrl.simulate.engine import SimulatedEngine
 from agentrl.simulate.latency import Constant, Latency
@@ -138,7 +138,7 @@ class Stages:
     def switch_seconds(self, devices: DeviceMap) -> float:
         """Seconds of both switches of a step, where roles take turns: each moves what it holds to the host and back."""
         kind = devices.inventory.kind
-        if not devices.in_turns or not kind.is_gpu:
+        if not devices.time_shared or not kind.is_gpu:
             return 0.0
         sharded = len(devices.of("trainer")) if self.trainer.shards >= 3 else 1
         each = (0 if self.trainer.offload else 16) + (4 if self.reference else 0) + (16 if self.critic else 0)
@@ -200,7 +200,7 @@ class Stages:
                 "episode_seconds": None,
                 "train_seconds": Constant(value=train),
                 "update_seconds": Constant(value=self.update_seconds(devices)),
-                "in_turns": devices.in_turns,
+                "time_shared": devices.time_shared,
                 "switch_seconds": self.switch_seconds(devices),
             }
         )

@@ -18,23 +18,25 @@ from random import Random
 
 from pydantic import Field
 
-from agentrl.cluster.time_share import AllAwake, Share, TimeShare, Turn
+from agentrl.engines.router import Router
 from agentrl.flow import EventLog, Flow, now, run_virtual
+from agentrl.hosting.host import EnvHost
+from agentrl.placement.time_share import DeviceSharing, NoSharing, Tenant, TimeSharing
+from agentrl.plugins import NoSettings
 from agentrl.protocols import Reward, SamplingParams, Settings, TaskSource
 from agentrl.rollout.config import RolloutConfig
-from agentrl.rollout.env_host import EnvHost
-from agentrl.rollout.episode import EnginePolicy, EpisodePlayer, Player
+from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner, EpisodeRunner
 from agentrl.rollout.ledger import Fates, Ledger
-from agentrl.rollout.router import Router
 from agentrl.rollout.scheduler import Rollouts
 from agentrl.rollout.seeds import derive_seed
-from agentrl.rollout.tasks import SeededTasks
 from agentrl.simulate.engine import LengthOf, SimulatedEngine
-from agentrl.simulate.env import PlanOf, SimulatedEnvs
+from agentrl.simulate.env import EpisodePlanOf, SimulatedEnvs
+from agentrl.simulate.episode import SpanEpisodeRunner
 from agentrl.simulate.latency import Constant, Latency
-from agentrl.simulate.player import SpanPlayer
 from agentrl.simulate.renderer import SimulatedRenderer
+from agentrl.tasks.seeded import SeededTasks
 from agentrl.trajectory import Group, Score, Trajectory
+from agentrl.weights.publisher import WeightUpdate
 
 _SAMPLES = 128
 """Points of the timeline at most; when there are more, every other one is forgotten."""
@@ -58,8 +60,8 @@ class SimulationConfig(Settings):
     """Seconds of a training step."""
     update_seconds: Latency = Constant(value=0.0)
     """Seconds in which new weights travel to the engines."""
-    in_turns: bool = False
-    """The engines sleep while the trainer works, as where both share their devices."""
+    time_shared: bool = False
+    """The engines sleep while the trainer works, as where both sharing their devices."""
     switch_seconds: float = Field(0.0, ge=0)
     """Seconds of a step in which they change places."""
 
@@ -97,7 +99,7 @@ class Report:
     event_hash: str = ""
     leaked_envs: int = 0
     leaked_requests: int = 0
-    leaked_places: int = 0
+    leaked_slots: int = 0
     timeline: list[Moment] = field(default_factory=list)
 
     @property
@@ -125,9 +127,10 @@ class World:
     seed: int = 0
     reward: Reward = field(default_factory=ReturnReward)
     tasks: TaskSource | None = None
-    plan_of: PlanOf | None = None
+    plan_of: EpisodePlanOf | None = None
     length_of: LengthOf | None = None
     ledger: Path | str = ":memory:"
+    weight_update: WeightUpdate = "keep"
     goes_on: bool = False
     """Stop after the last step as if there were more to come: with groups in play, whose fate stays open."""
 
@@ -145,14 +148,14 @@ class World:
         envs = SimulatedEnvs(simulation.env, self.seed, self.plan_of)
         host = EnvHost({"simulated": envs}, self.rollout.deadlines)
         with Ledger(self.ledger) as ledger:
-            async with Router(engines, update=self.rollout.weight_update) as router:
+            async with Router(engines, update=self.weight_update) as router:
                 rollouts = self._rollouts(router, host, ledger, events)
                 async with rollouts, _sampled(report, rollouts, router):
-                    await self._train(report, rollouts, router, self._share(engines))
+                    await self._train(report, rollouts, router, self._device_sharing(engines))
                     report.metrics = rollouts.metrics()
                 stats = router.stats()
                 report.leaked_requests = stats.running + stats.waiting
-                report.leaked_places = int(rollouts.metrics()["live_episodes"])
+                report.leaked_slots = int(rollouts.metrics()["live_episodes"])
                 report.tokens = stats.generated_tokens
                 slots = simulation.engine.slots * simulation.engines
                 report.slot_utilisation = sum(engine.slot_seconds for engine in engines) / (slots * now())
@@ -169,33 +172,39 @@ class World:
         simulation, config = self.simulation, self.rollout
         steps = self.steps + (config.max_staleness + 1 if self.goes_on else 0)
         renderer = SimulatedRenderer(simulation.prompt_tokens, simulation.observation_tokens)
-        params = SamplingParams(config.sampling.max_tokens, config.sampling.temperature, renderer.stop_token_ids)
+        params = SamplingParams(
+            max_tokens=config.sampling.max_tokens,
+            temperature=config.sampling.temperature,
+            stop_token_ids=renderer.stop_token_ids,
+        )
         policy = EnginePolicy(router, params, config.deadlines.generate)
-        player: EpisodePlayer = Player(policy, renderer, host, config.max_turns, config.deadlines.episode)
+        runner: EpisodeRunner = EnvEpisodeRunner(policy, renderer, host, config.max_turns, config.deadlines.episode)
         if simulation.episode_seconds is not None:
-            player = SpanPlayer.drawing(
+            runner = SpanEpisodeRunner.drawing(
                 simulation.episode_seconds, self.seed, lambda: router.policy_version, config.deadlines.episode
             )
         return Rollouts(
             config,
-            tasks=self.tasks or SeededTasks("simulated", self.seed),
-            player=player,
+            tasks=self.tasks or SeededTasks(NoSettings(), "simulated", self.seed),
+            runner=runner,
             reward=self.reward,
             engine=router,
-            rescue=router.abandon_silent,
+            rescue=router.evict_unresponsive,
             ledger=ledger,
             seed=self.seed,
             groups=steps * config.groups_per_step,
             events=events,
         )
 
-    def _share(self, engines: list[SimulatedEngine]) -> Share:
-        if not self.simulation.in_turns:
-            return AllAwake()
+    def _device_sharing(self, engines: list[SimulatedEngine]) -> DeviceSharing:
+        if not self.simulation.time_shared:
+            return NoSharing()
         seconds = self.simulation.switch_seconds
-        return TimeShare(Turn("engine", engines, 0), Turn("trainer", [_Mover(seconds / 2)], 0), _free, 2 * seconds + 60)
+        return TimeSharing(
+            Tenant("engine", engines, 0), Tenant("trainer", [_Mover(seconds / 2)], 0), _free, 2 * seconds + 60
+        )
 
-    async def _train(self, report: Report, rollouts: Rollouts, router: Router, share: Share) -> None:
+    async def _train(self, report: Report, rollouts: Rollouts, router: Router, sharing: DeviceSharing) -> None:
         rng = Random(derive_seed(self.seed, "trainer"))
         for step in range(self.steps):
             began = now()
@@ -203,7 +212,7 @@ class World:
             _count_staleness(report, groups, step)
             seconds = self.simulation.train_seconds.sample(rng)
             report.train_seconds += seconds
-            async with share.training():
+            async with sharing.training():
                 await asyncio.sleep(seconds)
             async with rollouts.new_weights(step + 1):
                 await asyncio.sleep(self.simulation.update_seconds.sample(rng))

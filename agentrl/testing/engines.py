@@ -41,7 +41,7 @@ class ScriptedEngine:
         max_batch: Requests served at once; the others wait by (priority, arrival).
         on_weights: Called by `update_weights`; what it returns, if anything, is the model from then on.
         prefill_seconds: Seconds of loop time before a request's first token.
-        seconds_per_token: Seconds of loop time for each token, asked anew for each.
+        seconds_per_token: Seconds of loop time for each token, asked again for each.
         fail: The error to raise for a request instead of sampling, or None.
         hang: Whether a request never gets an answer. It keeps its place until it is cancelled or interrupted.
     """

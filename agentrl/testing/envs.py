@@ -244,16 +244,16 @@ class _Check:
     def _first_play(self, seed: int) -> _Script:
         with _Subject(self) as subject:
             seen = [subject.reset(seed)]
-            said: list[str] = []
+            actions: list[str] = []
             rng = random.Random(seed)
-            while len(said) < self.max_turns and not seen[-1].over:
-                action = self._next_action(subject.env, seen[-1].observation, len(said), rng)
+            while len(actions) < self.max_turns and not seen[-1].over:
+                action = self._next_action(subject.env, seen[-1].observation, len(actions), rng)
                 if action is None:
                     break
-                said.append(action)
+                actions.append(action)
                 seen.append(subject.step(action))
             subject.check_options()
-        return _Script(seed, tuple(said), tuple(seen))
+        return _Script(seed, tuple(actions), tuple(seen))
 
     def _next_action(self, env: Env, observation: str, turn: int, rng: random.Random) -> str | None:
         if self.actions is None:
@@ -318,16 +318,18 @@ class _Check:
         return lambda env, rng: str(answer)
 
     def _check_golden_play(self, seed: int, player: ScriptedPlayer) -> None:
-        rng, said, seen = random.Random(seed), "", []
+        rng, action, seen = random.Random(seed), "", []
         with _Subject(self) as subject:
             seen.append(subject.reset(seed))
             while len(seen) <= self.max_turns and not seen[-1].over:
-                said = self._said_by("gold", player, subject.env, rng)
-                seen.append(subject.step(said))
+                action = self._said_by("gold", player, subject.env, rng)
+                seen.append(subject.step(action))
         last, earned = seen[-1], sum(step.reward for step in seen)
         succeeded = earned > 0 if last.success is None else last.success
         if not (last.over and succeeded):
-            end = f"its last message was {said!r:.80}" if last.over else f"it was not over after {self.max_turns} turns"
+            end = (
+                f"its last message was {action!r:.80}" if last.over else f"it was not over after {self.max_turns} turns"
+            )
             self.note(
                 f"[gold] what should succeed on seed {seed} does not: reward {earned:g}, success {last.success}; "
                 f"{end}. Correct the answer or how it is scored, or the player; a long game needs a larger max_turns"

@@ -1,6 +1,6 @@
 """`JudgeServer`: an OpenAI-compatible chat endpoint whose answers, and whose failures, are a script.
 
-async with JudgeServer(lambda call: Reply.json({"levels": {"polite": 10}}, seconds=0.1)) as server:
+async with JudgeServer(lambda call: JudgeReply.json({"levels": {"polite": 10}}, seconds=0.1)) as server:
     ... RubricJudge(RubricJudge.Config(url=server.url, criteria={"polite": "It is polite."})) ...
     assert len(server.calls) == 1
 """
@@ -31,7 +31,7 @@ class JudgeCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class JudgeReply:
     """What happens to a request, after `seconds`: it is answered with `content`, refused with `status`, or worse.
 
     `hang` answers never, `drop` closes the connection without a word.
@@ -47,12 +47,12 @@ class Reply:
     completion_tokens: int = 10
 
     @staticmethod
-    def json(verdict: Mapping[str, Any], seconds: float = 0.0) -> "Reply":
+    def json(verdict: Mapping[str, Any], seconds: float = 0.0) -> "JudgeReply":
         """A verdict."""
-        return Reply(json.dumps(verdict), seconds=seconds)
+        return JudgeReply(json.dumps(verdict), seconds=seconds)
 
 
-Script = Callable[[JudgeCall], Reply]
+Script = Callable[[JudgeCall], JudgeReply]
 """What to answer to a request."""
 
 
@@ -117,8 +117,8 @@ class JudgeServer:
         if (refusal := self._refusal(request)) is not None:
             return refusal
         body = json.loads(await request.read())
-        said = {message["role"]: message["content"] for message in body["messages"]}
-        call = JudgeCall(len(self.calls), said.get("system", ""), said.get("user", ""), body)
+        contents = {message["role"]: message["content"] for message in body["messages"]}
+        call = JudgeCall(len(self.calls), contents.get("system", ""), contents.get("user", ""), body)
         self.calls.append(call)
         self.live += 1
         self.most_live = max(self.most_live, self.live)
@@ -134,7 +134,7 @@ class JudgeServer:
         return _json({"error": {"message": f"Incorrect API key provided: {given}"}}, 401)  # some say it aloud
 
 
-async def _act(reply: Reply, request: web.Request) -> web.Response:
+async def _act(reply: JudgeReply, request: web.Request) -> web.Response:
     await asyncio.sleep(reply.seconds)
     if reply.fault == "hang":
         await asyncio.Event().wait()

@@ -72,7 +72,9 @@ def openai_app(engine: Engine, api_key: str | None = None) -> web.Application:
 
     async def completions(request: web.Request) -> web.Response:
         body = _Body.model_validate_json(await request.read())
-        sampling = SamplingParams(body.max_tokens, body.temperature, body.stop_token_ids)
+        sampling = SamplingParams(
+            max_tokens=body.max_tokens, temperature=body.temperature, stop_token_ids=body.stop_token_ids
+        )
         name = f"cmpl-{next(numbers)}"
         completion = await engine.generate(
             GenerateRequest(name, body.prompt, sampling, body.seed, body.priority, body.session_id)

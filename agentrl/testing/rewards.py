@@ -10,13 +10,13 @@ from typing import Any
 from agentrl.errors import ConformanceError, RewardError
 from agentrl.flow import Flow, deadline
 from agentrl.protocols import Rule
-from agentrl.rollout.composite import Composite, RewardPart
-from agentrl.rollout.rule_pool import RulePool, RulePoolConfig
+from agentrl.scoring.composite import Composite, RewardPart
+from agentrl.scoring.rule_pool import RulePool, RulePoolConfig
 from agentrl.trajectory import Completion, Failed, Message, Score, Task, Terminated, Trajectory, Turn
 
 
 def trajectory(
-    said: str | Sequence[str],
+    replies: str | Sequence[str],
     *,
     observations: Sequence[str] = (),
     rewards: Sequence[float] = (),
@@ -27,7 +27,7 @@ def trajectory(
 
     The messages are tokenised byte by byte; the first observation is empty. With `observations`, they come as a tool's.
     """
-    texts = [said] if isinstance(said, str) else list(said)
+    texts = [replies] if isinstance(replies, str) else list(replies)
     messages, turns = [Message("user", "")], []
     for text, seen, reward in zip_longest(texts, observations[: len(texts)], rewards[: len(texts)]):
         tokens = tuple(text.encode())
@@ -131,7 +131,7 @@ class _Asker:
                 return
 
 
-def _short(said: object) -> str:
-    if isinstance(said, list):
-        return ", ".join(f"{score.value:g} {dict(score.parts) or ''}".strip() for score in said)
-    return str(said)
+def _short(replies: object) -> str:
+    if isinstance(replies, list):
+        return ", ".join(f"{score.value:g} {dict(score.parts) or ''}".strip() for score in replies)
+    return str(replies)

@@ -17,11 +17,11 @@ from torch.func import functional_call
 
 from agentrl.algorithms.losses import policy_gradient
 from agentrl.batch import TrainBatch, TrainingSample, collate
-from agentrl.cluster.bundle import BundlePlace
-from agentrl.cluster.low_rank import Factors, LowRank
-from agentrl.cluster.weights import write_weights
 from agentrl.errors import ConformanceError, TrainingError
-from agentrl.protocols import Loss, LossTokens, Predicts, Trainer
+from agentrl.protocols import Loss, LossTokens, SupportsPredict, Trainer
+from agentrl.weights.bundle import BundlePlace
+from agentrl.weights.low_rank import Factors, LowRank
+from agentrl.weights.publisher import write_weights
 
 TOLERANCE = 1e-5
 """Largest difference of a weight or a metric from the reference, absolute for weights, relative for metrics."""
@@ -76,9 +76,9 @@ async def check_trainer(make_trainer: MakeTrainer, model: Path, workspace: Path)
 
 
 async def check_predicts(make_trainer: MakeTrainer, model: Path) -> None:
-    """A trainer that `Predicts` says of each loss token what the plain reference says, and of others nothing."""
+    """A trainer that `SupportsPredict` says of each loss token what the plain reference says, and of others nothing."""
     async with make_trainer(model, TrainerCase()) as trainer:
-        if not isinstance(trainer, Predicts):
+        if not isinstance(trainer, SupportsPredict):
             return
         reference = _Reference.open(model, TrainerCase(), await trainer.weights())
         samples = random_samples(reference.vocab_size, seed=1)
@@ -136,7 +136,7 @@ async def check_resume(
 ) -> None:
     """Save, load and go on: bitwise what it would have been without, and the folder is a model with a tokenizer.
 
-    What it publishes are the same weights (`agentrl/cluster/weights.py`).
+    What it publishes are the same weights (`agentrl/weights/publisher.py`).
     """
     from transformers import AutoModelForCausalLM
 

@@ -42,7 +42,7 @@ class AnswerRule(ABC):
         """
         return answer_of(trajectory, self._where.tag), gold_of(trajectory, self._where.gold)
 
-    def judge(self, content: tuple[str | None, Sequence[Any]]) -> Score | float:
+    def evaluate(self, content: tuple[str | None, Sequence[Any]]) -> Score | float:
         """1 where the answer is one of the right ones, else 0."""
         answer, golds = content
         return 0.0 if answer is None else float(any(self.right(answer, gold) for gold in golds))
@@ -54,8 +54,8 @@ class AnswerRule(ABC):
 
 def answer_of(trajectory: Trajectory, tag: str | None = None) -> str | None:
     """The end of the model's last message, or what stands in its last `<tag>`; None where there is none."""
-    said = (message.content for message in reversed(trajectory.messages) if message.role == "assistant")
-    text = next(said, "").strip()[-LONGEST:]
+    replies = (message.content for message in reversed(trajectory.messages) if message.role == "assistant")
+    text = next(replies, "").strip()[-LONGEST:]
     if tag is None:
         return text or None
     end = text.rfind(f"</{tag}>")

@@ -40,5 +40,5 @@ class Math(AnswerRule):
         expected = parse(text if "$" in text or "\\boxed" in text else f"${text}$", parsing_timeout=None)
         if not expected:
             raise ConfigError(f"the task's option {self._option!r} is {gold!r:.80}, in which there is no mathematics")
-        said = parse(answer[-LONGEST_MATH:], parsing_timeout=None)
-        return bool(said) and bool(verify(expected, said, timeout_seconds=None))
+        parsed = parse(answer[-LONGEST_MATH:], parsing_timeout=None)
+        return bool(parsed) and bool(verify(expected, parsed, timeout_seconds=None))

@@ -53,10 +53,10 @@ class JsonSchema(AnswerRule):
         from jsonschema import Draft202012Validator
 
         try:
-            said = json.loads(_block(answer), parse_constant=_no_constant)
+            value = json.loads(_block(answer), parse_constant=_no_constant)
         except (ValueError, RecursionError):
             return False
-        return bool(Draft202012Validator(gold).is_valid(said))
+        return bool(Draft202012Validator(gold).is_valid(value))
 
 
 def _block(answer: str) -> str:

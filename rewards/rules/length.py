@@ -39,7 +39,7 @@ class Length:
         """The length."""
         return trajectory.num_tokens if self._config.unit == "tokens" else len(trajectory.turns)
 
-    def judge(self, content: int) -> float:
+    def evaluate(self, content: int) -> float:
         """The penalty of this length, from -1 to 0."""
         over = (content - self._config.free) / (self._config.limit - self._config.free)
         return -min(1.0, max(0.0, over))

@@ -37,10 +37,10 @@ class Numeric(AnswerRule):
 
     def right(self, answer: str, gold: Any) -> bool:
         """Whether the last number is near this one."""
-        said = last_number(answer)
+        value = last_number(answer)
         right = checked(self._config.gold, gold, _number)
-        return said is not None and math.isclose(
-            said, right, rel_tol=self._config.tolerance, abs_tol=self._config.absolute
+        return value is not None and math.isclose(
+            value, right, rel_tol=self._config.tolerance, abs_tol=self._config.absolute
         )
 
 

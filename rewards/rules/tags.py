@@ -28,10 +28,10 @@ class Tags:
 
     def content(self, trajectory: Trajectory) -> tuple[str, ...]:
         """The model's messages."""
-        said = tuple(message.content for message in trajectory.messages if message.role == "assistant")
-        return said[-1:] if self._config.last_only else said
+        replies = tuple(message.content for message in trajectory.messages if message.role == "assistant")
+        return replies[-1:] if self._config.last_only else replies
 
-    def judge(self, content: tuple[str, ...]) -> float:
+    def evaluate(self, content: tuple[str, ...]) -> float:
         """The share of well-formed messages; 0 without any."""
         return sum(self.well_formed(text) for text in content) / len(content) if content else 0.0
 

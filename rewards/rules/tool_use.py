@@ -36,12 +36,12 @@ class ToolUse:
         """The model's messages, each with what the tools said to it."""
         return tuple(exchanges(trajectory.messages))
 
-    def judge(self, content: tuple[tuple[str, str], ...]) -> Score:
+    def evaluate(self, content: tuple[tuple[str, str], ...]) -> Score:
         """The share of good calls."""
         seen: set[str] = set()
         counts = {"calls": 0, "malformed": 0, "refused": 0, "repeated": 0}
-        for said, answered in content:
-            reply = parse_tool_calls(said)
+        for message, answered in content:
+            reply = parse_tool_calls(message)
             counts["calls"] += len(reply.calls) + len(reply.errors)
             counts["malformed"] += len(reply.errors)
             for call in reply.calls:

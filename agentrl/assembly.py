@@ -1,0 +1,370 @@
+"""What a run is made of, put together from its config: cluster, environments, engine, reward, trainer.
+
+    assemble_rollouts: cluster ─▶ environments, engine, reward ─▶ RolloutAssembly     (to evaluate)
+    assemble_training: the same, a learner, and a publisher of its weights ─▶ TrainingAssembly
+
+Each part is started here and ended in reverse order.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from agentrl import plugins
+from agentrl.cluster.recovery import RecoveringTrainer
+from agentrl.cluster.workers import Cluster, own_address
+from agentrl.config import RunConfig
+from agentrl.engines.router import Router
+from agentrl.errors import ConfigError
+from agentrl.hosting.factory import env_factory
+from agentrl.hosting.host import EnvHost
+from agentrl.hosting.wrappers import address
+from agentrl.learner import CRITIC_FOLDER, Learner
+from agentrl.placement.device_map import DeviceMap
+from agentrl.placement.time_share import DeviceSharing, NoSharing, Tenant, TimeSharing
+from agentrl.planner.plan import Plan, make_plan
+from agentrl.planner.run_facts import model_of
+from agentrl.plugins import Component
+from agentrl.protocols import Algorithm, Curriculum, Engine, Renderer, SamplingParams, TaskSource
+from agentrl.remote.env_worker import EnvWorker, env_workers
+from agentrl.remote.sessions import ServerLimits
+from agentrl.rollout.agents import FrozenRoute, ScriptedRoute
+from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner, Role, ScriptedPolicy
+from agentrl.rollout.renderer import TemplateRenderer
+from agentrl.rollout.scheduler import Rollouts
+from agentrl.run import Run
+from agentrl.scoring.composite import Composite
+from agentrl.scoring.rule_pool import RulePool
+from agentrl.scoring.rule_workers import RuleWorkers
+from agentrl.weights.publisher import WeightPublisher
+
+TrainerRole = Literal["trainer", "reference", "critic"]
+_ROLE_SETTINGS: Mapping[str, Mapping[str, str]] = {
+    "reference": {"role": "reference"},
+    "critic": {"role": "critic", "head": "value"},
+}
+"""What a trainer beside the trainer is made with."""
+
+LatestCheckpoint = Callable[[], tuple[int, Path] | None]
+"""The newest (steps done, folder of the checkpoint) of a run."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutAssembly:
+    """What plays and scores episodes: the served policy in its environments, and the reward."""
+
+    config: RunConfig
+    engine: Router
+    runner: EnvEpisodeRunner
+    reward: Composite
+    frozen: Mapping[FrozenRoute, Router]
+
+    def at_temperature(self, temperature: float) -> EnvEpisodeRunner:
+        """The same runner, sampling at another temperature."""
+        sampling = self.config.rollout.sampling.model_copy(update={"temperature": temperature})
+        return replace(self.runner, policy=_policy(self.config, self.engine, self.runner.renderer, sampling))
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingAssembly(RolloutAssembly):
+    """All of a training run: what plays, what learns, and what brings the weights from one to the other."""
+
+    learner: Learner
+    weights: WeightPublisher
+    sharing: DeviceSharing
+
+    async def resume(self, run: Run) -> int:
+        """Load the newest checkpoint, if there is one, bring the engine to it, and return how many steps are done."""
+        newest = run.checkpoints.latest() if run.resumed else None
+        if newest is None:
+            return 0
+        step, folder = newest
+        await self.learner.load(folder)
+        if step > 0:
+            await self.weights.publish(self.learner.trainer, version=step)
+        return step
+
+    def rollouts(self, run: Run, step: int) -> Rollouts:
+        """The scheduler of the steps from `step` on; tasks that an earlier launch left open come first."""
+        run.metrics.rewind(step)
+        pending = run.ledger.rewind(step)
+        tasks = task_source(self.config, "train")
+        if isinstance(tasks, Curriculum):
+            for number, task, rewards_G in run.ledger.outcomes():
+                tasks.observe(number, task, rewards_G)
+        return Rollouts(
+            self.config.rollout,
+            tasks=tasks,
+            runner=self.runner,
+            reward=self.reward,
+            engine=self.engine,
+            rescue=self.engine.evict_unresponsive,
+            ledger=run.ledger,
+            seed=self.config.seed,
+            groups=(self.config.steps - step) * self.config.rollout.groups_per_step,
+            version=step,
+            pending=pending,
+            next_number=run.ledger.next_number(),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedCluster:
+    """An open cluster, and the config with the settings that the plan of its devices means, where there is one."""
+
+    config: RunConfig
+    cluster: Cluster
+    plan: Plan | None = None
+
+
+@asynccontextmanager
+async def assemble_rollouts(config: RunConfig, model: Path) -> AsyncIterator[RolloutAssembly]:
+    """An engine that serves `model`, with environments and reward around it."""
+    async with open_cluster(config) as placed, _rollouts_on(placed, model) as rollouts:
+        yield rollouts
+
+
+@asynccontextmanager
+async def assemble_training(
+    config: RunConfig, algorithm: Algorithm, model: Path, latest: LatestCheckpoint = lambda: None
+) -> AsyncIterator[TrainingAssembly]:
+    """`assemble_rollouts`, and a learner that starts from the same model. `latest`: the checkpoint that a trainer
+    whose rank has died is restarted from.
+    """
+    async with open_cluster(config) as placed, _rollouts_on(placed, model) as rollouts:
+        learner = make_learner(placed, algorithm, model, latest)
+        async with device_sharing(placed, [rollouts.engine, *rollouts.frozen.values()], learner.all) as sharing:
+            followers = tuple((engine, route.refresh) for route, engine in rollouts.frozen.items() if route.refresh)
+            async with WeightPublisher(rollouts.engine, followers, config.weights) as publisher:
+                yield TrainingAssembly(
+                    config,
+                    rollouts.engine,
+                    rollouts.runner,
+                    rollouts.reward,
+                    rollouts.frozen,
+                    learner,
+                    publisher,
+                    sharing,
+                )
+
+
+def task_source(config: RunConfig, split: str) -> TaskSource:
+    """The tasks of one split ("train", "held-out", "demonstrations", "corpus")."""
+    source: TaskSource = config.tasks.make(config.env.name, config.seed, split, config.env.options)
+    return source
+
+
+@asynccontextmanager
+async def env_host(config: RunConfig, cluster: Cluster | None = None) -> AsyncIterator[EnvHost]:
+    """The run's environments, in this process or on workers of the cluster; closed at the end."""
+    env = config.env
+    make = partial(env_factory, address(env.name, env.wrappers), env.isolation, env.python, env.requires)
+    async with AsyncExitStack() as stack:
+        if cluster is None or not cluster.config.env_workers:
+            host = EnvHost({env.name: make()}, config.rollout.deadlines, env.isolation)
+        else:
+            sessions = ServerLimits(max_sessions=config.rollout.max_live_episodes)
+            workers = env_workers(
+                cluster.start_one,
+                cluster.config.env_workers,
+                partial(EnvWorker, make, sessions, own_address() if cluster.spans_machines else "127.0.0.1"),
+            )
+            host = EnvHost({env.name: await stack.enter_async_context(workers)}, config.rollout.deadlines)
+        stack.push_async_callback(host.close)
+        yield host
+
+
+@asynccontextmanager
+async def _rollouts_on(placed: PlacedCluster, model: Path) -> AsyncIterator[RolloutAssembly]:
+    config, cluster = placed.config, placed.cluster
+    renderer = TemplateRenderer.of_model(model)
+    async with (
+        env_host(config, cluster) as envs,  # first: what is wrong with them is said before a model is loaded
+        _router(config, cluster, model) as engine,
+        config.reward.make(_rules(config, cluster)) as reward,
+        _frozen_engines(config, cluster, model) as frozen,
+    ):
+        runner = EnvEpisodeRunner(
+            _policy(config, engine, renderer, config.rollout.sampling),
+            renderer,
+            envs,
+            config.rollout.max_turns,
+            config.rollout.deadlines.episode,
+            config.rollout.context,
+            _other_roles(config, model, renderer, frozen),
+        )
+        yield RolloutAssembly(config, engine, runner, reward, frozen)
+
+
+def _router(config: RunConfig, cluster: Cluster, model: Path) -> Router:
+    """The replicas of the engine as one."""
+    factories = cluster.engines(config.engine, model)
+    return Router(
+        [make() for make in factories],
+        update=config.weights.update,
+        factory=lambda number: factories[number](),
+        lease=cluster.config.lease,
+    )
+
+
+def _rules(config: RunConfig, cluster: Cluster) -> RulePool:
+    """The processes that rules run in."""
+    count = cluster.config.reward_workers
+    return RuleWorkers(cluster.start_one, count, config.rollout.rules) if count else RulePool(config.rollout.rules)
+
+
+@asynccontextmanager
+async def _frozen_engines(
+    config: RunConfig, cluster: Cluster, model: Path
+) -> AsyncIterator[Mapping[FrozenRoute, Router]]:
+    """An engine for each kind of frozen agent; agents of one kind share it."""
+    engines: dict[FrozenRoute, Router] = {}
+    async with AsyncExitStack() as stack:
+        for route in config.env.agents.values():
+            if isinstance(route, FrozenRoute) and route not in engines:
+                engines[route] = await stack.enter_async_context(_router(config, cluster, route.model or model))
+        yield engines
+
+
+def _other_roles(
+    config: RunConfig, model: Path, renderer: TemplateRenderer, frozen: Mapping[FrozenRoute, Router]
+) -> dict[str, Role]:
+    """How the agents are played that are not the policy's."""
+    roles = {}
+    for agent, route in config.env.agents.items():
+        if isinstance(route, ScriptedRoute):
+            policy = ScriptedPolicy(plugins.load("players", route.player), renderer)
+            roles[agent] = Role(policy, renderer, trained=False)
+        elif isinstance(route, FrozenRoute):
+            own = renderer if route.model is None else TemplateRenderer.of_model(route.model)
+            served = _policy(config, frozen[route], own, config.rollout.sampling)
+            roles[agent] = Role(served, own, config.rollout.context, trained=False)
+    return roles
+
+
+def _policy(config: RunConfig, engine: Engine, renderer: Renderer, sampling: SamplingParams) -> EnginePolicy:
+    stops = tuple(dict.fromkeys((*renderer.stop_token_ids, *sampling.stop_token_ids)))
+    params = sampling.model_copy(update={"stop_token_ids": stops})
+    return EnginePolicy(engine, params, config.rollout.deadlines.generate)
+
+
+@asynccontextmanager
+async def open_cluster(config: RunConfig) -> AsyncIterator[PlacedCluster]:
+    """The configured cluster. Where it has GPUs to give out, they are given out by the best map that `placement`
+    allows.
+
+    Raises:
+        ConfigError: there is no such cluster, or nothing fits on its devices.
+    """
+    made: Cluster = config.cluster.make()
+    async with made as cluster:
+        inventory = None if config.placement.name == "local" else cluster.gpus()
+        if inventory is None:
+            yield PlacedCluster(config, cluster)
+            return
+        plan = await asyncio.to_thread(make_plan, config, inventory, model_of(config))  # it runs a loop of its own
+        async with cluster.placed(plan.devices):
+            yield PlacedCluster(_on_devices(config, plan.devices), cluster, plan)
+
+
+@asynccontextmanager
+async def device_sharing(
+    placed: PlacedCluster, engines: Sequence[Router], learners: Sequence[RecoveringTrainer]
+) -> AsyncIterator[DeviceSharing]:
+    """The trainer and its helpers, entered beside engines that are awake, and how they share their devices."""
+    plan = placed.plan
+    time_shared = plan is not None and plan.devices.time_shared
+    async with AsyncExitStack() as entered:
+        for engine in engines if time_shared else ():
+            await engine.sleep()  # there is room for one side only
+        for learner in learners:
+            await entered.enter_async_context(learner)
+            if time_shared:
+                await learner.sleep()
+        for engine in engines if time_shared else ():
+            await engine.wake()
+        yield NoSharing() if plan is None or not time_shared else _time_sharing(placed, plan, engines, learners)
+
+
+def _time_sharing(
+    placed: PlacedCluster, plan: Plan, engines: Sequence[Router], learners: Sequence[RecoveringTrainer]
+) -> TimeSharing:
+    def needs(role: str) -> int:
+        return max(load.awake[role].total for load in plan.loads if role in load.awake)
+
+    return TimeSharing(
+        Tenant("engine", engines, needs("engine")),
+        Tenant("trainer", learners, needs("trainer")),
+        learners[0].free,
+        placed.config.placement.switch_seconds,
+    )
+
+
+def _on_devices(config: RunConfig, devices: DeviceMap) -> RunConfig:
+    """The config with the settings that a map means."""
+    ranks = {"world_size": len(devices.of("trainer"))}
+    wanted = {
+        "engine": {"tensor_parallel": devices.tensor_parallel()},
+        "trainer": ranks,
+        "reference": ranks,
+        "critic": ranks,
+    }
+    sections = {}
+    for section, settings in wanted.items():
+        chosen = getattr(config, section)
+        if chosen is None:
+            continue
+        known = {key: value for key, value in settings.items() if key in type(chosen.settings).model_fields}
+        sections[section] = replace(chosen, settings=chosen.settings.model_copy(update=known))
+    return config.model_copy(update=sections)
+
+
+def make_learner(placed: PlacedCluster, algorithm: Algorithm, model: Path, latest: LatestCheckpoint) -> Learner:
+    """The trainer, and the reference and critic that the config has beside it. All start from the same model."""
+
+    def latest_critic() -> tuple[int, Path] | None:
+        newest = latest()
+        return None if newest is None else (newest[0], newest[1] / CRITIC_FOLDER)
+
+    config = placed.config
+    return Learner(
+        algorithm,
+        make_trainer(placed, model, latest),
+        make_trainer(placed, model, role="reference") if config.reference else None,
+        make_trainer(placed, model, latest_critic, role="critic") if config.critic else None,
+    )
+
+
+def make_trainer(
+    placed: PlacedCluster,
+    model: Path,
+    latest: LatestCheckpoint = lambda: None,
+    *,
+    role: TrainerRole = "trainer",
+    steps: int | None = None,
+    **settings: Any,
+) -> RecoveringTrainer:
+    """The configured trainer where it is placed, for `steps` steps, with some settings replaced; it outlives its ranks.
+    So are those who help it, by their own settings: each is a trainer of another model.
+
+    Raises:
+        ConfigError: it has no such setting.
+    """
+    config = placed.config
+    chosen: Component = getattr(config, role)
+    if unknown := settings.keys() - type(chosen.settings).model_fields.keys():
+        raise ConfigError(f"the {role} {chosen.name!r} has no setting {', '.join(sorted(unknown))}")
+    make = partial(
+        replace(chosen, settings=chosen.settings.model_copy(update=settings)).make,
+        model,
+        total_steps=config.steps if steps is None else steps,
+        temperature=config.rollout.sampling.temperature,
+        start=placed.cluster.start,
+        **_ROLE_SETTINGS.get(role, {}),
+    )
+    restarts = placed.cluster.config.restarts
+    return RecoveringTrainer(make, latest, restarts=restarts, deadline=config.rollout.deadlines.train)

@@ -1,0 +1,117 @@
+"""Workers as Ray actors: on this machine, or on any of a cluster.
+
+The sign of life of an actor is an answer of another thread than the one that works. Ray is imported when a worker is
+started, and has to be running then (`agentrl/cluster/ray_cluster.py`).
+"""
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentrl.cluster.ray_placement import RayPlacement, Unplaced
+from agentrl.cluster.ray_process import RayProcess, end
+from agentrl.cluster.workers import LEASE_SECONDS, START_SECONDS, Make, Worker, WorkerGroup, start_all, under_lease
+from agentrl.errors import WorkerDiedError
+
+
+class _Host:
+    """The actor: an object, and its methods by name."""
+
+    def where(self) -> RayProcess:
+        return RayProcess.own()
+
+    def make(self, make: Make, rank: int) -> None:
+        self._made = make(rank)
+
+    def call(self, method: str, *args: Any) -> Any:
+        return getattr(self._made, method)(*args)
+
+    def beat(self) -> None:
+        """It lives."""
+
+
+@dataclass(frozen=True, slots=True)
+class RayWorkers:
+    """Starts workers by Ray, where `placement` says."""
+
+    placement: RayPlacement = field(default_factory=Unplaced)
+    lease: float = LEASE_SECONDS
+
+    async def __call__(self, role: str, make: Make, count: int) -> WorkerGroup:
+        """`StartWorkers`."""
+        return await start_all(role, [self.one(role, make, rank) for rank in range(count)])
+
+    async def one(self, role: str, make: Make, rank: int) -> Worker:
+        """`StartWorker`."""
+        import ray
+
+        remote: Any = ray.remote
+        named = type(f"{role}_{rank}", (_Host,), {})  # as Ray's dashboard, `ray list actors` and `ps` will call it
+        host = remote(max_restarts=0, concurrency_groups={"beside": 1})(named)
+        worker = RayWorker(role, rank, host.options(**self.placement.options(role, rank)).remote(), self.lease)
+        try:
+            worker.process = await worker.ask(worker.actor.where.remote())
+            await worker.ask(worker.actor.make.remote(make, rank))
+            worker.made = True
+        except BaseException:
+            await worker.stop()
+            raise
+        return worker
+
+
+@dataclass(slots=True)
+class RayWorker:
+    """One actor."""
+
+    role: str
+    rank: int
+    actor: Any
+    lease: float
+    process: RayProcess | None = None
+    made: bool = False
+
+    @property
+    def pid(self) -> int:
+        """Of its process; 0 before it has one."""
+        return self.process.pid if self.process else 0
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Call a method of the object in the actor."""
+        return await self.ask(self.actor.call.remote(method, *args))
+
+    async def ask(self, answer: Any) -> Any:
+        """What a reference will be.
+
+        Raises:
+            WorkerDiedError: the actor is gone, or gives no sign of life.
+        """
+        from ray.exceptions import RayActorError, RayTaskError
+
+        try:
+            return await under_lease(asyncio.wrap_future(answer.future()), self.check, self.lease)
+        except RayActorError as error:
+            raise WorkerDiedError(self.role, self.rank, str(error).strip().splitlines()[0]) from error
+        except RayTaskError as error:
+            raise error.cause from error  # as it was raised there, and not as a Ray error of the same kind
+
+    async def check(self) -> None:
+        """Whether another thread of the actor answers."""
+        from ray.exceptions import RayActorError
+
+        beat = self.actor.beat.options(concurrency_group="beside").remote()
+        patience = self.lease if self.made else START_SECONDS
+        try:
+            # Not by `wait_for`: before Python 3.12 it loses a cancellation that comes together with the answer.
+            async with asyncio.timeout(patience):
+                await asyncio.wrap_future(beat.future())
+        except TimeoutError as error:
+            why = f"its process {self.pid} gave no sign of life for {patience:g} s (cluster.lease)"
+            if not self.process:
+                why = f"Ray found no place for it in {patience:g} s; `ray status` says what is free"
+            raise WorkerDiedError(self.role, self.rank, why) from error
+        except RayActorError as error:
+            raise WorkerDiedError(self.role, self.rank, str(error).strip().splitlines()[0]) from error
+
+    async def stop(self) -> None:
+        """Kill the actor."""
+        await end(self.actor, self.process)

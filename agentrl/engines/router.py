@@ -1,0 +1,391 @@
+"""`Router`: several replicas of an engine as one `Engine`.
+
+An episode stays with one replica, where the prefix of its next turn is cached, unless that one is far busier than the
+least busy one. A request whose replica dies is sent to a survivor, or waits for the one that takes its place: a replica
+that died, or that gives no sign of life, is replaced, and brought to the current weights before it gets a request. New
+weights go to all of them, in one of three ways:
+
+- `keep`: at once; turns in flight go on under the new weights.
+- `abort_resume`: turns in flight are interrupted, and sent again with the tokens they have, under the new weights.
+- `drain`: new turns are held back until those in flight have ended.
+
+No token is sampled twice in `keep` and `abort_resume`, but those that died with a replica.
+"""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+
+from agentrl.errors import EngineDeadError, EngineError, WeightsError
+from agentrl.flow import Flow
+from agentrl.placement.time_share import Sleeper
+from agentrl.protocols import Engine, EngineStats, GenerateRequest, SupportsProbe, SupportsStageWeights
+from agentrl.rollout.seeds import derive_seed
+from agentrl.trajectory import Completion
+from agentrl.weights.publisher import WeightUpdate
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_SESSIONS = 1 << 16
+"""Episodes whose replica is remembered; the longest unused is forgotten first."""
+_PROBE_SECONDS = 1.0
+"""Between two questions whether an engine lives."""
+_ATTEMPTS = 3
+"""How often in a row a replica is restarted before the run ends with its error."""
+_CLOSE_SECONDS = 30.0
+"""How long a dead engine may take to give back what it held."""
+
+
+@dataclass(eq=False, slots=True)
+class _Replica:
+    """One engine. `calls` are the tasks that wait for an answer of it, and its death where they were cancelled of it;
+    `dead` says why it gets no more requests."""
+
+    number: int
+    engine: Engine
+    calls: dict[asyncio.Task[Any], EngineDeadError | None] = field(default_factory=dict)
+    dead: EngineDeadError | None = None
+    answers: int = 0
+    seen: tuple[int, int] = (-1, -1)
+
+
+class Router:
+    """See the module. Enters and leaves its replicas with itself.
+
+    `escape`: an episode leaves its replica when that has more than `escape` times the requests of the least busy one,
+    and at least eight more. `factory` makes the engine that replaces a dead one; without it the survivors go on alone.
+    `lease`: seconds for which a replica that can be asked (`SupportsProbe`) may give no sign of life.
+
+    Raises:
+        EngineDeadError: while it is open: a dead replica could not be replaced.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        *,
+        update: WeightUpdate = "keep",
+        escape: float = 2.0,
+        factory: Callable[[int], Engine] | None = None,
+        lease: float | None = None,
+    ) -> None:
+        if not engines:
+            raise ValueError("a router needs at least one engine")
+        self._replicas = [_Replica(number, engine) for number, engine in enumerate(engines)]
+        self._update = update
+        self._escape = escape
+        self._homes: OrderedDict[str, _Replica] = OrderedDict()
+        self._interruptions = 0
+        self._open = asyncio.Event()
+        self._open.set()
+        self._idle = asyncio.Event()
+        self._entered: list[_Replica] = []
+        self._alive = self._replicas
+        self._factory = factory
+        self._lease = lease
+        self._revived = asyncio.Event()
+        self._max_context = 0
+        self._published: tuple[Mapping[str, Tensor], int] | None = None
+        self._flow = Flow("engines")
+
+    @property
+    def policy_version(self) -> int:
+        """The oldest version that a living replica samples from."""
+        if not self._alive and self._factory is not None:
+            return 0 if self._published is None else self._published[1]
+        return min([replica.engine.policy_version for replica in self._living()])
+
+    @property
+    def max_context(self) -> int:
+        """What fits into every replica."""
+        return self._max_context
+
+    async def __aenter__(self) -> Self:
+        await self._flow.__aenter__()
+        try:
+            for replica in self._replicas:
+                await replica.engine.__aenter__()
+                self._entered.append(replica)
+            self._max_context = min(replica.engine.max_context for replica in self._replicas)
+        except BaseException:
+            await self.__aexit__()
+            raise
+        if self._lease is not None:
+            for replica in self._replicas:
+                self._flow.start(self._watch(replica, self._lease), name=f"watch {replica.number}")
+        return self
+
+    async def __aexit__(self, *exc: Any) -> None:
+        try:
+            self._flow.cancel()
+            await self._flow.__aexit__(*(exc or (None, None, None)))
+        finally:
+            while self._entered:
+                await self._entered.pop().engine.__aexit__(None, None, None)
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """See `Engine.generate`; a request is answered as long as one replica lives, or will."""
+        done: Completion | None = None
+        while True:
+            if not self._open.is_set():
+                await self._open.wait()
+            if not self._alive:
+                await self._wait_for_a_replica()
+            interruptions = self._interruptions
+            replica = self._home(request.session)
+            engine = replica.engine
+            try:
+                completion = await self._ask(replica, engine.generate(_rest_of(request, done) if done else request))
+            except EngineDeadError as error:
+                self._mark_dead(replica, engine, error)
+                continue
+            replica.answers += 1
+            completion = _joined(done, completion) if done else completion
+            if completion.finish_reason != "abort" or interruptions == self._interruptions:
+                return completion
+            done = completion  # new weights have interrupted it: it goes on from here
+
+    async def interrupt(self) -> None:
+        """See `Engine.interrupt`."""
+        await self._everywhere("interrupt", lambda engine: engine.interrupt())
+
+    async def stage_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
+        """See `SupportsStageWeights`; by those replicas that can."""
+
+        async def stage(engine: Engine) -> None:
+            if isinstance(engine, SupportsStageWeights):
+                await engine.stage_weights(weights, version)
+
+        await self._everywhere("stage", stage)
+
+    async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
+        """See `Engine.update_weights`; a replica that dies of it is left behind, or replaced by one with these weights.
+
+        What is given here has to stay readable until the next update.
+        """
+        published, self._published = self._published, (weights, version)
+        try:
+            if self._update == "keep":
+                await self._everywhere("update", lambda engine: engine.update_weights(weights, version))
+            else:
+                await self._update_between_turns(weights, version)
+        except (EngineError, WeightsError) as error:
+            behind = [replica for replica in self._alive if replica.engine.policy_version != version]
+            if len(behind) == len(self._alive):  # nobody has taken them: all go on as before
+                self._published = published
+                raise
+            for replica in behind:  # it cannot serve beside those who have
+                self._evict(replica, EngineDeadError(f"it did not take version {version}: {error}"))
+
+    async def _update_between_turns(self, weights: Mapping[str, "Tensor"], version: int) -> None:
+        self._open.clear()
+        try:
+            if self._update == "abort_resume":
+                self._interruptions += 1
+                await self.interrupt()
+            else:
+                await self._no_calls()
+            await self._everywhere("update", lambda engine: engine.update_weights(weights, version))
+        finally:
+            self._open.set()
+
+    async def sleep(self) -> None:
+        """See `Sleeper` (agentrl/placement/time_share.py); of all living replicas."""
+        await self._everywhere("sleep", lambda engine: cast(Sleeper, engine).sleep())
+
+    async def wake(self) -> None:
+        """See `Sleeper`."""
+        await self._everywhere("wake", lambda engine: cast(Sleeper, engine).wake())
+
+    def stats(self) -> EngineStats:
+        """Of all living replicas: sums, and the fullest KV cache."""
+        stats = [replica.engine.stats() for replica in self._alive]
+        return EngineStats(
+            sum(s.running for s in stats),
+            sum(s.waiting for s in stats),
+            sum(s.generated_tokens for s in stats),
+            sum(s.prefilled_tokens for s in stats),
+            sum(s.cached_tokens for s in stats),
+            max((s.kv_use for s in stats), default=0.0),
+            sum(s.preemptions for s in stats),
+        )
+
+    def evict_unresponsive(self) -> bool:
+        """Evict replicas that have requests and made no progress since the last call; returns whether there was one.
+
+        The last living one is kept where dead ones are not replaced: no other could take its requests.
+        """
+        found = False
+        for replica in self._replicas:
+            now_seen = (replica.answers, replica.engine.stats().generated_tokens)
+            silent = replica.calls and replica.seen == now_seen and replica.dead is None
+            replica.seen = now_seen
+            if silent and (self._factory or len(self._living()) > 1):
+                found = True
+                self._evict(replica, EngineDeadError(f"engine {replica.number} did not answer any more"))
+        return found
+
+    async def _ask(self, replica: _Replica, answer: Awaitable[T]) -> T:
+        """The answer of a replica, or its death, should it be given up meanwhile."""
+        task = asyncio.current_task()
+        assert task is not None
+        cancelling = task.cancelling()
+        replica.calls[task] = None
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            death = replica.calls[task]
+            if death is not None and task.uncancel() <= cancelling:
+                raise death from None  # cancelled by `_evict`, and by nobody else
+            raise
+        finally:
+            del replica.calls[task]
+            if not replica.calls:
+                self._idle.set()
+
+    def _home(self, session: str) -> _Replica:
+        """The replica that has the session's prefix in its cache, or the least busy one."""
+        living = self._living()
+        if len(living) == 1:
+            return living[0]
+        least = min(living, key=lambda replica: len(replica.calls))
+        home = self._homes.get(session)
+        if home is None or home.dead or len(home.calls) > max(self._escape * len(least.calls), len(least.calls) + 8):
+            home = least
+        if session:
+            self._homes[session] = home
+            self._homes.move_to_end(session)
+            if len(self._homes) > _SESSIONS:
+                self._homes.popitem(last=False)
+        return home
+
+    def _living(self) -> list[_Replica]:
+        if not self._alive:
+            raise EngineDeadError(f"no engine is left: {self._replicas[-1].dead}") from self._replicas[-1].dead
+        return self._alive
+
+    async def _wait_for_a_replica(self) -> None:
+        """Wait until a replica lives, where one will."""
+        while not self._alive and self._factory is not None:
+            self._revived.clear()
+            await self._revived.wait()
+        self._living()  # raises where none does, or ever will
+
+    def _mark_dead(self, replica: _Replica, engine: Engine, why: EngineDeadError) -> None:
+        if replica.dead is not None or replica.engine is not engine:  # known already, and perhaps replaced
+            return
+        replica.dead = why
+        self._alive = [replica for replica in self._alive if replica.dead is None]
+        if self._factory is not None:
+            logger.warning("engine %d is restarted: %s", replica.number, why)
+            self._flow.start(self._replace(replica, self._factory), name=f"renew {replica.number}")
+
+    def _evict(self, replica: _Replica, why: EngineDeadError) -> None:
+        """Send no more requests to it, and those that it has to the others."""
+        self._mark_dead(replica, replica.engine, why)
+        for task in replica.calls:
+            replica.calls[task] = why
+            task.cancel()
+
+    async def _watch(self, replica: _Replica, lease: float) -> None:
+        """Ask a replica for a sign of life again and again."""
+        while True:
+            await asyncio.sleep(min(_PROBE_SECONDS, lease / 3))
+            engine = replica.engine
+            if replica.dead is not None or not isinstance(engine, SupportsProbe):
+                continue
+            death: EngineDeadError | None = None
+            try:
+                async with asyncio.timeout(lease):
+                    await engine.probe()
+            except EngineDeadError as error:
+                death = error
+            except TimeoutError:
+                death = EngineDeadError(f"it gave no sign of life for {lease:g} s (cluster.lease)")
+            if death is not None and replica.engine is engine:
+                self._evict(replica, death)
+
+    async def _replace(self, replica: _Replica, factory: Callable[[int], Engine]) -> None:
+        """A new engine in the place of one that died, at the weights that were published last."""
+        for _ in range(_ATTEMPTS):
+            await self._close(replica)
+            replica.engine = factory(replica.number)
+            try:
+                await replica.engine.__aenter__()
+                self._entered.append(replica)
+                await self._catch_up(replica.engine)
+            except EngineError as error:
+                replica.dead = EngineDeadError(f"engine {replica.number} could not be restarted: {error}")
+                continue
+            replica.dead, replica.seen = None, (-1, -1)
+            self._alive = [replica for replica in self._replicas if replica.dead is None]
+            self._revived.set()
+            return
+        raise EngineDeadError(f"{replica.dead} ({_ATTEMPTS} times in a row)") from replica.dead
+
+    async def _catch_up(self, engine: Engine) -> None:
+        while self._published is not None and engine.policy_version != self._published[1]:  # another may come meanwhile
+            await engine.update_weights(*self._published)
+
+    async def _close(self, replica: _Replica) -> None:
+        """Let a dead engine give back what it holds; what it cannot close any more is left."""
+        if replica not in self._entered:
+            return
+        self._entered.remove(replica)
+        try:
+            async with asyncio.timeout(_CLOSE_SECONDS):
+                await replica.engine.__aexit__(None, None, None)
+        except (EngineError, TimeoutError, OSError) as error:
+            logger.warning("engine %d did not close: %s", replica.number, error or type(error).__name__)
+
+    async def _everywhere(self, what: str, act: Callable[[Engine], Awaitable[None]]) -> None:
+        """Let all living replicas do it, to the end, and raise the first error that is not a death."""
+        refused: list[EngineError | WeightsError] = []
+
+        async def on(replica: _Replica, engine: Engine) -> None:
+            try:
+                await self._ask(replica, act(engine))
+            except EngineDeadError as error:
+                self._mark_dead(replica, engine, error)
+            except (EngineError, WeightsError) as error:
+                refused.append(type(error)(f"{what} on engine {replica.number} of {len(self._replicas)}: {error}"))
+
+        async with Flow(what) as flow:
+            for replica in self._alive:
+                flow.start(on(replica, replica.engine), name=str(replica.number))
+        if refused:
+            raise refused[0]
+        await self._wait_for_a_replica()
+
+    async def _no_calls(self) -> None:
+        while any(replica.calls for replica in self._alive):
+            self._idle.clear()
+            await self._idle.wait()
+
+
+def _rest_of(request: GenerateRequest, done: Completion) -> GenerateRequest:
+    """What is left to sample after `done`. Its noise is new, as the positions are; it derives from the same seed."""
+    sampled = len(done.token_ids)
+    return replace(
+        request,
+        id=f"{request.id}+{sampled}",
+        prompt_ids=request.prompt_ids + done.token_ids,
+        sampling=request.sampling.model_copy(update={"max_tokens": request.sampling.max_tokens - sampled}),
+        seed=derive_seed(request.seed, "rest", sampled) if sampled else request.seed,
+    )
+
+
+def _joined(first: Completion, rest: Completion) -> Completion:
+    return Completion(
+        first.token_ids + rest.token_ids,
+        first.logprobs + rest.logprobs,
+        first.policy_versions + rest.policy_versions,
+        rest.finish_reason,
+    )

@@ -1,0 +1,29 @@
+"""`Retries`: how often what failed is tried again, by the layer that failed."""
+
+from pydantic import Field
+
+from agentrl.errors import Layer
+from agentrl.protocols import Settings
+
+
+class Retries(Settings):
+    """How often one member of a group may fail, by whose fault it was, before the member is lost."""
+
+    environment: int = Field(2, ge=0)
+    """Play the episode again, with the same environment seed and new sampling."""
+    engine: int = Field(4, ge=0)
+    """The same, after a pause that doubles."""
+    reward: int = Field(4, ge=0)
+    """Ask the part of the reward that failed again about the same trajectory (or group), after a pause that doubles."""
+    data: int = Field(0, ge=0)
+    """Play again what cannot be played as it is (a first prompt that is too long)."""
+
+    def of(self, layer: Layer) -> int:
+        """The budget of a layer."""
+        budget: int = getattr(self, layer)
+        return budget
+
+    @staticmethod
+    def pause(failures: int) -> float:
+        """Seconds to wait after the n-th failure in a row: half a second, doubled up to half a minute."""
+        return min(0.5 * 2.0 ** (failures - 1), 30.0)

@@ -1,0 +1,239 @@
+"""Living environments: made, called under deadlines, reused, and given up when they hang.
+
+A sync environment runs in a thread of its own unless it says `isolation = "inline"`; an async one runs on the event
+loop. A hung one is abandoned with its thread (a daemon): it costs its episode one deadline, and nobody waits for it.
+One that says `isolation = "process"` is a `ProcessEnv` here, and is killed at its deadline.
+"""
+
+import asyncio
+import inspect
+import logging
+import queue
+import random
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from pydantic import Field
+
+from agentrl.errors import ConfigError, DeadlineError, EnvError, RolloutError
+from agentrl.flow import deadline
+from agentrl.hosting.process import ProcessEnv, with_frame
+from agentrl.protocols import Env, Isolation, ResetResult, ScriptedPlayer, Settings, StepResult
+
+logger = logging.getLogger(__name__)
+
+
+class EnvDeadlines(Settings):
+    """Seconds of loop time that each call of an environment may take before it counts as failed."""
+
+    reset: float = Field(30.0, gt=0)
+    """`Env.reset`."""
+    step: float = Field(30.0, gt=0)
+    """`Env.step` of an environment without tools."""
+    tool: float = Field(60.0, gt=0)
+    """`Env.step` of an environment with tools: the call of one."""
+    close: float = Field(5.0, gt=0)
+    """`Env.close`."""
+
+
+class _Thread:
+    """Runs one call at a time on a daemon thread of its own, which starts with the first."""
+
+    def __init__(self, name: str) -> None:
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any] | None] | None] = (
+            queue.SimpleQueue()
+        )
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+
+    def _serve(self) -> None:
+        while (call := self._calls.get()) is not None:
+            work, future = call
+            try:
+                result, error = work(), None
+            except BaseException as raised:
+                result, error = None, raised
+            if future is None:
+                if error is not None:
+                    logger.warning("closing an environment raised %r", error)
+                continue
+            loop = future.get_loop()
+            if loop.is_closed():
+                return
+            loop.call_soon_threadsafe(_settle, future, result, error)
+
+    async def run(self, work: Callable[[], Any]) -> Any:
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._put(work, future)
+        return await future
+
+    def stop_after(self, last: Callable[[], Any]) -> None:
+        """Run `last` when the call that is going on now (if ever) returns, then end. Nobody waits for it."""
+        self._put(last, None)
+        self._calls.put(None)
+
+    def _put(self, work: Callable[[], Any], future: asyncio.Future[Any] | None) -> None:
+        if self._thread.ident is None:
+            self._thread.start()
+        self._calls.put((work, future))
+
+
+def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    if future.done():  # the caller's deadline has passed; nobody asks any more
+        return
+    if error is not None:
+        # A StopIteration cannot travel through a future.
+        future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+    else:
+        future.set_result(result)
+
+
+@dataclass(eq=False)
+class LiveEnv:
+    """One environment instance and the thread it may need. `isolation`, where given, overrides the environment's own.
+
+    Raises `EnvError` for whatever the environment raises, with the author's own frame in its text, and
+    `DeadlineError` when it does not answer; after either, the instance is `broken` and never used again.
+    """
+
+    env: Env
+    deadlines: EnvDeadlines
+    broken: bool = False
+    isolation: Isolation | None = None
+
+    def __post_init__(self) -> None:
+        chosen = None if isinstance(self.env, ProcessEnv) else self.isolation
+        isolation = chosen or getattr(self.env, "isolation", "thread")
+        if isolation == "process":
+            raise ConfigError(
+                f"{self._name} wants a process of its own, and was made in this one, as its factory does not say so: "
+                "write env.isolation=process in the config (or env.isolation=thread, if it may run here)"
+            )
+        inline = isolation == "inline" or inspect.iscoroutinefunction(self.env.step)
+        self._thread = None if inline else _Thread(f"env-{type(self.env).__name__}")
+        calls = (self.env.reset, self.env.step)
+        self.answers_at_once = inline and not any(inspect.iscoroutinefunction(call) for call in calls)
+        """Whether its calls wait for nothing: it is sync, and runs on the event loop."""
+        self.tools: Sequence[Mapping[str, Any]] = ()
+        """What the environment offers in this episode; known after `reset`."""
+
+    @property
+    def system_prompt(self) -> str:
+        return str(getattr(self.env, "system_prompt", "") or "")
+
+    async def reset(self, seed: int, options: Mapping[str, Any]) -> ResetResult:
+        result = await self._call("reset", self.deadlines.reset, partial(self.env.reset, seed=seed, options=options))
+        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], str)):
+            self.broken = True
+            raise EnvError(f"{self._name}.reset must return (observation: str, info: dict), got {result!r:.200}")
+        self.tools = tuple(getattr(self.env, "tools", ()))
+        return result
+
+    async def step(self, action: str) -> StepResult:
+        phase, seconds = ("tool", self.deadlines.tool) if self.tools else ("step", self.deadlines.step)
+        result = await self._call(phase, seconds, partial(self.env.step, action))
+        if not (isinstance(result, tuple) and len(result) == 5 and isinstance(result[0], str)):
+            self.broken = True
+            raise EnvError(
+                f"{self._name}.step must return (observation: str, reward: float, terminated: bool, truncated: bool, "
+                f"info: dict), got {result!r:.200}"
+            )
+        return result
+
+    async def consult(self, player: ScriptedPlayer, rng: random.Random) -> str:
+        """What a scripted player would say here; it is called where the environment runs."""
+        if isinstance(self.env, ProcessEnv):
+            return str(await self._call("step", self.deadlines.step, partial(self.env.consult, player, rng)))
+        action = player(getattr(self.env, "unwrapped", self.env), rng)
+        return await action if inspect.isawaitable(action) else action
+
+    async def close(self) -> None:
+        """Close for good. What goes wrong here is logged: the instance's episodes are long over."""
+        if isinstance(self.env, ProcessEnv) and self._thread is not None:
+            await self._end_process(self.env, self._thread)
+            return
+        if self._thread is not None:
+            self._thread.stop_after(self.env.close)
+            return
+        try:
+            await self._call("close", self.deadlines.close, self.env.close)
+        except RolloutError as error:
+            logger.warning("%s", error)
+
+    async def _end_process(self, env: ProcessEnv, thread: _Thread) -> None:
+        try:
+            if not self.broken:
+                await self._call("close", self.deadlines.close, env.close)
+        except RolloutError as error:
+            logger.warning("%s", error)
+        finally:
+            env.kill()  # a thread that waits for an answer gets the end of the stream, and goes on to the last call
+            thread.stop_after(env.reap)
+
+    @property
+    def _name(self) -> str:
+        return self.env.address if isinstance(self.env, ProcessEnv) else type(self.env).__name__
+
+    async def _call(self, phase: str, seconds: float, work: Callable[[], Any]) -> Any:
+        try:
+            result = None if self._thread else work()
+            if type(result) is tuple:  # an inline one has answered already; it could not have been interrupted
+                return result
+            with deadline("environment", phase, seconds):
+                if self._thread:
+                    result = await self._thread.run(work)
+                return await result if inspect.isawaitable(result) else result
+        except (DeadlineError, ConfigError, asyncio.CancelledError):
+            # It may still be inside the call. Wrong options are no failed episode: they end the run.
+            self.broken = True
+            raise
+        except Exception as error:
+            self.broken = True
+            if isinstance(self.env, ProcessEnv) and isinstance(error, EnvError):
+                raise  # it says already what was raised over there
+            raise EnvError(f"{self._name}.{phase} raised {with_frame(error)}") from error
+
+
+class EnvHost:
+    """Makes environments by name and keeps the idle ones for the next episode.
+
+    `isolation`, where given, overrides what the environments say; for "process" the factories make `ProcessEnv`s.
+    """
+
+    def __init__(
+        self, factories: Mapping[str, Callable[[], Env]], deadlines: EnvDeadlines, isolation: Isolation | None = None
+    ) -> None:
+        self._factories = factories
+        self._deadlines = deadlines
+        self._isolation = isolation
+        self._idle: dict[str, list[LiveEnv]] = {name: [] for name in factories}
+
+    def acquire(self, name: str) -> LiveEnv:
+        """An idle instance of the environment `name`, or a new one.
+
+        Raises:
+            EnvError: its constructor raised.
+            ConfigError: it wants a process of its own and is not made as a `ProcessEnv`.
+        """
+        if self._idle[name]:
+            return self._idle[name].pop()
+        try:
+            env = self._factories[name]()
+        except Exception as error:
+            raise EnvError(f"making the environment {name!r} raised {with_frame(error)}") from error
+        return LiveEnv(env, self._deadlines, isolation=self._isolation)
+
+    async def release(self, name: str, env: LiveEnv) -> None:
+        """Keep a sound instance for the next episode; close a broken one."""
+        if env.broken:
+            await env.close()
+        else:
+            self._idle[name].append(env)
+
+    async def close(self) -> None:
+        """Close every idle instance."""
+        for envs in self._idle.values():
+            while envs:
+                await envs.pop().close()

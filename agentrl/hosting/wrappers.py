@@ -1,0 +1,251 @@
+"""Wrappers: an environment around an environment. `env.wrappers` lists them, each around those before it.
+
+    env:
+      name: my_game
+      wrappers:
+        - {name: action_format, pattern: "<action>(.*?)</action>"}
+        - {name: time_limit, turns: 20}
+
+A wrapped environment has an address of its own, so it works over every transport (`scheme`, below). A package
+registers a wrapper in the entry-point group `agentrl.env_wrappers`: a class with a nested `Config`, called with its
+settings and the environment.
+"""
+
+import inspect
+import json
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pydantic import Field, ValidationError, field_validator
+
+from agentrl import plugins
+from agentrl.errors import ConfigError, PluginError
+from agentrl.plugins import Component, NoSettings
+from agentrl.protocols import Env, ResetResult, Settings, StepResult
+
+_Result = TypeVar("_Result", ResetResult, StepResult)
+
+
+class Wrapper:
+    """An `Env` around another: override what you change. All else is the inner one's, sync or async as that is.
+
+    `began` and `stepped` get what the inner one answered, once it is there.
+    """
+
+    def __init__(self, env: Env) -> None:
+        self.env = env
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "env" or name.startswith("__"):  # asked before there is one, by what copies objects
+            raise AttributeError(name)
+        return getattr(self.env, name)
+
+    @property
+    def isolation(self) -> str:
+        """The inner one's; one whose step is a coroutine runs on the loop, which is not to be seen from here."""
+        declared: str = getattr(self.env, "isolation", "thread")
+        return "inline" if inspect.iscoroutinefunction(self.env.step) else declared
+
+    @property
+    def unwrapped(self) -> Env:
+        """The innermost environment, which scripted players look at."""
+        inner: Env = getattr(self.env, "unwrapped", self.env)
+        return inner
+
+    def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetResult | Awaitable[ResetResult]:
+        """Reset the inner one."""
+        return _then(self.env.reset(seed=seed, options=options), self.began)
+
+    def step(self, action: str) -> StepResult | Awaitable[StepResult]:
+        """Step the inner one."""
+        return _then(self.env.step(action), self.stepped)
+
+    def close(self) -> None | Awaitable[None]:
+        """Close the inner one."""
+        return self.env.close()
+
+    def began(self, result: ResetResult) -> ResetResult:
+        """What the reset gives, in place of `result`."""
+        return result
+
+    def stepped(self, result: StepResult) -> StepResult:
+        """What the step gives, in place of `result`."""
+        return result
+
+
+class TimeLimit(Wrapper):
+    """Truncates an episode after `turns` steps."""
+
+    class Config(Settings):
+        """Settings of `time_limit`."""
+
+        turns: int = Field(gt=0)
+        """Steps, of all agents together."""
+
+    def __init__(self, config: Config, env: Env) -> None:
+        super().__init__(env)
+        self._turns = config.turns
+        self._left = 0
+
+    def began(self, result: ResetResult) -> ResetResult:
+        """Count from the beginning."""
+        self._left = self._turns
+        return result
+
+    def stepped(self, result: StepResult) -> StepResult:
+        """Truncate, where the time is up and the episode has not ended by itself."""
+        observation, reward, terminated, truncated, info = result
+        self._left -= 1
+        return observation, reward, terminated, truncated or (self._left <= 0 and not terminated), info
+
+
+class ActionFormat(Wrapper):
+    """Takes the action out of a longer message; one without any is answered by a hint and costs a turn."""
+
+    class Config(Settings):
+        """Settings of `action_format`."""
+
+        pattern: str
+        """A regular expression; its last match in the message is the action: its first group, where it has one."""
+        hint: str = ""
+        """Stands in the system prompt, and answers a message that does not match; by default it shows the pattern."""
+        penalty: float = Field(0.0, ge=0)
+        """What such a message costs."""
+
+        @field_validator("pattern")
+        @classmethod
+        def _compiles(cls, pattern: str) -> str:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"is no regular expression: {error}") from error
+            return pattern
+
+    def __init__(self, config: Config, env: Env) -> None:
+        super().__init__(env)
+        self._pattern = re.compile(config.pattern, re.DOTALL)
+        self._hint = config.hint or f"Write your action so that it matches {config.pattern}"
+        self._penalty = config.penalty
+        self._whose_turn: dict[str, Any] = {}
+
+    @property
+    def system_prompt(self) -> str:
+        """The inner one's, and the hint."""
+        return self._with_hint(str(getattr(self.env, "system_prompt", "") or ""))
+
+    def began(self, result: ResetResult) -> ResetResult:
+        """Each agent is told the hint."""
+        observation, info = result
+        self._note_turn(info)
+        prompts = info.get("system_prompts")
+        if not prompts:
+            return result
+        return observation, {**info, "system_prompts": {agent: self._with_hint(prompts[agent]) for agent in prompts}}
+
+    def step(self, action: str) -> StepResult | Awaitable[StepResult]:
+        """Step with the action, or give the hint."""
+        found = list(self._pattern.finditer(action))
+        if not found:
+            return self._hint, -self._penalty, False, False, dict(self._whose_turn)
+        return super().step(found[-1][1 if self._pattern.groups else 0] or "")
+
+    def stepped(self, result: StepResult) -> StepResult:
+        """Remember whose turn it is, to say it with a hint."""
+        self._note_turn(result[4])
+        return result
+
+    def _note_turn(self, info: Mapping[str, Any]) -> None:
+        self._whose_turn = {"agent": info["agent"]} if "agent" in info else {}
+
+    def _with_hint(self, prompt: str) -> str:
+        return f"{prompt}\n\n{self._hint}" if prompt else self._hint
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapped:
+    """Makes the environment `name` in its wrappers, which are written as JSON: it pickles as two texts."""
+
+    name: str
+    wrappers: str
+
+    def __call__(self) -> Env:
+        """The environment."""
+        env: Env = plugins.load("envs", self.name)()
+        for raw in json.loads(self.wrappers):
+            env = wrapper(raw).make(env)
+        return env
+
+    @property
+    def isolation(self) -> str:
+        """What the inner one asks for."""
+        declared: str = getattr(plugins.load("envs", self.name), "isolation", "thread")
+        return declared
+
+
+def wrapper(raw: Any) -> Component:
+    """A wrapper as a config writes it: its name, or a mapping of name and settings.
+
+    Raises:
+        ConfigError: there is no such wrapper, or a setting is unknown or does not fit.
+    """
+    if isinstance(raw, Component):
+        return raw
+    settings = {"name": raw} if isinstance(raw, str) else dict(raw) if isinstance(raw, Mapping) else {}
+    name = settings.pop("name", None)
+    if not isinstance(name, str):
+        raise ConfigError(f"a wrapper is written {{name: time_limit, turns: 20}}, got {raw!r:.80}")
+    try:
+        factory = plugins.load("env_wrappers", name)
+    except PluginError as error:
+        raise ConfigError(str(error)) from error
+    shape: type[Settings] = getattr(factory, "Config", NoSettings)
+    try:
+        return Component(name, factory, shape.model_validate(settings))
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors(include_url=False))
+        known = ", ".join(shape.model_fields) or "none"
+        raise ConfigError(f"the wrapper {name!r} has wrong settings: {wrong}. Its settings are: {known}") from error
+
+
+def address(name: str, wrappers: Sequence[Component]) -> str:
+    """The address of the environment `name` in these wrappers; its own where there are none."""
+    if not wrappers:
+        return name
+    return f"wrapped:{json.dumps({'env': name, 'wrappers': [each.dump() for each in wrappers]})}"
+
+
+def scheme(rest: str) -> Callable[[], Env]:
+    """wrapped:{"env": "guess_number", "wrappers": [{"name": "time_limit", "turns": 3}]}: an environment in wrappers.
+
+    Raises:
+        ConfigError: that is not the JSON of an environment and its wrappers.
+        PluginError: there is no such environment.
+    """
+    try:
+        match json.loads(rest):
+            case {"env": str(name), "wrappers": [*wrappers]}:
+                pass
+            case _:
+                raise ValueError('it has to have the keys "env" and "wrappers"')
+    except ValueError as error:
+        raise ConfigError(
+            f"'wrapped:{rest:.200}': {error}. Write 'wrapped:' and "
+            '{"env": "guess_number", "wrappers": [{"name": "time_limit", "turns": 3}]}'
+        ) from error
+    plugins.load("envs", name)
+    for raw in wrappers:
+        wrapper(raw)
+    return Wrapped(name, json.dumps(wrappers))
+
+
+def _then(result: _Result | Awaitable[_Result], change: Callable[[_Result], _Result]) -> _Result | Awaitable[_Result]:
+    """`change` of what a method returned, when it is there."""
+    if isinstance(result, tuple):
+        return change(result)
+    return _later(result, change)
+
+
+async def _later(result: Awaitable[_Result], change: Callable[[_Result], _Result]) -> _Result:
+    return change(await result)

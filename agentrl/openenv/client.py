@@ -1,0 +1,185 @@
+"""`env: openenv:http://host:port`: an environment on a server of OpenEnv's, or any that speaks as 0.3 or 0.10 do."""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.errors import ConfigError, EnvError
+from agentrl.flow import now
+from agentrl.openenv.socket import (
+    SHUN_SECONDS,
+    TOKEN_VARIABLE,
+    FullError,
+    LostError,
+    MisfitError,
+    ServerObservation,
+    Socket,
+    server_at,
+    waiting_at,
+)
+from agentrl.openenv.text import action_from, has_tools, how_to_act, text_from, tools_from, what_is_wrong
+from agentrl.protocols import Env, ResetResult, StepResult
+from agentrl.remote.protocol import server_url
+from agentrl.rollout.tools import ToolCall, ToolError, how_to_call, merged, parse_tool_calls
+
+_ADDRESS = "openenv:http://host:port"
+
+
+class OpenEnv:
+    """An environment on one of the OpenEnv servers at `urls`: the one with the fewest sessions of this process.
+
+    What the model's message means, and what it reads, stands in `openenv_text.py`. `done` is `terminated`, or, where
+    the metadata say so, `truncated`; a reward that is null is 0. The metadata are the info. Options are sent with the
+    reset; OpenEnv's servers drop those that an environment does not know.
+
+    A connection is used for all episodes of this instance, until a question stays without its answer. A server that is
+    full is asked again until the caller's deadline.
+
+    Raises:
+        ConfigError: an address is wrong.
+    """
+
+    isolation = "inline"
+
+    def __init__(self, urls: Sequence[str], token: str | None = None) -> None:
+        self.system_prompt = ""
+        self.tools: Sequence[Mapping[str, Any]] = ()
+        self._urls = tuple(server_url(url, _ADDRESS) for url in urls)
+        self._token = token if token is not None else os.environ.get(TOKEN_VARIABLE)
+        self._socket: Socket | None = None
+        self._playing = False
+
+    async def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetResult:
+        """Begin an episode.
+
+        Raises:
+            EnvError: no server can be used, or the environment failed.
+            ConfigError: that is no OpenEnv server, or it does not take the token or the options.
+        """
+        self._playing = False
+        data = {**options, "seed": seed}
+        if self._socket is not None and self._socket.usable:
+            with contextlib.suppress(LostError, FullError):  # it has lapsed: nothing of an episode is lost yet
+                return await self._begin(self._socket, data)
+        await self.close()
+        return await self._begin_somewhere(data)
+
+    async def step(self, action: str) -> StepResult:
+        """Send the model's message, or each of its calls until one ends the episode.
+
+        Raises:
+            EnvError: the server or the environment failed, or no episode is being played.
+        """
+        socket = self._socket
+        if socket is None or not socket.usable or not self._playing:
+            raise EnvError("no episode is being played; call reset first")
+        result = await (self._call_tools(socket, action) if self.tools else self._act(socket, action))
+        if result[2] or result[3]:
+            self._playing = False
+            if any(server_at(url, self._token).waiting for url in self._urls):
+                await self.close()  # others wait for room
+        return result
+
+    async def close(self) -> None:
+        """End the session."""
+        socket, self._socket = self._socket, None
+        self._playing = False
+        if socket is not None:
+            await socket.close()
+
+    async def _begin_somewhere(self, data: Mapping[str, Any]) -> ResetResult:
+        servers = [server_at(url, self._token) for url in self._urls]
+        wait = 0.05
+        while True:
+            problems = []
+            for server in sorted(servers, key=lambda server: server.load):
+                try:
+                    self._socket = await Socket.open(server)
+                    return await self._begin(self._socket, data)
+                except FullError as error:
+                    await self.close()
+                    server.warn_once(f"{error}. Episodes wait: let it take more, or lower rollout.max_live_episodes")
+                except LostError as error:
+                    await self.close()
+                    server.shunned_until = now() + SHUN_SECONDS
+                    problems.append(str(error))
+            if len(problems) == len(servers):
+                raise EnvError(f"no OpenEnv server can be used: {'; '.join(problems)}")
+            with waiting_at(servers):
+                await asyncio.sleep(wait)
+            wait = min(2 * wait, 1.0)
+
+    async def _begin(self, socket: Socket, data: Mapping[str, Any]) -> ResetResult:
+        schema = socket.action_schema
+        try:
+            if has_tools(schema) and not socket.tools:  # before the reset, as environments may count it as a step
+                socket.tools = _tools(await socket.ask("step", {"type": "list_tools"}), socket.server.url)
+            began = await socket.ask("reset", data)
+        except MisfitError as error:
+            raise ConfigError(f"{socket.server.url} does not take the options {dict(data)}: {error}") from error
+        self._playing = True
+        self.tools = socket.tools
+        info = began.info_fields
+        self.system_prompt = str(info.get("system_prompt") or ("" if self.tools else how_to_act(schema)))
+        return text_from(began.observation), info
+
+    async def _act(self, socket: Socket, message: str) -> StepResult:
+        try:
+            data = action_from(message, socket.action_schema)
+        except ToolError as error:
+            return f"Error: {error}", 0.0, False, False, {}
+        try:
+            return (await socket.ask("step", data)).result
+        except MisfitError as error:
+            return what_is_wrong(error.data, socket.action_schema), 0.0, False, False, {}
+
+    async def _call_tools(self, socket: Socket, message: str) -> StepResult:
+        read = parse_tool_calls(message)
+        results: list[tuple[str, StepResult]] = []
+        for call in read.calls:
+            results.append((call.name, await self._call(socket, call)))
+            if results[-1][1][2] or results[-1][1][3]:
+                break
+        else:
+            results += [("", (f"Error: {error}", 0.0, False, False, {})) for error in read.errors]
+        return merged(results or [("", (how_to_call(self.tools), 0.0, False, False, {}))])
+
+    async def _call(self, socket: Socket, call: ToolCall) -> StepResult:
+        data = {"type": "call_tool", "tool_name": call.name, "arguments": dict(call.arguments)}
+        try:
+            return (await socket.ask("step", data)).result
+        except MisfitError as error:
+            return f"Error: {error}", 0.0, False, False, {}
+
+
+@dataclass(frozen=True, slots=True)
+class OpenEnvs:
+    """Makes environments on the OpenEnv servers at `urls`; it pickles as texts."""
+
+    urls: tuple[str, ...]
+
+    def __call__(self) -> Env:
+        """The environment."""
+        return OpenEnv(self.urls)
+
+
+def openenv(rest: str) -> OpenEnvs:
+    """openenv:http://localhost:8000: an environment on an OpenEnv server there, or on several: openenv:URL,URL.
+
+    Raises:
+        ConfigError: that is no address.
+    """
+    return OpenEnvs(tuple(server_url(url, _ADDRESS) for url in rest.split(",")))
+
+
+def _tools(listing: ServerObservation, url: str) -> tuple[dict[str, Any], ...]:
+    try:
+        tools = tools_from(listing.observation["tools"])
+    except (LookupError, TypeError, AttributeError) as error:
+        raise EnvError(f"{url} answered list_tools by {listing.observation!r:.200}") from error
+    if not tools:
+        raise EnvError(f"{url} lists no tools ({listing.info_fields}), and takes no other actions")
+    return tools

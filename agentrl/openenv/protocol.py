@@ -1,0 +1,153 @@
+"""OpenEnv's messages, as its versions 0.3 (`openenv-core`) and 0.10 (`openenv`) put them on the wire.
+
+The WebSocket `/ws` is the protocol: a connection is a session, with an environment of its own. Requests are answered in
+their order and carry no id.
+
+    {"type": "reset", "data": {"seed": 7, ...}}                                    -> an observation
+    {"type": "step", "data": {fields of the Action schema}}                        -> an observation
+    {"type": "step", "data": {"type": "list_tools"}}                               -> an observation with "tools"
+    {"type": "step", "data": {"type": "call_tool", "tool_name": .., "arguments": {..}}} -> one with "result" or "error"
+    {"type": "state"} -> a state; {"type": "mcp", "data": {JSON-RPC}} -> the like; {"type": "close"} -> the end
+
+    {"type": "observation", "data": {"observation": {..}, "reward": 1.0 or null, "done": false, "metadata": {..}}}
+    {"type": "error", "data": {"message": .., "code": ..}}
+
+`GET /schema` describes actions and observations. Over HTTP, `/reset` and `/step` have an environment each, which
+ends with the answer; only `POST /mcp` (JSON-RPC) has sessions. Versions differ in `metadata`, which 0.3 leaves out.
+"""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from agentrl.remote.protocol import Whole
+
+TOOL_ACTIONS = ("Action", "CallToolAction", "ListToolsAction")
+"""Titles of the Action schema of an environment whose actions are calls of tools."""
+LARGEST_MESSAGE = 100 << 20
+"""Bytes; what OpenEnv's own clients take."""
+
+INVALID_JSON, UNKNOWN_TYPE, VALIDATION_ERROR = "INVALID_JSON", "UNKNOWN_TYPE", "VALIDATION_ERROR"
+EXECUTION_ERROR, CAPACITY_REACHED, SESSION_ERROR = "EXECUTION_ERROR", "CAPACITY_REACHED", "SESSION_ERROR"
+
+FULL = (429, 503)
+"""Statuses of a server that takes no more for now."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class MessageAction(_Strict):
+    """The model's message, whole."""
+
+    message: str = Field(description="The message, as the model wrote it")
+    metadata: dict[str, Any] = {}
+
+
+class ListToolsAction(_Strict):
+    """Ask which tools there are; no reset has to come before."""
+
+    type: Literal["list_tools"]
+    metadata: dict[str, Any] = {}
+
+
+class CallToolAction(_Strict):
+    """Call a tool."""
+
+    type: Literal["call_tool"] = "call_tool"
+    tool_name: str
+    arguments: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
+
+
+Action = MessageAction | CallToolAction | ListToolsAction
+
+
+class MessageObservation(_Strict):
+    """What the environment says. `metadata` has `truncated`, and what else the environment tells."""
+
+    message: str
+    done: bool = False
+    reward: float | None = None
+    metadata: dict[str, Any] = {}
+
+
+class CallToolObservation(_Strict):
+    """What a tool says: `result` is as MCP writes it, with the text also as `data`."""
+
+    tool_name: str
+    result: dict[str, Any] | None = None
+    error: dict[str, Any] | None = None
+    done: bool = False
+    reward: float | None = None
+    metadata: dict[str, Any] = {}
+
+
+class State(BaseModel):
+    """Where the episode stands."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    episode_id: str | None = None
+    step_count: int = Field(0, ge=0)
+
+
+class ResetRequest(BaseModel):
+    """The data of a reset; what else it has are options of the environment."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    seed: Whole | None = Field(None, ge=0)
+    episode_id: str | None = Field(None, max_length=255)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The environment's."""
+        return dict(self.model_extra or {})
+
+
+class StepRequest(BaseModel):
+    """The body of `POST /step`."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    action: Action
+
+
+class Answer(BaseModel):
+    """The body of an observation."""
+
+    observation: dict[str, Any]
+    reward: float | None = None
+    done: bool = False
+    metadata: dict[str, Any] = {}
+
+
+class Schemas(_Strict):
+    """The body of `/schema`: JSON Schemas."""
+
+    action: dict[str, Any]
+    observation: dict[str, Any]
+    reset_observation: dict[str, Any]
+    state: dict[str, Any]
+
+
+class Metadata(_Strict):
+    """The body of `/metadata`."""
+
+    name: str
+    description: str
+    readme_content: str | None = None
+    version: str | None = None
+    author: str | None = None
+    documentation_url: str | None = None
+
+
+class RpcRequest(_Strict):
+    """A JSON-RPC 2.0 request."""
+
+    jsonrpc: Literal["2.0"]
+    method: str
+    params: dict[str, Any] = {}
+    id: str | int | None = None

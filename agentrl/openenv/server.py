@@ -1,0 +1,222 @@
+"""What `agentrl serve` says to OpenEnv's clients, unmodified (`openenv_protocol.py` has the messages).
+
+An environment's action is the model's message, whole: `{"message": text}`. One with tools can also be asked for them
+(`list_tools`) and be given one call at a time (`call_tool`). Sessions, limits and the token are those of the server.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import FastAPI, Request, Response, WebSocket, WebSocketDisconnect
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import from_json, to_json
+
+from agentrl.openenv.protocol import (
+    CAPACITY_REACHED,
+    EXECUTION_ERROR,
+    FULL,
+    INVALID_JSON,
+    SESSION_ERROR,
+    UNKNOWN_TYPE,
+    VALIDATION_ERROR,
+    Action,
+    Answer,
+    CallToolAction,
+    CallToolObservation,
+    ListToolsAction,
+    MessageAction,
+    MessageObservation,
+    Metadata,
+    ResetRequest,
+    Schemas,
+    State,
+    StepRequest,
+)
+from agentrl.openenv.rpc import answer_rpc
+from agentrl.openenv.sessions import OpenEnvSession, OpenEnvSessions
+from agentrl.remote.protocol import STATUSES, ProblemDetail, Refusal
+from agentrl.remote.sessions import Sessions
+
+_AnswerTo = Callable[[str | bytes, OpenEnvSessions, OpenEnvSession], Awaitable[dict[str, Any] | None]]
+_REFUSALS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ProblemDetail, "description": STATUSES[status]} for status in (409, 422, 424, 429, 500, 503, 504)
+}
+
+
+def add_openenv(app: FastAPI, sessions: Sessions, name: str) -> None:
+    """Add OpenEnv's routes to a server of the environment `name`."""
+    seats = OpenEnvSessions(sessions)
+
+    @app.websocket("/ws")
+    async def play(client: WebSocket) -> None:
+        await client.accept()
+        await _serve(client, seats, _answer)
+
+    @app.websocket("/mcp")
+    async def speak_rpc(client: WebSocket) -> None:
+        await client.accept()
+        await _serve(client, seats, answer_rpc)
+
+    @app.post("/mcp")
+    async def mcp(request: Request) -> Response:
+        return _json(await answer_rpc(await request.body(), seats, None))
+
+    _add_stateless(app, seats)
+    _add_descriptions(app, seats, name)
+
+
+def _add_stateless(app: FastAPI, seats: OpenEnvSessions) -> None:
+    """Each of these has an environment of its own, which ends with the answer."""
+
+    @app.post("/reset", response_model=Answer, responses=_REFUSALS)
+    async def reset(episode: ResetRequest | None = None) -> Response:
+        async with seats.seat() as seat:
+            return _json(await seat.reset(episode or ResetRequest()))
+
+    @app.post("/step", response_model=Answer, responses=_REFUSALS)
+    async def step(request: StepRequest) -> Response:
+        async with seats.seat() as seat:
+            await seat.look()
+            return _json(await seat.act(request.action))
+
+    @app.get("/state")
+    async def state() -> State:
+        return State()
+
+
+def _add_descriptions(app: FastAPI, seats: OpenEnvSessions, name: str) -> None:
+    @app.get("/schema", responses=_REFUSALS)
+    async def schema() -> Schemas:
+        tools = bool((await seats.about()).tools)
+        return Schemas(
+            action=(CallToolAction if tools else MessageAction).model_json_schema(),
+            observation=(CallToolObservation if tools else MessageObservation).model_json_schema(),
+            reset_observation=MessageObservation.model_json_schema(),
+            state=State.model_json_schema(),
+        )
+
+    @app.get("/metadata", responses=_REFUSALS)
+    async def metadata() -> Metadata:
+        about = (await seats.about()).system_prompt
+        return Metadata(name=name, description=about or f"The environment {name}", version=version("agentrl"))
+
+    @app.get("/list_environments")
+    async def environments() -> list[str]:
+        return [name]
+
+
+class _Frame(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    type: str
+    data: dict[str, Any] = {}
+
+
+async def _serve(client: WebSocket, seats: OpenEnvSessions, answer: _AnswerTo) -> None:
+    """Answer a connection's frames in order, until it closes, or says nothing for as long as a session may."""
+    try:
+        async with seats.seat(client.query_params.get("session_id") or None) as seat:
+            with _attached(seat):
+                await _converse(client, seats, seat, answer)
+    except Refusal as refusal:
+        await _send(client, _error(SESSION_ERROR, refusal.detail))
+    with contextlib.suppress(RuntimeError, WebSocketDisconnect):  # it may be closed already
+        await client.close()
+
+
+async def _converse(client: WebSocket, seats: OpenEnvSessions, seat: OpenEnvSession, answer: _AnswerTo) -> None:
+    while (raw := await _receive(client, seats.sessions.limits.idle_seconds)) is not None:
+        reply = await answer(raw, seats, seat)
+        if reply is None:
+            return
+        await _send(client, reply)
+        if reply.get("type") == "error" and reply["data"]["code"] == CAPACITY_REACHED:
+            return  # as OpenEnv's servers do
+
+
+@contextlib.contextmanager
+def _attached(seat: OpenEnvSession) -> Iterator[None]:
+    if seat.attached:
+        raise Refusal(409, "the session already has an attached WebSocket")
+    seat.attached = True
+    try:
+        yield
+    finally:
+        seat.attached = False
+
+
+async def _send(client: WebSocket, reply: dict[str, Any]) -> None:
+    with contextlib.suppress(RuntimeError, WebSocketDisconnect):  # the client may be gone
+        await client.send_text(to_json(reply, inf_nan_mode="constants").decode())
+
+
+async def _receive(client: WebSocket, seconds: float) -> str | bytes | None:
+    try:
+        async with asyncio.timeout(seconds):
+            message = await client.receive()
+    except TimeoutError:
+        return None
+    if message["type"] == "websocket.disconnect":
+        return None
+    return message.get("text") or message.get("bytes") or ""
+
+
+async def _answer(raw: str | bytes, seats: OpenEnvSessions, seat: OpenEnvSession) -> dict[str, Any] | None:
+    """The answer to a frame of `/ws`; none to the last."""
+    try:
+        message = from_json(raw)
+    except ValueError as error:
+        return _error(INVALID_JSON, f"Invalid JSON: {error}")
+    try:
+        frame = _Frame.model_validate(message)
+        return None if frame.type == "close" else await _do(frame, seats, seat)
+    except ValidationError as error:
+        wrong = error.errors(include_url=False, include_context=False)
+        return _error(VALIDATION_ERROR, "Invalid message", errors=wrong)
+    except Refusal as refusal:
+        return _refused(refusal, seats)
+
+
+async def _do(frame: _Frame, seats: OpenEnvSessions, seat: OpenEnvSession) -> dict[str, Any]:
+    match frame.type:
+        case "reset":
+            return _observed(await seat.reset(ResetRequest.model_validate(frame.data)))
+        case "step":
+            return _observed(await seat.act(_read_action(frame.data)))
+        case "state":
+            return {"type": "state", "data": seat.state}
+        case "mcp":
+            return {"type": "mcp", "data": await answer_rpc(to_json(frame.data), seats, seat)}
+    known = "reset, step, state, mcp, close"
+    return _error(UNKNOWN_TYPE, f"Unknown message type: {frame.type[:64]!r}; there are {known}")
+
+
+def _read_action(data: dict[str, Any]) -> Action:
+    match data.get("type"):
+        case "list_tools":
+            return ListToolsAction.model_validate(data)
+        case "call_tool":
+            return CallToolAction.model_validate(data)
+    return MessageAction.model_validate(data)
+
+
+def _observed(answer: Answer) -> dict[str, Any]:
+    return {"type": "observation", "data": answer}
+
+
+def _refused(refusal: Refusal, seats: OpenEnvSessions) -> dict[str, Any]:
+    seats.sessions.metrics.refused.labels(refusal.status).inc()
+    if refusal.status in FULL:
+        return _error(CAPACITY_REACHED, refusal.detail, **seats.counts)
+    return _error(VALIDATION_ERROR if refusal.status in (422, 424) else EXECUTION_ERROR, refusal.detail)
+
+
+def _error(code: str, message: str, **more: Any) -> dict[str, Any]:
+    return {"type": "error", "data": {"message": message, "code": code, **more}}
+
+
+def _json(body: Any) -> Response:
+    return Response(to_json(body, inf_nan_mode="constants"), media_type="application/json")

@@ -1,0 +1,189 @@
+"""The sessions of OpenEnv's clients: each keeps what they expect a session to remember, over one of the server's."""
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from agentrl.openenv.protocol import (
+    Action,
+    Answer,
+    CallToolAction,
+    ListToolsAction,
+    ResetRequest,
+    State,
+)
+from agentrl.remote.protocol import Began, Refusal, Reset, Step, Stepped
+from agentrl.remote.sessions import Sessions
+from agentrl.rollout.tools import ToolCall
+
+
+class OpenEnvSession:
+    """A client's session, and where its episode stands. It asks the session one thing at a time.
+
+    The session is opened when it is needed, and again by a `reset` after it lapsed or failed.
+    """
+
+    def __init__(self, sessions: Sessions) -> None:
+        self.id = secrets.token_urlsafe(24)
+        self.state = State()
+        self.attached = False
+        self._sessions = sessions
+        self._session = ""
+        self._seq = 0
+        self._began: Began | None = None
+        self._lock = asyncio.Lock()
+
+    @property
+    def is_open(self) -> bool:
+        return self._session in self._sessions
+
+    async def open(self) -> None:
+        """Open the session, if it is not.
+
+        Raises:
+            Refusal: the server has no room, or the environment cannot be made.
+        """
+        if not self.is_open:
+            self._session, self._seq = (await self._sessions.open()).session, 0
+
+    async def reset(self, episode: ResetRequest) -> Answer:
+        """Begin an episode."""
+        seed = secrets.randbelow(1 << 31) if episode.seed is None else episode.seed
+        async with self._lock:
+            began = await self._begin(seed, episode)
+        # OpenEnv has no place for the system prompt, and its client of tools drops a text that stands beside metadata.
+        extra = {"seed": seed, "system_prompt": began.system_prompt}
+        metadata = {**began.info, **extra, **({"message": began.observation} if began.tools else {})}
+        return _answer_of({"message": began.observation}, metadata)
+
+    async def look(self) -> Began:
+        """What the environment shows of itself. Only an episode tells, so without one the episode of seed 0 begins."""
+        async with self._lock:
+            return self._began or await self._begin(0, ResetRequest())
+
+    async def act(self, action: Action) -> Answer:
+        """Do what a step asks for."""
+        if isinstance(action, ListToolsAction):
+            return _answer_of({"tools": [tool_entry(tool, "input_schema") for tool in (await self.look()).tools]}, {})
+        if isinstance(action, CallToolAction):
+            stepped = await self.call(action.tool_name, action.arguments)
+            result = tool_result(stepped.observation, "is_error")
+            observation = {"tool_name": action.tool_name, "result": result, "error": None}
+        else:
+            stepped = await self._step(action.message)
+            observation = {"message": stepped.observation}
+        metadata = {**stepped.info, **({"truncated": True} if stepped.truncated else {})}
+        return _answer_of(observation, metadata, stepped.reward, stepped.terminated or stepped.truncated)
+
+    async def call(self, tool: str, arguments: Mapping[str, Any]) -> Stepped:
+        """Call a tool, as a model would have written it."""
+        try:
+            message = ToolCall(tool, arguments).render()
+        except (ValueError, RecursionError) as error:
+            raise Refusal(422, f"the arguments of {tool[:64]!r} are no JSON: {error}") from error
+        await self.look()
+        return await self._step(message)
+
+    async def close(self) -> None:
+        """Give the session back."""
+        with contextlib.suppress(Refusal):
+            await self._sessions.close(self._session)
+
+    async def _begin(self, seed: int, episode: ResetRequest) -> Began:
+        await self.open()
+        request = Reset(seq=self._seq + 1, seed=seed, options=episode.options)
+        self._began = await self._sessions.reset(self._session, request)
+        self._seq += 1
+        self.state = State(episode_id=episode.episode_id or secrets.token_hex(16))
+        return self._began
+
+    async def _step(self, message: str) -> Stepped:
+        async with self._lock:
+            if self._began is None:
+                raise Refusal(409, "no episode is being played: reset first")
+            stepped = await self._sessions.step(self._session, Step(seq=self._seq + 1, action=message))
+            self._seq += 1
+            self.state = State(episode_id=self.state.episode_id, step_count=self.state.step_count + 1)
+            return stepped
+
+
+class OpenEnvSessions:
+    """All seats of a server. A seat ends with its connection, or, where JSON-RPC has opened it, when it is told to."""
+
+    def __init__(self, sessions: Sessions) -> None:
+        self.sessions = sessions
+        self._seats: dict[str, OpenEnvSession] = {}
+        self._about: Began | None = None
+        self._asking = asyncio.Lock()
+
+    @contextlib.asynccontextmanager
+    async def seat(self, seat_id: str | None = None) -> AsyncIterator[OpenEnvSession]:
+        """A seat of one's own, or the one that was opened before under this id."""
+        if seat_id is not None:
+            yield self.find(seat_id)
+            return
+        seat = OpenEnvSession(self.sessions)
+        self._seats[seat.id] = seat
+        try:
+            yield seat
+        finally:
+            await self.close(seat.id)
+
+    async def open(self) -> OpenEnvSession:
+        """A seat that stays until it is closed, or its session lapses."""
+        for lapsed in [key for key, seat in self._seats.items() if not seat.attached and not seat.is_open]:
+            del self._seats[lapsed]
+        seat = OpenEnvSession(self.sessions)
+        await seat.open()
+        self._seats[seat.id] = seat
+        return seat
+
+    def find(self, seat_id: str) -> OpenEnvSession:
+        """The seat of this id.
+
+        Raises:
+            Refusal: there is none.
+        """
+        seat = self._seats.get(seat_id)
+        if seat is None:
+            raise Refusal(404, f"Unknown session_id: {seat_id[:64]}")
+        return seat
+
+    async def close(self, seat_id: str) -> None:
+        seat = self._seats.pop(seat_id, None)
+        if seat is not None:
+            await seat.close()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many sessions there are and may be, as a full server tells it."""
+        return {"active_sessions": len(self.sessions), "max_sessions": self.sessions.limits.max_sessions}
+
+    async def about(self) -> Began:
+        """What the environment shows of itself, asked once."""
+        async with self._asking:
+            if self._about is None:
+                async with self.seat() as seat:
+                    self._about = await seat.look()
+            return self._about
+
+
+def tool_entry(tool: Mapping[str, Any], schema_key: str) -> dict[str, Any]:
+    """A tool as a list of them has it."""
+    function = tool.get("function", tool)
+    schema = function.get("parameters", {})
+    return {"name": function["name"], "description": function.get("description", ""), schema_key: schema}
+
+
+def tool_result(text: str, error_key: str) -> dict[str, Any]:
+    """What a tool said, as MCP writes it."""
+    return {"content": [{"type": "text", "text": text}], error_key: False, "data": text}
+
+
+def _answer_of(
+    observation: dict[str, Any], metadata: dict[str, Any], reward: float | None = None, done: bool = False
+) -> Answer:
+    """0.3's clients read the metadata inside the observation, 0.10's beside it."""
+    return Answer(observation={**observation, "metadata": metadata}, reward=reward, done=done, metadata=metadata)

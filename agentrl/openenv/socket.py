@@ -1,0 +1,267 @@
+"""A connection to an OpenEnv server, and what this process knows of the server.
+
+Answers carry no id there: each is taken for that of the last question. So a connection on which a question was left
+without its answer, for whatever reason, is never used again: the next answer on it would be the last one's.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import aiohttp
+from pydantic import BaseModel, ValidationError
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
+
+from agentrl.errors import ConfigError, EnvError
+from agentrl.flow import now
+from agentrl.openenv.protocol import CAPACITY_REACHED, LARGEST_MESSAGE, VALIDATION_ERROR
+from agentrl.openenv.text import text_from
+from agentrl.protocols import StepResult
+
+logger = logging.getLogger(__name__)
+
+TOKEN_VARIABLE = "AGENTRL_OPENENV_TOKEN"
+"""Environment variable of the bearer token that is shown to OpenEnv servers."""
+CONNECT_SECONDS = 10.0
+SHUN_SECONDS = 5.0
+"""How long a server that could not be used is asked last."""
+
+
+class LostError(EnvError):
+    """The server cannot be reached, or has closed the connection."""
+
+
+class FullError(EnvError):
+    """The server has no room for another session."""
+
+
+class MisfitError(Exception):
+    """The server does not take what it was sent; nothing has happened. `data` is what it says of it."""
+
+    def __init__(self, data: Mapping[str, Any]) -> None:
+        super().__init__(str(data.get("errors") or data.get("message")))
+        self.data = data
+
+
+class _Reply(BaseModel):
+    type: str
+    data: dict[str, Any] = {}
+
+
+class ServerObservation(BaseModel):
+    """The data of an observation."""
+
+    observation: dict[str, Any]
+    reward: float | None = None
+    done: bool = False
+    metadata: dict[str, Any] | None = None
+
+    @property
+    def info_fields(self) -> dict[str, Any]:
+        """The metadata, which stand beside the observation, or in it."""
+        inside = self.observation.get("metadata")
+        return dict(self.metadata or (inside if isinstance(inside, dict) else {}))
+
+    @property
+    def result(self) -> StepResult:
+        """As `Env.step` returns it."""
+        info = self.info_fields
+        truncated = self.done and info.pop("truncated", False) is True
+        return text_from(self.observation), self.reward or 0.0, self.done and not truncated, truncated, info
+
+
+class Server:
+    """What this process knows of a server. `waiting` is how many wait for room there."""
+
+    def __init__(self, url: str, token: str | None) -> None:
+        self.url = url
+        self.headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self.sockets = 0
+        self.waiting = 0
+        self.shunned_until = 0.0
+        self._has_warned = False
+        self._action_schema: dict[str, Any] | None = None
+
+    @property
+    def load(self) -> tuple[bool, int]:
+        """The least is the best to open a session at."""
+        return self.shunned_until > now(), self.sockets
+
+    async def action_schema(self) -> dict[str, Any]:
+        """The schema of its actions, asked once."""
+        if self._action_schema is None:
+            self._action_schema = await self._described()
+        return self._action_schema
+
+    async def _described(self) -> dict[str, Any]:
+        timeout = aiohttp.ClientTimeout(total=CONNECT_SECONDS)
+        try:
+            async with (
+                aiohttp.ClientSession(headers=self.headers, timeout=timeout) as http,
+                http.get(f"{self.url}/schema") as answer,
+            ):
+                if answer.status == 429:
+                    raise FullError(f"{self.url} is full")
+                if answer.status >= 500:
+                    raise LostError(f"{self.url}/schema answered {answer.status}")
+                self.check_status(answer.status, "/schema", await answer.text())
+                schema = (await answer.json())["action"]
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
+            raise LostError(f"{self.url} cannot be reached: {error or type(error).__name__}") from error
+        except (aiohttp.ClientError, ValueError, LookupError, TypeError) as error:
+            raise ConfigError(f"{self.url}/schema describes no action ({error}): is it an OpenEnv server?") from error
+        if not isinstance(schema, dict):
+            raise ConfigError(f"{self.url}/schema describes no action: is it an OpenEnv server?")
+        return schema
+
+    def warn_once(self, text: str) -> None:
+        """Log this warning, where none was logged of this server."""
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("%s", text)
+
+    def check_status(self, status: int, path: str, answer: str) -> None:
+        """Nothing, where the server takes requests there."""
+        if status in (401, 403):
+            raise ConfigError(f"{self.url} answered {status}: set {TOKEN_VARIABLE} to a token that it takes")
+        if status >= 400:
+            raise ConfigError(f"{self.url}{path} answered {status} ({answer:.200}): is it an OpenEnv server?")
+
+
+_servers: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, str | None], Server]] = WeakKeyDictionary()
+"""The servers that each loop knows."""
+
+
+def server_at(url: str, token: str | None) -> Server:
+    """The server at an address, as the running loop knows it."""
+    servers = _servers.setdefault(asyncio.get_running_loop(), {})
+    return servers.setdefault((url, token), Server(url, token))
+
+
+@contextlib.contextmanager
+def waiting_at(servers: Sequence[Server]) -> Iterator[None]:
+    """Counts one more who waits for room at these servers."""
+    for server in servers:
+        server.waiting += 1
+    try:
+        yield
+    finally:
+        for server in servers:
+            server.waiting -= 1
+
+
+class Socket:
+    """A connection, which is a session, and asked one thing at a time. `usable` says whether it may be asked again."""
+
+    def __init__(self, server: Server, connection: ClientConnection, action_schema: dict[str, Any]) -> None:
+        self.server = server
+        self.action_schema = action_schema
+        self.tools: tuple[dict[str, Any], ...] = ()
+        self.usable = True
+        self._connection = connection
+
+    @classmethod
+    async def open(cls, server: Server) -> "Socket":
+        """Connect.
+
+        Raises:
+            LostError: the server cannot be reached.
+            ConfigError: it is no OpenEnv server, or does not take the token.
+        """
+        server.sockets += 1  # at once, so that those who open now spread
+        try:
+            schema = await server.action_schema()
+            return cls(server, await cls._connected(server), schema)
+        except BaseException:
+            server.sockets -= 1
+            raise
+
+    @staticmethod
+    async def _connected(server: Server) -> ClientConnection:
+        try:
+            return await connect(
+                server.url.replace("http", "ws", 1) + "/ws",
+                additional_headers=server.headers,
+                compression=None,
+                max_size=LARGEST_MESSAGE,
+                proxy=None,
+                ping_interval=None,  # the caller has deadlines; the server's own pings are answered all the time
+                open_timeout=CONNECT_SECONDS,
+                close_timeout=1.0,
+            )
+        except InvalidStatus as error:
+            if error.response.status_code < 500:
+                server.check_status(error.response.status_code, "/ws", str(error))
+            raise LostError(f"{server.url}/ws: {error}") from error
+        except (OSError, TimeoutError, InvalidHandshake) as error:
+            raise LostError(f"{server.url} cannot be reached: {error or type(error).__name__}") from error
+
+    async def ask(self, kind: str, data: Mapping[str, Any]) -> ServerObservation:
+        """Send a reset or a step, and wait for what is observed. Without an answer, the connection ends.
+
+        Raises:
+            EnvError: the connection broke, or the environment failed.
+            MisfitError: the server does not take the data; the connection is as good as before.
+        """
+        frame = json.dumps({"type": kind, "data": dict(data)}, ensure_ascii=False)
+        frame = frame.encode(errors="replace").decode()  # half of a surrogate pair cannot be read over there
+        self.usable = False
+        try:
+            answer = self._read(await self._exchange(frame))
+            self.usable = True
+        except MisfitError:
+            self.usable = True
+            raise
+        finally:
+            if not self.usable:
+                self._end()
+        return answer
+
+    async def close(self) -> None:
+        """End the session."""
+        if self.usable:
+            self.usable = False
+            self.server.sockets -= 1
+            try:
+                with contextlib.suppress(ConnectionClosed):
+                    await self._connection.send('{"type": "close"}')
+                await self._connection.close()
+            finally:
+                self._connection.transport.abort()  # where this was cancelled
+
+    async def _exchange(self, frame: str) -> str | bytes:
+        try:
+            with contextlib.suppress(ConnectionClosed):  # what it said before it closed may tell why
+                await self._connection.send(frame)
+            return await self._connection.recv()
+        except ConnectionClosed as error:
+            raise LostError(f"{self.server.url} has closed the connection: {error}") from error
+
+    def _read(self, raw: str | bytes) -> ServerObservation:
+        url = self.server.url
+        try:
+            reply = _Reply.model_validate_json(raw)
+            if reply.type == "observation":
+                answer = ServerObservation.model_validate(reply.data)
+                if answer.reward is None or math.isfinite(answer.reward):
+                    return answer
+        except ValidationError as error:
+            raise EnvError(f"{url} answered what is no message of OpenEnv's: {error}") from error
+        code, message = reply.data.get("code"), reply.data.get("message")
+        if code == VALIDATION_ERROR:
+            raise MisfitError(reply.data)
+        if code == CAPACITY_REACHED:
+            raise FullError(f"{url} is full: {message}")
+        if reply.type == "error":
+            raise EnvError(f"the environment at {url} failed: {message} ({code})")
+        raise EnvError(f"{url} answered {raw!r:.200}, and an observation with a finite reward or null was due")
+
+    def _end(self) -> None:
+        self.server.sockets -= 1
+        self._connection.transport.abort()

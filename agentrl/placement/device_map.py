@@ -1,0 +1,327 @@
+"""Placement: which devices the replicas of each role live on.
+
+    placement: auto                    # or colocated, disaggregated, local
+    placement:
+      engine: 0-5                      # or lists by role; devices are numbered through over all nodes
+      trainer: 6,7
+
+Roles on the same devices share them: both awake where memory holds both, else in turns
+(`agentrl/placement/time_share.py`). Everything here is pure; memory is counted in `agentrl/placement/footprint.py`, and
+`agentrl/planner` chooses.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
+
+from agentrl.errors import ConfigError
+from agentrl.placement.devices import Assumptions, Inventory
+from agentrl.protocols import Settings
+
+Mode = Literal["auto", "colocated", "disaggregated", "local", "listed"]
+Role = Literal["engine", "trainer"]
+
+
+def parse_devices(written: Any) -> tuple[int, ...]:
+    """`"0-3,6"` (or a number, or a list) as numbers of devices, in ascending order.
+
+    Raises:
+        ValueError: it is no such list, or names a device twice.
+    """
+    if isinstance(written, list | tuple):
+        written = ",".join(str(part) for part in written)
+    devices: list[int] = []
+    for part in str(written).split(","):
+        found = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
+        if not found:
+            raise ValueError(f"{written!r} is no list of devices: write numbers and ranges, such as 0-3,6")
+        first, last = int(found[1]), int(found[2] or found[1])
+        if last < first:
+            raise ValueError(f"the range {part.strip()} goes down: write {last}-{first}")
+        devices += range(first, last + 1)
+    if len(set(devices)) < len(devices):
+        twice = sorted({device for device in devices if devices.count(device) > 1})
+        raise ValueError(f"{written!r} names device {twice[0]} twice")
+    return tuple(sorted(devices))
+
+
+def format_devices(devices: Sequence[int]) -> str:
+    """Numbers of devices as `parse_devices` reads them."""
+    runs: list[list[int]] = []
+    for device in sorted(devices):
+        if runs and runs[-1][1] == device - 1:
+            runs[-1][1] = device
+        else:
+            runs.append([device, device])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+Devices = Annotated[
+    tuple[int, ...], BeforeValidator(parse_devices), PlainSerializer(format_devices, return_type=str, when_used="json")
+]
+
+
+class PlacementConfig(Settings):
+    """Where engine and trainer live."""
+
+    name: Literal["auto", "colocated", "disaggregated", "local"] = "auto"
+    """`auto` takes the fastest that fits, `local` where there is no GPU. `colocated`: both on all devices;
+    `disaggregated`: each on its own; `local`: as their own settings say, on the first device."""
+    engine: Devices | None = None
+    """Devices of the engine, such as `0-5`; then the trainer's are needed too."""
+    trainer: Devices | None = None
+    """Devices of the trainer, such as `6,7`."""
+    switch_seconds: float = Field(120.0, gt=0)
+    """How long engine or trainer may take to fall asleep, or to wake, where they take turns."""
+    assume: Assumptions = Assumptions()
+    """What `auto` and `agentrl plan` count with."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _a_list_in_braces_is_quoted(cls, raw: Any) -> Any:
+        if isinstance(raw, Mapping) and any(re.fullmatch(r"[\d\s-]+", str(key)) for key in raw):
+            raise ValueError('YAML has cut a list of devices at its comma: quote it, {engine: "0-5", trainer: "6,7"}')
+        return raw
+
+    @model_validator(mode="after")
+    def _a_mode_or_lists(self) -> Self:
+        if self.lists and self.name != "auto":
+            raise ValueError(f"it is {self.name}, and lists devices: write a mode or lists, not both")
+        return self
+
+    @property
+    def lists(self) -> dict[Role, tuple[int, ...]]:
+        """The devices of each role that has a list."""
+        given: dict[Role, tuple[int, ...] | None] = {"engine": self.engine, "trainer": self.trainer}
+        return {role: devices for role, devices in given.items() if devices is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """One replica of an engine, or one rank of a trainer. Its devices are all on its node."""
+
+    role: Role
+    number: int
+    devices: tuple[int, ...]
+    node: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """What a replica asks of a cluster: `gpus` is a fraction for each device that another role has a share of."""
+
+    role: Role
+    replica: int
+    gpus: float
+    node: int
+    devices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMap:
+    """Who lives where. `time_shared`: roles that share a device take turns, one asleep while the other works."""
+
+    mode: Mode
+    inventory: Inventory
+    replicas: tuple[Replica, ...]
+    time_shared: bool = False
+
+    def of(self, role: Role) -> tuple[Replica, ...]:
+        """The replicas of a role."""
+        return tuple(replica for replica in self.replicas if replica.role == role)
+
+    def devices(self, role: Role) -> tuple[int, ...]:
+        """All devices of a role."""
+        return tuple(sorted({device for replica in self.of(role) for device in replica.devices}))
+
+    def on(self, device: int) -> tuple[Replica, ...]:
+        """The replicas that live on a device."""
+        return tuple(replica for replica in self.replicas if device in replica.devices)
+
+    @property
+    def shared(self) -> tuple[int, ...]:
+        """The devices of more than one role."""
+        return tuple(device for device in range(len(self.inventory)) if len({r.role for r in self.on(device)}) > 1)
+
+    def tensor_parallel(self) -> int:
+        """Devices of each replica of the engine."""
+        engines = self.of("engine")
+        return len(engines[0].devices) if engines else 1
+
+    def bundles(self) -> list[Bundle]:
+        """What to ask of a cluster for each replica; none where there are no GPUs."""
+        if not self.inventory.kind.is_gpu:
+            return []
+        return [
+            Bundle(r.role, r.number, sum(1 / len(self.on(device)) for device in r.devices), r.node, r.devices)
+            for r in self.replicas
+        ]
+
+    def settings(self) -> dict[str, int]:
+        """What the map means for the components, as settings of a config."""
+        engines = {"cluster.engines": len(self.of("engine")), "engine.tensor_parallel": self.tensor_parallel()}
+        trainer = {"trainer.world_size": len(self.of("trainer"))}
+        known = {**(engines if self.of("engine") else {}), **(trainer if self.of("trainer") else {})}
+        return {key: value for key, value in known.items() if value > 1}
+
+    def __str__(self) -> str:
+        parts = []
+        for role in ("engine", "trainer"):
+            if replicas := self.of(role):
+                each = f" of {len(replicas[0].devices)} devices" if len(replicas[0].devices) > 1 else ""
+                parts.append(f"{role} {format_devices(self.devices(role))} ({len(replicas)}{each})")
+        turns = ", in turns" if self.time_shared else ""
+        return f"{self.mode}: {'; '.join(parts)}{turns}"
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementRequest:
+    """What the components' settings ask for; 1 leaves the number to the placement.
+
+    `has_engine`: false where the engine runs elsewhere. `trainer_grows`: whether the trainer can have several ranks.
+    `splits`: over how many devices one copy of the engine may be spread.
+    """
+
+    engines: int = 1
+    tensor_parallel: int = 1
+    ranks: int = 1
+    has_engine: bool = True
+    trainer_grows: bool = True
+    splits: tuple[int, ...] = (1,)
+
+
+def maps(config: PlacementConfig, request: PlacementRequest, inventory: Inventory) -> list[DeviceMap]:
+    """All maps that a config allows, whether they fit into memory or not.
+
+    Raises:
+        ConfigError: there is none, and why.
+    """
+    if config.lists:
+        return _in_both_ways(_listed(config.lists, request, inventory))
+    if not inventory.kind.is_gpu and config.name in ("auto", "local"):
+        return [_local(request, inventory)]
+    if not inventory.kind.is_gpu:
+        raise ConfigError(f"placement: {config.name} needs GPUs, and there are none: write placement=local")
+    if config.name == "local" or len(inventory) == 1:
+        local = _local(request, inventory)
+        return _in_both_ways(local) if config.name != "local" else [local]
+    if not request.has_engine:
+        return [_colocated(request, inventory, 1)]
+    found = []
+    if config.name in ("auto", "colocated"):
+        found += [way for tensor_parallel in _splits(request, inventory)
+                  for way in _in_both_ways(_colocated(request, inventory, tensor_parallel))]  # fmt: skip
+    if config.name in ("auto", "disaggregated"):
+        found += list(_disaggregated(request, inventory))
+    if not found:
+        raise ConfigError(
+            f"placement: {config.name} has no way to lay out {_requested(request)} on {inventory}: take more "
+            "devices, or leave engine.tensor_parallel, cluster.engines and trainer.world_size to the placement"
+        )
+    return found
+
+
+def _requested(request: PlacementRequest) -> str:
+    return (
+        f"cluster.engines={request.engines}, engine.tensor_parallel={request.tensor_parallel} and "
+        f"trainer.world_size={request.ranks}"
+    )
+
+
+def _in_both_ways(found: DeviceMap) -> list[DeviceMap]:
+    """Sharing with all awake, and in turns; where nothing is shared there is one way."""
+    turns = DeviceMap(found.mode, found.inventory, found.replicas, time_shared=True)
+    return [found, turns] if found.shared else [found]
+
+
+def _local(request: PlacementRequest, inventory: Inventory) -> DeviceMap:
+    """All replicas of all roles on device 0, which several GPUs for one replica cannot be."""
+    if inventory.kind.is_gpu and (request.tensor_parallel > 1 or request.ranks > 1):
+        raise ConfigError(
+            f"placement: local is one device, and {_requested(request)} ask for more: "
+            "write placement=auto, or leave them 1"
+        )
+    engines = request.engines if request.has_engine else 0
+    replicas = [Replica("engine", number, (0,), 0) for number in range(engines)]
+    replicas += [Replica("trainer", number, (0,), 0) for number in range(request.ranks)]
+    return DeviceMap("local", inventory, tuple(replicas))
+
+
+def _splits(request: PlacementRequest, inventory: Inventory) -> list[int]:
+    """The numbers of devices that a replica of the engine may have."""
+    if request.tensor_parallel > 1:
+        return [request.tensor_parallel] if inventory.per_node % request.tensor_parallel == 0 else []
+    return [n for n in request.splits if inventory.per_node % n == 0]
+
+
+def _colocated(request: PlacementRequest, inventory: Inventory, tensor_parallel: int) -> DeviceMap:
+    replicas = request.engines if request.engines > 1 else len(inventory) // tensor_parallel
+    ranks = request.ranks if request.ranks > 1 or not request.trainer_grows else len(inventory)
+    engine = _chunks("engine", range(replicas * tensor_parallel), tensor_parallel, inventory)
+    trainer = _chunks("trainer", range(ranks), 1, inventory)
+    return DeviceMap("colocated", inventory, (*(engine if request.has_engine else ()), *trainer))
+
+
+def _disaggregated(request: PlacementRequest, inventory: Inventory) -> Iterator[DeviceMap]:
+    """The trainer on the last devices, the engine on those before."""
+    total = len(inventory)
+    step = max(1, total // 16)  # finer splits differ by less than the prediction is good for
+    ranks = [request.ranks] if request.ranks > 1 or not request.trainer_grows else range(step, total, step)
+    for trainers in ranks:
+        for tensor_parallel in _splits(request, inventory):
+            rest = total - trainers
+            replicas = request.engines if request.engines > 1 else rest // tensor_parallel
+            if replicas < 1 or replicas * tensor_parallel > rest:
+                continue
+            if request.engines == 1 and rest % tensor_parallel:
+                continue
+            engine = _chunks("engine", range(replicas * tensor_parallel), tensor_parallel, inventory)
+            trainer = _chunks("trainer", range(rest, total), 1, inventory)
+            yield DeviceMap("disaggregated", inventory, (*engine, *trainer))
+
+
+def _listed(lists: Mapping[Role, tuple[int, ...]], request: PlacementRequest, inventory: Inventory) -> DeviceMap:
+    needed: list[Role] = ["engine", "trainer"] if request.has_engine else ["trainer"]
+    if missing := [role for role in needed if role not in lists]:
+        raise ConfigError(f"placement lists no devices of the {missing[0]}: write placement.{missing[0]}=0 or so")
+    if not request.has_engine and "engine" in lists:
+        raise ConfigError("placement.engine lists devices, but this engine runs elsewhere: leave them out")
+    engine = _chunks("engine", lists.get("engine", ()), request.tensor_parallel, inventory)
+    trainer = _chunks("trainer", lists["trainer"], 1, inventory)
+    for setting, wish, replicas in (
+        ("cluster.engines", request.engines, engine),
+        ("trainer.world_size", request.ranks, trainer),
+    ):
+        if wish not in (1, len(replicas)) and replicas:
+            raise ConfigError(
+                f"placement lists devices of {len(replicas)} replicas, but {setting}={wish}: leave one out"
+            )
+    if len(trainer) > 1 and not request.trainer_grows:
+        raise ConfigError(f"placement.trainer lists {len(trainer)} devices, and this trainer has one: take another")
+    return DeviceMap("listed", inventory, (*engine, *trainer))
+
+
+def _chunks(role: Role, devices: Sequence[int], each: int, inventory: Inventory) -> tuple[Replica, ...]:
+    """Replicas of `each` devices, in the order listed.
+
+    Raises:
+        ConfigError: a device that is not there, too few devices, or a replica on two nodes.
+    """
+    if beyond := [device for device in devices if device >= len(inventory)]:
+        raise ConfigError(f"the {role} would live on device {beyond[0]}, and there are {len(inventory)}: {inventory}")
+    if len(devices) % each:
+        raise ConfigError(f"{len(devices)} devices make no whole replicas of {each}: engine.tensor_parallel={each}")
+    replicas = []
+    for number, first in enumerate(range(0, len(devices), each)):
+        own = tuple(devices[first : first + each])
+        nodes = {inventory.node(device) for device in own}
+        if len(nodes) > 1:
+            raise ConfigError(
+                f"{role} {number} would live on the devices {format_devices(own)} of {len(nodes)} nodes, and a replica "
+                f"has to be on one; a node has {inventory.per_node} devices"
+            )
+        replicas.append(Replica(role, number, own, min(nodes)))
+    return tuple(replicas)

@@ -1,0 +1,275 @@
+"""What a model takes of a device's memory, by the settings of trainer and engine: bytes, counted before anything runs.
+
+N is a model's number of parameters, W the ranks of the trainer, c the bytes of a number that is computed with (4 in
+float32, 2 in bfloat16). What a trainer or an engine is like it says itself, by `layout()` of its `Config`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from agentrl.errors import ConfigError
+from agentrl.placement.devices import DeviceKind
+
+Precision = Literal["float32", "bfloat16", "autocast"]
+"""What a trainer computes in: `autocast` keeps float32 weights and casts them for each product."""
+
+USABLE = 0.95
+"""Share of a device's memory that is counted on: the rest is the driver's, and lost between blocks of the allocator."""
+
+_SAVED = {"float32": (24, 24, 8, 16), "bfloat16": (16, 14, 6, 8), "autocast": (26, 14, 6, 8)}
+"""Bytes kept for the backward pass for each token, per hidden size, query size, key size and size of the MLP: counted
+from what autograd saves for a layer of transformers' Qwen3 (a test counts again). Compare 34 bytes per hidden size of a
+GPT layer: Korthikanti et al. 2022, arXiv 2205.05198, section 4."""
+_SAVED_OF_HEADS = 8, 4, 8
+"""The same per query head, per key head, and per layer: statistics of softmax and norms."""
+_HEAD_BYTES = 12
+"""Bytes for each logit at the peak, where three of these are there in float32: logits, those over the temperature,
+their log softmax, its gradient. Measured from torch's allocator (a test measures again)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """The shape of a dense decoder. `parameters` counts a tied weight once; `embedding` is one row of `hidden` for each
+    of `vocab` tokens; `blocks` are the parameters of all layers; `block` those of the largest.
+    """
+
+    name: str
+    parameters: int
+    blocks: int
+    block: int
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    vocab: int
+    max_positions: int
+
+    @property
+    def embedding(self) -> int:
+        """Parameters of the embedding, and multiplications of the output head for each token."""
+        return self.vocab * self.hidden
+
+    def kv_bytes(self, number: int) -> int:
+        """Bytes of KV cache for each token, in numbers of `number` bytes."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * number
+
+
+def model_facts(folder: Path) -> ModelFacts:
+    """The shape of the model in a Hugging Face folder, of which only `config.json` is read: no weights are made.
+
+    Raises:
+        ConfigError: there is no such model, or it is of a kind that cannot be counted here.
+    """
+    from transformers import AutoConfig
+
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model.name: {str(folder)!r} is no folder of a Hugging Face model: no config.json in it")
+    return facts_of(AutoConfig.from_pretrained(folder, local_files_only=True), str(folder))
+
+
+def facts_of(config: Any, name: str) -> ModelFacts:
+    """The shape of the model of a Hugging Face config.
+
+    Raises:
+        ConfigError: it is of a kind that cannot be counted here.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    if getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None):
+        raise ConfigError(f"{name} is a mixture of experts; only dense models can be planned for")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    kinds = set(model._no_split_modules or ())
+    blocks = [_count(module) for module in model.modules() if type(module).__name__ in kinds] or [_count(model)]
+    heads = config.num_attention_heads
+    return ModelFacts(
+        name,
+        _count(model),
+        sum(blocks),
+        max(blocks),
+        config.num_hidden_layers,
+        config.hidden_size,
+        heads,
+        getattr(config, "num_key_value_heads", None) or heads,
+        getattr(config, "head_dim", None) or config.hidden_size // heads,
+        config.intermediate_size,
+        config.vocab_size,
+        config.max_position_embeddings,
+    )
+
+
+def _count(module: Any) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerLayout:
+    """How a trainer lies over its ranks.
+
+    `shards`: what each rank holds only its part of, as in ZeRO (Rajbhandari et al. 2019, arXiv 1910.02054): 1 the
+    optimizer, 2 gradients too, 3 weights too. `keeps_gathered`: weights are whole from the first pass to the last.
+    `accumulates_whole`: gradients of all weights are kept whole until the last micro-batch. `offload`: gradients and
+    optimizer, and weights that are sharded, lie in the host's memory. `grows`: whether there can be several ranks.
+    `lora_rank`: of low-rank updates, where only those are trained. `recompute`: activations are computed twice instead
+    of kept. `sleeps`: whether it can give its memory back on a GPU.
+    """
+
+    precision: Precision
+    row_tokens: int
+    micro_batch_tokens: int
+    minibatches: int
+    recompute: bool
+    ranks: int = 1
+    grows: bool = False
+    shards: int = 0
+    keeps_gathered: bool = False
+    accumulates_whole: bool = False
+    offload: bool = False
+    lora_rank: int = 0
+    sleeps: bool = True
+
+    @property
+    def number(self) -> int:
+        """Bytes of a number that is computed with."""
+        return 4 if self.precision == "float32" else 2
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLayout:
+    """How an engine lies over its devices.
+
+    `number`: bytes of each weight and each number of the KV cache. `fraction`: share of a device that it takes whatever
+    it needs, or None where it takes what it needs. `kv_bytes`: the size of its cache, where that is given. `splits`:
+    over how many devices a copy may be spread. `here`: false for one that another machine runs. `sleeps`: as
+    of a trainer.
+    """
+
+    number: int = 4
+    max_batch: int = 128
+    max_context: int | None = None
+    tensor_parallel: int = 1
+    splits: tuple[int, ...] = (1,)
+    fraction: float | None = None
+    kv_bytes: int | None = None
+    kv_bytes_on_cpu: int | None = None
+    prefill_tokens: int = 4096
+    here: bool = True
+    sleeps: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes on one device, by what they are for; and those that lie in its host's memory."""
+
+    parts: Mapping[str, int] = field(default_factory=dict)
+    host: int = 0
+
+    @property
+    def total(self) -> int:
+        """All bytes on the device."""
+        return sum(self.parts.values())
+
+
+def trainer_footprint(facts: ModelFacts, layout: TrainerLayout, ranks: int, micro_batches: float = 1) -> Footprint:
+    """What one rank of `ranks` holds while it trains, at its peak.
+
+    Weights, gradients and AdamW's two moments are float32: 4 + 4 + 8 bytes for each parameter that is trained, each
+    divided by the ranks where it is sharded.
+    """
+    trained = _trained(facts, layout)
+    part = {stage: ranks if layout.shards >= stage else 1 for stage in (1, 2, 3)}
+    whole = layout.accumulates_whole and micro_batches > 1 and ranks > 1
+    weights, gradients = 4 * facts.parameters // part[3], 4 * trained // part[2]
+    optimizer = 8 * trained // part[1]
+    parts = {
+        "weights": weights,
+        "gradients": gradients,
+        "optimizer": optimizer,
+        "gathered": _gathered(facts, layout) + (4 * trained if whole else 0),
+        "activations": activation_bytes(facts, layout),
+        "logits": _HEAD_BYTES * layout.micro_batch_tokens * facts.vocab,
+    }
+    if not layout.offload:
+        return Footprint(parts)
+    away = {"gradients", "optimizer", *(["weights"] if layout.shards == 3 else [])}
+    kept = {name: size for name, size in parts.items() if name not in away}
+    return Footprint(kept, sum(parts[name] for name in away))
+
+
+def _trained(facts: ModelFacts, layout: TrainerLayout) -> int:
+    """Parameters with a gradient. Low-rank updates of all linear layers of a block have r (inputs + outputs) each."""
+    if not layout.lora_rank:
+        return facts.parameters
+    query, key = facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim
+    attention = 2 * (facts.hidden + query) + 2 * (facts.hidden + key)
+    return layout.lora_rank * facts.layers * (attention + 3 * (facts.hidden + facts.mlp))
+
+
+def _gathered(facts: ModelFacts, layout: TrainerLayout) -> int:
+    """Weights beside those that a rank holds, as the products take them: casts, and where weights are sharded those of
+    two blocks (one is computed with, the next is on its way) and of what is in no block, with a block's gradient.
+    """
+    casts = 2 * facts.parameters if layout.precision == "autocast" else 0  # torch keeps them for the backward pass
+    if layout.shards < 3:
+        return casts
+    outside = facts.parameters - facts.blocks
+    gathered = facts.parameters if layout.keeps_gathered else min(facts.parameters, 2 * facts.block + outside)
+    gradient = min(facts.parameters, facts.block + outside)
+    number = 4 if casts else layout.number
+    return casts + number * (gathered + gradient)
+
+
+def activation_bytes(facts: ModelFacts, layout: TrainerLayout) -> int:
+    """What a micro-batch keeps for the backward pass.
+
+    For each token and layer: linear in the sizes (`_SAVED`), and c for each place of a row, which is the attention's
+    mask. With `recompute` only the input of each layer is kept, and one layer whole at a time.
+    """
+    hidden, query, key, mlp = _SAVED[layout.precision]
+    heads, kv_heads, norms = _SAVED_OF_HEADS
+    token = (
+        hidden * facts.hidden
+        + (query * facts.head_dim + heads) * facts.heads
+        + (key * facts.head_dim + kv_heads) * facts.kv_heads
+        + mlp * facts.mlp
+        + norms
+        + layout.number * layout.row_tokens
+    )
+    if not layout.recompute:
+        return facts.layers * token * layout.micro_batch_tokens
+    kept = 4 if layout.precision == "autocast" else layout.number
+    return (facts.layers * kept * facts.hidden + token) * layout.micro_batch_tokens
+
+
+def engine_footprint(
+    facts: ModelFacts, layout: EngineLayout, devices: int, kind: DeviceKind, episode_tokens: int
+) -> Footprint:
+    """What one replica holds on each of its `devices` when its cache is full.
+
+    An engine that takes a `fraction` fills it with cache; one that takes what it needs has a cache of `max_batch`
+    contexts of `episode_tokens`.
+    """
+    weights = layout.number * facts.parameters // devices
+    # The MLP's two inner values of a prefill, and the logits of a batch, as they are and in float32.
+    workspace = 2 * layout.number * layout.prefill_tokens * facts.mlp // devices
+    workspace += (layout.number + 4) * layout.max_batch * facts.vocab
+    token = kv_bytes_per_token(facts, layout, devices)
+    given = layout.kv_bytes or (None if kind.is_gpu else layout.kv_bytes_on_cpu)
+    if given is not None:
+        cache = given
+    elif layout.fraction is not None and kind.is_gpu:
+        cache = max(0, int(layout.fraction * kind.memory) - weights - workspace)
+    else:
+        cache = layout.max_batch * episode_tokens * token
+    return Footprint({"weights": weights, "kv cache": cache, "workspace": workspace})
+
+
+def kv_bytes_per_token(facts: ModelFacts, layout: EngineLayout, devices: int) -> int:
+    """Bytes of cache for each token on each device: heads of keys are dealt to the devices, at least one to each."""
+    heads = -(-facts.kv_heads // devices)
+    return facts.kv_bytes(layout.number) // facts.kv_heads * heads

@@ -1,0 +1,180 @@
+"""Time-sharing: roles that share devices take turns, one asleep while the other works.
+
+        share.training():        engine.sleep()   memory?   trainer.wake()
+     generating ─────────────────────────────────────────────────────────▶ training
+                ◀─────────────────────────────────────────────────────────
+        at its end:              engine.wake()    memory?   trainer.sleep()
+
+Never are both awake. A switch that fails is undone. What misses its deadline, or can neither sleep nor wake, nobody
+knows the state of: then they are `lost`, and every later switch is refused.
+"""
+
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+from agentrl.errors import DeadlineError, TimeShareError
+from agentrl.flow import Flow, deadline
+
+State = Literal["generating", "training", "switching", "lost"]
+Free = Callable[[], Awaitable[int]]
+"""Asks the fullest of the shared devices how many bytes are free."""
+
+
+async def free_on_cpu() -> int:
+    """The `Free` of this machine's own memory."""
+    found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())  # noqa: ASYNC240  no disk
+    return int(found[1]) * 1024 if found else 0
+
+
+async def free_on_gpus() -> int:
+    """The `Free` of the GPUs that this process may use."""
+    import torch
+
+    return min(torch.cuda.mem_get_info(device)[0] for device in range(torch.cuda.device_count()))
+
+
+class Sleeper(Protocol):
+    """What can give its memory back for a while. Both calls may be repeated, and change nothing then.
+
+    An engine that sleeps answers nobody: requests wait, those in flight go on when it wakes, from the same token, with
+    their KV recomputed. New weights can come meanwhile. A trainer that sleeps can be asked for its weights.
+    """
+
+    async def sleep(self) -> None:
+        """Give back all memory that can be. Where this raises, it is awake as before.
+
+        Raises:
+            ConfigError: it has no way to sleep here.
+        """
+        ...
+
+    async def wake(self) -> None:
+        """Take the memory again; when this returns, it works. Where this raises, it is asleep as before."""
+        ...
+
+
+class DeviceSharing(Protocol):
+    """How engine and trainer share their devices."""
+
+    def training(self) -> AbstractAsyncContextManager[None]:
+        """The trainer is awake inside; outside, the engine is."""
+        ...
+
+
+class NoSharing:
+    """The `DeviceSharing` of roles that have devices of their own, or memory for both."""
+
+    @asynccontextmanager
+    async def training(self) -> AsyncIterator[None]:
+        """Nothing has to change."""
+        yield
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """One side of a share: all its replicas, and the bytes that must be free on each device before it wakes."""
+
+    name: str
+    sleepers: Sequence[Sleeper]
+    needs: int
+
+
+class TimeSharing:
+    """The `DeviceSharing` of engine and trainer that take turns; the engine is awake first, and the trainer asleep.
+
+    `seconds`: the deadline of each side's part in a switch. Switches must not overlap.
+    """
+
+    def __init__(self, engine: Tenant, trainer: Tenant, free: Free, seconds: float) -> None:
+        self._engine = engine
+        self._trainer = trainer
+        self._free = free
+        self._seconds = seconds
+        self.state: State = "generating"
+
+    @asynccontextmanager
+    async def training(self) -> AsyncIterator[None]:
+        """The trainer is awake inside; the engine again after it, also when what was inside failed.
+
+        Raises:
+            TimeShareError: a switch failed; says what is awake.
+        """
+        await self._switch(self._engine, self._trainer, "generating", "training")
+        try:
+            yield
+        finally:
+            await self._switch(self._trainer, self._engine, "training", "generating")
+
+    async def _switch(self, tired: Tenant, rested: Tenant, before: State, after: State) -> None:
+        if self.state != before:
+            raise TimeShareError(f"cannot go from {before} to {after}: the state is {self.state}")
+        self.state = "switching"
+        try:
+            await self._call(tired, "sleep")
+        except TimeShareError as error:
+            await self._undo(before, (tired, "wake"))
+            raise self._with_state(error) from error
+        try:
+            await self._check_memory(rested)
+            await self._call(rested, "wake")
+        except TimeShareError as error:
+            await self._undo(before, (rested, "sleep"), (tired, "wake"))
+            raise self._with_state(error) from error
+        except BaseException:
+            self.state = "lost"  # broken off in between: nobody waited for the end
+            raise
+        self.state = after
+
+    async def _undo(self, before: State, *calls: tuple[Tenant, Literal["sleep", "wake"]]) -> None:
+        """Bring back what it was before; where that fails too, all is lost."""
+        try:
+            for turn, method in calls:
+                if not self._lost:
+                    await self._call(turn, method)
+        except TimeShareError:
+            self.state = "lost"
+        if not self._lost:
+            self.state = before
+
+    def _with_state(self, error: TimeShareError) -> TimeShareError:
+        return TimeShareError(f"{error}. They are {self.state} now")
+
+    @property
+    def _lost(self) -> bool:
+        return self.state == "lost"
+
+    async def _check_memory(self, turn: Tenant) -> None:
+        free = await self._free()
+        if free < turn.needs:
+            raise TimeShareError(
+                f"the {turn.name} needs {turn.needs / 2**30:.2f} GiB to wake, and {free / 2**30:.2f} are free on a "
+                "device that it shares: somebody else uses it, or what sleeps keeps more than was planned for. Lower "
+                "engine.memory_fraction, or give them devices of their own (placement=disaggregated)"
+            )
+
+    async def _call(self, turn: Tenant, method: Literal["sleep", "wake"]) -> None:
+        """All replicas at the same time.
+
+        Raises:
+            TimeShareError: one failed, or did not answer in time; then it is lost.
+        """
+        try:
+            with deadline("engine", f"{turn.name}.{method}", self._seconds):
+                async with Flow(f"{turn.name}.{method}") as flow:
+                    for number, sleeper in enumerate(turn.sleepers):
+                        flow.start(getattr(sleeper, method)(), name=str(number))
+        except DeadlineError as error:
+            self.state = "lost"
+            raise TimeShareError(
+                f"the {turn.name} did not {method} within {self._seconds:g} s (placement.switch_seconds): what it "
+                "holds of the devices nobody knows"
+            ) from error
+        except Exception as error:
+            raise TimeShareError(f"the {turn.name} could not {method}: {type(error).__name__}: {error}") from error
+        except BaseException:
+            self.state = "lost"  # broken off: nobody waited for the end
+            raise

@@ -1,0 +1,122 @@
+"""`agentrl play`: a person or a scripted player in the model's place, at a terminal."""
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from agentrl.errors import ConfigError
+from agentrl.hosting.factory import env_factory
+from agentrl.hosting.host import EnvDeadlines, EnvHost, LiveEnv
+from agentrl.protocols import ScriptedPlayer
+from agentrl.rollout.agents import ALONE, agents_in, earnings, next_agent, system_prompt_in
+from agentrl.rollout.seeds import derive_seed
+from agentrl.rollout.tools import ToolCall
+
+
+async def play(
+    name: str,
+    console: Console,
+    *,
+    seed: int,
+    options: Mapping[str, Any],
+    player: ScriptedPlayer | None,
+    max_turns: int,
+    seat: str | None = None,
+    python: str | None = None,
+    requires: Sequence[str] = (),
+) -> None:
+    """Play one episode of the environment `name`, and show all that the model would be shown.
+
+    Without a `player` the actions are read from the terminal, one a line, until the episode or the input ends. Where
+    several agents play, `seat` is the one whose actions are read and whose part is shown; the player plays the rest.
+
+    Raises:
+        ConfigError: there is no such seat, or nobody to play the rest.
+    """
+    if seat is not None and player is None:
+        raise ConfigError(f"--as {seat} needs a --player for the other agents")
+    envs = EnvHost({name: env_factory(name, python=python, requires=requires)}, EnvDeadlines())
+    env = envs.acquire(name)
+    try:
+        await _episode(env, _Table(console, seat, player), seed=seed, options=options, max_turns=max_turns)
+    finally:
+        await envs.release(name, env)
+        await envs.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """Who sits at the terminal, and who plays in their place or with them."""
+
+    console: Console
+    seat: str | None
+    player: ScriptedPlayer | None
+
+    def say(self, role: str, text: str, agent: str = "") -> None:
+        """A message to an agent or of it, where it may be seen."""
+        if self.seat in (None, agent):
+            _say(self.console, f"{role} ({agent})" if agent else role, text)
+
+    async def action(self, env: LiveEnv, agent: str, rng: random.Random) -> str | None:
+        """The agent's next message, or `None` where the person has left."""
+        if self.player is not None and (self.seat is None or self.seat != agent):
+            action = await env.consult(self.player, rng)
+            self.say("assistant", action, agent)
+            return action
+        try:
+            return self.console.input(f"[bold green]{f'assistant ({agent})' if agent else 'assistant'}[/bold green] ")
+        except EOFError:
+            return None
+
+
+async def _episode(env: LiveEnv, table: _Table, *, seed: int, options: Mapping[str, Any], max_turns: int) -> None:
+    console = table.console
+    observation, info = await env.reset(seed, options)
+    agents = agents_in(info)
+    if table.seat not in (None, *agents):
+        raise ConfigError(f"--as {table.seat}: there is no such agent; there are {', '.join(agents) or 'none'}")
+    for agent in agents:
+        if prompt := system_prompt_in(info, agent, env.system_prompt):
+            table.say("system", prompt, agent)
+    if env.tools:
+        _show_tools(console, env.tools)
+    agent, totals = next_agent(info, agents), dict.fromkeys(agents, 0.0)
+    table.say("user", observation, agent)
+    for turn in range(max_turns):
+        action = await table.action(env, agent, random.Random(derive_seed(seed, turn)))
+        if action is None:
+            console.print(f"\nleft after {turn} turns, reward {_told(totals)}", highlight=False)
+            return
+        observation, reward, terminated, truncated, info = await env.step(action)
+        paid = {"": float(reward)} if agents is ALONE else earnings(info, agent, reward, agents)
+        totals = {name: total + paid.get(name, 0.0) for name, total in totals.items()}
+        is_over = terminated or truncated
+        agent = agent if is_over else next_agent(info, agents)
+        table.say("tool" if env.tools else "user", observation, agent)
+        console.print(f"[dim]reward {float(reward):g}, info {escape(str(info))}[/dim]", highlight=False)
+        if is_over:
+            how = "terminated" if terminated else "truncated"
+            console.print(f"\n{how} after {turn + 1} turns, reward {_told(totals)}", highlight=False)
+            return
+    console.print(f"\nstopped after {max_turns} turns (--max-turns), reward {_told(totals)}", highlight=False)
+
+
+def _told(totals: Mapping[str, float]) -> str:
+    return ", ".join(f"{agent} {total:g}".strip() for agent, total in totals.items())
+
+
+def _say(console: Console, role: str, text: str) -> None:
+    console.print(f"[bold cyan]{role}[/bold cyan] {escape(text)}", highlight=False, soft_wrap=True)
+
+
+def _show_tools(console: Console, tools: Sequence[Mapping[str, Any]]) -> None:
+    for tool in tools:
+        _say(console, "tools", json.dumps(tool, ensure_ascii=False))
+    function = tools[0]["function"]
+    arguments = dict.fromkeys(function.get("parameters", {}).get("properties", {}), "...")
+    _say(console, "a call", ToolCall(str(function["name"]), arguments).render())

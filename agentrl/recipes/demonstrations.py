@@ -1,0 +1,80 @@
+"""Demonstrations: episodes of a scripted player, and a model that imitates them before reinforcement learning."""
+
+from pathlib import Path
+from statistics import fmean
+
+from pydantic import Field
+
+from agentrl import plugins
+from agentrl.algorithms.sft import Sft
+from agentrl.assembly import env_host, make_trainer, open_cluster, task_source
+from agentrl.batch import collate, to_samples
+from agentrl.config import RunConfig
+from agentrl.errors import EnvError
+from agentrl.protocols import Settings
+from agentrl.recipes.evaluate import play_all
+from agentrl.rollout.episode import EnvEpisodeRunner, ScriptedPolicy
+from agentrl.rollout.renderer import TemplateRenderer
+from agentrl.run import Run
+from agentrl.trajectory import Trajectory
+
+
+class DemonstrationsConfig(Settings):
+    """Supervised play: episodes of a scripted player to imitate before reinforcement learning."""
+
+    player: str
+    """`package.module:function`, called with (environment, random.Random), answering the next action."""
+    episodes: int = Field(512, gt=0)
+    """Episodes to play, all of different seeds."""
+    episodes_per_step: int = Field(32, gt=0)
+    """Episodes in one supervised batch."""
+    epochs: int = Field(1, gt=0)
+    """Passes over the episodes."""
+    lr: float = Field(1e-3, gt=0)
+    """Learning rate of the supervised steps; all else is the trainer's."""
+
+
+async def imitate(run: Run, demonstrations: DemonstrationsConfig, base: Path, into: Path) -> None:
+    """Play the demonstrations, train on them from `base`, and save the model."""
+    config = run.config
+    trajectories = await demonstrate(config, demonstrations, base)
+    run.display.say(
+        f"{sum(trajectory.success for trajectory in trajectories)} of {len(trajectories)} episodes of "
+        f"{demonstrations.player} were successful; imitating all"
+    )
+    size = demonstrations.episodes_per_step
+    batches = [trajectories[i : i + size] for i in range(0, len(trajectories), size)] * demonstrations.epochs
+    algorithm = Sft()
+    losses: list[float] = []
+    async with (
+        open_cluster(config) as placed,
+        make_trainer(placed, base, steps=len(batches), lr=demonstrations.lr) as trainer,
+    ):
+        for number, played in enumerate(batches, 1):
+            samples = [sample for trajectory in played for sample in to_samples(trajectory, 1.0)]
+            batch = collate(samples, row_tokens=trainer.row_tokens)
+            metrics = await trainer.step(batch, algorithm.loss, algorithm.normalizer(batch))
+            losses.append(metrics["loss"])
+            if number % max(1, len(batches) // 4) == 0:
+                lately = losses[-max(1, len(batches) // 8) :]
+                run.display.say(f"imitation step {number} of {len(batches)}: loss {fmean(lately):.3f} nats a token")
+        await trainer.save(into)
+
+
+async def demonstrate(config: RunConfig, demonstrations: DemonstrationsConfig, model: Path) -> list[Trajectory]:
+    """Episodes of the scripted player, as the tokens that `model` would read and write.
+
+    Raises:
+        EnvError: an episode failed.
+    """
+    renderer = TemplateRenderer.of_model(model)
+    policy = ScriptedPolicy(plugins.load("players", demonstrations.player), renderer)
+    source = task_source(config, "demonstrations")
+    async with env_host(config) as envs:
+        runner = EnvEpisodeRunner(policy, renderer, envs, config.rollout.max_turns, config.rollout.deadlines.episode)
+        tasks = [source.task(index) for index in range(demonstrations.episodes)]
+        trajectories = await play_all(runner, tasks, config.seed, config.rollout.max_live_episodes)
+    failed = [trajectory for trajectory in trajectories if not trajectory.trainable]
+    if failed:
+        raise EnvError(f"{len(failed)} of {len(trajectories)} demonstrations failed, the first with {failed[0].status}")
+    return trajectories

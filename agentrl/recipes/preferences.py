@@ -1,0 +1,138 @@
+"""`Preference`: of two conversations, the better and the worse; read from a file, or from what a run played."""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from random import Random
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field, ValidationError
+
+from agentrl.errors import ConfigError
+from agentrl.protocols import Settings
+from agentrl.trajectory import Message
+
+
+class PreferencesConfig(Settings):
+    """Pairs to train a reward model on."""
+
+    path: Path
+    """A `.jsonl` or `.parquet` file of rows with `chosen` and `rejected` (lists of messages, or texts that answer a
+    `prompt`), or the folder of a run: of two episodes of one task, the one with the higher score is preferred."""
+    pairs_per_task: int = Field(8, gt=0)
+    """Most pairs of one task, where the folder of a run is read; drawn at random."""
+    held_out: float = Field(0.1, ge=0, lt=1)
+    """Share of the pairs (of a run: of the tasks) that is not trained on, to measure by."""
+    epochs: int = Field(1, gt=0)
+    """Passes over the pairs."""
+    pairs_per_step: int = Field(32, gt=0)
+    """Pairs in one update."""
+    micro_batch_pairs: int = Field(8, gt=0)
+    """Pairs that go through the model at once. Changes memory and speed, not the result."""
+    max_tokens: int = Field(2048, gt=0)
+    """Pairs with a longer conversation are left out, and counted."""
+    lr: float = Field(1e-4, gt=0)
+    """AdamW's learning rate, after a line up over the first tenth of the steps."""
+    device: str = "auto"
+    """A torch device, or "auto": the first GPU, else the CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """Two conversations of one `task` (any name that pairs have in common that should not be split)."""
+
+    task: str
+    chosen: tuple[Message, ...]
+    rejected: tuple[Message, ...]
+
+
+class _Message(BaseModel):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str
+
+
+class _Row(BaseModel):
+    prompt: str | tuple[_Message, ...] = ()
+    chosen: str | tuple[_Message, ...]
+    rejected: str | tuple[_Message, ...]
+
+
+def read_preferences(config: PreferencesConfig, rng: Random) -> list[Preference]:
+    """All pairs of a file or a run, in an order that depends on `rng` alone.
+
+    Raises:
+        ConfigError: there is no such file or run, a row is something else, or nothing in it is preferred to anything.
+    """
+    path = config.path
+    if (path / "trajectories").is_dir():
+        pairs = list(_of_run(path / "trajectories", config.pairs_per_task, rng))
+        nothing = "no two of its episodes of one task have different scores"
+    elif path.suffix in (".jsonl", ".parquet") and path.is_file():
+        pairs = [_pair(path, number, row) for number, row in enumerate(_rows(path))]
+        nothing = "it is empty"
+    else:
+        raise ConfigError(f"recipe.preferences.path: {path} is no .jsonl or .parquet file, and no folder of a run")
+    if not pairs:
+        raise ConfigError(f"recipe.preferences.path: {path} has no pairs: {nothing}")
+    rng.shuffle(pairs)
+    return pairs
+
+
+def split(pairs: Sequence[Preference], held_out: float, rng: Random) -> tuple[list[Preference], list[Preference]]:
+    """(pairs to train on, pairs to measure by): no task is in both."""
+    tasks = sorted({pair.task for pair in pairs})
+    rng.shuffle(tasks)
+    measured = set(tasks[: round(held_out * len(tasks))])
+    return [pair for pair in pairs if pair.task not in measured], [pair for pair in pairs if pair.task in measured]
+
+
+def _rows(path: Path) -> Iterator[Any]:
+    if path.suffix == ".parquet":
+        import pyarrow.parquet as pq
+
+        yield from pq.read_table(path).to_pylist()
+        return
+    for number, line in enumerate(line for line in path.read_text().split("\n") if line.strip()):
+        try:
+            yield json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"{path}, row {number}: it is not JSON: {error}") from error
+
+
+def _pair(path: Path, number: int, row: Any) -> Preference:
+    try:
+        read = _Row.model_validate(row)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"{path}, row {number}: {where}: {first['msg']}; a row has chosen and rejected") from error
+    asked = _messages(read.prompt, "user") if read.prompt else ()
+    chosen, rejected = (asked + _messages(content, "assistant") for content in (read.chosen, read.rejected))
+    return Preference(f"{number}", chosen, rejected)
+
+
+def _messages(content: str | tuple[_Message, ...], role: Literal["user", "assistant"]) -> tuple[Message, ...]:
+    if isinstance(content, str):
+        return (Message(role, content),)
+    return tuple(Message(message.role, message.content) for message in content)
+
+
+def _of_run(folder: Path, pairs_per_task: int, rng: Random) -> Iterator[Preference]:
+    import pyarrow.parquet as pq
+
+    played: dict[str, list[tuple[float, tuple[Message, ...]]]] = defaultdict(list)
+    for file in sorted(folder.glob("*.parquet")):
+        for row in pq.read_table(file, columns=["task", "score", "messages"]).to_pylist():
+            messages = tuple(Message(message["role"], message["content"]) for message in row["messages"])
+            played[row["task"]].append((row["score"], messages))
+    for task, episodes in sorted(played.items()):
+        differing = [
+            (one, other) if one[0] > other[0] else (other, one)
+            for one, other in combinations(episodes, 2)
+            if one[0] != other[0]
+        ]
+        for better, worse in rng.sample(differing, min(pairs_per_task, len(differing))):
+            yield Preference(task, better[1], worse[1])

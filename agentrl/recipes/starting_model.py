@@ -1,0 +1,52 @@
+"""The model that a run starts from: a folder, or one that is randomly initialised; after its demonstrations, if any."""
+
+import json
+from pathlib import Path
+
+from agentrl.assembly import env_host, task_source
+from agentrl.config import RunConfig
+from agentrl.durable import finish_folder, new_unfinished
+from agentrl.recipes.demonstrations import DemonstrationsConfig, imitate
+from agentrl.run import Run
+from agentrl.tiny_model import SIZES, create_tiny_model
+
+
+async def starting_model(run: Run, demonstrations: DemonstrationsConfig | None) -> Path:
+    """The folder of the model that reinforcement learning starts from: the configured one, after its demonstrations."""
+    base = await base_model(run)
+    if demonstrations is None:
+        return base
+    final = run.folder / "demonstrations"
+    if not final.exists():
+        await imitate(run, demonstrations, base, new_unfinished(final))
+        finish_folder(final)
+    return final
+
+
+async def base_model(run: Run) -> Path:
+    """The folder of the model to start from, which is made first where the config names a size and not a folder.
+
+    One that is made learns its tokenizer from what the environment says, so that its words are single tokens.
+    """
+    name = run.config.model.name
+    if name not in SIZES:
+        return Path(name)
+    folder = run.folder / "model"
+    if not folder.exists():
+        corpus = await opening_texts(run.config)
+        create_tiny_model(new_unfinished(folder), corpus=corpus, size=SIZES[name], seed=run.config.seed)
+        finish_folder(folder)
+    return folder
+
+
+async def opening_texts(config: RunConfig, episodes: int = 64) -> list[str]:
+    """What the environment says at the start of some episodes of the split "corpus"."""
+    source = task_source(config, "corpus")
+    texts: list[str] = []
+    async with env_host(config) as envs:
+        for index in range(episodes):
+            env = envs.acquire(config.env.name)
+            observation, _ = await env.reset(source.task(index).seed, config.env.options)
+            texts += [env.system_prompt, observation, *(json.dumps(tool) for tool in env.tools)]
+            await envs.release(config.env.name, env)
+    return texts

@@ -1,0 +1,126 @@
+"""How many episodes may be in play: a controller that follows the engine, and the episode slots that it limits.
+
+More live episodes than the engine can serve only wait, grow old and fill its KV cache; fewer leave it idle while
+environments think. So the limit grows gently while the engine has room, and shrinks at once under pressure. Where
+pressure was met is remembered, and not tried again for a while that doubles each time: that is what keeps it from
+oscillating. It counts episodes and never seconds, so it is the same under both clocks.
+"""
+
+import asyncio
+from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
+from typing import Self
+
+from agentrl.rollout.staleness import Ticket
+
+_FULL = 0.95
+_ROOMY = 0.80
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """What the engine is under: requests in its batch and before it, share of the KV cache in use, preemptions since
+    the observation before."""
+
+    running: int
+    waiting: int
+    kv_use: float = 0.0
+    preemptions: int = 0
+
+    @property
+    def pressed(self) -> bool:
+        """Requests lose their KV, or soon will, or more of them wait than run."""
+        return self.preemptions > 0 or self.kv_use >= _FULL or self.waiting > self.running
+
+    @property
+    def roomy(self) -> bool:
+        """Hardly any request waits for the batch, and memory is left."""
+        return self.waiting * 16 <= self.running and self.kv_use < _ROOMY and self.preemptions == 0
+
+
+@dataclass(frozen=True, slots=True)
+class ConcurrencyController:
+    """The controller's state; `observe` returns the next one.
+
+    `limit` lies in [`low`, `high`]. `met` is the limit at which pressure was last met (`high` + 1: never), which is
+    approached up to seven eighths only until `patience` observations have found the engine roomy there.
+    """
+
+    limit: int
+    low: int
+    high: int
+    met: int
+    patience: int = 8
+    quiet: int = 0
+
+    @classmethod
+    def between(cls, low: int, high: int) -> Self:
+        """A new controller, at `low`."""
+        low = min(low, high)
+        return cls(low, low, high, met=high + 1)
+
+    def observe(self, load: EngineLoad, live: int) -> Self:
+        """The next state, after the engine was seen under `load` with `live` episodes in play."""
+        if load.pressed:
+            met = max(self.low, min(self.limit, live))
+            return replace(self, limit=max(self.low, met * 3 // 4), met=met, patience=self.patience * 2, quiet=0)
+        if not load.roomy or live < self.limit:  # busy as it should be, or not limited by us
+            return self
+        ceiling = self.high if self.met > self.high else max(self.low, self.met * 7 // 8)
+        if self.limit < ceiling:
+            return replace(self, limit=min(ceiling, self.limit + max(1, self.limit // 8)))
+        if self.quiet + 1 < self.patience or ceiling == self.high:
+            return replace(self, quiet=min(self.quiet + 1, self.patience))
+        return replace(self, met=self.high + 1, quiet=0)
+
+
+class EpisodeSlots:
+    """At most `limit` episodes in play. Earlier tickets go first; a lower limit ends no episode that plays."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.taken = 0
+        self._arrivals = 0
+        self._waiting: list[tuple[Ticket, int, asyncio.Future[None]]] = []
+
+    @property
+    def free(self) -> bool:
+        """Whether a slot is free and no episode waits for one."""
+        return self.taken < self.limit and not self._waiting
+
+    def reserve(self, wanted: int) -> int:
+        """Take up to `wanted` free slots at once; returns how many."""
+        reserved = min(wanted, self.limit - self.taken) if self.free else 0
+        self.taken += reserved
+        return reserved
+
+    async def acquire(self, ticket: Ticket) -> None:
+        """Wait for a slot."""
+        if self.free:
+            self.taken += 1
+            return
+        self._arrivals += 1
+        entry = (ticket, self._arrivals, asyncio.get_running_loop().create_future())
+        heappush(self._waiting, entry)
+        try:
+            await entry[2]
+        except asyncio.CancelledError:
+            if entry in self._waiting:
+                self._waiting.remove(entry)
+                heapify(self._waiting)
+            elif not entry[2].cancelled():  # the slot was granted at this very moment
+                self.release()
+            raise
+
+    def release(self) -> None:
+        """A slot is free again."""
+        self.taken -= 1
+        self.grant()
+
+    def grant(self) -> None:
+        """Give free slots to the episodes that wait."""
+        while self._waiting and self.taken < self.limit:
+            _, _, slot = heappop(self._waiting)
+            if not slot.done():
+                self.taken += 1
+                slot.set_result(None)

@@ -1,0 +1,169 @@
+"""`GroupRunner`: plays the members of one group, again where they fail, until the group is complete.
+
+What may fail and be tried again is decided by whose fault it was (`rollout.retries`). A failed reward is asked again
+about the same trajectory (`agentrl/scoring/scoring.py`); every other failure plays the member's episode again, with
+the same environment seed and new sampling.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+from agentrl.errors import AgentRLError, Layer
+from agentrl.flow import EventLog, Flow, now
+from agentrl.rollout.bias import Bias
+from agentrl.rollout.concurrency import EpisodeSlots
+from agentrl.rollout.config import RolloutConfig
+from agentrl.rollout.episode import Episode, EpisodeRunner
+from agentrl.rollout.ledger import Ledger
+from agentrl.rollout.seeds import derive_seed
+from agentrl.rollout.staleness import Ticket
+from agentrl.scoring.composite import Composite
+from agentrl.scoring.scoring import Scoring
+from agentrl.trajectory import Failed, Group, Score, Task, Trajectory
+
+_Scored = tuple[tuple[Trajectory, Score], ...]
+"""One episode: the trajectory of each agent that is trained, with its score."""
+
+
+class MembersLostError(AgentRLError):
+    """More members of a group have spent their retries than it can spare. The scheduler makes a failed task of it."""
+
+
+@dataclass(eq=False, slots=True)
+class _GroupState:
+    """One group in play. `reserved_slots` are those that were reserved for it and that no member uses yet."""
+
+    ticket: Ticket
+    number: int
+    task: Task
+    flow: Flow
+    reserved_slots: int
+    attempts: dict[int, int] = field(default_factory=dict)  # the open attempt of each member
+    played: dict[int, _Scored] = field(default_factory=dict)
+    lost: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRunner:
+    """What all groups of a run are played with. `episode_ended` is called whenever a slot has become free."""
+
+    config: RolloutConfig
+    runner: EpisodeRunner
+    reward: Composite
+    ledger: Ledger
+    events: EventLog
+    slots: EpisodeSlots
+    bias: Bias
+    seed: int
+    episode_ended: Callable[[], None]
+
+    async def play(self, ticket: Ticket, number: int, task: Task, reserved_slots: int) -> Group:
+        """The group of `task`: the first `group_size` members to finish, in order of member.
+
+        Raises:
+            MembersLostError: too many members have spent their retries, or the group its own.
+        """
+        state = _GroupState(ticket, number, task, Flow(task.id), reserved_slots)
+        try:
+            async with state.flow as members:
+                for member in range(self.config.group_size + self.config.extra_members):
+                    members.start(self._play_member(state, member), name=str(member))
+        finally:
+            for _ in range(state.reserved_slots):
+                self.slots.release()
+        if len(state.played) < self.config.group_size:
+            raise MembersLostError("; ".join(state.lost))
+        for member, attempt in state.attempts.items():
+            self.ledger.end(number, member, attempt, "cancelled", "its group was complete without it")
+        first = [pair for member in sorted(state.played) for pair in state.played[member]]
+        group = Group(task, tuple(t for t, _ in first), tuple(s for _, s in first), ticket.admitted_version)
+        compared = [await self._compared(of_agent) for of_agent in group.by_agent()]
+        trajectories = tuple(trajectory for of_agent in compared for trajectory in of_agent.trajectories)
+        scores = tuple(score for of_agent in compared for score in of_agent.scores)
+        return Group(task, trajectories, scores, ticket.admitted_version)
+
+    async def _compared(self, group: Group) -> Group:
+        """The group with what the parts of the reward add that compare its members."""
+        scores = await self._scoring.score_group(group.trajectories, group.scores)
+        if failed := next((score.status for score in scores if isinstance(score.status, Failed)), None):
+            raise MembersLostError(f"the group could not be scored: {failed.error}")
+        return replace(group, scores=tuple(scores))
+
+    @property
+    def _scoring(self) -> Scoring:
+        return Scoring(self.reward, self.config.deadlines.reward, self.config.retries, self._reward_failed)
+
+    def _reward_failed(self, trajectory_id: str) -> None:
+        self.events.record("reward failed", trajectory_id)
+
+    async def _play_member(self, state: _GroupState, member: int) -> None:
+        """Attempts, until one is played and scored, or the budget is spent; then see whether the group is decided."""
+        failures: Counter[Layer] = Counter()
+        for attempt in count():
+            outcome = await self._attempt(state, member, attempt)
+            if not isinstance(outcome, Failed):
+                state.played[member] = outcome
+                break
+            failures[outcome.layer] += 1
+            # A reward that failed has spent its budget already, on this very trajectory: see `Scoring`.
+            if outcome.layer == "reward" or failures[outcome.layer] > self.config.retries.of(outcome.layer):
+                state.lost.append(
+                    f"member {member} failed {failures.total()} times, at last by {outcome.layer}: {outcome.error}"
+                )
+                break
+            if outcome.layer == "engine":
+                await asyncio.sleep(self.config.retries.pause(failures["engine"]))
+        complete = len(state.played) == self.config.group_size
+        if complete or len(state.lost) > self.config.extra_members:
+            state.flow.cancel()
+
+    async def _attempt(self, state: _GroupState, member: int, attempt: int) -> _Scored | Failed:
+        if state.reserved_slots:
+            state.reserved_slots -= 1
+        else:
+            await self.slots.acquire(state.ticket)
+        task, number, started = state.task, state.number, now()
+        episode = Episode(
+            id=f"{task.id}/{member}/{attempt}",
+            task=task,
+            seed=derive_seed(self.seed, "sampling", task.id, member, attempt),
+            priority=state.ticket.deadline,
+        )
+        try:
+            self.ledger.begin(number, member, attempt)
+            state.attempts[member] = attempt
+            outcome = await self._scored(await self._played(episode))
+        except asyncio.CancelledError:
+            self.bias.cut(now() - started)
+            raise
+        del state.attempts[member]
+        if isinstance(outcome, Failed):
+            self.ledger.end(number, member, attempt, "failed", f"{outcome.layer}: {outcome.error}")
+            self.events.record("episode failed", episode.id)
+            return outcome
+        for trajectory, _ in outcome:
+            self.bias.sampled(trajectory)
+        return outcome
+
+    async def _played(self, episode: Episode) -> Sequence[Trajectory]:
+        """The episode's trajectories. Its slot is free then, for another: a slow reward holds none."""
+        try:
+            return await self.runner.play(episode)
+        finally:
+            self.slots.release()
+            self.episode_ended()
+
+    async def _scored(self, trajectories: Sequence[Trajectory]) -> _Scored | Failed:
+        """An episode's trajectories with their scores, or why it cannot be trained on."""
+        scored = []
+        for trajectory in trajectories:
+            if isinstance(trajectory.status, Failed):
+                return trajectory.status
+            score = await self._scoring.score(trajectory)
+            if isinstance(score.status, Failed):
+                return score.status
+            scored.append((trajectory, score))
+        return tuple(scored)

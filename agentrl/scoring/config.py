@@ -1,0 +1,119 @@
+"""`RewardsConfig`: the section `reward` of a config, one component or a list of them with weights.
+
+reward: environment
+
+reward:
+  - environment
+  - {name: numeric, tolerance: 0.01, weight: 0.5, as: answer}
+  - {name: "my_package.rewards:politeness", isolation: process}
+"""
+
+import inspect
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Annotated, Any
+
+from pydantic import Field, create_model
+
+from agentrl.errors import ConfigError
+from agentrl.plugins import Component, NoSettings
+from agentrl.protocols import GroupReward, Isolation, Settings
+from agentrl.scoring.composite import Composite, RewardPart
+from agentrl.scoring.rule_pool import RulePool
+
+_PART: Mapping[str, Any] = {
+    "weight": (Annotated[float, Field(allow_inf_nan=False, description="What its score is multiplied by.")], 1.0),
+    "as": (
+        Annotated[str | None, Field(min_length=1, description="What the part is called; by default as the reward.")],
+        None,
+    ),
+    "isolation": (
+        Annotated[Isolation | None, Field(description="Where its sync code runs: inline, in a thread, in a process.")],
+        None,
+    ),
+}
+"""Settings that a part has besides its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardsConfig:
+    """The parts as they were written; `listed` says whether as a list."""
+
+    parts: tuple[Component, ...]
+    listed: bool
+
+    def dump(self) -> Any:
+        """As it is written in a config."""
+        written = [part.dump() for part in self.parts]
+        return written if self.listed else written[0]
+
+    def make(self, rules: RulePool | None = None) -> Composite:
+        """The reward itself, not yet entered; `rules` are the processes that its rules run in."""
+        return Composite([_part(component) for component in self.parts], rules or RulePool())
+
+
+def name_of(part: Component) -> str:
+    """What a part is called in metrics: its `as`, or the last piece of its name."""
+    given: str | None = getattr(part.settings, "as")
+    return given or part.name.rpartition(":")[2]
+
+
+@cache  # so that equal configs have settings of one class
+def settings_of_part(name: str, factory: Any) -> type[Settings]:
+    """The settings that a part of this reward takes: its own and those of every part.
+
+    Raises:
+        ConfigError: it is no reward.
+    """
+    if isinstance(factory, type):
+        own: type[Settings] = getattr(factory, "Config", NoSettings)
+    elif callable(factory):
+        own = _of_function(name, factory)
+    else:
+        raise ConfigError(f"the reward {name!r} is {factory!r:.80}; it has to be a class or a function of a trajectory")
+    if taken := sorted(_PART.keys() & own.model_fields.keys()):
+        raise ConfigError(f"the reward {name!r} has a setting {taken[0]!r}, which every part has: call it otherwise")
+    return create_model(own.__qualname__, __base__=own, **_PART)
+
+
+def made(factory: Any, settings: Mapping[str, Any]) -> Any:
+    """A reward from its class or function with validated settings of its own, which are of its own class and pickle."""
+    if not isinstance(factory, type):
+        return partial(factory, **settings) if settings else factory
+    return factory(factory.Config(**settings)) if hasattr(factory, "Config") else factory()
+
+
+def _of_function(name: str, function: Callable[..., Any]) -> type[Settings]:
+    """The keyword-only parameters of a function as settings."""
+    parameters = list(inspect.signature(function).parameters.values())
+    required = [
+        p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    if len(required) != 1:
+        raise ConfigError(
+            f"the reward {name!r} is a function of {len(required)} arguments; write f(trajectory) -> float, "
+            "and settings behind a star: f(trajectory, *, tolerance: float = 0.0)"
+        )
+    hints = typing.get_type_hints(function, include_extras=True)
+    fields: dict[str, Any] = {
+        p.name: (hints.get(p.name, Any), ... if p.default is p.empty else p.default)
+        for p in parameters
+        if p.kind is p.KEYWORD_ONLY
+    }
+    return create_model(name, __base__=Settings, **fields)
+
+
+def _part(component: Component) -> RewardPart:
+    shared = {key: getattr(component.settings, key) for key in _PART}
+    own = {key: value for key, value in component.settings if key not in _PART}
+    reward = made(component.factory, own)
+    shared["isolation"] = shared["isolation"] or getattr(component.factory, "isolation", None)
+    if not (
+        callable(reward) or hasattr(reward, "score") or hasattr(reward, "evaluate") or isinstance(reward, GroupReward)
+    ):
+        raise ConfigError(
+            f"the reward {component.name!r} has no score(trajectory), score_group(trajectories) or content and evaluate"
+        )
+    return RewardPart(reward, name_of(component), shared["weight"], shared["isolation"])

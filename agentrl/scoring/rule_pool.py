@@ -1,0 +1,163 @@
+"""`RulePool`: pure functions in processes that can be killed, and what they said before.
+
+A rule that hangs (a regular expression that backtracks for ever, a number of a billion digits) holds its process, and
+often the interpreter's lock: no signal and no thread ends it. So each call has a deadline, counted from when a process
+begins it, after which the process is killed and another one started (pebble's `ProcessPool`). A process that wants
+more memory than it may have gets a `MemoryError` in its rule.
+"""
+
+import asyncio
+import importlib
+import math
+import multiprocessing
+import pickle
+import resource
+import signal
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
+from hashlib import blake2b
+from typing import Any, Self
+
+from pebble import ProcessExpired, ProcessPool
+from pydantic import Field
+
+from agentrl.errors import ConfigError, RewardError
+from agentrl.protocols import Settings
+
+
+class RulePoolConfig(Settings):
+    """The processes that rules run in."""
+
+    workers: int = Field(2, gt=0)
+    """Processes; they start when the first rule needs one."""
+    deadline: float = Field(5.0, gt=0)
+    """Seconds for one verdict, after which its process is killed."""
+    memory_mb: int = Field(4096, ge=512)
+    """Address space of a process, in megabytes."""
+    cache: int = Field(100_000, ge=0)
+    """Verdicts that are kept, so that the same content is not judged again."""
+
+
+class RulePool:
+    """Runs pure functions in killable processes. An async context manager; leaving it ends the processes.
+
+    A process imports the modules `imports` before its first deadline begins.
+    """
+
+    def __init__(self, config: RulePoolConfig | None = None, imports: Iterable[str] = ()) -> None:
+        self._config = config or RulePoolConfig()
+        self.imports = list(imports)
+        self._pool: ProcessPool | None = None
+        self._known: OrderedDict[bytes, Any] = OrderedDict()
+        self.hits = 0
+        """Verdicts that were known already."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        if self._pool is not None:
+            pool, self._pool = self._pool, None
+            pool.stop()  # type: ignore[no-untyped-call]  # pebble's own
+            await asyncio.to_thread(pool.join)
+
+    def forget(self) -> None:
+        """Drop all cached verdicts."""
+        self._known.clear()
+
+    async def run(self, function: Callable[[Any], Any], argument: Any, *, cached: bool = True) -> Any:
+        """`function(argument)`, both of which pickle; from what is known, if it was asked before and is `cached`.
+
+        Raises:
+            RewardError: it raised, missed the deadline or took its process down; or something does not pickle.
+            ConfigError: it raised that.
+        """
+        name = getattr(function, "__qualname__", repr(function))
+        try:
+            call = pickle.dumps((function, argument))
+        except Exception as error:  # pickle raises whatever the object's own code raises
+            raise RewardError(
+                f"{name} cannot run in a process: {type(error).__name__}: {error}. What it is given and what it holds "
+                'must pickle; or let it run here with isolation: inline (or "thread")'
+            ) from error
+        key = blake2b(call, digest_size=16).digest()
+        if cached and key in self._known:
+            self.hits += 1
+            self._known.move_to_end(key)
+            return self._known[key]
+        verdict = await self.ask(name, call)
+        if cached:
+            self._known[key] = verdict
+            while len(self._known) > self._config.cache:
+                self._known.popitem(last=False)
+        return verdict
+
+    async def ask(self, name: str, call: bytes) -> Any:
+        """What a pickled (function, argument) says, in a process, known before or not; `name` stands in errors.
+
+        Raises:
+            RewardError, ConfigError: as `run`.
+        """
+        self._pool = self._pool or self._start()
+        try:
+            return await asyncio.wrap_future(self._pool.schedule(_call, args=[call], timeout=self._config.deadline))
+        except FutureTimeoutError as error:
+            raise RewardError(
+                f"{name} did not answer within {self._config.deadline:g} s (rollout.rules.deadline): "
+                "its process was killed"
+            ) from error
+        except ProcessExpired as error:
+            raise RewardError(f"{name} took its process down (exit status {error.exitcode})") from error
+        except MemoryError as error:
+            raise RewardError(
+                f"{name} wanted more than {self._config.memory_mb} MB (rollout.rules.memory_mb)"
+            ) from error
+        except (ConfigError, RewardError):
+            raise
+        except Exception as error:  # the rule's own
+            raise RewardError(f"{name}: {type(error).__name__}: {error}") from error
+
+    def _start(self) -> ProcessPool:
+        context = multiprocessing.get_context("forkserver")  # a fork of a driver with threads could hang
+        context.set_forkserver_preload(self.imports)  # where this starts the server, a process has them when it begins
+        return ProcessPool(
+            max_workers=self._config.workers,
+            initializer=_prepare,
+            initargs=[self._config.memory_mb << 20, self._config.deadline, list(sys.path), self.imports],
+            context=context,
+        )
+
+
+_cpu_seconds = 0.0
+"""In a process: what a call may compute."""
+
+
+def _prepare(memory: int, cpu_seconds: float, path: list[str], imports: list[str]) -> None:
+    """Once in each process."""
+    global _cpu_seconds  # noqa: PLW0603  pebble's initializer has no other place to leave something
+    _cpu_seconds = cpu_seconds
+    sys.path[:] = path
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver, not the terminal, ends the processes
+    _limit(resource.RLIMIT_AS, memory)
+    _limit(resource.RLIMIT_CORE, 0)
+    for module in imports:
+        with suppress(ImportError):  # whoever needs it says so
+            importlib.import_module(module)
+
+
+def _call(call: bytes) -> Any:
+    """One call. Should the driver be killed in the middle of it, the kernel ends it when it has computed too long."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    most = math.ceil(used.ru_utime + used.ru_stime + _cpu_seconds) + 1
+    _limit(resource.RLIMIT_CPU, most)
+    function, argument = pickle.loads(call)
+    return function(argument)
+
+
+def _limit(what: int, value: int) -> None:
+    """Set a soft limit, as far as this process may."""
+    _, hard = resource.getrlimit(what)
+    resource.setrlimit(what, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))

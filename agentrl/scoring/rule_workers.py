@@ -1,0 +1,88 @@
+"""Rules on workers of the cluster: each has a `RulePool` of one process on its machine.
+
+The worker's pool kills what misses its deadline. A worker that dies itself, or gives no sign of life, is replaced, and
+the others go on meanwhile.
+"""
+
+import asyncio
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, Self
+
+from agentrl.cluster.workers import StartWorker, Worker
+from agentrl.errors import RewardError, WorkerDiedError
+from agentrl.flow import Flow
+from agentrl.scoring.rule_pool import RulePool, RulePoolConfig
+
+
+class RuleWorker:
+    """The worker: judges what it is sent, one thing at a time."""
+
+    def __init__(self, config: RulePoolConfig, imports: list[str], rank: int) -> None:
+        self._loop = asyncio.Runner()
+        self._pool = RulePool(config.model_copy(update={"workers": 1, "cache": 0}), imports)
+
+    def ask(self, name: str, call: bytes) -> Any:
+        """See `RulePool.ask`."""
+        return self._loop.run(self._pool.ask(name, call))
+
+    def idle(self) -> None:
+        """Returns when everything that was asked before is answered."""
+
+
+class RuleWorkers(RulePool):
+    """A `RulePool` whose processes are those of `count` workers of the role "reward", which start with it."""
+
+    def __init__(
+        self, start: StartWorker, count: int, config: RulePoolConfig | None = None, imports: Iterable[str] = ()
+    ) -> None:
+        super().__init__(config, imports)
+        self._start_worker = start
+        self._count = count
+        self._flow = Flow("rules")
+        self._idle: asyncio.Queue[tuple[int, Worker]] = asyncio.Queue()
+        self._workers: dict[int, Worker] = {}
+
+    async def __aenter__(self) -> Self:
+        await self._flow.__aenter__()
+        for rank in range(self._count):
+            self._flow.start(self._hire(rank), name=str(rank))
+        return self
+
+    async def __aexit__(self, *exc: Any) -> None:
+        try:
+            self._flow.cancel()
+            await self._flow.__aexit__(*exc)
+        finally:
+            while self._workers:
+                await self._workers.popitem()[1].stop()
+
+    async def ask(self, name: str, call: bytes) -> Any:
+        """See `RulePool.ask`.
+
+        Raises:
+            RewardError: also where the worker has died.
+        """
+        rank, worker = await self._idle.get()
+        try:
+            return await worker.call("ask", name, call)
+        except WorkerDiedError as error:
+            raise RewardError(f"{name}: {error}") from error
+        finally:
+            self._flow.start(self._give_back(rank, worker), name=str(rank))
+
+    async def _give_back(self, rank: int, worker: Worker) -> None:
+        """The worker is idle when it has answered, which may take a deadline where nobody waited for it."""
+        try:
+            await worker.call("idle")
+            self._idle.put_nowait((rank, worker))
+        except WorkerDiedError:
+            del self._workers[rank]
+            await worker.stop()
+            await self._hire(rank)
+
+    async def _hire(self, rank: int) -> None:
+        worker = self._workers[rank] = await self._start_worker(
+            "reward", partial(RuleWorker, self._config, self.imports), rank
+        )
+        self._idle.put_nowait((rank, worker))

@@ -1,0 +1,54 @@
+"""Episodes as one span of time: for what only the scheduler decides, at a fraction of the cost of turns."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from random import Random
+
+from agentrl.errors import DeadlineError
+from agentrl.flow import deadline, now
+from agentrl.rollout.episode import Episode
+from agentrl.simulate.engine import FILLER
+from agentrl.simulate.latency import Latency
+from agentrl.trajectory import Completion, Failed, Terminated, Trajectory, Turn
+
+_POPULATION = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class SpanEpisodeRunner:
+    """`EpisodeRunner` that only waits. Lengths are drawn ahead: seeding a generator for each would cost more.
+
+    A trajectory has one token for each policy version that was live while it was played, so its staleness is exact.
+    """
+
+    lengths: tuple[float, ...]
+    version: Callable[[], int]
+    deadline: float
+
+    @staticmethod
+    def drawing(seconds: Latency, seed: int, version: Callable[[], int], deadline: float) -> "SpanEpisodeRunner":
+        """Episodes of lengths drawn from `seconds`; `version` is the policy version now."""
+        rng = Random(seed)
+        return SpanEpisodeRunner(tuple(seconds.sample(rng) for _ in range(_POPULATION)), version, deadline)
+
+    async def play(self, episode: Episode) -> tuple[Trajectory]:
+        """Wait as long as the episode takes."""
+        started, first = now(), self.version()
+        length = self.lengths[episode.seed % _POPULATION]
+        try:
+            with deadline("environment", "episode", self.deadline):
+                await asyncio.sleep(length)
+        except DeadlineError as error:
+            failed = Failed(error.layer, str(error))
+            return (Trajectory(episode.id, episode.task, (), failed, (), now() - started),)
+        turns = (_turn(first, self.version(), episode.seed & 1),)
+        return (Trajectory(episode.id, episode.task, turns, Terminated(), (), now() - started),)
+
+
+@lru_cache(maxsize=4096)
+def _turn(first: int, last: int, reward: int) -> Turn:
+    versions = tuple(range(first, last + 1))
+    tokens = len(versions)
+    return Turn((FILLER,), Completion((FILLER,) * tokens, (0.0,) * tokens, versions, "stop"), float(reward), {})

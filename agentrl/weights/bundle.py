@@ -1,0 +1,323 @@
+"""Published weights: a folder of safetensors files, the buckets, that any process of the machine can map.
+
+A bundle is written bucket by bucket under another name, hashed, and renamed when it is whole. Whoever opens it checks
+every byte before use, and gets tensors that lie in the files: with files in shared memory, no copy is made on the way
+from the one who wrote them to the model that takes them up.
+"""
+
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import xxhash
+from pydantic import ValidationError
+
+from agentrl.errors import ConfigError, WeightsError
+from agentrl.protocols import Settings
+from agentrl.weights.low_rank import Factors, LowRank, weight_files
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_MANIFEST = "manifest.json"
+
+
+class Bucket(Settings):
+    """One file: its size, the XXH3-128 of all its bytes, and the names of the tensors in it."""
+
+    file: str
+    size: int
+    checksum: str
+    names: tuple[str, ...]
+
+
+class Update(Settings):
+    """The files hold factors that are added to the weights in the folder `base`, each with a scale (`LowRank`)."""
+
+    base: Path
+    scales: dict[str, float]
+
+
+class Manifest(Settings):
+    """What a bundle is made of. `checksum` is over all else that is said here."""
+
+    version: int
+    buckets: tuple[Bucket, ...]
+    update: Update | None
+    checksum: str = ""
+
+    @property
+    def size(self) -> int:
+        """Bytes of all buckets."""
+        return sum(bucket.size for bucket in self.buckets)
+
+    def sealed(self) -> "Manifest":
+        """The same with the right checksum."""
+        payload = self.model_dump_json(exclude={"checksum"})
+        return self.model_copy(update={"checksum": xxhash.xxh3_128_hexdigest(payload.encode())})
+
+
+class WeightBundle(Mapping[str, "Tensor"]):
+    """The weights of one version, by Hugging Face names, in files. Pickles as the folder's place and the manifest.
+
+    Two are equal when they are of the same folder and checksum. Tensors stay valid when the folder is removed. Those of
+    a low-rank update are merged when they are asked for, and are in no file.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self._files = _Files(folder, manifest.buckets)
+
+    @classmethod
+    def open(cls, folder: Path) -> "WeightBundle":
+        """The bundle in a folder, every byte of it checked.
+
+        Raises:
+            WeightsError: there is none, it is not whole, or it is damaged.
+        """
+        bundle = cls.at(folder)
+        bundle.verify()
+        return bundle
+
+    @classmethod
+    def at(cls, folder: Path) -> "WeightBundle":
+        """The bundle in a folder that was checked before.
+
+        Raises:
+            WeightsError: there is none.
+        """
+        try:
+            manifest = Manifest.model_validate_json((folder / _MANIFEST).read_bytes())
+        except (OSError, ValidationError) as error:
+            raise WeightsError(f"no published weights in {folder}: {error}") from error
+        return cls(folder, manifest)
+
+    def verify(self) -> None:
+        """Check every byte against the manifest.
+
+        Raises:
+            WeightsError: something is missing or damaged.
+        """
+        if self.manifest.sealed() != self.manifest:
+            raise WeightsError(f"the manifest of the weights in {self.folder} is damaged")
+        for bucket in self.manifest.buckets:
+            path = self.folder / bucket.file
+            try:
+                found = _file_checksum(path)
+            except (OSError, ValueError) as error:
+                raise WeightsError(f"published weights cannot be read, {path}: {error}") from error
+            if found != bucket.checksum:
+                raise WeightsError(
+                    f"published weights are damaged: {path} has checksum {found}, published was {bucket.checksum}"
+                )
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all weights; none of them is read.
+
+        Raises:
+            WeightsError: the folder that they are an update of cannot be read here.
+        """
+        update = self.manifest.update
+        if update is None:
+            return {name: self._files.shape(name) for name in self._files}
+        try:
+            return weight_shapes(update.base)
+        except (OSError, ConfigError) as error:
+            raise WeightsError(
+                f"these weights are an update of {update.base}, which cannot be read: {error}"
+            ) from error
+
+    def __getitem__(self, name: str) -> "Tensor":
+        return self._weights[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, WeightBundle) and self._identity == other._identity
+
+    def __hash__(self) -> int:
+        return hash(self._identity)
+
+    def __reduce__(self) -> tuple[type["WeightBundle"], tuple[Path, Manifest]]:
+        return WeightBundle, (self.folder, self.manifest)
+
+    def __repr__(self) -> str:
+        return f"WeightBundle(version {self.manifest.version}, {self.manifest.checksum}, {self.folder})"
+
+    @property
+    def _identity(self) -> tuple[Path, str]:
+        return self.folder, self.manifest.checksum
+
+    @cached_property
+    def _weights(self) -> Mapping[str, "Tensor"]:
+        update, files = self.manifest.update, self._files
+        if update is None:
+            return files
+        return LowRank(
+            update.base,
+            {name: Factors(files[f"{name}/A"], files[f"{name}/B"], scale) for name, scale in update.scales.items()},
+        )
+
+
+class _Files(Mapping[str, "Tensor"]):
+    """The tensors in the files, mapped when they are asked for."""
+
+    def __init__(self, folder: Path, buckets: Iterable[Bucket]) -> None:
+        self._paths = {name: folder / bucket.file for bucket in buckets for name in bucket.names}
+        self._opened: dict[Path, Any] = {}
+
+    def __getitem__(self, name: str) -> "Tensor":
+        tensor: Tensor = self._file_of(name).get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._paths)
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor, which is not read."""
+        return tuple(self._file_of(name).get_slice(name).get_shape())
+
+    def _file_of(self, name: str) -> Any:
+        from safetensors import SafetensorError, safe_open
+
+        path = self._paths[name]
+        if path not in self._opened:
+            try:
+                self._opened[path] = safe_open(path, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise WeightsError(f"published weights cannot be read, {path}: {error}") from error
+        return self._opened[path]
+
+
+@dataclass(frozen=True, slots=True)
+class BundlePlace:
+    """Where a version is to be written, and into buckets of which size. It pickles: another process may write there.
+
+    As a context manager it is left empty when what happens inside goes wrong.
+    """
+
+    folder: Path
+    version: int
+    bucket_bytes: int
+
+    def write(self, weights: Mapping[str, "Tensor"]) -> WeightBundle:
+        """Write weights; the folder appears when they are all there.
+
+        Weights are asked for one after another and let go when they are written: where they are made on being asked
+        for, there is never more than a bucket of them at a time. Tied ones are written under each of their names.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        shutil.rmtree(self._unfinished, ignore_errors=True)  # of a process that died here
+        self._unfinished.mkdir()
+        update = None
+        if isinstance(weights, LowRank):
+            scales = {name: factors.scale for name, factors in weights.factors.items()}
+            update = Update(base=weights.base.absolute(), scales=scales)
+            weights = {
+                f"{name}/{side}": getattr(factors, side) for name, factors in weights.factors.items() for side in "AB"
+            }
+        manifest = Manifest(version=self.version, buckets=tuple(self._write_buckets(weights)), update=update).sealed()
+        return self.finish(manifest)
+
+    def put(self, file: str, content: bytes | memoryview) -> None:
+        """A file of a bundle that somebody else wrote, on another machine. When all are there, it is finished.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self._unfinished.mkdir(exist_ok=True)
+        (self._unfinished / file).write_bytes(content)
+
+    def finish(self, manifest: Manifest) -> WeightBundle:
+        """The bundle of all files that are there: the folder appears. They are checked by whoever opens it."""
+        (self._unfinished / _MANIFEST).write_text(manifest.model_dump_json())
+        self._unfinished.rename(self.folder)
+        return WeightBundle(self.folder, manifest)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            for folder in (self._unfinished, self.folder):
+                shutil.rmtree(folder, ignore_errors=True)
+
+    @property
+    def _unfinished(self) -> Path:
+        return self.folder.with_name(f".{self.folder.name}")
+
+    def _write_buckets(self, weights: Mapping[str, "Tensor"]) -> Iterator[Bucket]:
+        batch: dict[str, Tensor] = {}
+        size = count = 0
+        for name, weight in weights.items():
+            tensor = weight.detach().contiguous()
+            tied = any(tensor.data_ptr() == other.data_ptr() for other in batch.values())
+            batch[name] = tensor.clone() if tied else tensor  # safetensors refuses two names for one memory
+            size += tensor.nbytes
+            if size >= self.bucket_bytes:
+                yield _write_bucket(self._unfinished / f"bucket-{count:05}.safetensors", batch)
+                batch, size, count = {}, 0, count + 1
+        if batch:
+            yield _write_bucket(self._unfinished / f"bucket-{count:05}.safetensors", batch)
+
+
+def _write_bucket(path: Path, batch: Mapping[str, "Tensor"]) -> Bucket:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    size = sum(tensor.nbytes for tensor in batch.values())
+    if shutil.disk_usage(path.parent).free < size:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    try:
+        save_file(dict(batch), path)
+    except SafetensorError as error:
+        raise OSError(errno.EIO, str(error), str(path)) from error
+    return Bucket(file=path.name, size=path.stat().st_size, checksum=_file_checksum(path), names=tuple(batch))
+
+
+def _file_checksum(path: Path) -> str:
+    """XXH3-128, which takes a fifth of the time of CRC-32 and is as fast as memory is read."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+
+
+def shapes_of(weights: Mapping[str, "Tensor"]) -> dict[str, tuple[int, ...]]:
+    """Of all weights by their names; those of a bundle are not read."""
+    if isinstance(weights, WeightBundle):
+        return weights.shapes()
+    return {name: tuple(weight.shape) for name, weight in weights.items()}
+
+
+def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a Hugging Face folder's weights, from the headers of its files.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    files = weight_files(folder)
+    opened = _Files(
+        folder, [Bucket(file=file.name, size=0, checksum="", names=(name,)) for name, file in files.items()]
+    )
+    return {name: opened.shape(name) for name in opened}
+
+
+__all__ = ["Bucket", "BundlePlace", "Manifest", "Update", "WeightBundle", "shapes_of", "weight_shapes"]

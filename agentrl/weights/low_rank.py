@@ -1,0 +1,79 @@
+"""Weights that differ from a model folder by low-rank updates: what a trainer with LoRA publishes."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from agentrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Factors(NamedTuple):
+    """The update of one weight, `scale * B @ A`: A has the shape (rank, inputs), B (outputs, rank), both float32
+    (LoRA, arXiv:2106.09685, section 4.1; `scale` is its alpha / rank).
+    """
+
+    A: "Tensor"
+    B: "Tensor"
+    scale: float
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank(Mapping[str, "Tensor"]):
+    """All weights of a model by their Hugging Face names: those of the folder `base`, plus `factors`.
+
+    To whoever reads it as a mapping, the merged weights: each is read from the folder when it is asked for, and is
+    float32 in the CPU's memory; those that `factors` does not name are the folder's own. To whoever knows the kind,
+    the few numbers that change: it pickles as these. Factors are valid until the trainer's next step.
+    """
+
+    base: Path
+    factors: Mapping[str, Factors]
+
+    def __getitem__(self, name: str) -> "Tensor":
+        weight = _read(self._files[name], name).float()
+        if name not in self.factors:
+            return weight
+        A, B, scale = self.factors[name]
+        return weight.addmm(B.detach().cpu(), A.detach().cpu(), alpha=scale)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    @cached_property
+    def _files(self) -> Mapping[str, Path]:
+        return weight_files(self.base)
+
+
+def weight_files(folder: Path) -> Mapping[str, Path]:
+    """The safetensors file of each weight of a Hugging Face folder.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    from safetensors import safe_open
+
+    found: dict[str, Path] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            found |= dict.fromkeys(tensors.keys(), file)
+    if not found:
+        raise ConfigError(
+            f"{folder} has no *.safetensors: load the model with transformers and save it again by save_pretrained"
+        )
+    return found
+
+
+def _read(file: Path, name: str) -> "Tensor":
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as tensors:
+        weight: Tensor = tensors.get_tensor(name)
+        return weight

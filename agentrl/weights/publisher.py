@@ -1,0 +1,231 @@
+"""Weights from the trainer to the engines, by version, in two phases.
+
+The trainer's weights are written once, outside the processes that read them (`agentrl/weights/bundle.py`). Each engine
+then stages them: it opens and checks them, and serves on as before. Only when all have done so are they committed, on
+one engine after the other. What goes wrong before leaves the version before everywhere; an engine that fails to commit
+is dead and serves nobody. So no two engines ever serve different versions, but for the moment of the commit itself.
+"""
+
+import asyncio
+import hashlib
+import logging
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol, Self, runtime_checkable
+
+from pydantic import Field
+
+from agentrl.errors import EngineDeadError, EngineError, WeightsError
+from agentrl.flow import deadline, now, run_to_completion
+from agentrl.protocols import Engine, Settings, SupportsStageWeights, Trainer
+from agentrl.weights.bundle import BundlePlace, WeightBundle
+from agentrl.weights.store import SHARED_MEMORY, WeightStore, nearest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+logger = logging.getLogger(__name__)
+
+
+WeightUpdate = Literal["keep", "abort_resume", "drain"]
+
+
+class WeightsConfig(Settings):
+    """How weights go from the trainer to the engines."""
+
+    update: WeightUpdate = "keep"
+    """What happens to turns in flight when new weights come: they go on under the new ones (`keep`), they are ended and
+    sent again with the tokens they have (`abort_resume`), or they are waited for (`drain`)."""
+    deadline: float = Field(default=600.0, gt=0)
+    """Seconds that each phase of an update, staging and committing, may take on an engine; an engine that misses it
+    ends the run."""
+
+    transport: Literal["auto", "shared_memory", "disk", "direct"] = "auto"
+    """Where they lie on the way: in this machine's memory, or on the disk of `folder`, which all machines must see.
+    `auto`: in memory, and on the disk when that is full. `direct`: nowhere, tensors are handed to engines here."""
+    folder: Path | None = None
+    """Of `transport: disk`; by default the folder of temporary files."""
+    bucket_mib: int = Field(default=64, ge=1)
+    """Size of the files that weights are cut into. No more than one of them is copied at a time."""
+    attempts: int = Field(default=3, ge=1)
+    """How often a version is written and staged, before the run ends because it cannot be."""
+
+    def parents(self) -> list[Path]:
+        """Where to write, and where to when that fails; none are needed for `direct`."""
+        disk = (self.folder or Path(tempfile.gettempdir())).absolute()  # others have another working directory
+        places = {"auto": [nearest(), disk], "shared_memory": [SHARED_MEMORY], "disk": [disk], "direct": []}
+        return places[self.transport]
+
+
+@runtime_checkable
+class SupportsWriteWeights(Protocol):
+    """A trainer that publishes where its weights are, so that they are not sent to this process first."""
+
+    async def write_weights(self, place: BundlePlace) -> WeightBundle:
+        """Write the weights now, by Hugging Face names, with `place.write`.
+
+        Raises:
+            OSError: they cannot be written there.
+        """
+        ...
+
+
+async def write_weights(trainer: Trainer, place: BundlePlace) -> WeightBundle:
+    """The trainer's weights, written by itself, where it can, or here.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    if isinstance(trainer, SupportsWriteWeights):
+        return await trainer.write_weights(place)
+    return await run_to_completion(asyncio.to_thread(place.write, await trainer.weights()))
+
+
+@dataclass(slots=True)
+class Published:
+    """A version that all engines serve.
+
+    `seconds` are of loop time, by phase: write (from the trainer's devices into the files), stage, commit.
+    """
+
+    version: int
+    weights: Mapping[str, "Tensor"]
+    attempts: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def metrics(self) -> dict[str, float]:
+        """For the run's metrics: bytes written, attempts, seconds by phase."""
+        size = self.weights.manifest.size if isinstance(self.weights, WeightBundle) else 0
+        seconds = {f"weights/seconds_{phase}": seconds for phase, seconds in self.seconds.items()}
+        return {"weights/bytes": float(size), "weights/attempts": float(self.attempts), **seconds}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time of what happens inside."""
+        start = now()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + now() - start
+
+
+class WeightPublisher:
+    """Brings the engine to the trainer's weights; an async context manager, at whose end nothing is left of them.
+
+    Each of `followers` is an engine that takes up only the versions divisible by its number.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        followers: tuple[tuple[Engine, int], ...] = (),
+        config: WeightsConfig | None = None,
+    ) -> None:
+        self._engine = engine
+        self._followers = followers
+        self._config = config or WeightsConfig()
+        self._deadline = self._config.deadline
+        self._parents = self._config.parents()
+        self._stores: list[WeightStore] = []
+        self._served: dict[int, Mapping[str, Tensor]] = {}  # by engine: for a replica of it that is restarted
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        while self._stores:
+            self._stores.pop().close()
+
+    async def publish(self, trainer: Trainer, version: int) -> Published:
+        """Publish the trainer's weights as `version`; returns when the engine samples under it.
+
+        Raises:
+            WeightsError: they cannot be published. All engines serve the version before.
+            EngineDeadError: an engine died of it, and serves nobody. No two others serve different versions.
+            DeadlineError: an engine did not answer in time.
+        """
+        followers = [follower for follower, every in self._followers if version % every == 0]
+        engines = [self._engine, *followers]
+        published = await self._staged(trainer, version, engines)
+        with published.phase("commit"):
+            await run_to_completion(self._commit(published, engines))
+        self._served |= dict.fromkeys(map(id, engines), published.weights)
+        for store in self._stores:
+            await store.keep_only(self._served.values())
+        return published
+
+    async def _staged(self, trainer: Trainer, version: int, engines: Sequence[Engine]) -> Published:
+        """Write the weights and stage them on all engines; where that fails, again, with new files."""
+        published = Published(version, {})
+        while True:
+            published.attempts += 1
+            try:
+                if self._parents:
+                    await self._stage_bundle(trainer, published, engines)
+                else:
+                    with published.phase("write"):
+                        published.weights = await trainer.weights()
+                    await self._stage(published, engines)
+                return published
+            except WeightsError as error:
+                if published.attempts >= self._config.attempts:
+                    raise WeightsError(
+                        f"version {version} of the weights cannot be published, after {published.attempts} attempts "
+                        f"(weights.attempts); every engine serves the version before. The last one: {error}"
+                    ) from error
+
+    async def _stage_bundle(self, trainer: Trainer, published: Published, engines: Sequence[Engine]) -> None:
+        try:
+            with self._place(published.version) as place:
+                with published.phase("write"):
+                    published.weights = await write_weights(trainer, place)
+                await self._stage(published, engines)
+        except OSError as error:
+            parent = self._parents[0]
+            if len(self._parents) > 1:
+                self._parents.pop(0)
+                logger.warning("%s; from now on weights are published in %s", error, self._parents[0])
+            raise WeightsError(
+                f"writing into {parent} failed: {error}. Make room there, or choose another place by weights.transport "
+                "and weights.folder"
+            ) from error
+
+    async def _stage(self, published: Published, engines: Sequence[Engine]) -> None:
+        with published.phase("stage"):
+            for number, engine in enumerate(engines):
+                if not isinstance(engine, SupportsStageWeights):
+                    continue
+                try:
+                    with deadline("engine", "update_weights", self._deadline):
+                        await engine.stage_weights(published.weights, published.version)
+                except EngineDeadError:
+                    raise
+                except (EngineError, WeightsError) as error:
+                    which = f" on follower {number}" if number else ""
+                    raise WeightsError(f"staging{which} failed: {error}") from error
+
+    async def _commit(self, published: Published, engines: Sequence[Engine]) -> None:
+        for engine in engines:
+            with deadline("engine", "update_weights", self._deadline):
+                await engine.update_weights(published.weights, published.version)
+
+    def _place(self, version: int) -> BundlePlace:
+        parent = self._parents[0]
+        if not self._stores or self._stores[-1].folder.parent != parent:
+            self._stores.append(WeightStore.open(parent, self._config.bucket_mib << 20))
+        return self._stores[-1].place(version)
+
+
+def checksum(weights: Mapping[str, "Tensor"]) -> str:
+    """SHA-256 over names and bytes of all weights, in order of names, in hex."""
+    import torch
+
+    digest = hashlib.sha256()
+    for name in sorted(weights):
+        raw = weights[name].detach().cpu().contiguous().flatten().view(torch.uint8)
+        digest.update(name.encode() + b"\0" + raw.numpy().tobytes())
+    return digest.hexdigest()

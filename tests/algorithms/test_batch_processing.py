@@ -1,0 +1,139 @@
+"""BatchProcessing: length penalties, normalisation, overlong filtering, and constraints kept by multipliers."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.algorithms.batch_processing import (
+    BatchProcessing,
+    BatchProcessingConfig,
+    Constraint,
+    length_penalties,
+    normalised,
+)
+from agentrl.algorithms.grpo import Grpo
+from agentrl.errors import ConfigError, TrainingError
+from agentrl.recipes.policy_gradient import samples_of
+from agentrl.testing.rewards import trajectory
+from agentrl.trajectory import Group, Score, Task, Truncated
+
+batches = st.lists(st.lists(st.floats(-100, 100), min_size=1, max_size=5), min_size=1, max_size=5)
+
+
+def group(
+    values: list[float], *, env: str = "a", costs: list[float] | None = None, texts: list[str] | None = None
+) -> Group:
+    task = Task(env, 0, {}, "t")
+    played = [replace(trajectory(text, rewards=[1.0]), task=task) for text in texts or ["x"] * len(values)]
+    parts = [{} if costs is None else {"m/violated": cost} for cost in costs or values]
+    return Group(task, tuple(played), tuple(Score(v, p) for v, p in zip(values, parts, strict=True)))
+
+
+def test_the_longest_loses_to_the_shortest_and_a_wrong_answer_is_not_paid_for_being_short():
+    assert length_penalties([10, 20, 30], [True, True, True]) == [0.5, 0.0, -0.5]
+    assert length_penalties([10, 20, 30], [False, True, False]) == [0.0, 0.0, -0.5]
+    assert length_penalties([7, 7], [True, False]) == [0.0, 0.0]
+    shaped = BatchProcessing(BatchProcessingConfig(length_penalty=2.0)).scores(
+        [group([1.0, 1.0], texts=["ab", "abcd"])]
+    )
+    assert [score.value for score in shaped[0].scores] == [2.0, 0.0]
+
+
+@given(batches, st.data())
+def test_normalised_advantages_of_a_scope_have_mean_zero_and_spread_one(advantages, data):
+    scopes = [data.draw(st.sampled_from("ab")) for _ in advantages]
+    found = normalised(advantages, scopes)
+    for scope in set(scopes):
+        before = [a for of_group, s in zip(advantages, scopes, strict=True) if s == scope for a in of_group]
+        after = [a for of_group, s in zip(found, scopes, strict=True) if s == scope for a in of_group]
+        if len(set(before)) == 1:
+            assert after == [0.0] * len(after)
+        elif max(before) - min(before) > 1e-2:
+            assert math.fsum(after) / len(after) == pytest.approx(0, abs=1e-4)
+            assert math.sqrt(math.fsum(a * a for a in after) / len(after)) == pytest.approx(1, rel=1e-2)
+
+
+def test_each_environment_is_normalised_by_its_own_spread():
+    groups = [group([0.0, 1.0], env="a"), group([0.0, 100.0], env="b")]
+    advantages = [[-0.5, 0.5], [-50.0, 50.0]]
+    by_env = BatchProcessing(BatchProcessingConfig(normalize="environment")).advantages(groups, advantages)
+    by_batch = BatchProcessing(BatchProcessingConfig(normalize="batch")).advantages(groups, advantages)
+    assert by_env == [pytest.approx([-1, 1], rel=1e-4)] * 2
+    assert by_batch[1][1] == pytest.approx(100 * by_batch[0][1])
+    assert BatchProcessing(BatchProcessingConfig()).advantages(groups, advantages) == advantages
+
+
+def test_masked_overlong_episodes_carry_no_loss_and_still_count_in_the_group():
+    played = group([0.0, 1.0, 0.0])
+    cut = replace(played.trajectories[2], status=Truncated("turns"))
+    played = replace(played, trajectories=(*played.trajectories[:2], cut))
+    algorithm = Grpo(Grpo.Config(advantage="group_mean"))
+    kept = list(samples_of([played], algorithm, 0, BatchProcessing(BatchProcessingConfig(overlong="mask"))))
+    every = list(samples_of([played], algorithm, 0))
+    assert (len(kept), len(every)) == (2, 3)
+    assert kept == every[:2], "the baseline is that of all three"
+    with pytest.raises(
+        TrainingError, match=r"all 1 episodes of the step were truncated.*batch_processing.overlong=train"
+    ):
+        BatchProcessing(BatchProcessingConfig(overlong="mask")).trained([cut])
+
+
+def test_a_constraint_costs_what_its_multiplier_says_and_the_parts_stay_as_they_were():
+    constraint = Constraint(part="m/violated", at_most=0.1, rate=1.0, initial=0.5)
+    processing = BatchProcessing(BatchProcessingConfig(constraints=(constraint,)))
+    played = [group([1.0, 1.0], costs=[0.0, 1.0])]
+    shaped = processing.scores(played)
+    assert [score.value for score in shaped[0].scores] == [1.0, 0.5]
+    assert [score.parts for score in shaped[0].scores] == [score.parts for score in played[0].scores]
+    metrics = processing.update(played)
+    assert metrics == {"constraints/rate/m/violated": 0.5, "constraints/multiplier/m/violated": pytest.approx(0.9)}
+    with pytest.raises(ConfigError, match="no score has a part 'm/violated'; there are none"):
+        processing.scores([group([1.0])])
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=30), st.floats(0, 1))
+def test_a_multiplier_rises_while_the_bound_is_broken_falls_while_it_is_kept_and_stays_in_its_range(broken, bound):
+    constraint = Constraint(part="m/violated", at_most=bound, rate=0.7, largest=2.0)
+    processing = BatchProcessing(BatchProcessingConfig(constraints=(constraint,)))
+    for count in broken:
+        before = processing.multipliers["m/violated"]
+        processing.update([group([0.0] * 4, costs=[1.0] * count + [0.0] * (4 - count))])
+        after = processing.multipliers["m/violated"]
+        assert 0 <= after <= 2.0
+        assert (after - before) * (count / 4 - bound) >= 0
+
+
+def test_a_resumed_run_goes_on_with_the_multiplier_of_its_last_step():
+    config = BatchProcessingConfig(constraints=(Constraint(part="m/violated", at_most=0.0, initial=0.3),))
+    rows = [
+        {"step": 0, "constraints/multiplier/m/violated": 0.4},
+        {"step": 1, "constraints/multiplier/m/violated": 0.6},
+        {"eval": 1},
+    ]
+    assert BatchProcessing(config, rows).multipliers == {"m/violated": 0.6}
+    assert BatchProcessing(config).multipliers == {"m/violated": 0.3}
+
+
+def test_a_policy_gives_up_what_breaks_a_constraint_when_the_multiplier_has_grown():
+    """A bandit: breaking the rule pays 1, keeping it 0.2; dual ascent has to make keeping it the better choice."""
+    processing = BatchProcessing(
+        BatchProcessingConfig(constraints=(Constraint(part="m/violated", at_most=0.05, rate=0.5),))
+    )
+    logit = 2.0
+    rates = []
+    for _ in range(300):
+        share = 1 / (1 + math.exp(-logit))
+        breaking = round(20 * share)
+        played = [group([1.0] * breaking + [0.2] * (20 - breaking), costs=[1.0] * breaking + [0.0] * (20 - breaking))]
+        values = [score.value for score in processing.scores(played)[0].scores]
+        gain = (values[0] if breaking else 1.0 - processing.multipliers["m/violated"]) - (
+            values[-1] if breaking < 20 else 0.2
+        )
+        logit += 0.5 * share * (1 - share) * gain + (0.0 if share > 0.01 else 0.05)
+        processing.update(played)
+        rates.append(breaking / 20)
+    assert rates[0] > 0.8
+    assert sum(rates[-50:]) / 50 < 0.15

@@ -1,0 +1,252 @@
+"""Faults in a running `agentrl train`, and whether it goes on: the harness of tests/cluster/test_chaos.py.
+
+A cell of the matrix is a component, the phase of the run that it is hit in, and a signal. A run is hit by one cell
+after the other: when it has trained two more steps, it has recovered of it.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from agentrl.rollout.ledger import read_ledger
+from agentrl.trajectory import Trajectory
+from tests.processes import is_alive, still_alive, title
+
+ROOT = Path(__file__).parents[2]
+RECOVERY_SECONDS = 60.0
+PHASES = {
+    "idle": "idle",
+    "generating": "rollout",
+    "stepping": "train",
+    "updating weights": "weights",
+    "checkpointing": "checkpoint",
+}
+"""The matrix's names of phases, and those that status.json has."""
+COMPONENTS = {
+    "env worker": "env_0",
+    "reward worker": "reward_0",
+    "engine": "engine",
+    "trainer rank": "trainer_1",
+}
+"""What the processes of a component are called by Ray."""
+HELPERS = {"critic rank": "critic_1", "reference rank": "reference_1"}
+"""The same, where an algorithm asks for them."""
+# Started from a background job, this process and its children would ignore SIGINT. SIGUSR1 asks where they are.
+START = """
+import faulthandler, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+faulthandler.register(signal.SIGUSR1)
+from agentrl.cli import main
+main()
+"""
+CONFIG = """
+steps: 1000000
+env: frozen_lake
+model: tiny
+rollout: {groups_per_step: 2, group_size: 4, max_turns: 5, sampling: {max_tokens: 4}}
+reward: [environment, {name: "tests.cluster.chaos:odd", isolation: process}]
+cluster: {name: ray, env_workers: 1, reward_workers: 1, lease: 5}
+engine: {max_batch: 16}
+trainer: {name: fsdp, world_size: 2, row_tokens: 128, micro_batch_tokens: 512}
+evaluation: {tasks: 0}
+checkpoint: {every: 1}
+trackers: ["tests.cluster.chaos:Hold"]
+"""
+
+
+def odd(trajectory: Trajectory) -> float:
+    """A reward that is judged in a process: of what was said, so that members of a group differ."""
+    return sum(turn.completion.token_ids[0] % 2 for turn in trajectory.turns) / 2
+
+
+class Hold:
+    """A tracker that stops the run between two steps for as long as the file `hold` is there: all is idle then."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        self._folder = folder
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if (self._folder / "hold").exists():
+            (self._folder / "holding").touch()
+            while (self._folder / "hold").exists():
+                time.sleep(0.01)
+            (self._folder / "holding").unlink()
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One fault."""
+
+    component: str
+    phase: str
+    signal: signal.Signals
+
+    def __str__(self) -> str:
+        return f"{self.component} / {self.phase} / {self.signal.name}"
+
+
+@dataclass
+class Running:
+    """An `agentrl train` in a process of its own. A context manager: nothing of it outlives the block."""
+
+    folder: Path
+    overrides: Sequence[str] = ()
+    config: str = CONFIG
+    process: "subprocess.Popen[str] | None" = None
+    seen: list[psutil.Process] = field(default_factory=list)
+
+    def __enter__(self) -> "Running":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self.process is not None:
+            self.process.kill()  # all others end with it
+            self.process.wait()
+
+    def start(self) -> None:
+        """Begin, or go on."""
+        config = self.folder.with_suffix(".yaml")
+        config.write_text(self.config)
+        resume = (self.folder / "config.yaml").exists()
+        arguments = ["--resume", str(self.folder)] if resume else [str(config), f"run_dir={self.folder}"]
+        with self._log.open("a") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", START, "train", *arguments, *self.overrides],
+                cwd=ROOT,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+
+    @property
+    def _log(self) -> Path:
+        return self.folder.with_suffix(".log")
+
+    @property
+    def log(self) -> str:
+        """What it has printed."""
+        return self._log.read_text()
+
+    def steps(self) -> int:
+        """Steps that are written down."""
+        with suppress(FileNotFoundError, json.JSONDecodeError):
+            rows = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+            return max((int(row["step"]) + 1 for row in rows), default=0)
+        return 0
+
+    def wait_for(self, what: str, condition: Callable[[], bool], seconds: float) -> float:
+        """Wait; the seconds that it took."""
+        begun = time.monotonic()
+        while not condition():
+            waited = time.monotonic() - begun
+            assert self.process is not None
+            assert self.process.poll() is None, f"the run ended while waiting for {what}:\n{self.log[-6000:]}"
+            assert waited < seconds, f"no {what} within {seconds:g} s; {self.status()}\n{self.log[-6000:]}"
+            time.sleep(0.004)
+        return time.monotonic() - begun
+
+    def status(self) -> dict[str, Any]:
+        """What status.json says."""
+        with suppress(FileNotFoundError):
+            found: dict[str, Any] = json.loads((self.folder / "status.json").read_text())
+            return found
+        return {}
+
+    def processes(self) -> list[psutil.Process]:
+        """The controller and all that it has started."""
+        assert self.process is not None
+        controller = psutil.Process(self.process.pid)
+        return [controller, *controller.children(recursive=True)]
+
+    @contextmanager
+    def in_phase(self, phase: str) -> Iterator[None]:
+        """What happens inside happens when a phase has just begun, in a step after this one."""
+        if phase == "idle":
+            (self.folder / "hold").touch()
+            self.wait_for("pause", (self.folder / "holding").exists, 60)
+            time.sleep(0.3)  # for what was under way
+            yield
+            time.sleep(0.3)
+            (self.folder / "hold").unlink()
+            return
+        step = self.status().get("step", 0)
+        wanted = PHASES[phase]
+        self.wait_for(
+            phase, lambda: (now := self.status()).get("phase") == wanted and now["step"] > step, RECOVERY_SECONDS
+        )
+        yield
+
+    def named(self, name: str) -> psutil.Process:
+        """The process of a worker."""
+        found = [process for process in self.processes() if title(process).startswith(f"ray::{name}")]
+        assert found, f"there is no process of {name}: {sorted(map(title, self.processes()))}"
+        return found[0]
+
+    def hit(self, cell: Cell) -> float:
+        """Send a signal to a component in a phase; the seconds until the run has trained two more steps."""
+        self.seen += self.processes()
+        victim = self.named((COMPONENTS | HELPERS)[cell.component])
+        with self.in_phase(cell.phase):
+            victim.send_signal(cell.signal)
+            before = self.steps()
+        seconds = self.wait_for(f"recovery of {cell}", lambda: self.steps() >= before + 2, RECOVERY_SECONDS)
+        # Ray first asks a process that it kills to go, for five seconds.
+        self.wait_for(f"end of the process that was hit by {cell}", lambda: not is_alive(victim), RECOVERY_SECONDS)
+        return seconds
+
+    def stop(self) -> None:
+        """Stop it as a user does."""
+        assert self.process is not None
+        self.seen += self.processes()
+        self.process.send_signal(signal.SIGINT)
+        try:
+            code = self.process.wait(RECOVERY_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGUSR1)
+            time.sleep(1)
+            raise AssertionError(f"it did not stop within {RECOVERY_SECONDS:g} s:\n{self.log[-12000:]}") from None
+        assert code == 130, self.log[-6000:]
+
+    def end(self) -> None:
+        """Stop it, and see that nothing is left of it."""
+        self.stop()
+        self.nothing_is_left()
+
+    def nothing_is_left(self) -> None:
+        """No process of it lives on."""
+        assert still_alive(set(self.seen), 20) == []
+
+
+def finish(run: Running) -> None:
+    """Go on to an end."""
+    steps = run.steps() + 1
+    run.overrides = (*run.overrides, f"steps={steps}")
+    run.start()
+    finished(run, steps)
+
+
+def finished(run: Running, steps: int) -> None:
+    """Wait for its end, and see that every task and every episode has its fate, and none is lost."""
+    assert run.process is not None
+    assert run.process.wait(180) == 0, run.log[-6000:]
+    summary = json.loads((run.folder / "summary.json").read_text())
+    assert summary["steps"] == steps
+    assert summary["largest_staleness"] == 0
+    with read_ledger(run.folder / "ledger.sqlite") as ledger:
+        assert ledger.task_fates().trained == 2 * steps
+        assert ledger.task_fates().settled
+        assert ledger.episode_fates().settled

@@ -1,0 +1,99 @@
+"""The fault matrix: a run goes on, whatever dies or hangs, whenever (`make chaos`); a part of it runs in CI."""
+
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from rich.table import Table
+
+from tests.cluster.chaos import COMPONENTS, HELPERS, PHASES, RECOVERY_SECONDS, Cell, Running, finish
+
+KILL, STOP = signal.SIGKILL, signal.SIGSTOP
+OF_CI = [
+    Cell("env worker", "generating", STOP),
+    Cell("reward worker", "generating", KILL),
+    Cell("engine", "updating weights", KILL),
+    Cell("trainer rank", "stepping", STOP),
+    Cell("trainer rank", "checkpointing", KILL),
+]
+
+
+@pytest.fixture(scope="module")
+def table() -> Iterator[Table]:
+    made = Table("component", "phase", "signal", "recovered after (s)", title="faults")
+    yield made
+    Console().print(made)
+
+
+def play(cells: Sequence[Cell], folder: Path, table: Table, *overrides: str) -> None:
+    """A run that is hit by all of the cells, goes on, is stopped and resumed, and has lost nothing."""
+    with Running(folder, overrides) as run:
+        run.start()
+        run.wait_for("first step", lambda: run.steps() >= 1, 180)
+        for cell in cells:
+            seconds = run.hit(cell)
+            table.add_row(cell.component, cell.phase, cell.signal.name, f"{seconds:.1f}")
+        run.end()
+        finish(run)
+
+
+@pytest.mark.slow
+def test_a_run_survives_a_fault_of_each_of_its_workers(tmp_path: Path, table: Table) -> None:
+    play(OF_CI, tmp_path / "run", table)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_a_run_survives_the_death_and_the_hanging_of_a_worker_in_every_phase(
+    component: str, tmp_path: Path, table: Table
+) -> None:
+    play([Cell(component, phase, kind) for phase in PHASES for kind in (KILL, STOP)], tmp_path / "run", table)
+
+
+@pytest.mark.chaos
+def test_a_run_survives_the_death_and_the_hanging_of_who_helps_the_trainer(tmp_path: Path, table: Table) -> None:
+    cells = [Cell(helper, phase, kind) for helper in HELPERS for phase, kind in (("stepping", KILL), ("idle", STOP))]
+    play(cells, tmp_path / "run", table, "algorithm=ppo", "algorithm.kl=0.1")
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_run_whose_controller_is_killed_leaves_nothing_and_goes_on_when_it_is_resumed(
+    phase: str, tmp_path: Path, table: Table
+) -> None:
+    with Running(tmp_path / "run") as run:
+        run.start()
+        run.wait_for("first step", lambda: run.steps() >= 2, 180)
+        run.seen += run.processes()
+        assert run.process is not None
+        with run.in_phase(phase):
+            run.process.send_signal(KILL)
+            run.process.wait(10)
+        run.nothing_is_left()
+        before = run.steps()
+        run.start()
+        seconds = run.wait_for("steps of the resumed run", lambda: run.steps() >= before + 2, 180)
+        table.add_row("controller", phase, "SIGKILL", f"{seconds:.1f} (resumed)")
+        run.end()
+        finish(run)
+
+
+@pytest.mark.chaos
+def test_a_run_whose_controller_was_stopped_for_longer_than_a_lease_goes_on(tmp_path: Path, table: Table) -> None:
+    with Running(tmp_path / "run") as run:
+        run.start()
+        run.wait_for("first step", lambda: run.steps() >= 1, 180)
+        assert run.process is not None
+        for phase in PHASES:
+            with run.in_phase(phase):
+                run.process.send_signal(STOP)
+                time.sleep(8)
+                run.process.send_signal(signal.SIGCONT)
+                before = run.steps()
+            seconds = run.wait_for("recovery", lambda before=before: run.steps() >= before + 2, RECOVERY_SECONDS)
+            table.add_row("controller", phase, "SIGSTOP, SIGCONT", f"{seconds:.1f}")
+        run.end()
+        finish(run)

@@ -1,0 +1,142 @@
+"""Groups of workers: one contract over threads, processes and Ray's actors."""
+
+import asyncio
+import os
+import signal
+import time
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from agentrl.cluster.processes import start_local
+from agentrl.cluster.ray_actors import RayWorker, RayWorkers
+from agentrl.cluster.workers import StartWorkers
+from agentrl.errors import ConfigError, WorkerDiedError
+from tests.cluster.shared_ray import join_shared_ray
+from tests.processes import still_alive
+
+
+class Counter:
+    """A worker that counts."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.count = 0
+
+    def add(self, by: int) -> tuple[int, int]:
+        self.count += by
+        return self.rank, self.count
+
+    def fail(self) -> None:
+        raise ConfigError("this is wrong")
+
+    def lose_connection(self, killed: int) -> None:
+        """What a rank does whose neighbour dies: fails first."""
+        if self.rank == killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.2)
+        raise RuntimeError("connection reset by peer")
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+class Broken:
+    def __init__(self, rank: int) -> None:
+        raise ConfigError(f"rank {rank} cannot be")
+
+
+pytestmark = pytest.mark.slow  # each process takes a second to begin
+LEASE = 2.0
+
+
+@pytest.fixture(params=["local", "ray"])
+def start(request: pytest.FixtureRequest) -> StartWorkers:
+    if request.param == "local":
+        return partial(start_local, lease=LEASE)
+    join_shared_ray()
+    return RayWorkers(lease=LEASE)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_calls_reach_all_workers_and_answers_come_by_rank(start: StartWorkers, count: int) -> None:
+    async def main() -> None:
+        group = await start("counter", Counter, count)
+        try:
+            assert await group.all("add", 1) == [(rank, 1) for rank in range(count)]
+            assert await group.scatter("add", [(10 * rank,) for rank in range(count)]) == [
+                (rank, 1 + 10 * rank) for rank in range(count)
+            ]
+            assert await group.one("add", 5, rank=count - 1) == (count - 1, 6 + 10 * (count - 1))
+        finally:
+            await group.stop()
+            await group.stop()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_a_worker_raises_comes_through_and_it_lives_on(start: StartWorkers, count: int) -> None:
+    async def main() -> None:
+        with pytest.raises(ConfigError, match="cannot be"):
+            await start("broken", Broken, count)
+        group = await start("counter", Counter, count)
+        with pytest.raises(ConfigError, match="this is wrong"):
+            await group.all("fail")
+        assert (await group.one("add", 2)) == (0, 2)
+        await group.stop()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_worker_that_is_killed_or_hangs_is_an_error_and_a_stopped_group_leaves_no_process(
+    start: StartWorkers, signal_number: signal.Signals
+) -> None:
+    async def main() -> list[Any]:
+        group = await start("counter", Counter, 2)
+        pids = await group.all("pid")
+        assert len({os.getpid(), *pids}) == 3
+        os.kill(pids[1], signal_number)
+        with pytest.raises(WorkerDiedError, match="counter 1 died"):
+            await group.all("add", 1)
+        assert await group.one("add", 1) == (0, 2)
+        await group.stop()
+        return pids
+
+    pids = asyncio.run(main())
+    assert still_alive(pids, 10) == []
+
+
+def test_where_a_worker_has_died_nobody_blames_those_who_lost_it(start: StartWorkers) -> None:
+    async def main() -> None:
+        group = await start("counter", Counter, 2)
+        with pytest.raises(RuntimeError, match="connection reset"):
+            await group.all("lose_connection", -1)
+        with pytest.raises(WorkerDiedError, match="counter 1 died"):
+            await group.all("lose_connection", 1)
+        await group.stop()
+
+    asyncio.run(main())
+
+
+def test_a_cancellation_that_comes_with_a_sign_of_life_is_none_the_less() -> None:
+    async def main(rounds: int) -> bool:
+        sign: Future[None] = Future()
+        actor = Mock()
+        actor.beat.options.return_value.remote.return_value.future.return_value = sign
+        check = asyncio.create_task(RayWorker("env", 0, actor, LEASE, made=True).check())
+        await asyncio.sleep(0)
+        sign.set_result(None)
+        for _ in range(rounds):
+            await asyncio.sleep(0)
+        cancelled = check.cancel()
+        await asyncio.wait({check})
+        assert check.cancelled() is cancelled
+        return cancelled
+
+    outcomes = [asyncio.run(main(rounds)) for rounds in range(10)]
+    assert set(outcomes) == {False, True}

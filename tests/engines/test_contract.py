@@ -1,0 +1,753 @@
+"""What every engine must do, proved on each of them: local, scripted, over HTTP, and (marks `slow`, `vllm`) in an actor
+of Ray, and vLLM.
+
+The truth is a plain forward pass of the same weights over the whole sequence, without any cache.
+"""
+
+import asyncio
+import copy
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from agentrl.engines.local import LocalEngine
+from agentrl.engines.openai import OpenAIEngine
+from agentrl.errors import EngineDeadError, EngineError
+from agentrl.plugins import Component
+from agentrl.protocols import Engine, GenerateRequest, SamplingParams, SupportsProbe
+from agentrl.testing.engines import NextLogits, ScriptedEngine
+from agentrl.testing.openai_server import serve_engine
+from agentrl.trajectory import Completion
+
+T = TypeVar("T")
+MAX_BATCH = 8
+MAX_CONTEXT = 256
+Weights = Mapping[str, Tensor]
+Played = tuple[GenerateRequest, Completion]
+
+
+class Truth:
+    """Plain forward passes of any weights of one architecture."""
+
+    def __init__(self, folder: Path) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.base: Weights = {name: p.detach().clone() for name, p in self._model.named_parameters()}
+        self.vocab: int = self._model.config.vocab_size
+
+    def logits(self, weights: Weights, tokens: Sequence[int]) -> Tensor:
+        """Logits after every token of the sequence."""
+        with torch.inference_mode():
+            return torch.func.functional_call(
+                self._model, dict(weights), (torch.tensor([tokens]),), {"use_cache": False}, tie_weights=True
+            ).logits[0]
+
+    def logprobs(self, weights: Weights, prompt: Sequence[int], sampled: Sequence[int], temperature: float) -> Tensor:
+        """The logprob of each sampled token."""
+        logits = self.logits(weights, [*prompt, *sampled])[len(prompt) - 1 : -1]
+        logprobs = torch.log_softmax(logits / (temperature or 1.0), dim=-1)
+        return logprobs.gather(1, torch.tensor(sampled)[:, None])[:, 0]
+
+    def next_logits(self, weights: Weights) -> NextLogits:
+        cached = lru_cache(maxsize=256)(lambda tokens: self.logits(weights, tokens)[-1].numpy())
+        return lambda tokens: cached(tuple(tokens))
+
+    def other(self, seed: int) -> Weights:
+        """Weights of the same kind with other values."""
+        generator = torch.Generator().manual_seed(seed)
+        return {
+            name: p + 0.5 * p.std(correction=0) * torch.randn(p.shape, generator=generator)
+            for name, p in self.base.items()
+        }
+
+    def sentinel(self, token: int) -> Weights:
+        """Weights under which every token is followed by `token`: only its embedding is longer along one axis."""
+        weights = {name: torch.zeros_like(p) for name, p in self.base.items()}
+        for name, p in weights.items():
+            if name.endswith("norm.weight"):
+                p.fill_(1.0)
+        weights["model.embed_tokens.weight"][:, 0] = 1.0
+        weights["model.embed_tokens.weight"][token, 0] = 2.0
+        weights["model.norm.weight"].fill_(10.0)
+        return weights
+
+    def marked_sentinel(self, token: int, mark: float) -> Weights:
+        """As `sentinel`, greedily; and all values in the KV cache are `mark`, which the logprobs show."""
+        weights = self.sentinel(token)
+        weights["model.layers.0.self_attn.v_proj.weight"][:, 0] = mark
+        weights["model.layers.0.self_attn.o_proj.weight"][1, 0] = 0.1
+        weights["model.norm.weight"].fill_(0.8)
+        return weights
+
+
+class QuickTruth(Truth):
+    """The truth of a scripted engine: its model may be any function, so nobody has to wait for a transformer.
+
+    What stands before a token is summed with halving weights. All axes but the first, which tells the sentinels apart,
+    are then moved by one: else every token would just be repeated.
+    """
+
+    def logits(self, weights: Weights, tokens: Sequence[int]) -> Tensor:
+        return self._hidden(weights, tokens) @ weights["model.embed_tokens.weight"].detach().T
+
+    def next_logits(self, weights: Weights) -> NextLogits:
+        embeddings_VD = weights["model.embed_tokens.weight"].detach()
+        return lambda tokens: (embeddings_VD @ self._hidden(weights, tokens)[-1]).numpy()
+
+    def _hidden(self, weights: Weights, tokens: Sequence[int]) -> Tensor:
+        ages_TT = torch.arange(len(tokens))[:, None] - torch.arange(len(tokens))
+        halving_TT = torch.where(ages_TT >= 0, 0.5 ** ages_TT.clamp(0), 0.0)
+        sums_TD = halving_TT @ weights["model.embed_tokens.weight"].detach()[list(tokens)]
+        sums_TD = sums_TD * sums_TD.square().mean(-1, keepdim=True).rsqrt() * weights["model.norm.weight"].detach()
+        return 0.5 * torch.cat([sums_TD[:, :1], sums_TD[:, 1:].roll(1, 1)], 1)  # the half flattens the distribution
+
+
+class Served:
+    """An engine kept on a loop of its own for all tests of the module, and the weights it has now."""
+
+    engine: Engine
+
+    def __init__(self, engine: AbstractAsyncContextManager[Engine], truth: Truth) -> None:
+        self._entered = engine
+        self.truth = truth
+        self.by_version: dict[int, Weights] = {0: truth.base}
+        self._runner = asyncio.Runner()
+        self._requests = 0
+
+    def __enter__(self) -> "Served":
+        self.engine = self._runner.run(self._entered.__aenter__())
+        # Long enough for several updates to fall into it; another process goes on while new weights are written.
+        here = isinstance(self.engine, LocalEngine | ScriptedEngine)
+        self.long = 80 if here else 190
+        self.arrival = 0.02 if here else 0.5  # seconds until a request is there for certain
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._runner.run(self._entered.__aexit__(None, None, None))
+        self._runner.close()
+
+    @property
+    def weights(self) -> Weights:
+        return self.by_version[self.engine.policy_version]
+
+    def run(self, test: Coroutine[Any, Any, T]) -> T:
+        async def bounded() -> T:
+            async with asyncio.timeout(120):
+                if self.weights is not self.truth.base:
+                    await self.publish(self.truth.base)
+                return await test
+
+        return self._runner.run(bounded())
+
+    async def publish(self, weights: Weights) -> int:
+        version = self.engine.policy_version + 1
+        await self.engine.update_weights(weights, version)
+        assert self.engine.policy_version == version
+        self.by_version[version] = weights
+        return version
+
+    def request(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int = 16,
+        *,
+        temperature: float = 1.0,
+        stop: tuple[int, ...] = (),
+        seed: int = 0,
+        priority: int = 0,
+    ) -> GenerateRequest:
+        self._requests += 1
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, stop_token_ids=stop)
+        return GenerateRequest(f"request-{self._requests}", tuple(prompt), sampling, seed, priority)
+
+    async def all(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
+        async with asyncio.TaskGroup() as tasks:
+            started = [tasks.create_task(self.engine.generate(request)) for request in requests]
+        return [task.result() for task in started]
+
+    @asynccontextmanager
+    async def players(self, ask: Callable[[int], GenerateRequest]) -> AsyncIterator[list[Played]]:
+        """More callers than there are places, each of whom asks again at once, and until the block is left."""
+        played: list[Played] = []
+        going = True
+
+        async def play(number: int) -> None:
+            while going:
+                request = ask(number)
+                played.append((request, await self.engine.generate(request)))
+
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(MAX_BATCH + 4):
+                tasks.create_task(play(number))
+            yield played
+            going = False
+
+    async def tokens(self, number: int) -> None:
+        """Wait until so many more have been generated."""
+        wanted = self.engine.stats().generated_tokens + number
+        await self.until(lambda: self.engine.stats().generated_tokens >= wanted)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        while not condition():  # engines have no event for what tests wait for
+            await asyncio.sleep(0.001)
+            if isinstance(self.engine, SupportsProbe):
+                await self.engine.probe()  # its stats are as fresh as its last answer
+
+    def assert_true(self, request: GenerateRequest, completion: Completion, tolerance: float = 1e-3) -> None:
+        """Every token's logprob is that of a plain forward pass of the very weights it is stamped with."""
+        for version in set(completion.policy_versions):
+            error = self.error(request, completion, version)
+            assert error < tolerance, f"version {version}: off by {error}"
+
+    def error(self, request: GenerateRequest, completion: Completion, version: int) -> float:
+        """How far the logprobs of the tokens stamped `version` are from a plain forward pass of its weights."""
+        expected = self.truth.logprobs(
+            self.by_version[version], request.prompt_ids, completion.token_ids, request.sampling.temperature
+        )
+        stamped = torch.tensor(completion.policy_versions) == version
+        return float((torch.tensor(completion.logprobs) - expected)[stamped].abs().max())
+
+
+@pytest.fixture(scope="module")
+def lively_dir(shallow_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shallow model with larger weights: fresh ones predict all tokens alike, and hide every fault."""
+    folder = tmp_path_factory.mktemp("models") / "lively"
+    model = AutoModelForCausalLM.from_pretrained(shallow_model_dir)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() == 2:
+                p.mul_(6.0)
+    model.save_pretrained(folder)
+    return folder
+
+
+def local_engine(folder: Path, truth: Truth, **settings: Any) -> Engine:
+    return LocalEngine(LocalEngine.Config(max_batch=MAX_BATCH, max_context=MAX_CONTEXT, **settings), folder)
+
+
+def scripted_engine(folder: Path, truth: Truth, **settings: Any) -> Engine:
+    return ScriptedEngine(
+        truth.next_logits(truth.base),
+        max_batch=MAX_BATCH,
+        max_context=MAX_CONTEXT,
+        on_weights=lambda weights, version: truth.next_logits(copy.copy(weights)),
+    )
+
+
+def truth_of(engine: Callable[..., Any], folder: Path) -> Truth:
+    return QuickTruth(folder) if engine is scripted_engine else Truth(folder)
+
+
+def vllm_engine(folder: Path, truth: Truth, **settings: Any) -> Engine:
+    from agentrl.engines.vllm import VllmEngine
+
+    return VllmEngine(VllmEngine.Config(max_batch=MAX_BATCH, max_context=MAX_CONTEXT, **settings), folder)
+
+
+def ray_engine(folder: Path, truth: Truth, **settings: Any) -> Engine:
+    from agentrl.cluster.ray_engine import RayEngine
+    from agentrl.cluster.ray_placement import Unplaced
+    from tests.cluster.shared_ray import join_shared_ray
+
+    join_shared_ray()
+    config = LocalEngine.Config(max_batch=MAX_BATCH, max_context=MAX_CONTEXT, **settings)
+    return RayEngine(Component("local", LocalEngine, config), folder, Unplaced().options("engine", 0))
+
+
+@asynccontextmanager
+async def engine_over_http(folder: Path, truth: Truth) -> AsyncIterator[Engine]:
+    async with (
+        local_engine(folder, truth) as local,
+        serve_engine(local) as url,
+        OpenAIEngine(OpenAIEngine.Config(url=url)) as engine,
+    ):
+        yield engine
+
+
+ENGINES = [
+    pytest.param(local_engine, id="local"),
+    pytest.param(scripted_engine, id="scripted"),
+    pytest.param(ray_engine, id="ray", marks=pytest.mark.slow),
+    pytest.param(vllm_engine, id="vllm", marks=pytest.mark.vllm),
+]
+owns_its_weights = pytest.mark.parametrize("served", ENGINES, indirect=True, scope="module")
+"""Not for engines whose weights somebody else has: those take no new ones, and give no unfinished tokens."""
+
+
+@pytest.fixture(scope="module", params=[*ENGINES, pytest.param(engine_over_http, id="openai")])
+def served(request: pytest.FixtureRequest, lively_dir: Path) -> Iterator[Served]:
+    truth = truth_of(request.param, lively_dir)
+    with Served(request.param(lively_dir, truth), truth) as served:
+        yield served
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def keeping(request: pytest.FixtureRequest, lively_dir: Path) -> Iterator[Served]:
+    """Engines that keep the KV of requests in flight when weights change."""
+    truth = truth_of(request.param, lively_dir)
+    with Served(request.param(lively_dir, truth, kv_on_update="keep"), truth) as served:
+        yield served
+
+
+def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(6, 400, (length,), generator=generator).tolist())
+
+
+def test_greedy_tokens_are_those_of_a_naive_loop(served: Served) -> None:
+    request = served.request(prompt_of(20), 24, temperature=0.0)
+    completion = served.run(served.engine.generate(request))
+    tokens = list(request.prompt_ids)
+    for _ in range(24):
+        tokens.append(int(served.truth.logits(served.truth.base, tokens)[-1].argmax()))
+    assert completion.token_ids == tuple(tokens[20:])
+    assert len(set(completion.token_ids)) > 4  # the model says something
+    assert completion.finish_reason == "length"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_logprobs_are_of_the_sampled_distribution(served: Served, temperature: float) -> None:
+    requests = [served.request(prompt_of(5 + 9 * i, i), 20, temperature=temperature, seed=i) for i in range(6)]
+    for request, completion in zip(requests, served.run(served.all(requests)), strict=True):
+        served.assert_true(request, completion)
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_tokens_are_drawn_from_the_model_s_distribution(served: Served, temperature: float) -> None:
+    prompt, draws = prompt_of(12), 1000
+    requests = [served.request(prompt, 1, temperature=temperature, seed=1000 + seed) for seed in range(draws)]
+    tokens = [completion.token_ids[0] for completion in served.run(served.all(requests))]
+    probabilities = torch.softmax(served.truth.logits(served.truth.base, prompt)[-1] / temperature, dim=-1)
+    common = [v for v in range(served.truth.vocab) if probabilities[v] * draws >= 8]
+    expected = [draws * float(probabilities[v]) for v in common]
+    counts: list[float] = [tokens.count(v) for v in common]
+    expected.append(draws - sum(expected))
+    counts.append(draws - sum(counts))
+    assert len(common) > 3
+    chi_square = sum((n - e) ** 2 / e for n, e in zip(counts, expected, strict=True))
+    freedom = len(expected) - 1
+    assert chi_square < freedom + 5 * (2 * freedom) ** 0.5  # five standard deviations
+
+
+def test_the_same_seed_gives_the_same_tokens_whoever_else_is_in_the_batch(served: Served) -> None:
+    def mine() -> GenerateRequest:
+        return served.request(prompt_of(30, 5), 24, seed=77)
+
+    alone = served.run(served.engine.generate(mine()))
+    others = [served.request(prompt_of(4 + i, i), 3 + 2 * i, seed=i) for i in range(20)]
+    crowd = served.run(served.all([*others[:10], mine(), *others[10:]]))
+    other_seed = served.run(served.engine.generate(served.request(prompt_of(30, 5), 24, seed=78)))
+    assert crowd[10].token_ids == alone.token_ids
+    assert other_seed.token_ids != alone.token_ids
+
+
+def test_a_stop_token_ends_the_completion_and_is_its_last_token(served: Served) -> None:
+    prompt = prompt_of(20)
+    free = served.run(served.engine.generate(served.request(prompt, 24, temperature=0.0)))
+    stop = free.token_ids[7]
+    cut = served.run(served.engine.generate(served.request(prompt, 24, temperature=0.0, stop=(stop, 3))))
+    assert cut.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
+    assert cut.finish_reason == "stop"
+
+
+def test_a_stop_token_on_the_last_allowed_place_is_a_stop(served: Served) -> None:
+    prompt = prompt_of(20)
+    first = served.run(served.engine.generate(served.request(prompt, 1, temperature=0.0)))
+    again = served.run(served.engine.generate(served.request(prompt, 1, temperature=0.0, stop=first.token_ids)))
+    assert (first.finish_reason, again.finish_reason) == ("length", "stop")
+
+
+def test_a_later_turn_equals_a_fresh_prefill(served: Served) -> None:
+    async def episode(seed: int) -> None:
+        prompt = list(prompt_of(11, seed))
+        for turn in range(4):
+            request = served.request(prompt, 9, seed=seed * 10 + turn)
+            completion = await served.engine.generate(request)
+            served.assert_true(request, completion)
+            prompt += [*completion.token_ids, *prompt_of(5 + seed, turn)]
+
+    async def main() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for seed in range(5):
+                tasks.create_task(episode(seed))
+
+    served.run(main())
+
+
+def test_more_ragged_requests_than_places_all_come_out_right(served: Served) -> None:
+    requests = [served.request(prompt_of(3 + 37 * i % 150, i), 1 + 7 * i % 13, seed=i) for i in range(30)]
+    completions = served.run(served.all(requests))
+    for request, completion in zip(requests, completions, strict=True):
+        assert len(completion.token_ids) == request.sampling.max_tokens
+        served.assert_true(request, completion)
+
+
+def test_cancelling_a_caller_frees_its_place(served: Served) -> None:
+    async def main() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            long = [
+                tasks.create_task(served.engine.generate(served.request(prompt_of(10, i), 240)))
+                for i in range(MAX_BATCH)
+            ]
+            await served.until(lambda: served.engine.stats().running == MAX_BATCH)
+            short = tasks.create_task(served.engine.generate(served.request(prompt_of(10), 2)))
+            await asyncio.sleep(0)
+            assert not any(task.done() for task in [*long, short])
+            long[3].cancel()
+            assert len((await short).token_ids) == 2
+            assert not any(task.done() for task in long[4:])
+            for task in long:
+                task.cancel()
+        await served.until(lambda: served.engine.stats().running == 0)
+
+    served.run(main())
+    assert served.engine.stats().waiting == 0
+
+
+def test_a_caller_s_deadline_costs_one_place_until_the_deadline(served: Served) -> None:
+    async def main() -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await served.engine.generate(served.request(prompt_of(4), 250))
+        await served.until(lambda: served.engine.stats().running == 0)
+
+    served.run(main())
+
+
+def test_the_lower_priority_number_is_served_first(served: Served) -> None:
+    order: list[str] = []
+
+    async def noted(name: str, request: GenerateRequest) -> None:
+        await served.engine.generate(request)
+        order.append(name)
+
+    async def main() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            full = [
+                tasks.create_task(served.engine.generate(served.request(prompt_of(10, i), 240)))
+                for i in range(MAX_BATCH)
+            ]
+            await served.until(lambda: served.engine.stats().running == MAX_BATCH)
+            late = tasks.create_task(noted("priority 5", served.request(prompt_of(10), 3, priority=5)))
+            await asyncio.sleep(served.arrival)
+            soon = tasks.create_task(noted("priority 1", served.request(prompt_of(10), 3, priority=1)))
+            await asyncio.sleep(served.arrival)
+            full[0].cancel()
+            await soon
+            await late
+            for task in full:
+                task.cancel()
+
+    served.run(main())
+    assert order == ["priority 1", "priority 5"]
+
+
+def test_a_completion_ends_where_the_context_ends(served: Served) -> None:
+    completion = served.run(served.engine.generate(served.request(prompt_of(MAX_CONTEXT - 3), 50)))
+    assert served.engine.max_context == MAX_CONTEXT
+    assert (len(completion.token_ids), completion.finish_reason) == (3, "length")
+
+
+@pytest.mark.parametrize("length", [0, MAX_CONTEXT, MAX_CONTEXT + 50])
+def test_a_prompt_that_does_not_fit_is_refused_and_harms_nobody(served: Served, length: int) -> None:
+    good = served.request(prompt_of(10), 5)
+    with pytest.raises(EngineError, match=r"max_context|needs a prompt"):
+        served.run(served.engine.generate(served.request(prompt_of(length))))
+    served.assert_true(good, served.run(served.engine.generate(good)))
+
+
+@owns_its_weights
+def test_after_an_update_everything_is_of_the_new_weights(served: Served) -> None:
+    request = served.request(prompt_of(64, 9), 24, temperature=0.0)
+
+    async def main() -> tuple[Completion, GenerateRequest, Completion]:
+        before = await served.engine.generate(request)
+        version = await served.publish(served.truth.other(1))
+        again = served.request(request.prompt_ids, 24, temperature=0.0)
+        # The next turn too: its prefix is in every cache, computed with the old weights.
+        turn = served.request([*request.prompt_ids, *before.token_ids, *prompt_of(4)], 24)
+        after, later = await served.all([again, turn])
+        assert set(before.policy_versions) == {version - 1}
+        assert set(after.policy_versions) == set(later.policy_versions) == {version}
+        served.assert_true(request, before)
+        served.assert_true(again, after)
+        assert after.token_ids != before.token_ids
+        return before, turn, later
+
+    _, turn, later = served.run(main())
+    served.assert_true(turn, later)
+
+
+@owns_its_weights
+def test_weights_that_change_in_mid_generation_change_every_token_after_and_none_before(served: Served) -> None:
+    async def main() -> list[Played]:
+        async with served.players(lambda i: served.request(prompt_of(7 + 5 * i, i), served.long, seed=i)) as played:
+            for seed in range(3):
+                await served.tokens(15 * MAX_BATCH)
+                await served.publish(served.truth.other(seed))
+        return played
+
+    played = served.run(main())
+    for request, completion in played:
+        served.assert_true(request, completion)
+        assert list(completion.policy_versions) == sorted(completion.policy_versions)
+    assert max(len(set(completion.policy_versions)) for _, completion in played) >= 3
+
+
+@owns_its_weights
+def test_every_version_tag_is_exact(served: Served) -> None:
+    """Under version v every token is the sentinel of v, so a tag that is off by one token shows."""
+
+    def sentinel(version: int) -> int:
+        return 10 + version % 100
+
+    async def main() -> list[Played]:
+        first = served.engine.policy_version + 1
+        await served.publish(served.truth.sentinel(sentinel(first)))
+        async with served.players(lambda i: served.request(prompt_of(20, i), served.long - 30 + i, seed=i)) as played:
+            for update in range(6):
+                await served.tokens(6 * MAX_BATCH)
+                await served.publish(served.truth.sentinel(sentinel(first + update + 1)))
+        return played
+
+    played = served.run(main())
+    for _, completion in played:
+        assert completion.token_ids == tuple(sentinel(version) for version in completion.policy_versions)
+    assert max(len(set(completion.policy_versions)) for _, completion in played) >= 3
+
+
+@owns_its_weights
+def test_versions_only_grow(served: Served) -> None:
+    async def main() -> None:
+        version = await served.publish(served.truth.base)
+        for not_newer in (version, version - 1):
+            with pytest.raises(EngineError, match="only grow"):
+                await served.engine.update_weights(served.truth.other(1), not_newer)
+        request = served.request(prompt_of(8), 8)
+        completion = await served.engine.generate(request)
+        assert set(completion.policy_versions) == {version}
+        served.assert_true(request, completion)
+
+    served.run(main())
+
+
+def test_counts_add_up(served: Served) -> None:
+    async def main() -> None:
+        before = served.engine.stats()
+        completions = await served.all([served.request(prompt_of(10 + i, 40 + i), 4 + i) for i in range(12)])
+        after = served.engine.stats()
+        assert after.generated_tokens - before.generated_tokens == sum(len(c.token_ids) for c in completions)
+        assert after.prefilled_tokens + after.cached_tokens - before.prefilled_tokens - before.cached_tokens == sum(
+            10 + i for i in range(12)
+        )
+        assert (after.running, after.waiting) == (0, 0)
+
+    served.run(main())
+
+
+@owns_its_weights
+def test_an_interrupt_gives_every_token_back_and_the_rest_is_as_if_nothing_had_happened(served: Served) -> None:
+    prompts = [prompt_of(7 + 5 * i, i) for i in range(MAX_BATCH)]
+
+    async def main() -> None:
+        whole = await served.all([served.request(prompt, served.long, temperature=0.0) for prompt in prompts])
+        before = served.engine.stats().generated_tokens
+        async with asyncio.TaskGroup() as tasks:
+            requests = [served.request(prompt, served.long, temperature=0.0) for prompt in prompts]
+            all_done = tasks.create_task(served.all(requests))
+            await served.until(lambda: served.engine.stats().generated_tokens >= before + 5 * MAX_BATCH)
+            await served.engine.interrupt()
+            assert served.engine.stats().running == 0
+        partial = all_done.result()
+        assert {completion.finish_reason for completion in partial} == {"abort"}
+        assert sum(len(c.token_ids) for c in partial) == served.engine.stats().generated_tokens - before
+        assert min(len(completion.token_ids) for completion in partial) >= 1
+        rest = await served.all(
+            [
+                served.request((*prompt, *begun.token_ids), served.long - len(begun.token_ids), temperature=0.0)
+                for prompt, begun in zip(prompts, partial, strict=True)
+            ]
+        )
+        for uninterrupted, begun, ended in zip(whole, partial, rest, strict=True):
+            assert begun.token_ids + ended.token_ids == uninterrupted.token_ids
+
+    served.run(main())
+
+
+@owns_its_weights
+def test_an_interrupt_ends_who_waits_and_who_has_only_just_come(served: Served) -> None:
+    async def main() -> None:
+        requests = [served.request(prompt_of(10, i), 200, seed=i) for i in range(3 * MAX_BATCH)]
+        seen = served.engine.stats().generated_tokens
+        async with asyncio.TaskGroup() as tasks:
+            all_done = tasks.create_task(served.all(requests))
+            await served.until(lambda: served.engine.stats().generated_tokens > seen + MAX_BATCH)
+            last = tasks.create_task(served.engine.generate(served.request(prompt_of(30), 200)))
+            await asyncio.sleep(0)
+            await served.engine.interrupt()
+        await served.engine.interrupt()  # there is nobody, and nothing happens
+        completions = [*all_done.result(), last.result()]
+        assert {completion.finish_reason for completion in completions} == {"abort"}
+        assert sum(bool(completion.token_ids) for completion in completions) == MAX_BATCH
+        for request, completion in zip(requests, completions, strict=False):
+            served.assert_true(request, completion)
+        good = served.request(prompt_of(12), 9)
+        served.assert_true(good, await served.engine.generate(good))
+        assert (served.engine.stats().running, served.engine.stats().waiting) == (0, 0)
+
+    served.run(main())
+
+
+@owns_its_weights
+def test_an_interrupt_does_not_wait_for_who_goes_meanwhile(served: Served) -> None:
+    async def main() -> None:
+        requests = [
+            asyncio.create_task(served.engine.generate(served.request(prompt_of(10, i), 200))) for i in range(200)
+        ]
+        await asyncio.sleep(0)
+        interrupt = asyncio.create_task(served.engine.interrupt())
+        await asyncio.sleep(0)
+        for request in requests:
+            request.cancel()
+        async with asyncio.timeout(30):
+            await interrupt
+            await asyncio.wait(requests)
+
+    served.run(main())
+
+
+@owns_its_weights
+def test_new_weights_after_an_interrupt_sample_the_rest(served: Served) -> None:
+    request = served.request(prompt_of(20), served.long)
+
+    async def main() -> None:
+        seen = served.engine.stats().generated_tokens
+        async with asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(served.engine.generate(request))
+            await served.until(lambda: served.engine.stats().generated_tokens > seen + 5)
+            await served.engine.interrupt()
+            version = await served.publish(served.truth.other(5))
+        begun = task.result()
+        rest = served.request((*request.prompt_ids, *begun.token_ids), served.long - len(begun.token_ids))
+        ended = await served.engine.generate(rest)
+        assert set(begun.policy_versions) == {version - 1}
+        assert set(ended.policy_versions) == {version}
+        served.assert_true(request, begun)
+        served.assert_true(rest, ended)
+
+    served.run(main())
+
+
+@pytest.mark.parametrize("make", [local_engine, scripted_engine])
+def test_an_engine_that_is_not_running_is_a_dead_engine(make: Callable[..., Engine], lively_dir: Path) -> None:
+    truth = Truth(lively_dir)
+    engine = make(lively_dir, truth)
+    request = GenerateRequest("r", (7, 8), SamplingParams(max_tokens=250))
+
+    async def refuses() -> None:
+        for call in (engine.generate(request), engine.interrupt(), engine.update_weights(truth.base, 1)):
+            with pytest.raises(EngineDeadError, match="not running"):
+                await call
+
+    async def is_told() -> None:
+        with pytest.raises(EngineDeadError, match="closed"):
+            await engine.generate(request)
+
+    async def main() -> None:
+        await refuses()
+        async with asyncio.TaskGroup() as tasks, engine:
+            tasks.create_task(is_told())
+            await asyncio.sleep(0.01)
+        await refuses()
+
+    asyncio.run(main())
+
+
+@owns_its_weights
+def test_pressure_is_told(served: Served) -> None:
+    async def main() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            all_done = tasks.create_task(
+                served.all([served.request(prompt_of(20, i), served.long) for i in range(MAX_BATCH)])
+            )
+            await served.until(lambda: served.engine.stats().kv_use > 0)
+            assert served.engine.stats().kv_use <= 1
+            await served.publish(served.truth.other(1))
+        assert len(all_done.result()) == MAX_BATCH
+        assert served.engine.stats().kv_use == 0
+        assert served.engine.stats().preemptions == 0  # an update is none
+
+    served.run(main())
+
+
+def test_kept_kv_is_its_own_request_s_only_and_every_version_tag_is_exact(keeping: Served) -> None:
+    """Updates in mid-request, each with another sentinel token, and another mark in every value of the KV cache.
+
+    Tokens tell which weights sampled them. Logprobs tell whose KV they saw: of the version that a request began
+    under, all of it must be; of later ones, none may be that was not kept.
+    """
+    engine, prefix = keeping.engine, prompt_of(150)
+    updates = {"LocalEngine": 30, "ScriptedEngine": 5, "RayEngine": 10, "VllmEngine": 100}[type(engine).__name__]
+    played: list[Played] = []
+
+    def sentinel(version: int) -> int:
+        return 10 + version % 150
+
+    async def update() -> None:
+        version = engine.policy_version + 1
+        await keeping.publish(keeping.truth.marked_sentinel(sentinel(version), 1.0 + version % 7))
+
+    async def play(request: GenerateRequest) -> tuple[int, ...]:
+        completion = await engine.generate(request)
+        played.append((request, completion))
+        return (*request.prompt_ids, *completion.token_ids)
+
+    async def keep_playing(number: int) -> None:
+        while True:
+            # vLLM's blocks have 128 tokens: one is shared by half of the players, the others fill theirs in mid-request
+            tokens = prefix[: 130 if number % 2 else 110]
+            for _ in range(3):  # turns, each of which could use what the one before has left in the cache
+                tokens = await play(keeping.request((*tokens, number), 8 + number, temperature=0.0))
+
+    async def found_in_cache(prompt: Sequence[int]) -> int:
+        seen = engine.stats().cached_tokens
+        await play(keeping.request(prompt, 1, temperature=0.0))
+        return engine.stats().cached_tokens - seen
+
+    async def main() -> None:
+        await update()
+        async with asyncio.TaskGroup() as tasks:
+            players = [tasks.create_task(keep_playing(number)) for number in range(MAX_BATCH + 4)]
+            for number in range(updates):
+                if number == updates // 2:  # nobody has to wait any more, and a next turn follows at once
+                    for player in players[MAX_BATCH - 2 :]:
+                        player.cancel()
+                await keeping.tokens(3 * MAX_BATCH)
+                await update()
+            for player in players:
+                player.cancel()
+        await keeping.until(lambda: engine.stats().running == 0)
+        await found_in_cache(prefix)
+        again = await found_in_cache((*prefix, 9))
+        assert (again > 0) == (not isinstance(engine, ScriptedEngine))
+        await update()
+        assert await found_in_cache((*prefix, 9)) == 0
+        await found_in_cache(prefix)
+        assert await found_in_cache((*prefix, 9)) == again
+
+    keeping.run(main())
+    gaps = []
+    for request, completion in played:
+        assert completion.token_ids == tuple(sentinel(version) for version in completion.policy_versions)
+        first, last = completion.policy_versions[0], completion.policy_versions[-1]
+        assert keeping.error(request, completion, first) < 1e-3
+        if last > first:
+            gaps.append(keeping.error(request, completion, last))
+    assert len(gaps) > updates / 2
+    assert (max(gaps) > 0.1) == (not isinstance(engine, ScriptedEngine))  # the old KV was kept indeed

@@ -1,0 +1,332 @@
+"""What only the local engine promises: its cache, its batches, its death."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from agentrl.engines import local, packed_model
+from agentrl.engines.local import LocalEngine
+from agentrl.engines.sampling import Sampler, noise_keys
+from agentrl.engines.slots import SlotTable
+from agentrl.errors import ConfigError, EngineError
+from agentrl.protocols import GenerateRequest, SamplingParams
+from agentrl.trajectory import Completion
+
+
+def engine_of(model: Path, **settings: Any) -> LocalEngine:
+    return LocalEngine(LocalEngine.Config(**{"max_batch": 4, "device": "cpu", **settings}), model)
+
+
+def request(name: str, prompt: Sequence[int], max_tokens: int = 8, seed: int = 0) -> GenerateRequest:
+    return GenerateRequest(name, tuple(prompt), SamplingParams(max_tokens=max_tokens), seed)
+
+
+async def all_of(engine: LocalEngine, requests: Sequence[GenerateRequest]) -> list[Completion]:
+    async with asyncio.TaskGroup() as tasks:
+        started = [tasks.create_task(engine.generate(each)) for each in requests]
+    return [task.result() for task in started]
+
+
+def plain_logprobs(
+    model: Path, prompt: Sequence[int], completion: Completion, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+    with torch.inference_mode():
+        logits = plain(torch.tensor([[*prompt, *completion.token_ids]])).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits.float(), -1).gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+
+
+def test_a_later_turn_computes_only_what_is_new(shallow_model_dir: Path) -> None:
+    async def main() -> None:
+        async with engine_of(shallow_model_dir) as engine:
+            prompt = list(range(10, 60))
+            first = await engine.generate(request("a", prompt, 8))
+            assert engine.stats().prefilled_tokens == 50
+            await engine.generate(request("b", [*prompt, *first.token_ids, 11, 12, 13], 8))
+            # all but the last sampled token have their KV; that one and three new ones do not
+            assert engine.stats().cached_tokens == 57
+            assert engine.stats().prefilled_tokens == 50 + 4
+
+    asyncio.run(main())
+
+
+def test_each_sibling_of_a_group_finds_its_own_episode_again(shallow_model_dir: Path) -> None:
+    async def main() -> None:
+        async with engine_of(shallow_model_dir) as engine:
+            prompt = tuple(range(10, 30))
+            first = await all_of(engine, [request(f"a{i}", prompt, 5, seed=i) for i in range(4)])
+            follow = [request(f"b{i}", (*prompt, *c.token_ids, 11), 5) for i, c in enumerate(first)]
+            await all_of(engine, follow[::-1])
+            assert engine.stats().cached_tokens == 4 * 24
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("off", ["by config", "by new weights"])
+def test_no_kv_is_reused_when_it_must_not_be(shallow_model_dir: Path, off: str) -> None:
+    async def main() -> None:
+        async with engine_of(shallow_model_dir, prefix_cache=off != "by config") as engine:
+            first = await engine.generate(request("a", range(10, 60)))
+            if off == "by new weights":
+                model = AutoModelForCausalLM.from_pretrained(shallow_model_dir)
+                await engine.update_weights(model.state_dict(), 1)  # with the tied head's second name
+            await engine.generate(request("b", [*range(10, 60), *first.token_ids, 11]))
+            assert engine.stats().cached_tokens == 0
+
+    asyncio.run(main())
+
+
+def test_the_same_callers_get_bit_for_bit_the_same_in_every_run(shallow_model_dir: Path) -> None:
+    async def episode(engine: LocalEngine, number: int) -> list[Completion]:
+        prompt = list(range(10, 20 + number))
+        turns = []
+        for turn in range(3):
+            turns.append(await engine.generate(request(f"{number}.{turn}", prompt, 4 + number % 3, seed=number)))
+            prompt += [*turns[-1].token_ids, 11, 12]
+        return turns
+
+    async def run() -> tuple[list[list[Completion]], Any]:
+        async with engine_of(shallow_model_dir) as engine, asyncio.TaskGroup() as tasks:
+            episodes = [tasks.create_task(episode(engine, number)) for number in range(9)]
+            for task in episodes:
+                await task
+            return [task.result() for task in episodes], engine.stats()
+
+    assert asyncio.run(run()) == asyncio.run(run())
+
+
+def test_callers_answered_together_are_decoded_together(
+    shallow_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches: list[int] = []
+    step = packed_model.PackedModel.step
+
+    def noted(self: packed_model.PackedModel, rows: Sequence[packed_model.StepRow]) -> list[tuple[int, float]]:
+        batches.append(len(rows))
+        return step(self, rows)
+
+    monkeypatch.setattr(packed_model.PackedModel, "step", noted)
+
+    async def episode(engine: LocalEngine, number: int) -> None:
+        for turn in range(5):
+            async with asyncio.timeout(30):
+                await engine.generate(request(f"{number}.{turn}", range(10, 20), 3))
+
+    async def main() -> None:
+        async with engine_of(shallow_model_dir) as engine, asyncio.TaskGroup() as tasks:
+            for number in range(4):
+                tasks.create_task(episode(engine, number))
+
+    asyncio.run(main())
+    assert batches == [4] * 15
+
+
+@pytest.mark.parametrize("step_tokens", [1, 7, 64])
+def test_prompts_longer_than_a_step_are_computed_in_parts(
+    shallow_model_dir: Path, monkeypatch: pytest.MonkeyPatch, step_tokens: int
+) -> None:
+    monkeypatch.setattr(local, "_STEP_TOKENS", step_tokens)
+    requests = [request(f"{i}", range(10, 20 + 97 * i), 5, seed=i) for i in range(4)]
+
+    async def main() -> list[Completion]:
+        async with engine_of(shallow_model_dir) as engine:
+            return await all_of(engine, requests)
+
+    for each, completion in zip(requests, asyncio.run(main()), strict=True):
+        torch.testing.assert_close(
+            torch.tensor(completion.logprobs),
+            plain_logprobs(shallow_model_dir, each.prompt_ids, completion),
+            atol=1e-4,
+            rtol=0,
+        )
+
+
+def test_the_cache_grows_under_live_requests(shallow_model_dir: Path) -> None:
+    requests = [request("short", range(10, 30), 300), request("long", [7] * 600, 5)]
+
+    async def main() -> list[Completion]:
+        async with engine_of(shallow_model_dir, max_batch=64) as engine, asyncio.TaskGroup() as tasks:
+            short = tasks.create_task(engine.generate(requests[0]))
+            while engine.stats().generated_tokens < 100:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            return [await engine.generate(requests[1]), await short]
+
+    for each, completion in zip(requests[::-1], asyncio.run(main()), strict=True):
+        expected = plain_logprobs(shallow_model_dir, each.prompt_ids, completion)
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
+
+
+def test_bfloat16_is_as_near_the_truth_as_a_plain_bfloat16_forward_pass(shallow_model_dir: Path) -> None:
+    async def main() -> Completion:
+        async with engine_of(shallow_model_dir, dtype="bfloat16") as engine:
+            return await engine.generate(request("a", range(10, 60), 40))
+
+    completion = asyncio.run(main())
+    truth = plain_logprobs(shallow_model_dir, range(10, 60), completion)
+    plain = plain_logprobs(shallow_model_dir, range(10, 60), completion, torch.bfloat16)
+    engines = torch.tensor(completion.logprobs)
+    assert (engines - truth).abs().max() < 2 * (plain - truth).abs().max()
+    assert (engines - truth).abs().mean() < 0.05
+
+
+def test_when_a_step_fails_everybody_is_told_and_nobody_hangs(
+    shallow_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: packed_model.PackedModel, rows: Sequence[packed_model.StepRow]) -> list[tuple[int, float]]:
+        raise RuntimeError("out of memory")
+
+    async def told(engine: LocalEngine, name: str) -> None:
+        with pytest.raises(EngineError, match="out of memory"):
+            await engine.generate(request(name, (7, 8)))
+
+    async def main() -> None:
+        async with engine_of(shallow_model_dir) as engine:
+            await engine.generate(request("fine", (7, 8)))
+            monkeypatch.setattr(packed_model.PackedModel, "step", broken)
+            async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+                for number in range(9):
+                    tasks.create_task(told(engine, f"{number}"))
+            await told(engine, "later")
+            with pytest.raises(EngineError, match="out of memory"):
+                await engine.update_weights({}, 1)
+
+    asyncio.run(main())
+
+
+def test_leaving_ends_who_still_waits_and_the_body_s_own_error_stays_as_it_is(shallow_model_dir: Path) -> None:
+    engine = engine_of(shallow_model_dir)
+
+    async def told(name: str) -> None:
+        with pytest.raises(EngineError, match="closed"):
+            await engine.generate(request(name, (7, 8), 1000))
+
+    async def body(tasks: asyncio.TaskGroup) -> None:
+        async with engine:
+            for number in range(6):
+                tasks.create_task(told(f"{number}"))
+            await asyncio.sleep(0.05)
+            raise KeyError("mine")
+
+    async def main() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            with pytest.raises(KeyError, match="mine"):
+                await body(tasks)
+        await told("later")
+
+    asyncio.run(main())
+
+
+def test_wrong_weights_are_refused_whole(shallow_model_dir: Path) -> None:
+    weights = dict(AutoModelForCausalLM.from_pretrained(shallow_model_dir).named_parameters())
+    doubled = {name: 2 * p.detach() for name, p in weights.items()}
+    wrong = [
+        {**doubled, "model.norm.weight": torch.ones(3)},
+        {**doubled, "model.other.weight": torch.ones(3)},
+        {name: p for name, p in doubled.items() if "norm" not in name},
+    ]
+
+    async def main() -> None:
+        async with engine_of(shallow_model_dir) as engine:
+            for each in wrong:
+                with pytest.raises(EngineError, match="nothing was changed"):
+                    await engine.update_weights(each, 1)
+            completion = await engine.generate(request("a", range(10, 60)))
+            expected = plain_logprobs(shallow_model_dir, range(10, 60), completion)
+            torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
+            assert set(completion.policy_versions) == {0}
+
+    asyncio.run(main())
+
+
+def test_a_malformed_request_is_refused(shallow_model_dir: Path) -> None:
+    async def main() -> None:
+        async with engine_of(shallow_model_dir) as engine, asyncio.TaskGroup() as tasks:
+            nothing = replace(request("c", [7]), sampling=SamplingParams().model_copy(update={"max_tokens": 0}))
+            for bad in (request("a", [99999]), request("b", [-1]), nothing):
+                with pytest.raises(EngineError):
+                    await engine.generate(bad)
+            tasks.create_task(engine.generate(request("twice", [7], 30)))
+            await asyncio.sleep(0)
+            with pytest.raises(EngineError, match="live already"):
+                await engine.generate(request("twice", [7]))
+
+    asyncio.run(main())
+
+
+def test_more_context_than_the_model_has_is_a_config_error(shallow_model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="2048"):
+        asyncio.run(engine_of(shallow_model_dir, max_context=4096).__aenter__())
+
+
+operations = st.lists(
+    st.tuples(st.sampled_from(["take", "park", "forget"]), st.integers(0, 5), st.lists(st.integers(0, 2), max_size=5)),
+    max_size=40,
+)
+
+
+@given(operations)
+@settings(max_examples=300, deadline=None)
+def test_the_slot_table_is_a_longest_prefix_lookup(steps: list[tuple[str, int, list[int]]]) -> None:
+    table, parked, taken, size = SlotTable(4), dict[int, list[int]](), list[int](), 4
+    for kind, which, tokens in steps:
+        if kind == "take" and len(taken) < size:
+            fits = [h for h in parked.values() if len(h) < len(tokens) and tokens[: len(h)] == h]
+            place = table.take_extended(tokens)
+            assert (place is None) == (not fits)
+            if place is None:
+                slot, oldest = table.take_any(), next(iter(parked), None)
+                if len(parked) + len(taken) == size:
+                    assert slot == oldest
+            else:
+                slot, length = place
+                assert parked[slot] == tokens[:length]
+                assert length == max(len(h) for h in fits)
+            parked.pop(slot, None)
+            taken.append(slot)
+        elif kind == "park" and taken:
+            slot = taken.pop(which % len(taken))
+            table.park(slot, tokens)
+            if tokens:
+                parked[slot] = tokens
+        elif kind == "forget":
+            table.forget_parked()
+            parked.clear()
+        assert len(set(taken)) == len(taken)
+        assert table.available == size - len(taken)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**31)), min_size=1, max_size=6))
+def test_noise_is_a_function_of_seed_and_position_alone(rows: list[tuple[int, int]]) -> None:
+    sampler = Sampler(13, torch.device("cpu"))
+
+    def noise(some: Sequence[tuple[int, int]]) -> torch.Tensor:
+        seeds, positions = np.asarray(some, dtype=np.uint64).T
+        return sampler.gumbel(torch.from_numpy(noise_keys(seeds, positions)))
+
+    together = noise(rows)
+    for index, row in enumerate(rows):
+        assert torch.equal(noise([row])[0], together[index])
+    assert bool(torch.isfinite(together).all())
+
+
+def test_the_noise_is_gumbel_and_independent_over_seeds_positions_and_tokens() -> None:
+    sampler = Sampler(64, torch.device("cpu"))
+    seeds, positions = (a.reshape(-1).astype(np.uint64) for a in np.meshgrid(np.arange(64), np.arange(64)))
+    noise = sampler.gumbel(torch.from_numpy(noise_keys(seeds, positions))).reshape(64, 64, 64).double()
+    uniform = torch.exp(-torch.exp(-noise))
+    counts = torch.histc(uniform, bins=100, min=0, max=1)
+    expected = uniform.numel() / 100
+    assert float(((counts - expected) ** 2 / expected).sum()) < 99 + 5 * (2 * 99) ** 0.5
+    centred = uniform - 0.5
+    bound = 5 / 12 / uniform.numel() ** 0.5
+    for axis in range(3):
+        assert abs(float((centred * centred.roll(1, axis)).mean())) < bound

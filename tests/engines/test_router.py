@@ -1,0 +1,300 @@
+"""The router: sticky sessions, load escape, death, silence, and the three ways of new weights."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from agentrl.engines.router import Router
+from agentrl.errors import EngineDeadError, EngineError
+from agentrl.flow import Flow, now, run_virtual
+from agentrl.protocols import GenerateRequest, SamplingParams
+from agentrl.testing import ScriptedEngine
+from agentrl.weights.publisher import WeightUpdate
+
+
+def request(name: str, *, session: str = "", tokens: int = 10) -> GenerateRequest:
+    return GenerateRequest(
+        name, (1, 2), SamplingParams(max_tokens=tokens, temperature=0.0, stop_token_ids=(99,)), seed=7, session=session
+    )
+
+
+def counting() -> ScriptedEngine:
+    """Its token at each position is the number of tokens before it: a lost or repeated one shows. One a second."""
+    return ScriptedEngine(
+        lambda tokens: [10.0 * (i == len(tokens)) for i in range(100)], seconds_per_token=lambda request: 1.0
+    )
+
+
+def served(engines: list[ScriptedEngine], main: Callable[[Router], object], update: WeightUpdate = "keep") -> None:
+    async def run() -> None:
+        async with Router(engines, update=update) as router:
+            await main(router)
+
+    run_virtual(run)
+
+
+def test_an_episode_stays_with_its_replica_and_new_ones_go_to_the_least_busy():
+    engines = [counting(), counting()]
+
+    async def main(router: Router) -> None:
+        for turn in range(3):
+            async with Flow("turn") as flow:
+                for episode in ("a", "b", "c", "d"):
+                    flow.start(router.generate(request(f"{episode}/{turn}", session=episode)), name=episode)
+
+    served(engines, main)
+    homes = [{asked.session for asked in engine.requests} for engine in engines]
+    assert sorted(len(home) for home in homes) == [2, 2]
+    assert not homes[0] & homes[1]
+
+
+def test_a_session_leaves_a_replica_that_is_far_busier():
+    engines = [counting(), counting()]
+
+    async def main(router: Router) -> None:
+        await router.generate(request("first", session="s"))
+        async with Flow("crowd") as flow:
+            for number in range(20):
+                router._homes[f"crowd-{number}"] = router._homes["s"]
+                flow.start(router.generate(request(f"c{number}", session=f"crowd-{number}")), name=str(number))
+        assert {len(engine.requests) > 4 for engine in engines} == {True}
+
+    served(engines, main)
+
+
+@pytest.mark.parametrize("update", ["keep", "abort_resume"])
+def test_no_token_is_sampled_twice_and_every_version_is_exact(update):
+    engine = counting()
+
+    async def main(router: Router) -> None:
+        async with Flow("requests") as flow:
+            tasks = [flow.start(router.generate(request(str(n))), name=str(n)) for n in range(3)]
+            for version in (1, 2):
+                await asyncio.sleep(3.5)
+                await router.update_weights({}, version)
+        for task in tasks:
+            completion = task.result()
+            assert completion.token_ids == tuple(range(2, 12))
+            assert completion.policy_versions == (0,) * 3 + (1,) * 4 + (2,) * 3 or update == "abort_resume"
+            assert list(completion.policy_versions) == sorted(completion.policy_versions)
+            assert completion.finish_reason == "length"
+        assert engine.stats().generated_tokens == 30
+
+    served([engine], main, update)
+
+
+def test_drain_waits_for_turns_in_flight_and_holds_new_ones_back():
+    engine = counting()
+
+    async def main(router: Router) -> None:
+        async with Flow("requests") as flow:
+            early = flow.start(router.generate(request("early")), name="early")
+            await asyncio.sleep(2.5)
+            updating = flow.start(router.update_weights({}, 1), name="update")
+            await asyncio.sleep(1)
+            late = flow.start(router.generate(request("late")), name="late")
+            await updating
+            assert now() == pytest.approx(10)
+        assert set(early.result().policy_versions) == {0}
+        assert set(late.result().policy_versions) == {1}
+        assert now() == pytest.approx(20)
+
+    served([engine], main, "drain")
+
+
+def test_a_dead_replica_s_requests_are_answered_by_a_survivor():
+    doomed = ScriptedEngine.replying(
+        lambda request: (5,), fail=lambda request: EngineDeadError("its process is gone"), prefill_seconds=lambda r: 2.0
+    )
+    engines = [doomed, counting()]
+
+    async def main(router: Router) -> None:
+        async with Flow("requests") as flow:
+            tasks = [flow.start(router.generate(request(str(n))), name=str(n)) for n in range(6)]
+        assert [task.result().token_ids for task in tasks] == [tuple(range(2, 12))] * 6
+        await router.update_weights({}, 1)
+        assert router.policy_version == 1
+        assert engines[0].policy_version == 0
+
+    served(engines, main)
+
+
+def test_when_the_last_replica_dies_everybody_is_told():
+    async def main(router: Router) -> None:
+        with pytest.raises(EngineDeadError, match=r"no engine is left: .*is gone"):
+            await router.generate(request("a"))
+
+    served([ScriptedEngine.replying(lambda r: (5,), fail=lambda r: EngineDeadError("it is gone"))] * 1, main)
+
+
+def test_a_refused_request_is_not_a_death():
+    engine = ScriptedEngine.replying(lambda r: (5,), fail=lambda r: EngineError("too long") if r.id == "a" else None)
+
+    async def main(router: Router) -> None:
+        with pytest.raises(EngineError, match="too long"):
+            await router.generate(request("a"))
+        assert (await router.generate(request("b"))).token_ids == (5, 99)
+
+    served([engine], main)
+
+
+def test_a_silent_replica_is_abandoned_and_its_requests_are_sent_again_but_the_last_is_kept():
+    silent = ScriptedEngine.replying(lambda request: (5,), hang=lambda request: True)
+    engines = [silent, counting()]
+
+    async def main(router: Router) -> None:
+        async with Flow("requests") as flow:
+            tasks = [flow.start(router.generate(request(str(n), tokens=30)), name=str(n)) for n in range(4)]
+            await asyncio.sleep(5)
+            assert not router.evict_unresponsive()  # the first look only remembers
+            await asyncio.sleep(5)
+            assert router.evict_unresponsive()
+            assert silent.stats().running == 2
+        assert [len(task.result().token_ids) for task in tasks] == [30] * 4
+        assert silent.stats().running == 0
+        assert not router.evict_unresponsive()
+
+    served(engines, main)
+
+
+def test_a_caller_that_gives_up_is_not_sent_anywhere_else():
+    engines = [counting(), counting()]
+
+    async def main(router: Router) -> None:
+        async with Flow("requests") as flow:
+            task = flow.start(router.generate(request("a")), name="a")
+            await asyncio.sleep(2)
+            task.cancel()
+        assert task.cancelled()
+        assert len(engines[0].requests) + len(engines[1].requests) == 1
+
+    served(engines, main)
+
+
+class Probeable(ScriptedEngine):
+    """Says whether it lives: never again after `hang_from` seconds of the clock, or that it is dead."""
+
+    dies_at = hangs_at = float("inf")
+
+    async def probe(self) -> None:
+        if now() >= self.hangs_at:
+            await asyncio.sleep(1e9)
+        if now() >= self.dies_at:
+            raise EngineDeadError("its machine is on fire")
+
+
+def probeable(**times: float) -> Probeable:
+    engine = Probeable(
+        lambda tokens: [10.0 * (i == len(tokens)) for i in range(100)], seconds_per_token=lambda request: 1.0
+    )
+    for name, at in times.items():
+        setattr(engine, name, at)
+    return engine
+
+
+@pytest.mark.parametrize("fault", ["dies_at", "hangs_at"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_an_engine_that_dies_or_hangs_is_restarted_at_the_current_version_and_its_requests_are_answered(
+    fault: str, replicas: int
+):
+    engines = [probeable(**({fault: 13.5} if number == 0 else {})) for number in range(replicas)]
+    spare: list[Probeable] = []
+
+    def again(number: int) -> Probeable:
+        assert number == 0
+        spare.append(probeable())
+        return spare[-1]
+
+    async def main() -> None:
+        async with Router(engines, factory=again, lease=5.0) as router, Flow("requests") as flow:
+            await router.update_weights({}, 1)
+            await router.update_weights({}, 4)
+            await asyncio.sleep(10)
+            tasks = [flow.start(router.generate(request(str(n), session=str(n))), name=str(n)) for n in range(4)]
+            completions = [await task for task in tasks]
+            assert now() < 13.5 + 5 + 1 + 10 + 1
+            for completion in completions:
+                assert completion.token_ids == tuple(range(2, 12))
+                assert set(completion.policy_versions) == {4}
+            await router.update_weights({}, 5)
+            assert router.policy_version == 5
+            assert len((await router.generate(request("last"))).token_ids) == 10
+
+    run_virtual(main)
+    assert len(spare) == 1
+    with pytest.raises(EngineDeadError):  # it was closed with the router
+        run_virtual(lambda: spare[0].generate(request("late")))
+
+
+def test_weights_that_come_while_no_engine_lives_are_those_that_the_next_one_begins_with():
+    first = probeable(dies_at=2.0)
+
+    class Slow(Probeable):
+        async def __aenter__(self) -> "Slow":
+            await asyncio.sleep(20)
+            return await super().__aenter__()
+
+    async def main() -> None:
+        async with Router([first], factory=lambda number: Slow(lambda tokens: [1.0]), lease=5.0) as router:
+            await router.update_weights({}, 1)
+            await asyncio.sleep(5)
+            assert router.policy_version == 1
+            await router.update_weights({}, 2)
+            assert now() >= 22
+            assert router.policy_version == 2
+
+    run_virtual(main)
+
+
+def test_an_engine_that_cannot_be_restarted_ends_the_run_and_says_which():
+    class Doomed(Probeable):
+        async def __aenter__(self) -> "Doomed":
+            raise EngineError("no memory")
+
+    async def main() -> None:
+        async with Router([probeable(dies_at=2.0)], factory=lambda n: Doomed(lambda tokens: [1.0]), lease=5.0):
+            await asyncio.sleep(1e6)
+
+    with pytest.raises(EngineDeadError, match=r"engine 0 could not be restarted: no memory \(3 times in a row\)"):
+        run_virtual(main)
+
+
+def test_weights_that_no_engine_takes_are_not_those_of_an_engine_that_is_restarted():
+    def refuse(weights: object, version: int) -> None:
+        if version == 2:
+            raise EngineError("not of this model")
+
+    def make() -> Probeable:
+        return Probeable(lambda tokens: [1.0], on_weights=refuse)
+
+    first = make()
+    first.dies_at = 50.0
+
+    async def main() -> None:
+        async with Router([first], factory=lambda number: make(), lease=5.0) as router:
+            await router.update_weights({}, 1)
+            with pytest.raises(EngineError, match="not of this model"):
+                await router.update_weights({}, 2)
+            await asyncio.sleep(100)
+            assert router.policy_version == 1
+
+    run_virtual(main)
+
+
+def test_an_engine_that_refuses_what_another_has_taken_serves_no_more():
+    def refuse(weights: object, version: int) -> None:
+        raise EngineError("not here")
+
+    picky = ScriptedEngine(lambda tokens: [1.0], on_weights=refuse)
+    willing = ScriptedEngine(lambda tokens: [1.0])
+
+    async def main() -> None:
+        async with Router([picky, willing]) as router:
+            await router.update_weights({}, 1)
+            assert router.policy_version == 1
+            for number in range(4):
+                completion = await router.generate(request(str(number), session=str(number)))
+                assert set(completion.policy_versions) == {1}
+
+    run_virtual(main)

@@ -1,0 +1,112 @@
+"""Environments in threads: what blocks, hangs or breaks costs its own episode only. Real time, short deadlines."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from agentrl.errors import DeadlineError, EnvError
+from agentrl.hosting.host import EnvDeadlines, EnvHost
+
+
+class Blocking:
+    """A sync environment that blocks, hangs or raises as its options say."""
+
+    closed = 0
+
+    def reset(self, *, seed, options):
+        self.options = dict(options)
+        return "begin", {}
+
+    def step(self, action):
+        if "hang" in self.options:
+            self.options["hang"].wait()
+        if "raise" in self.options:
+            raise ZeroDivisionError("mine")
+        if "shape" in self.options:
+            return "only an observation"
+        time.sleep(self.options.get("block", 0))
+        return threading.current_thread().name, 0.0, True, False, {}
+
+    def close(self):
+        type(self).closed += 1
+
+
+def host(**deadlines) -> EnvHost:
+    return EnvHost({"blocking": Blocking}, EnvDeadlines(**deadlines))
+
+
+def test_a_blocking_env_runs_in_a_thread_of_its_own_and_the_loop_goes_on():
+    async def main() -> None:
+        envs = host()
+        live = [envs.acquire("blocking") for _ in range(4)]
+        for env in live:
+            await env.reset(0, {"block": 0.3})
+        started = time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            stepping = [group.create_task(env.step("go")) for env in live]
+            for _ in range(10):
+                await asyncio.sleep(0.01)
+            assert not any(task.done() for task in stepping)
+        assert time.perf_counter() - started < 0.9
+        assert {task.result()[0] for task in stepping} == {"env-Blocking"}
+        for env in live:
+            await envs.release("blocking", env)
+        await envs.close()
+
+    asyncio.run(main())
+
+
+def test_a_hung_env_is_left_at_its_deadline_and_never_used_again():
+    release = threading.Event()
+
+    async def main() -> None:
+        envs = host(step=0.2)
+        env = envs.acquire("blocking")
+        await env.reset(0, {"hang": release})
+        with pytest.raises(DeadlineError, match=r"rollout\.deadlines\.step"):
+            await env.step("go")
+        await envs.release("blocking", env)
+        assert envs.acquire("blocking") is not env
+
+    asyncio.run(main())
+    release.set()
+
+
+def test_a_sound_env_is_used_again_and_closed_at_the_end():
+    async def main() -> None:
+        envs = host()
+        env = envs.acquire("blocking")
+        await env.reset(0, {})
+        await envs.release("blocking", env)
+        assert envs.acquire("blocking") is env
+        await envs.release("blocking", env)
+        before = Blocking.closed
+        await envs.close()
+        for _ in range(100):
+            if Blocking.closed == before + 1:
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError("not closed")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"raise": True}, r"Blocking.step raised ZeroDivisionError: mine \(.*test_host.py:\d+ in step\)"),
+        ({"shape": True}, r"Blocking.step must return \(observation: str, reward"),
+    ],
+)
+def test_what_an_env_does_wrong_is_said_with_its_own_frame(options, said):
+    async def main() -> None:
+        env = host().acquire("blocking")
+        await env.reset(0, options)
+        with pytest.raises(EnvError, match=said):
+            await env.step("go")
+        assert env.broken
+        await env.close()
+
+    asyncio.run(main())

@@ -1,0 +1,266 @@
+"""The plan before a run: it fits, says why, refuses what cannot be, says what would, and agrees with measured runs."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl.config import RunConfig, load_config
+from agentrl.errors import ConfigError
+from agentrl.placement.device_map import maps
+from agentrl.placement.devices import GIB, GPUS, Inventory, gpu_named, host
+from agentrl.placement.footprint import ModelFacts
+from agentrl.planner.check import check_placement
+from agentrl.planner.measured import measured, with_measured
+from agentrl.planner.memory import loads, problems
+from agentrl.planner.plan import Plan, make_plan
+from agentrl.planner.run_facts import model_of, placement_request_of, stages_of
+from agentrl.simulate.stages import workload
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+H100 = gpu_named("H100")
+SMALL = ("rollout.groups_per_step=8", "rollout.group_size=4")  # quick to simulate; memory is what it was
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(EXAMPLES.parent)
+
+
+def config(name: str, *overrides: str) -> RunConfig:
+    return load_config(EXAMPLES / f"{name}.yaml", overrides).config
+
+
+def planned(inventory: Inventory, name: str, *overrides: str) -> Plan:
+    chosen = config(name, *overrides)
+    return make_plan(chosen, inventory, model_of(chosen))
+
+
+def refused(inventory: Inventory, name: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        planned(inventory, name, *overrides)
+    return str(caught.value)
+
+
+SHIPPED = {
+    "colocated_8gpu": (Inventory(H100, 8), "colocated"),
+    "disaggregated_16gpu": (Inventory(H100, 8, 2), "disaggregated"),
+    "frozen_lake": (Inventory(host(cores=2, memory=16 * GIB)), "local"),
+}
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_configs_get_a_map_that_respects_memory(name: str) -> None:
+    inventory, mode = SHIPPED[name]
+    plan = planned(inventory, name, *SMALL)
+    assert plan.devices.mode == mode
+    assert plan.devices.time_shared == (mode == "colocated")
+    assert {load.device for load in plan.loads} == {d for r in plan.devices.replicas for d in r.devices}
+    for load in plan.loads:
+        assert 0 < load.peak <= load.limit < inventory.kind.memory
+        assert load.host <= load.host_limit
+    step = plan.step
+    assert step.seconds == pytest.approx(step.rollout + step.train + step.switch + step.weights)
+    assert min(step.rollout, step.train) > 0
+    assert (step.switch > 0) == plan.devices.time_shared
+    assert step.staleness <= config(name).rollout.max_staleness
+
+
+def test_a_reference_and_a_critic_are_counted_where_the_trainer_is() -> None:
+    inventory, both = Inventory(H100, 8), ("algorithm=ppo", "algorithm.kl=0.1")
+    alone, helped = (planned(inventory, "colocated_8gpu", *SMALL, *more) for more in ((), both))
+    ranks, parameters = len(helped.devices.of("trainer")), helped.facts.parameters
+    for load in helped.loads:
+        parts = load.awake["trainer"].parts
+        assert parts["reference"] == pytest.approx(4 * parameters / ranks, rel=0.01)
+        assert parts["critic"] == pytest.approx(16 * parameters / ranks, rel=0.01)
+    assert "critic" not in alone.loads[0].awake["trainer"].parts
+    assert 2 * alone.step.train < helped.step.train < 3 * alone.step.train
+    assert helped.step.switch > alone.step.switch
+
+
+def test_an_engine_of_a_frozen_agent_is_counted_beside_that_of_the_policy() -> None:
+    inventory, fraction = Inventory(H100, 8), "engine.memory_fraction=0.4"
+    alone = planned(inventory, "colocated_8gpu", *SMALL, fraction)
+    duel = planned(inventory, "colocated_8gpu", *SMALL, fraction, "env.agents.south=frozen")
+    assert duel.loads[0].awake["engine"].total == 2 * alone.loads[0].awake["engine"].total
+    assert "engine 1" in refused(inventory, "colocated_8gpu", "engine.memory_fraction=0.7", "env.agents.south=frozen")
+
+
+def test_the_command_prints_the_plan_and_gives_it_as_json(agentrl: Callable[..., Any]) -> None:
+    done = agentrl("plan", "examples/colocated_8gpu.yaml", *SMALL, "--gpus", "8", "--json")
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    assert plan["mode"] == "colocated"
+    assert {d for replica in plan["replicas"] for d in replica["devices"]} == set(range(8))
+    assert all(load["peak"] <= load["limit"] for load in plan["memory"])
+    said = agentrl("plan", "examples/frozen_lake.yaml", "rollout.groups_per_step=1", "--gpus", "0").stdout
+    for part in ("map: local", "memory of each device", "predicted step", "why"):
+        assert part in said
+
+
+def test_a_wish_that_cannot_fit_is_refused_with_what_would(agentrl: Callable[..., Any]) -> None:
+    done = agentrl("plan", "examples/colocated_8gpu.yaml", "--gpus", "1", "--device", "L4")
+    assert done.returncode == 2
+    assert "GiB on device 0" in done.stderr
+    assert "which has 22.0 (20.9 to be counted on)" in done.stderr
+    way = done.stderr.split("What would fit:\n")[1].splitlines()[0].split()
+    assert planned(Inventory(gpu_named("L4")), "colocated_8gpu", *SMALL, *way).devices.mode == "local"
+
+
+@pytest.mark.parametrize(
+    ("name", "inventory", "overrides"),
+    [
+        ("disaggregated_16gpu", Inventory(H100, 2), ("placement=auto",)),
+        ("disaggregated_16gpu", Inventory(H100, 8), ("placement=auto", "trainer=local")),
+        ("disaggregated_16gpu", Inventory(H100, 8), ("placement=auto", "placement.engine=0-3", "placement.trainer=3")),
+        ("colocated_8gpu", Inventory(H100, 8), ("engine.kv_cache_gib=0.1",)),
+        ("frozen_lake", Inventory(host(cores=2, memory=GIB // 4)), ()),
+    ],
+)  # fmt: skip
+def test_what_is_said_to_fit_does(name: str, inventory: Inventory, overrides: tuple[str, ...]) -> None:
+    said = refused(inventory, name, *overrides).split("What would fit:\n")[1].splitlines()
+    ways = [way.split() for way in said if "=" in way]
+    assert ways
+    for way in ways:
+        assert planned(inventory, name, *SMALL, *overrides, *way).loads
+
+
+def test_a_folder_without_weights_is_planned_with_and_not_trained_on(
+    agentrl: Callable[..., Any], tmp_path: Path
+) -> None:
+    done = agentrl("train", "examples/colocated_8gpu.yaml", f"run_dir={tmp_path / 'run'}", "env=frozen_lake")
+    assert done.returncode == 2
+    assert "has the shape of a model and no weights" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+shapes = st.builds(
+    lambda layers, hidden, vocab: ModelFacts(
+        name="drawn",
+        parameters=layers * 12 * hidden**2 + vocab * hidden,
+        blocks=layers * 12 * hidden**2,
+        block=12 * hidden**2,
+        layers=layers,
+        hidden=hidden,
+        heads=hidden // 64,
+        kv_heads=max(1, hidden // 256),
+        head_dim=64,
+        mlp=4 * hidden,
+        vocab=vocab,
+        max_positions=32768,
+    ),
+    st.integers(4, 96),
+    st.sampled_from([512, 1024, 4096, 8192]),
+    st.sampled_from([32000, 152000]),
+)
+
+
+@settings(max_examples=60)
+@given(
+    shapes,
+    st.builds(Inventory, st.sampled_from(list(GPUS.values())), st.sampled_from([1, 2, 4, 8]), st.integers(1, 2)),
+    st.sampled_from(["auto", "colocated", "disaggregated"]),
+    st.sampled_from([("colocated_8gpu", ""), ("disaggregated_16gpu", ""), ("colocated_8gpu", "trainer=deepspeed")]),
+)
+def test_a_map_that_is_taken_never_overfills_a_device(
+    facts: ModelFacts, inventory: Inventory, mode: str, of: tuple[str, str]
+) -> None:
+    chosen = config(of[0], f"placement={mode}") if not of[1] else config("frozen_lake", f"placement={mode}", of[1])
+    stages, work = stages_of(chosen, facts), workload(chosen.rollout, chosen.simulation)
+    try:
+        found = maps(chosen.placement, placement_request_of(chosen), inventory)
+    except ConfigError:
+        return
+    for devices in found:
+        if any(problems(stages, work, devices)):
+            continue
+        for load in loads(stages, work, devices):
+            held = [sum(size.parts.values()) for size in load.awake.values()]
+            # Counted again from the parts: in turns the larger one is awake, else both are.
+            assert (max(held) if devices.time_shared else sum(held)) <= inventory.kind.memory
+            roles = {replica.role for replica in devices.replicas if load.device in replica.devices}
+            assert set(load.awake) == roles
+
+
+def test_more_of_a_device_never_makes_a_step_slower() -> None:
+    seconds = [planned(Inventory(H100, n), "colocated_8gpu", *SMALL, "placement=auto").step.seconds for n in (2, 8)]
+    assert seconds[1] < seconds[0]
+    faster = replace(H100, flops=2 * H100.flops, bandwidth=2 * H100.bandwidth)
+    assert planned(Inventory(faster, 8), "colocated_8gpu", *SMALL).step.seconds < seconds[1]
+
+
+def test_auto_takes_the_fastest_of_the_maps_that_fit_and_says_so() -> None:
+    plan = planned(Inventory(H100, 4), "colocated_8gpu", *SMALL, "placement=auto", "rollout.max_staleness=2")
+    simulated = [found.step.seconds for found in plan.considered if found.step]
+    assert plan.step.seconds == min(simulated)
+    assert len(simulated) > 1
+    assert {found.devices.mode for found in plan.considered} == {"colocated", "disaggregated"}
+    assert f"{plan.step.seconds:.1f} s a step" in plan.reason
+
+
+def test_training_flop_are_six_for_each_weight_and_token() -> None:
+    chosen = config("colocated_8gpu", "trainer.gradient_checkpointing=false", "trainer.row_tokens=2")
+    facts = model_of(chosen)
+    work = workload(chosen.rollout, chosen.simulation)
+    everything_sampled = replace(work, sampled=work.episode_tokens, observed=0.0)
+    flop = stages_of(chosen, facts).train_flop(everything_sampled)
+    assert flop == pytest.approx(6 * facts.parameters * work.tokens, rel=0.01)
+    twice = config("colocated_8gpu", "trainer.row_tokens=2")  # recomputation is one more forward pass
+    assert stages_of(twice, facts).train_flop(everything_sampled) == pytest.approx(flop * 4 / 3)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run that took 4 s to roll out, 9 to train, 0.02 to bring the weights over."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    chosen = config("frozen_lake", "rollout.groups_per_step=8", f"run_dir={folder}")
+    (folder / "config.yaml").write_text(chosen.to_yaml())
+    row = {
+        "seconds/rollout": 4.0, "seconds/train": 9.0, "seconds/weights": 0.02,
+        "turns": 5.0, "sampled_tokens": 64 * 10.0, "prompt_tokens": 64 * 150.0,
+    }  # fmt: skip
+    rows = [{"step": 0, **row, "seconds/rollout": 60.0}, *({"step": step, **row} for step in (1, 2, 3))]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_a_plan_from_a_run_says_what_the_run_has_measured(run: Path) -> None:
+    laptop = Inventory(host(cores=2, memory=16 * GIB))
+    found = measured(run)
+    assert (found.steps, found.work.turns, found.work.sampled, found.work.observed) == (3, 5.0, 10.0, 150.0)
+    same = with_measured(found.config, found, laptop)
+    step = make_plan(same, laptop, model_of(same)).step
+    assert step.train == pytest.approx(9.0, rel=0.02)
+    assert step.weights == pytest.approx(0.02, rel=0.01)
+    assert step.rollout == pytest.approx(4.0, rel=0.1)
+    twice = with_measured(config("frozen_lake", "rollout.groups_per_step=16"), found, laptop)
+    assert make_plan(twice, laptop, model_of(twice)).step.train == pytest.approx(18.0, rel=0.02)
+
+
+def test_a_folder_that_has_measured_nothing_is_refused(tmp_path: Path, run: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no run"):
+        measured(tmp_path / "nothing")
+    (run / "metrics.jsonl").write_text('{"step": 0, "eval/success": 0.5}\n')
+    with pytest.raises(ConfigError, match="no step in its metrics"):
+        measured(run)
+
+
+def test_what_cannot_be_on_this_machine_is_refused_before_a_run_starts(
+    agentrl: Callable[..., Any], tmp_path: Path
+) -> None:
+    done = agentrl("train", "examples/frozen_lake.yaml", "placement=colocated", f"run_dir={tmp_path / 'run'}")
+    assert done.returncode == 2
+    assert "puts everything on the first device: write placement=local" in done.stderr
+    assert not (tmp_path / "run").exists()
+    laptop = Inventory(host(cores=2, memory=64 * GIB))
+    check_placement(config("frozen_lake"), laptop)
+    check_placement(config("frozen_lake", "model=examples/shapes/qwen3-1.7b"), laptop)
+    with pytest.raises(ConfigError, match=r"need 152\.6 GiB on no GPU, CPU x2 with 64\.0 GiB"):  # 16 + 4 bytes each
+        check_placement(config("frozen_lake", "model=examples/shapes/qwen3-8b"), laptop)

@@ -1,0 +1,167 @@
+"""Whole runs, as a user starts them: bounded, reproducible, and nothing lost when they are killed."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from agentrl.rollout.ledger import Ledger
+from tests.cluster.chaos import START
+from tests.rollout.ledger_queries import trained_tasks
+
+ROOT = Path(__file__).parents[2]
+SMALL = [
+    str(ROOT / "examples" / "frozen_lake.yaml"),
+    "recipe.demonstrations=null",
+    "steps=6",
+    "rollout.groups_per_step=4",
+    "rollout.group_size=4",
+    "evaluation.tasks=8",
+    "checkpoint.every=2",
+    "trackers=[]",
+]
+
+
+def start(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", START, "train", *arguments]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def train(*arguments: str, cwd: Path) -> dict:
+    process = start(*arguments, cwd=cwd)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    assert "Traceback" not in output  # nor does anything go wrong at the very end, which has no effect
+    return json.loads((cwd / "run" / "summary.json").read_text())
+
+
+def folder(parent: Path, name: str) -> Path:
+    made = parent / name
+    made.mkdir()
+    return made
+
+
+@pytest.mark.parametrize(
+    "bound",
+    [
+        pytest.param(0, marks=pytest.mark.long),
+        pytest.param(1, marks=pytest.mark.slow),
+        pytest.param(4, marks=pytest.mark.long),
+    ],
+)
+def test_the_bound_holds_and_every_fate_is_known(tmp_path, bound):
+    summary = train(*SMALL, "run_dir=run", f"rollout.max_staleness={bound}", cwd=tmp_path)
+    assert summary["largest_staleness"] <= bound
+    for fates in (summary["tasks"], summary["episodes"]):
+        assert fates["open"] == 0
+        assert fates["total"] == sum(fates[fate] for fate in ("trained", "filtered", "stale", "cancelled", "failed"))
+    assert summary["tasks"]["trained"] == 24
+    assert summary["episodes"]["trained"] == 96
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "reward" in row]
+    assert [row["step"] for row in steps] == list(range(6))
+    if bound == 0:
+        assert all(row["logprob_gap_max"] < 1e-3 for row in steps)
+    assert all(row["logprob_gap_mean"] <= row["logprob_gap_max"] for row in steps)
+    assert [row["step"] for row in rows if "eval/success" in row] == [0, 6]
+    written = {path.name for path in (tmp_path / "run").iterdir()}
+    assert written >= {"config.yaml", "metrics.jsonl", "ledger.sqlite", "summary.json", "reward_curve.png"}
+    assert written >= {"trajectories", "checkpoints"}
+    episodes = pq.read_table(tmp_path / "run" / "trajectories" / "step_000000.parquet").to_pylist()
+    assert len(episodes) == 16
+    assert all(len(turn["token_ids"]) == len(turn["logprobs"]) for episode in episodes for turn in episode["turns"])
+
+
+@pytest.mark.long
+def test_two_runs_with_one_seed_end_in_the_same_weights_and_another_seed_in_others(tmp_path):
+    sums = [
+        train(*SMALL, "run_dir=run", "steps=3", f"seed={seed}", cwd=folder(tmp_path, name))["weights_sha256"]
+        for name, seed in (("a", 1), ("b", 1), ("c", 2))
+    ]
+    assert sums[0] == sums[1] != sums[2]
+
+
+@pytest.mark.parametrize(
+    ("bound", "kills"),
+    [
+        pytest.param(0, 3, marks=pytest.mark.slow),
+        pytest.param(0, 5, marks=pytest.mark.long),
+        pytest.param(1, 5, marks=pytest.mark.long),
+    ],
+)
+def test_a_run_killed_at_any_moment_trains_the_same_tasks_as_one_that_was_not(tmp_path, bound, kills):
+    settings = [*SMALL, "run_dir=run", f"rollout.max_staleness={bound}"]
+    whole = train(*settings, cwd=folder(tmp_path, "whole"))
+    killed_in = folder(tmp_path, "killed")
+    rng = random.Random(bound)
+    arguments = settings
+    for kill in range(kills):
+        process = start(*arguments, cwd=killed_in)
+        kill_during(process, killed_in / "run", steps=kill + 1, extra=rng.uniform(0, 0.4))
+        arguments = ["--resume", "run"]
+    killed = train("--resume", "run", cwd=killed_in)
+    with Ledger(tmp_path / "whole" / "run" / "ledger.sqlite") as a, Ledger(killed_in / "run" / "ledger.sqlite") as b:
+        assert trained_tasks(a) == trained_tasks(b)
+        assert b.task_fates().settled
+        assert b.episode_fates().settled
+    rows = [json.loads(line) for line in (killed_in / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "reward" in row] == list(range(6))
+    if bound == 0:
+        # At staleness 0 even the weights are those of the run that nobody killed.
+        assert killed["weights_sha256"] == whole["weights_sha256"]
+
+
+def kill_during(process: subprocess.Popen[str], run: Path, *, steps: int, extra: float) -> None:
+    """SIGKILL `extra` seconds after `metrics.jsonl` has a row of step `steps` - 1, if the run does not end before."""
+    metrics = run / "metrics.jsonl"
+    limit = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < limit:
+        lines = metrics.read_text().splitlines() if metrics.exists() else []
+        if any(f'"step": {steps - 1}, "reward"' in line for line in lines):
+            break
+        time.sleep(0.02)
+    time.sleep(extra)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_says_how_to_go_on(tmp_path):
+    process = start(*SMALL, "run_dir=run", "steps=1000", cwd=tmp_path)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    limit = time.monotonic() + 120
+    while time.monotonic() < limit and not (metrics.exists() and '"reward"' in metrics.read_text()):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert "--resume" in output
+    assert "Traceback" not in output
+
+
+def test_a_second_run_in_the_same_folder_is_refused(tmp_path, agentrl):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("env: frozen_lake\n")
+    again = agentrl("train", *SMALL, "run_dir=run", cwd=tmp_path)
+    assert again.returncode == 2
+    assert "go on with it by `agentrl train --resume run`" in " ".join(again.stderr.split())
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.yaml"]
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("bound", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_the_same_config_trains_on_vllm(tmp_path, bound):
+    settings = ["engine=vllm", "engine.max_batch=16", "steps=3", f"rollout.max_staleness={bound}"]
+    summary = train(*SMALL, "run_dir=run", *settings, cwd=tmp_path)
+    assert summary["tasks"]["trained"] == summary["tasks"]["total"] == 12
+    assert summary["largest_staleness"] <= bound
+    if bound == 0:
+        assert summary["largest_logprob_gap"] < 1e-3

@@ -1,0 +1,31 @@
+"""An environment behind HTTP, for tests: the server of `agentrl serve` in a thread of this process."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from agentrl.openenv.server import add_openenv
+from agentrl.protocols import Env
+from agentrl.remote.server import EnvServer
+from agentrl.remote.sessions import ServerLimits
+
+
+@contextmanager
+def served(
+    factory: Callable[[], Env], *, name: str = "environment", token: str | None = None, **limits: Any
+) -> Iterator[EnvServer]:
+    """The server while it listens; `limits` are those of `ServerLimits`."""
+    server = EnvServer(factory, name=name, token=token, limits=ServerLimits(**limits), protocols=(add_openenv,))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive()
+            time.sleep(0.005)
+        yield server
+    finally:
+        server.should_exit = True
+        thread.join(10)
+        assert not thread.is_alive()

@@ -1,0 +1,113 @@
+"""The reward by tests: what passes, what fails, and that no broken sandbox is a score."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from agentrl.errors import ConfigError, RewardError
+from agentrl.rewards import code_tests
+from agentrl.rewards.code_tests import CodeTests, program_in
+from agentrl.sandbox.outcome import Outcome, SandboxLost
+from agentrl.sandbox.pool import Sandbox
+from agentrl.sandbox.settings import SandboxConfig, SandboxLimits
+from agentrl.testing import check_reward
+from agentrl.testing.rewards import trajectory
+from agentrl.trajectory import Score, Trajectory
+
+CONFIG = CodeTests.Config(sandbox=SandboxConfig(size=2, limits=SandboxLimits(wall=5.0, cpu=0.3)))
+
+
+def answer(program: str, tests: object) -> Trajectory:
+    return trajectory(f"Here it is:\n```python\n{program}\n```\nDone.", options={"tests": tests})
+
+
+def scores(asked: Sequence[Trajectory], config: CodeTests.Config = CONFIG) -> list[Score]:
+    async def main() -> list[Score]:
+        async with CodeTests(config) as reward:
+            return [await reward.score(one) for one in asked]
+
+    return asyncio.run(main())
+
+
+SQUARE = [{"stdin": "3", "stdout": "9"}, {"stdin": "-4\n", "stdout": "16\n"}]
+DOUBLE: list[Any] = [
+    {"call": "double", "args": [2], "returns": 4},
+    {"call": "double", "kwargs": {"x": [1, "a"]}, "returns": [1, "a", 1, "a"]},
+    "assert double(0.5) == 1",
+]
+
+
+def test_the_score_is_the_share_of_passed_tests() -> None:
+    cases: list[tuple[str, object, float]] = [
+        ("print(int(input()) ** 2)", SQUARE, 1.0),
+        ("print(int(input()) ** 2, ' ')\nprint()", SQUARE, 1.0),
+        ("print(int(input()) * 3)", SQUARE, 0.5),
+        ("print(9)", SQUARE, 0.5),
+        ("while True: pass", SQUARE, 0.0),
+        ("def", SQUARE, 0.0),
+        ("def double(x): return x * 2", DOUBLE, 1.0),
+        ("def double(x):\n    print('see')\n    return x * 2\nif __name__ == '__main__': input()", DOUBLE, 1.0),
+        ("def double(x): return x + 2", DOUBLE, 1 / 3),
+        ("def duoble(x): return x * 2", DOUBLE, 0.0),
+        ("def double(x): raise SystemExit(0)", DOUBLE, 0.0),
+        ("import os\nos._exit(0)", DOUBLE, 0.0),
+        ("def double(x): return {x}", DOUBLE, 0.0),
+        ("def f(): return (0.1 + 0.2, {'a': None}, True)", [{"call": "f", "returns": [0.3, {"a": None}, True]}], 1.0),
+        ("def f(): return '[' * 10**5", [{"call": "f", "returns": 1}], 0.0),
+    ]
+    for (program, _, value), score in zip(cases, scores([answer(p, t) for p, t, _ in cases]), strict=True):
+        assert score.value == pytest.approx(value), program
+        assert score.parts == {"all_passed": float(value == 1)}
+
+
+def test_all_or_nothing() -> None:
+    config = CONFIG.model_copy(update={"all_or_nothing": True})
+    asked = [answer("print(9)", SQUARE), answer("print(int(input()) ** 2)", SQUARE)]
+    assert [score.value for score in scores(asked, config)] == [0, 1]
+
+
+def test_the_program_is_the_last_block_that_is_python_of_the_last_message() -> None:
+    for text, program in (
+        ("```python\na\n```\nor\n```py\nb\n```\nrun it:\n```sh\nc\n```", "b\n"),
+        ("```\na\n```", "a\n"),
+        ("  ```Python title\n  a\n  ```", "  a\n"),
+        ("no program", None),
+        ("```python\nnever closed", None),
+    ):
+        assert program_in(trajectory([text])) == program
+    assert program_in(trajectory(["```\na\n```", "sorry"])) is None
+    assert scores([trajectory("no program", options={"tests": SQUARE})])[0].value == 0
+
+
+def test_what_shall_come_out_is_not_in_the_sandbox() -> None:
+    program = """
+import sys
+def look(x):
+    frame, seen = sys._getframe(), ""
+    while frame: seen, frame = seen + repr(frame.f_locals) + repr(frame.f_globals), frame.f_back
+    return "look" in seen and str(7 ** 9) in seen
+"""
+    tests = [{"call": "look", "args": [1], "returns": returns} for returns in (7**9, False)]
+    assert scores([answer(program, tests)])[0].value == 0.5
+
+
+@pytest.mark.parametrize("tests", [None, [], "assert True", [{"stdin": "1"}], [{"call": "f", "arg": 1, "returns": 2}]])
+def test_tests_of_no_such_form_are_refused(tests: object) -> None:
+    with pytest.raises(ConfigError, match="option 'tests' of task 'task'"):
+        code_tests.tests_of(answer("pass", tests), "tests")
+
+
+def test_a_lost_sandbox_is_a_failure_and_no_score(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def lost(*_: object) -> Outcome:
+        return SandboxLost("gone")
+
+    monkeypatch.setattr(Sandbox, "run", lost)
+    with pytest.raises(RewardError, match="the sandbox was lost: gone"):
+        scores([answer("print(9)", SQUARE)])
+
+
+def test_it_keeps_the_contract_of_a_reward() -> None:
+    asked = [answer("print(9)", SQUARE), answer("def double(x): return x * 2", DOUBLE), answer("1/0", SQUARE)]
+    check_reward(lambda: CodeTests(CONFIG), asked, pure=True)

@@ -1,0 +1,511 @@
+"""Judges against a scripted endpoint: speed, cost, failures, order, and what they say of themselves."""
+
+import asyncio
+import json
+import logging
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from agentrl.errors import ConfigError, RewardError
+from agentrl.rewards.judge import RubricJudge
+from agentrl.rewards.judge_pairwise import PairwiseJudge
+from agentrl.rewards.judge_ranking import meetings, strengths, win_shares
+from agentrl.scoring.composite import Composite, RewardPart
+from agentrl.testing.judge_server import MODEL, JudgeCall, JudgeReply, JudgeServer
+from agentrl.trajectory import Message, Task, Terminated, Trajectory
+
+FAST = {"backoff": 0.01, "reasons": False, "concurrency": 8}
+
+
+def trajectory(answer: str, options: Mapping[str, Any] | None = None) -> Trajectory:
+    messages = (Message("user", "What is six times seven?"), Message("assistant", answer))
+    return Trajectory(answer, Task("sums", 0, options or {}, answer), (), Terminated(), messages)
+
+
+def rubric(server: JudgeServer, tmp_path: Path, **settings: Any) -> RubricJudge:
+    criteria = {"correct": {"about": "The result is right.", "weight": 3}, "copy": "It is copied from nowhere."}
+    shown = {"url": server.url, "cache": tmp_path / "judge.sqlite", "criteria": criteria, **FAST, **settings}
+    return RubricJudge(RubricJudge.Config.model_validate(shown))
+
+
+def pairwise(server: JudgeServer, tmp_path: Path, **settings: Any) -> PairwiseJudge:
+    shown = {"url": server.url, "cache": tmp_path / "judge.sqlite", "better": "Which is longer?", **FAST, **settings}
+    return PairwiseJudge(PairwiseJudge.Config.model_validate(shown))
+
+
+def levels(correct: int, copy: int = 10, seconds: float = 0.0) -> JudgeReply:
+    return JudgeReply.json({"levels": {"correct": correct, "copy": copy}}, seconds)
+
+
+def data_of(call: JudgeCall) -> Any:
+    """What an honest judge reads: the JSON between the marks."""
+    key = call.user.splitlines()[0].removeprefix("The key is ").removesuffix(".")
+    return json.loads(call.user.split(f"<data-{key}>\n")[1].split(f"\n</data-{key}>")[0])
+
+
+async def all_of(asked: Sequence[Awaitable[Any]]) -> list[Any]:
+    async def one(awaitable: Awaitable[Any]) -> Any:
+        return await awaitable
+
+    async with asyncio.TaskGroup() as tasks:
+        started = [tasks.create_task(one(awaitable)) for awaitable in asked]
+    return [task.result() for task in started]
+
+
+def script_of(*replies: JudgeReply) -> Callable[[JudgeCall], JudgeReply]:
+    """These replies in turn, and the last one for ever."""
+    return lambda call: replies[min(call.number, len(replies) - 1)]
+
+
+def test_a_rubric_is_the_weighted_mean_of_its_levels_and_each_is_a_part(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with JudgeServer(lambda call: levels(5, 10)) as server, rubric(server, tmp_path) as judge:
+            score = await judge.score(trajectory("42"))
+            assert score.value == pytest.approx((3 * 0.5 + 1 * 1.0) / 4)
+            assert score.parts == {"correct": 0.5, "copy": 1.0}
+            (call,) = server.calls
+            schema = call.body["response_format"]["json_schema"]
+            assert schema["strict"]
+            assert schema["schema"]["additionalProperties"] is False
+            assert call.body["model"] == MODEL
+            assert data_of(call)["messages"][1] == {"role": "assistant", "content": "42"}
+
+    asyncio.run(main())
+
+
+def test_64_calls_of_a_second_finish_in_3_and_the_same_again_cost_nothing(tmp_path: Path) -> None:
+    async def main() -> None:
+        asked = [trajectory(f"answer {number}") for number in range(64)]
+        async with JudgeServer(lambda call: levels(call.number % 11, seconds=1.0)) as server:
+            async with rubric(server, tmp_path, concurrency=64, prompt_price=10, completion_price=100) as judge:
+                begun = time.perf_counter()
+                first = await all_of([judge.score(each) for each in asked])
+                assert time.perf_counter() - begun < 3.0
+                assert server.most_live == 64
+                metrics = judge.metrics()
+                assert metrics["answers"] == 64
+                assert metrics["cost"] == pytest.approx(64 * (100 * 10 + 10 * 100) / 1e6)
+                assert 1.0 < metrics["latency_mean"] <= metrics["latency_max"] < 3.0
+                assert await all_of([judge.score(each) for each in asked]) == first
+            async with rubric(server, tmp_path) as resumed:  # another process would see the same file
+                assert await all_of([resumed.score(each) for each in asked]) == first
+                metrics = resumed.metrics()
+                assert (metrics["cached"], metrics["answers"], metrics["cost"]) == (64, 0, 0)
+                assert resumed.metrics()["cached"] == 0
+            assert len(server.calls) == 64
+
+    asyncio.run(main())
+
+
+def test_a_run_is_told_what_its_judges_cost_by_their_names(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with JudgeServer(lambda call: levels(7)) as server:
+            parts = [RewardPart(rubric(server, tmp_path, prompt_price=1e4), "style", 0.5), RewardPart(len, "length")]
+            async with Composite(parts) as reward:
+                (score,) = await reward.ask(parts[0], [trajectory("42")])
+                assert score.value == pytest.approx((3 * 0.7 + 1) / 4)
+                assert reward.metrics()["scoring/style/cost"] == 1.0
+                assert reward.metrics()["scoring/style/cost"] == 0.0
+                assert reward.metrics()["scoring/style/total_cost"] == 1.0
+
+    asyncio.run(main())
+
+
+def test_the_same_question_asked_at_once_is_sent_once(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with JudgeServer(lambda call: levels(7, seconds=0.05)) as server, rubric(server, tmp_path) as judge:
+            scores = await all_of([judge.score(trajectory("42")) for _ in range(20)])
+            assert len({score.value for score in scores}) == 1
+            assert len(server.calls) == 1
+
+    asyncio.run(main())
+
+
+def test_what_changes_the_question_is_asked_anew(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with JudgeServer(lambda call: levels(7)) as server:
+            for settings in ({}, {"temperature": 0.5}, {"about": "Sums."}, {"levels": 12}, {"extra_body": {"n": 1}}):
+                async with rubric(server, tmp_path, **settings) as judge:
+                    await judge.score(trajectory("42"))
+            assert len(server.calls) == 5
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("trouble", "kind"),
+    [
+        (JudgeReply(status=500), "busy"),
+        (JudgeReply(status=429, retry_after="0.2"), "busy"),
+        (JudgeReply("I would say 7 of 10."), "unreadable"),
+        (JudgeReply.json({"levels": {"correct": 11, "copy": 3}}), "unreadable"),
+        (JudgeReply.json({"levels": {"correct": 3}}), "unreadable"),
+        (JudgeReply.json({"levels": {"correct": True, "copy": 1}}), "unreadable"),
+        (JudgeReply.json({"levels": {"correct": 3, "copy": 1}, "value": 1.0}), "unreadable"),
+        (JudgeReply('{"levels": {"correct": 3', finish_reason="length"), "unreadable"),
+        (JudgeReply(fault="drop"), "unreachable"),
+        (JudgeReply(fault="hang"), "unreachable"),
+    ],
+    ids=["500", "429", "prose", "too high", "one missing", "no number", "one too many", "cut", "dropped", "hung"],
+)
+def test_what_is_no_verdict_is_counted_and_asked_again(trouble: JudgeReply, kind: str, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with (
+            JudgeServer(script_of(trouble, trouble, levels(10))) as server,
+            rubric(server, tmp_path, timeout=0.2) as judge,
+        ):
+            begun = time.perf_counter()
+            score = await judge.score(trajectory("42"))
+            assert score.value == 1.0
+            assert len(server.calls) == 3
+            assert judge.metrics()[kind] == 2
+            if trouble.retry_after:
+                assert time.perf_counter() - begun > 2 * 0.2
+            assert len({call.user for call in server.calls}) == 3  # each with a key of its own
+
+    asyncio.run(main())
+
+
+def test_no_verdict_within_the_budget_is_a_reward_error_and_never_a_number(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with JudgeServer(lambda call: JudgeReply("no idea")) as server:
+            async with rubric(server, tmp_path, retries=2) as judge:
+                with pytest.raises(RewardError, match=r"asked 3 times .* does not fit|asked 3 times .* no Rubric"):
+                    await judge.score(trajectory("42"))
+                assert len(server.calls) == 3
+            server.script = lambda call: JudgeReply(status=429, retry_after="3600")
+            async with rubric(server, tmp_path) as judge:
+                begun = time.perf_counter()
+                with pytest.raises(RewardError, match="asked 1 times"):  # the hour is not waited for
+                    await judge.score(trajectory("42"))
+                assert time.perf_counter() - begun < 1
+            server.script = lambda call: levels(3)
+            async with rubric(server, tmp_path) as judge:
+                assert (await judge.score(trajectory("42"))).parts["correct"] == 0.3  # no failure was cached
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "says"), [(400, RewardError, "refuses the question"), (401, ConfigError, "api_key_env")]
+)
+def test_what_asking_again_cannot_mend_is_asked_once(
+    status: int, error: type[Exception], says: str, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        async with JudgeServer(lambda call: JudgeReply(status=status)) as server, rubric(server, tmp_path) as judge:
+            with pytest.raises(error, match=says):
+                await judge.score(trajectory("42"))
+            assert len(server.calls) == 1
+
+    asyncio.run(main())
+
+
+def test_a_judge_that_goes_away_and_comes_back_is_waited_for(tmp_path: Path) -> None:
+    async def main() -> None:
+        server = JudgeServer(lambda call: levels(4, seconds=0.1))
+        async with server, rubric(server, tmp_path, concurrency=4, retries=100) as judge:
+            asking = asyncio.ensure_future(all_of([judge.score(trajectory(str(number))) for number in range(12)]))
+            while len(server.calls) < 6:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            await server.stop()
+            await asyncio.sleep(0.3)
+            assert not asking.done()
+            await server.start()
+            assert [score.parts["correct"] for score in await asking] == [0.4] * 12
+            assert judge.metrics()["unreachable"] >= 4
+
+    asyncio.run(main())
+
+
+def test_a_question_that_is_given_up_gives_its_connection_back(tmp_path: Path) -> None:
+    async def main() -> None:
+        rng = random.Random(0)
+        server = JudgeServer(lambda call: levels(4, seconds=0.004))
+        async with server, rubric(server, tmp_path, concurrency=1, cache=None) as judge:
+            for number in range(100):
+                asked = asyncio.ensure_future(judge.score(trajectory(f"{number}")))
+                await asyncio.sleep(rng.uniform(0, 0.01))
+                asked.cancel()
+                await asyncio.wait([asked])
+            async with asyncio.timeout(5):
+                assert (await judge.score(trajectory("at last"))).parts["correct"] == 0.4
+
+    asyncio.run(main())
+
+
+def test_no_more_requests_than_allowed_are_under_way_or_sent_in_a_minute(tmp_path: Path) -> None:
+    async def main() -> None:
+        asked = [trajectory(f"{number}") for number in range(12)]
+        async with JudgeServer(lambda call: levels(4, seconds=0.03)) as server:
+            async with rubric(server, tmp_path, concurrency=3) as judge:
+                await all_of([judge.score(each) for each in asked])
+                assert server.most_live == 3
+            async with rubric(server, tmp_path, cache=None, requests_per_minute=60 / 0.03) as judge:
+                begun = time.perf_counter()
+                await all_of([judge.score(each) for each in asked])
+                assert time.perf_counter() - begun >= 12 * 0.03  # the list of models was the first
+
+    asyncio.run(main())
+
+
+def test_a_judge_that_always_says_first_gives_equal_scores(tmp_path: Path) -> None:
+    async def main() -> None:
+        server = JudgeServer(lambda call: JudgeReply.json({"better": "first"}))
+        async with server, pairwise(server, tmp_path) as judge:
+            scores = await judge.score_group([trajectory("4" * number) for number in range(1, 6)])
+            assert [score.value for score in scores] == [0.5] * 5
+            assert judge.metrics()["swayed_by_order"] == 1.0
+            assert len(server.calls) == 5 * 4
+
+    asyncio.run(main())
+
+
+def longer(call: JudgeCall) -> JudgeReply:
+    """A fair judge."""
+    first, second = (len(data_of(call)[name][1]["content"]) for name in ("first", "second"))
+    return JudgeReply.json({"better": "first" if first > second else "second" if second > first else "tie"})
+
+
+@pytest.mark.parametrize("opponents", [None, 2])
+def test_a_fair_judge_ranks_the_group_and_equal_texts_tie_unasked(opponents: int | None, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with JudgeServer(longer) as server, pairwise(server, tmp_path, opponents=opponents) as judge:
+            scores = await judge.score_group([trajectory("4" * number) for number in (3, 1, 6, 2, 5, 4, 4)])
+            values = [score.value for score in scores]
+            assert values[1] == min(values)
+            assert values[2] == max(values)
+            assert judge.metrics()["swayed_by_order"] == 0
+            if opponents is None:
+                assert values == pytest.approx([2 / 6, 0, 1, 1 / 6, 5 / 6, 3.5 / 6, 3.5 / 6])
+                assert len(server.calls) == 6 * 5  # six different texts
+            else:
+                assert len(server.calls) < 6 * 5
+
+    asyncio.run(main())
+
+
+def test_a_failed_pair_fails_the_group_and_only_it_is_asked_again(tmp_path: Path) -> None:
+    def script(call: JudgeCall) -> JudgeReply:
+        failing = data_of(call)["first"][1]["content"] == "4" and len(server.calls) <= 12
+        return JudgeReply("no idea") if failing else longer(call)
+
+    server = JudgeServer(script)
+
+    async def main() -> None:
+        group = [trajectory("4" * number) for number in range(1, 5)]
+        async with server, pairwise(server, tmp_path, retries=0) as judge:
+            with pytest.raises(RewardError, match="no verdict"):
+                await judge.score_group(group)
+            assert len(server.calls) == 12
+            values = [score.value for score in await judge.score_group(group)]
+            assert values == pytest.approx([0, 1 / 3, 2 / 3, 1])
+            assert len(server.calls) == 12 + 3
+            with pytest.raises(ConfigError, match="group_size"):
+                await judge.score_group(group[:1])
+
+    asyncio.run(main())
+
+
+def test_the_key_stands_in_no_file_no_log_and_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    secret = "sk-a-secret-of-the-user"
+    caplog.set_level(logging.DEBUG)
+
+    async def main() -> list[str]:
+        said: list[str] = []
+        async with JudgeServer(lambda call: levels(4), api_key=secret) as server:
+            with pytest.raises(ConfigError, match="401") as refused:
+                await rubric(server, tmp_path).__aenter__()
+            said.append(str(refused.value))
+            with pytest.raises(ConfigError, match="no such environment variable"):
+                await rubric(server, tmp_path, api_key_env="NO_SUCH_KEY").__aenter__()
+            monkeypatch.setenv("JUDGE_KEY", secret + "-no-longer-valid")
+            with pytest.raises(ConfigError, match=r"\*\*\*") as refused:
+                await rubric(server, tmp_path, api_key_env="JUDGE_KEY").__aenter__()
+            said.append(str(refused.value))
+            monkeypatch.setenv("JUDGE_KEY", secret)
+            judge = rubric(server, tmp_path, api_key_env="JUDGE_KEY")
+            async with judge:
+                await judge.score(trajectory("42"))
+            assert len(server.calls) == 1
+            said.append(repr(vars(judge)) + str(judge._config.model_dump()))
+        return said
+
+    said = [*asyncio.run(main()), caplog.text, *(path.read_bytes().decode("latin1") for path in tmp_path.iterdir())]
+    assert len(said) >= 5
+    assert [text for text in said if secret in text] == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"url": "localhost:8000"}, "write an address"),
+        ({"url": "https://user:password@host/v1"}, "no secrets"),
+        ({"url": "https://host/v1?key=secret"}, "no secrets"),
+        ({"url": "https://host/v1/chat/completions"}, "only what stands before"),
+        ({"criteria": {}}, "at least 1"),
+        ({"criteria": {"Bad Name": "x"}}, "pattern"),
+        ({"criteria": {"a": {"about": "x", "weight": 0}}}, "greater than 0"),
+        ({"levels": 0}, "greater than or equal to 1"),
+        ({"modle": "x"}, "Extra inputs"),
+    ],
+)
+def test_wrong_settings_are_refused_before_anything_starts(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValidationError, match=says):
+        RubricJudge.Config.model_validate({"url": "http://localhost", "criteria": {"a": "b"}, **settings})
+
+
+def test_an_endpoint_that_cannot_work_is_found_on_entering(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with JudgeServer(lambda call: levels(4)) as server:
+            with pytest.raises(ConfigError, match=f"serves {MODEL}"):
+                await rubric(server, tmp_path, model="another").__aenter__()
+            (tmp_path / "text").write_text("no database, and longer than a header of one " * 10)
+            with pytest.raises(ConfigError, match="Name another file"):
+                await rubric(server, tmp_path, cache=tmp_path / "text").__aenter__()
+            judge = rubric(server, tmp_path, reference="answer")
+            with pytest.raises(ConfigError, match="async with"):
+                await judge.score(trajectory("42", {"answer": "42"}))
+            async with judge:
+                await judge.score(trajectory("42", {"answer": "42"}))
+                assert data_of(server.calls[0])["right_answer"] == "42"
+                with pytest.raises(ConfigError, match="reference"):
+                    await judge.score(trajectory("42"))
+        with pytest.raises(ConfigError, match="asked 3 times"):
+            await rubric(server, tmp_path, retries=2).__aenter__()
+
+    asyncio.run(main())
+
+
+def test_an_endpoint_without_a_list_of_models_is_believed_to_serve_the_one_that_is_named(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with JudgeServer(lambda call: levels(4), lists_models=False) as server:
+            with pytest.raises(ConfigError, match="name one with `model`"):
+                await rubric(server, tmp_path).__aenter__()
+            async with rubric(server, tmp_path, model="gpt-9") as judge:
+                await judge.score(trajectory("42"))
+            assert server.calls[0].body["model"] == "gpt-9"
+
+    asyncio.run(main())
+
+
+def test_a_server_may_say_by_a_date_when_it_wants_to_be_asked_again(tmp_path: Path) -> None:
+    soon = format_datetime(datetime.now(UTC) + timedelta(seconds=2), usegmt=True)  # whole seconds: 1 to 2 from now
+    late = format_datetime(datetime.now(UTC) - timedelta(days=2), usegmt=True)
+    busy = [JudgeReply(status=429, retry_after=when) for when in (late, "soon", soon)]
+
+    async def main() -> float:
+        async with JudgeServer(script_of(*busy, levels(4))) as server, rubric(server, tmp_path) as judge:
+            begun = time.perf_counter()
+            await judge.score(trajectory("42"))
+            assert len(server.calls) == 4
+            return time.perf_counter() - begun
+
+    assert 0.8 < asyncio.run(main()) < 10
+
+
+def test_only_the_question_and_the_last_answer_are_shown_where_that_is_wanted(tmp_path: Path) -> None:
+    talk = [("system", "s"), ("user", "q"), ("assistant", "thinks"), ("tool", "t"), ("assistant", "a")]
+    long = Trajectory("t", Task("sums", 0), (), Terminated(), tuple(Message(role, text) for role, text in talk))
+
+    async def main() -> None:
+        async with JudgeServer(lambda call: levels(4)) as server:
+            for show, seen in (("transcript", ["s", "q", "thinks", "t", "a"]), ("answer", ["q", "a"])):
+                async with rubric(server, tmp_path, show=show) as judge:
+                    await judge.score(long)
+                assert [message["content"] for message in data_of(server.calls[-1])["messages"]] == seen
+
+    asyncio.run(main())
+
+
+matrices = st.integers(2, 7).flatmap(
+    lambda size: st.tuples(
+        st.just(size),
+        st.lists(st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]), min_size=21, max_size=21),
+    )
+)
+
+
+@given(matrices)
+@settings(max_examples=30, deadline=None)
+def test_win_shares_sum_to_half_of_the_group_and_bradley_terry_agrees(drawn: tuple[int, list[float]]) -> None:
+    size, results = drawn
+    points = dict(zip(meetings(size), results, strict=False))
+    shares = win_shares(points, size)
+    assert sum(shares) == pytest.approx(size / 2)
+    strength = strengths(points, size)
+    for i in range(size):
+        for j in range(size):
+            if shares[i] > shares[j] + 1e-9:  # of a whole tournament, both give the same order
+                assert strength[i] > strength[j]
+
+
+def test_a_ring_finds_who_only_met_weak_ones() -> None:
+    beaten = {(0, 1): 1.0, (1, 2): 1.0, (2, 3): 1.0, (3, 4): 1.0, (4, 5): 1.0, (0, 5): 1.0}  # 0 > 1 > 2 > 3 > 4 > 5
+    shares = win_shares(beaten, 6)
+    assert shares[0] == max(shares)
+    assert shares[5] == min(shares)
+    assert sum(shares) == pytest.approx(3.0)
+    assert meetings(6, 1) == sorted(beaten)
+    assert len(meetings(6)) == len(meetings(6, 99)) == 15
+
+
+SERVER = """
+import asyncio, sys
+from agentrl.testing.judge_server import JudgeServer, JudgeReply
+async def main():
+    script = lambda call: JudgeReply.json({"levels": {"correct": 9, "copy": 9}}, seconds=0.2)
+    async with JudgeServer(script, port=int(sys.argv[1])):
+        await asyncio.Event().wait()
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+def test_a_judge_process_that_is_killed_in_the_middle_is_waited_for_and_no_score_is_made_up(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def start() -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-c", SERVER, str(port)], env={**os.environ, "PYTHONPATH": ""})
+
+    async def main() -> None:
+        process = start()
+        try:
+            settings = {"url": f"http://127.0.0.1:{port}", "criteria": {"correct": "Right.", "copy": "Own."}, **FAST}
+            config = {**settings, "cache": tmp_path / "judge.sqlite", "concurrency": 8, "retries": 1000}
+            async with RubricJudge(RubricJudge.Config.model_validate(config)) as judge:
+                asking = asyncio.ensure_future(all_of([judge.score(trajectory(str(n))) for n in range(64)]))
+                await asyncio.sleep(0.6)
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+                await asyncio.sleep(0.5)
+                assert not asking.done()
+                process = start()
+                assert {score.value for score in await asking} == {0.9}
+                metrics = judge.metrics()
+                assert metrics["answers"] == 64
+                assert metrics["unreachable"] >= 8
+        finally:
+            process.kill()
+            process.wait()
+
+    asyncio.run(main())

@@ -1,0 +1,161 @@
+"""Reward models: preferences are read, a separable one is learned, and the model scores in batches."""
+
+import asyncio
+import json
+import math
+from io import StringIO
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from agentrl.config import load_config
+from agentrl.errors import ConfigError, RewardError
+from agentrl.observe.trajectories import write_trajectories
+from agentrl.recipes.preferences import PreferencesConfig, read_preferences, split
+from agentrl.rewards.reward_model import RewardModel
+from agentrl.run import Run
+from agentrl.trajectory import Message, Score, Task, Terminated, Trajectory
+
+WORDS = ("left", "right", "up", "down", "higher", "lower")
+
+
+def trajectory(answer: str, task: str = "t") -> Trajectory:
+    messages = (Message("user", "Guess a number."), Message("assistant", answer))
+    return Trajectory(f"{task}/{answer}", Task("guess_number", 0, {}, task), (), Terminated(), messages)
+
+
+def answers(rng: Random) -> tuple[str, str]:
+    """A better and a worse answer: the better one says yes somewhere, the worse one no."""
+    talk = [rng.choice(WORDS) for _ in range(6)]
+    place = rng.randrange(6)
+    return " ".join([*talk[:place], "yes", *talk[place:]]), " ".join([*talk[:place], "no", *talk[place:]])
+
+
+def read(path: Path, **settings: Any) -> list[Any]:
+    return read_preferences(PreferencesConfig(path=path, **settings), Random(0))
+
+
+def test_a_file_and_a_run_give_pairs_of_the_better_and_the_worse(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "How many?", "chosen": "Two.", "rejected": "Three."},
+        {"chosen": [{"role": "user", "content": "Hi"}], "rejected": [{"role": "user", "content": "Ho"}]},
+    ]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    pairs = sorted(read(tmp_path / "pairs.jsonl"), key=lambda pair: pair.task)
+    assert pairs[0].chosen == (Message("user", "How many?"), Message("assistant", "Two."))
+    assert pairs[0].rejected[1] == Message("assistant", "Three.")
+    assert pairs[1].chosen == (Message("user", "Hi"),)
+    pq.write_table(pa.Table.from_pylist(rows[:1]), tmp_path / "pairs.parquet")
+    assert read(tmp_path / "pairs.parquet") == pairs[:1]
+
+    run = tmp_path / "run"
+    played = [("one", "a", 1.0), ("one", "b", 0.0), ("one", "c", 1.0), ("two", "d", 0.5)]
+    played += [("three", "e", 2.0), ("three", "f", -1.0)]
+    scored = [(trajectory(said, task), Score(value)) for task, said, value in played]
+    write_trajectories(run / "trajectories" / "step_000000.parquet", scored)
+    pairs = read(run)
+    said = {(pair.task, pair.chosen[1].content, pair.rejected[1].content) for pair in pairs}
+    assert said == {("one", "a", "b"), ("one", "c", "b"), ("three", "e", "f")}
+    assert len(read(run, pairs_per_task=1)) == 2
+    training, held_out = split(pairs, 0.5, Random(1))
+    assert {pair.task for pair in training}.isdisjoint(pair.task for pair in held_out)
+    assert len(training) + len(held_out) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "no pairs: it is empty"),
+        ('{"chosen": "a"}', r"row 0: rejected: Field required"),
+        ('{"chosen": "a", "rejected": "b"}\n{"chosen": 1, "rejected": "b"}', "row 1: chosen"),
+        ('{"chosen": [{"role": "cat", "content": ""}], "rejected": "b"}', "row 0"),
+        ("not json", "row 0: it is not JSON"),
+    ],
+)
+def test_what_is_no_pair_is_refused_with_its_row(text: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "pairs.jsonl").write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        read(tmp_path / "pairs.jsonl")
+    with pytest.raises(ConfigError, match="no folder of a run"):
+        read(tmp_path / "pairs.csv")
+
+
+@given(st.lists(st.floats(-20, 20), min_size=2, max_size=2))
+@settings(max_examples=30, deadline=None)
+def test_the_loss_is_the_negative_log_of_the_chance_that_the_chosen_wins(scores: list[float]) -> None:
+    import torch
+
+    from agentrl.algorithms.bradley_terry import preference_losses
+
+    chosen, rejected = (torch.tensor([score], dtype=torch.float64) for score in scores)
+    wins = math.exp(scores[0]) / (math.exp(scores[0]) + math.exp(scores[1]))
+    assert math.exp(-preference_losses(chosen, rejected).item()) == pytest.approx(wins)
+    assert math.exp(-preference_losses(rejected, chosen).item()) == pytest.approx(1 - wins, abs=1e-9)
+
+
+def train(folder: Path, model: Path, *overrides: str) -> Path:
+    from agentrl.recipes.reward_model import reward_model
+
+    path = folder / "preferred.yaml"
+    path.write_text(
+        f"env: guess_number\nrecipe: reward_model\nmodel: {model}\ntrackers: []\nrun_dir: {folder / 'run'}\n"
+    )
+    with Run(load_config(path, overrides), Console(file=StringIO())) as run:
+        asyncio.run(reward_model(run))
+    return folder / "run"
+
+
+@pytest.mark.slow
+def test_a_separable_preference_is_learned_and_then_paid(tmp_path: Path, tiny_model_dir: Path) -> None:
+    rng = Random(0)
+    pairs = [answers(rng) for _ in range(400)]
+    rows = [{"prompt": "Guess a number.", "chosen": better, "rejected": worse} for better, worse in pairs]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    run = train(
+        tmp_path, tiny_model_dir, f"recipe.preferences.path={tmp_path / 'pairs.jsonl'}", "recipe.preferences.lr=1e-3"
+    )
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["loss"] == pytest.approx(math.log(2), abs=0.3)
+    assert lines[-1]["eval/preference_accuracy"] >= 0.95
+
+    async def main() -> None:
+        async with RewardModel(RewardModel.Config(path=run / "reward_model", batch=8)) as reward:
+            better, worse = zip(*(answers(rng) for _ in range(20)), strict=True)
+            texts = [*better, *worse]
+            async with asyncio.TaskGroup() as tasks:
+                asked = [tasks.create_task(reward.score(trajectory(text))) for text in texts]
+            values = [task.result().value for task in asked]
+            metrics = reward.metrics()
+            assert metrics["scored"] == 40
+            assert metrics["batch_mean"] > 4
+            alone = [(await reward.score(trajectory(text))).value for text in texts]
+            assert values == pytest.approx(alone, abs=1e-3)  # whoever shares a batch
+            assert min(values[:20]) > max(values[20:])
+            with pytest.raises(RewardError, match="reads 2048"):
+                await reward.score(trajectory("left " * 3000))
+            lost = asyncio.ensure_future(reward.score(trajectory("up")))
+            kept = asyncio.ensure_future(reward.score(trajectory("down")))
+            await asyncio.sleep(0)
+            lost.cancel()
+            assert math.isfinite((await kept).value)
+
+    asyncio.run(main())
+
+
+def test_what_is_no_reward_model_is_refused_on_entering(tmp_path: Path, tiny_model_dir: Path) -> None:
+    async def main() -> None:
+        with pytest.raises(ConfigError, match=r"no config\.json"):
+            await RewardModel(RewardModel.Config(path=tmp_path)).__aenter__()
+        with pytest.raises(ConfigError, match="one label"):
+            await RewardModel(RewardModel.Config(path=tiny_model_dir)).__aenter__()
+        with pytest.raises(ConfigError, match="async with"):
+            await RewardModel(RewardModel.Config(path=tiny_model_dir)).score(trajectory("up"))
+
+    asyncio.run(main())

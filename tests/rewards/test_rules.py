@@ -1,0 +1,242 @@
+"""The rules: what is right, what is wrong, and that nothing a model writes can hold them up."""
+
+import asyncio
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.errors import ConfigError, RewardError
+from agentrl.plugins import load
+from agentrl.rewards.rules.numeric import last_number
+from agentrl.rollout.tools import ToolCall
+from agentrl.scoring.composite import Composite, RewardPart
+from agentrl.scoring.config import made
+from agentrl.scoring.rule_pool import RulePool, RulePoolConfig
+from agentrl.testing import check_reward
+from agentrl.testing.rewards import trajectory
+from agentrl.trajectory import Score
+from tests.processes import still_alive, title
+
+
+def judge(name: str, answer: str | list[str], gold: object = None, **settings: object) -> Score | float:
+    """What a rule says, here in this process."""
+    rule = made(load("rewards", name), settings)
+    option = settings.get("gold", "schema" if name == "json_schema" else "answer")
+    said = rule.evaluate(rule.content(trajectory(answer, options={option: gold} if gold is not None else {})))
+    return said if isinstance(said, Score) else float(said)
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "gold", "settings", "value"),
+    [
+        ("exact", " New\n York ", "new york", {}, 1),
+        ("exact", "new york", "New York", {"ignore_case": False}, 0),
+        ("exact", "It's York!", "its york", {"ignore_punctuation": True}, 1),
+        ("exact", "b", ["a", "b"], {}, 1),
+        ("exact", "so <answer>x</answer> or <answer> y </answer>", "y", {"tag": "answer"}, 1),
+        ("exact", "y", "y", {"tag": "answer"}, 0),
+        ("regex", "the year 1989.", r"\b19\d\d\b", {}, 1),
+        ("regex", "the year 1989.", None, {"pattern": r"19\d\d", "whole": True}, 0),
+        ("numeric", "So 3 + 4 makes 1,007.50", 1007.5, {}, 1),
+        ("numeric", "about 3.2", "3.14159", {"tolerance": 0.02}, 1),
+        ("numeric", "about 3.3", "3.14159", {"tolerance": 0.02}, 0),
+        ("numeric", "12 %", 0.12, {}, 1),
+        ("numeric", "5-3", 3, {}, 1),
+        ("numeric", "it is -3e-2", -0.03, {}, 1),
+        ("numeric", "none", 0, {}, 0),
+        ("numeric", "1e999", 5, {}, 0),
+        ("choice", "I think the answer is (C), not A.", "C", {}, 1),
+        ("choice", "A cat. Answer: B", "b", {}, 1),
+        ("choice", r"\boxed{D}", 3, {}, 1),
+        ("choice", "B", "B", {}, 1),
+        ("choice", "A cat sat there", "A", {}, 0),
+        ("choice", "(A) or (B)", "A", {}, 0),
+        ("json_schema", '{"n": 3}', {"properties": {"n": {"type": "integer"}}, "required": ["n"]}, {}, 1),
+        ("json_schema", 'Here:\n```json\n{"n": "3"}\n```', {"properties": {"n": {"type": "integer"}}}, {}, 0),
+        ("json_schema", "[NaN]", None, {"json_schema": {}}, 0),
+        ("json_schema", "no json", {"type": "string"}, {}, 0),
+        ("tags", "<think>a</think>\n<answer>b</answer>", None, {}, 1),
+        ("tags", "<think>a</think> well <answer>b</answer>", None, {}, 0),
+        ("tags", "<think>a</think> well <answer>b</answer>", None, {"alone": False}, 1),
+        ("tags", "<answer>b</answer><think>a</think>", None, {}, 0),
+        ("tags", "<think>a<answer>b</answer></think>", None, {}, 0),
+        ("tags", "<think> </think><answer>b</answer>", None, {}, 0),
+        ("tags", ["<think>a</think><answer>b</answer>", "b"], None, {}, 0.5),
+        ("tags", ["b", "<think>a</think><answer>b</answer>"], None, {"last_only": True}, 1),
+        ("length", "1234567890", None, {"free": 10, "limit": 20}, 0),
+        ("length", "123456789012345", None, {"free": 10, "limit": 20}, -0.5),
+        ("length", "1" * 50, None, {"free": 10, "limit": 20}, -1),
+        ("length", ["a", "b", "c"], None, {"free": 1, "limit": 3, "unit": "turns"}, -1),
+    ],
+)
+def test_a_rule_tells_right_from_wrong(name, answer, gold, settings, value):
+    assert judge(name, answer, gold, **settings) == pytest.approx(value)
+
+
+@pytest.mark.slow  # importing sympy takes seconds
+@pytest.mark.parametrize(
+    ("answer", "gold", "value"),
+    [
+        (r"so we get \boxed{\frac{2}{4}}", "0.5", 1),
+        ("$1 + 2x$", "2x+1", 1),
+        (r"$\{2, 1\}$", r"\{1,2\}", 1),
+        ("The answer is 41", "42", 0),
+        ("no idea", "42", 0),
+    ],
+)
+def test_mathematics_is_held_against_mathematics(answer, gold, value):
+    assert judge("math", answer, gold) == value
+    with pytest.raises(ConfigError, match="no mathematics"):
+        judge("math", "1", "$ $")
+
+
+@pytest.mark.parametrize("name", ["exact", "numeric", "choice", "math", "regex", "json_schema"])
+def test_no_message_at_all_is_wrong(name):
+    gold = {"regex": "x", "json_schema": {}, "choice": "A"}.get(name, "1")
+    assert judge(name, [], gold) == 0.0
+
+
+def test_a_task_without_a_right_answer_or_with_one_of_another_form_is_an_error_that_says_what_to_write():
+    rule = load("rewards", "exact")
+    with pytest.raises(ConfigError, match=r"has no option 'answer'.*it has 'size'. Write gold: OPTION"):
+        rule(rule.Config()).content(trajectory("x", options={"size": 4}))
+    with pytest.raises(ConfigError, match="'answer' is 'many': the rule `numeric` needs a number"):
+        judge("numeric", "3", "many")
+    with pytest.raises(ConfigError, match="one of the letters ABCDE, or its number"):
+        judge("choice", "A", "Q")
+    with pytest.raises(ConfigError, match="no regular expression"):
+        judge("regex", "x", "(")
+    with pytest.raises(ValueError, match="no regular expression"):
+        judge("regex", "x", pattern="(")
+    with pytest.raises(ConfigError, match="not a JSON schema"):
+        judge("json_schema", "1", {"type": "nonsense"})
+    with pytest.raises(ValueError, match=r"free \(5\) has to be below limit \(5\)"):
+        judge("length", "x", free=5, limit=5)
+
+
+@given(st.floats(-1e15, 1e15, allow_nan=False), st.sampled_from(["{:.6f}", "{:,.6f}", "{:.9e}", "{}"]))
+def test_a_number_is_read_as_it_was_written(value, form):
+    assert last_number(f"after 17, it is {form.format(value)}.") == pytest.approx(value, rel=1e-6, abs=1e-5)
+
+
+def test_tool_use_counts_malformed_refused_and_repeated_calls():
+    price, wrong = ToolCall("price", {"shop": "north"}).render(), ToolCall("pric", {}).render()
+    said = trajectory(
+        [price, wrong, "<tool_call>{</tool_call>", price], observations=["3", "Error: no tool", "Error", "3"]
+    )
+    rule = load("rewards", "tool_use")
+    score = rule(rule.Config()).evaluate(rule(rule.Config()).content(said))
+    assert score == Score(0.25, {"calls": 4, "malformed": 0.25, "refused": 0.25, "repeated": 0.25})
+    lenient = rule(rule.Config(repeats=False))
+    assert lenient.evaluate(lenient.content(said)).value == 0.5
+    assert judge("tool_use", "no call", without_calls=-1.0) == Score(
+        -1.0, {"calls": 0, "malformed": 0, "refused": 0, "repeated": 0}
+    )
+
+
+HOSTILE = [
+    ("regex", "a" * 40, {"pattern": r"(a+)+b"}),
+    ("json_schema", '"' + "a" * 40 + '"', {"json_schema": {"type": "string", "pattern": "^(a+)+$b"}}),
+    ("math", r"\boxed{10^{10^{10^{10}}}}", {}),
+    ("math", r"\boxed{(99999!)!}", {}),
+]
+HARMLESS = [
+    ("json_schema", "[" * 15_000 + "]" * 15_000, {"json_schema": {}}),
+    ("numeric", "9" * 200_000, {}),
+    ("numeric", "1e" * 50_000, {}),
+    ("choice", "answer is (" * 20_000, {}),
+    ("exact", "<answer>" * 30_000, {"tag": "answer"}),
+    ("tags", "<think>" * 30_000, {}),
+    ("math", "(" * 5_000, {}),
+]
+PART = {"exact": "1", "numeric": 7, "choice": "A", "math": "1"}
+
+
+def parts_of(cases: list[tuple[str, str, dict]]) -> list[RewardPart]:
+    return [
+        RewardPart(made(load("rewards", name), settings), f"{name}/{number}")
+        for number, (name, _, settings) in enumerate(cases)
+    ]
+
+
+async def outcomes(pool: RulePool, cases: list[tuple[str, str, dict]]) -> tuple[float, list[tuple[float | str, float]]]:
+    """The seconds that a plain answer takes in new processes; of each case the score, or why it failed, and the
+    seconds. A plain answer before and after is right.
+    """
+    plain = ("math", "$2$", {"gold": "two"})
+    *parts, warm = parts_of([*cases, plain])
+    found = []
+    async with Composite([*parts, warm], pool) as reward:
+        two = trajectory("$2$", options={"two": "2"})
+        started = time.monotonic()
+        assert (await reward.ask(warm, [two]))[0].value == 1.0
+        cold = time.monotonic() - started
+        for part, (name, answer, _) in zip(parts, cases, strict=True):
+            started = time.monotonic()
+            value: float | str = ""
+            try:
+                value = (await reward.ask(part, [trajectory(answer, options={"answer": PART.get(name)})]))[0].value
+            except RewardError as error:
+                value = str(error)
+            found.append((value, time.monotonic() - started))
+        pool.forget()
+        assert (await reward.ask(warm, [two]))[0].value == 1.0
+    return cold, found
+
+
+@pytest.mark.slow
+def test_what_a_hostile_answer_costs_is_one_deadline_and_the_pool_is_alive_after():
+    cold, found = asyncio.run(outcomes(RulePool(RulePoolConfig(workers=2, deadline=2.0, memory_mb=1500)), HOSTILE))
+    assert all("did not answer within 2 s" in str(value) for value, _ in found[:2]), found
+    for value, seconds in found:
+        assert seconds < 2.0 + 2 * cold + 1.0  # its own deadline, after a new process for one that was killed
+        assert value == 0.0 or "did not answer within" in str(value) or "MB" in str(value), value
+    left = [name for name in map(title, psutil.Process().children(recursive=True)) if "spawn_main" in name]
+    assert left == []
+
+
+DRIVER = """
+import asyncio, re
+from agentrl.scoring.rule_pool import RulePool, RulePoolConfig
+
+async def main():
+    async with RulePool(RulePoolConfig(deadline=2.0, workers=1)) as pool:
+        await pool.run(re.compile("x").search, "")
+        print("ready", flush=True)
+        await pool.run(re.compile("(a+)+b").fullmatch, "a" * 60)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+def test_a_rule_that_hangs_when_the_driver_is_killed_does_not_outlive_it_for_long(tmp_path):
+    script = tmp_path / "driver.py"
+    script.write_text(DRIVER)
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        assert driver.stdout.readline() == "ready\n"
+        time.sleep(0.3)
+        children = psutil.Process(driver.pid).children(recursive=True)
+        assert len(children) >= 2
+        driver.kill()
+    assert still_alive(children, 40) == []  # 3 s of computing, on a machine that may be busy
+
+
+@pytest.mark.slow
+def test_long_answers_are_wrong_and_slow_nothing_down():
+    _, found = asyncio.run(outcomes(RulePool(RulePoolConfig(workers=1, deadline=30.0)), HARMLESS))
+    assert [value for value, _ in found] == [0.0] * len(HARMLESS)
+
+
+@pytest.mark.parametrize("name", ["exact", "numeric", "tags", "tool_use", "environment"])
+def test_the_built_in_rewards_keep_the_contract(name):
+    factory = load("rewards", name)
+    played = [trajectory(text, options={"answer": "4"}) for text in ("4", "5", "<think>4</think>", "")]
+    check_reward(lambda: factory(factory.Config()), played)

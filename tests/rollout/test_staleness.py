@@ -1,0 +1,185 @@
+"""The staleness rules keep what they promise on every schedule."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.errors import StalenessError
+from agentrl.rollout.staleness import STALENESS_RULES, DeadlineFirst, Drain, Drop, Gate, StalenessRule, Ticket, Wait
+
+BOUNDED = sorted(STALENESS_RULES.keys() - {"gate", "mask"})
+
+
+class Adversary:
+    """Makes groups ready in the order that is worst for a bound, and fails some; asks for a batch after each."""
+
+    def __init__(self, rule: StalenessRule, rng: random.Random, failing: float = 0.0) -> None:
+        self.rule = rule
+        self.rng = rng
+        self.failing = failing
+        self.playing: list[Ticket] = []
+        self.trained: list[tuple[int, Ticket]] = []
+        self.stale: list[Ticket] = []
+
+    def drive(self, steps: int) -> "Adversary":
+        for step in range(steps):
+            while (batch := self.rule.select()) is None:
+                self.admit()
+                assert self.playing, "the rule waits although nothing can become ready any more"
+                self.end_one()
+            self.trained += [(step, ticket) for ticket in batch]
+            for _ in range(self.rng.randrange(4)):  # some go on while the trainer works
+                self.admit()
+                if self.playing:
+                    self.end_one()
+            while not self.rule.may_publish():
+                self.end_one()
+            given_up = self.rule.publish(step + 1)
+            self.stale += given_up
+            self.playing = [ticket for ticket in self.playing if ticket not in given_up]
+        return self
+
+    def admit(self) -> None:
+        while ticket := self.rule.admit():
+            self.playing.append(ticket)
+
+    def end_one(self) -> None:
+        # Mostly the youngest first.
+        ticket = self.playing.pop(-1 if self.rng.random() < 0.7 else self.rng.randrange(len(self.playing)))
+        if self.rng.random() < self.failing:
+            self.rule.forfeit(ticket)
+        else:
+            self.rule.finish(ticket)
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+@given(
+    max_staleness=st.integers(0, 5),
+    groups=st.integers(1, 6),
+    seed=st.integers(0, 10**9),
+    failing=st.sampled_from([0.0, 0.1, 0.5]),
+)
+def test_no_schedule_breaks_the_bound_and_only_drop_drops(name, max_staleness, groups, seed, failing):
+    rule = STALENESS_RULES[name](max_staleness=max_staleness, groups_per_step=groups)
+    played = Adversary(rule, random.Random(seed), failing).drive(steps=25)
+    assert len(played.trained) == len({ticket for _, ticket in played.trained}) == 25 * groups
+    assert all(0 <= step - ticket.admitted_version <= max_staleness for step, ticket in played.trained)
+    assert rule.bounded
+    assert name == "drop" or not played.stale
+
+
+@given(groups=st.integers(2, 6), seed=st.integers(0, 10**9))
+def test_the_gate_drops_nothing_and_says_that_it_is_not_bounded(groups, seed):
+    rule = Gate(max_staleness=1, groups_per_step=groups)
+    played = Adversary(rule, random.Random(seed)).drive(steps=25)
+    assert len(played.trained) == 25 * groups
+    assert not played.stale
+    assert not rule.bounded
+
+
+def test_the_gate_lets_a_straggler_grow_older_than_the_bound():
+    rule = Gate(max_staleness=1, groups_per_step=1)
+    straggler = rule.admit()
+    for version in range(4):
+        other = rule.admit()
+        rule.finish(other)
+        assert rule.select() == [other]
+        rule.publish(version + 1)
+    rule.finish(straggler)
+    assert rule.select() == [straggler]
+    assert rule.version - straggler.admitted_version == 4
+
+
+@given(max_staleness=st.integers(0, 4), groups=st.integers(1, 4), seed=st.integers(0, 10**9))
+def test_deadline_first_waits_only_when_every_choice_would_break_a_deadline(max_staleness, groups, seed):
+    rng = random.Random(seed)
+    rule = DeadlineFirst(max_staleness=max_staleness, groups_per_step=groups)
+    existing: list[Ticket] = []
+    ready: list[Ticket] = []
+    for step in range(8):
+        while ticket := rule.admit():
+            existing.append(ticket)
+        playing = [ticket for ticket in existing if ticket not in ready]
+        rng.shuffle(playing)
+        while (batch := rule.select()) is None:
+            if len(ready) >= groups:
+                # An earliest-deadline choice is the best one for every deadline, so if it leaves more than can be
+                # trained in time, all choices do.
+                left = [t for t in existing if t not in sorted(ready)[:groups]]
+                assert any(
+                    sum(t.deadline <= d for t in left) > (d - step) * groups
+                    for d in range(step, step + max_staleness + 1)
+                )
+            ready.append(playing.pop())
+            rule.finish(ready[-1])
+        existing = [t for t in existing if t not in batch]
+        ready = [t for t in ready if t not in batch]
+        rule.publish(step + 1)
+
+
+def test_a_straggler_holds_the_trainer_only_when_its_deadline_has_come():
+    rule = DeadlineFirst(max_staleness=2, groups_per_step=1)
+    straggler, second, third = (rule.admit() for _ in range(3))
+    assert rule.admit() is None
+    rule.finish(second)
+    assert rule.select() == [second]
+    rule.publish(1)
+    fourth = rule.admit()
+    rule.finish(third)
+    rule.finish(fourth)
+    assert rule.select() == [third]
+    rule.publish(2)
+    assert rule.select() is None
+    rule.finish(straggler)
+    assert rule.select() == [straggler]
+
+
+def test_a_failed_straggler_holds_nobody():
+    rule = DeadlineFirst(max_staleness=0, groups_per_step=1)
+    straggler = rule.admit()
+    assert rule.select() is None
+    rule.forfeit(straggler)
+    rule.finish(rule.admit())
+    assert rule.select()
+
+
+def test_wait_trains_in_order_of_admission():
+    rule = Wait(max_staleness=1, groups_per_step=1)
+    first, second = rule.admit(), rule.admit()
+    rule.finish(second)
+    assert rule.select() is None
+    rule.finish(first)
+    assert rule.select() == [first]
+
+
+def test_drop_gives_up_what_missed_its_deadline_playing_or_finished():
+    rule = Drop(max_staleness=1, groups_per_step=1)
+    slow, quick = rule.admit(), rule.admit()
+    rule.finish(quick)
+    assert rule.select() == [quick]
+    assert rule.publish(1) == []
+    fresh = rule.admit()
+    rule.finish(fresh)
+    assert rule.select() == [fresh]
+    assert rule.publish(2) == [slow]
+
+
+def test_drain_admits_nothing_while_weights_wait():
+    rule = Drain(max_staleness=1, groups_per_step=1)
+    first, second = rule.admit(), rule.admit()
+    rule.finish(first)
+    assert rule.select() == [first]
+    assert not rule.may_publish()
+    rule.forfeit(second)
+    assert rule.admit() is None
+    assert rule.may_publish()
+    rule.publish(1)
+    assert rule.admit()
+
+
+def test_versions_follow_one_another():
+    rule = DeadlineFirst(max_staleness=0, groups_per_step=1)
+    with pytest.raises(StalenessError, match="cannot follow"):
+        rule.publish(2)

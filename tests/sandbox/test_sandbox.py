@@ -1,0 +1,421 @@
+"""The sandbox: programs run, limits hold, nobody gets out, and nothing is left."""
+
+import asyncio
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from random import Random
+
+import psutil
+import pytest
+
+from agentrl.errors import ConfigError
+from agentrl.flow import Flow, now
+from agentrl.sandbox import jail, pool
+from agentrl.sandbox.outcome import LimitHit, Outcome, Ran, SandboxLost
+from agentrl.sandbox.pool import BACKENDS, Sandbox
+from agentrl.sandbox.settings import SandboxConfig, SandboxLimits
+from tests.processes import still_alive, title
+from tests.sandbox.hostile import KINDS
+
+SMALL = SandboxLimits(wall=0.5, cpu=0.2, memory=256 << 20, processes=16, disk=4 << 20, output=1 << 16)
+
+each_backend = pytest.mark.parametrize(
+    "backend", [BACKENDS[0], *(pytest.param(backend, marks=pytest.mark.slow) for backend in BACKENDS[1:])]
+)
+
+
+def run(test: Callable[[Sandbox], Awaitable[None]], config: SandboxConfig) -> None:
+    async def main() -> None:
+        async with Sandbox(config) as sandbox:
+            started.extend(jails())
+            await test(sandbox)
+
+    started: list[psutil.Process] = []
+    asyncio.run(main())
+    assert still_alive(started, 5) == []
+    assert jails() == []
+
+
+def jails() -> list[psutil.Process]:
+    """Every process that this one has started and that lives."""
+    return [p for p in psutil.Process().children(recursive=True) if "agentrl.sandbox" in title(p)]
+
+
+def ran(outcome: Outcome) -> str:
+    """What a sound program has written."""
+    assert isinstance(outcome, Ran), outcome
+    assert (outcome.exit, outcome.stderr) == (0, ""), outcome
+    return outcome.stdout
+
+
+@each_backend
+def test_a_program_reads_stdin_writes_stdout_and_has_an_exit_status(backend: str) -> None:
+    async def main(sandbox: Sandbox) -> None:
+        assert ran(await sandbox.run("print(int(input()) ** 2)", "12")) == "144\n"
+        assert ran(await sandbox.run("import sys; print(len(sys.stdin.read()))", "é" * 300_000)) == "300000\n"
+        assert (
+            ran(await sandbox.run("print(__name__, __file__, __import__('sys').argv)"))
+            == "__main__ main.py ['main.py']\n"
+        )
+        for program, status in (
+            ("raise SystemExit(3)", 3),
+            ("import sys; sys.exit('no')", 1), ("exit()", 0), ("quit(2)", 2), ("1/0", 1), ("def", 1),
+            ("import os; os.kill(os.getpid(), 9)", -9), ("import os; os._exit(7)", 7),
+        ):  # fmt: skip
+            outcome = await sandbox.run(program)
+            assert isinstance(outcome, Ran)
+            assert outcome.exit == status
+        outcome = await sandbox.run("def f(x):\n    return 1 / x\n\nf(0)")
+        assert isinstance(outcome, Ran)
+        assert outcome.stderr == (
+            "Traceback (most recent call last):\n"
+            '  File "main.py", line 4, in <module>\n    f(0)\n'
+            '  File "main.py", line 2, in f\n    return 1 / x\n           ~~^~~\n'
+            "ZeroDivisionError: division by zero\n"
+        )
+
+    run(main, SandboxConfig(backend=backend, size=1))
+
+
+@each_backend
+def test_what_an_interpreter_does_at_its_end_is_done(backend: str) -> None:
+    program = """
+import atexit, os, sys, tempfile, threading, time
+atexit.register(print, "last")
+threading.Thread(target=lambda: (time.sleep(0.05), print("thread"))).start()
+with tempfile.NamedTemporaryFile("w+") as file:
+    file.write("kept"); file.seek(0)
+    print(file.read(), os.path.dirname(file.name) == os.getcwd() == os.environ["HOME"])
+sys.stdout.write("no newline")
+"""
+
+    async def main(sandbox: Sandbox) -> None:
+        assert ran(await sandbox.run(program)) == "kept True\nno newlinethread\nlast\n"
+
+    run(main, SandboxConfig(backend=backend, size=1))
+
+
+def test_programs_may_have_processes_threads_and_an_event_loop() -> None:
+    program = """
+import asyncio, multiprocessing, subprocess, sys
+from concurrent.futures import ProcessPoolExecutor
+
+def square(x): return x * x
+
+async def main():
+    return await asyncio.to_thread(square, 4)
+
+if __name__ == "__main__":
+    print(asyncio.run(main()))
+    with ProcessPoolExecutor(2, multiprocessing.get_context("fork")) as pool: print(list(pool.map(square, range(4))))
+    print(subprocess.run([sys.executable, "-c", "print(5)"], capture_output=True, text=True).stdout, end="")
+"""
+
+    async def main(sandbox: Sandbox) -> None:
+        assert ran(await sandbox.run(program)) == "16\n[0, 1, 4, 9]\n5\n"
+
+    run(main, SandboxConfig(backend="namespaces", size=1))
+
+
+@each_backend
+def test_the_limit_that_was_hit_is_named_and_what_was_written_is_kept(backend: str) -> None:
+    programs = {
+        "cpu": ("while True: pass", SandboxLimits(cpu=0.1)),
+        "wall": ("import time; time.sleep(100)", SandboxLimits(wall=0.2)),
+        "output": ("while True: print('x' * 1000)", SandboxLimits(output=1 << 16)),
+    }
+
+    async def main(sandbox: Sandbox) -> None:
+        for limit, (program, limits) in programs.items():
+            begun = now()
+            outcome = await sandbox.run(f"print('begun', flush=True)\n{program}", limits=limits)
+            assert isinstance(outcome, LimitHit), outcome
+            assert outcome.which == limit
+            assert outcome.stdout.startswith("begun\n")
+            assert len(outcome.stdout) <= limits.output
+            assert now() - begun < (limits.wall if limit == "wall" else 5) + 1
+        outcome = await sandbox.run("x = bytearray(1 << 30)")
+        assert isinstance(outcome, Ran)
+        assert "MemoryError" in outcome.stderr
+
+    run(main, SandboxConfig(backend=backend, size=1))
+
+
+@pytest.mark.slow
+def test_the_memory_of_all_processes_together_is_limited_but_what_they_share_is_counted_once() -> None:
+    program = """
+import os, time
+shared = b"x" * ({shared} << 20)
+for _ in range(6):
+    if os.fork() == 0:
+        own = b"x" * ({own} << 20)
+        time.sleep({seconds})
+        os._exit(0)
+time.sleep({seconds})
+print("done")
+"""
+
+    async def main(sandbox: Sandbox) -> None:
+        assert ran(await sandbox.run(program.format(shared=100, own=1, seconds=0.2))) == "done\n"
+        outcome = await sandbox.run(program.format(shared=1, own=60, seconds=9))
+        assert isinstance(outcome, LimitHit)
+        assert outcome.which == "memory"
+
+    run(main, SandboxConfig(backend="namespaces", size=1, limits=SandboxLimits(memory=256 << 20)))
+
+
+@each_backend
+def test_a_cancelled_run_ends_with_its_processes_and_the_next_one_finds_a_jail(backend: str) -> None:
+    fork = "os.fork()\n" if backend == "namespaces" else ""
+
+    async def main(sandbox: Sandbox) -> None:
+        async with Flow("test") as flow:
+            task = flow.start(sandbox.run(f"import os, time\n{fork}time.sleep(100)"), name="run")
+            await asyncio.sleep(0.2)
+            before = jails()
+            task.cancel()
+        assert len(before) == (4 if sandbox.backend == "namespaces" else 2)
+        assert still_alive(before, 5) == []
+        assert ran(await sandbox.run("print(1)")) == "1\n"
+
+    run(main, SandboxConfig(size=1, backend=backend))
+
+
+def test_a_jail_that_dies_is_a_loss_and_no_result_and_is_replaced() -> None:
+    async def main(sandbox: Sandbox) -> None:
+        async with Flow("test") as flow:
+            task = flow.start(sandbox.run("import time; time.sleep(100)"), name="run")
+            await asyncio.sleep(0.1)
+            jails()[0].kill()
+        assert isinstance(task.result(), SandboxLost)
+        assert ran(await sandbox.run("print(1)")) == "1\n"
+
+    run(main, SandboxConfig(size=1))
+
+
+def test_a_sandbox_that_is_closed_during_a_run_loses_it_and_can_be_entered_again() -> None:
+    async def main() -> None:
+        sandbox = Sandbox(SandboxConfig(size=1))
+        async with Flow("test") as flow, sandbox:
+            task = flow.start(sandbox.run("import time; time.sleep(100)"), name="run")
+            await asyncio.sleep(0.1)
+        assert task.result() == SandboxLost("the sandbox was closed during the run")
+        with pytest.raises(RuntimeError, match="async with Sandbox"):
+            await sandbox.run("print(1)")
+        async with sandbox:
+            assert ran(await sandbox.run("print(1)")) == "1\n"
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_a_server_that_says_nothing_is_a_loss_after_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jail, "_GRACE", 0.2)
+
+    async def main(sandbox: Sandbox) -> None:
+        for process in jails():
+            process.suspend()
+        begun = now()
+        assert isinstance(await sandbox.run("print(1)", limits=SandboxLimits(wall=0.1)), SandboxLost)
+        assert 0.3 <= now() - begun < 1.3
+
+    run(main, SandboxConfig(size=1))
+
+
+def test_a_child_that_cannot_be_confined_is_a_loss_and_no_result() -> None:
+    async def main(sandbox: Sandbox) -> None:
+        outcome = await sandbox.run("print(1)")
+        assert isinstance(outcome, SandboxLost), outcome
+        assert "could not be confined: ValueError" in outcome.error
+
+    # More than the hard limit of this process, which nobody may give itself.
+    run(main, SandboxConfig(size=1, limits=SandboxLimits(processes=1 << 62)))
+
+
+@pytest.mark.slow
+@each_backend
+def test_the_driver_dying_ends_its_jails(backend: str) -> None:
+    code = f"""
+import asyncio
+from agentrl.sandbox.pool import Sandbox
+from agentrl.sandbox.settings import SandboxConfig
+async def main():
+    async with Sandbox(SandboxConfig(backend={backend!r}, size=1)) as sandbox:
+        print("started", flush=True)
+        await sandbox.run("import time; time.sleep(1000)")
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        assert driver.stdout.readline() == "started\n"
+        started = psutil.Process(driver.pid).children(recursive=True)
+        assert started
+        driver.kill()
+    assert still_alive(started, 5) == []
+
+
+def test_the_strongest_backend_is_chosen_and_logged_and_without_any_it_refuses(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def enter(config: SandboxConfig) -> str:
+        async with Sandbox(config) as sandbox:
+            return sandbox.backend
+
+    with caplog.at_level(logging.INFO):
+        assert asyncio.run(enter(SandboxConfig(size=1))) == "namespaces"
+    assert "isolates by namespaces" in caplog.text
+
+    whole = jail._START
+    # A machine without them: the calls that make the walls are not there.
+    missing = (
+        "import os, errno; from agentrl.sandbox import kernel\n"
+        "def gone(*_): raise OSError(errno.ENOSYS, 'not here')\n"
+        "kernel.unshare = gone\n"
+    )
+    start = "import sys; sys.path.insert(0, {source!r})\n" + missing + whole
+    monkeypatch.setattr(jail, "_START", start)
+    assert asyncio.run(enter(SandboxConfig(size=1))) == "landlock"
+    monkeypatch.setattr(jail, "_START", start.replace("kernel.unshare", "kernel.landlock_version = kernel.unshare"))
+    with pytest.raises(
+        ConfigError, match=r"cannot isolate.*namespaces: .*not here.*landlock: .*not here.*allow_unsafe"
+    ):
+        asyncio.run(enter(SandboxConfig(size=1)))
+    with caplog.at_level(logging.WARNING):
+        assert asyncio.run(enter(SandboxConfig(size=1, allow_unsafe=True))) == "unsafe"
+    assert "does NOT isolate" in caplog.text
+
+
+def test_walls_that_do_not_hold_are_found_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    hole = "import agentrl.sandbox.walls as w; w.Landlock.confine = lambda *_: None; " + jail._START.split("; ", 2)[2]
+    monkeypatch.setattr(jail, "_START", "import sys; sys.path.insert(0, {source!r}); " + hole)
+
+    async def main() -> None:
+        async with Sandbox(SandboxConfig(backend="landlock", size=1)):
+            pass
+
+    with pytest.raises(ConfigError, match=r"landlock does not hold on this machine.*open a socket"):
+        asyncio.run(main())
+
+
+def test_extra_folders_can_be_imported_from_and_nothing_else_of_them_is_writable(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    (tmp_path / "extra_of_ours.py").write_text("X = 5")
+
+    async def main(sandbox: Sandbox) -> None:
+        assert ran(await sandbox.run("import extra_of_ours; print(extra_of_ours.X)")) == "5\n"
+        outcome = await sandbox.run(f"open({str(tmp_path / 'x')!r}, 'w')")
+        assert isinstance(outcome, Ran)
+        assert "Read-only file system" in outcome.stderr
+
+    run(main, SandboxConfig(paths=(str(tmp_path),), size=1, backend="namespaces"))
+
+
+# Those that want out
+
+
+@pytest.fixture
+def targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """What a program would like to reach, by the marks in `tests/sandbox/hostile.py`."""
+    secret = tmp_path / "secret"
+    secret.write_text("the key")
+    secret.chmod(0o644)
+    monkeypatch.setenv("AGENTRL_SECRET_KEY", "the key")
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as abstract,
+    ):
+        abstract.bind(f"\0agentrl-{os.getpid()}")
+        port = str(server.getsockname()[1])
+        yield {
+            "@SECRET@": str(secret), "@DRIVER@": str(os.getpid()), "@PORT@": port,
+            "@CHECKOUT@": str(Path(__file__).parents[2]),
+        }  # fmt: skip
+    assert secret.read_text() == "the key"
+
+
+def program_of(kind: str, rng: Random, targets: dict[str, str]) -> str:
+    program = KINDS[kind].write(rng)
+    for mark, target in targets.items():
+        program = program.replace(mark, target)
+    return program
+
+
+def escape(kind: str, program: str, outcome: Outcome, busy: bool = False) -> str:
+    """What was not contained, or nothing. On a busy machine anything may take too long."""
+    name = "ran" if isinstance(outcome, Ran) else outcome.which if isinstance(outcome, LimitHit) else "lost"
+    wrote = "" if isinstance(outcome, SandboxLost) else outcome.stdout
+    if name in KINDS[kind].outcomes | ({"wall"} if busy else set()) and "ESCAPED" not in wrote:
+        return ""
+    return f"{kind}: {outcome!r:.1500}\n{program[-1500:]}"
+
+
+@each_backend
+def test_hostile_programs_that_end_by_themselves_are_contained(backend: str, targets: dict[str, str]) -> None:
+    async def main(sandbox: Sandbox) -> None:
+        for kind in (name for name, kind in KINDS.items() if kind.quick):
+            program = program_of(kind, Random(kind), targets)
+            assert not (found := escape(kind, program, await sandbox.run(program))), found
+        assert len(jails()) == (2 if backend == "namespaces" else 1)
+
+    run(main, SandboxConfig(backend=backend, size=1, limits=SMALL.model_copy(update={"wall": 10.0, "cpu": 5.0})))
+
+
+@pytest.mark.slow
+@each_backend
+def test_a_thousand_hostile_programs_are_contained_and_the_pool_lives(backend: str, targets: dict[str, str]) -> None:
+    count = {"namespaces": 1000, "landlock": 300}[backend]
+    rng = Random(7)
+    kinds = list(KINDS)
+    waiting = [(kind, program_of(kind, rng, targets)) for kind in (kinds[i % len(kinds)] for i in range(count))]
+    assert len(kinds) >= 20
+    found: list[str] = []
+    seconds: list[float] = []
+    outcomes: Counter[str] = Counter()
+
+    async def worker(sandbox: Sandbox) -> None:
+        while waiting:
+            kind, program = waiting.pop()
+            begun = now()
+            outcome = await sandbox.run(program)
+            seconds.append(now() - begun)
+            outcomes[type(outcome).__name__] += 1
+            found.extend(filter(None, [escape(kind, program, outcome, busy=True)]))
+
+    async def main(sandbox: Sandbox) -> None:
+        await sandbox.run_all([("import time; time.sleep(0.5)", "")] * sandbox.config.size)
+        first = {process.pid for process in jails()}
+        async with Flow("test") as flow:
+            for number in range(sandbox.config.size):
+                flow.start(worker(sandbox), name=f"worker-{number}")
+        assert not found, "\n\n".join(found[:5])
+        assert outcomes["SandboxLost"] == 0
+        assert {process.pid for process in jails()} == first  # the very jails that there were, and nothing else in them
+        for _ in range(2 * sandbox.config.size):
+            assert ran(await sandbox.run("print(1)")) == "1\n"
+
+    run(main, SandboxConfig(backend=backend, size=4, limits=SMALL))
+    assert sorted(seconds)[int(0.99 * count)] <= SMALL.wall + 1
+
+
+def test_the_probe_of_the_start_is_one_that_an_open_machine_fails() -> None:
+    async def main(sandbox: Sandbox) -> None:
+        with pytest.raises(ConfigError, match="does not hold"):
+            await sandbox._probe(next(iter(sandbox._jails)))
+
+    async def unsafe() -> None:
+        sandbox = Sandbox(SandboxConfig(size=1))
+        sandbox.backend = "unsafe"
+        await sandbox._start()
+        try:
+            await main(sandbox)
+        finally:
+            await sandbox.__aexit__()
+
+    asyncio.run(unsafe())
+    assert pool.BACKENDS == ("namespaces", "landlock")

@@ -1,0 +1,75 @@
+"""Rules on workers: the contract of a `RulePool`, and what becomes of a worker that dies."""
+
+import asyncio
+import os
+import signal
+from functools import partial
+
+import psutil
+import pytest
+
+from agentrl.cluster.processes import ProcessWorker
+from agentrl.cluster.ray_actors import RayWorkers
+from agentrl.cluster.workers import StartWorker
+from agentrl.errors import RewardError
+from agentrl.flow import Flow
+from agentrl.scoring.rule_pool import RulePoolConfig
+from agentrl.scoring.rule_workers import RuleWorkers
+from tests.cluster.shared_ray import join_shared_ray
+from tests.processes import still_alive
+
+pytestmark = pytest.mark.slow
+LEASE = 2.0
+
+
+def double(number: int) -> int:
+    return 2 * number
+
+
+def parent(number: int) -> int:
+    """The worker's process: the one above the forkserver of its pool."""
+    return psutil.Process(os.getppid()).ppid()
+
+
+def hang(number: int) -> None:
+    while True:
+        pass
+
+
+@pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.long)])
+def start(request: pytest.FixtureRequest) -> StartWorker:
+    if request.param == "local":
+        return partial(ProcessWorker.start, lease=LEASE)
+    join_shared_ray()
+    return RayWorkers(lease=LEASE).one
+
+
+def test_rules_on_workers_hang_and_die_for_themselves_only(start: StartWorker) -> None:
+    async def main() -> list[int]:
+        config = RulePoolConfig(deadline=3.0)
+        async with RuleWorkers(start, 2, config, [__name__]) as pool:
+            async with Flow("test") as flow:
+                doubled = [flow.start(pool.run(double, number), name=str(number)) for number in range(20)]
+            assert [task.result() for task in doubled] == [2 * number for number in range(20)]
+            with pytest.raises(RewardError, match=r"hang did not answer within 3 s"):
+                await pool.run(hang, 0)
+            pids = [worker.pid for worker in pool._workers.values()]
+            assert await pool.run(parent, 1, cached=False) in pids
+            os.kill(pids[0], signal.SIGKILL)
+            os.kill(pids[1], signal.SIGSTOP)
+            async with asyncio.timeout(60):
+                assert not {await ask(pool) for _ in range(4)} & set(pids)
+            return pids
+
+    async def ask(pool: RuleWorkers) -> int:
+        """As often as it takes, as the budget of a reward does."""
+        while True:
+            try:
+                pid: int = await pool.run(parent, 0, cached=False)
+            except RewardError:
+                continue
+            else:
+                return pid
+
+    pids = asyncio.run(main())
+    assert still_alive(pids, 10) == []

@@ -1,0 +1,344 @@
+"""The seam of rewards: any shape, parts that are asked at once, and failures that stay failures."""
+
+import asyncio
+import math
+import os
+import random
+import threading
+import time
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from statistics import fmean
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.errors import ConfigError, ConformanceError, RewardError
+from agentrl.flow import Retries, now
+from agentrl.observe.metrics import rollout_metrics
+from agentrl.recipes.evaluate import Evaluation
+from agentrl.scoring.composite import Composite, RewardPart, total
+from agentrl.scoring.rule_pool import RulePool, RulePoolConfig
+from agentrl.scoring.scoring import Scoring, score_trajectory
+from agentrl.testing import check_reward
+from agentrl.testing.rewards import trajectory
+from agentrl.trajectory import Failed, Group, Score, Scored
+from tests.rollout.test_scheduler import World, config
+
+PLAYED = trajectory("hello")
+numbers = st.floats(-1e6, 1e6)
+
+
+class Slow:
+    """Takes ten seconds; the first `failures` questions fail."""
+
+    def __init__(self, value: float, failures: int = 0) -> None:
+        self.value = value
+        self.failures = failures
+        self.asked = 0
+
+    async def score(self, trajectory):
+        self.asked += 1
+        await asyncio.sleep(10)
+        if self.asked <= self.failures:
+            raise RewardError("the judge is down")
+        return Score(self.value, {"detail": 2 * self.value})
+
+
+def length(played):
+    return len(played.messages[-1].content)
+
+
+async def length_async(played):
+    return float(length(played))
+
+
+def hangs(played):
+    threading.Event().wait()
+
+
+@given(st.lists(st.tuples(numbers, st.floats(-10, 10)), min_size=1, max_size=6))
+def test_a_composite_is_the_weighted_sum_of_its_parts(drawn):
+    parts = [RewardPart(None, f"part {number}", weight) for number, (_, weight) in enumerate(drawn)]
+    score = total(parts, [Score(value) for value, _ in drawn])
+    assert score.value == pytest.approx(math.fsum(value * weight for value, weight in drawn), rel=1e-9, abs=1e-6)
+    assert score.parts == {f"part {number}": value for number, (value, _) in enumerate(drawn)}
+    split = len(drawn) // 2
+    singles = total(parts[:split], [Score(value) for value, _ in drawn[:split]])
+    assert total(parts[split:], [Score(value) for value, _ in drawn[split:]], singles).value == pytest.approx(
+        score.value
+    )
+
+
+@given(st.lists(st.one_of(numbers, st.none()), min_size=1, max_size=6))
+def test_a_failed_part_fails_the_score_and_never_enters_a_mean(drawn):
+    parts = [RewardPart(None, str(number)) for number in range(len(drawn))]
+    scores = [Score.failed("down") if value is None else Score(value) for value in drawn]
+    whole = total(parts, scores)
+    if None in drawn:
+        assert isinstance(whole.status, Failed)
+        assert whole.status.error == f"{drawn.index(None)}: down"
+        assert math.isnan(whole.value)
+        assert whole.parts == {}
+        assert math.isnan(fmean([whole.value, 1.0])), "a failure in a mean has to show"
+    else:
+        assert isinstance(whole.status, Scored)
+        assert math.isfinite(whole.value)
+
+
+def test_parts_are_asked_at_once_and_only_the_failed_one_again(virtual):
+    async def main():
+        sound, broken = Slow(1.0), Slow(3.0, failures=2)
+        parts = [RewardPart(sound, "sound"), RewardPart(broken, "broken", 0.5), RewardPart(length, "n", 0.1, "inline")]
+        failed: list[str] = []
+        scoring = Scoring(Composite(parts), 50.0, Retries(reward=2), failed.append)
+        score = await scoring.score(PLAYED)
+        assert score.value == pytest.approx(1.0 + 1.5 + 0.5)
+        assert score.parts == {"sound": 1, "sound/detail": 2, "broken": 3, "broken/detail": 6, "n": 5}
+        assert (sound.asked, broken.asked, failed) == (1, 3, [PLAYED.id] * 2)
+        assert now() == pytest.approx(30 + 0.5 + 1.0)
+
+    virtual(main)
+
+
+def test_a_part_that_stays_failed_or_misses_its_deadline_fails_the_score_after_its_budget(virtual):
+    async def main():
+        broken = Slow(3.0, failures=9)
+        parts = [RewardPart(Slow(1.0), "sound"), RewardPart(broken, "broken")]
+        score = await Scoring(Composite(parts), 50.0, Retries(reward=2)).score(PLAYED)
+        assert score.status == Failed("reward", "broken: the judge is down")
+        assert broken.asked == 3
+        late = await score_trajectory(Slow(1.0), PLAYED, 5.0)
+        assert "rollout.deadlines.reward" in late.status.error
+
+    virtual(main)
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (math.nan, "returned NaN"),
+        (math.inf, "returned inf"),
+        (Score(1.0, {"part": math.nan}), "returned NaN"),
+        ("5", "returned '5'"),
+        (None, "returned None"),
+    ],
+)
+def test_what_is_no_score_is_a_failure(said, why):
+    score = asyncio.run(score_trajectory(partial(lambda value, played: value, said), PLAYED, 5.0))
+    assert why in score.status.error
+    assert math.isnan(score.value)
+
+
+@pytest.mark.parametrize("isolation", ["inline", "thread", pytest.param("process", marks=pytest.mark.slow), None])
+@pytest.mark.parametrize("reward", [length, length_async])
+def test_a_function_is_a_reward_wherever_it_runs(reward, isolation):
+    async def main():
+        async with Composite([RewardPart(reward, "n", isolation=isolation)]) as composite:
+            return await Scoring(composite, 60.0).score(PLAYED)
+
+    assert asyncio.run(main()) == Score(5.0, {"n": 5.0})
+
+
+def test_a_hung_function_in_a_thread_costs_its_deadline_and_holds_nobody():
+    started = time.monotonic()
+    score = asyncio.run(score_trajectory(hangs, PLAYED, 0.2))
+    assert isinstance(score.status, Failed)
+    assert time.monotonic() - started < 5
+
+
+def test_a_mistake_in_the_tasks_ends_the_run_instead_of_being_asked_again():
+    def reads_gold(played):
+        raise ConfigError("no option 'answer'")
+
+    with pytest.raises(ConfigError, match="no option 'answer'"):
+        asyncio.run(Scoring(Composite.of(reads_gold), 5.0, Retries(reward=4)).score(PLAYED))
+
+
+class Ranking:
+    """Compares the members of a group; the first questions fail."""
+
+    def __init__(self, failures: int = 0) -> None:
+        self.failures = failures
+        self.asked: Counter[str] = Counter()
+
+    async def score_group(self, trajectories):
+        group = trajectories[0].task.id
+        self.asked[group] += 1
+        if self.asked[group] <= self.failures:
+            raise RewardError("no ranking today")
+        order = sorted(trajectories, key=lambda played: (len(played.turns), played.id))
+        return [Score(float(order.index(played))) for played in trajectories]
+
+
+def test_a_group_reward_is_asked_once_per_group_and_adds_to_what_the_members_have():
+    ranking = Ranking()
+    reward = Composite([RewardPart(Slow(2.0), "slow"), RewardPart(ranking, "rank", 0.5)])
+    world = World(config(), steps=3, reward=reward).run()
+    groups = [group for batch in world.batches for group in batch]
+    assert set(ranking.asked.values()) == {1}
+    for group in groups:
+        assert sorted(score.parts["rank"] for score in group.scores) == list(range(len(group.scores)))
+        assert [score.value for score in group.scores] == [2.0 + 0.5 * score.parts["rank"] for score in group.scores]
+
+
+def test_a_failed_ranking_is_asked_again_without_playing_again_and_a_lasting_one_fails_its_task():
+    ranking = Ranking(failures=2)
+    world = World(config(retries=Retries(reward=3)), steps=2, reward=ranking).run()
+    assert set(ranking.asked.values()) == {3}
+    assert all(played.id.endswith("/0") for batch in world.batches for group in batch for played in group.trajectories)
+    stubborn = World(config(retries=Retries(reward=1), max_failed_tasks=0), steps=1, reward=Ranking(failures=9))
+    with pytest.raises(Exception, match="the group could not be scored: Ranking: no ranking today"):
+        stubborn.run()
+
+
+def test_an_evaluation_without_groups_has_no_mean_of_what_compares_them():
+    score = asyncio.run(Scoring(Composite.of(Ranking()), 5.0).score(PLAYED))
+    metrics = Evaluation(((PLAYED, score),), ()).metrics()
+    assert math.isnan(metrics["eval/reward"])
+    assert metrics["eval/episodes"] == 1
+
+
+def test_one_score_too_few_for_a_group_is_a_failure():
+    class Short:
+        async def score_group(self, trajectories):
+            return [Score(1.0)]
+
+    async def main():
+        return await Scoring(Composite.of(Short()), 5.0).score_group([PLAYED, PLAYED], [Score(0.0)] * 2)
+
+    assert all("1 scores for 2 trajectories" in score.status.error for score in asyncio.run(main()))
+
+
+def test_rewards_are_entered_and_left_by_the_run_the_last_one_first():
+    log: list[str] = []
+
+    class Client:
+        def __init__(self, name, fails=False):
+            self.name, self.fails = name, fails
+
+        async def __aenter__(self):
+            log.append(f"enter {self.name}")
+            if self.fails:
+                raise ConfigError("no key")
+
+        async def __aexit__(self, *exc):
+            log.append(f"leave {self.name}")
+
+        async def score(self, trajectory):
+            return Score(1.0)
+
+    async def main(*clients):
+        async with Composite([RewardPart(client, client.name) for client in clients]):
+            log.append("run")
+
+    asyncio.run(main(Client("a"), Client("b")))
+    assert log == ["enter a", "enter b", "run", "leave b", "leave a"]
+    log.clear()
+    with pytest.raises(ConfigError):
+        asyncio.run(main(Client("a"), Client("b", fails=True)))
+    assert log == ["enter a", "enter b", "leave a"]
+
+
+def test_parts_without_a_name_of_their_own_are_refused():
+    with pytest.raises(ValueError, match="each with a name of its own"):
+        Composite([RewardPart(length, "n"), RewardPart(length, "n")])
+
+
+class Squared:
+    """A rule, in a process."""
+
+    def content(self, trajectory):
+        return length(trajectory)
+
+    def evaluate(self, content):
+        if content == 3:
+            os._exit(7)
+        return float(content**2)
+
+
+@pytest.mark.slow  # a process imports all of this module
+def test_a_rule_runs_in_a_process_that_may_die_and_is_not_asked_twice_about_the_same_content():
+    async def main():
+        pool = RulePool(RulePoolConfig(workers=1, cache=2))
+        async with Composite([RewardPart(Squared(), "square")], pool) as composite:
+            scoring = Scoring(composite, 60.0)
+            texts = ["a", "b", "cc", "a", "dddd", "a", "cc"]  # two contents are kept: 1, 2, then 4 drives 2 out
+            values = [(await scoring.score(trajectory(text))).value for text in texts]
+            assert values == [1, 1, 4, 1, 16, 1, 4]
+            assert pool.hits == 3
+            dead = await scoring.score(trajectory("eee"))
+            assert "took its process down (exit status 7)" in dead.status.error
+            assert (await scoring.score(trajectory("fffff"))).value == 25
+            local = RewardPart(lambda played: 1.0, "local", isolation="process")
+            async with Composite([local], RulePool()) as unsent:
+                said = await Scoring(unsent, 60.0).score(PLAYED)
+            assert "cannot run in a process" in said.status.error
+            assert "isolation: inline" in said.status.error
+
+    asyncio.run(main())
+
+
+def test_every_part_has_a_curve_of_its_mean_and_spread():
+    scores = tuple(Score(value, {"a": value, "b": 1.0}) for value in (0.0, 2.0))
+    group = Group(PLAYED.task, (PLAYED, replace(PLAYED, id="task/1/0")), scores)
+    metrics = rollout_metrics([group], step=0)
+    assert (metrics["reward"], metrics["reward/a"], metrics["reward/b"]) == (1.0, 1.0, 1.0)
+    assert (metrics["reward_std"], metrics["reward_std/a"], metrics["reward_std/b"]) == (1.0, 1.0, 0.0)
+
+
+class Broken:
+    """A reward that breaks one clause of the contract."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+        self.random = random.Random(0)
+
+    def score(self, trajectory):
+        match self.how:
+            case "random":
+                return self.random.random()
+            case "nan":
+                return math.nan
+            case "key":
+                raise KeyError("answer")
+            case "number":
+                return Score(0.0, {}, Failed("reward", "the judge is down"))
+            case "changes":
+                trajectory.task.options["seen"] = True
+        return 0.5
+
+
+class Shared:
+    """Keeps what it is asked in an attribute, and awaits in between."""
+
+    async def score(self, trajectory):
+        self.text = trajectory.messages[-1].content
+        await asyncio.sleep(0.01)
+        return Score(float(len(self.text)))
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Broken("random"), r"\[pure\] asked twice about the same trajectory"),
+        (lambda: Broken("nan"), r"\[value\] the reward returned NaN"),
+        (lambda: Broken("key"), r"\[failure\] task/0/0: it raised KeyError.*raise RewardError"),
+        (lambda: Broken("number"), r"\[failure\] task/0/0: a failed score has the value 0; write Score.failed"),
+        (lambda: Broken("changes"), r"\[pure\] it changed a trajectory"),
+        (Shared, r"\[concurrent\] asked about several at once it said"),
+    ],
+)
+def test_check_reward_finds_what_breaks_the_contract(make, said):
+    with pytest.raises(ConformanceError, match=said):
+        check_reward(make, [trajectory("a"), trajectory("bbb")], pure=True)
+
+
+def test_check_reward_lets_sound_rewards_and_honest_failures_pass():
+    def fails(played):
+        raise RewardError("the judge is down")
+
+    for reward in (length, length_async, fails, Ranking()):
+        check_reward(lambda reward=reward: reward, [trajectory("a"), trajectory("bbb", id="task/1/0")], pure=True)

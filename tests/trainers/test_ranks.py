@@ -1,0 +1,250 @@
+"""Trainers of several ranks: the contract of a trainer over real process groups, and against one process."""
+
+import asyncio
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from agentrl.algorithms import losses as of_tokens
+from agentrl.batch import TrainBatch
+from agentrl.cluster.processes import ProcessWorker
+from agentrl.cluster.workers import Make, WorkerGroup
+from agentrl.errors import CheckpointError
+from agentrl.testing.trainers import LOSS, TrainerCase, check_resume, check_trainer, random_batches
+from agentrl.trainers.deepspeed import DeepSpeedTrainer
+from agentrl.trainers.fsdp import FsdpTrainer
+from agentrl.trainers.group import GroupTrainer
+from agentrl.trainers.local import LocalTrainer
+
+pytestmark = pytest.mark.slow
+RANKS = 2
+value_loss = partial(of_tokens.value_loss, clip=None)
+
+
+@dataclass(frozen=True)
+class Borrowed:
+    """A worker in a process that stays when the worker is stopped: starting one costs seconds of imports."""
+
+    process: ProcessWorker
+
+    async def call(self, method: str, *args: Any) -> Any:
+        return await self.process.call(method, *args)
+
+    async def check(self) -> None:
+        await self.process.check()
+
+    async def stop(self) -> None:
+        await self.process.call("close")
+
+
+class Processes:
+    """`StartWorkers` over the same processes again and again."""
+
+    def __init__(self) -> None:
+        self.processes: list[ProcessWorker] = []
+
+    async def __call__(self, role: str, make: Make, count: int) -> WorkerGroup:
+        for rank in range(len(self.processes), count):
+            self.processes.append(await ProcessWorker.start(role, int, rank))
+        for process in self.processes[:count]:
+            await process.host(make)
+        return WorkerGroup(role, [Borrowed(process) for process in self.processes[:count]])
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Processes]:
+    started = Processes()
+    yield started
+    for process in started.processes:
+        asyncio.run(process.stop())
+
+
+KINDS: dict[str, tuple[type[GroupTrainer], dict[str, Any]]] = {
+    "fsdp": (FsdpTrainer, {"world_size": RANKS}),
+    "fsdp, weights kept": (FsdpTrainer, {"world_size": RANKS, "reshard_after_forward": False}),
+    "deepspeed, ZeRO 1": (DeepSpeedTrainer, {"world_size": RANKS, "zero_stage": 1}),
+    "deepspeed, ZeRO 2": (DeepSpeedTrainer, {"world_size": RANKS, "zero_stage": 2}),
+    "deepspeed, ZeRO 3": (DeepSpeedTrainer, {"world_size": RANKS, "zero_stage": 3}),
+}
+LORA = {"rank": 4, "alpha": 8.0}
+OPTIONS: dict[str, tuple[type[GroupTrainer], dict[str, Any]]] = {
+    "fsdp, offloaded": (FsdpTrainer, {"world_size": RANKS, "cpu_offload": True}),
+    "fsdp, recomputing": (FsdpTrainer, {"world_size": RANKS, "gradient_checkpointing": True}),
+    "fsdp, adapters": (FsdpTrainer, {"world_size": RANKS, "lora": LORA}),
+    "ZeRO 2, offloaded": (DeepSpeedTrainer, {"world_size": RANKS, "zero_stage": 2, "offload": True}),
+    "ZeRO 2, adapters": (DeepSpeedTrainer, {"world_size": RANKS, "zero_stage": 2, "lora": LORA}),
+    "ZeRO 3, offloaded, recomputing": (
+        DeepSpeedTrainer,
+        {"world_size": RANKS, "zero_stage": 3, "offload": True, "gradient_checkpointing": True},
+    ),
+    "ZeRO 3, adapters": (DeepSpeedTrainer, {"world_size": RANKS, "zero_stage": 3, "lora": LORA}),
+}
+
+
+def make_trainer(kind: type[GroupTrainer], settings: dict[str, Any], **parts: Any) -> Any:
+    def make(model: Path, case: TrainerCase) -> GroupTrainer:
+        config = kind.Config(**{**case.settings, **settings})
+        return kind(config, model, total_steps=case.total_steps, temperature=case.temperature, **parts)
+
+    return make
+
+
+def each_of(names: Iterable[str], *, long: Iterable[str]) -> pytest.MarkDecorator:
+    """For the kinds of these names; nearly the code of another are those that take their time among the long tests."""
+    return pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=pytest.mark.long if name in long else ()) for name in names]
+    )
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU that torch can use")
+@pytest.mark.parametrize("name", ["local", "fsdp", "deepspeed, ZeRO 2", "deepspeed, ZeRO 3"])
+def test_on_gpus_a_trainer_keeps_the_contract(
+    name: str, processes: Processes, shallow_model_dir: Path, tmp_path: Path
+) -> None:
+    kind, settings = {**KINDS, "local": (LocalTrainer, {"device": "cuda"})}[name]
+    if kind is not LocalTrainer:
+        settings = {**settings, "world_size": min(RANKS, torch.cuda.device_count())}
+    asyncio.run(check_trainer(make_trainer(kind, settings, start=processes), shallow_model_dir, tmp_path))
+
+
+@each_of(KINDS, long=("fsdp, weights kept", "deepspeed, ZeRO 1", "deepspeed, ZeRO 2"))
+def test_a_trainer_of_two_ranks_keeps_the_contract(
+    name: str, processes: Processes, shallow_model_dir: Path, tmp_path: Path
+) -> None:
+    asyncio.run(check_trainer(make_trainer(*KINDS[name], start=processes), shallow_model_dir, tmp_path))
+
+
+@each_of(KINDS | OPTIONS, long=("fsdp, weights kept", "fsdp, recomputing", "ZeRO 2, offloaded", "ZeRO 2, adapters"))
+def test_twenty_steps_on_two_ranks_are_those_of_one_process(
+    name: str, processes: Processes, shallow_model_dir: Path
+) -> None:
+    kind, settings = (KINDS | OPTIONS)[name]
+    batches = random_batches(shallow_model_dir, 20)
+    losses, weights = asyncio.run(train(make_trainer(kind, settings, start=processes), shallow_model_dir, batches))
+    alone = {"device": "cpu", "lora": settings.get("lora")}
+    expected_losses, expected = asyncio.run(train(make_trainer(LocalTrainer, alone), shallow_model_dir, batches))
+    assert losses == pytest.approx(expected_losses, abs=1e-5)
+    assert weights.keys() == expected.keys()
+    for key, weight in weights.items():
+        torch.testing.assert_close(weight, expected[key], atol=1e-5, rtol=0)
+
+
+@each_of(KINDS, long=("fsdp, weights kept", "deepspeed, ZeRO 1", "deepspeed, ZeRO 2"))
+def test_a_critic_on_two_ranks_learns_as_one_of_one_process_and_is_taken_up(
+    name: str, processes: Processes, shallow_model_dir: Path, tmp_path: Path
+) -> None:
+    batches = random_batches(shallow_model_dir, 6)
+
+    async def learned(make: Any) -> tuple[list[float], list[Any]]:
+        async with make(shallow_model_dir, TrainerCase(lr=1e-3)) as critic:
+            values = [await critic.predict(batches[0])]
+            losses = [(await critic.step(batch, value_loss, 20.0))["loss"] for batch in batches]
+            values.append(await critic.predict(batches[0]))
+            await critic.save(tmp_path / make.__name__ / "checkpoint")
+        async with make(shallow_model_dir, TrainerCase(lr=1e-3)) as critic:
+            await critic.load(tmp_path / make.__name__ / "checkpoint")
+            return losses, [*values, await critic.predict(batches[0])]
+
+    several = make_trainer(*KINDS[name], start=processes, role="critic", head="value")
+    alone = make_trainer(LocalTrainer, {"device": "cpu"}, role="critic", head="value")
+    several.__name__, alone.__name__ = "several", "alone"
+    (losses, values), (expected_losses, expected) = (asyncio.run(learned(make)) for make in (several, alone))
+    assert losses == pytest.approx(expected_losses, abs=1e-5)
+    assert not values[0].any(), "a new critic expects nothing"
+    assert values[1].any()
+    for got, want in zip(values, expected, strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+    np.testing.assert_array_equal(values[1], values[2])
+
+
+@pytest.mark.parametrize("name", ["fsdp", "deepspeed, ZeRO 2", "deepspeed, ZeRO 3"])
+def test_bfloat16_is_for_computing_and_float32_for_keeping(
+    name: str, processes: Processes, shallow_model_dir: Path
+) -> None:
+    kind, settings = KINDS[name]
+    batches = random_batches(shallow_model_dir, 3)
+    coarse = {**settings, "dtype": "bfloat16"}
+    losses, weights = asyncio.run(train(make_trainer(kind, coarse, start=processes), shallow_model_dir, batches))
+    fine, expected = asyncio.run(train(make_trainer(LocalTrainer, {"device": "cpu"}), shallow_model_dir, batches))
+    assert losses != fine
+    assert losses == pytest.approx(fine, abs=0.02)
+    assert {weight.dtype for weight in weights.values()} == {torch.float32}
+    assert max(float((weights[key] - expected[key]).abs().max()) for key in expected) < 3e-3
+    assert not all(torch.equal(weight, weight.bfloat16().float()) for weight in weights.values())
+
+
+@pytest.mark.parametrize("name", ["fsdp, adapters", "ZeRO 3, adapters"])
+def test_adapters_on_two_ranks_are_saved_and_taken_up(
+    name: str, processes: Processes, shallow_model_dir: Path, tmp_path: Path
+) -> None:
+    kind, settings = OPTIONS[name]
+    without = {key: value for key, value in settings.items() if key != "lora"}
+    make = make_trainer(kind, without, start=processes)  # the case says which adapters
+    asyncio.run(check_resume(make, shallow_model_dir, tmp_path, TrainerCase(lora=LORA)))
+
+
+@pytest.mark.parametrize(("saved_by", "taken_up_by"), [(1, 2), (2, 1)])
+def test_fsdp_takes_up_what_another_number_of_ranks_has_saved(
+    saved_by: int, taken_up_by: int, processes: Processes, shallow_model_dir: Path, tmp_path: Path
+) -> None:
+    batches = random_batches(shallow_model_dir, 4)
+
+    async def main() -> dict[str, torch.Tensor]:
+        before, after = (
+            make_trainer(FsdpTrainer, {"world_size": ranks}, start=processes) for ranks in (saved_by, taken_up_by)
+        )
+        async with before(shallow_model_dir, TrainerCase(lr=1e-3)) as trainer:
+            await steps(trainer, batches[:2])
+            await trainer.save(tmp_path / "checkpoint")
+        async with after(shallow_model_dir, TrainerCase(lr=1e-3)) as trainer:
+            await trainer.load(tmp_path / "checkpoint")
+            await steps(trainer, batches[2:])
+            return {name: weight.clone() for name, weight in (await trainer.weights()).items()}
+
+    alone = make_trainer(LocalTrainer, {"device": "cpu"})
+    _, expected = asyncio.run(train(alone, shallow_model_dir, batches))
+    for key, weight in asyncio.run(main()).items():
+        torch.testing.assert_close(weight, expected[key], atol=1e-5, rtol=0)
+
+
+def test_deepspeed_says_whose_checkpoint_it_cannot_take_up_and_keeps_its_own_settings(
+    processes: Processes, shallow_model_dir: Path, tmp_path: Path
+) -> None:
+    (batch,) = random_batches(shallow_model_dir, 1)
+    lasting = TrainerCase(lr=1e-3, weight_decay=0.0)
+
+    async def main() -> None:
+        of_two, of_one = (make_trainer(DeepSpeedTrainer, {"world_size": n}, start=processes) for n in (2, 1))
+        async with of_two(shallow_model_dir, TrainerCase(lr=1e-3, weight_decay=1.0)) as trainer:
+            await steps(trainer, [batch])
+            await trainer.save(tmp_path / "two")
+        async with of_two(shallow_model_dir, lasting) as trainer:
+            await trainer.load(tmp_path / "two")
+            before = {name: weight.clone() for name, weight in (await trainer.weights()).items()}
+            await trainer.step(replace(batch, advantages_BT=0 * batch.advantages_BT), LOSS, 1e9)
+            after = await trainer.weights()
+            norms = [float(after[name].norm() / before[name].norm()) for name in after]
+            assert min(norms) > 0.9995, "the weights have decayed"
+        async with of_one(shallow_model_dir, lasting) as trainer:
+            with pytest.raises(CheckpointError, match=r"deepspeed with trainer\.world_size=1"):
+                await trainer.load(tmp_path / "two")
+
+    asyncio.run(main())
+
+
+async def steps(trainer: GroupTrainer, batches: list[TrainBatch]) -> list[float]:
+    """The losses of one step on each batch."""
+    return [(await trainer.step(batch, LOSS, float(batch.num_loss_tokens)))["loss"] for batch in batches]
+
+
+async def train(make: Any, model: Path, batches: list[TrainBatch]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The losses of one step on each batch, and the weights after them."""
+    async with make(model, TrainerCase(lr=1e-3)) as trainer:
+        losses = await steps(trainer, batches)
+        return losses, {name: weight.clone() for name, weight in (await trainer.weights()).items()}

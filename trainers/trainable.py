@@ -1,0 +1,74 @@
+"""What trains of a model, by name, and what becomes of it: weights for the engines, and what a checkpoint holds."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from agentrl.trainers.checkpoint import named_weights, read_checkpoint, save_model
+
+
+class TrainableParameters(Protocol):
+    """The part of a model that trains. Made before its tensors are dealt to the ranks."""
+
+    @property
+    def model(self) -> Any:
+        """The Hugging Face model."""
+        ...
+
+    @property
+    def shapes(self) -> Mapping[str, torch.Size]:
+        """The whole tensors' shapes by their names in the model's state; of tied ones the first name only."""
+        ...
+
+    def weights(self, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """All weights of the model by their Hugging Face names, when `whole` are the tensors that train."""
+        ...
+
+    def save(self, folder: Path, whole: Mapping[str, Tensor]) -> None:
+        """Write a Hugging Face folder that any engine or trainer starts from, and what `read` needs."""
+        ...
+
+    def read(self, folder: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
+        """The whole tensors that `save` wrote, on the CPU, and the state beside them.
+
+        Raises:
+            CheckpointError: the folder is missing, incomplete, damaged or of another model.
+        """
+        ...
+
+
+def trainable_tensors(trainable: TrainableParameters) -> dict[str, Tensor]:
+    """The tensors that train, as this rank has them now: whole, or its part of each."""
+    model = trainable.model
+    everything = {**dict(model.named_buffers()), **dict(model.named_parameters(remove_duplicate=False))}
+    return {name: everything[name] for name in trainable.shapes}
+
+
+@dataclass(frozen=True, slots=True)
+class AllWeights:
+    """`TrainableParameters`: the whole model."""
+
+    model: Any
+    origin: Path
+    shapes: Mapping[str, torch.Size]
+
+    @staticmethod
+    def of(model: Any, origin: Path) -> "AllWeights":
+        """All weights of a model that was loaded from the folder `origin`."""
+        return AllWeights(model, origin, {name: weight.shape for name, weight in named_weights(model).items()})
+
+    def weights(self, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """See `TrainableParameters`."""
+        return whole
+
+    def save(self, folder: Path, whole: Mapping[str, Tensor]) -> None:
+        """See `TrainableParameters`."""
+        save_model(folder, self.model, self.origin, whole)
+
+    def read(self, folder: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
+        """See `TrainableParameters`."""
+        return read_checkpoint(folder, self.shapes)
