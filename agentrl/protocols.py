@@ -422,7 +422,11 @@ class SupportsPredict(Protocol):
 
 
 class TaskSource(Protocol):
-    """The tasks of a run, by index: the same config gives the same tasks in every launch."""
+    """The tasks of one split of a run, by index: the same config gives the same tasks in every launch.
+
+    The section `tasks` of a config names a class, which is called with its settings, the environment's name, the run's
+    seed, the split ("train", "held-out", "demonstrations" or "corpus") and the environment's options.
+    """
 
     def task(self, index: int) -> Task:
         """The task of this index."""
@@ -438,7 +442,7 @@ class Curriculum(TaskSource, Protocol):
     """
 
     def observe(self, index: int, task: Task, rewards_G: Sequence[float]) -> None:
-        """The members of this task's group earned so much: it is trained on, or filtered for having no variance."""
+        """The rewards of the members of this task's group, which is trained on, or filtered for its lack of variance."""
         ...
 
 

@@ -7,9 +7,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from agentrl.config import load_config
+from agentrl.assembly import task_source
+from agentrl.config import RENAMED, load_config
 from agentrl.errors import ConfigError, PluginError
 from agentrl.plugins import load
+from agentrl.protocols import Curriculum, Settings
+from agentrl.tasks.seeded import SeededTasks
+from agentrl.trajectory import Task
 
 BASE = "env: frozen_lake\nsteps: 3\ntrainer:\n  lr: 1e-3\n"
 
@@ -118,3 +122,53 @@ def test_a_key_without_a_value_says_so(path):
     said = problem(path)
     assert "steps: Input should be a valid integer, got None" in said
     assert "quote it" in said
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_a_setting_by_its_old_name_is_refused_with_the_new_one(path, old, new):
+    assert f"{old}: its name is {new} now (command line)" in problem(path, f"{old}=1")
+
+
+def test_a_new_name_is_one_that_there_is(path):
+    known = {key for key, _, _ in load_config(path, ["recipe.demonstrations.player=m:f"]).rows()}
+    known |= {key for key, _, _ in load_config(path, ["recipe=reward_model", "recipe.preferences.path=x"]).rows()}
+    for new in RENAMED.values():
+        assert any(key == new or key.startswith(f"{new}.") for key in known), new
+
+
+def test_a_recipe_has_settings_of_its_own(path):
+    settings = load_config(path, ["recipe.demonstrations.player=m:f", "recipe.demonstrations.episodes=7"])
+    assert settings.config.recipe.settings.demonstrations.episodes == 7
+    assert "recipe.demonstrations: Field required" in problem(path, "recipe=sft")
+    assert "recipe.preferences: no such setting (command line)" in problem(path, "recipe.preferences.path=x")
+    assert "Did you mean 'episodes'?" in problem(path, "recipe.demonstrations={player: m:f, episode: 3}")
+
+
+class Levels:
+    """A curriculum: the level of its tasks rises with success."""
+
+    class Config(Settings):
+        """Where it begins."""
+
+        level: int = 1
+
+    def __init__(self, config, env, seed, split, options):
+        self.level, self.inner = config.level, SeededTasks(config, env, seed, split, options)
+
+    def task(self, index):
+        task = self.inner.task(index)
+        return Task(task.env, task.seed, {**task.options, "level": self.level}, task.id)
+
+    def observe(self, index, task, rewards_G):
+        self.level += all(rewards_G)
+
+
+def test_a_config_names_where_its_tasks_come_from(path):
+    loaded = load_config(path, [f"tasks={Levels.__module__}:Levels", "tasks.level=3", "env.options={size: 6}"]).config
+    source = task_source(loaded, "held-out")
+    assert isinstance(source, Curriculum)
+    source.observe(0, source.task(0), [1.0, 1.0])
+    seeded = task_source(load_config(path, ["env.options={size: 6}"]).config, "held-out").task(5)
+    assert source.task(5) == Task("frozen_lake", seeded.seed, {"size": 6, "level": 4}, seeded.id)
+    assert "tasks.levle: no such setting" in problem(path, f"tasks={Levels.__module__}:Levels", "tasks.levle=3")
+    assert "no task source named 'seedd'. Did you mean 'seeded'?" in problem(path, "tasks=seedd")

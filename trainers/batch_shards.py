@@ -1,4 +1,4 @@
-"""A batch dealt to the ranks of a trainer: the same number of micro-batches for each, nearly the same work."""
+"""A batch cut into shards for the ranks of a trainer: as many micro-batches for each, and nearly the same work."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from agentrl.batch import FloatArray, TrainBatch, micro_batches, minibatches
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """A micro-batch for one rank. One that does not count is computed all the same, with a weight of zero: it keeps a
-    rank that has nothing left to do in step with the others.
+    """Rows that one rank computes at once. One that does not count is computed all the same, with a weight of zero: it
+    keeps a rank that has nothing left to do in step with the others.
     """
 
     rows: TrainBatch
@@ -24,54 +24,55 @@ class MicroBatch:
 
 
 BatchShard = Sequence[Sequence[MicroBatch]]
-"""What one rank computes in a step: the portions of each minibatch."""
+"""What one rank computes in a step: the micro-batches of each minibatch."""
 
 
-def deal(batch: TrainBatch, *, ranks: int, micro_batch_tokens: int, minibatch_count: int) -> list[BatchShard]:
-    """Cut a batch into minibatches and micro-batches, and deal these to the ranks.
+def shard_batch(batch: TrainBatch, *, ranks: int, micro_batch_tokens: int, minibatch_count: int) -> list[BatchShard]:
+    """Cut a batch into minibatches and micro-batches, and give each rank its shard.
 
-    In each minibatch every rank gets the same number of portions; the largest difference between the tokens of two
-    ranks is at most the largest portion. Rows without a loss token are left out. One rank gets all, in order.
+    In each minibatch every rank gets the same number of micro-batches; the tokens of two ranks differ by at most the
+    largest micro-batch. Rows without a loss token are left out. One rank gets all, in order.
 
     Raises:
         ValueError: a minibatch has no loss token at all.
     """
     by_minibatch = [
-        _deal_one(part, ranks, micro_batch_tokens)
+        _shard_minibatch(part, ranks, micro_batch_tokens)
         for part in minibatches(batch, minibatch_count)
         if part.num_loss_tokens
     ]
     if not by_minibatch:
-        raise ValueError("there is no loss token to deal")
-    return [[portions[rank] for portions in by_minibatch] for rank in range(ranks)]
+        raise ValueError("there is no loss token to train on")
+    return [[by_rank[rank] for by_rank in by_minibatch] for rank in range(ranks)]
 
 
-def gather(batch: TrainBatch, shares: Sequence[BatchShard], predictions: Sequence[Sequence[FloatArray]]) -> FloatArray:
-    """What the ranks said of the loss tokens of each of their portions, laid as the batch is; 0 where there is no loss.
+def gather(batch: TrainBatch, shards: Sequence[BatchShard], predictions: Sequence[Sequence[FloatArray]]) -> FloatArray:
+    """What the ranks predicted for the loss tokens of each of their micro-batches, in the layout of the batch (shape
+    BT); 0 where there is no loss.
 
-    The batch was dealt in one minibatch, so each portion is some of its rows.
+    The batch was sharded as one minibatch, so each micro-batch is some of its rows.
     """
-    laid_BT = np.zeros(batch.tokens_BT.shape, np.float32)
+    gathered_BT = np.zeros(batch.tokens_BT.shape, np.float32)
     row_of = {int(segment): row for row, segment in enumerate(batch.segment_ids_BT[:, 0])}
-    for share, of_rank in zip(shares, predictions, strict=True):
-        for portion, numbers_N in zip(share[0], of_rank, strict=True):
-            if portion.counts:
-                rows = portion.rows
+    for shard, of_rank in zip(shards, predictions, strict=True):
+        for micro_batch, predictions_N in zip(shard[0], of_rank, strict=True):
+            if micro_batch.counts:
+                rows = micro_batch.rows
                 first, (count, columns) = row_of[int(rows.segment_ids_BT[0, 0])], rows.tokens_BT.shape
-                laid_BT[first : first + count, :columns][rows.loss_mask_BT == 1] = numbers_N
-    return laid_BT
+                gathered_BT[first : first + count, :columns][rows.loss_mask_BT == 1] = predictions_N
+    return gathered_BT
 
 
-def _deal_one(part: TrainBatch, ranks: int, tokens: int) -> list[list[MicroBatch]]:
-    if ranks > 1:  # so many micro-batches that nobody has to idle, where there are enough rows
+def _shard_minibatch(part: TrainBatch, ranks: int, tokens: int) -> list[list[MicroBatch]]:
+    if ranks > 1:  # so many micro-batches that no rank has to idle, where there are enough rows
         tokens = min(tokens, -(-int(part.tokens_BT.size) // ranks))
-    portions = [MicroBatch(rows) for rows in micro_batches(part, tokens) if rows.num_loss_tokens]
+    found = [MicroBatch(rows) for rows in micro_batches(part, tokens) if rows.num_loss_tokens]
     if ranks == 1:
-        return [portions]
-    dealt: list[list[MicroBatch]] = [[] for _ in range(ranks)]
-    most = -(-len(portions) // ranks)
-    for portion in sorted(portions, key=lambda portion: -portion.cost):
-        open_hands = [hand for hand in dealt if len(hand) < most]
-        min(open_hands, key=lambda hand: sum(p.cost for p in hand)).append(portion)
-    filler = MicroBatch(min(portions, key=lambda portion: portion.cost).rows, counts=False)
-    return [hand + [filler] * (most - len(hand)) for hand in dealt]
+        return [found]
+    by_rank: list[list[MicroBatch]] = [[] for _ in range(ranks)]
+    most = -(-len(found) // ranks)
+    for micro_batch in sorted(found, key=lambda one: -one.cost):
+        unfilled = [own for own in by_rank if len(own) < most]
+        min(unfilled, key=lambda own: sum(one.cost for one in own)).append(micro_batch)
+    filler = MicroBatch(min(found, key=lambda one: one.cost).rows, counts=False)
+    return [own + [filler] * (most - len(own)) for own in by_rank]

@@ -94,22 +94,22 @@ class TrainerCore:
     sharding: Sharding
     steps_done: int = 0
 
-    def step(self, share: BatchShard, loss: Loss, normalizer: float, loss_tokens: int) -> Mapping[str, float]:
-        """One pass over this rank's share. The metrics are of all ranks, but for the seconds, which are this one's."""
+    def step(self, shard: BatchShard, loss: Loss, normalizer: float, loss_tokens: int) -> Mapping[str, float]:
+        """One pass over this rank's shard. The metrics are of all ranks, but for the seconds, which are this one's."""
         lr = learning_rate(self.config, self.steps_done, self.total_steps)
         tally = _Tally()
         # Nothing is updated before the first minibatch: its logprobs are the old ones themselves.
         olds: list[list[Tensor | None]] = [
-            [None for _ in share[0]],
-            *(self._old_logprobs(portions, tally) for portions in share[1:]),
+            [None for _ in shard[0]],
+            *(self._old_logprobs(micro_batches, tally) for micro_batches in shard[1:]),
         ]
-        for portions, old in zip(share, olds, strict=True):
+        for micro_batches, old in zip(shard, olds, strict=True):
             # Each minibatch is divided by an equal share, so a token weighs the same in whichever it falls.
-            self._accumulate(portions, old, loss, normalizer / len(share), tally)
+            self._accumulate(micro_batches, old, loss, normalizer / len(shard), tally)
             self._update(lr, tally)
         self.steps_done += 1
         return {
-            "loss": tally.loss / len(share),
+            "loss": tally.loss / len(shard),
             "grad_norm": tally.grad_norm,
             "lr": lr,
             "loss_tokens": float(loss_tokens),
@@ -118,10 +118,10 @@ class TrainerCore:
             **{f"seconds_{phase}": seconds for phase, seconds in tally.seconds.items()},
         }
 
-    def predict(self, portions: Sequence[MicroBatch]) -> list[FloatArray]:
-        """What the model says of the loss tokens of each portion. Nothing is kept for a backward pass."""
+    def predict(self, micro_batches: Sequence[MicroBatch]) -> list[FloatArray]:
+        """What the model says of the loss tokens of each micro_batch. Nothing is kept for a backward pass."""
         with torch.no_grad():
-            predictions = [self.sharding.predict(to_device(p.rows, self.sharding.device)) for p in portions]
+            predictions = [self.sharding.predict(to_device(p.rows, self.sharding.device)) for p in micro_batches]
         return [numbers_N.float().cpu().numpy() for numbers_N in predictions]
 
     def weights(self) -> Mapping[str, Tensor]:
@@ -148,19 +148,24 @@ class TrainerCore:
         """See `Sharding.close`."""
         self.sharding.close()
 
-    def _old_logprobs(self, portions: Sequence[MicroBatch], tally: "_Tally") -> list[Tensor | None]:
+    def _old_logprobs(self, micro_batches: Sequence[MicroBatch], tally: "_Tally") -> list[Tensor | None]:
         """The trainer's logprobs before the first update on this batch."""
         with tally.phase("old_logprobs"), torch.no_grad():
-            return [self.sharding.predict(to_device(p.rows, self.sharding.device)) for p in portions]
+            return [self.sharding.predict(to_device(p.rows, self.sharding.device)) for p in micro_batches]
 
     def _accumulate(
-        self, portions: Sequence[MicroBatch], old: list[Tensor | None], loss: Loss, normalizer: float, tally: "_Tally"
+        self,
+        micro_batches: Sequence[MicroBatch],
+        old: list[Tensor | None],
+        loss: Loss,
+        normalizer: float,
+        tally: "_Tally",
     ) -> None:
-        """Sum the gradients of a minibatch: those of sum(token losses) / normalizer, however it is cut and dealt."""
+        """Sum the gradients of a minibatch: those of sum(token losses) / normalizer, however it is cut and sharded."""
         with tally.phase("forward_backward"):
             self.sharding.clear()
-            for i, (portion, old_N) in enumerate(zip(portions, old, strict=True)):
-                rows = to_device(portion.rows, self.sharding.device)
+            for i, (micro_batch, old_N) in enumerate(zip(micro_batches, old, strict=True)):
+                rows = to_device(micro_batch.rows, self.sharding.device)
                 logprobs_N = self.sharding.predict(rows)
                 before_N = logprobs_N.detach() if old_N is None else old_N
                 tokens = LossTokens(
@@ -171,10 +176,10 @@ class TrainerCore:
                     rows.segments_N,
                 )
                 output = loss(logprobs_N, tokens)
-                weight = float(portion.counts)
+                weight = float(micro_batch.counts)
                 part = output.loss_N.sum() / normalizer * weight
                 # Times one; a loss that is not finite gets a gradient that is not either, which no update takes.
-                self.sharding.backward(part * (1 + 0 * part.detach()), last=i == len(portions) - 1)
+                self.sharding.backward(part * (1 + 0 * part.detach()), last=i == len(micro_batches) - 1)
                 tally.add(part.detach(), output.metrics, (before_N - rows.rollout_logprobs_N).abs(), weight)
 
     def _update(self, lr: float, tally: "_Tally") -> None:

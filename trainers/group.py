@@ -1,4 +1,4 @@
-"""A trainer whose ranks are workers: deals each batch to them, and asks them all at the same time."""
+"""A trainer whose ranks are workers: cuts each batch into shards for them, and asks them all at the same time."""
 
 import asyncio
 import math
@@ -13,7 +13,7 @@ from agentrl.cluster.processes import start_local
 from agentrl.cluster.workers import StartWorkers, WorkerGroup
 from agentrl.errors import AgentRLError, ConfigError, TrainingError, WorkerDiedError
 from agentrl.protocols import Loss
-from agentrl.trainers.batch_shards import deal, gather
+from agentrl.trainers.batch_shards import gather, shard_batch
 from agentrl.trainers.rank import Head, TrainerRank, TrainerSpec
 from agentrl.trainers.settings import TrainerSettings
 from agentrl.weights.bundle import BundlePlace, WeightBundle
@@ -97,7 +97,7 @@ class GroupTrainer:
         """One pass over the batch, in `minibatches` optimizer steps.
 
         Metrics: `loss` (summed token losses / normalizer), `grad_norm` (before clipping, largest of the minibatches),
-        `lr`, `loss_tokens`, `tokens` (without padding), `packing` (share of places that are no padding),
+        `lr`, `loss_tokens`, `tokens` (without padding), `packing` (share of the rows that is no padding),
         `logprob_gap_mean` and `logprob_gap_max` (|engine's - trainer's logprob|, in nats), the seconds of each phase
         and the means of the loss's own metrics.
 
@@ -112,25 +112,25 @@ class GroupTrainer:
                 f"cannot train on {batch.num_loss_tokens} loss tokens with the normalizer {normalizer}: a batch needs "
                 "a sampled token, and a normalizer above zero"
             )
-        shares = deal(
+        shards = shard_batch(
             batch,
             ranks=len(ranks),
             micro_batch_tokens=self.config.micro_batch_tokens,
             minibatch_count=self.config.minibatches,
         )
         args = (loss, normalizer, batch.num_loss_tokens)
-        metrics = await ranks.scatter("step", [(share, *args) for share in shares])
-        portions = [portion.rows for share in shares for part in share for portion in part if portion.counts]
-        tokens = sum(int((rows.segment_ids_BT > 0).sum()) for rows in portions)
-        places = sum(rows.tokens_BT.size for rows in portions)
-        return {**metrics[0], "tokens": float(tokens), "packing": tokens / places}
+        metrics = await ranks.scatter("step", [(shard, *args) for shard in shards])
+        computed = [one.rows for shard in shards for part in shard for one in part if one.counts]
+        tokens = sum(int((rows.segment_ids_BT > 0).sum()) for rows in computed)
+        size = sum(rows.tokens_BT.size for rows in computed)
+        return {**metrics[0], "tokens": float(tokens), "packing": tokens / size}
 
     async def predict(self, batch: TrainBatch) -> FloatArray:
         """See `SupportsPredict`."""
         ranks = self._entered
         tokens = self.config.micro_batch_tokens
-        shares = deal(batch, ranks=len(ranks), micro_batch_tokens=tokens, minibatch_count=1)
-        return gather(batch, shares, await ranks.scatter("predict", [(share,) for share in shares]))
+        shards = shard_batch(batch, ranks=len(ranks), micro_batch_tokens=tokens, minibatch_count=1)
+        return gather(batch, shards, await ranks.scatter("predict", [(shard,) for shard in shards]))
 
     async def weights(self) -> Mapping[str, "Tensor"]:
         """The float32 weights, whole; of tied weights the first name only. With one rank in this process not copied."""

@@ -82,13 +82,13 @@ class TrainerRank:
             raise AgentRLError("this rank of the trainer has not met the others yet: call open first")
         return self._core
 
-    def step(self, share: BatchShard, loss: Loss, normalizer: float, loss_tokens: int) -> Mapping[str, float]:
+    def step(self, shard: BatchShard, loss: Loss, normalizer: float, loss_tokens: int) -> Mapping[str, float]:
         """See `TrainerCore.step`."""
-        return self.core.step(share, loss, normalizer, loss_tokens)
+        return self.core.step(shard, loss, normalizer, loss_tokens)
 
-    def predict(self, share: BatchShard) -> list[FloatArray]:
-        """See `TrainerCore.predict`; of all portions of the share."""
-        return self.core.predict([portion for part in share for portion in part])
+    def predict(self, shard: BatchShard) -> list[FloatArray]:
+        """See `TrainerCore.predict`; of all micro-batches of the shard."""
+        return self.core.predict([micro_batch for part in shard for micro_batch in part])
 
     def weights(self) -> Mapping[str, "Tensor"]:
         """See `TrainerCore.weights`."""

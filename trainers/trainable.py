@@ -12,7 +12,7 @@ from agentrl.trainers.checkpoint import named_weights, read_checkpoint, save_mod
 
 
 class TrainableParameters(Protocol):
-    """The part of a model that trains. Made before its tensors are dealt to the ranks."""
+    """The part of a model that trains. Made before its tensors are sharded over the ranks."""
 
     @property
     def model(self) -> Any:
