@@ -180,6 +180,11 @@ def _module_of(path: Path) -> ModuleType:
     return module
 
 
+def _singular(kind: str) -> str:
+    """What one plug-in of a kind is called: "task source" of "task_sources"."""
+    return kind[:-1].replace("_", " ")
+
+
 def _public(found: ModuleType) -> list[str]:
     return [name for name in vars(found) if not name.startswith("_")]
 

@@ -442,7 +442,7 @@ class Curriculum(TaskSource, Protocol):
     """
 
     def observe(self, index: int, task: Task, rewards_G: Sequence[float]) -> None:
-        """The rewards of the members of this task's group, which is trained on, or filtered for its lack of variance."""
+        """The members of this task's group earned these rewards. It is trained on, or was filtered."""
         ...
 
 
