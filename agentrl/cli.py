@@ -81,15 +81,15 @@ def train(
         # Without a CONFIG, the first free argument is an override of the run's own config.
         given = [*([str(config)] if config is not None else []), *(overrides or [])]
         loaded = load_config(_run_config(Path(resume)), [*given, f"run_dir={resume}"])
-    summary = _run(loaded, resume=_goes_on(loaded) if resume == "auto" else resume is not None)
+    summary = _run(loaded, resume=_was_begun(loaded) if resume == "auto" else resume is not None)
     if summary is not None:
         _print_summary(loaded.config.run_dir, summary)
 
 
-def _goes_on(loaded: LoadedConfig) -> bool:
-    from agentrl.run import is_there
+def _was_begun(loaded: LoadedConfig) -> bool:
+    from agentrl.run import was_begun
 
-    return is_there(loaded)
+    return was_begun(loaded)
 
 
 def _run_config(folder: Path) -> Path:
@@ -160,17 +160,17 @@ def evaluate(
 
     evaluation = asyncio.run(play())
     for trajectory, score in evaluation.scored[:show]:
-        console.rule(f"{_called(trajectory)}: {trajectory.status.name}, score {score.value:g}")
+        console.rule(f"{_name_of(trajectory)}: {trajectory.status.name}, score {score.value:g}")
         for message in trajectory.messages:
             console.print(f"[bold cyan]{message.role}[/bold cyan] {escape(message.content)}", highlight=False)
     console.rule()
     for name, value in evaluation.metrics().items():
         console.print(f"{name.removeprefix('eval/'):10} {value:.4g}", highlight=False)
     for trajectory in evaluation.failed[:5]:
-        console.print(f"[red]{_called(trajectory)}[/red] {escape(str(trajectory.status))}", highlight=False)
+        console.print(f"[red]{_name_of(trajectory)}[/red] {escape(str(trajectory.status))}", highlight=False)
 
 
-def _called(trajectory: Trajectory) -> str:
+def _name_of(trajectory: Trajectory) -> str:
     return f"{trajectory.id} ({trajectory.agent})" if trajectory.agent else trajectory.id
 
 
@@ -430,7 +430,7 @@ def play(  # noqa: PLR0917  typer calls it by name
     player: Annotated[
         str | None, typer.Option(metavar="MODULE:FUNCTION", help="A scripted player instead of you.")
     ] = None,
-    seat: Annotated[
+    person: Annotated[
         str | None, typer.Option("--as", metavar="AGENT", help="The agent you are, where --player plays the others.")
     ] = None,
     max_turns: Annotated[int, typer.Option(help="Turns after which to stop.")] = 64,
@@ -449,7 +449,7 @@ def play(  # noqa: PLR0917  typer calls it by name
             seed=seed,
             options=yaml.safe_load(options),
             player=plugins.load("players", player) if player else None,
-            seat=seat,
+            person=person,
             max_turns=max_turns,
             python=python,
             requires=requires or (),

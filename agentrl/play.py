@@ -26,45 +26,46 @@ async def play(
     options: Mapping[str, Any],
     player: ScriptedPlayer | None,
     max_turns: int,
-    seat: str | None = None,
+    person: str | None = None,
     python: str | None = None,
     requires: Sequence[str] = (),
 ) -> None:
     """Play one episode of the environment `name`, and show all that the model would be shown.
 
     Without a `player` the actions are read from the terminal, one a line, until the episode or the input ends. Where
-    several agents play, `seat` is the one whose actions are read and whose part is shown; the player plays the rest.
+    several agents play, `person` is the agent whose actions are read. Only its part is shown; the player plays the
+    others.
 
     Raises:
-        ConfigError: there is no such seat, or nobody to play the rest.
+        ConfigError: there is no such agent, or no player for the rest.
     """
-    if seat is not None and player is None:
-        raise ConfigError(f"--as {seat} needs a --player for the other agents")
+    if person is not None and player is None:
+        raise ConfigError(f"--as {person} needs a --player for the other agents")
     envs = EnvHost({name: env_factory(name, python=python, requires=requires)}, EnvDeadlines())
     env = envs.acquire(name)
     try:
-        await _episode(env, _Table(console, seat, player), seed=seed, options=options, max_turns=max_turns)
+        await _episode(env, _Session(console, person, player), seed=seed, options=options, max_turns=max_turns)
     finally:
         await envs.release(name, env)
         await envs.close()
 
 
 @dataclass(frozen=True, slots=True)
-class _Table:
-    """Who sits at the terminal, and who plays in their place or with them."""
+class _Session:
+    """The terminal, the agent that the person at it plays (none: a player plays all), and the player of the others."""
 
     console: Console
-    seat: str | None
+    person: str | None
     player: ScriptedPlayer | None
 
     def say(self, role: str, text: str, agent: str = "") -> None:
         """A message to an agent or of it, where it may be seen."""
-        if self.seat in (None, agent):
+        if self.person in (None, agent):
             _say(self.console, f"{role} ({agent})" if agent else role, text)
 
     async def action(self, env: LiveEnv, agent: str, rng: random.Random) -> str | None:
         """The agent's next message, or `None` where the person has left."""
-        if self.player is not None and (self.seat is None or self.seat != agent):
+        if self.player is not None and (self.person is None or self.person != agent):
             action = await env.consult(self.player, rng)
             self.say("assistant", action, agent)
             return action
@@ -74,39 +75,39 @@ class _Table:
             return None
 
 
-async def _episode(env: LiveEnv, table: _Table, *, seed: int, options: Mapping[str, Any], max_turns: int) -> None:
-    console = table.console
+async def _episode(env: LiveEnv, session: _Session, *, seed: int, options: Mapping[str, Any], max_turns: int) -> None:
+    console = session.console
     observation, info = await env.reset(seed, options)
     agents = agents_in(info)
-    if table.seat not in (None, *agents):
-        raise ConfigError(f"--as {table.seat}: there is no such agent; there are {', '.join(agents) or 'none'}")
+    if session.person not in (None, *agents):
+        raise ConfigError(f"--as {session.person}: there is no such agent; there are {', '.join(agents) or 'none'}")
     for agent in agents:
         if prompt := system_prompt_in(info, agent, env.system_prompt):
-            table.say("system", prompt, agent)
+            session.say("system", prompt, agent)
     if env.tools:
         _show_tools(console, env.tools)
     agent, totals = next_agent(info, agents), dict.fromkeys(agents, 0.0)
-    table.say("user", observation, agent)
+    session.say("user", observation, agent)
     for turn in range(max_turns):
-        action = await table.action(env, agent, random.Random(derive_seed(seed, turn)))
+        action = await session.action(env, agent, random.Random(derive_seed(seed, turn)))
         if action is None:
-            console.print(f"\nleft after {turn} turns, reward {_told(totals)}", highlight=False)
+            console.print(f"\nleft after {turn} turns, reward {_format_totals(totals)}", highlight=False)
             return
         observation, reward, terminated, truncated, info = await env.step(action)
         paid = {"": float(reward)} if agents is ALONE else earnings(info, agent, reward, agents)
         totals = {name: total + paid.get(name, 0.0) for name, total in totals.items()}
         is_over = terminated or truncated
         agent = agent if is_over else next_agent(info, agents)
-        table.say("tool" if env.tools else "user", observation, agent)
+        session.say("tool" if env.tools else "user", observation, agent)
         console.print(f"[dim]reward {float(reward):g}, info {escape(str(info))}[/dim]", highlight=False)
         if is_over:
             how = "terminated" if terminated else "truncated"
-            console.print(f"\n{how} after {turn + 1} turns, reward {_told(totals)}", highlight=False)
+            console.print(f"\n{how} after {turn + 1} turns, reward {_format_totals(totals)}", highlight=False)
             return
-    console.print(f"\nstopped after {max_turns} turns (--max-turns), reward {_told(totals)}", highlight=False)
+    console.print(f"\nstopped after {max_turns} turns (--max-turns), reward {_format_totals(totals)}", highlight=False)
 
 
-def _told(totals: Mapping[str, float]) -> str:
+def _format_totals(totals: Mapping[str, float]) -> str:
     return ", ".join(f"{agent} {total:g}".strip() for agent, total in totals.items())
 
 

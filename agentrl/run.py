@@ -92,7 +92,7 @@ class Run:
     def __exit__(self, *exc: object) -> None:
         self._open.close()
 
-    def doing(self, step: int, phase: str) -> None:
+    def begin_phase(self, step: int, phase: str) -> None:
         """Write down that `phase` of step `step` begins."""
         status = {"pid": os.getpid(), "step": step, "phase": phase, "since": datetime.now(UTC).isoformat()}
         path = self.folder / "status.json"
@@ -139,7 +139,7 @@ class Run:
 
     async def save_checkpoint(self, step: int, state: Savable) -> None:
         """Save the state after `step` steps. The ledger's rows are on the disk before: a resumed run trusts them."""
-        self.doing(step, "checkpoint")
+        self.begin_phase(step, "checkpoint")
         await asyncio.to_thread(self.ledger.sync)
         best = self.config.checkpoint.best
         await self.checkpoints.save(step, state, self.metrics.values(best) if best else None)
@@ -194,7 +194,7 @@ def check_model(config: RunConfig) -> None:
             )
 
 
-def is_there(loaded: LoadedConfig) -> bool:
+def was_begun(loaded: LoadedConfig) -> bool:
     """Whether the run of this config was begun already.
 
     Raises:

@@ -28,7 +28,7 @@ from agentrl.durable import finish_folder, remove_folder, unfinished, write_whol
 from agentrl.errors import CheckpointError, ConfigError
 from agentrl.observe.metrics import MetricsFile
 from agentrl.rollout.ledger import Ledger
-from agentrl.run import is_there
+from agentrl.run import was_begun
 from agentrl.trainers.checkpoint import FORMAT, STATE_FILE, read_checkpoint, save_model, save_state
 from agentrl.trajectory import Task
 
@@ -270,13 +270,13 @@ def begun(run: Path, *settings: str) -> None:
 def test_auto_begins_what_is_not_there_goes_on_with_what_is_and_lets_steps_grow(tmp_path):
     run = tmp_path / "run"
     config = load_config(LAKE, [f"run_dir={run}", "steps=20"])
-    assert not is_there(config)
+    assert not was_begun(config)
     run.mkdir()
     (run / "ledger.sqlite").touch()  # killed before it began
-    assert not is_there(config)
+    assert not was_begun(config)
     for steps in ("steps=20", "steps=10"):
         begun(run, steps)
-        assert is_there(config)
+        assert was_begun(config)
 
 
 def test_auto_refuses_the_run_of_another_config_and_names_what_differs(agentrl, tmp_path):

@@ -12,7 +12,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from agentrl.weights.bundle import BundlePlace, Manifest, WeightBundle
-from agentrl.weights.store import WeightStore, nearest
+from agentrl.weights.store import WeightStore, default_parent
 
 _put: "WeakKeyDictionary[WeightBundle, dict[str, Any]]" = WeakKeyDictionary()
 """References to the files that are in the object store, by bundle and name; let go with the bundle."""
@@ -57,7 +57,7 @@ class Arrivals:
             OSError: it cannot be written.
         """
         if self._store is None:
-            self._store = WeightStore.open(self._parent or nearest())
+            self._store = WeightStore.open(self._parent or default_parent())
         place = self._places.setdefault(manifest.checksum, self._store.place(manifest.version))
         await asyncio.to_thread(place.put, file, memoryview(content))
 

@@ -65,7 +65,7 @@ class RecoveringTrainer:
         """See `Trainer`."""
 
     async def __aenter__(self) -> Self:
-        await self._surely(lambda trainer: _nothing())
+        await self._with_recovery(lambda trainer: _nothing())
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -76,7 +76,7 @@ class RecoveringTrainer:
     async def step(self, batch: TrainBatch, loss: Loss, normalizer: float) -> Mapping[str, float]:
         """See `Trainer.step`."""
         step = _Step(batch, loss, normalizer)
-        metrics = await self._surely(lambda trainer: trainer.step(*step))
+        metrics = await self._with_recovery(lambda trainer: trainer.step(*step))
         self._since[self._done] = step
         self._done += 1
         self._restarts_left = self._restarts
@@ -84,27 +84,27 @@ class RecoveringTrainer:
 
     async def predict(self, batch: TrainBatch) -> FloatArray:
         """See `SupportsPredict`."""
-        return await self._surely(lambda trainer: cast(SupportsPredict, trainer).predict(batch))
+        return await self._with_recovery(lambda trainer: cast(SupportsPredict, trainer).predict(batch))
 
     async def weights(self) -> Mapping[str, "Tensor"]:
         """See `Trainer.weights`."""
-        return await self._surely(lambda trainer: trainer.weights())
+        return await self._with_recovery(lambda trainer: trainer.weights())
 
     async def write_weights(self, place: BundlePlace) -> WeightBundle:
         """See `SupportsWriteWeights`."""
-        return await self._surely(lambda trainer: write_weights(trainer, place))
+        return await self._with_recovery(lambda trainer: write_weights(trainer, place))
 
     async def sleep(self) -> None:
         """See `Sleeper` (agentrl/placement/time_share.py)."""
-        await self._surely(lambda trainer: cast(Any, trainer).sleep())
+        await self._with_recovery(lambda trainer: cast(Any, trainer).sleep())
 
     async def wake(self) -> None:
         """See `Sleeper`."""
-        await self._surely(lambda trainer: cast(Any, trainer).wake())
+        await self._with_recovery(lambda trainer: cast(Any, trainer).wake())
 
     async def free(self) -> int:
         """Bytes that are free on the fullest of the trainer's devices."""
-        free: int = await self._surely(lambda trainer: cast(Any, trainer).free())
+        free: int = await self._with_recovery(lambda trainer: cast(Any, trainer).free())
         return free
 
     async def save(self, folder: Path) -> None:
@@ -114,8 +114,8 @@ class RecoveringTrainer:
             shutil.rmtree(folder, ignore_errors=True)
             await trainer.save(folder)
 
-        self._forget_what_is_saved()  # by the last checkpoint; of this one it is not known yet whether it will be whole
-        await self._surely(save)
+        self._drop_saved_steps()  # by the last checkpoint; of this one it is not known yet whether it will be whole
+        await self._with_recovery(save)
 
     async def load(self, folder: Path) -> None:
         """Take up the newest checkpoint.
@@ -127,10 +127,10 @@ class RecoveringTrainer:
         newest = self._latest()
         if newest is None or newest[1] != folder:
             raise ValueError(f"{folder} is not the newest checkpoint of the run, which is {newest}")
-        await self._surely(lambda trainer: trainer.load(folder))
+        await self._with_recovery(lambda trainer: trainer.load(folder))
         self._done = newest[0]
 
-    async def _surely(self, call: Callable[[Trainer], Awaitable[T]]) -> T:
+    async def _with_recovery(self, call: Callable[[Trainer], Awaitable[T]]) -> T:
         """What the trainer answers, or the one that takes its place."""
         while True:
             try:
@@ -167,7 +167,7 @@ class RecoveringTrainer:
             await trainer.step(*self._since[number])
         return trainer
 
-    def _forget_what_is_saved(self) -> None:
+    def _drop_saved_steps(self) -> None:
         newest = self._latest()
         saved = newest[0] if newest else 0
         self._since = {number: step for number, step in self._since.items() if number >= saved}

@@ -216,7 +216,7 @@ class _ForkServer:
         self._socket = mine
         self._calls = Connection(os.dup(mine.fileno()))
         self._lock = threading.Lock()
-        weakref.finalize(self, _end_nursery, self._process, self._calls, self._socket, self._lifeline)
+        weakref.finalize(self, _end_fork_server, self._process, self._calls, self._socket, self._lifeline)
 
     def start(self, address: str, folder: Path, socket_fd: int, lifeline: int, output: int) -> int:
         """Fork a worker, and return its process id."""
@@ -250,7 +250,9 @@ class _ForkServer:
             return int(self._calls.recv_bytes())
 
 
-def _end_nursery(process: "subprocess.Popen[bytes]", calls: Connection, control: socket.socket, lifeline: int) -> None:
+def _end_fork_server(
+    process: "subprocess.Popen[bytes]", calls: Connection, control: socket.socket, lifeline: int
+) -> None:
     process.kill()
     process.wait()
     calls.close()

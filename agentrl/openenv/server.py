@@ -48,49 +48,49 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
 
 def add_openenv(app: FastAPI, sessions: Sessions, name: str) -> None:
     """Add OpenEnv's routes to a server of the environment `name`."""
-    seats = OpenEnvSessions(sessions)
+    openenv_sessions = OpenEnvSessions(sessions)
 
     @app.websocket("/ws")
     async def play(client: WebSocket) -> None:
         await client.accept()
-        await _serve(client, seats, _answer)
+        await _serve(client, openenv_sessions, _answer)
 
     @app.websocket("/mcp")
     async def speak_rpc(client: WebSocket) -> None:
         await client.accept()
-        await _serve(client, seats, answer_rpc)
+        await _serve(client, openenv_sessions, answer_rpc)
 
     @app.post("/mcp")
     async def mcp(request: Request) -> Response:
-        return _json(await answer_rpc(await request.body(), seats, None))
+        return _json(await answer_rpc(await request.body(), openenv_sessions, None))
 
-    _add_stateless(app, seats)
-    _add_descriptions(app, seats, name)
+    _add_stateless(app, openenv_sessions)
+    _add_descriptions(app, openenv_sessions, name)
 
 
-def _add_stateless(app: FastAPI, seats: OpenEnvSessions) -> None:
+def _add_stateless(app: FastAPI, openenv_sessions: OpenEnvSessions) -> None:
     """Each of these has an environment of its own, which ends with the answer."""
 
     @app.post("/reset", response_model=Answer, responses=_REFUSALS)
     async def reset(episode: ResetRequest | None = None) -> Response:
-        async with seats.seat() as seat:
-            return _json(await seat.reset(episode or ResetRequest()))
+        async with openenv_sessions.session() as session:
+            return _json(await session.reset(episode or ResetRequest()))
 
     @app.post("/step", response_model=Answer, responses=_REFUSALS)
     async def step(request: StepRequest) -> Response:
-        async with seats.seat() as seat:
-            await seat.look()
-            return _json(await seat.act(request.action))
+        async with openenv_sessions.session() as session:
+            await session.look()
+            return _json(await session.act(request.action))
 
     @app.get("/state")
     async def state() -> State:
         return State()
 
 
-def _add_descriptions(app: FastAPI, seats: OpenEnvSessions, name: str) -> None:
+def _add_descriptions(app: FastAPI, openenv_sessions: OpenEnvSessions, name: str) -> None:
     @app.get("/schema", responses=_REFUSALS)
     async def schema() -> Schemas:
-        tools = bool((await seats.about()).tools)
+        tools = bool((await openenv_sessions.about()).tools)
         return Schemas(
             action=(CallToolAction if tools else MessageAction).model_json_schema(),
             observation=(CallToolObservation if tools else MessageObservation).model_json_schema(),
@@ -100,7 +100,7 @@ def _add_descriptions(app: FastAPI, seats: OpenEnvSessions, name: str) -> None:
 
     @app.get("/metadata", responses=_REFUSALS)
     async def metadata() -> Metadata:
-        about = (await seats.about()).system_prompt
+        about = (await openenv_sessions.about()).system_prompt
         return Metadata(name=name, description=about or f"The environment {name}", version=version("agentrl"))
 
     @app.get("/list_environments")
@@ -115,21 +115,23 @@ class _Frame(BaseModel):
     data: dict[str, Any] = {}
 
 
-async def _serve(client: WebSocket, seats: OpenEnvSessions, answer: _AnswerTo) -> None:
+async def _serve(client: WebSocket, openenv_sessions: OpenEnvSessions, answer: _AnswerTo) -> None:
     """Answer a connection's frames in order, until it closes, or says nothing for as long as a session may."""
     try:
-        async with seats.seat(client.query_params.get("session_id") or None) as seat:
-            with _attached(seat):
-                await _converse(client, seats, seat, answer)
+        async with openenv_sessions.session(client.query_params.get("session_id") or None) as session:
+            with _attached(session):
+                await _converse(client, openenv_sessions, session, answer)
     except Refusal as refusal:
         await _send(client, _error(SESSION_ERROR, refusal.detail))
     with contextlib.suppress(RuntimeError, WebSocketDisconnect):  # it may be closed already
         await client.close()
 
 
-async def _converse(client: WebSocket, seats: OpenEnvSessions, seat: OpenEnvSession, answer: _AnswerTo) -> None:
-    while (raw := await _receive(client, seats.sessions.limits.idle_seconds)) is not None:
-        reply = await answer(raw, seats, seat)
+async def _converse(
+    client: WebSocket, openenv_sessions: OpenEnvSessions, session: OpenEnvSession, answer: _AnswerTo
+) -> None:
+    while (raw := await _receive(client, openenv_sessions.sessions.limits.idle_seconds)) is not None:
+        reply = await answer(raw, openenv_sessions, session)
         if reply is None:
             return
         await _send(client, reply)
@@ -138,14 +140,14 @@ async def _converse(client: WebSocket, seats: OpenEnvSessions, seat: OpenEnvSess
 
 
 @contextlib.contextmanager
-def _attached(seat: OpenEnvSession) -> Iterator[None]:
-    if seat.attached:
+def _attached(session: OpenEnvSession) -> Iterator[None]:
+    if session.attached:
         raise Refusal(409, "the session already has an attached WebSocket")
-    seat.attached = True
+    session.attached = True
     try:
         yield
     finally:
-        seat.attached = False
+        session.attached = False
 
 
 async def _send(client: WebSocket, reply: dict[str, Any]) -> None:
@@ -164,7 +166,9 @@ async def _receive(client: WebSocket, seconds: float) -> str | bytes | None:
     return message.get("text") or message.get("bytes") or ""
 
 
-async def _answer(raw: str | bytes, seats: OpenEnvSessions, seat: OpenEnvSession) -> dict[str, Any] | None:
+async def _answer(
+    raw: str | bytes, openenv_sessions: OpenEnvSessions, session: OpenEnvSession
+) -> dict[str, Any] | None:
     """The answer to a frame of `/ws`; none to the last."""
     try:
         message = from_json(raw)
@@ -172,24 +176,24 @@ async def _answer(raw: str | bytes, seats: OpenEnvSessions, seat: OpenEnvSession
         return _error(INVALID_JSON, f"Invalid JSON: {error}")
     try:
         frame = _Frame.model_validate(message)
-        return None if frame.type == "close" else await _do(frame, seats, seat)
+        return None if frame.type == "close" else await _do(frame, openenv_sessions, session)
     except ValidationError as error:
         wrong = error.errors(include_url=False, include_context=False)
         return _error(VALIDATION_ERROR, "Invalid message", errors=wrong)
     except Refusal as refusal:
-        return _refused(refusal, seats)
+        return _refused(refusal, openenv_sessions)
 
 
-async def _do(frame: _Frame, seats: OpenEnvSessions, seat: OpenEnvSession) -> dict[str, Any]:
+async def _do(frame: _Frame, openenv_sessions: OpenEnvSessions, session: OpenEnvSession) -> dict[str, Any]:
     match frame.type:
         case "reset":
-            return _observed(await seat.reset(ResetRequest.model_validate(frame.data)))
+            return _observed(await session.reset(ResetRequest.model_validate(frame.data)))
         case "step":
-            return _observed(await seat.act(_read_action(frame.data)))
+            return _observed(await session.act(_read_action(frame.data)))
         case "state":
-            return {"type": "state", "data": seat.state}
+            return {"type": "state", "data": session.state}
         case "mcp":
-            return {"type": "mcp", "data": await answer_rpc(to_json(frame.data), seats, seat)}
+            return {"type": "mcp", "data": await answer_rpc(to_json(frame.data), openenv_sessions, session)}
     known = "reset, step, state, mcp, close"
     return _error(UNKNOWN_TYPE, f"Unknown message type: {frame.type[:64]!r}; there are {known}")
 
@@ -207,10 +211,10 @@ def _observed(answer: Answer) -> dict[str, Any]:
     return {"type": "observation", "data": answer}
 
 
-def _refused(refusal: Refusal, seats: OpenEnvSessions) -> dict[str, Any]:
-    seats.sessions.metrics.refused.labels(refusal.status).inc()
+def _refused(refusal: Refusal, openenv_sessions: OpenEnvSessions) -> dict[str, Any]:
+    openenv_sessions.sessions.metrics.refused.labels(refusal.status).inc()
     if refusal.status in FULL:
-        return _error(CAPACITY_REACHED, refusal.detail, **seats.counts)
+        return _error(CAPACITY_REACHED, refusal.detail, **openenv_sessions.counts)
     return _error(VALIDATION_ERROR if refusal.status in (422, 424) else EXECUTION_ERROR, refusal.detail)
 
 

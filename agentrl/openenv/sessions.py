@@ -110,51 +110,51 @@ class OpenEnvSession:
 
 
 class OpenEnvSessions:
-    """All seats of a server. A seat ends with its connection, or, where JSON-RPC has opened it, when it is told to."""
+    """All sessions of a server. One ends with its connection, or, where JSON-RPC has opened it, when it is closed."""
 
     def __init__(self, sessions: Sessions) -> None:
         self.sessions = sessions
-        self._seats: dict[str, OpenEnvSession] = {}
+        self._by_id: dict[str, OpenEnvSession] = {}
         self._about: Began | None = None
         self._asking = asyncio.Lock()
 
     @contextlib.asynccontextmanager
-    async def seat(self, seat_id: str | None = None) -> AsyncIterator[OpenEnvSession]:
-        """A seat of one's own, or the one that was opened before under this id."""
-        if seat_id is not None:
-            yield self.find(seat_id)
+    async def session(self, session_id: str | None = None) -> AsyncIterator[OpenEnvSession]:
+        """A new session for the block, or the open one of this id."""
+        if session_id is not None:
+            yield self.find(session_id)
             return
-        seat = OpenEnvSession(self.sessions)
-        self._seats[seat.id] = seat
+        session = OpenEnvSession(self.sessions)
+        self._by_id[session.id] = session
         try:
-            yield seat
+            yield session
         finally:
-            await self.close(seat.id)
+            await self.close(session.id)
 
     async def open(self) -> OpenEnvSession:
-        """A seat that stays until it is closed, or its session lapses."""
-        for lapsed in [key for key, seat in self._seats.items() if not seat.attached and not seat.is_open]:
-            del self._seats[lapsed]
-        seat = OpenEnvSession(self.sessions)
-        await seat.open()
-        self._seats[seat.id] = seat
-        return seat
+        """A session that stays until it is closed, or lapses."""
+        for lapsed in [key for key, session in self._by_id.items() if not session.attached and not session.is_open]:
+            del self._by_id[lapsed]
+        session = OpenEnvSession(self.sessions)
+        await session.open()
+        self._by_id[session.id] = session
+        return session
 
-    def find(self, seat_id: str) -> OpenEnvSession:
-        """The seat of this id.
+    def find(self, session_id: str) -> OpenEnvSession:
+        """The session of this id.
 
         Raises:
             Refusal: there is none.
         """
-        seat = self._seats.get(seat_id)
-        if seat is None:
-            raise Refusal(404, f"Unknown session_id: {seat_id[:64]}")
-        return seat
+        session = self._by_id.get(session_id)
+        if session is None:
+            raise Refusal(404, f"Unknown session_id: {session_id[:64]}")
+        return session
 
-    async def close(self, seat_id: str) -> None:
-        seat = self._seats.pop(seat_id, None)
-        if seat is not None:
-            await seat.close()
+    async def close(self, session_id: str) -> None:
+        session = self._by_id.pop(session_id, None)
+        if session is not None:
+            await session.close()
 
     @property
     def counts(self) -> dict[str, int]:
@@ -165,8 +165,8 @@ class OpenEnvSessions:
         """What the environment shows of itself, asked once."""
         async with self._asking:
             if self._about is None:
-                async with self.seat() as seat:
-                    self._about = await seat.look()
+                async with self.session() as session:
+                    self._about = await session.look()
             return self._about
 
 

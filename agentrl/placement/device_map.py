@@ -193,27 +193,27 @@ class PlacementRequest:
     splits: tuple[int, ...] = (1,)
 
 
-def maps(config: PlacementConfig, request: PlacementRequest, inventory: Inventory) -> list[DeviceMap]:
+def device_maps(config: PlacementConfig, request: PlacementRequest, inventory: Inventory) -> list[DeviceMap]:
     """All maps that a config allows, whether they fit into memory or not.
 
     Raises:
         ConfigError: there is none, and why.
     """
     if config.lists:
-        return _in_both_ways(_listed(config.lists, request, inventory))
+        return _with_time_sharing(_listed(config.lists, request, inventory))
     if not inventory.kind.is_gpu and config.name in ("auto", "local"):
         return [_local(request, inventory)]
     if not inventory.kind.is_gpu:
         raise ConfigError(f"placement: {config.name} needs GPUs, and there are none: write placement=local")
     if config.name == "local" or len(inventory) == 1:
         local = _local(request, inventory)
-        return _in_both_ways(local) if config.name != "local" else [local]
+        return _with_time_sharing(local) if config.name != "local" else [local]
     if not request.has_engine:
         return [_colocated(request, inventory, 1)]
     found = []
     if config.name in ("auto", "colocated"):
         found += [way for tensor_parallel in _splits(request, inventory)
-                  for way in _in_both_ways(_colocated(request, inventory, tensor_parallel))]  # fmt: skip
+                  for way in _with_time_sharing(_colocated(request, inventory, tensor_parallel))]  # fmt: skip
     if config.name in ("auto", "disaggregated"):
         found += list(_disaggregated(request, inventory))
     if not found:
@@ -231,7 +231,7 @@ def _requested(request: PlacementRequest) -> str:
     )
 
 
-def _in_both_ways(found: DeviceMap) -> list[DeviceMap]:
+def _with_time_sharing(found: DeviceMap) -> list[DeviceMap]:
     """Sharing with all awake, and in turns; where nothing is shared there is one way."""
     turns = DeviceMap(found.mode, found.inventory, found.replicas, time_shared=True)
     return [found, turns] if found.shared else [found]

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from agentrl import plugins
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
-from agentrl.placement.device_map import maps
+from agentrl.placement.device_map import device_maps
 from agentrl.placement.devices import GPUS, Inventory
 from agentrl.placement.footprint import ModelFacts
 from agentrl.planner.memory import overfull
@@ -75,7 +75,7 @@ def _filled(config: RunConfig | None, inventory: Inventory, facts: ModelFacts) -
         return math.inf
     stages, work = stages_of(config, facts), workload(config.rollout, config.simulation)
     try:
-        found = maps(config.placement, placement_request_of(config), inventory)
+        found = device_maps(config.placement, placement_request_of(config), inventory)
     except ConfigError:
         return math.inf
     return min(overfull(stages, work, devices) for devices in found)

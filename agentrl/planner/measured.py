@@ -11,7 +11,7 @@ from statistics import fmean
 from agentrl.config import RunConfig, load_config
 from agentrl.errors import ConfigError
 from agentrl.observe.metrics import MetricsFile
-from agentrl.placement.device_map import DeviceMap, maps
+from agentrl.placement.device_map import DeviceMap, device_maps
 from agentrl.placement.devices import Inventory
 from agentrl.planner.run_facts import model_of, placement_request_of, stages_of
 from agentrl.simulate.latency import Constant
@@ -67,7 +67,7 @@ def with_measured(config: RunConfig, found: Measured, inventory: Inventory) -> R
         ConfigError: the run's own placement is not possible on such devices.
     """
     stages = stages_of(found.config, model_of(found.config))
-    devices = maps(found.config.placement, placement_request_of(found.config), inventory)[0]
+    devices = device_maps(found.config.placement, placement_request_of(found.config), inventory)[0]
     was = found.config.placement.assume
     assume = was.model_copy(
         update={

@@ -11,7 +11,7 @@ from statistics import fmean
 
 from agentrl.config import RunConfig
 from agentrl.errors import AgentRLError, ConfigError
-from agentrl.placement.device_map import DeviceMap, maps
+from agentrl.placement.device_map import DeviceMap, device_maps
 from agentrl.placement.devices import Inventory
 from agentrl.placement.footprint import ModelFacts
 from agentrl.planner.advice import what_fits
@@ -78,7 +78,7 @@ def make_plan(config: RunConfig, inventory: Inventory, facts: ModelFacts) -> Pla
     stages, work = stages_of(config, facts), workload(config.rollout, config.simulation)
     looked_at = [
         _looked_at(config, stages, work, devices)
-        for devices in maps(config.placement, placement_request_of(config), inventory)
+        for devices in device_maps(config.placement, placement_request_of(config), inventory)
     ]
     fitting = sorted((found for found in looked_at if not found.problems), key=lambda found: found.rough)
     if not fitting:

@@ -74,7 +74,7 @@ async def evaluate_run(run: Run, rollouts: RolloutAssembly, step: int) -> None:
     """Evaluate the weights after `step` steps and write it down, unless it was before."""
     if run.config.evaluation.tasks == 0 or run.evaluated(step):
         return
-    run.doing(step, "evaluation")
+    run.begin_phase(step, "evaluation")
     evaluation = await evaluate(rollouts)
     write_trajectories(run.folder / "trajectories" / f"held_out_{step:06d}.parquet", evaluation.scored)
     run.record_evaluation(step, evaluation.metrics())

@@ -46,7 +46,7 @@ async def policy_gradient(run: Run, settings: PolicyGradientSettings) -> None:
         async with parts.rollouts(run, start) as rollouts:
             processing = BatchProcessing(config.batch_processing, run.metrics.rows())
             for step in range(start, config.steps):
-                clock = Stopwatch(partial(run.doing, step))
+                clock = Stopwatch(partial(run.begin_phase, step))
                 with clock("rollout"):
                     groups = await rollouts.next_batch()
                 with clock("train"):

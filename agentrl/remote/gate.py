@@ -13,12 +13,12 @@ OPEN_TO_ALL = ("/health", "/metrics", "/openapi.json", "/docs")
 """Paths that need no token."""
 
 
-def closes_idle_connections(seconds: float) -> type[asyncio.Protocol]:
+def idle_timeout(seconds: float) -> type[asyncio.Protocol]:
     """A protocol for uvicorn that ends connections which ask nothing, or only half of a request, for `seconds` or more
     (up to twice as long after an answer). It is h11's, which bounds how long the head of a request may grow.
     """
 
-    class ClosesIdleConnections(H11Protocol):
+    class IdleTimeout(H11Protocol):
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
             self._seen: Any = None
@@ -33,7 +33,7 @@ def closes_idle_connections(seconds: float) -> type[asyncio.Protocol]:
             self._seen = self.cycle
             self.loop.call_later(seconds, self._look)
 
-    return ClosesIdleConnections
+    return IdleTimeout
 
 
 class RequestGate:

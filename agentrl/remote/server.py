@@ -19,7 +19,7 @@ from agentrl.flow import Flow, now
 from agentrl.hosting.host import EnvDeadlines, EnvHost
 from agentrl.hosting.process import ProcessEnv
 from agentrl.protocols import Env, Isolation
-from agentrl.remote.gate import RequestGate, closes_idle_connections
+from agentrl.remote.gate import RequestGate, idle_timeout
 from agentrl.remote.multiplex import Multiplexed
 from agentrl.remote.protocol import SOCKET_PATH, STATUSES, Began, Opened, ProblemDetail, Refusal, Reset, Step, Stepped
 from agentrl.remote.sessions import ServerLimits, Sessions
@@ -72,7 +72,7 @@ class EnvServer(uvicorn.Server):
                 create_app(self.sessions, name, token, protocols),
                 host=host,
                 port=port,
-                http=closes_idle_connections(self.limits.request_seconds),
+                http=idle_timeout(self.limits.request_seconds),
                 ws="websockets-sansio",
                 ws_max_size=self.limits.max_body_bytes,
                 ws_ping_interval=60,  # finds the sockets of machines that vanished

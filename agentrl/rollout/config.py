@@ -73,7 +73,7 @@ class RolloutConfig(Settings):
 
     @field_validator("sampling")
     @classmethod
-    def _what_is_trained_on_was_drawn(cls, sampling: SamplingParams) -> SamplingParams:
+    def _training_samples_are_not_greedy(cls, sampling: SamplingParams) -> SamplingParams:
         if sampling.temperature == 0:
             raise ValueError("temperature must be above 0: greedy choices have no gradient")
         return sampling

@@ -46,7 +46,7 @@ class RuleWorkers(RulePool):
     async def __aenter__(self) -> Self:
         await self._flow.__aenter__()
         for rank in range(self._count):
-            self._flow.start(self._hire(rank), name=str(rank))
+            self._flow.start(self._start_rank(rank), name=str(rank))
         return self
 
     async def __aexit__(self, *exc: Any) -> None:
@@ -69,9 +69,9 @@ class RuleWorkers(RulePool):
         except WorkerDiedError as error:
             raise RewardError(f"{name}: {error}") from error
         finally:
-            self._flow.start(self._give_back(rank, worker), name=str(rank))
+            self._flow.start(self._return(rank, worker), name=str(rank))
 
-    async def _give_back(self, rank: int, worker: Worker) -> None:
+    async def _return(self, rank: int, worker: Worker) -> None:
         """The worker is idle when it has answered, which may take a deadline where nobody waited for it."""
         try:
             await worker.call("idle")
@@ -79,9 +79,9 @@ class RuleWorkers(RulePool):
         except WorkerDiedError:
             del self._workers[rank]
             await worker.stop()
-            await self._hire(rank)
+            await self._start_rank(rank)
 
-    async def _hire(self, rank: int) -> None:
+    async def _start_rank(self, rank: int) -> None:
         worker = self._workers[rank] = await self._start_worker(
             "reward", partial(RuleWorker, self._config, self.imports), rank
         )

@@ -22,7 +22,7 @@ from agentrl.errors import EngineDeadError, EngineError, WeightsError
 from agentrl.flow import deadline, now, run_to_completion
 from agentrl.protocols import Engine, Settings, SupportsStageWeights, Trainer
 from agentrl.weights.bundle import BundlePlace, WeightBundle
-from agentrl.weights.store import SHARED_MEMORY, WeightStore, nearest
+from agentrl.weights.store import SHARED_MEMORY, WeightStore, default_parent
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,7 +57,7 @@ class WeightsConfig(Settings):
     def parents(self) -> list[Path]:
         """Where to write, and where to when that fails; none are needed for `direct`."""
         disk = (self.folder or Path(tempfile.gettempdir())).absolute()  # others have another working directory
-        places = {"auto": [nearest(), disk], "shared_memory": [SHARED_MEMORY], "disk": [disk], "direct": []}
+        places = {"auto": [default_parent(), disk], "shared_memory": [SHARED_MEMORY], "disk": [disk], "direct": []}
         return places[self.transport]
 
 

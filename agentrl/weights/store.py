@@ -79,7 +79,7 @@ class WeightStore:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
 
-def nearest() -> Path:
+def default_parent() -> Path:
     """Shared memory, where there is such a thing, else the folder of temporary files."""
     return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
 
@@ -102,11 +102,11 @@ async def bundled(weights: Mapping[str, "Tensor"], version: int) -> AsyncIterato
     if isinstance(weights, WeightBundle):
         yield weights
         return
-    store = WeightStore.open(nearest())
+    store = WeightStore.open(default_parent())
     try:
         yield await run_to_completion(asyncio.to_thread(store.place(version).write, weights))
     finally:
         store.close()
 
 
-__all__ = ["SHARED_MEMORY", "WeightStore", "bundled", "nearest", "sweep"]
+__all__ = ["SHARED_MEMORY", "WeightStore", "bundled", "default_parent", "sweep"]

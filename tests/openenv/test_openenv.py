@@ -270,17 +270,17 @@ def test_whatever_frames_come_each_is_answered_and_the_session_goes_on(counting,
 def test_seats_that_ended_or_lapsed_are_forgotten():
     async def main() -> None:
         sessions = Sessions(EnvHost({"counting": Counting}, EnvDeadlines()), "counting", ServerLimits())
-        seats = OpenEnvSessions(sessions)
-        async with seats.seat() as seat:
-            await seat.reset(ResetRequest(seed=1))
-        left = [await seats.open() for _ in range(3)]
+        openenv_sessions = OpenEnvSessions(sessions)
+        async with openenv_sessions.session() as session:
+            await session.reset(ResetRequest(seed=1))
+        left = [await openenv_sessions.open() for _ in range(3)]
         await sessions.end_all()  # as the sweep ends what is idle
-        kept = await seats.open()
-        assert seats.find(kept.id) is kept
-        for seat in left:
+        kept = await openenv_sessions.open()
+        assert openenv_sessions.find(kept.id) is kept
+        for session in left:
             with pytest.raises(Refusal, match="Unknown session_id"):
-                seats.find(seat.id)
-        await seats.close(kept.id)
+                openenv_sessions.find(session.id)
+        await openenv_sessions.close(kept.id)
         assert len(sessions) == 0
 
     asyncio.run(main())

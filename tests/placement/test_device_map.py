@@ -12,8 +12,8 @@ from agentrl.placement.device_map import (
     DeviceMap,
     PlacementConfig,
     PlacementRequest,
+    device_maps,
     format_devices,
-    maps,
     parse_devices,
 )
 from agentrl.placement.devices import Inventory, gpu_named, host
@@ -87,7 +87,7 @@ def test_a_wrong_placement_says_the_way_out(tmp_path: Path, text: str, said: str
 
 
 def only(placement: PlacementConfig, asked: PlacementRequest, inventory: Inventory) -> DeviceMap:
-    found = maps(placement, asked, inventory)
+    found = device_maps(placement, asked, inventory)
     assert len(found) == 1
     return found[0]
 
@@ -126,7 +126,7 @@ def test_a_map_that_cannot_be_is_refused_with_the_way_out(
     placement: PlacementConfig, asked: PlacementRequest, said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        maps(placement, asked, Inventory(H100, per_node=8, nodes=2))
+        device_maps(placement, asked, Inventory(H100, per_node=8, nodes=2))
 
 
 def test_without_a_gpu_everything_is_where_it_was() -> None:
@@ -137,7 +137,7 @@ def test_without_a_gpu_everything_is_where_it_was() -> None:
     assert [r.devices for r in found.replicas] == [(0,)] * 4
     assert found.bundles() == []
     with pytest.raises(ConfigError, match="there are none: write placement=local"):
-        maps(PlacementConfig(name="colocated"), PlacementRequest(), laptop)
+        device_maps(PlacementConfig(name="colocated"), PlacementRequest(), laptop)
 
 
 inventories = st.builds(Inventory, st.just(H100), st.sampled_from([1, 2, 4, 8]), st.integers(1, 4))
@@ -155,7 +155,7 @@ asked = st.builds(
 @given(st.sampled_from(["auto", "colocated", "disaggregated", "local"]), asked, inventories)
 def test_every_map_is_sound(name: str, asked: PlacementRequest, inventory: Inventory) -> None:
     try:
-        found = maps(PlacementConfig.model_validate({"name": name}), asked, inventory)
+        found = device_maps(PlacementConfig.model_validate({"name": name}), asked, inventory)
     except ConfigError:
         return
     assert found

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from agentrl.config import RunConfig, load_config
 from agentrl.errors import ConfigError
-from agentrl.placement.device_map import maps
+from agentrl.placement.device_map import device_maps
 from agentrl.placement.devices import GIB, GPUS, Inventory, gpu_named, host
 from agentrl.placement.footprint import ModelFacts
 from agentrl.planner.check import check_placement
@@ -174,7 +174,7 @@ def test_a_map_that_is_taken_never_overfills_a_device(
     chosen = config(of[0], f"placement={mode}") if not of[1] else config("frozen_lake", f"placement={mode}", of[1])
     stages, work = stages_of(chosen, facts), workload(chosen.rollout, chosen.simulation)
     try:
-        found = maps(chosen.placement, placement_request_of(chosen), inventory)
+        found = device_maps(chosen.placement, placement_request_of(chosen), inventory)
     except ConfigError:
         return
     for devices in found:

@@ -48,7 +48,7 @@ def shared_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder of this test's own in shared memory, where everything is published; empty at its end."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
         monkeypatch.setattr(publisher_module, "SHARED_MEMORY", Path(folder))
-        monkeypatch.setattr(publisher_module, "nearest", lambda: Path(folder))
+        monkeypatch.setattr(publisher_module, "default_parent", lambda: Path(folder))
         yield Path(folder)
         assert list(Path(folder).iterdir()) == []
 
