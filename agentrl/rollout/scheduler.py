@@ -6,7 +6,7 @@
         │                                                                                             │
         └────────────── slots are free when the new weights are live ◀── trainer ◀── next_batch ◀─────┘
 
-A group is admitted when the rule has a slot *and* an episode of it can start at once: no ticket ages in a queue. Each
+A group is admitted when the rule has a slot for it *and* an episode slot is free: no ticket ages in a queue. Each
 group is a task of the flow, each member a task of its group (`agentrl/rollout/group.py`). A group that loses too many
 members has failed: its task is replaced by the next one, and when more tasks fail than the run allows, the run ends
 and says why.

@@ -37,6 +37,6 @@ def _describe(seconds: float) -> str:
     )
     return (
         f"nothing has moved for {seconds:g} s (rollout.deadlines.stall). Waiting:\n"
-        f"{stages or '  nobody for anything outside: a place, or the scheduler itself'}\n"
+        f"{stages or '  nothing outside: episodes wait for a slot, or the scheduler itself hangs'}\n"
         "`agentrl ledger RUN` lists the open episodes; `agentrl train --resume RUN` takes them up again"
     )

@@ -84,18 +84,18 @@ def test_it_stays_between_its_limits_whatever_it_sees(loads):
 
 @given(seed=st.integers(0, 10**6))
 @settings(max_examples=30, deadline=None)
-def test_places_are_bounded_and_none_is_lost_when_waiters_are_cancelled(seed):
+def test_slots_are_bounded_and_none_is_lost_when_waiters_are_cancelled(seed):
     async def main() -> None:
-        rng, places, most = random.Random(seed), EpisodeSlots(5), 0
+        rng, slots, most = random.Random(seed), EpisodeSlots(5), 0
 
         async def visit(number: int) -> None:
             nonlocal most
-            await places.acquire(Ticket(number % 3, number, 0))
+            await slots.acquire(Ticket(number % 3, number, 0))
             try:
-                most = max(most, places.taken)
+                most = max(most, slots.taken)
                 await asyncio.sleep(rng.random())
             finally:
-                places.release()
+                slots.release()
 
         async with Flow("visits") as flow:
             tasks = [flow.start(visit(number), name=str(number)) for number in range(60)]
@@ -103,28 +103,28 @@ def test_places_are_bounded_and_none_is_lost_when_waiters_are_cancelled(seed):
                 await asyncio.sleep(rng.random() / 5)
                 task.cancel()
         assert most == 5
-        assert places.taken == 0
-        assert places.free
+        assert slots.taken == 0
+        assert slots.free
 
     run_virtual(main)
 
 
-def test_the_earlier_ticket_gets_the_place():
+def test_the_earlier_ticket_gets_the_slot():
     async def main() -> None:
-        places, order = EpisodeSlots(1), []
-        assert places.reserve(3) == 1
+        slots, order = EpisodeSlots(1), []
+        assert slots.reserve(3) == 1
 
         async def visit(ticket: Ticket) -> None:
-            await places.acquire(ticket)
+            await slots.acquire(ticket)
             order.append(ticket.number)
-            places.release()
+            slots.release()
 
         async with Flow("visits") as flow:
             for number in (3, 1, 2):
                 flow.start(visit(Ticket(0, number, 0)), name=str(number))
             await asyncio.sleep(0)
-            assert places.reserve(1) == 0
-            places.release()
+            assert slots.reserve(1) == 0
+            slots.release()
         assert order == [1, 2, 3]
 
     run_virtual(main)

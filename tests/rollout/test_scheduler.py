@@ -236,8 +236,8 @@ def test_a_broken_reward_is_asked_again_about_the_same_trajectory_and_no_score_i
     assert min(scores) > 0
 
 
-def test_a_slow_reward_holds_no_place_of_an_episode():
-    """With four places and 40 s a score: held through the score, 48 episodes of about 8 s would take 48 / 4 * 48 s."""
+def test_a_slow_reward_holds_no_slot_of_an_episode():
+    """With four slots and 40 s a score: held through the score, 48 episodes of about 8 s would take 48 / 4 * 48 s."""
 
     class Slow(Sum):
         async def score(self, trajectory):
