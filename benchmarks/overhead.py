@@ -205,7 +205,7 @@ async def play(
         rollouts = Rollouts(
             config,
             tasks=SeededTasks(NoSettings(), "game", seed=next(_EVER_NEW)),
-            player=EnvEpisodeRunner(policy, renderer, host, config.max_turns, config.deadlines.episode),
+            runner=EnvEpisodeRunner(policy, renderer, host, config.max_turns, config.deadlines.episode),
             reward=EnvironmentReward(EnvironmentReward.Config()),
             engine=engine,
             ledger=ledger,
