@@ -15,7 +15,6 @@ from rich.console import Console
 
 from agentrl.config import load_config
 from agentrl.envs.base import ToolEnv, ToolResult
-from agentrl.recipes.policy_gradient import policy_gradient
 from agentrl.rollout.tools import ToolCall
 from agentrl.run import Run
 from agentrl.testing.judge_server import JudgeCall, JudgeReply, JudgeServer
@@ -87,7 +86,7 @@ def verdict(call: JudgeCall) -> JudgeReply:
 async def train(config: Path, name: str) -> None:
     loaded = load_config(config, [f"run_dir={config.parent / name}"])
     with Run(loaded, Console(file=StringIO())) as run:
-        await policy_gradient(run)
+        await run.config.recipe.call(run)
 
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:

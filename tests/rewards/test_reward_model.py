@@ -101,14 +101,12 @@ def test_the_loss_is_the_negative_log_of_the_chance_that_the_chosen_wins(scores:
 
 
 def train(folder: Path, model: Path, *overrides: str) -> Path:
-    from agentrl.recipes.reward_model import reward_model
-
     path = folder / "preferred.yaml"
     path.write_text(
         f"env: guess_number\nrecipe: reward_model\nmodel: {model}\ntrackers: []\nrun_dir: {folder / 'run'}\n"
     )
     with Run(load_config(path, overrides), Console(file=StringIO())) as run:
-        asyncio.run(reward_model(run))
+        asyncio.run(run.config.recipe.call(run))
     return folder / "run"
 
 

@@ -10,7 +10,6 @@ import yaml
 from rich.console import Console
 
 from agentrl.config import load_config
-from agentrl.recipes.policy_gradient import policy_gradient
 from agentrl.run import Run
 from agentrl.trajectory import Score, Trajectory
 
@@ -57,7 +56,7 @@ def test_a_run_with_parts_of_every_kind_trains_and_each_has_its_curve(tmp_path: 
     path = tmp_path / "parts.yaml"
     path.write_text(yaml.safe_dump({**CONFIG, "run_dir": str(tmp_path / "run")}))
     with Run(load_config(path), Console(file=StringIO())) as run:
-        asyncio.run(policy_gradient(run))
+        asyncio.run(run.config.recipe.call(run))
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "reward" in row]
     weights = {"environment": 1, "tool_use": 0.5, "rule": 1, "vowels": 0.25, "words": 0.1, "Ranks": 2}
