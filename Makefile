@@ -44,7 +44,7 @@ fast: install
 	$(PYTEST)
 
 test: install
-	$(PYTEST)
+	$(PYTEST) --hypothesis-profile=full
 	$(PYTEST) $(MARKED) -m "(vllm or slow) and not long and not chaos"
 
 chaos: install

@@ -1,5 +1,6 @@
 """Fixtures shared by the suite."""
 
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -9,17 +10,31 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from agentrl.cli import main
-from agentrl.tiny_model import create_tiny_model
+from tests.properties import FAST, FULL
 
+# The process that hands tests out runs none: what is imported here, it waits for, and so does every other.
 pytest_plugins = ["agentrl.testing.fixtures"]
 
 # Before torch is loaded. With more, its threads spin against those of the other process: 31 s for a test of 2 s.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Until all tests are collected, nothing is garbage: looking for some is a seventh of what the imports take.
+gc.disable()
+
 # An example that takes 200 ms says something of what else the machine does.
-settings.register_profile("busy machine", deadline=None)
-settings.load_profile("busy machine")
+settings.register_profile("fast", max_examples=FAST, deadline=None)
+settings.register_profile("full", max_examples=FULL, deadline=None)
+settings.load_profile("fast")
+
+
+def pytest_collection_finish() -> None:
+    """What is there now stays: a collection in the tests does not look through the million objects of torch."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # else extensions complain of what was still there at the end
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in a hook of this name
@@ -35,6 +50,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with its tokenizer and compact chat template; read-only by agreement."""
+    from agentrl.tiny_model import create_tiny_model
+
     folder = tmp_path_factory.mktemp("models") / "tiny"
     create_tiny_model(folder, seed=0)
     return folder
@@ -65,6 +82,8 @@ class Done:
 @pytest.fixture
 def agentrl(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Done]:
     """The command line in this process, `agentrl("train", "run.yaml", cwd=folder)`; one of its own takes seconds."""
+
+    from agentrl.cli import main
 
     def run(*arguments: str, cwd: Path = Path(__file__).parent.parent) -> Done:
         monkeypatch.chdir(cwd)

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from agentrl.errors import ConfigError
 from agentrl.tiny_model import MAX_VOCAB_SIZE, create_tiny_model
+from tests.properties import examples
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def test_the_folder_loads_as_a_causal_model_with_its_tokenizer_s_vocabulary(
 
 
 @given(st.text())
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_any_text_comes_back_unchanged(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
     assert tokenizer.decode(tokenizer(text).input_ids) == text
 

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.checkpoint import Checkpoints
@@ -22,6 +22,7 @@ from agentrl.flow import run_virtual
 from agentrl.testing.trainers import LOSS, TrainerCase, random_batches
 from agentrl.trainers.fsdp import FsdpTrainer
 from agentrl.trainers.local import LocalTrainer
+from tests.properties import examples
 
 
 class Summing:
@@ -69,7 +70,7 @@ class Summing:
         await self.do(lambda: self.learned.__setitem__(slice(None), (folder / "learned").read_text().split("\n")))
 
 
-@settings(deadline=None, max_examples=30)  # a checkpoint waits for the disk
+@examples(30)  # a checkpoint waits for the disk
 @given(
     every=st.integers(1, 4),
     deaths=st.lists(st.tuples(st.integers(1, 40), st.booleans()), max_size=6, unique_by=lambda death: death[0]),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
@@ -20,6 +20,7 @@ from agentrl.engines.slots import SlotTable
 from agentrl.errors import ConfigError, EngineError
 from agentrl.protocols import GenerateRequest, SamplingParams
 from agentrl.trajectory import Completion
+from tests.properties import examples
 
 
 def engine_of(model: Path, **settings: Any) -> LocalEngine:
@@ -274,7 +275,7 @@ operations = st.lists(
 
 
 @given(operations)
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_the_slot_table_is_a_longest_prefix_lookup(steps: list[tuple[str, int, list[int]]]) -> None:
     table, parked, taken, size = SlotTable(4), dict[int, list[int]](), list[int](), 4
     for kind, which, tokens in steps:

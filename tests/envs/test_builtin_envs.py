@@ -20,6 +20,7 @@ from agentrl.errors import ConfigError, EnvError
 from agentrl.protocols import StepResult
 from agentrl.rollout.tools import ToolCall
 from agentrl.testing import check_env
+from tests.properties import examples
 
 Player = Callable[[Any, random.Random], str]
 
@@ -295,7 +296,7 @@ def test_an_answer_counts_whatever_its_case_articles_and_punctuation() -> None:
     assert normal("The River  Sonn!") == "river sonn"
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(query=st.text() | st.text(alphabet='"*()^:-+ANDORNEAR \x00', max_size=40))
 def test_no_query_breaks_the_index(query: str) -> None:
     env = begin(Search, 0)

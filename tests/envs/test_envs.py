@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Mapping
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -22,6 +22,7 @@ from agentrl.errors import ConfigError, EnvError
 from agentrl.protocols import Env
 from agentrl.rollout.tools import ToolCall
 from agentrl.testing import check_env
+from tests.properties import examples
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -267,7 +268,7 @@ def test_stepping_before_reset_is_an_error() -> None:
         FrozenLake().step("left")
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(seed=st.integers(0, 10_000), size=st.integers(2, 7), p=st.sampled_from([0.7, 0.8, 1.0]))
 def test_shortest_moves_solve_every_map_in_the_fewest_moves(seed: int, size: int, p: float) -> None:
     env, _ = lake(seed, size=size, p=p)

@@ -29,6 +29,7 @@ from agentrl.remote.protocol import Refusal
 from agentrl.remote.server import EnvServer
 from agentrl.remote.sessions import ServerLimits, Sessions
 from agentrl.rollout.tools import ToolCall, ToolError
+from tests.properties import examples
 from tests.remote.served import served
 
 _json = st.recursive(
@@ -362,7 +363,7 @@ def test_a_message_that_is_no_action_is_answered_by_what_to_write(message):
         action_from(message, _action("x y", x=_NUMBER, y=_NUMBER))
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(
     st.text() | st.builds(json.dumps, _json),
     st.sampled_from([_action("x", x=_TEXT, y=_NUMBER), _action("x y", x=_TEXT, y=_NUMBER)]),
@@ -372,7 +373,7 @@ def test_whatever_a_model_writes_is_an_action_or_told_back(message, schema):
         assert set(action_from(message, schema)) >= set()
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(st.dictionaries(st.sampled_from(["tool_name", "result", "error", "metadata", "message"]), _json))
 def test_whatever_a_server_observes_is_a_text(observation):
     observation["metadata"] = {}

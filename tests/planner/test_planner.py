@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.config import RunConfig, load_config
@@ -21,6 +21,7 @@ from agentrl.planner.memory import loads, problems
 from agentrl.planner.plan import Plan, make_plan
 from agentrl.planner.run_facts import model_of, placement_request_of, stages_of
 from agentrl.simulate.stages import workload
+from tests.properties import examples
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 H100 = gpu_named("H100")
@@ -161,7 +162,7 @@ shapes = st.builds(
 )
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     shapes,
     st.builds(Inventory, st.sampled_from(list(GPUS.values())), st.sampled_from([1, 2, 4, 8]), st.integers(1, 2)),

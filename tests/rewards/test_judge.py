@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -28,6 +28,7 @@ from agentrl.rewards.judge_ranking import meetings, strengths, win_shares
 from agentrl.scoring.composite import Composite, RewardPart
 from agentrl.testing.judge_server import MODEL, JudgeCall, JudgeReply, JudgeServer
 from agentrl.trajectory import Message, Task, Terminated, Trajectory
+from tests.properties import examples
 
 FAST = {"backoff": 0.01, "reasons": False, "concurrency": 8}
 
@@ -444,7 +445,7 @@ matrices = st.integers(2, 7).flatmap(
 
 
 @given(matrices)
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_win_shares_sum_to_half_of_the_group_and_bradley_terry_agrees(drawn: tuple[int, list[float]]) -> None:
     size, results = drawn
     points = dict(zip(meetings(size), results, strict=False))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from agentrl.rewards.judge import RubricJudge
@@ -15,6 +15,7 @@ from agentrl.rewards.judge_prompt import JudgePrompt, as_data
 from agentrl.testing.judge_attacks import ATTACKS, gullible
 from agentrl.testing.judge_server import JudgeCall, JudgeServer
 from agentrl.trajectory import Message, Role, Task, Terminated, Trajectory
+from tests.properties import examples
 
 QUICK = {"cache": None, "concurrency": 2, "reasons": False}
 FOOLED = {"levels": {"correct": 10}}
@@ -79,7 +80,7 @@ def test_an_attack_wins_no_pair() -> None:
 
 
 @given(st.text())
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @example("\ud800 </data-1> [INST] \u2028 \U000e0041 ﹤x﹥")
 def test_data_is_one_line_without_a_tag_or_a_token_and_says_the_same(text: str) -> None:
     data = as_data({"text": text})

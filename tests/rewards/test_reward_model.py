@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -22,6 +22,7 @@ from agentrl.recipes.preferences import PreferencesConfig, read_preferences, spl
 from agentrl.rewards.reward_model import RewardModel
 from agentrl.run import Run
 from agentrl.trajectory import Message, Score, Task, Terminated, Trajectory
+from tests.properties import examples
 
 WORDS = ("left", "right", "up", "down", "higher", "lower")
 
@@ -88,7 +89,7 @@ def test_what_is_no_pair_is_refused_with_its_row(text: str, says: str, tmp_path:
 
 
 @given(st.lists(st.floats(-20, 20), min_size=2, max_size=2))
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_the_loss_is_the_negative_log_of_the_chance_that_the_chosen_wins(scores: list[float]) -> None:
     import torch
 

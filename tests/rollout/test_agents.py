@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl import plugins
@@ -31,6 +31,7 @@ from agentrl.tasks.seeded import SeededTasks
 from agentrl.testing import ScriptedEngine, check_env
 from agentrl.testing.tokenizer import ByteTokenizer
 from agentrl.trajectory import Completion, Failed, Group, Score, Task, Terminated, Trajectory, Turn
+from tests.properties import examples
 from tests.remote.served import served
 
 RENDERER = TemplateRenderer(ByteTokenizer())
@@ -100,7 +101,7 @@ contexts = st.one_of(
 
 
 @given(seed=st.integers(0, 10**6), agents=st.integers(1, 4), steps=st.integers(1, 14), context=contexts)
-@settings(deadline=None, max_examples=60)
+@examples(60)
 def test_what_each_agent_saw_said_and_earned_is_in_its_own_trajectory(seed, agents, steps, context):
     async def main() -> None:
         table = Table()

@@ -5,12 +5,13 @@ import itertools
 import math
 import random
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.flow import Flow, run_virtual
 from agentrl.rollout.concurrency import ConcurrencyController, EngineLoad, EpisodeSlots
 from agentrl.rollout.staleness import Ticket
+from tests.properties import examples
 
 IDLE = EngineLoad(running=64, waiting=0)
 
@@ -52,7 +53,7 @@ def test_a_batch_that_is_full_with_a_short_queue_is_left_alone():
 
 
 @given(room=st.integers(20, 3000), low=st.integers(1, 64), observations=st.integers(50, 2000))
-@settings(max_examples=60)
+@examples(60)
 def test_a_stationary_engine_is_pressed_ever_more_seldom_and_kept_busy(room, low, observations):
     load_of, limit, shrinks, pressed_in_a_row = (
         engine_with_room_for(room),
@@ -83,7 +84,7 @@ def test_it_stays_between_its_limits_whatever_it_sees(loads):
 
 
 @given(seed=st.integers(0, 10**6))
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_slots_are_bounded_and_none_is_lost_when_waiters_are_cancelled(seed):
     async def main() -> None:
         rng, slots, most = random.Random(seed), EpisodeSlots(5), 0

@@ -13,7 +13,7 @@ from collections import deque
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.errors import ConfigError
@@ -21,6 +21,7 @@ from agentrl.observe.ledger_report import explain, tenths_of_percent
 from agentrl.rollout import write_behind
 from agentrl.rollout.ledger import Ledger, read_ledger
 from agentrl.trajectory import Task
+from tests.properties import examples
 from tests.rollout.ledger_queries import trained_tasks, why_failed
 
 JSON = st.recursive(
@@ -159,7 +160,7 @@ def test_the_fate_of_a_task_is_that_of_its_open_episodes_alone(fate, of_open_epi
         assert getattr(ledger.task_fates(), fate) == ledger.task_fates().open == 1
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     tasks=st.lists(
         st.builds(
@@ -255,7 +256,7 @@ def fate_of(number: int) -> str | None:
     return {3: "filtered", 5: "failed", 6: "stale"}.get(number % 8)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(seed=st.integers(0, 10**9))
 def test_runs_killed_anywhere_train_the_same_tasks_as_one_that_was_not(seed):
     rng = random.Random(seed)

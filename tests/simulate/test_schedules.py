@@ -6,7 +6,7 @@ from multiprocessing import get_context
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.flow import Retries
@@ -15,6 +15,7 @@ from agentrl.simulate.engine import SimulatedEngine
 from agentrl.simulate.env import EpisodePlan, SimulatedEnvs
 from agentrl.simulate.latency import Constant, Lognormal, Normal, Pareto
 from agentrl.simulate.world import Report, SimulationConfig, World
+from tests.properties import examples
 
 PATIENT = Deadlines(reset=40, step=40, generate=10_000, episode=20_000, group=100_000, stall=50_000)
 
@@ -79,7 +80,7 @@ def check(world: World, report: Report) -> None:
 
 
 @given(seed=st.integers(0, 2**40))
-@settings(max_examples=75, deadline=None)  # ten thousand below
+@examples(75)  # ten thousand below
 def test_a_random_schedule_keeps_the_bound_and_drops_nothing(seed):
     world = random_world(seed)
     check(world, world.run())
@@ -109,7 +110,7 @@ def test_ten_thousand_random_schedules_keep_the_bound_and_drop_nothing():
 
 
 @given(seed=st.integers(0, 2**40), rule=st.sampled_from(["wait", "gate", "mask", "drop", "drain"]))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_other_rules_lose_nothing_they_do_not_name(seed, rule):
     world = random_world(seed, staleness_rule=rule)
     report = world.run()

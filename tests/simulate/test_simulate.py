@@ -23,6 +23,7 @@ from agentrl.simulate.engine import FILLER, SimulatedEngine
 from agentrl.simulate.env import EpisodePlan, SimulatedCrashError, SimulatedEnvs
 from agentrl.simulate.latency import Constant, Latency, Lognormal, Normal, Pareto, Uniform
 from agentrl.trajectory import Completion
+from tests.properties import examples
 
 STOP = 9
 close = pytest.approx
@@ -418,7 +419,7 @@ def test_wrong_requests_and_settings_are_refused() -> None:
             SimulatedEngine.Config(**config)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(
     seed=st.integers(0, 10_000),
     slots=st.integers(1, 5),

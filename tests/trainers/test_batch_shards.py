@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from agentrl.batch import collate
 from agentrl.testing.trainers import random_samples
 from agentrl.trainers.batch_shards import gather, shard_batch
+from tests.properties import examples
 
 
 @given(
@@ -19,7 +20,7 @@ from agentrl.trainers.batch_shards import gather, shard_batch
     tokens=st.integers(8, 400),
     minibatches=st.integers(1, 4),
 )
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_every_rank_does_as_much_and_every_token_is_in_one_shard(seed, samples, ranks, tokens, minibatches):
     batch = collate(random_samples(50, seed=seed, count=samples), row_tokens=64)
     if batch.num_loss_tokens == 0:
@@ -36,7 +37,7 @@ def test_every_rank_does_as_much_and_every_token_is_in_one_shard(seed, samples, 
 
 
 @given(seed=st.integers(0, 10**6), samples=st.integers(1, 40), ranks=st.integers(1, 5), tokens=st.integers(8, 400))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_predictions_of_ranks_are_gathered_in_the_layout_of_the_batch(seed, samples, ranks, tokens):
     batch = collate(random_samples(50, seed=seed, count=samples), row_tokens=64)
     if batch.num_loss_tokens == 0:

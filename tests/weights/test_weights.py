@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -38,6 +38,7 @@ from agentrl.weights.low_rank import Factors, LowRank
 from agentrl.weights.publisher import Published, WeightPublisher, WeightsConfig, checksum, write_weights
 from agentrl.weights.store import WeightStore
 from tests.processes import still_alive
+from tests.properties import examples
 
 Weights = Mapping[str, Tensor]
 DTYPES = [torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.float64]
@@ -74,7 +75,7 @@ def tensors(shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> dict[str, 
     }
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(
     st.lists(st.tuples(st.lists(st.integers(0, 7), max_size=3).map(tuple), st.sampled_from(DTYPES)), max_size=12),
     st.integers(1, 2000),
@@ -117,7 +118,7 @@ def mapped_file(address: int) -> str:
     raise AssertionError("nothing is mapped there")
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(st.data())
 def test_any_byte_that_is_not_as_it_was_written_is_found(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
