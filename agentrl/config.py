@@ -329,8 +329,7 @@ def _read_node(node: yaml.Node, keys: tuple[str, ...], path: Path, source: _Sour
         for number, part in enumerate(node.value):
             _read_node(part, (*keys, str(number)), path, source)
         return
-    nothing = node.tag == "tag:yaml.org,2002:null"  # a key alone: PyYAML writes it in a way that it cannot read
-    value: Any = None if nothing else yaml.safe_load(yaml.serialize(node))
+    value: Any = yaml.SafeLoader("").construct_object(node, deep=True)
     bare = (
         isinstance(value, str) and isinstance(node, yaml.ScalarNode) and node.style is None
     )  # what is quoted is a text

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("layout")  # all look at the same sources, which are read once a process
+
 ROOT = Path(__file__).parent.parent
 TOP_LEVEL = ("envs", "rewards", "trainers")
 SHARED_NAMES = {"Config", "Options"}
@@ -64,14 +66,22 @@ def module_of(path: Path) -> str:
 
 
 @cache
-def imports_of(path: Path) -> set[str]:
-    found: set[str] = set()
+def read(path: Path) -> tuple[set[str], list[str]]:
+    """What a module imports, and its classes."""
+    imports: set[str] = set()
+    classes: list[str] = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            imports |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+            imports |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.ClassDef):
+            classes.append(node.name)
+    return imports, classes
+
+
+def imports_of(path: Path) -> set[str]:
+    return read(path)[0]
 
 
 def packages() -> set[str]:
@@ -126,9 +136,9 @@ def test_plug_ins_import_only_the_seams_and_never_each_other():
 def test_every_public_class_has_a_name_of_its_own():
     places: dict[str, list[str]] = {}
     for path in sources():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and node.name not in SHARED_NAMES:
-                places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+        for name in read(path)[1]:
+            if not name.startswith("_") and name not in SHARED_NAMES:
+                places.setdefault(name, []).append(str(path.relative_to(ROOT)))
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
@@ -137,17 +147,21 @@ def test_the_tests_folders_are_the_products():
     assert folders <= {name.removeprefix("agentrl.") for name in packages()}
 
 
-def test_importing_loads_no_torch_ray_or_vllm():
+def test_importing_and_reading_a_config_load_no_torch_ray_or_vllm():
     heavy = {"torch", "vllm", "ray", "transformers"}
     # One process for all: what one loads is said with its name, and starting each its own costs a second.
     code = (
         "import importlib, sys\n"
         "for name in ('agentrl', 'agentrl.protocols', 'agentrl.cli', 'agentrl.testing'):\n"
         "    importlib.import_module(name)\n"
-        f"    print(name, *sorted({heavy!r} & set(sys.modules)))"
+        f"    print(name, *sorted({heavy!r} & set(sys.modules)))\n"
+        "from pathlib import Path\n"
+        "from agentrl.config import load_config\n"
+        "load_config(Path('examples/frozen_lake.yaml'))\n"
+        f"print('a config', *sorted({heavy!r} & set(sys.modules)))"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert out.stdout.split("\n") == ["agentrl", "agentrl.protocols", "agentrl.cli", "agentrl.testing", ""]
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60, cwd=ROOT)
+    assert out.stdout.split("\n") == ["agentrl", "agentrl.protocols", "agentrl.cli", "agentrl.testing", "a config", ""]
 
 
 def test_no_module_reads_the_wall_clock_or_gathers_or_draws_from_a_global_generator():

@@ -136,7 +136,7 @@ def test_prompts_longer_than_a_step_are_computed_in_parts(
     shallow_model_dir: Path, monkeypatch: pytest.MonkeyPatch, step_tokens: int
 ) -> None:
     monkeypatch.setattr(local, "_STEP_TOKENS", step_tokens)
-    requests = [request(f"{i}", range(10, 20 + 97 * i), 5, seed=i) for i in range(4)]
+    requests = [request(f"{i}", range(10, 20 + 40 * i), 5, seed=i) for i in range(4)]
 
     async def main() -> list[Completion]:
         async with engine_of(shallow_model_dir) as engine:
