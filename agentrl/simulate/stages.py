@@ -6,6 +6,7 @@ into a `World`, where the production scheduler plays it, so that batches, tails,
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from random import Random
 from statistics import fmean
 
@@ -48,6 +49,7 @@ def workload(rollout: RolloutConfig, simulation: SimulationConfig) -> Workload:
     return Workload(rollout.groups_per_step * rollout.group_size, turns, turns * answer, observed)
 
 
+@lru_cache(maxsize=64)
 def _mean(latency: Latency, least: float, most: float) -> float:
     rng = Random(0)
     return fmean(min(max(latency.sample(rng), least), most) for _ in range(2048))

@@ -270,17 +270,19 @@ async def engine_over_http(folder: Path, truth: Truth) -> AsyncIterator[Engine]:
         yield engine
 
 
+# The tests of each run in one process, which starts it once.
 ENGINES = [
-    pytest.param(local_engine, id="local"),
-    pytest.param(scripted_engine, id="scripted"),
+    pytest.param(local_engine, id="local", marks=pytest.mark.xdist_group("local engine")),
+    pytest.param(scripted_engine, id="scripted", marks=pytest.mark.xdist_group("scripted engine")),
     pytest.param(ray_engine, id="ray", marks=pytest.mark.slow),
     pytest.param(vllm_engine, id="vllm", marks=pytest.mark.vllm),
 ]
+OVER_HTTP = pytest.param(engine_over_http, id="openai", marks=pytest.mark.xdist_group("engine over HTTP"))
 owns_its_weights = pytest.mark.parametrize("served", ENGINES, indirect=True, scope="module")
 """Not for engines whose weights somebody else has: those take no new ones, and give no unfinished tokens."""
 
 
-@pytest.fixture(scope="module", params=[*ENGINES, pytest.param(engine_over_http, id="openai")])
+@pytest.fixture(scope="module", params=[*ENGINES, OVER_HTTP])
 def served(request: pytest.FixtureRequest, lively_dir: Path) -> Iterator[Served]:
     truth = truth_of(request.param, lively_dir)
     with Served(request.param(lively_dir, truth), truth) as served:
@@ -319,6 +321,7 @@ def test_logprobs_are_of_the_sampled_distribution(served: Served, temperature: f
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
+@owns_its_weights  # over HTTP come the tokens that the engine behind it draws, as the next test says
 def test_tokens_are_drawn_from_the_model_s_distribution(served: Served, temperature: float) -> None:
     prompt, draws = prompt_of(12), 1000
     requests = [served.request(prompt, 1, temperature=temperature, seed=1000 + seed) for seed in range(draws)]
@@ -333,6 +336,23 @@ def test_tokens_are_drawn_from_the_model_s_distribution(served: Served, temperat
     chi_square = sum((n - e) ** 2 / e for n, e in zip(counts, expected, strict=True))
     freedom = len(expected) - 1
     assert chi_square < freedom + 5 * (2 * freedom) ** 0.5  # five standard deviations
+
+
+def test_over_http_come_the_tokens_that_the_engine_itself_draws(lively_dir: Path) -> None:
+    truth = Truth(lively_dir)
+    requests = [
+        GenerateRequest(f"{seed}", prompt_of(12), SamplingParams(max_tokens=2, temperature=(0.6, 1.0)[seed % 2]), seed)
+        for seed in range(50)
+    ]
+
+    async def drawn(made: AbstractAsyncContextManager[Engine]) -> list[tuple[int, ...]]:
+        async with made as engine, asyncio.TaskGroup() as tasks:
+            started = [tasks.create_task(engine.generate(request)) for request in requests]
+        return [task.result().token_ids for task in started]
+
+    here = asyncio.run(drawn(local_engine(lively_dir, truth)))
+    assert asyncio.run(drawn(engine_over_http(lively_dir, truth))) == here
+    assert len(set(here)) > 5
 
 
 def test_the_same_seed_gives_the_same_tokens_whoever_else_is_in_the_batch(served: Served) -> None:

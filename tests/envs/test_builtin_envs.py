@@ -83,9 +83,9 @@ def test_a_strong_player_solves_almost_every_seed_and_a_random_one_almost_none(
     def at_random(live: Any, rng: random.Random) -> str:
         return str(module.weak_player(live, rng, 0.0))
 
-    assert sum(solved(env, module.strong_player, seed, 3, turns) for seed in range(100)) >= 95
+    assert sum(solved(env, module.strong_player, seed, 3, turns) for seed in range(40)) >= 38
     assert sum(solved(env, module.weak_player, seed, 3, turns) for seed in range(30)) >= 3
-    assert sum(solved(env, at_random, seed, 3, turns) for seed in range(100)) <= 10
+    assert sum(solved(env, at_random, seed, 3, turns) for seed in range(40)) <= 4
 
 
 @each_game

@@ -61,6 +61,7 @@ class Fake:
     size: int
     wrong: dict[tuple[str, int], str] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
+    seconds: float = 1
 
     def __post_init__(self) -> None:
         if self.name == "engine":
@@ -81,7 +82,7 @@ class Fake:
 
     async def _called(self, method: str) -> None:
         number = self.calls[method] = self.calls.get(method, 0) + 1
-        await asyncio.sleep(1)
+        await asyncio.sleep(self.seconds)
         trouble = self.wrong.get((method, number))
         if trouble == "fails":
             raise RuntimeError(f"{self.name} cannot {method}")
@@ -359,7 +360,10 @@ async def trained(
 def taking_turns(trainer: GroupTrainer) -> DeviceSharing:
     device = Device(8 * GIB)
     return TimeSharing(
-        Tenant("engine", [Fake("engine", device, GIB)], GIB), Tenant("trainer", [trainer], 0), device.free, 60
+        Tenant("engine", [Fake("engine", device, GIB, seconds=0)], GIB),
+        Tenant("trainer", [trainer], 0),
+        device.free,
+        60,
     )
 
 
