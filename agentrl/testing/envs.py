@@ -656,8 +656,9 @@ _States = tuple[Any, ...]
 
 def _global_states() -> _States:
     """The states of both global generators, comparable."""
-    _, keys, *rest = np.random.get_state(legacy=True)
-    return random.getstate(), np.asarray(keys).tobytes(), tuple(rest)
+    numpy = np.random.get_state(legacy=False)  # ten times faster than with
+    generator = numpy["state"]
+    return random.getstate(), generator["key"].tobytes(), generator["pos"], numpy["has_gauss"], numpy["gauss"]
 
 
 def _seed_globals(salt: int) -> _States:
