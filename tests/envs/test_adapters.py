@@ -361,6 +361,12 @@ def surprises(scheme: str, ids: Sequence[str], seeds: Sequence[int] = (0, 1)) ->
     return {name: text for name, text in broken.items() if name not in known} | healed
 
 
+in_part_and_whole = pytest.mark.parametrize(
+    "each", [pytest.param(8, marks=pytest.mark.slow, id="an eighth"), pytest.param(1, marks=pytest.mark.long, id="all")]
+)
+"""Every so many of them."""
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_all_toy_text_keeps_the_contract() -> None:
@@ -372,14 +378,14 @@ def test_all_toy_text_keeps_the_contract() -> None:
 
 
 @minigrid
-@pytest.mark.slow
+@in_part_and_whole
 @pytest.mark.filterwarnings("ignore")
-def test_the_boards_of_minigrid_keep_the_contract() -> None:
+def test_the_boards_of_minigrid_keep_the_contract(each: int) -> None:
     plugins.load("envs", "gymnasium:minigrid:MiniGrid-Empty-5x5-v0")
     from gymnasium import registry
 
     boards = [f"minigrid:{name}" for name in registry if name.startswith(("MiniGrid-", "BabyAI-"))]
-    assert surprises("gymnasium", boards, seeds=(1,)) == {}
+    assert surprises("gymnasium", boards[::each], seeds=(1,)) == {}
     assert len(boards) - len(NOT_PLAYED["gymnasium"]) >= 170
 
 
@@ -395,25 +401,25 @@ def test_over_a_hundred_sets_of_questions_keep_the_contract() -> None:
 
 
 @textarena
-@pytest.mark.slow
+@in_part_and_whole
 @pytest.mark.filterwarnings("ignore")
-def test_over_sixty_games_keep_the_contract(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_over_sixty_games_keep_the_contract(each: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # some write files where they run
     plugins.load("envs", "textarena:TicTacToe-v0")
     from textarena.envs.registration import ENV_REGISTRY
 
     games = sorted(name for name in ENV_REGISTRY if name.endswith("-v0"))
-    assert surprises("textarena", games) == {}
+    assert surprises("textarena", games[::each]) == {}
     assert len(games) - len(NOT_PLAYED["textarena"]) >= 60
 
 
 @gem
-@pytest.mark.slow
+@in_part_and_whole
 @pytest.mark.filterwarnings("ignore")
-def test_the_games_of_gem_keep_the_contract() -> None:
+def test_the_games_of_gem_keep_the_contract(each: int) -> None:
     plugins.load("envs", "gem:game:GuessTheNumber-v0-easy")
     from gem.envs.registration import ENV_REGISTRY
 
     games = sorted(name for name in ENV_REGISTRY if name.startswith("game:"))
-    assert surprises("gem", games) == {}
+    assert surprises("gem", games[::each]) == {}
     assert len(games) - len(NOT_PLAYED["gem"]) >= 20

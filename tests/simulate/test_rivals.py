@@ -29,6 +29,7 @@ def load() -> ModuleType:
     return module
 
 
+pytestmark = pytest.mark.long  # of a benchmark, and of nothing that is installed
 rivals = load()
 close = pytest.approx
 
@@ -186,7 +187,6 @@ def test_a_hung_environment_stalls_all_but_those_that_drop_it() -> None:
     assert all(after is not None for after in stalled.values())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("queue", "gauss", "fail_slow", "thrown_away"),
     [
@@ -207,7 +207,6 @@ def test_the_group_queue_comes_near_the_figures_known_of_it(
             assert found[0].discarded == close(thrown_away, abs=0.06)
 
 
-@pytest.mark.slow
 def test_the_asynchronous_rules_give_the_figures_they_were_fitted_to() -> None:
     workloads = [rivals.SETTINGS["lognormal-1.0 tight"](seed) for seed in range(3)]
     synchronous = statistics.fmean(rivals.synchronous(w).seconds_per_step for w in workloads)
@@ -243,7 +242,6 @@ def test_lockstep_loses_more_the_more_turns_vary() -> None:
     assert lost(10.0) > 1.8
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", list(rivals.SETTINGS))
 def test_every_rule_plays_every_setting(name: str) -> None:
     w = replace(rivals.SETTINGS[name](0), steps=2)

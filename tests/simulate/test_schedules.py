@@ -98,8 +98,8 @@ def check_seeds(seeds: range) -> int:
 
 
 @pytest.mark.slow
-def test_a_thousand_random_schedules_keep_the_bound_and_drop_nothing():
-    assert check_seeds(range(1_000)) == 1_000
+def test_a_hundred_random_schedules_keep_the_bound_and_drop_nothing():
+    assert check_seeds(range(100)) == 100
 
 
 @pytest.mark.long
@@ -182,7 +182,7 @@ def gauss(steps: int, **env: float) -> World:
 
 
 @pytest.mark.parametrize(
-    "steps", [pytest.param(200, marks=pytest.mark.slow), pytest.param(1000, marks=pytest.mark.long)]
+    "steps", [pytest.param(25, marks=pytest.mark.slow), pytest.param(1000, marks=pytest.mark.long)]
 )
 def test_a_few_hung_and_slow_environments_never_stall_a_thousand_steps(steps):
     clean, troubled = gauss(steps).run(), gauss(steps, hung=0.001, fail_slow=0.01).run()
@@ -194,9 +194,14 @@ def test_a_few_hung_and_slow_environments_never_stall_a_thousand_steps(steps):
 
 
 @pytest.mark.parametrize(
-    "max_staleness", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.long)]
+    ("max_staleness", "steps"),
+    [
+        pytest.param(1, 3, marks=pytest.mark.slow),
+        pytest.param(1, 24, marks=pytest.mark.long),
+        pytest.param(2, 24, marks=pytest.mark.long),
+    ],
 )
-def test_a_fifth_of_all_environments_failing_costs_little_and_leaks_nothing(max_staleness):
+def test_a_fifth_of_all_environments_failing_costs_little_and_leaks_nothing(max_staleness, steps):
     def long_decode(**env: float) -> World:
         rollout = RolloutConfig(
             groups_per_step=32,
@@ -213,11 +218,11 @@ def test_a_fifth_of_all_environments_failing_costs_little_and_leaks_nothing(max_
             env=SimulatedEnvs.Config(turns=Constant(value=16), step_seconds=Lognormal(median=1.0, sigma=0.5), **env),
             train_seconds=Constant(value=170.0),
         )
-        return World(rollout, simulation, steps=24)
+        return World(rollout, simulation, steps)
 
     clean, troubled = long_decode().run(), long_decode(hung=0.1, crash=0.05, slow_drip=0.05).run()
     assert clean.seconds / troubled.seconds >= 0.85
-    assert troubled.task_fates.trained == troubled.task_fates.total == 24 * 32
+    assert troubled.task_fates.trained == troubled.task_fates.total == steps * 32
     assert troubled.episode_fates.settled
     assert troubled.leaked_envs == troubled.leaked_slots == troubled.leaked_requests == 0
 
