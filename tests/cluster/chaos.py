@@ -24,6 +24,8 @@ from tests.processes import is_alive, still_alive, title
 
 ROOT = Path(__file__).parents[2]
 RECOVERY_SECONDS = 60.0
+PATIENCE_SECONDS = 300.0
+"""Where it is about whether, and not about how soon: in CI, of whose machine nothing is known."""
 PHASES = {
     "idle": "idle",
     "generating": "rollout",
@@ -107,6 +109,8 @@ class Running:
     config: str = CONFIG
     process: "subprocess.Popen[str] | None" = None
     seen: list[psutil.Process] = field(default_factory=list)
+    patience: float = RECOVERY_SECONDS
+    """How long a recovery may take."""
 
     def __enter__(self) -> "Running":
         return self
@@ -177,7 +181,7 @@ class Running:
         """What happens inside happens when a phase has just begun, in a step after this one."""
         if phase == "idle":
             (self.folder / "hold").touch()
-            self.wait_for("pause", (self.folder / "holding").exists, 60)
+            self.wait_for("pause", (self.folder / "holding").exists, self.patience)
             time.sleep(0.3)  # for what was under way
             yield
             time.sleep(0.3)
@@ -186,7 +190,7 @@ class Running:
         step = self.status().get("step", 0)
         wanted = PHASES[phase]
         self.wait_for(
-            phase, lambda: (now := self.status()).get("phase") == wanted and now["step"] > step, RECOVERY_SECONDS
+            phase, lambda: (now := self.status()).get("phase") == wanted and now["step"] > step, self.patience
         )
         yield
 
@@ -203,9 +207,9 @@ class Running:
         with self.in_phase(cell.phase):
             victim.send_signal(cell.signal)
             before = self.steps()
-        seconds = self.wait_for(f"recovery of {cell}", lambda: self.steps() >= before + 2, RECOVERY_SECONDS)
+        seconds = self.wait_for(f"recovery of {cell}", lambda: self.steps() >= before + 2, self.patience)
         # Ray first asks a process that it kills to go, for five seconds.
-        self.wait_for(f"end of the process that was hit by {cell}", lambda: not is_alive(victim), RECOVERY_SECONDS)
+        self.wait_for(f"end of the process that was hit by {cell}", lambda: not is_alive(victim), self.patience)
         return seconds
 
     def stop(self) -> None:
@@ -214,11 +218,11 @@ class Running:
         self.seen += self.processes()
         self.process.send_signal(signal.SIGINT)
         try:
-            code = self.process.wait(RECOVERY_SECONDS)
+            code = self.process.wait(self.patience)
         except subprocess.TimeoutExpired:
             self.process.send_signal(signal.SIGUSR1)
             time.sleep(1)
-            raise AssertionError(f"it did not stop within {RECOVERY_SECONDS:g} s:\n{self.log[-12000:]}") from None
+            raise AssertionError(f"it did not stop within {self.patience:g} s:\n{self.log[-12000:]}") from None
         assert code == 130, self.log[-6000:]
 
     def end(self) -> None:

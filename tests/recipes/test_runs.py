@@ -1,11 +1,8 @@
 """Whole runs, as a user starts them: bounded, reproducible, and nothing lost when they are killed."""
 
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -13,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from agentrl.rollout.ledger import Ledger
-from tests.cluster.chaos import START
+from tests.commands import Command
 from tests.rollout.ledger_queries import trained_tasks
 
 ROOT = Path(__file__).parents[2]
@@ -23,23 +20,21 @@ SMALL = [
     "steps=6",
     "rollout.groups_per_step=4",
     "rollout.group_size=4",
+    "rollout.max_turns=4",
     "evaluation.tasks=8",
     "checkpoint.every=2",
     "trackers=[]",
 ]
 
 
-def start(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", START, "train", *arguments]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def start(*arguments: str, cwd: Path) -> Command:
+    return Command("train", *arguments, cwd=cwd, log=cwd / "run.log")
 
 
 def train(*arguments: str, cwd: Path) -> dict:
-    process = start(*arguments, cwd=cwd)
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output
-    assert "Traceback" not in output  # nor does anything go wrong at the very end, which has no effect
+    command = start(*arguments, cwd=cwd)
+    assert command.wait(300) == 0, command.output
+    assert "Traceback" not in command.output  # nor does anything go wrong at the very end, which has no effect
     return json.loads((cwd / "run" / "summary.json").read_text())
 
 
@@ -104,8 +99,8 @@ def test_a_run_killed_at_any_moment_trains_the_same_tasks_as_one_that_was_not(tm
     rng = random.Random(bound)
     arguments = settings
     for kill in range(kills):
-        process = start(*arguments, cwd=killed_in)
-        kill_during(process, killed_in / "run", steps=kill + 1, extra=rng.uniform(0, 0.4))
+        command = start(*arguments, cwd=killed_in)
+        kill_during(command, killed_in / "run", steps=kill + 1, extra=rng.uniform(0, 0.4))
         arguments = ["--resume", "run"]
     killed = train("--resume", "run", cwd=killed_in)
     with Ledger(tmp_path / "whole" / "run" / "ledger.sqlite") as a, Ledger(killed_in / "run" / "ledger.sqlite") as b:
@@ -119,32 +114,31 @@ def test_a_run_killed_at_any_moment_trains_the_same_tasks_as_one_that_was_not(tm
         assert killed["weights_sha256"] == whole["weights_sha256"]
 
 
-def kill_during(process: subprocess.Popen[str], run: Path, *, steps: int, extra: float) -> None:
+def kill_during(command: Command, run: Path, *, steps: int, extra: float) -> None:
     """SIGKILL `extra` seconds after `metrics.jsonl` has a row of step `steps` - 1, if the run does not end before."""
     metrics = run / "metrics.jsonl"
     limit = time.monotonic() + 120
-    while process.poll() is None and time.monotonic() < limit:
+    while not command.ended() and time.monotonic() < limit:
         lines = metrics.read_text().splitlines() if metrics.exists() else []
         if any(f'"step": {steps - 1}, "reward"' in line for line in lines):
             break
         time.sleep(0.02)
     time.sleep(extra)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    command.signal(signal.SIGKILL)
+    command.wait(60)
 
 
 @pytest.mark.slow
 def test_an_interrupted_run_says_how_to_go_on(tmp_path):
-    process = start(*SMALL, "run_dir=run", "steps=1000", cwd=tmp_path)
+    command = start(*SMALL, "run_dir=run", "steps=1000", "evaluation.tasks=0", cwd=tmp_path)
     metrics = tmp_path / "run" / "metrics.jsonl"
     limit = time.monotonic() + 120
     while time.monotonic() < limit and not (metrics.exists() and '"reward"' in metrics.read_text()):
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 130, output
-    assert "--resume" in output
-    assert "Traceback" not in output
+    command.signal(signal.SIGINT)
+    assert command.wait(120) == 130, command.output
+    assert "--resume" in command.output
+    assert "Traceback" not in command.output
 
 
 def test_a_second_run_in_the_same_folder_is_refused(tmp_path, agentrl):
