@@ -1,56 +1,104 @@
-"""The command line in processes that are forked from one that has imported what it needs: importing it takes seconds,
-and a run that is killed again and again needs it each time.
+"""The command line in processes that are forked from one that has imported what a run needs: that takes seconds, and a
+run that is killed again and again needs it each time.
 """
 
-import faulthandler
+import json
 import os
 import signal
+import subprocess
 import sys
-from multiprocessing import get_context
-from multiprocessing.context import ForkServerProcess
+import time
+from functools import cache
 from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+# A process that is started goes on below the loop, and ends as one that was started by itself. Started from a
+# background job, it would ignore SIGINT. SIGUSR1 asks where it is.
+FORKING = """
+import faulthandler, json, os, signal, sys
+import agentrl.engines.local, agentrl.recipes.policy_gradient, agentrl.trainers.local
+import matplotlib.figure, pyarrow.parquet, transformers.models.qwen3.modeling_qwen3
+from agentrl.cli import main
+answers = os.dup(1)
+for line in sys.stdin:
+    asked = json.loads(line)
+    if "ended" in asked:
+        pid, status = os.waitpid(asked["ended"], os.WNOHANG)
+        answer = os.waitstatus_to_exitcode(status) if pid else None
+    else:
+        answer = os.fork()
+        if answer == 0:
+            break
+    os.write(answers, (json.dumps(answer) + "\\n").encode())
+else:
+    sys.exit()
+os.close(answers)
+os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+log = os.open(asked["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+os.dup2(log, 1)
+os.dup2(log, 2)
+os.close(log)
+os.environ.clear()
+os.environ.update(asked["environment"])
+os.chdir(asked["folder"])
+signal.signal(signal.SIGINT, signal.default_int_handler)
+faulthandler.register(signal.SIGUSR1)
+sys.argv = ["agentrl", *asked["arguments"]]
+main()
+"""
 
 
 class Command:
-    """`agentrl ...` in a process of its own, which begins at once. What it prints goes to a file."""
+    """`agentrl ...` in a process of its own, with the methods of a `Popen`. What it prints is added to a file."""
 
     def __init__(self, *arguments: str, cwd: Path, log: Path) -> None:
-        context = get_context("forkserver")
-        context.set_forkserver_preload(["agentrl.cli", "agentrl.recipes.policy_gradient", "torch", "transformers"])
-        self._log = log
-        self._process: ForkServerProcess = context.Process(target=_main, args=(arguments, cwd, log))
-        self._process.start()
+        self.log = log
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self.pid: int = _ask(arguments=arguments, folder=str(cwd), log=str(log), environment=environment)
+        self._exit: int | None = None
 
     @property
     def output(self) -> str:
         """What it has printed."""
-        return self._log.read_text()
+        return self.log.read_text()
 
-    def ended(self) -> bool:
-        """Whether it has."""
-        return self._process.exitcode is not None
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send one, if it lives."""
-        if not self.ended():
-            assert self._process.pid is not None
-            os.kill(self._process.pid, number)
+    def poll(self) -> int | None:
+        """Its exit status, if it has ended: of a signal, its number below zero."""
+        if self._exit is None:
+            self._exit = _ask(ended=self.pid)
+        return self._exit
 
     def wait(self, seconds: float) -> int:
-        """Its exit status: of a signal, its number below zero."""
-        self._process.join(seconds)
-        assert self._process.exitcode is not None, f"it has not ended after {seconds:g} s:\n{self.output[-6000:]}"
-        return self._process.exitcode
+        """Its exit status.
+
+        Raises:
+            TimeoutExpired: it has not ended.
+        """
+        limit = time.monotonic() + seconds
+        while (status := self.poll()) is None:
+            if time.monotonic() > limit:
+                raise subprocess.TimeoutExpired("agentrl", seconds, self.output[-6000:])
+            time.sleep(0.01)
+        return status
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send it a signal, if it lives."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
 
 
-def _main(arguments: tuple[str, ...], cwd: Path, log: Path) -> None:
-    from agentrl.cli import main
+@cache
+def _forking() -> "subprocess.Popen[str]":
+    """What has imported it, and ends with this process."""
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-c", FORKING], cwd=ROOT, stdin=pipe, stdout=pipe, text=True)
 
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for number in (1, 2):
-        os.dup2(output, number)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored, where a background job has started all this
-    faulthandler.register(signal.SIGUSR1)
-    os.chdir(cwd)
-    sys.argv = ["agentrl", *arguments]
-    main()
+
+def _ask(**asked: Any) -> Any:
+    forking = _forking()
+    assert forking.stdin is not None
+    assert forking.stdout is not None
+    forking.stdin.write(json.dumps(asked) + "\n")
+    forking.stdin.flush()
+    return json.loads(forking.stdout.readline())

@@ -37,14 +37,21 @@ def pytest_sessionfinish() -> None:
     gc.unfreeze()  # else extensions complain of what was still there at the end
 
 
+ON_RAY = ("test_contract.py", "test_ray_placement.py", "test_ray_weights.py", "test_workers.py")
+
+
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in a hook of this name
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that start vLLM, or a run on Ray that has to recover in time, come one after another: each takes both
-    cores. And a fixture starts vLLM once for many.
+    """Tests that start vLLM, or a run on Ray that has to recover, come one after another: each takes both cores, and a
+    fixture starts vLLM once for many. So do those that use Ray in the process of the test, and else the slow ones of a
+    module: what they share is started once, and not in each of xdist's processes.
     """
     for item in items:
-        if item.get_closest_marker("vllm") or item.path.name in ("test_chaos.py", "test_ray_nodes.py"):
+        name = item.path.name
+        if item.get_closest_marker("vllm") or name in ("test_chaos.py", "test_ray_nodes.py"):
             item.add_marker(pytest.mark.xdist_group("both cores"))
+        elif item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.xdist_group("Ray" if name in ON_RAY else str(item.path)))
 
 
 @pytest.fixture(scope="session")

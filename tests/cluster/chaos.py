@@ -5,10 +5,8 @@ after the other: when it has trained two more steps, it has recovered of it.
 """
 
 import json
-import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -20,9 +18,9 @@ import psutil
 
 from agentrl.rollout.ledger import read_ledger
 from agentrl.trajectory import Trajectory
+from tests.commands import ROOT, Command
 from tests.processes import is_alive, still_alive, title
 
-ROOT = Path(__file__).parents[2]
 RECOVERY_SECONDS = 60.0
 PATIENCE_SECONDS = 300.0
 """Where it is about whether, and not about how soon: in CI, of whose machine nothing is known."""
@@ -43,14 +41,6 @@ COMPONENTS = {
 """What the processes of a component are called by Ray."""
 HELPERS = {"critic rank": "critic_1", "reference rank": "reference_1"}
 """The same, where an algorithm asks for them."""
-# Started from a background job, this process and its children would ignore SIGINT. SIGUSR1 asks where they are.
-START = """
-import faulthandler, signal
-signal.signal(signal.SIGINT, signal.default_int_handler)
-faulthandler.register(signal.SIGUSR1)
-from agentrl.cli import main
-main()
-"""
 CONFIG = """
 steps: 1000000
 env: frozen_lake
@@ -107,7 +97,7 @@ class Running:
     folder: Path
     overrides: Sequence[str] = ()
     config: str = CONFIG
-    process: "subprocess.Popen[str] | None" = None
+    process: Command | None = None
     seen: list[psutil.Process] = field(default_factory=list)
     patience: float = RECOVERY_SECONDS
     """How long a recovery may take."""
@@ -117,8 +107,8 @@ class Running:
 
     def __exit__(self, *exc: object) -> None:
         if self.process is not None:
-            self.process.kill()  # all others end with it
-            self.process.wait()
+            self.process.send_signal(signal.SIGKILL)  # all others end with it
+            self.process.wait(60)
 
     def start(self) -> None:
         """Begin, or go on."""
@@ -126,15 +116,7 @@ class Running:
         config.write_text(self.config)
         resume = (self.folder / "config.yaml").exists()
         arguments = ["--resume", str(self.folder)] if resume else [str(config), f"run_dir={self.folder}"]
-        with self._log.open("a") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", START, "train", *arguments, *self.overrides],
-                cwd=ROOT,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                text=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
+        self.process = Command("train", *arguments, *self.overrides, cwd=ROOT, log=self._log)
 
     @property
     def _log(self) -> Path:

@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from agentrl.protocols import Engine, GenerateRequest, SamplingParams, SupportsP
 from agentrl.testing.engines import NextLogits, ScriptedEngine
 from agentrl.testing.openai_server import serve_engine
 from agentrl.trajectory import Completion
+from tests.processes import still_alive, title
 
 T = TypeVar("T")
 MAX_BATCH = 8
@@ -108,6 +110,12 @@ class QuickTruth(Truth):
         return 0.5 * torch.cat([sums_TD[:, :1], sums_TD[:, 1:].roll(1, 1)], 1)  # the half flattens the distribution
 
 
+def processes_of_engines() -> list[psutil.Process]:
+    """Those of vLLM and the actors of Ray that this one has started."""
+    started = psutil.Process().children(recursive=True)
+    return [process for process in started if title(process).startswith(("VLLM", "ray::engine"))]
+
+
 class Served:
     """An engine kept on a loop of its own for all tests of the module, and the weights it has now."""
 
@@ -119,9 +127,12 @@ class Served:
         self.by_version: dict[int, Weights] = {0: truth.base}
         self._runner = asyncio.Runner()
         self._requests = 0
+        self._left = False
 
     def __enter__(self) -> "Served":
+        before = set(processes_of_engines())
         self.engine = self._runner.run(self._entered.__aenter__())
+        self.processes = [process for process in processes_of_engines() if process not in before]
         # Long enough for several updates to fall into it; another process goes on while new weights are written.
         here = isinstance(self.engine, LocalEngine | ScriptedEngine)
         self.long = 80 if here else 190
@@ -129,16 +140,22 @@ class Served:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._runner.run(self._entered.__aexit__(None, None, None))
+        self._runner.run(self.leave())
         self._runner.close()
+
+    async def leave(self) -> None:
+        """Leave the engine, which a test may have done already: the last one, as vLLM takes half a minute to start."""
+        if not self._left:
+            self._left = True
+            await self._entered.__aexit__(None, None, None)
 
     @property
     def weights(self) -> Weights:
         return self.by_version[self.engine.policy_version]
 
-    def run(self, test: Coroutine[Any, Any, T]) -> T:
+    def run(self, test: Coroutine[Any, Any, T], *, patience: float = 120) -> T:
         async def bounded() -> T:
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(patience):
                 if self.weights is not self.truth.base:
                     await self.publish(self.truth.base)
                 return await test
@@ -771,3 +788,76 @@ def test_kept_kv_is_its_own_request_s_only_and_every_version_tag_is_exact(keepin
             gaps.append(keeping.error(request, completion, last))
     assert len(gaps) > updates / 2
     assert (max(gaps) > 0.1) == (not isinstance(engine, ScriptedEngine))  # the old KV was kept indeed
+
+
+# How an engine ends. These tests are the last ones: they use up the engine that the others were served by.
+
+
+async def is_told(engine: Engine, request: GenerateRequest, message: str) -> None:
+    with pytest.raises(EngineError, match=message):
+        await engine.generate(request)
+
+
+@owns_its_weights
+def test_leaving_ends_callers_and_processes(served: Served) -> None:
+    async def main() -> None:
+        seen = served.engine.stats().generated_tokens
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(is_told(served.engine, served.request(prompt_of(10), 240), "closed|gone"))
+            await served.until(lambda: served.engine.stats().generated_tokens > seen)
+            await served.leave()
+        await is_told(served.engine, served.request(prompt_of(10), 8), "not running")
+
+    served.run(main())
+    assert still_alive(served.processes, 60) == []
+
+
+LIVES_HERE = pytest.mark.skip(reason="it lives in this process")
+in_processes_of_its_own = pytest.mark.parametrize(
+    "keeping",
+    [
+        pytest.param(local_engine, id="local", marks=LIVES_HERE),
+        pytest.param(scripted_engine, id="scripted", marks=LIVES_HERE),
+        *ENGINES[2:],
+    ],
+    indirect=True,
+    scope="module",
+)
+
+
+@in_processes_of_its_own
+def test_weights_of_another_model_change_nothing(keeping: Served) -> None:
+    engine = keeping.engine
+
+    async def main() -> None:
+        version = engine.policy_version
+        async with asyncio.TaskGroup() as tasks:
+            generating = tasks.create_task(engine.generate(keeping.request(prompt_of(10), 100)))
+            with pytest.raises(EngineError, match="nothing was changed"):
+                await engine.update_weights({"model.norm.weight": torch.ones(3)}, version + 1)
+        assert set(generating.result().policy_versions) == {engine.policy_version} == {version}
+
+    keeping.run(main())
+
+
+@in_processes_of_its_own
+def test_the_death_of_its_processes_is_told_to_all_who_wait_and_who_come_later(keeping: Served) -> None:
+    engine, dead = keeping.engine, "Dead|dead|gone|lost|not running"
+
+    async def update_fails(version: int) -> None:
+        with pytest.raises(EngineError, match=dead):
+            await engine.update_weights(keeping.truth.base, version)
+
+    async def main() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(is_told(engine, keeping.request(prompt_of(10), 240), dead))
+            tasks.create_task(update_fails(engine.policy_version + 1))
+            await asyncio.sleep(0.01)
+            for process in keeping.processes:
+                process.kill()
+        await is_told(engine, keeping.request(prompt_of(10), 8), dead)
+        await keeping.leave()
+
+    assert keeping.processes
+    keeping.run(main())
+    assert still_alive(keeping.processes, 60) == []

@@ -2,18 +2,15 @@
 
 import asyncio
 import builtins
-import os
-import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import psutil
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from agentrl.engines.local import LocalEngine
 from agentrl.engines.vllm import VllmEngine
@@ -73,20 +70,43 @@ def test_an_engine_that_was_not_entered_says_so(tiny_model_dir: Path) -> None:
         asyncio.run(engine.generate(GenerateRequest("r", (1,), SamplingParams())))
 
 
+class Slow(VllmEngine):
+    """Comes up when it is told to."""
+
+    def __init__(self, model: Path) -> None:
+        super().__init__(config(), model)
+        self.starting, self.may_start = threading.Event(), threading.Event()
+        self.made = Mock(errored=False, output_handler=None, abort=AsyncMock())
+
+    def _made(self) -> Any:
+        self.starting.set()
+        assert self.may_start.wait(60), "nobody else was served while it started"
+        return self.made
+
+
+def test_a_start_that_is_given_up_is_ended_when_it_has_come_up_and_others_are_served_until_then(
+    tiny_model_dir: Path,
+) -> None:
+    async def main() -> None:
+        engine = Slow(tiny_model_dir)
+        entering = asyncio.create_task(engine.__aenter__())
+        await asyncio.to_thread(engine.starting.wait)
+        entering.cancel()
+        await asyncio.sleep(0.01)
+        assert not entering.done()
+        engine.made.shutdown.assert_not_called()
+        engine.may_start.set()
+        with pytest.raises(asyncio.CancelledError):
+            await entering
+        engine.made.shutdown.assert_called_once()
+
+    asyncio.run(main())
+
+
 @pytest.mark.vllm
-def test_leaving_ends_callers_and_processes_and_a_dead_core_is_an_error(tiny_model_dir: Path) -> None:
-    me = psutil.Process()
-
-    async def leaves_in_mid_generation() -> None:
-        async with asyncio.TaskGroup() as tasks:
-            async with VllmEngine(config(), tiny_model_dir) as engine:
-                request = GenerateRequest("r", (7, 8), SamplingParams(max_tokens=120))
-                waiting = tasks.create_task(fails_with(engine, request, "closed"))
-                await asyncio.sleep(0.05)
-                await refuses_wrong_weights(engine)
-            await waiting
-
-    async def is_given_up_while_it_starts() -> None:
+@pytest.mark.long
+def test_a_real_start_that_is_given_up_leaves_no_process(tiny_model_dir: Path) -> None:
+    async def main() -> None:
         gaps = [0.0]
         async with asyncio.TaskGroup() as tasks:
             ticking = tasks.create_task(tick(gaps))
@@ -96,27 +116,10 @@ def test_leaving_ends_callers_and_processes_and_a_dead_core_is_an_error(tiny_mod
             ticking.cancel()
         assert max(gaps) < 3, "nobody else was served while it started"
 
-    async def core_dies() -> None:
-        async with VllmEngine(config(), tiny_model_dir) as engine:
-            async with asyncio.TaskGroup() as tasks:
-                request = GenerateRequest("r", (7, 8), SamplingParams(max_tokens=120))
-                waiting = tasks.create_task(fails_with(engine, request, "Dead|dead"))
-                updating = tasks.create_task(update_fails(engine, tiny_model_dir))
-                await asyncio.sleep(0.01)
-                for child in me.children(recursive=True):
-                    if "VLLM" in child.name():
-                        os.kill(child.pid, signal.SIGKILL)
-                await waiting
-                await updating
-            await fails_with(
-                engine, GenerateRequest("r", (7, 8), SamplingParams(max_tokens=8)), "Dead|dead|lost|not running"
-            )
-
-    for scenario in (leaves_in_mid_generation, is_given_up_while_it_starts, core_dies):
-        before = {child.pid for child in me.children(recursive=True)}
-        asyncio.run(asyncio.wait_for(scenario(), 200))
-        left = [child for child in me.children(recursive=True) if child.pid not in before]
-        assert not [name for name in still_alive(left, 10) if "VLLM" in name]
+    before = psutil.Process().children(recursive=True)
+    asyncio.run(asyncio.wait_for(main(), 200))
+    left = [child for child in psutil.Process().children(recursive=True) if child not in before]
+    assert not [name for name in still_alive(left, 10) if "VLLM" in name]
 
 
 async def tick(gaps: list[float]) -> None:
@@ -126,25 +129,6 @@ async def tick(gaps: list[float]) -> None:
         before = loop.time()
         await asyncio.sleep(0.02)
         gaps.append(loop.time() - before)
-
-
-async def fails_with(engine: VllmEngine, request: GenerateRequest, message: str) -> None:
-    with pytest.raises(EngineError, match=message):
-        async with asyncio.timeout(60):
-            await engine.generate(request)
-
-
-async def update_fails(engine: VllmEngine, model: Path) -> None:
-    with pytest.raises(EngineError, match=r"Dead|dead"):
-        async with asyncio.timeout(60):
-            await engine.update_weights(load_file(model / "model.safetensors"), 1)
-
-
-async def refuses_wrong_weights(engine: VllmEngine) -> None:
-    weights: Mapping[str, torch.Tensor] = {"model.norm.weight": torch.ones(3)}
-    with pytest.raises(EngineError, match="nothing was changed"):
-        await engine.update_weights(weights, 1)
-    assert engine.policy_version == 0
 
 
 @pytest.mark.vllm
@@ -159,4 +143,4 @@ def test_no_process_outlives_a_killed_driver(tiny_model_dir: Path, tmp_path: Pat
         assert len(children) >= 2
         driver.kill()
         driver.wait()
-    assert still_alive(children, 20) == []
+    assert still_alive(children, 60) == []

@@ -118,13 +118,13 @@ def kill_during(command: Command, run: Path, *, steps: int, extra: float) -> Non
     """SIGKILL `extra` seconds after `metrics.jsonl` has a row of step `steps` - 1, if the run does not end before."""
     metrics = run / "metrics.jsonl"
     limit = time.monotonic() + 120
-    while not command.ended() and time.monotonic() < limit:
+    while command.poll() is None and time.monotonic() < limit:
         lines = metrics.read_text().splitlines() if metrics.exists() else []
         if any(f'"step": {steps - 1}, "reward"' in line for line in lines):
             break
         time.sleep(0.02)
     time.sleep(extra)
-    command.signal(signal.SIGKILL)
+    command.send_signal(signal.SIGKILL)
     command.wait(60)
 
 
@@ -135,7 +135,7 @@ def test_an_interrupted_run_says_how_to_go_on(tmp_path):
     limit = time.monotonic() + 120
     while time.monotonic() < limit and not (metrics.exists() and '"reward"' in metrics.read_text()):
         time.sleep(0.05)
-    command.signal(signal.SIGINT)
+    command.send_signal(signal.SIGINT)
     assert command.wait(120) == 130, command.output
     assert "--resume" in command.output
     assert "Traceback" not in command.output
