@@ -18,6 +18,9 @@ pytest_plugins = ["agentrl.testing.fixtures"]
 # Before torch is loaded. With more, its threads spin against those of the other process: 31 s for a test of 2 s.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Nothing of ours is compiled by torch. Some lines of vLLM's are, for up to 24 s in each engine that is started.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
 # Until all tests are collected, nothing is garbage: looking for some is a seventh of what the imports take.
 gc.disable()
 

@@ -27,7 +27,7 @@ from agentrl.protocols import GenerateRequest, SamplingParams
 async def main():
     config = VllmEngine.Config(max_batch=4, max_context=128, kv_cache_gib=0.1)
     async with VllmEngine(config, Path(sys.argv[1])) as engine:
-        await engine.generate(GenerateRequest("r", (7, 8, 9), SamplingParams(4)))
+        await engine.generate(GenerateRequest("r", (7, 8, 9), SamplingParams(max_tokens=4)))
         print("ready", flush=True)
         await asyncio.Event().wait()
 

@@ -152,7 +152,8 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path, agentrl):
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("bound", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_the_same_config_trains_on_vllm(tmp_path, bound):
+def test_the_same_config_trains_on_vllm(tmp_path, bound, monkeypatch):
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE")  # as users have it: what vLLM compiles agrees with the trainer
     settings = ["engine=vllm", "engine.max_batch=16", "steps=3", f"rollout.max_staleness={bound}"]
     summary = train(*SMALL, "run_dir=run", *settings, cwd=tmp_path)
     assert summary["tasks"]["trained"] == summary["tasks"]["total"] == 12
