@@ -40,7 +40,13 @@ def pytest_sessionfinish() -> None:
     gc.unfreeze()  # else extensions complain of what was still there at the end
 
 
-ON_RAY = ("test_contract.py", "test_ray_placement.py", "test_ray_weights.py", "test_workers.py")
+BOTH_CORES = ("cluster/test_chaos.py", "cluster/test_ray_nodes.py")
+ON_RAY = (
+    "cluster/test_ray_placement.py",
+    "cluster/test_ray_weights.py",
+    "cluster/test_workers.py",
+    "engines/test_contract.py",
+)
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in a hook of this name
@@ -50,11 +56,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     module: what they share is started once, and not in each of xdist's processes.
     """
     for item in items:
-        name = item.path.name
-        if item.get_closest_marker("vllm") or name in ("test_chaos.py", "test_ray_nodes.py"):
+        name = item.path.relative_to(Path(__file__).parent).as_posix()
+        if item.get_closest_marker("vllm") or name in BOTH_CORES:
             item.add_marker(pytest.mark.xdist_group("both cores"))
         elif item.get_closest_marker("slow"):
-            item.add_marker(pytest.mark.xdist_group("Ray" if name in ON_RAY else str(item.path)))
+            item.add_marker(pytest.mark.xdist_group("Ray" if name in ON_RAY else name))
 
 
 @pytest.fixture(scope="session")
