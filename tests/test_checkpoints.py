@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import sqlite3
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -31,6 +30,7 @@ from agentrl.rollout.ledger import Ledger
 from agentrl.run import was_begun
 from agentrl.trainers.checkpoint import FORMAT, STATE_FILE, read_checkpoint, save_model, save_state
 from agentrl.trajectory import Task
+from tests.commands import Command
 
 ROOT = Path(__file__).parent.parent
 LAKE = ROOT / "examples" / "frozen_lake.yaml"
@@ -354,20 +354,20 @@ def test_an_exported_checkpoint_is_the_same_model_without_the_optimizer_and_over
 def test_one_command_begins_a_run_goes_on_after_a_kill_and_keeps_its_best(tmp_path, agentrl):
     arguments = [
         "train", str(LAKE), "recipe.demonstrations=null", "run_dir=run", "steps=4", "trackers=[]", "--resume", "auto",
-        "rollout.groups_per_step=2", "rollout.group_size=2", "evaluation.tasks=4", "evaluation.every=1",
+        "rollout.groups_per_step=2", "rollout.group_size=2", "rollout.max_turns=4",
+        "evaluation.tasks=4", "evaluation.every=1",
         "checkpoint.every=1", "checkpoint.keep=1", "checkpoint.best=eval/reward",
     ]  # fmt: skip
     run = tmp_path / "run"
-    command = [sys.executable, "-c", "from agentrl.cli import main; main()", *arguments]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = Command(*arguments, cwd=tmp_path, log=tmp_path / "killed.log")
     while not (run / "checkpoints" / "step_000002").exists():
-        assert process.poll() is None
+        assert process.poll() is None, process.output
         time.sleep(0.01)
-    process.kill()
-    process.wait()
+    process.send_signal(signal.SIGKILL)
+    process.wait(60)
     assert not (run / "summary.json").exists()
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
-    assert ended.returncode == 0, ended.stderr
+    again = Command(*arguments, cwd=tmp_path, log=tmp_path / "again.log")
+    assert again.wait(300) == 0, again.output
     assert json.loads((run / "summary.json").read_text())["steps"] == 4
     values = MetricsFile(run / "metrics.jsonl").values("eval/reward")
     assert sorted(values) == [0, 1, 2, 3, 4]

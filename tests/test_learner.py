@@ -33,6 +33,7 @@ SMALL = [
     "steps=4",
     "rollout.groups_per_step=4",
     "rollout.group_size=4",
+    "rollout.max_turns=4",
     "evaluation.tasks=0",
     "checkpoint.every=2",
     "trackers=[]",

@@ -316,8 +316,10 @@ def test_no_process_survives_a_driver_that_is_killed(action):
     assert still_alive(pids, 5) == []
 
 
-@pytest.mark.slow
-def test_memory_and_handles_stay_flat_over_ten_thousand_episodes():
+@pytest.mark.parametrize(
+    "count", [pytest.param(2_000, marks=pytest.mark.slow), pytest.param(10_000, marks=pytest.mark.long)]
+)
+def test_memory_and_handles_stay_flat_over_thousands_of_episodes(count):
     async def episodes(envs: EnvHost, count: int) -> psutil.Process:
         for seed in range(count):
             env = envs.acquire(HERE)
@@ -336,7 +338,7 @@ def test_memory_and_handles_stay_flat_over_ten_thousand_episodes():
         driver = psutil.Process(os.getpid())
         worker = await episodes(envs, 500)
         before = size(driver), size(worker)
-        assert await episodes(envs, 10_000) == worker
+        assert await episodes(envs, count) == worker
         for (rss, *handles), (rss_after, *handles_after) in zip(before, (size(driver), size(worker)), strict=True):
             assert rss_after - rss < 4 << 20
             assert handles_after == handles

@@ -470,7 +470,7 @@ def test_every_sampled_token_reaches_its_caller_or_is_counted_as_cancelled(
     assert all(list(each.policy_versions) == sorted(each.policy_versions) for each in answered)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_200_000_requests_are_a_matter_of_seconds() -> None:
     config = SimulatedEngine.Config(slowdown=1.0, knee=32, answer_tokens=Lognormal(median=140, sigma=0.6, cap=500))
     tested = SimulatedEngine(config)
