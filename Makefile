@@ -18,8 +18,9 @@ MARKED = -o addopts="-q --import-mode=importlib --strict-markers --strict-config
 # Two threads of torch on cores that others use too can be many times slower than one.
 test fast long chaos demo-cluster: export OMP_NUM_THREADS ?= 1
 
-# Hundreds of processes are started, which share compiled modules, also where a machine says that none are to be kept.
-test fast long chaos: export PYTHONDONTWRITEBYTECODE =
+# Modules are compiled by the first process that imports them and shared by all others, also where a machine says that
+# none are to be kept. (Compiling all that is installed would take minutes, and most of it is never imported.)
+demo demo-cluster test fast long chaos: export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: install demo demo-cluster test fast long chaos check format clean
 
@@ -28,7 +29,7 @@ install: $(STAMP)
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "uv>=0.5"
-	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python $(TORCH_FROM) -e ".[$(EXTRAS)]"
+	$(BIN)/uv pip install --quiet --python $(BIN)/python $(TORCH_FROM) -e ".[$(EXTRAS)]"
 	touch $@
 
 demo: install
