@@ -126,7 +126,7 @@ def load(kind: str, name: str) -> Any:
     if name not in points:
         listed = ", ".join(sorted(points)) or "none"
         raise PluginError(
-            f"no {kind[:-1].replace('_', ' ')} named {name!r}.{nearest(name, points)} Installed: {listed}. "
+            f"no {_singular(kind)} named {name!r}.{nearest(name, points)} Installed: {listed}. "
             f'Another can be given as "package.module:Name", or registered in the entry-point group "agentrl.{kind}"'
         )
     return _import(kind, points[name].value)
@@ -212,7 +212,7 @@ def _import(kind: str, address: str, schemes: Iterable[str] = ()) -> Any:
         listed = sorted(schemes)
         other = f".{nearest(module_name, listed)} Schemes: {', '.join(listed)}" if listed else ""
         raise PluginError(
-            f"cannot import {module_name!r} for the {kind[:-1].replace('_', ' ')} {address!r}: {error}{missing}{other}"
+            f"cannot import {module_name!r} for the {_singular(kind)} {address!r}: {error}{missing}{other}"
         ) from error
     return _attribute(module, attribute, module_name)
 

@@ -132,7 +132,7 @@ def best_play(card: str, history: tuple[str, ...], bluff: float = 1 / 3) -> floa
 
 @plays(KuhnPoker)
 def strong_player(env: KuhnPoker, rng: random.Random) -> str:
-    """Best play, for whoever acts. A `ScriptedPlayer`."""
+    """The best play of the agent whose turn it is. A `ScriptedPlayer`."""
     return weak_player(env, rng, skill=1.0)
 
 

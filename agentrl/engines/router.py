@@ -243,7 +243,7 @@ class Router:
         except asyncio.CancelledError:
             death = replica.calls[task]
             if death is not None and task.uncancel() <= cancelling:
-                raise death from None  # cancelled by `_evict`, and by nobody else
+                raise death from None  # `_evict` alone has cancelled it
             raise
         finally:
             del replica.calls[task]

@@ -297,7 +297,7 @@ class _Worker:
         self._end = weakref.finalize(self, _end, fork_server, self.pid, self.connection, lifeline, self._folder)
 
     def signal_group(self) -> None:
-        # Until it is reaped, which the fork server does when it is told to, its number is nobody else's.
+        # The fork server reaps the process only on request; until then no other process can get its number.
         if self._end.alive:
             _kill_group(self.pid)
 
