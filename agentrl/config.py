@@ -47,6 +47,7 @@ COMPONENTS = {
 """Sections of a config that are plug-ins with settings, and the kind of each."""
 HELPERS = ("reference", "critic")
 """Sections of trainers beside the trainer, where the algorithm asks for them; what they do not say is as of that."""
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # that of libyaml, where PyYAML has it, is ten times as fast
 _NAMED = (*COMPONENTS, *HELPERS, "reward", "env", "model", "placement")
 RENAMED = {
     "demonstrations": "recipe.demonstrations",
@@ -309,7 +310,7 @@ def _scalar(text: str) -> Any:
 
 def _read_yaml(path: Path, source: _Source) -> None:
     try:
-        root = yaml.compose(path.read_text())
+        root = yaml.compose(path.read_text(), Loader=_LOADER)
     except FileNotFoundError:
         there = sorted(str(p) for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
         raise ConfigError(f"no config file {str(path)!r}.{plugins.nearest(str(path), there)}") from None

@@ -17,7 +17,7 @@ import difflib
 import importlib
 import sys
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
@@ -217,14 +217,16 @@ def _import(kind: str, address: str, schemes: Iterable[str] = ()) -> Any:
     return _attribute(module, attribute, module_name)
 
 
-def _registered(kind: str) -> dict[str, EntryPoint]:
-    return _entry_points(f"agentrl.{kind}", Path.cwd(), *sys.path)
+def _registered(kind: str) -> Mapping[str, EntryPoint]:
+    return _entry_points(Path.cwd(), *sys.path).get(f"agentrl.{kind}", {})
 
 
 @lru_cache(maxsize=64)
-def _entry_points(group: str, *_where: str | Path) -> dict[str, EntryPoint]:
-    """Those of a group, of all packages that are found from here: reading them takes tens of milliseconds."""
-    return {point.name: point for point in entry_points(group=group)}
+def _entry_points(*_where: str | Path) -> Mapping[str, Mapping[str, EntryPoint]]:
+    """Those of our groups, of all packages that are found from here: reading them takes tens of milliseconds."""
+    found = entry_points()
+    ours = (group for group in found.groups if group.startswith("agentrl."))
+    return {group: {point.name: point for point in found.select(group=group)} for group in ours}
 
 
 def _origin(point: EntryPoint) -> str:

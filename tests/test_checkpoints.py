@@ -93,6 +93,7 @@ def killed_before(operation: int, checkpoints: Checkpoints, step: int, values: M
     return os.WIFSIGNALED(status)
 
 
+@pytest.mark.slow
 def test_a_save_that_is_killed_at_any_moment_leaves_whole_checkpoints_and_the_best_and_can_be_done_again(tmp_path):
     values = {1: 0.1, 2: 0.9, 3: 0.2, 4: 0.4}
     before = Checkpoints(tmp_path / "before", keep=2, keep_best=1)
@@ -301,6 +302,7 @@ def test_auto_refuses_the_run_of_another_config_and_names_what_differs(agentrl, 
 # Export.
 
 
+@pytest.mark.slow
 def test_an_exported_checkpoint_is_the_same_model_without_the_optimizer_and_overwrites_nothing(
     agentrl, tmp_path, tiny_model_dir
 ):

@@ -182,6 +182,7 @@ def test_the_critic_learns_what_to_expect_and_the_reference_stays_what_it_was(sh
     assert all(math.isfinite(value) for step in steps for value in step.values())
 
 
+@pytest.mark.slow
 def test_a_helper_that_dies_is_made_again_as_it_was(shallow_model_dir, tmp_path):
     batches = [collate(random_samples(50, seed=seed), row_tokens=64) for seed in range(4)]
     deaths = {"reference": 2, "critic": 5}

@@ -61,17 +61,19 @@ class JudgeServer:
     """A real HTTP server on this machine. An async context manager; `stop` and `start` again keep the port.
 
     `calls` are all requests for a verdict so far, refused and dropped ones included, `most_live` how many were under
-    way at once. With an `api_key`, requests without it are refused with 401, and are no calls. Without `lists_models`
-    it does not say what it serves.
+    way at once; none is answered until `together` of them have been. With an `api_key`, requests without it are
+    refused with 401, and are no calls. Without `lists_models` it does not say what it serves.
     """
 
     script: Script
     api_key: str | None = None
     port: int = 0
     lists_models: bool = True
+    together: int = 1
     calls: list[JudgeCall] = field(default_factory=list)
     live: int = 0
     most_live: int = 0
+    _enough: asyncio.Event = field(default_factory=asyncio.Event)
     _runner: web.AppRunner | None = None
 
     @property
@@ -122,7 +124,10 @@ class JudgeServer:
         self.calls.append(call)
         self.live += 1
         self.most_live = max(self.most_live, self.live)
+        if self.live >= self.together:
+            self._enough.set()
         try:
+            await self._enough.wait()
             return await _act(self.script(call), request)
         finally:
             self.live -= 1

@@ -136,7 +136,6 @@ class Served:
         # Long enough for several updates to fall into it; another process goes on while new weights are written.
         here = isinstance(self.engine, LocalEngine | ScriptedEngine)
         self.long = 80 if here else 190
-        self.arrival = 0.02 if here else 0.5  # seconds until a request is there for certain
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -161,6 +160,11 @@ class Served:
                 return await test
 
         return self._runner.run(bounded())
+
+    @property
+    def scheduler(self) -> Engine:
+        """The engine that schedules the requests: over HTTP the one behind the server."""
+        return self.engine.behind if isinstance(self.engine, _EngineOverHttp) else self.engine
 
     async def publish(self, weights: Weights) -> int:
         version = self.engine.policy_version + 1
@@ -277,13 +281,18 @@ def ray_engine(folder: Path, truth: Truth, **settings: Any) -> Engine:
     return RayEngine(Component("local", LocalEngine, config), folder, Unplaced().options("engine", 0))
 
 
+class _EngineOverHttp(OpenAIEngine):
+    behind: Engine
+
+
 @asynccontextmanager
 async def engine_over_http(folder: Path, truth: Truth) -> AsyncIterator[Engine]:
     async with (
         local_engine(folder, truth) as local,
         serve_engine(local) as url,
-        OpenAIEngine(OpenAIEngine.Config(url=url)) as engine,
+        _EngineOverHttp(OpenAIEngine.Config(url=url)) as engine,
     ):
+        engine.behind = local
         yield engine
 
 
@@ -337,7 +346,7 @@ def test_logprobs_are_of_the_sampled_distribution(served: Served, temperature: f
         served.assert_true(request, completion)
 
 
-@pytest.mark.parametrize("temperature", [0.6, 1.0])
+@pytest.mark.parametrize("temperature", [0.6, pytest.param(1.0, marks=pytest.mark.slow)])
 @owns_its_weights  # over HTTP come the tokens that the engine behind it draws, as the next test says
 def test_tokens_are_drawn_from_the_model_s_distribution(served: Served, temperature: float) -> None:
     prompt, draws = prompt_of(12), 1000
@@ -470,11 +479,11 @@ def test_the_lower_priority_number_is_served_first(served: Served) -> None:
                 tasks.create_task(served.engine.generate(served.request(prompt_of(10, i), 240)))
                 for i in range(MAX_BATCH)
             ]
-            await served.until(lambda: served.engine.stats().running == MAX_BATCH)
+            await served.until(lambda: served.scheduler.stats().running == MAX_BATCH)
             late = tasks.create_task(noted("priority 5", served.request(prompt_of(10), 3, priority=5)))
-            await asyncio.sleep(served.arrival)
+            await served.until(lambda: served.scheduler.stats().waiting == 1)
             soon = tasks.create_task(noted("priority 1", served.request(prompt_of(10), 3, priority=1)))
-            await asyncio.sleep(served.arrival)
+            await served.until(lambda: served.scheduler.stats().waiting == 2)
             full[0].cancel()
             await soon
             await late
@@ -731,7 +740,7 @@ def test_kept_kv_is_its_own_request_s_only_and_every_version_tag_is_exact(keepin
     under, all of it must be; of later ones, none may be that was not kept.
     """
     engine, prefix = keeping.engine, prompt_of(150)
-    updates = {"LocalEngine": 30, "ScriptedEngine": 5, "RayEngine": 10, "VllmEngine": 35}[type(engine).__name__] * times
+    updates = {"LocalEngine": 12, "ScriptedEngine": 5, "RayEngine": 10, "VllmEngine": 35}[type(engine).__name__] * times
     played: list[Played] = []
 
     def sentinel(version: int) -> int:

@@ -131,7 +131,7 @@ def test_callers_answered_together_are_decoded_together(
     assert batches == [4] * 15
 
 
-@pytest.mark.parametrize("step_tokens", [1, 7, 64])
+@pytest.mark.parametrize("step_tokens", [7, 64, pytest.param(1, marks=pytest.mark.slow)])
 def test_prompts_longer_than_a_step_are_computed_in_parts(
     shallow_model_dir: Path, monkeypatch: pytest.MonkeyPatch, step_tokens: int
 ) -> None:
@@ -151,6 +151,7 @@ def test_prompts_longer_than_a_step_are_computed_in_parts(
         )
 
 
+@pytest.mark.slow
 def test_the_cache_grows_under_live_requests(shallow_model_dir: Path) -> None:
     requests = [request("short", range(10, 30), 300), request("long", [7] * 600, 5)]
 

@@ -151,7 +151,13 @@ def test_a_game_that_never_gives_the_generators_back_is_named(monkeypatch: pytes
 
 
 @reasoning_gym
-@pytest.mark.parametrize("name", ["leg_counting", "list_functions", "prime_factorization"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "prime_factorization",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("leg_counting", "list_functions")),
+    ],
+)
 def test_questions_keep_the_contract(name: str) -> None:
     check_env(plugins.load("envs", f"rg:{name}"), seeds=(0, 10_001))
 

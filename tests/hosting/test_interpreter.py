@@ -72,6 +72,7 @@ def here(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_an_environment_runs_in_another_python_with_nothing_of_this_one_but_agentrl(here):
     async def main() -> None:
         envs = EnvHost({"where": env_factory("where:Where", python=sys.executable)}, EnvDeadlines())

@@ -118,6 +118,7 @@ def test_a_hung_env_is_killed_at_its_deadline_with_its_children_and_nothing_is_l
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_one_that_hangs_while_it_starts_is_killed_too(odd_env):
     async def main() -> None:
         for seconds in (0.001, 1.5):
@@ -139,7 +140,7 @@ def test_one_that_hangs_while_it_starts_is_killed_too(odd_env):
         ("raise", r"Odd.step raised KeyError: 'mine' \(.*odd_env_of_a_process.py:\d+ in step\)"),
         ("shape", r"step must return \(observation: str, reward"),
         ("object", r"\(Odd\) cannot leave its process"),
-        ("huge", "its answer cannot be read"),
+        pytest.param("huge", "its answer cannot be read", marks=pytest.mark.slow),
     ],
 )
 def test_what_goes_wrong_over_there_is_said_and_costs_its_own_episode_only(action, said):
@@ -171,6 +172,7 @@ def test_after_a_crash_the_next_reset_starts_another_process():
     env.close()
 
 
+@pytest.mark.slow
 def test_many_start_at_once_and_when_what_they_are_forked_from_dies_the_next_are_forked_from_another():
     async def main() -> None:
         envs = host()
@@ -296,7 +298,7 @@ def test_the_environment_says_where_it_runs_and_the_config_overrides_it():
         load_config(ROOT / "examples" / "frozen_lake.yaml", ["env.isolation=fork"])
 
 
-@pytest.mark.parametrize("action", ["on", "regex"])
+@pytest.mark.parametrize("action", ["on", pytest.param("regex", marks=pytest.mark.slow)])
 def test_no_process_survives_a_driver_that_is_killed(action):
     driver = dedent(f"""
         import threading

@@ -223,6 +223,7 @@ async def napping(engine: Any, work: Callable[[], Awaitable[None]] | None = None
 Made = Callable[[], AbstractAsyncContextManager[Any]]
 
 
+@pytest.mark.slow
 def test_an_engine_that_slept_goes_on_with_the_same_tokens_and_logprobs(shallow_model_dir: Path) -> None:
     async def main() -> None:
         make: Made = partial(LocalEngine, LocalEngine.Config(device="cpu", max_batch=4), shallow_model_dir)
@@ -399,6 +400,7 @@ def test_a_trainer_that_sleeps_holds_no_gradients(shallow_model_dir: Path) -> No
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_an_engine_and_a_trainer_take_turns_through_whole_steps(shallow_model_dir: Path) -> None:
     """Generate, train, publish, thrice: the same tokens at every version as where nobody sleeps."""
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from tests.properties import examples
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 H100 = gpu_named("H100")
+SLOW = pytest.mark.slow
+ON_ONE_DEVICE = ("placement=auto", "placement.engine=0-3", "placement.trainer=3")
 SMALL = ("rollout.groups_per_step=8", "rollout.group_size=4")  # quick to simulate; memory is what it was
 
 
@@ -33,6 +36,7 @@ def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(EXAMPLES.parent)
 
 
+@cache
 def config(name: str, *overrides: str) -> RunConfig:
     return load_config(EXAMPLES / f"{name}.yaml", overrides).config
 
@@ -118,8 +122,8 @@ def test_a_wish_that_cannot_fit_is_refused_with_what_would(agentrl: Callable[...
     ("name", "inventory", "overrides"),
     [
         ("disaggregated_16gpu", Inventory(H100, 2), ("placement=auto",)),
-        ("disaggregated_16gpu", Inventory(H100, 8), ("placement=auto", "trainer=local")),
-        ("disaggregated_16gpu", Inventory(H100, 8), ("placement=auto", "placement.engine=0-3", "placement.trainer=3")),
+        pytest.param("disaggregated_16gpu", Inventory(H100, 8), ("placement=auto", "trainer=local"), marks=SLOW),
+        pytest.param("disaggregated_16gpu", Inventory(H100, 8), ON_ONE_DEVICE, marks=SLOW),
         ("colocated_8gpu", Inventory(H100, 8), ("engine.kv_cache_gib=0.1",)),
         ("frozen_lake", Inventory(host(cores=2, memory=GIB // 4)), ()),
     ],
@@ -189,6 +193,7 @@ def test_a_map_that_is_taken_never_overfills_a_device(
             assert set(load.awake) == roles
 
 
+@pytest.mark.slow
 def test_more_of_a_device_never_makes_a_step_slower() -> None:
     seconds = [planned(Inventory(H100, n), "colocated_8gpu", *SMALL, "placement=auto").step.seconds for n in (2, 8)]
     assert seconds[1] < seconds[0]

@@ -1,5 +1,6 @@
 """An environment behind HTTP, for tests: the server of `agentrl serve` in a thread of this process."""
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,12 +13,22 @@ from agentrl.remote.server import EnvServer
 from agentrl.remote.sessions import ServerLimits
 
 
+class _QuickServer(EnvServer):
+    """Looks a hundred times a second, and not ten, whether to end: there is one for each test."""
+
+    async def main_loop(self) -> None:
+        ticks = 0
+        while not await self.on_tick(ticks):
+            ticks += 1
+            await asyncio.sleep(0.01)
+
+
 @contextmanager
 def served(
     factory: Callable[[], Env], *, name: str = "environment", token: str | None = None, **limits: Any
 ) -> Iterator[EnvServer]:
     """The server while it listens; `limits` are those of `ServerLimits`."""
-    server = EnvServer(factory, name=name, token=token, limits=ServerLimits(**limits), protocols=(add_openenv,))
+    server = _QuickServer(factory, name=name, token=token, limits=ServerLimits(**limits), protocols=(add_openenv,))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

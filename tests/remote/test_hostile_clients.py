@@ -64,6 +64,7 @@ HALVES = {
 }
 
 
+@pytest.mark.slow
 def test_connections_that_ask_nothing_or_half_of_it_are_closed_and_others_served():
     with served(Echo, drain_seconds=0, request_seconds=0.3) as server:
         url = server.url
@@ -89,6 +90,7 @@ def test_a_head_without_end_is_refused_and_not_remembered():
             client.sendall(head)
 
 
+@pytest.mark.slow
 def test_a_client_that_reads_no_answers_is_not_read_and_holds_nobody_up():
     async def flood(deaf: ClientConnection) -> int:
         """How many bytes it takes before it takes no more for half a second."""

@@ -284,6 +284,7 @@ def test_sessions_in_processes_are_bounded_and_one_that_dies_takes_no_other_alon
         plainly(server.url, work)
 
 
+@pytest.mark.slow
 def test_an_idle_session_expires_and_reset_opens_another():
     async def work(ask: Plain) -> None:
         at = await ask.open()

@@ -89,19 +89,17 @@ def test_a_rubric_is_the_weighted_mean_of_its_levels_and_each_is_a_part(tmp_path
     asyncio.run(main())
 
 
-def test_64_calls_of_a_second_finish_in_3_and_the_same_again_cost_nothing(tmp_path: Path) -> None:
+def test_64_calls_are_under_way_at_once_and_the_same_again_cost_nothing(tmp_path: Path) -> None:
     async def main() -> None:
         asked = [trajectory(f"answer {number}") for number in range(64)]
-        async with JudgeServer(lambda call: levels(call.number % 11, seconds=1.0)) as server:
+        async with JudgeServer(lambda call: levels(call.number % 11), together=64) as server:
             async with rubric(server, tmp_path, concurrency=64, prompt_price=10, completion_price=100) as judge:
-                begun = time.perf_counter()
                 first = await all_of([judge.score(each) for each in asked])
-                assert time.perf_counter() - begun < 3.0
                 assert server.most_live == 64
                 metrics = judge.metrics()
                 assert metrics["answers"] == 64
                 assert metrics["cost"] == pytest.approx(64 * (100 * 10 + 10 * 100) / 1e6)
-                assert 1.0 < metrics["latency_mean"] <= metrics["latency_max"] < 3.0
+                assert 0 < metrics["latency_mean"] <= metrics["latency_max"]
                 assert await all_of([judge.score(each) for each in asked]) == first
             async with rubric(server, tmp_path) as resumed:  # another process would see the same file
                 assert await all_of([resumed.score(each) for each in asked]) == first
@@ -191,10 +189,8 @@ def test_no_verdict_within_the_budget_is_a_reward_error_and_never_a_number(tmp_p
                 assert len(server.calls) == 3
             server.script = lambda call: JudgeReply(status=429, retry_after="3600")
             async with rubric(server, tmp_path) as judge:
-                begun = time.perf_counter()
                 with pytest.raises(RewardError, match="asked 1 times"):  # the hour is not waited for
                     await judge.score(trajectory("42"))
-                assert time.perf_counter() - begun < 1
             server.script = lambda call: levels(3)
             async with rubric(server, tmp_path) as judge:
                 assert (await judge.score(trajectory("42"))).parts["correct"] == 0.3  # no failure was cached
@@ -217,6 +213,7 @@ def test_what_asking_again_cannot_mend_is_asked_once(
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_judge_that_goes_away_and_comes_back_is_waited_for(tmp_path: Path) -> None:
     async def main() -> None:
         server = JudgeServer(lambda call: levels(4, seconds=0.1))
@@ -234,6 +231,7 @@ def test_a_judge_that_goes_away_and_comes_back_is_waited_for(tmp_path: Path) -> 
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_question_that_is_given_up_gives_its_connection_back(tmp_path: Path) -> None:
     async def main() -> None:
         rng = random.Random(0)
@@ -408,18 +406,15 @@ def test_an_endpoint_without_a_list_of_models_is_believed_to_serve_the_one_that_
 
 
 def test_a_server_may_say_by_a_date_when_it_wants_to_be_asked_again(tmp_path: Path) -> None:
-    soon = format_datetime(datetime.now(UTC) + timedelta(seconds=2), usegmt=True)  # whole seconds: 1 to 2 from now
-    late = format_datetime(datetime.now(UTC) - timedelta(days=2), usegmt=True)
-    busy = [JudgeReply(status=429, retry_after=when) for when in (late, "soon", soon)]
+    past, next_week = (format_datetime(datetime.now(UTC) + timedelta(days=days), usegmt=True) for days in (-2, 7))
+    busy = [JudgeReply(status=429, retry_after=when) for when in (past, "soon", next_week)]
 
-    async def main() -> float:
-        async with JudgeServer(script_of(*busy, levels(4))) as server, rubric(server, tmp_path) as judge:
-            begun = time.perf_counter()
-            await judge.score(trajectory("42"))
-            assert len(server.calls) == 4
-            return time.perf_counter() - begun
+    async def main() -> None:
+        async with JudgeServer(script_of(*busy)) as server, rubric(server, tmp_path) as judge:
+            with pytest.raises(RewardError, match="asked 3 times"):  # the week is longer than the budget
+                await judge.score(trajectory("42"))
 
-    assert 0.8 < asyncio.run(main()) < 10
+    asyncio.run(main())
 
 
 def test_only_the_question_and_the_last_answer_are_shown_where_that_is_wanted(tmp_path: Path) -> None:

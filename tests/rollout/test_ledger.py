@@ -326,6 +326,7 @@ with Ledger(folder / "ledger.sqlite") as ledger:
 """
 
 
+@pytest.mark.slow
 def test_what_a_killed_process_wrote_is_there_for_the_next(tmp_path):
     saved = tmp_path / "checkpoint"
     rng = random.Random(0)

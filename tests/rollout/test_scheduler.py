@@ -422,6 +422,7 @@ def test_every_staleness_rule_trains_the_same_number_of_groups_and_settles_every
     assert max(ages) <= 2 or rule in ("gate", "mask")
 
 
+@pytest.mark.slow
 def test_dropping_what_is_late_trains_on_short_episodes_and_the_metric_says_so():
     def bias(rule):
         return World(config(max_staleness=1, staleness_rule=rule), steps=40, train_seconds=1.0).run().metrics

@@ -109,6 +109,7 @@ def test_ten_thousand_random_schedules_keep_the_bound_and_drop_nothing():
         assert sum(pool.map(check_seeds, parts)) == 10_000
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 2**40), rule=st.sampled_from(["wait", "gate", "mask", "drop", "drain"]))
 @examples(60)
 def test_other_rules_lose_nothing_they_do_not_name(seed, rule):
@@ -142,6 +143,7 @@ def many_short_episodes(episodes: int, seed: int = 0) -> World:
     )
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_events_and_the_same_everything():
     first, again, other = (many_short_episodes(1024, seed).run() for seed in (1, 1, 2))
     assert first.event_hash == again.event_hash != other.event_hash
@@ -227,6 +229,7 @@ def test_a_fifth_of_all_environments_failing_costs_little_and_leaks_nothing(max_
     assert troubled.leaked_envs == troubled.leaked_slots == troubled.leaked_requests == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sigma", [1.0, 1.4])
 def test_the_slots_are_kept_full_under_heavy_tails(sigma):
     rollout = RolloutConfig(groups_per_step=512, group_size=8, deadlines=PATIENT, sampling={"max_tokens": 10_000})

@@ -59,15 +59,29 @@ def batches(shallow_model_dir: Path) -> list[TrainBatch]:
     return random_batches(shallow_model_dir, 3)
 
 
+def test_the_local_trainer_computes_what_the_reference_does(shallow_model_dir: Path) -> None:
+    asyncio.run(check_equals_reference(make_trainer, shallow_model_dir, TrainerCase()))
+
+
+@pytest.mark.slow
 def test_the_local_trainer_keeps_the_contract(shallow_model_dir: Path, tmp_path: Path) -> None:
     asyncio.run(check_trainer(make_trainer, shallow_model_dir, tmp_path))
 
 
+@pytest.mark.slow
 def test_the_local_trainer_keeps_the_contract_of_adapters(shallow_model_dir: Path, tmp_path: Path) -> None:
     asyncio.run(check_lora(make_trainer, shallow_model_dir, tmp_path))
 
 
-@pytest.mark.parametrize("wrong", [{"temperature": 1.0}, {"weight_decay": 0.0}, {"max_grad_norm": 9.0}, {"eps": 1e-8}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": 1.0},
+        pytest.param({"weight_decay": 0.0}, marks=pytest.mark.slow),
+        pytest.param({"max_grad_norm": 9.0}, marks=pytest.mark.slow),
+        pytest.param({"eps": 1e-8}, marks=pytest.mark.slow),
+    ],
+)
 def test_the_contract_notices_a_trainer_that_ignores_a_setting(
     shallow_model_dir: Path, wrong: dict[str, float]
 ) -> None:
@@ -110,7 +124,7 @@ def test_gradient_checkpointing_computes_twice_and_changes_no_bit(
     assert plain == checkpointed
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_two_runs_give_bitwise_equal_weights(shallow_model_dir: Path, batches: list[TrainBatch], dtype: str) -> None:
     one, two = (
         asyncio.run(run(make_trainer(shallow_model_dir, TrainerCase(), dtype=dtype), batches)) for _ in range(2)
@@ -369,6 +383,7 @@ def test_ranks_leave_before_they_are_stopped_and_one_that_cannot_is_stopped_all_
         assert said == ["close", "stop"]
 
 
+@pytest.mark.slow
 def test_saved_adapters_are_those_of_peft_and_the_folder_has_them_merged(
     shallow_model_dir: Path, tmp_path: Path, batches: list[TrainBatch]
 ) -> None:
