@@ -44,9 +44,10 @@ demo-cluster: install
 fast: install
 	$(PYTEST)
 
+# Properties are tried once more with the slow tests, on the examples that the fast ones have no time for.
 test: install
-	$(PYTEST) --hypothesis-profile=full
-	$(PYTEST) $(MARKED) -m "(vllm or slow) and not long and not chaos"
+	$(PYTEST)
+	$(PYTEST) $(MARKED) --hypothesis-profile=full -m "(vllm or slow or hypothesis) and not long and not chaos"
 
 chaos: install
 	$(BIN)/python -m pytest -o addopts="-q -s --import-mode=importlib --strict-markers --strict-config" -m chaos tests/cluster/test_chaos.py tests/cluster/test_ray_nodes.py

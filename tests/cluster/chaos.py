@@ -5,6 +5,7 @@ after the other: when it has trained two more steps, it has recovered of it.
 """
 
 import json
+import re
 import signal
 import subprocess
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from agentrl.rollout.ledger import read_ledger
 from agentrl.trajectory import Trajectory
@@ -41,6 +43,12 @@ COMPONENTS = {
 """What the processes of a component are called by Ray."""
 HELPERS = {"critic rank": "critic_1", "reference rank": "reference_1"}
 """The same, where an algorithm asks for them."""
+_HEALTH_CHECKS = {
+    "RAY_health_check_initial_delay_ms": "2000",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "2000",
+    "RAY_health_check_failure_threshold": "3",
+}
 CONFIG = """
 steps: 1000000
 env: frozen_lake
@@ -90,6 +98,40 @@ class Cell:
         return f"{self.component} / {self.phase} / {self.signal.name}"
 
 
+def actors_of(raylet: int) -> list[psutil.Process]:
+    """The actors of a node of Ray: neither its agents, nor workers that wait for an actor."""
+    with suppress(psutil.NoSuchProcess):
+        children = psutil.Process(raylet).children(recursive=True)
+        return [child for child in children if re.match(r"ray::(?!IDLE|\w*Agent)", title(child))]
+    return []
+
+
+@dataclass(frozen=True)
+class TwoNodes:
+    """A Ray of a head, where the controller lives, and one node beside it."""
+
+    address: str
+    head: int
+    beside: int
+    """The pids of the raylets."""
+
+
+@contextmanager
+def two_nodes() -> Iterator[TwoNodes]:
+    """Two nodes on this machine, where one that says nothing for some seconds is taken for dead."""
+    from ray.cluster_utils import Cluster
+
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in _HEALTH_CHECKS.items():
+            patched.setenv(name, value)
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+        nodes = cluster.head_node, cluster.add_node(num_cpus=2)
+        try:
+            yield TwoNodes(cluster.address, *(node.all_processes["raylet"][0].process.pid for node in nodes))
+        finally:
+            cluster.shutdown()
+
+
 @dataclass
 class Running:
     """An `agentrl train` in a process of its own. A context manager: nothing of it outlives the block."""
@@ -101,6 +143,8 @@ class Running:
     seen: list[psutil.Process] = field(default_factory=list)
     patience: float = RECOVERY_SECONDS
     """How long a recovery may take."""
+    raylets: Sequence[int] = ()
+    """The processes, one a node, of the Ray that it joins; without any it starts one of its own."""
 
     def __enter__(self) -> "Running":
         return self
@@ -153,10 +197,11 @@ class Running:
         return {}
 
     def processes(self) -> list[psutil.Process]:
-        """The controller and all that it has started."""
+        """The controller, all that it has started, and its actors on Ray's nodes."""
         assert self.process is not None
         controller = psutil.Process(self.process.pid)
-        return [controller, *controller.children(recursive=True)]
+        actors = (actor for raylet in self.raylets for actor in actors_of(raylet))
+        return [controller, *controller.children(recursive=True), *actors]
 
     @contextmanager
     def in_phase(self, phase: str) -> Iterator[None]:
@@ -177,10 +222,13 @@ class Running:
         yield
 
     def named(self, name: str) -> psutil.Process:
-        """The process of a worker."""
-        found = [process for process in self.processes() if title(process).startswith(f"ray::{name}")]
-        assert found, f"there is no process of {name}: {sorted(map(title, self.processes()))}"
-        return found[0]
+        """The process of a worker, which may still be starting again."""
+
+        def found() -> list[psutil.Process]:
+            return [process for process in self.processes() if title(process).startswith(f"ray::{name}")]
+
+        self.wait_for(f"process of {name}", lambda: bool(found()), self.patience)
+        return found()[0]
 
     def hit(self, cell: Cell) -> float:
         """Send a signal to a component in a phase; the seconds until the run has trained two more steps."""
@@ -192,6 +240,25 @@ class Running:
         seconds = self.wait_for(f"recovery of {cell}", lambda: self.steps() >= before + 2, self.patience)
         # Ray first asks a process that it kills to go, for five seconds.
         self.wait_for(f"end of the process that was hit by {cell}", lambda: not is_alive(victim), self.patience)
+        return seconds
+
+    def lose_node(self, raylet: int, phase: str, kind: signal.Signals) -> float:
+        """A node of the run dies (SIGKILL) or hangs (SIGSTOP), in a phase; the seconds until two more steps."""
+        lost = actors_of(raylet)
+        assert lost, "nothing of the run lives on the second node"
+        names = sorted(title(process).split()[0].removeprefix("ray::") for process in lost)
+        with self.in_phase(phase):
+            for process in [psutil.Process(raylet), *lost]:
+                process.send_signal(kind)
+            before = self.steps()
+        try:
+            seconds = self.wait_for("recovery of a lost node", lambda: self.steps() >= before + 2, self.patience)
+        finally:
+            for process in lost:  # a stopped one does not end with its node
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+        self.raylets = [other for other in self.raylets if other != raylet]
+        print(f"node / {phase} / {kind.name} with {', '.join(names)}: two more steps after {seconds:.1f} s")
         return seconds
 
     def stop(self) -> None:
@@ -214,7 +281,8 @@ class Running:
 
     def nothing_is_left(self) -> None:
         """No process of it lives on."""
-        assert still_alive(set(self.seen), 20) == []
+        left = still_alive(set(self.seen), 20)
+        assert not left, left
 
 
 def finish(run: Running) -> None:

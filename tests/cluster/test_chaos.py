@@ -12,7 +12,17 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from tests.cluster.chaos import COMPONENTS, HELPERS, PATIENCE_SECONDS, PHASES, RECOVERY_SECONDS, Cell, Running, finish
+from tests.cluster.chaos import (
+    COMPONENTS,
+    HELPERS,
+    PATIENCE_SECONDS,
+    PHASES,
+    RECOVERY_SECONDS,
+    Cell,
+    Running,
+    finish,
+    two_nodes,
+)
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 OF_CI = [
@@ -30,25 +40,31 @@ def table() -> Iterator[Table]:
     Console().print(made)
 
 
-def play(cells: Sequence[Cell], run: Running, table: Table, *, resumed_with: Sequence[str] = ()) -> None:
-    """A run that is hit by all of the cells, goes on, is stopped and resumed, and has lost nothing."""
-    with run:
-        run.start()
-        run.wait_for("first step", lambda: run.steps() >= 1, 180)
-        for cell in cells:
-            seconds = run.hit(cell)
-            table.add_row(cell.component, cell.phase, cell.signal.name, f"{seconds:.1f}")
-        run.end()
-        run.overrides = (*run.overrides, *resumed_with)
-        finish(run)
+def begin(run: Running) -> None:
+    run.start()
+    run.wait_for("first step", lambda: run.steps() >= 1, 180)
+
+
+def play(cells: Sequence[Cell], run: Running, table: Table) -> None:
+    """A run is hit by all of the cells, one after the other."""
+    for cell in cells:
+        seconds = run.hit(cell)
+        table.add_row(cell.component, cell.phase, cell.signal.name, f"{seconds:.1f}")
 
 
 @pytest.mark.slow
-def test_a_run_survives_a_fault_of_each_of_its_workers(tmp_path: Path, table: Table) -> None:
-    run = Running(tmp_path / "run", patience=PATIENCE_SECONDS)
-    # For a single step, and no fault any more, it needs no more actors than these.
-    few = ("cluster.env_workers=0", "cluster.reward_workers=0", "trainer.world_size=1")
-    play(OF_CI, run, table, resumed_with=few)
+def test_a_run_survives_the_loss_of_a_node_and_a_fault_of_each_of_its_workers(tmp_path: Path, table: Table) -> None:
+    with two_nodes() as nodes, Running(tmp_path / "run", patience=PATIENCE_SECONDS) as run:
+        run.overrides = [f"cluster.address={nodes.address}"]
+        run.raylets = [nodes.head, nodes.beside]
+        begin(run)
+        table.add_row("node", "generating", "SIGKILL", f"{run.lose_node(nodes.beside, 'generating', KILL):.1f}")
+        play(OF_CI, run, table)
+        run.end()
+        # For a single step, and no fault any more, it needs no more actors than these.
+        few = ("cluster.env_workers=0", "cluster.reward_workers=0", "trainer.world_size=1")
+        run.overrides = [*run.overrides, *few]
+        finish(run)
 
 
 @pytest.mark.chaos
@@ -56,13 +72,21 @@ def test_a_run_survives_a_fault_of_each_of_its_workers(tmp_path: Path, table: Ta
 def test_a_run_survives_the_death_and_the_hanging_of_a_worker_in_every_phase(
     component: str, tmp_path: Path, table: Table
 ) -> None:
-    play([Cell(component, phase, kind) for phase in PHASES for kind in (KILL, STOP)], Running(tmp_path / "run"), table)
+    with Running(tmp_path / "run") as run:
+        begin(run)
+        play([Cell(component, phase, kind) for phase in PHASES for kind in (KILL, STOP)], run, table)
+        run.end()
+        finish(run)
 
 
 @pytest.mark.chaos
 def test_a_run_survives_the_death_and_the_hanging_of_who_helps_the_trainer(tmp_path: Path, table: Table) -> None:
     cells = [Cell(helper, phase, kind) for helper in HELPERS for phase, kind in (("stepping", KILL), ("idle", STOP))]
-    play(cells, Running(tmp_path / "run", ("algorithm=ppo", "algorithm.kl=0.1")), table)
+    with Running(tmp_path / "run", ("algorithm=ppo", "algorithm.kl=0.1")) as run:
+        begin(run)
+        play(cells, run, table)
+        run.end()
+        finish(run)
 
 
 @pytest.mark.chaos

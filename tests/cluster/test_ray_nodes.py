@@ -8,39 +8,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from tests.cluster.chaos import CONFIG, PATIENCE_SECONDS, PHASES, RECOVERY_SECONDS, Running, finish, finished
+from tests.cluster.chaos import CONFIG, PHASES, Running, finish, finished, two_nodes
 from tests.processes import still_alive, title
 
 pytestmark = pytest.mark.slow
-OF_CI = ("generating", signal.SIGKILL)
 STEPS = 12
-ENVIRONMENT = {
-    "RAY_health_check_initial_delay_ms": "2000",  # how soon a node that says nothing is taken for dead
-    "RAY_health_check_period_ms": "1000",
-    "RAY_health_check_timeout_ms": "2000",
-    "RAY_health_check_failure_threshold": "2",
-}
-
-
-@pytest.fixture
-def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A cluster of a head, where the controller lives, and one node beside it."""
-    from ray.cluster_utils import Cluster
-
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
-    cluster.add_node(num_cpus=2)
-    yield cluster
-    cluster.shutdown()
 
 
 @pytest.fixture
@@ -50,50 +27,20 @@ def run(tmp_path: Path) -> Iterator[Running]:
         yield running
 
 
-def workers_of(raylet: int) -> list[psutil.Process]:
-    """The actors of a node."""
-    children = psutil.Process(raylet).children(recursive=True)
-    return [child for child in children if title(child).startswith("ray::")]
-
-
-def kill(processes: list[psutil.Process]) -> None:
-    """Those that are left: a stopped one does not end with its node."""
-    for process in processes:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
-
-
-@pytest.mark.parametrize(
-    ("phase", "kind"),
-    [
-        pytest.param(phase, kind, marks=() if (phase, kind) == OF_CI else pytest.mark.chaos)
-        for phase in PHASES
-        for kind in (signal.SIGKILL, signal.SIGSTOP)
-    ],
-)
-def test_a_run_that_loses_a_node_in_the_middle_finishes(
-    nodes: Any, phase: str, kind: signal.Signals, run: Running, request: pytest.FixtureRequest
-) -> None:
-    run.patience = PATIENCE_SECONDS if (phase, kind) == OF_CI else RECOVERY_SECONDS
-    run.overrides = [f"steps={STEPS}", "cluster.env_workers=2", f"cluster.address={nodes.address}"]
-    run.start()
-    run.wait_for("first step", lambda: run.steps() >= 2, 180)
-    (node,) = nodes.worker_nodes
-    raylet = node.all_processes["raylet"][0].process.pid
-    lost = workers_of(raylet)
-    assert lost, "nothing of the run lives on the second node"
-    request.addfinalizer(partial(kill, lost))
-    with run.in_phase(phase):
-        for process in [psutil.Process(raylet), *(lost if kind is signal.SIGSTOP else [])]:
-            process.send_signal(kind)
-        before = run.steps()
-    seconds = run.wait_for("recovery of a lost node", lambda: run.steps() >= before + 2, run.patience)
-    print(f"node / {phase} / {kind.name} with {len(lost)} workers: two more steps after {seconds:.1f} s")
-    if kind is signal.SIGSTOP:  # what comes after is the same, so half of them are interrupted, and half are not
-        run.stop()
-        finish(run)
-    else:
-        finished(run, STEPS)
+@pytest.mark.chaos
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_run_that_loses_a_node_in_the_middle_finishes(phase: str, kind: signal.Signals, run: Running) -> None:
+    with two_nodes() as nodes:
+        run.overrides = [f"steps={STEPS}", "cluster.env_workers=2", f"cluster.address={nodes.address}"]
+        run.start()
+        run.wait_for("first step", lambda: run.steps() >= 2, 180)
+        run.lose_node(nodes.beside, phase, kind)
+        if kind is signal.SIGSTOP:  # what comes after is the same, so half of them are interrupted, and half are not
+            run.stop()
+            finish(run)
+        else:
+            finished(run, STEPS)
 
 
 def test_nothing_of_ray_outlives_who_has_started_it(tmp_path: Path) -> None:
