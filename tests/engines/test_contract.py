@@ -217,8 +217,12 @@ class Served:
     async def until(self, condition: Callable[[], bool]) -> None:
         while not condition():  # engines have no event for what tests wait for
             await asyncio.sleep(0.001)
-            if isinstance(self.engine, SupportsProbe):
-                await self.engine.probe()  # its stats are as fresh as its last answer
+            await self.probe()  # its stats are as fresh as its last answer
+        await self.probe()  # what was asked of it before this is there now, and not only counted here
+
+    async def probe(self) -> None:
+        if isinstance(self.engine, SupportsProbe):
+            await self.engine.probe()
 
     def assert_true(self, request: GenerateRequest, completion: Completion, tolerance: float = 1e-3) -> None:
         """Every token's logprob is that of a plain forward pass of the very weights it is stamped with."""
