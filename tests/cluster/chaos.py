@@ -8,6 +8,7 @@ import json
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -46,7 +47,7 @@ HELPERS = {"critic rank": "critic_1", "reference rank": "reference_1"}
 _HEALTH_CHECKS = {
     "RAY_health_check_initial_delay_ms": "2000",
     "RAY_health_check_period_ms": "1000",
-    "RAY_health_check_timeout_ms": "2000",
+    "RAY_health_check_timeout_ms": "5000",
     "RAY_health_check_failure_threshold": "3",
 }
 CONFIG = """
@@ -116,6 +117,18 @@ class TwoNodes:
     """The pids of the raylets."""
 
 
+_USE_BOTH = """
+import sys
+import ray
+
+ray.init(sys.argv[1], log_to_driver=False)
+where = ray.remote(num_cpus=0, scheduling_strategy="SPREAD")(lambda: ray.get_runtime_context().get_node_id())
+while len(set(ray.get([where.remote() for _ in range(4)]))) < 2:
+    pass
+"""
+"""Ends when Ray's scheduler knows of both nodes, which is some time after they are there."""
+
+
 @contextmanager
 def two_nodes() -> Iterator[TwoNodes]:
     """Two nodes on this machine, where one that says nothing for some seconds is taken for dead."""
@@ -127,6 +140,7 @@ def two_nodes() -> Iterator[TwoNodes]:
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
         nodes = cluster.head_node, cluster.add_node(num_cpus=2)
         try:
+            subprocess.run([sys.executable, "-c", _USE_BOTH, cluster.address], check=True, timeout=120)
             yield TwoNodes(cluster.address, *(node.all_processes["raylet"][0].process.pid for node in nodes))
         finally:
             cluster.shutdown()
