@@ -7,23 +7,24 @@ The tokens are the engine's own (`Turn.prompt_ids`, `Completion.token_ids`), lai
 text. `loss_mask` is one exactly where the engine sampled the token.
 """
 
-import math
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from agentrl.arrays import FloatArray, IntArray, MaskArray, floats, ints, mask, same_fields
 from agentrl.trajectory import Trajectory, Turn
 
-IntArray = npt.NDArray[np.int64]
-FloatArray = npt.NDArray[np.float32]
+IndexArray = npt.NDArray[np.int64]
+_N = TypeVar("_N", bound=np.generic)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class TrainingSample:
-    """One token sequence to train on; all fields are of equal length T.
+    """One token sequence to train on: immutable arrays of equal length T (any sequences become such arrays).
 
     Where `loss_mask` is 0, `rollout_logprobs` and `advantages` are 0 and `policy_versions` is -1.
     `turn_ids` numbers the turn a token belongs to (its prompt's tokens too).
@@ -33,16 +34,23 @@ class TrainingSample:
             loss token's logprob or advantage is not a finite number.
     """
 
-    token_ids: tuple[int, ...]
-    loss_mask: tuple[int, ...]
-    rollout_logprobs: tuple[float, ...]
-    advantages: tuple[float, ...]
-    policy_versions: tuple[int, ...]
-    turn_ids: tuple[int, ...]
+    token_ids: IntArray
+    loss_mask: MaskArray
+    rollout_logprobs: FloatArray
+    advantages: FloatArray
+    policy_versions: IntArray
+    turn_ids: IntArray
+
+    __eq__ = same_fields
 
     def __post_init__(self) -> None:
+        for name in ("token_ids", "policy_versions", "turn_ids"):
+            object.__setattr__(self, name, ints(getattr(self, name)))
+        for name in ("rollout_logprobs", "advantages"):
+            object.__setattr__(self, name, floats(getattr(self, name)))
+        object.__setattr__(self, "loss_mask", mask(self.loss_mask))
         lengths = {field.name: len(getattr(self, field.name)) for field in fields(self)}
-        if len(set(lengths.values())) != 1 or not self.token_ids:
+        if len(set(lengths.values())) != 1 or not len(self.token_ids):
             raise ValueError(f"a training sample needs one or more tokens and fields of equal length, got {lengths}")
         if self.loss_mask[0]:
             raise ValueError(
@@ -50,9 +58,11 @@ class TrainingSample:
                 "it from: give the first turn a prompt (a start token is enough)"
             )
         for name in ("rollout_logprobs", "advantages"):
-            for position, (value, carries_loss) in enumerate(zip(getattr(self, name), self.loss_mask, strict=True)):
-                if carries_loss and not math.isfinite(value):
-                    raise ValueError(f"{name}[{position}] is {value}; every loss token needs a finite number")
+            values_T: FloatArray = getattr(self, name)
+            broken = np.flatnonzero(self.loss_mask & ~np.isfinite(values_T))
+            if len(broken):
+                position = int(broken[0])
+                raise ValueError(f"{name}[{position}] is {values_T[position]}; every loss token needs a finite number")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +76,7 @@ class TrainBatch:
     """
 
     tokens_BT: IntArray
-    loss_mask_BT: IntArray
+    loss_mask_BT: MaskArray
     rollout_logprobs_BT: FloatArray
     reference_logprobs_BT: FloatArray
     advantages_BT: FloatArray
@@ -93,32 +103,32 @@ def to_samples(trajectory: Trajectory, advantage: float, *, oldest_version: int 
             pieces.append([])
         pieces[-1].append((number, turn))
     samples = [_sample(piece, advantage, oldest_version) for piece in pieces]
-    return [sample for sample in samples if any(sample.loss_mask)] if oldest_version > 0 else samples
+    return [sample for sample in samples if sample.loss_mask.any()] if oldest_version > 0 else samples
 
 
 def _sample(turns: Sequence[tuple[int, Turn]], advantage: float, oldest_version: int) -> TrainingSample:
-    token_ids: list[int] = []
-    loss_mask: list[int] = []
-    rollout_logprobs: list[float] = []
-    advantages: list[float] = []
-    policy_versions: list[int] = []
-    turn_ids: list[int] = []
+    length = sum(len(turn.prompt_ids) + len(turn.completion.token_ids) for _, turn in turns)
+    token_ids_T, turn_ids_T = np.empty(length, np.int32), np.empty(length, np.int32)
+    policy_versions_T, rollout_logprobs_T = np.full(length, -1, np.int32), np.zeros(length, np.float32)
+    end = 0
     for number, turn in turns:
-        shown, sampled = len(turn.prompt_ids), len(turn.completion.token_ids)
-        fresh = [version >= oldest_version for version in turn.completion.policy_versions]
-        token_ids += [*turn.prompt_ids, *turn.completion.token_ids]
-        loss_mask += [0] * shown + [int(is_fresh) for is_fresh in fresh]
-        rollout_logprobs += [0.0] * shown + [*turn.completion.logprobs]
-        advantages += [0.0] * shown + [advantage if is_fresh else 0.0 for is_fresh in fresh]
-        policy_versions += [-1] * shown + [*turn.completion.policy_versions]
-        turn_ids += [number] * (shown + sampled)
+        begin = end
+        shown = slice(begin, begin + len(turn.prompt_ids))
+        end = shown.stop + len(turn.completion.token_ids)
+        sampled = slice(shown.stop, end)
+        token_ids_T[shown] = turn.prompt_ids
+        token_ids_T[sampled] = turn.completion.token_ids
+        rollout_logprobs_T[sampled] = turn.completion.logprobs
+        policy_versions_T[sampled] = turn.completion.policy_versions
+        turn_ids_T[begin:end] = number
+    loss_mask_T = policy_versions_T >= max(oldest_version, 0)
     return TrainingSample(
-        tuple(token_ids),
-        tuple(loss_mask),
-        tuple(rollout_logprobs),
-        tuple(advantages),
-        tuple(policy_versions),
-        tuple(turn_ids),
+        token_ids_T,
+        loss_mask_T,
+        rollout_logprobs_T,
+        np.where(loss_mask_T, np.float32(advantage), np.float32(0)),
+        policy_versions_T,
+        turn_ids_T,
     )
 
 
@@ -136,14 +146,14 @@ def collate(samples: Iterable[TrainingSample], *, row_tokens: int, pad_token_id:
         raise ValueError("there is no sample to collate: a batch needs one trainable trajectory at least")
     if row_tokens < 1:
         raise ValueError(f"row_tokens must be 1 or more, got {row_tokens}")
-    rollout_logprobs_S = np.concatenate([np.asarray(s.rollout_logprobs, np.float32) for s in listed])
+    rollout_logprobs_S = np.concatenate([s.rollout_logprobs for s in listed])
     flat = _Flat(
-        tokens_S=np.concatenate([np.asarray(s.token_ids, np.int64) for s in listed]),
-        loss_mask_S=np.concatenate([np.asarray(s.loss_mask, np.int64) for s in listed]),
+        tokens_S=np.concatenate([s.token_ids for s in listed]),
+        loss_mask_S=np.concatenate([s.loss_mask for s in listed]),
         rollout_logprobs_S=rollout_logprobs_S,
         reference_logprobs_S=rollout_logprobs_S,
-        advantages_S=np.concatenate([np.asarray(s.advantages, np.float32) for s in listed]),
-        policy_versions_S=np.concatenate([np.asarray(s.policy_versions, np.int64) for s in listed]),
+        advantages_S=np.concatenate([s.advantages for s in listed]),
+        policy_versions_S=np.concatenate([s.policy_versions for s in listed]),
         lengths_M=np.asarray([len(s.token_ids) for s in listed], np.int64),
     )
     return _lay(flat, row_tokens, pad_token_id)
@@ -198,14 +208,14 @@ class _Flat:
     """All samples end to end, in their order."""
 
     tokens_S: IntArray
-    loss_mask_S: IntArray
+    loss_mask_S: MaskArray
     rollout_logprobs_S: FloatArray
     reference_logprobs_S: FloatArray
     advantages_S: FloatArray
     policy_versions_S: IntArray
-    lengths_M: IntArray
+    lengths_M: IndexArray
 
-    def part(self, start: int, end: int, samples: IntArray) -> "_Flat":
+    def part(self, start: int, end: int, samples: IndexArray) -> "_Flat":
         """The tokens from `start` to `end`, which are those of `samples`."""
         return _Flat(
             self.tokens_S[start:end],
@@ -222,11 +232,13 @@ def _flatten(batch: TrainBatch) -> _Flat:
     """The samples of a batch, end to end: a row holds a segment in one piece, so a stable sort finds its tokens."""
     segments = batch.segment_ids_BT.ravel()
     order_S = np.argsort(segments, kind="stable")[int((segments == 0).sum()) :]
+    rollout_logprobs_S = batch.rollout_logprobs_BT.ravel()[order_S]
+    asked = batch.reference_logprobs_BT is not batch.rollout_logprobs_BT
     return _Flat(
         batch.tokens_BT.ravel()[order_S],
         batch.loss_mask_BT.ravel()[order_S],
-        batch.rollout_logprobs_BT.ravel()[order_S],
-        batch.reference_logprobs_BT.ravel()[order_S],
+        rollout_logprobs_S,
+        batch.reference_logprobs_BT.ravel()[order_S] if asked else rollout_logprobs_S,
         batch.advantages_BT.ravel()[order_S],
         batch.policy_versions_BT.ravel()[order_S],
         np.bincount(segments, minlength=batch.num_samples + 1)[1:].astype(np.int64),
@@ -252,33 +264,45 @@ def _pack(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
 
 
 def _lay(flat: _Flat, row_tokens: int, pad_token_id: int) -> TrainBatch:
-    """Pack, and copy every column through one index."""
+    """Pack, and copy each sample to its place."""
     lengths = [int(n) for n in flat.lengths_M]
-    starts = np.cumsum(flat.lengths_M) - flat.lengths_M
+    starts = [int(n) for n in np.cumsum(flat.lengths_M) - flat.lengths_M]
     rows = _pack(lengths, row_tokens)
     shape = (len(rows), max(sum(lengths[i] for i in row) for row in rows))
-    index_BT, position_ids_BT, segment_ids_BT = (np.zeros(shape, np.int64) for _ in range(3))
-    for b, row in enumerate(rows):
-        at = 0
-        for item in row:
-            span = slice(at, at + lengths[item])
-            position_ids_BT[b, span] = np.arange(lengths[item])
-            segment_ids_BT[b, span] = item + 1
-            index_BT[b, span] = starts[item] + position_ids_BT[b, span]
-            at += lengths[item]
-    padding_BT = segment_ids_BT == 0
+    spans = [(b, at, item) for b, row in enumerate(rows) for at, item in _laid_end_to_end(row, lengths)]
+
+    def laid(values_S: npt.NDArray[_N], padding: float) -> npt.NDArray[_N]:
+        values_BT = np.full(shape, padding, values_S.dtype)
+        for b, at, item in spans:
+            values_BT[b, at : at + lengths[item]] = values_S[starts[item] : starts[item] + lengths[item]]
+        return values_BT
+
+    position_ids_BT, segment_ids_BT = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    for b, at, item in spans:
+        position_ids_BT[b, at : at + lengths[item]] = np.arange(lengths[item])
+        segment_ids_BT[b, at : at + lengths[item]] = item + 1
+    rollout_logprobs_BT = laid(flat.rollout_logprobs_S, 0)
+    asked = flat.reference_logprobs_S is not flat.rollout_logprobs_S
     return TrainBatch(
-        tokens_BT=np.where(padding_BT, pad_token_id, flat.tokens_S[index_BT]),
-        loss_mask_BT=np.where(padding_BT, 0, flat.loss_mask_S[index_BT]),
-        rollout_logprobs_BT=np.where(padding_BT, np.float32(0), flat.rollout_logprobs_S[index_BT]),
-        reference_logprobs_BT=np.where(padding_BT, np.float32(0), flat.reference_logprobs_S[index_BT]),
-        advantages_BT=np.where(padding_BT, np.float32(0), flat.advantages_S[index_BT]),
-        policy_versions_BT=np.where(padding_BT, -1, flat.policy_versions_S[index_BT]),
+        tokens_BT=laid(flat.tokens_S, pad_token_id),
+        loss_mask_BT=laid(flat.loss_mask_S, False),
+        rollout_logprobs_BT=rollout_logprobs_BT,
+        reference_logprobs_BT=laid(flat.reference_logprobs_S, 0) if asked else rollout_logprobs_BT,
+        advantages_BT=laid(flat.advantages_S, 0),
+        policy_versions_BT=laid(flat.policy_versions_S, -1),
         position_ids_BT=position_ids_BT,
         segment_ids_BT=segment_ids_BT,
         num_loss_tokens=int(flat.loss_mask_S.sum()),
         num_samples=len(lengths),
     )
+
+
+def _laid_end_to_end(row: Sequence[int], lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Where each sample of a row begins in it, and the sample."""
+    at = 0
+    for item in row:
+        yield at, item
+        at += lengths[item]
 
 
 def _rows(batch: TrainBatch, start: int, end: int, columns: int) -> TrainBatch:

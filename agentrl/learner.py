@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from agentrl.batch import FloatArray, TrainBatch
+from agentrl.arrays import FloatArray
+from agentrl.batch import TrainBatch
 from agentrl.cluster.recovery import RecoveringTrainer
 from agentrl.protocols import ActorCritic, Algorithm
 

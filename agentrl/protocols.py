@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, runtime_checkabl
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from agentrl.batch import FloatArray, TrainBatch
+from agentrl.arrays import FloatArray, IntArray, ints, same_fields
+from agentrl.batch import TrainBatch
 from agentrl.trajectory import Completion, Group, Message, Score, Task, Trajectory
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class SamplingParams(Settings):
     """Tokens that end a completion, and are its last token; those that end a turn of the model are added to them."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class GenerateRequest:
     """One completion to sample. `id` is unique among live requests.
 
@@ -98,11 +99,16 @@ class GenerateRequest:
     """
 
     id: str
-    prompt_ids: tuple[int, ...]
+    prompt_ids: IntArray
     sampling: SamplingParams
     seed: int = 0
     priority: int = 0
     session: str = ""
+
+    __eq__ = same_fields
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt_ids", ints(self.prompt_ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,13 +209,15 @@ class SupportsStageWeights(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
     """What to show the model next. `ids` is the whole prompt, `new_ids` its part after the last turn's last token."""
 
-    ids: tuple[int, ...]
-    new_ids: tuple[int, ...]
+    ids: IntArray
+    new_ids: IntArray
     forked: bool
+
+    __eq__ = same_fields
 
 
 class Conversation(Protocol):

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from agentrl.arrays import FloatArray, IntArray, floats, ints, same_fields
 from agentrl.errors import Layer
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -36,20 +37,25 @@ class Message:
     content: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """What the engine sampled: equally long tuples, one entry per token.
+    """What the engine sampled: immutable arrays of one length, one entry per token (any sequences become such arrays).
 
     `logprobs` are of the distribution that was sampled from (temperature applied), in nats. `policy_versions` are
     stamped by the engine at the moment each token was sampled. A stop token is part of the completion.
     """
 
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    policy_versions: tuple[int, ...]
+    token_ids: IntArray
+    logprobs: FloatArray
+    policy_versions: IntArray
     finish_reason: FinishReason
 
+    __eq__ = same_fields
+
     def __post_init__(self) -> None:
+        object.__setattr__(self, "token_ids", ints(self.token_ids))
+        object.__setattr__(self, "logprobs", floats(self.logprobs))
+        object.__setattr__(self, "policy_versions", ints(self.policy_versions))
         if not len(self.token_ids) == len(self.logprobs) == len(self.policy_versions):
             raise ValueError(
                 f"a completion needs one logprob and one version per token, got {len(self.token_ids)} tokens, "
@@ -57,7 +63,7 @@ class Completion:
             )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Turn:
     """One exchange: the new part of the prompt, what the model answered, what the environment made of it.
 
@@ -65,13 +71,18 @@ class Turn:
     extend that turn token for token, and `prompt_ids` is the whole prompt: the start of a new training sample.
     """
 
-    prompt_ids: tuple[int, ...]
+    prompt_ids: IntArray
     completion: Completion
     reward: float
     info: Mapping[str, Any]
     forked: bool = False
     generate_seconds: float = 0.0
     env_seconds: float = 0.0
+
+    __eq__ = same_fields
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt_ids", ints(self.prompt_ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +170,7 @@ class Trajectory:
     def oldest_version(self) -> int | None:
         """The oldest policy version that sampled a token of this episode; `None` without tokens."""
         stamps = [turn.completion.policy_versions for turn in self.turns]
-        return min((min(versions) for versions in stamps if versions), default=None)
+        return min((int(versions.min()) for versions in stamps if len(versions)), default=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
 
+from agentrl.arrays import GrowingInts, ints
 from agentrl.engines.local import LocalEngine
 from agentrl.protocols import GenerateRequest, SamplingParams
 from agentrl.tiny_model import create_tiny_model
@@ -46,11 +47,12 @@ class Work:
 
 async def run_engine(engine: LocalEngine, work: Work) -> None:
     async def episode(number: int) -> None:
-        history: tuple[int, ...] = ()
+        history = GrowingInts()
         for turn in range(work.turns):
-            history += work.prompt_of(number, turn)
-            request = GenerateRequest(f"{number}.{turn}", history, SamplingParams(max_tokens=work.new), seed=number)
-            history += (await engine.generate(request)).token_ids
+            history.append(ints(work.prompt_of(number, turn)))
+            sampling = SamplingParams(max_tokens=work.new)
+            request = GenerateRequest(f"{number}.{turn}", history.values, sampling, seed=number)
+            history.append((await engine.generate(request)).token_ids)
 
     async with asyncio.TaskGroup() as tasks:
         for number in range(work.batch):

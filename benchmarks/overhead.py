@@ -33,6 +33,7 @@ import aiohttp
 from rich.console import Console
 from rich.table import Table
 
+from agentrl.arrays import floats, ints
 from agentrl.engines.openai import OpenAIEngine
 from agentrl.hosting.host import EnvHost
 from agentrl.plugins import NoSettings
@@ -95,7 +96,8 @@ class MockEngine:
         async with self._places:
             await asyncio.sleep(self._seconds(len(tokens)))
         self._tokens += len(tokens)
-        return Completion(tokens, tuple(-0.123456789 - token for token in tokens), (0,) * len(tokens), "stop")
+        logprobs = floats([-0.123456789 - token for token in tokens])
+        return Completion(ints(tokens), logprobs, ints([0] * len(tokens)), "stop")
 
     async def interrupt(self) -> None:
         raise NotImplementedError
@@ -112,7 +114,7 @@ class InstantEngine(MockEngine):
 
     def __init__(self) -> None:
         super().__init__(1, lambda seed: (), lambda tokens: 0.0)
-        self._said = Completion((320,) * 32, (-0.5,) * 32, (0,) * 32, "length")
+        self._said = Completion(ints([320] * 32), floats([-0.5] * 32), ints([0] * 32), "length")
 
     async def generate(self, request: GenerateRequest) -> Completion:
         await asyncio.sleep(0)

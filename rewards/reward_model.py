@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Self
 
 from pydantic import Field
 
+from agentrl.arrays import IntArray
 from agentrl.errors import ConfigError, RewardError
 from agentrl.protocols import Settings
 from agentrl.rollout.renderer import TemplateRenderer
@@ -16,7 +17,7 @@ from agentrl.trajectory import Score, Trajectory
 
 
 class _Waiting(NamedTuple):
-    token_ids: tuple[int, ...]
+    token_ids: IntArray
     score: "asyncio.Future[float]"
 
 
@@ -142,13 +143,15 @@ def _load(folder: Path, device: str) -> Any:
     return model.eval().to(chosen)
 
 
-def _score(model: Any, sequences: Sequence[Sequence[int]]) -> list[float]:
+def _score(model: Any, sequences: Sequence[IntArray]) -> list[float]:
     """One output for each sequence of tokens. The padding at the end changes no more than the last digits."""
     import torch
     from torch.nn.utils.rnn import pad_sequence
 
     tokens_BT = pad_sequence(
-        [torch.tensor(ids) for ids in sequences], batch_first=True, padding_value=model.config.pad_token_id
+        [torch.tensor(ids, dtype=torch.long) for ids in sequences],
+        batch_first=True,
+        padding_value=model.config.pad_token_id,
     )
     lengths_B = torch.tensor([len(ids) for ids in sequences])
     mask_BT = torch.arange(tokens_BT.shape[1])[None] < lengths_B[:, None]

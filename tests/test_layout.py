@@ -18,7 +18,7 @@ SHARED_NAMES = {"Config", "Options"}
 
 # Who may import whom inside agentrl: a package imports those of the layers before its own, so there are no circles.
 LAYERS = [
-    {"durable", "errors"},
+    {"arrays", "durable", "errors"},
     {"checkpoint", "tiny_model", "trajectory"},
     {"batch", "openai_wire"},
     {"protocols"},
@@ -38,6 +38,7 @@ LAYERS = [
     {"cli"},
 ]
 PLUGINS_MAY_IMPORT = {
+    "arrays",
     "batch",
     "cluster",
     "errors",

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from agentrl.batch import FloatArray, TrainBatch, micro_batches, minibatches
+from agentrl.arrays import FloatArray
+from agentrl.batch import TrainBatch, micro_batches, minibatches
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from agentrl.batch import FloatArray
+from agentrl.arrays import FloatArray
 from agentrl.errors import TrainingError
 from agentrl.protocols import Loss, LossTokens
 from agentrl.trainers.batch_shards import BatchShard, MicroBatch

@@ -6,6 +6,7 @@ Dimension suffixes: B rows, T columns, N loss tokens of the micro-batch, flatten
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -37,11 +38,12 @@ def to_device(rows: TrainBatch, device: torch.device) -> DeviceMicroBatch:
     """Move rows to a device and build their mask there."""
 
     def move(array: Any) -> Tensor:
-        return torch.from_numpy(array.copy()).to(device, non_blocking=True)
+        wide = array.astype(np.int64 if array.dtype == np.int32 else array.dtype)  # a copy; torch indexes with int64
+        return torch.from_numpy(wide).to(device, non_blocking=True)
 
     segments_BT = move(rows.segment_ids_BT)
     same_BTT = segments_BT[:, :, None] == segments_BT[:, None, :]
-    loss_BT = rows.loss_mask_BT.astype(bool)
+    loss_BT = rows.loss_mask_BT
     return DeviceMicroBatch(
         tokens_BT=move(rows.tokens_BT),
         position_ids_BT=move(rows.position_ids_BT),

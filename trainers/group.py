@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from agentrl.batch import FloatArray, TrainBatch
+from agentrl.arrays import FloatArray
+from agentrl.batch import TrainBatch
 from agentrl.cluster.processes import start_local
 from agentrl.cluster.workers import StartWorkers, WorkerGroup
 from agentrl.errors import AgentRLError, ConfigError, TrainingError, WorkerDiedError

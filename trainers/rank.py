@@ -8,7 +8,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Literal
 
-from agentrl.batch import FloatArray
+from agentrl.arrays import FloatArray
 from agentrl.cluster.workers import own_address
 from agentrl.errors import AgentRLError
 from agentrl.placement.time_share import free_on_cpu, free_on_gpus

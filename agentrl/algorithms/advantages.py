@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from agentrl.batch import FloatArray, IntArray, TrainBatch
+from agentrl.arrays import FloatArray, MaskArray
+from agentrl.batch import TrainBatch
 
 STD_EPSILON = 1e-6
 """Added to the standard deviation, so that rewards that differ by rounding alone give advantages near zero."""
@@ -77,7 +78,7 @@ def generalized(batch: TrainBatch, values_BT: FloatArray, lam: float) -> FloatAr
     return advantages_BT
 
 
-def whitened(advantages_BT: FloatArray, loss_mask_BT: IntArray) -> FloatArray:
+def whitened(advantages_BT: FloatArray, loss_mask_BT: MaskArray) -> FloatArray:
     """(A - mean A) / std A over the loss tokens of a batch, with the population's standard deviation; 0 elsewhere."""
     loss_BT = loss_mask_BT == 1
     found_N = advantages_BT[loss_BT].astype(np.float64)

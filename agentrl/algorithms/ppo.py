@@ -7,7 +7,8 @@ from pydantic import Field
 
 from agentrl.algorithms.advantages import generalized, whitened
 from agentrl.algorithms.policy_loss import PolicyLoss, scored
-from agentrl.batch import FloatArray, TrainBatch
+from agentrl.arrays import FloatArray
+from agentrl.batch import TrainBatch
 from agentrl.protocols import Estimate, LossOutput, LossTokens
 from agentrl.trajectory import Group
 

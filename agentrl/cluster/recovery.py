@@ -14,7 +14,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar, cast
 
-from agentrl.batch import FloatArray, TrainBatch
+from agentrl.arrays import FloatArray
+from agentrl.batch import TrainBatch
 from agentrl.errors import AgentRLError, StallError, WorkerDiedError
 from agentrl.protocols import Loss, SupportsPredict, Trainer
 from agentrl.weights.bundle import BundlePlace, WeightBundle

@@ -33,7 +33,7 @@ def max_new_tokens(
             f"request {request.id} needs a prompt, max_tokens >= 1 and temperature >= 0; it has {length} prompt "
             f"tokens, max_tokens={sampling.max_tokens}, temperature={sampling.temperature}"
         )
-    if vocab_size is not None and not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < vocab_size:
+    if vocab_size is not None and not 0 <= request.prompt_ids.min() <= request.prompt_ids.max() < vocab_size:
         raise EngineError(f"the prompt of {request.id} holds ids outside of the vocabulary of {vocab_size} tokens")
     if request.id in live_ids:
         raise EngineError(f"a request {request.id!r} is live already; ids are unique among live requests")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field
 
+from agentrl.arrays import GrowingInts, floats, ints
 from agentrl.engines.admission import KvOnUpdate, max_new_tokens
 from agentrl.engines.slots import SlotTable
 from agentrl.errors import ConfigError, EngineDeadError, EngineError
@@ -42,7 +43,7 @@ class _Live:
     request: GenerateRequest
     arrival: int
     future: asyncio.Future[Completion]
-    tokens: list[int]
+    tokens: GrowingInts
     max_new: int
     slot: int = -1
     cached: int = 0
@@ -54,8 +55,8 @@ class _Live:
         return (self.request.priority, self.arrival) < (other.request.priority, other.arrival)
 
     def completion(self, finish_reason: FinishReason) -> Completion:
-        sampled = tuple(self.tokens[len(self.request.prompt_ids) :])
-        return Completion(sampled, tuple(self.logprobs), tuple(self.versions), finish_reason)
+        sampled = self.tokens.values[len(self.request.prompt_ids) :].copy()  # of the whole, a view would keep it all
+        return Completion(ints(sampled), floats(self.logprobs), ints(self.versions), finish_reason)
 
 
 class LocalEngine:
@@ -149,7 +150,7 @@ class LocalEngine:
             request,
             self._arrivals,
             asyncio.get_running_loop().create_future(),
-            list(request.prompt_ids),
+            GrowingInts(request.prompt_ids),
             max_new,
         )
         self._arrivals += 1
@@ -336,7 +337,7 @@ class LocalEngine:
             rows[live] = StepRow(
                 live.slot,
                 start,
-                live.tokens[start:stop],
+                live.tokens.values[start:stop],
                 stop == len(live.tokens),
                 request.sampling.temperature,
                 request.seed,
@@ -345,7 +346,7 @@ class LocalEngine:
         return rows
 
     def _append(self, live: _Live, token: int, logprob: float) -> bool:
-        live.tokens.append(token)
+        live.tokens.append(ints([token]))
         live.logprobs.append(logprob)
         live.versions.append(self._version)
         self._generated += 1
@@ -369,7 +370,7 @@ class LocalEngine:
     def _release(self, live: _Live) -> None:
         del self._running[live.slot]
         reusable = self._config.prefix_cache and not live.stale
-        self._slots.park(live.slot, live.tokens[: live.cached] if reusable else ())
+        self._slots.park(live.slot, live.tokens.values[: live.cached if reusable else 0])
 
     def _check_newer(self, version: int) -> None:
         self._entered()

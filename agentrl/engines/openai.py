@@ -14,9 +14,11 @@ from random import Random
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import aiohttp
+import numpy as np
 from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import to_json
 
+from agentrl.arrays import floats, ints
 from agentrl.engines.admission import max_new_tokens
 from agentrl.errors import ConfigError, EngineDeadError, EngineError
 from agentrl.openai_wire import CompletionAnswer, ServedModels
@@ -170,7 +172,7 @@ class OpenAIEngine:
         sampling = request.sampling
         body: dict[str, Any] = {
             "model": self._model,
-            "prompt": request.prompt_ids,
+            "prompt": request.prompt_ids.tolist(),
             "max_tokens": max_new,
             "temperature": sampling.temperature,
             "stop_token_ids": sampling.stop_token_ids,
@@ -194,8 +196,10 @@ class OpenAIEngine:
         self._generated += len(choice.token_ids)
         self._cached += cached
         self._prefilled += usage.prompt_tokens - cached
-        versions = (self.policy_version,) * len(choice.token_ids)
-        return Completion(choice.token_ids, choice.logprobs.token_logprobs, versions, choice.finish_reason)
+        versions = ints(np.full(len(choice.token_ids), self.policy_version))
+        return Completion(
+            ints(choice.token_ids), floats(choice.logprobs.token_logprobs), versions, choice.finish_reason
+        )
 
     async def _ask(self, session: aiohttp.ClientSession, method: str, url: str, body: bytes | None = None) -> bytes:
         """The server's answer, sent for again while it is away or busy.

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from agentrl.arrays import IntArray
 from agentrl.engines.sampling import Sampler, noise_keys
 from agentrl.errors import ConfigError, EngineError
 from agentrl.weights.bundle import shapes_of
@@ -35,7 +36,7 @@ class StepRow:
 
     slot: int
     start: int
-    token_ids: Sequence[int]
+    token_ids: IntArray
     sample: bool
     temperature: float
     seed: int

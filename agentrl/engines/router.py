@@ -19,6 +19,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
+import numpy as np
+
 from agentrl.errors import EngineDeadError, EngineError, WeightsError
 from agentrl.flow import Flow
 from agentrl.placement.time_share import Sleeper
@@ -376,7 +378,7 @@ def _rest_of(request: GenerateRequest, done: Completion) -> GenerateRequest:
     return replace(
         request,
         id=f"{request.id}+{sampled}",
-        prompt_ids=request.prompt_ids + done.token_ids,
+        prompt_ids=np.concatenate([request.prompt_ids, done.token_ids]),
         sampling=request.sampling.model_copy(update={"max_tokens": request.sampling.max_tokens - sampled}),
         seed=derive_seed(request.seed, "rest", sampled) if sampled else request.seed,
     )
@@ -384,8 +386,8 @@ def _rest_of(request: GenerateRequest, done: Completion) -> GenerateRequest:
 
 def _joined(first: Completion, rest: Completion) -> Completion:
     return Completion(
-        first.token_ids + rest.token_ids,
-        first.logprobs + rest.logprobs,
-        first.policy_versions + rest.policy_versions,
+        np.concatenate([first.token_ids, rest.token_ids]),
+        np.concatenate([first.logprobs, rest.logprobs]),
+        np.concatenate([first.policy_versions, rest.policy_versions]),
         rest.finish_reason,
     )

@@ -6,11 +6,12 @@ This module is bookkeeping only: no tensors.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+from agentrl.arrays import IntArray
 
 Slot = int
 
@@ -19,7 +20,7 @@ _BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that its powers never vanish mo
 
 @dataclass(frozen=True, slots=True)
 class _Parked:
-    tokens: tuple[int, ...]
+    tokens: IntArray
     key: tuple[int, int]
 
 
@@ -38,7 +39,7 @@ class SlotTable:
         """Slots that a request may take."""
         return len(self._empty) + len(self._parked)
 
-    def take_extended(self, prompt: Sequence[int]) -> tuple[Slot, int] | None:
+    def take_extended(self, prompt: IntArray) -> tuple[Slot, int] | None:
         """Take the parked slot with the longest sequence that `prompt` extends: the slot and that length."""
         if not self._parked:
             return None
@@ -47,7 +48,7 @@ class SlotTable:
             if length >= len(prompt):  # at least one token must be computed: its logits are what is asked for
                 continue
             for slot in self._by_key.get((length, int(prefix_hashes[length - 1])), ()):
-                if self._parked[slot].tokens == tuple(prompt[:length]):
+                if np.array_equal(self._parked[slot].tokens, prompt[:length]):
                     self._unpark(slot)
                     return slot, length
         return None
@@ -60,12 +61,12 @@ class SlotTable:
         self._unpark(slot)
         return slot
 
-    def park(self, slot: Slot, tokens: Sequence[int]) -> None:
+    def park(self, slot: Slot, tokens: IntArray) -> None:
         """Give a slot back that holds the KV of `tokens`."""
-        if not tokens:
+        if not len(tokens):
             self._empty.append(slot)
             return
-        parked = _Parked(tuple(tokens), (len(tokens), int(self._prefix_hashes(tokens)[-1])))
+        parked = _Parked(tokens, (len(tokens), int(self._prefix_hashes(tokens)[-1])))
         self._parked[slot] = parked
         self._by_key.setdefault(parked.key, []).append(slot)
         self._lengths[len(tokens)] = self._lengths.get(len(tokens), 0) + 1
@@ -86,11 +87,11 @@ class SlotTable:
         if not self._lengths[key[0]]:
             del self._lengths[key[0]]
 
-    def _prefix_hashes(self, tokens: Sequence[int]) -> npt.NDArray[np.uint64]:
+    def _prefix_hashes(self, tokens: IntArray) -> npt.NDArray[np.uint64]:
         """A polynomial hash of every prefix in one pass, so that a lookup costs O(tokens), not O(tokens x slots)."""
         if len(self._powers) < len(tokens):
             self._powers = np.cumprod(np.full(2 * len(tokens), _BASE), dtype=np.uint64)
-        values = np.asarray(tokens, dtype=np.uint64) + np.uint64(1)
+        values = tokens.astype(np.uint64) + np.uint64(1)
         return np.cumsum(values * self._powers[: len(tokens)], dtype=np.uint64)
 
 

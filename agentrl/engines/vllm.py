@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from pydantic import Field
 
+from agentrl.arrays import floats, ints
 from agentrl.engines.admission import KvOnUpdate, max_new_tokens
 from agentrl.errors import ConfigError, EngineDeadError, EngineError, WeightsError
 from agentrl.placement.footprint import EngineLayout
@@ -376,7 +377,7 @@ class VllmEngine:
         )
         # This form is handed over with no await on the way: a request is live here only once it stands before every
         # later pause in the core's queue. The salt is part of each cached block's name.
-        prompt = tokens_input(list(request.prompt_ids), cache_salt=self._salt)
+        prompt = tokens_input(request.prompt_ids.tolist(), cache_salt=self._salt)
         output: Any = None
         try:
             async for last in llm.generate(prompt, params, request.id, priority=request.priority):
@@ -474,13 +475,11 @@ class VllmEngine:
 
 def _completion(output: Any) -> Completion:
     """vLLM's last word on a request, as ours."""
-    token_ids = tuple(output.token_ids)
+    token_ids = list(output.token_ids)
     versions = [int(span.version) for span in output.weight_versions or () for _ in range(span.start, span.end)]
-    logprobs = (
-        tuple(at[token].logprob for token, at in zip(token_ids, output.logprobs, strict=True)) if token_ids else ()
-    )
+    logprobs = [at[token].logprob for token, at in zip(token_ids, output.logprobs, strict=True)] if token_ids else []
     finish_reason: FinishReason = output.finish_reason
-    return Completion(token_ids, logprobs, tuple(versions), finish_reason)
+    return Completion(ints(token_ids), floats(logprobs), ints(versions), finish_reason)
 
 
 __all__ = ["VllmEngine"]

@@ -8,6 +8,8 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
+import numpy as np
+
 from agentrl.durable import write_whole
 from agentrl.trajectory import Group, Score, Trajectory, staleness
 
@@ -21,9 +23,12 @@ def rollout_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     names = sorted({name for score in scores for name in score.parts})
     parts = {name: [score.parts[name] for score in scores if name in score.parts] for name in names}
-    versions_T = [version for turn in turns for version in turn.completion.policy_versions]
+    versions_T = np.concatenate([np.empty(0, np.int64), *(turn.completion.policy_versions for turn in turns)])
     ages_of_groups = Counter(staleness(group, step) for group in groups)
-    ages_of_tokens = Counter(step - version for version in versions_T)
+    ages_of_tokens = {
+        step - int(version): int(count)
+        for version, count in zip(*np.unique(versions_T, return_counts=True), strict=True)
+    }
     lengths = Counter(turn.completion.finish_reason for turn in turns)
     return {
         "reward": fmean(score.value for score in scores),
@@ -40,7 +45,7 @@ def rollout_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
         "truncated": fmean(trajectory.status.name == "truncated" for trajectory in trajectories),
         "mixed_groups": fmean(group.mixed for group in groups),
         "staleness/max": float(max(ages_of_tokens, default=0)),
-        "staleness/mean": step - fmean(versions_T) if versions_T else 0.0,
+        "staleness/mean": step - float(versions_T.mean()) if len(versions_T) else 0.0,
         **{f"staleness/groups/{age}": count / len(groups) for age, count in sorted(ages_of_groups.items())},
         **{f"staleness/tokens/{age}": count / len(versions_T) for age, count in sorted(ages_of_tokens.items())},
     }

@@ -15,10 +15,11 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from transformers.utils import logging
 
 from agentrl.algorithms.bradley_terry import preference_losses
+from agentrl.arrays import IntArray
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.recipes.preferences import PreferencesConfig
 
-Pair = tuple[tuple[int, ...], tuple[int, ...]]
+Pair = tuple[IntArray, IntArray]
 """The tokens of the chosen and of the rejected conversation."""
 
 
@@ -77,7 +78,7 @@ class PreferenceCore:
 
     def _scores(self, pairs: Sequence[Pair]) -> tuple[Tensor, Tensor]:
         """The scores of the chosen and of the rejected, in one pass, so that what is random falls on both alike."""
-        sequences = [torch.tensor(ids) for ids in (*(c for c, _ in pairs), *(r for _, r in pairs))]
+        sequences = [torch.tensor(ids, dtype=torch.long) for ids in (*(c for c, _ in pairs), *(r for _, r in pairs))]
         tokens_BT = pad_sequence(sequences, batch_first=True, padding_value=self._model.config.pad_token_id)
         lengths_B = torch.tensor([len(sequence) for sequence in sequences])
         mask_BT = torch.arange(tokens_BT.shape[1])[None] < lengths_B[:, None]

@@ -9,6 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
+from agentrl.arrays import floats, ints
 from agentrl.errors import EngineError, RolloutError
 from agentrl.flow import deadline, now
 from agentrl.hosting.host import EnvHost, LiveEnv
@@ -94,7 +97,7 @@ class ScriptedPolicy:
         rng = random.Random(derive_seed(episode.seed, turn))
         words = await env.consult(self.player, rng)
         token_ids = self.renderer.answer_ids(words)
-        return Completion(token_ids, (0.0,) * len(token_ids), (0,) * len(token_ids), "stop")
+        return Completion(token_ids, floats(np.zeros(len(token_ids))), ints(np.zeros(len(token_ids))), "stop")
 
 
 @dataclass(frozen=True, slots=True)

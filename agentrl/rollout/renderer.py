@@ -18,6 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
+from agentrl.arrays import GrowingInts, IntArray, ints
 from agentrl.errors import ConfigError
 from agentrl.protocols import Prompt
 from agentrl.trajectory import Completion, Message
@@ -74,7 +75,7 @@ class TemplateRenderer:
         self._tokenizer = tokenizer
         self._stop_token_ids = (tokenizer.eos_token_id,)
         self._encode = lru_cache(maxsize=1024)(
-            lambda text: tuple(tokenizer.encode(text, add_special_tokens=False)),
+            lambda text: ints(tokenizer.encode(text, add_special_tokens=False)),
         )
 
     @staticmethod
@@ -106,17 +107,17 @@ class TemplateRenderer:
         )
         return rendered
 
-    def encode(self, text: str) -> tuple[int, ...]:
+    def encode(self, text: str) -> IntArray:
         """Tokens of template text; its special tokens stand in it already."""
         return self._encode(text)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: IntArray) -> str:
         """The text of sampled tokens, special ones included."""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+        return self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=False)
 
-    def answer_ids(self, text: str) -> tuple[int, ...]:
+    def answer_ids(self, text: str) -> IntArray:
         """The tokens a model would sample to say `text` and end its turn: for demonstrations."""
-        return (*self.encode(text), self._stop_token_ids[0])
+        return ints([*self.encode(text).tolist(), self._stop_token_ids[0]])
 
 
 class TemplateConversation:
@@ -129,7 +130,7 @@ class TemplateConversation:
         self._shown: list[Message] = []
         self._template_messages: list[dict[str, str]] = []  # those that are shown
         self._seen_text = ""  # the last prompt's text with the answer's behind it
-        self._seen_ids: tuple[int, ...] = ()  # the last prompt's tokens with the answer's behind them
+        self._seen_ids = GrowingInts()  # the last prompt's tokens with the answer's behind them
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -148,37 +149,41 @@ class TemplateConversation:
 
     def size(self, messages: Sequence[Message]) -> int:
         """Tokens that the prompt would have with `messages`."""
-        return len(self._next([*self._template_messages, *map(_as_dict, messages)])[1].ids)
+        _, new_ids, forked = self._next([*self._template_messages, *map(_as_dict, messages)])
+        return len(new_ids) + (0 if forked else len(self._seen_ids))
 
     def prompt(self, messages: Sequence[Message]) -> Prompt:
         """Append `messages` and render the prompt for the next answer."""
         self._append(messages)
-        self._seen_text, prompt = self._next(self._template_messages)
-        self._seen_ids = prompt.ids
-        return prompt
+        self._seen_text, new_ids, forked = self._next(self._template_messages)
+        if forked:
+            self._seen_ids = GrowingInts()
+        self._seen_ids.append(new_ids)
+        return Prompt(self._seen_ids.values, new_ids, forked)
 
-    def _next(self, messages: list[dict[str, str]]) -> tuple[str, Prompt]:
-        """The prompt of these messages after what was seen, and its text."""
+    def _next(self, messages: list[dict[str, str]]) -> tuple[str, IntArray, bool]:
+        """The text of these messages, the tokens that it adds to those seen, and whether it is another one: then they
+        are all of its tokens.
+        """
         text = self._renderer.template_text(messages, self._tools)
         if not text.startswith(self._seen_text):
-            ids = self._renderer.encode(text)
-            return text, Prompt(ids, ids, True)
+            return text, self._renderer.encode(text), True
         new_ids = self._renderer.encode(text[len(self._seen_text) :])
         # The template writes the end of turn that the model has sampled already, unless it was cut short.
-        stop = self._renderer.stop_token_ids
-        if self._seen_ids and self._seen_ids[-1] in stop and new_ids[:1] == self._seen_ids[-1:]:
+        last, first = self._seen_ids.values[-1:].tolist(), new_ids[:1].tolist()
+        if last == first and last and last[0] in self._renderer.stop_token_ids:
             new_ids = new_ids[1:]
-        return text, Prompt(self._seen_ids + new_ids, new_ids, False)
+        return text, new_ids, False
 
     def answer(self, completion: Completion) -> str:
         """Append what was sampled; its text without the stop token is the assistant's message."""
         answer_ids = completion.token_ids
-        if answer_ids and answer_ids[-1] in self._renderer.stop_token_ids:
+        if len(answer_ids) and int(answer_ids[-1]) in self._renderer.stop_token_ids:
             answer_ids = answer_ids[:-1]
         text = self._renderer.decode(answer_ids)
         self._append([Message("assistant", text)])
         self._seen_text += text
-        self._seen_ids += completion.token_ids
+        self._seen_ids.append(completion.token_ids)
         return text
 
     def _append(self, messages: Sequence[Message]) -> None:

@@ -18,8 +18,10 @@ from functools import lru_cache
 from random import Random
 from typing import TYPE_CHECKING, Literal, Self
 
+import numpy as np
 from pydantic import Field, model_validator
 
+from agentrl.arrays import floats
 from agentrl.engines.admission import max_new_tokens
 from agentrl.errors import EngineDeadError, EngineError
 from agentrl.protocols import EngineStats, GenerateRequest, Settings
@@ -533,10 +535,13 @@ def _constant(tokens: int, last: int, version: int, reason: FinishReason) -> Com
 
 def _with_versions(tokens: int, last: int, splits: tuple[tuple[int, int], ...], reason: FinishReason) -> Completion:
     """A completion whose tokens up to each split are of the split's version."""
-    versions: tuple[int, ...] = ()
+    token_ids, versions = np.full(tokens, FILLER, np.int32), np.empty(tokens, np.int32)
+    token_ids[-1:] = last
+    begin = 0
     for upto, version in splits:
-        versions += (version,) * (upto - len(versions))
-    return Completion(((FILLER,) * (tokens - 1) + (last,))[:tokens], (0.0,) * tokens, versions, reason)
+        versions[begin:upto] = version
+        begin = upto
+    return Completion(token_ids, floats(np.zeros(tokens)), versions, reason)
 
 
 __all__ = ["END", "FILLER", "LengthOf", "SimulatedEngine"]

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from random import Random
 
+import numpy as np
+
+from agentrl.arrays import floats, ints
 from agentrl.errors import DeadlineError
 from agentrl.flow import deadline, now
 from agentrl.rollout.episode import Episode
@@ -49,6 +52,6 @@ class SpanEpisodeRunner:
 
 @lru_cache(maxsize=4096)
 def _turn(first: int, last: int, reward: int) -> Turn:
-    versions = tuple(range(first, last + 1))
-    tokens = len(versions)
-    return Turn((FILLER,), Completion((FILLER,) * tokens, (0.0,) * tokens, versions, "stop"), float(reward), {})
+    versions = ints(range(first, last + 1))
+    fillers, certain = ints(np.full(len(versions), FILLER)), floats(np.zeros(len(versions)))
+    return Turn(fillers[:1], Completion(fillers, certain, versions, "stop"), float(reward), {})

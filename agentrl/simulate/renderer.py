@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+
+from agentrl.arrays import IntArray, ints
 from agentrl.protocols import Prompt
 from agentrl.simulate.engine import END, FILLER
 from agentrl.trajectory import Completion, Message
@@ -70,5 +73,5 @@ class SimulatedConversation:
 
 
 @lru_cache(maxsize=4096)
-def _tokens(length: int) -> tuple[int, ...]:
-    return (FILLER,) * length
+def _tokens(length: int) -> IntArray:
+    return ints(np.full(length, FILLER))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
+from agentrl.arrays import floats, ints
 from agentrl.engines.admission import max_new_tokens
 from agentrl.errors import EngineDeadError, EngineError
 from agentrl.protocols import EngineStats, GenerateRequest
@@ -247,7 +248,7 @@ class _Live:
     ended: Exception | None = None
 
     def completion(self, finish_reason: FinishReason) -> Completion:
-        return Completion(tuple(self.tokens), tuple(self.logprobs), tuple(self.versions), finish_reason)
+        return Completion(ints(self.tokens), floats(self.logprobs), ints(self.versions), finish_reason)
 
 
 class _InterruptedError(Exception):
@@ -262,7 +263,9 @@ def _wake(sleeper: asyncio.Future[None]) -> None:
 def _sampling_from(next_logits: NextLogits) -> NextToken:
     def next_token(request: GenerateRequest, sampled: Sequence[int]) -> tuple[int, float]:
         temperature = request.sampling.temperature
-        logits_V = np.asarray(next_logits([*request.prompt_ids, *sampled]), dtype=np.float64) / (temperature or 1.0)
+        logits_V = np.asarray(next_logits([*request.prompt_ids.tolist(), *sampled]), dtype=np.float64) / (
+            temperature or 1.0
+        )
         shifted_V = logits_V - logits_V.max()
         logprobs_V = shifted_V - np.log(np.exp(shifted_V).sum())
         noise_V = np.zeros_like(logprobs_V)

@@ -12,6 +12,7 @@ from aiohttp import web
 from pydantic import BaseModel, ValidationError
 from pydantic_core import to_json
 
+from agentrl.arrays import ints
 from agentrl.errors import EngineDeadError, EngineError
 from agentrl.protocols import Engine, GenerateRequest, SamplingParams
 from agentrl.trajectory import Completion
@@ -77,7 +78,7 @@ def openai_app(engine: Engine, api_key: str | None = None) -> web.Application:
         )
         name = f"cmpl-{next(numbers)}"
         completion = await engine.generate(
-            GenerateRequest(name, body.prompt, sampling, body.seed, body.priority, body.session_id)
+            GenerateRequest(name, ints(body.prompt), sampling, body.seed, body.priority, body.session_id)
         )
         return _json(_answer(name, len(body.prompt), completion))
 
@@ -90,8 +91,8 @@ def _answer(name: str, prompt_tokens: int, completion: Completion) -> dict[str, 
     tokens = [f"token_id:{token}" for token in completion.token_ids]
     logprobs = {
         "tokens": tokens,
-        "token_logprobs": completion.logprobs,
-        "top_logprobs": [{token: logprob} for token, logprob in zip(tokens, completion.logprobs, strict=True)],
+        "token_logprobs": completion.logprobs.tolist(),
+        "top_logprobs": [{token: logprob} for token, logprob in zip(tokens, completion.logprobs.tolist(), strict=True)],
         "text_offset": [0] * len(tokens),
     }
     choice = {
@@ -99,7 +100,7 @@ def _answer(name: str, prompt_tokens: int, completion: Completion) -> dict[str, 
         "text": "",
         "logprobs": logprobs,
         "finish_reason": completion.finish_reason,
-        "token_ids": completion.token_ids,
+        "token_ids": completion.token_ids.tolist(),
     }
     usage = {"prompt_tokens": prompt_tokens, "completion_tokens": len(tokens)}
     return {"id": name, "object": "text_completion", "model": MODEL, "choices": [choice], "usage": usage}

@@ -7,6 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
+import numpy as np
+
+from agentrl.arrays import floats, ints
 from agentrl.errors import ConformanceError, RewardError
 from agentrl.flow import Flow, deadline
 from agentrl.protocols import Rule
@@ -30,10 +33,9 @@ def trajectory(
     texts = [replies] if isinstance(replies, str) else list(replies)
     messages, turns = [Message("user", "")], []
     for text, seen, reward in zip_longest(texts, observations[: len(texts)], rewards[: len(texts)]):
-        tokens = tuple(text.encode())
-        turns.append(
-            Turn((0,), Completion(tokens, (-1.0,) * len(tokens), (0,) * len(tokens), "stop"), reward or 0.0, {})
-        )
+        tokens = ints(list(text.encode()))
+        sampled = Completion(tokens, floats(np.full(len(tokens), -1.0)), ints(np.zeros(len(tokens))), "stop")
+        turns.append(Turn(ints([0]), sampled, reward or 0.0, {}))
         messages += [Message("assistant", text), *([Message("tool", seen)] if seen is not None else [])]
     return Trajectory(
         id, Task("test", 0, options or {}, id.partition("/")[0]), tuple(turns), Terminated(), tuple(messages)

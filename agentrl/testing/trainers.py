@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from agentrl.algorithms.losses import policy_gradient
+from agentrl.arrays import FloatArray, floats, ints, mask
 from agentrl.batch import TrainBatch, TrainingSample, collate
 from agentrl.errors import ConformanceError, TrainingError
 from agentrl.protocols import Loss, LossTokens, SupportsPredict, Trainer
@@ -199,17 +200,17 @@ def random_samples(vocab_size: int, *, seed: int, count: int = 8) -> list[Traini
     samples = []
     for _ in range(count):
         length = int(rng.integers(4, 50))
-        mask = (0, *(int(m) for m in np.repeat(rng.integers(0, 2, length), 3)[: length - 1]))
+        mask_T = np.concatenate([[0], np.repeat(rng.integers(0, 2, length), 3)[: length - 1]])
         advantage = float(rng.normal())
         logprobs = rng.normal(-np.log(vocab_size), 0.3, length)
         samples.append(
             TrainingSample(
-                token_ids=tuple(rng.integers(0, vocab_size, length).tolist()),
-                loss_mask=mask,
-                rollout_logprobs=tuple(float(x) if m else 0.0 for x, m in zip(logprobs, mask, strict=True)),
-                advantages=tuple(advantage * m for m in mask),
-                policy_versions=tuple(m - 1 for m in mask),
-                turn_ids=(0,) * length,
+                token_ids=ints(rng.integers(0, vocab_size, length)),
+                loss_mask=mask(mask_T),
+                rollout_logprobs=floats(logprobs * mask_T),
+                advantages=floats(advantage * mask_T),
+                policy_versions=ints(mask_T - 1),
+                turn_ids=ints(np.zeros(length)),
             )
         )
     return samples
@@ -287,7 +288,7 @@ class _Reference:
         }
 
     def _logprobs(self, sample: TrainingSample) -> Tensor:
-        ids = torch.tensor(sample.token_ids)
+        ids = torch.tensor(sample.token_ids, dtype=torch.long)
         logits = (
             functional_call(self.model, self._merged(), (ids[None],)).logits[0, :-1].float() / self.case.temperature
         )
@@ -305,8 +306,8 @@ def _factors(weights: Mapping[str, Tensor]) -> Mapping[str, Factors]:
     }
 
 
-def _at_loss(sample: TrainingSample, values: Sequence[float]) -> Tensor:
-    return torch.tensor([v for v, m in zip(values, sample.loss_mask, strict=True) if m], dtype=torch.float32)
+def _at_loss(sample: TrainingSample, values_T: FloatArray) -> Tensor:
+    return torch.from_numpy(values_T[sample.loss_mask])
 
 
 async def _train(

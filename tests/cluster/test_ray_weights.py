@@ -121,7 +121,7 @@ def test_engines_that_do_not_see_the_files_get_them_through_the_object_store(
                 expected = await near.generate(request)
                 for engine in far:
                     got = await engine.generate(request)
-                    assert got.token_ids == expected.token_ids
+                    assert got.token_ids.tolist() == expected.token_ids.tolist()
                     assert got.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
                     assert set(got.policy_versions) == {version}
             (tmp_path / "damage").touch()

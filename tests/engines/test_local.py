@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
+from agentrl.arrays import ints
 from agentrl.engines import local, packed_model
 from agentrl.engines.local import LocalEngine
 from agentrl.engines.sampling import Sampler, noise_keys
@@ -282,7 +283,7 @@ def test_the_slot_table_is_a_longest_prefix_lookup(steps: list[tuple[str, int, l
     for kind, which, tokens in steps:
         if kind == "take" and len(taken) < size:
             fits = [h for h in parked.values() if len(h) < len(tokens) and tokens[: len(h)] == h]
-            place = table.take_extended(tokens)
+            place = table.take_extended(ints(tokens))
             assert (place is None) == (not fits)
             if place is None:
                 slot, oldest = table.take_any(), next(iter(parked), None)
@@ -296,7 +297,7 @@ def test_the_slot_table_is_a_longest_prefix_lookup(steps: list[tuple[str, int, l
             taken.append(slot)
         elif kind == "park" and taken:
             slot = taken.pop(which % len(taken))
-            table.park(slot, tokens)
+            table.park(slot, ints(tokens))
             if tokens:
                 parked[slot] = tokens
         elif kind == "forget":

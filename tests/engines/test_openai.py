@@ -63,13 +63,13 @@ def test_a_request_arrives_as_it_was_sent_and_the_answer_comes_back() -> None:
         async with scripted_server(max_context=99) as (scripted, url), engine_of(f"{url}/", policy_version=4) as engine:
             sent = request("a", seed=2**63 + 5, priority=3, session="episode-1")
             completion = await engine.generate(sent)
-            assert completion.token_ids == (7, 8, END)
-            assert completion.logprobs == (0.0,) * 3
-            assert completion.policy_versions == (4,) * 3
+            assert completion.token_ids.tolist() == [7, 8, END]
+            assert completion.logprobs.tolist() == [0.0] * 3
+            assert completion.policy_versions.tolist() == [4] * 3
             assert completion.finish_reason == "stop"
             assert engine.max_context == 99
             (received,) = scripted.requests
-            assert (received.prompt_ids, received.sampling) == (sent.prompt_ids, sent.sampling)
+            assert (received.prompt_ids.tolist(), received.sampling) == (sent.prompt_ids.tolist(), sent.sampling)
             assert (received.seed, received.priority, received.session) == (5, 3, "episode-1")
 
     asyncio.run(main())
@@ -90,7 +90,7 @@ def test_a_busy_server_is_asked_again_and_one_that_stays_away_is_dead() -> None:
 
     async def main() -> None:
         async with server as (_, url), engine_of(url, retries=2) as engine:
-            assert (await engine.generate(request("a"))).token_ids == (7, 8, END)
+            assert (await engine.generate(request("a"))).token_ids.tolist() == [7, 8, END]
             with pytest.raises(EngineDeadError, match=r"3 times.*503.*gone"):
                 await engine.generate(request("b"))
         async with asyncio.timeout(10):
@@ -243,14 +243,14 @@ def test_a_server_of_vllm_gives_what_the_local_engine_gives(tiny_model_dir: Path
         async with LocalEngine(LocalEngine.Config(), tiny_model_dir) as local:
             assert engine.max_context == 256
             answers = [await engine.generate(first), await local.generate(first)]
-            assert answers[0].token_ids == answers[1].token_ids
+            assert answers[0].token_ids.tolist() == answers[1].token_ids.tolist()
             stop = replace(
                 first,
                 sampling=SamplingParams(max_tokens=24, temperature=0.0, stop_token_ids=(answers[0].token_ids[5],)),
             )
             stopped = await engine.generate(stop)
             assert stopped.finish_reason == "stop"
-            assert stopped.token_ids == (await local.generate(stop)).token_ids
+            assert stopped.token_ids.tolist() == (await local.generate(stop)).token_ids.tolist()
             assert engine.stats().cached_tokens > 0
             for answer, other in zip(*(each.logprobs for each in answers), strict=True):
                 assert abs(answer - other) < 1e-3

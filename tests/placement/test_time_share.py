@@ -235,7 +235,7 @@ def test_an_engine_that_slept_goes_on_with_the_same_tokens_and_logprobs(shallow_
             slept = await asked
             again = await answers(engine, range(6))
         for one, other in zip(undisturbed + undisturbed, slept + again, strict=True):
-            assert one.token_ids == other.token_ids
+            assert one.token_ids.tolist() == other.token_ids.tolist()
             assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
 
     asyncio.run(main())
@@ -260,7 +260,9 @@ def test_new_weights_that_come_while_an_engine_sleeps_take_effect(shallow_model_
             await engine.sleep()
             await engine.update_weights(weights, 1)
             await engine.wake()
-            assert [c.token_ids for c in await answers(engine, range(3))] == [c.token_ids for c in expected]
+            assert [c.token_ids.tolist() for c in await answers(engine, range(3))] == [
+                c.token_ids.tolist() for c in expected
+            ]
         async with LocalEngine(config, shallow_model_dir) as engine, asyncio.TaskGroup() as tasks:
             asked = tasks.create_task(answers(engine, range(3)))
             await napping(engine, lambda: engine.update_weights(weights, 1))

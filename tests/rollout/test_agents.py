@@ -88,7 +88,7 @@ def reconstructed(trajectory: Trajectory) -> list[tuple[int, ...]]:
     prompts = []
     for sample in to_samples(trajectory, 1.0):
         starts = [i for i, loss in enumerate(sample.loss_mask) if loss and not sample.loss_mask[i - 1]]
-        prompts += [sample.token_ids[:start] for start in starts]
+        prompts += [tuple(sample.token_ids[:start].tolist()) for start in starts]
     return prompts
 
 
@@ -115,7 +115,7 @@ def test_what_each_agent_saw_said_and_earned_is_in_its_own_trajectory(seed, agen
                 if trajectory.turns:
                     assert trajectory.success == table.won[trajectory.agent]
                 asked = [r for r in engine.requests if r.id.startswith(f"e/{trajectory.agent}/")]
-                assert reconstructed(trajectory) == [request.prompt_ids for request in asked]
+                assert reconstructed(trajectory) == [tuple(request.prompt_ids.tolist()) for request in asked]
                 said = [token for turn in trajectory.turns for token in turn.completion.token_ids]
                 samples = to_samples(trajectory, 1.0)
                 learnt = [t for s in samples for t, loss in zip(s.token_ids, s.loss_mask, strict=True) if loss]

@@ -144,7 +144,7 @@ def test_real_templates_show_what_they_are_told_to(tmp_path, template, context):
     assert all("room 0" in prompt for prompt in prompts)
     assert "room 2" not in prompts[-1]
     assert "room 4" in prompts[-1]
-    seen = [sample.token_ids[: sample.loss_mask.index(1)] for sample in to_samples(trajectory, 1.0)]
+    seen = [sample.token_ids[: sample.loss_mask.argmax()] for sample in to_samples(trajectory, 1.0)]
     assert renderer.decode(seen[-1]) in prompts
 
 

@@ -22,19 +22,19 @@ def said(ids, *, stopped: bool) -> Completion:
 def test_each_prompt_extends_the_last_one_and_its_answer_token_for_token(turns, system):
     tokenizer = ByteTokenizer()
     conversation = TemplateRenderer(tokenizer).conversation()
-    history: tuple[int, ...] = ()
+    history: list[int] = []
     waiting = [Message("system", system)]
     for observation, answer, stopped in turns:
         prompt = conversation.prompt([*waiting, Message("user", observation)])
         assert not prompt.forked
-        assert prompt.ids == history + prompt.new_ids
+        assert prompt.ids.tolist() == [*history, *prompt.new_ids]
         ids = tokenizer.encode(answer + (END if stopped else ""))
         assert conversation.answer(said(ids, stopped=stopped)) == answer
-        history = prompt.ids + tuple(ids)
+        history = [*prompt.ids.tolist(), *ids]
         waiting = []
     text = tokenizer.apply_chat_template([{"role": m.role, "content": m.content} for m in conversation.messages])
     whole = tuple(tokenizer.encode(text.removesuffix("assistant:")))
-    assert whole[: len(history)] == history
+    assert list(whole[: len(history)]) == history
 
 
 def test_a_template_that_drops_thoughts_forks_the_conversation():
@@ -44,7 +44,11 @@ def test_a_template_that_drops_thoughts_forks_the_conversation():
     conversation.answer(said(tokenizer.encode("<think>hm</think>b" + END), stopped=True))
     prompt = conversation.prompt([Message("user", "c")])
     assert prompt.forked
-    assert prompt.new_ids == prompt.ids == tuple(tokenizer.encode(f"user:a{END}assistant:b{END}user:c{END}assistant:"))
+    assert (
+        prompt.new_ids.tolist()
+        == prompt.ids.tolist()
+        == list(tokenizer.encode(f"user:a{END}assistant:b{END}user:c{END}assistant:"))
+    )
     conversation.answer(said(tokenizer.encode("d" + END), stopped=True))
     assert not conversation.prompt([Message("user", "e")]).forked
 
@@ -55,7 +59,7 @@ def test_broken_bytes_that_a_model_samples_stay_the_tokens_they_are():
     assert conversation.answer(said([0xC3, 3], stopped=True)) == "\ufffd"
     second = conversation.prompt([Message("user", "b")])
     assert not second.forked
-    assert second.ids == (*first.ids, 0xC3, 3, *second.new_ids)
+    assert second.ids.tolist() == [*first.ids, 0xC3, 3, *second.new_ids]
 
 
 @pytest.mark.parametrize("template", ["compact", "chatml"])
@@ -64,18 +68,18 @@ def test_a_real_template_is_extended_exactly(tmp_path, template):
     renderer = TemplateRenderer.of_model(tmp_path / "m")
     tools = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}]
     conversation = renderer.conversation(tools)
-    ids: tuple[int, ...] = ()
+    ids: list[int] = []
     opening = [Message("system", "You play.")]
     for i in range(4):
         prompt = conversation.prompt([*opening, Message("tool" if i else "user", f"grid {i}\nP . O")])
         assert not prompt.forked
-        assert prompt.ids[: len(ids)] == ids
+        assert prompt.ids[: len(ids)].tolist() == ids
         answer = renderer.answer_ids("left") if i % 2 else renderer.encode("cut short")
         conversation.answer(said(answer, stopped=i % 2 == 1))
-        ids = prompt.ids + answer
+        ids = [*prompt.ids.tolist(), *answer.tolist()]
         opening = []
     rendered = renderer.encode(renderer.text(conversation.messages, tools))
-    assert ids == rendered[: len(ids)]
+    assert ids == rendered[: len(ids)].tolist()
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +98,7 @@ def test_the_core_of_a_tokenizer_says_what_the_tokenizer_says(tokenizers, text, 
     renderer, tokenizer = tokenizers
     text = text.encode(errors="replace").decode() + special + "P . . O\n"
     ids = renderer.encode(text)
-    assert ids == renderer.encode(text) == tuple(tokenizer.encode(text, add_special_tokens=False))
+    assert ids.tolist() == renderer.encode(text).tolist() == tokenizer.encode(text, add_special_tokens=False)
     assert renderer.decode(ids[:-1]) == tokenizer.decode(ids[:-1])
 
 

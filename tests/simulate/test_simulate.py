@@ -225,7 +225,7 @@ def test_an_update_in_mid_request_splits_its_versions_and_recomputes_its_kv(
         updates=[updated],
     )
     assert each.ended == close(ended, abs=1e-4)
-    assert each.completion.policy_versions == versions
+    assert tuple(each.completion.policy_versions) == versions
 
 
 def test_a_later_turn_prefills_only_what_is_new_until_the_weights_change() -> None:
@@ -274,7 +274,7 @@ def test_a_full_cache_preempts_the_youngest_whose_context_is_computed_again() ->
     )
     assert (tested.stats().preemptions, first.ended) == (1, close(11.4, abs=1e-3))
     # Five tokens are sampled when the cache is full; then it waits, and prefills ten.
-    assert second.completion.policy_versions == (0,) * 4 + (1,) * 6
+    assert tuple(second.completion.policy_versions) == (0,) * 4 + (1,) * 6
     assert second.ended > first.ended + 1.0 + 4.0
     assert len(second.completion.token_ids) == 10
 

@@ -1,0 +1,80 @@
+"""Immutable arrays: tokens with their logprobs, versions and masks, from the engine to the batch.
+
+A slice of one is a view of the same memory: it costs nothing, whatever its length.
+"""
+
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int32]
+"""Token ids, policy versions, positions, numbers of turns and segments."""
+FloatArray = npt.NDArray[np.float32]
+"""Logprobs, in nats, and advantages."""
+MaskArray = npt.NDArray[np.bool_]
+
+
+def ints(values: npt.ArrayLike) -> IntArray:
+    """Immutable int32: a view of an array that is int32 already, else a copy."""
+    return _frozen(np.asarray(values, np.int32))
+
+
+def floats(values: npt.ArrayLike) -> FloatArray:
+    """Immutable float32, as `ints`."""
+    return _frozen(np.asarray(values, np.float32))
+
+
+def mask(values: npt.ArrayLike) -> MaskArray:
+    """Immutable booleans, as `ints`."""
+    return _frozen(np.asarray(values, np.bool_))
+
+
+def _frozen(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    if not array.flags.writeable:
+        return array
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+class GrowingInts:
+    """Int32 values that are only ever appended: n of them cost O(n) in all, however often they are looked at."""
+
+    __slots__ = ("_length", "_memory")
+
+    def __init__(self, values: IntArray | None = None) -> None:
+        self._memory = np.empty(64, np.int32)
+        self._length = 0
+        if values is not None:
+            self.append(values)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def append(self, values: IntArray) -> None:
+        """Add values at the end."""
+        length = self._length + len(values)
+        if length > len(self._memory):
+            grown = np.empty(2 * length, np.int32)
+            grown[: self._length] = self._memory[: self._length]
+            self._memory = grown
+        self._memory[self._length : length] = values
+        self._length = length
+
+    @property
+    def values(self) -> IntArray:
+        """All so far, as a view that later values do not change."""
+        return _frozen(self._memory[: self._length])
+
+
+def same_fields(one: Any, other: Any) -> bool:
+    """`__eq__` of a dataclass some fields of which are arrays: the same class, and equal values."""
+    if type(one) is not type(other):
+        return False
+    pairs = ((getattr(one, field.name), getattr(other, field.name)) for field in fields(one))
+    return all(np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b for a, b in pairs)
+
+
+__all__ = ["FloatArray", "GrowingInts", "IntArray", "MaskArray", "floats", "ints", "mask", "same_fields"]
