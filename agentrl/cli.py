@@ -17,6 +17,7 @@ from rich.table import Table
 from agentrl import plugins
 from agentrl.config import LoadedConfig, load_config
 from agentrl.errors import AgentRLError, ConfigError, ConformanceError
+from agentrl.flow import run_steadily
 from agentrl.observe import ledger_report
 from agentrl.protocols import Isolation
 from agentrl.rollout.ledger import LedgerReader, read_ledger
@@ -107,7 +108,7 @@ def _run(loaded: LoadedConfig, *, resume: bool) -> dict[str, Any] | None:
 
     try:
         with Run(loaded, console, resume=resume) as run:
-            asyncio.run(loaded.config.recipe.call(run))
+            run_steadily(loaded.config.recipe.call(run))
     except KeyboardInterrupt:
         folder = loaded.config.run_dir
         console.print(f"\nstopped; `agentrl train --resume {folder}` goes on from the last checkpoint", soft_wrap=True)
@@ -158,7 +159,7 @@ def evaluate(
         async with assemble_rollouts(loaded.config, model) as rollouts:
             return await evaluate_rollouts(rollouts, tasks)
 
-    evaluation = asyncio.run(play())
+    evaluation = run_steadily(play())
     for trajectory, score in evaluation.scored[:show]:
         console.rule(f"{_name_of(trajectory)}: {trajectory.status.name}, score {score.value:g}")
         for message in trajectory.messages:

@@ -31,6 +31,7 @@ from agentrl.checkpoint import Checkpoints, Savable
 from agentrl.config import LoadedConfig, RunConfig, load_config
 from agentrl.durable import unfinished, write_whole
 from agentrl.errors import ConfigError
+from agentrl.flow import run_to_completion
 from agentrl.observe.curve import draw_curve
 from agentrl.observe.metrics import MetricsFile, rollout_metrics
 from agentrl.observe.progress import ProgressDisplay
@@ -99,11 +100,11 @@ class Run:
         unfinished(path).write_text(json.dumps(status) + "\n")  # news, which need not outlive a loss of power
         unfinished(path).replace(path)
 
-    def record_step(
+    async def record_step(
         self, step: int, groups: Sequence[Group], trained: Mapping[str, float], seconds: Mapping[str, float]
     ) -> None:
-        """Write what step `step` (counted from 0) did. `seconds` by phase, on the loop's clock."""
-        rollout = rollout_metrics(groups, step)
+        """Write what step `step` (counted from 0) did. `seconds` by phase."""
+        rollout = await run_to_completion(asyncio.to_thread(self._write_rollouts, step, groups))
         total = sum(seconds.values())
         metrics = {
             **rollout,
@@ -112,14 +113,18 @@ class Run:
             **{f"seconds/{phase}": value for phase, value in seconds.items()},
             "tokens_per_second": (rollout["sampled_tokens"] + rollout["prompt_tokens"]) / max(total, 1e-9),
         }
-        write_trajectories(
-            self.folder / "trajectories" / f"step_{step:06d}.parquet",
-            [pair for group in groups for pair in zip(group.trajectories, group.scores, strict=True)],
-        )
         self.metrics.append({"step": step, **metrics})
         for tracker in self._trackers:
             tracker.log(step, metrics)
         self.display.step(step, metrics)
+
+    def _write_rollouts(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
+        """Write the trajectories of a step; its metrics."""
+        write_trajectories(
+            self.folder / "trajectories" / f"step_{step:06d}.parquet",
+            [pair for group in groups for pair in zip(group.trajectories, group.scores, strict=True)],
+        )
+        return rollout_metrics(groups, step)
 
     def record_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write an evaluation of the weights after `step` steps."""
@@ -148,7 +153,7 @@ class Run:
         """Whether the weights after `step` steps have been evaluated already (by a launch before this one)."""
         return any("eval/success" in row and row["step"] == step for row in self.metrics.rows())
 
-    def finish(self, weights_checksum: str) -> None:
+    async def finish(self, weights_checksum: str) -> None:
         """Draw the curve and write `summary.json`."""
         rows = self.metrics.rows()
         trained = [row for row in rows if "reward" in row]
@@ -165,7 +170,7 @@ class Run:
             "tasks": asdict(self.ledger.task_fates()),
             "episodes": asdict(self.ledger.episode_fates()),
         }
-        draw_curve(rows, self.folder / "reward_curve.png", self.folder.name)
+        await asyncio.to_thread(draw_curve, rows, self.folder / "reward_curve.png", self.folder.name)
         write_whole(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
 
 

@@ -7,6 +7,7 @@ from agentrl.flow.deadline import PendingWait, deadline, waits
 from agentrl.flow.event_log import EventLog
 from agentrl.flow.flow import Flow
 from agentrl.flow.retries import Retries
+from agentrl.flow.steady_loop import SteadyLoop, elapsed, loop_metrics, run_steadily
 
 __all__ = [
     "Channel",
@@ -16,10 +17,14 @@ __all__ = [
     "Flow",
     "PendingWait",
     "Retries",
+    "SteadyLoop",
     "VirtualDeadlockError",
     "VirtualTimeLoop",
     "deadline",
+    "elapsed",
+    "loop_metrics",
     "now",
+    "run_steadily",
     "run_to_completion",
     "run_virtual",
     "waits",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from agentrl.assembly import RolloutAssembly, task_source
-from agentrl.flow import Flow
+from agentrl.flow import Flow, run_to_completion
 from agentrl.observe.metrics import by_agent
 from agentrl.observe.trajectories import write_trajectories
 from agentrl.rollout.episode import EnvEpisodeRunner, Episode
@@ -76,5 +76,6 @@ async def evaluate_run(run: Run, rollouts: RolloutAssembly, step: int) -> None:
         return
     run.begin_phase(step, "evaluation")
     evaluation = await evaluate(rollouts)
-    write_trajectories(run.folder / "trajectories" / f"held_out_{step:06d}.parquet", evaluation.scored)
+    file = run.folder / "trajectories" / f"held_out_{step:06d}.parquet"
+    await run_to_completion(asyncio.to_thread(write_trajectories, file, evaluation.scored))
     run.record_evaluation(step, evaluation.metrics())

@@ -9,6 +9,7 @@ One loop. With `rollout.max_staleness = 0` it is synchronous: no episode begins 
 live. With 1 or more, the episodes of the next steps are played while the trainer works.
 """
 
+import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,8 +17,8 @@ from itertools import chain
 
 from agentrl.algorithms.batch_processing import BatchProcessing, BatchProcessingConfig
 from agentrl.assembly import assemble_training
-from agentrl.batch import TrainingSample, collate, to_samples
-from agentrl.flow import now
+from agentrl.batch import TrainBatch, TrainingSample, collate, to_samples
+from agentrl.flow import elapsed, loop_metrics
 from agentrl.protocols import Algorithm, Settings
 from agentrl.recipes.demonstrations import DemonstrationsConfig
 from agentrl.recipes.evaluate import evaluate_run
@@ -50,23 +51,35 @@ async def policy_gradient(run: Run, settings: PolicyGradientSettings) -> None:
                 with clock("rollout"):
                     groups = await rollouts.next_batch()
                 with clock("train"):
-                    samples = samples_of(
-                        processing.scores(groups), algorithm, rollouts.oldest_version(step), processing
-                    )
-                    batch = collate(samples, row_tokens=learner.trainer.row_tokens)
+                    make = partial(batch_of, groups, algorithm, processing, learner.trainer.row_tokens)
+                    batch = await asyncio.to_thread(make, rollouts.oldest_version(step))  # millions of tokens take long
                     async with parts.sharing.training():
                         metrics = await learner.step(batch)
                 with clock("weights"):
                     async with rollouts.new_weights(step + 1):
                         published = await weights.publish(learner.trainer, version=step + 1)
-                metrics = {**metrics, **published.metrics(), **rollouts.metrics(), **processing.update(groups)}
-                run.record_step(step, groups, metrics, clock.seconds)
+                metrics = {
+                    **metrics,
+                    **published.metrics(),
+                    **rollouts.metrics(),
+                    **processing.update(groups),
+                    **loop_metrics(),
+                }
+                await run.record_step(step, groups, metrics, clock.seconds)
                 if (step + 1) % config.checkpoint.every == 0 or step + 1 == config.steps:
                     await run.save_checkpoint(step + 1, learner)
                 if config.evaluation.every and (step + 1) % config.evaluation.every == 0:
                     await evaluate_run(run, parts, step + 1)
         await evaluate_run(run, parts, config.steps)
-        run.finish(checksum(await learner.trainer.weights()))
+        await run.finish(checksum(await learner.trainer.weights()))
+
+
+def batch_of(
+    groups: list[Group], algorithm: Algorithm, processing: BatchProcessing, row_tokens: int, oldest_version: int
+) -> TrainBatch:
+    """The batch of a step's groups."""
+    samples = samples_of(processing.scores(groups), algorithm, oldest_version, processing)
+    return collate(samples, row_tokens=row_tokens)
 
 
 def samples_of(
@@ -87,7 +100,7 @@ def samples_of(
 
 
 class Stopwatch:
-    """Seconds of loop time by phase. `begins` is called with each as it begins."""
+    """Seconds by phase. `begins` is called with each as it begins."""
 
     def __init__(self, begins: Callable[[str], None] = lambda phase: None) -> None:
         self.seconds: dict[str, float] = {}
@@ -97,6 +110,6 @@ class Stopwatch:
     def __call__(self, phase: str) -> Iterator[None]:
         """Count what happens inside as `phase`."""
         self._begins(phase)
-        started = now()
+        started = elapsed()
         yield
-        self.seconds[phase] = now() - started
+        self.seconds[phase] = elapsed() - started

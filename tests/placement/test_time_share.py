@@ -417,7 +417,7 @@ def test_an_engine_and_a_trainer_take_turns_through_whole_steps(shallow_model_di
                 free = free_on_cpu
                 share = TimeSharing(Tenant("engine", [engine], 1), Tenant("trainer", [trainer], 1), free, 60)
             for version in (1, 2, 3):
-                seen += [completion.token_ids for completion in await answers(engine, range(2))]
+                seen += [tuple(completion.token_ids.tolist()) for completion in await answers(engine, range(2))]
                 async with share.training():
                     await trainer.step(batch(), LOSS, 1.0)
                 await engine.update_weights(await trainer.weights(), version)
