@@ -18,25 +18,25 @@ MaskArray = npt.NDArray[np.bool_]
 
 def ints(values: npt.ArrayLike) -> IntArray:
     """Immutable int32: a view of an array that is int32 already, else a copy."""
-    return _frozen(np.asarray(values, np.int32))
+    return _frozen(values, np.int32)
 
 
 def floats(values: npt.ArrayLike) -> FloatArray:
     """Immutable float32, as `ints`."""
-    return _frozen(np.asarray(values, np.float32))
+    return _frozen(values, np.float32)
 
 
 def mask(values: npt.ArrayLike) -> MaskArray:
     """Immutable booleans, as `ints`."""
-    return _frozen(np.asarray(values, np.bool_))
+    return _frozen(values, np.bool_)
 
 
-def _frozen(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    if not array.flags.writeable:
-        return array
-    view = array.view()
-    view.flags.writeable = False
-    return view
+def _frozen(values: npt.ArrayLike, kind: npt.DTypeLike) -> npt.NDArray[Any]:
+    array = np.asarray(values, kind)
+    if array is values and array.flags.writeable:
+        array = array.view()  # its owner goes on to write
+    array.flags.writeable = False
+    return array
 
 
 class GrowingInts:
@@ -66,7 +66,7 @@ class GrowingInts:
     @property
     def values(self) -> IntArray:
         """All so far, as a view that later values do not change."""
-        return _frozen(self._memory[: self._length])
+        return ints(self._memory[: self._length])
 
 
 def same_fields(one: Any, other: Any) -> bool:

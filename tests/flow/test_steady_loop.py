@@ -112,11 +112,11 @@ def test_no_engine_is_replaced_for_the_controllers_own_pause() -> None:
 
         def pause() -> None:
             machine.pause(45.0)
-            if next(pauses) == 3:
+            if next(pauses) == 2:
                 enough.set()
 
         engines[-1].asked = pause
-        async with Router(engines, factory=replaced, lease=30.0) as router:
+        async with Router(engines, factory=replaced, lease=3.0) as router:
             async with asyncio.timeout(300):
                 await enough.wait()
             await asyncio.sleep(0.1)

@@ -1,0 +1,111 @@
+"""What a token costs in the controller, from an engine's answer to a batch, and how long it keeps the event loop.
+
+    python benchmarks/tokens.py [--tokens 1000000 --tokens 10000000]
+
+Episodes of 20 turns, each with 50 new tokens of prompt and 100 sampled ones, in groups of 8. Printed for each size:
+
+- microseconds a token to make the turns (from the lists of an engine) and to make the batch of them;
+- bytes a token: the growth of the process while the groups and their batch are alive;
+- the longest gap of the event loop, in milliseconds, while the batch is made and the trajectories are written in
+  threads beside it, and what it would be on the loop itself.
+"""
+
+import argparse
+import asyncio
+import multiprocessing
+import random
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+from agentrl.algorithms.batch_processing import BatchProcessing, BatchProcessingConfig
+from agentrl.algorithms.grpo import Grpo
+from agentrl.arrays import floats, ints
+from agentrl.observe.metrics import rollout_metrics
+from agentrl.observe.trajectories import write_trajectories
+from agentrl.recipes.policy_gradient import batch_of
+from agentrl.trajectory import Completion, Group, Score, Task, Terminated, Trajectory, Turn
+
+TURNS, PROMPT, SAMPLED, MEMBERS = 20, 50, 100, 8
+EPISODE = TURNS * (PROMPT + SAMPLED)
+
+
+def group_of(number: int, rng: random.Random) -> Group:
+    """A group as the scheduler would have it."""
+    task = Task("benchmark", number)
+
+    def turn() -> Turn:
+        tokens = [rng.randrange(150_000) for _ in range(SAMPLED)]
+        answer = Completion(ints(tokens), floats([-0.5] * SAMPLED), ints([number] * SAMPLED), "stop")
+        return Turn(ints(range(PROMPT)), answer, 0.0, {})
+
+    members = [
+        Trajectory(f"{number}/{m}", task, tuple(turn() for _ in range(TURNS)), Terminated()) for m in range(MEMBERS)
+    ]
+    return Group(task, tuple(members), tuple(Score(float(m % 2)) for m in range(MEMBERS)))
+
+
+async def longest_gap(work: object) -> float:
+    """Milliseconds that the loop was away at most, while `work` ran in a thread."""
+    longest, last = 0.0, time.perf_counter()
+    running = asyncio.ensure_future(asyncio.to_thread(work))  # type: ignore[arg-type]
+    while not running.done():
+        await asyncio.sleep(0.002)
+        longest, last = max(longest, time.perf_counter() - last), time.perf_counter()
+    await running
+    return longest * 1e3
+
+
+def measure(tokens: int) -> None:
+    """Print a row."""
+    process, rng = psutil.Process(), random.Random(0)
+    algorithm, processing = Grpo(Grpo.Config()), BatchProcessing(BatchProcessingConfig())
+    batch_of([group_of(0, rng)], algorithm, processing, 4096, 0)  # what is imported and allocated once
+    before, begun = process.memory_info().rss, time.perf_counter()
+    groups = [group_of(number, rng) for number in range(tokens // (EPISODE * MEMBERS))]
+    made, count = time.perf_counter(), len(groups) * EPISODE * MEMBERS
+    batch = batch_of(groups, algorithm, processing, 4096, 0)
+    ended, after = time.perf_counter(), process.memory_info().rss
+
+    def record() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            pairs = [pair for group in groups for pair in zip(group.trajectories, group.scores, strict=True)]
+            write_trajectories(Path(folder) / "step.parquet", pairs)
+            rollout_metrics(groups, 0)
+
+    on_loop = time.perf_counter()
+    record()
+    on_loop = time.perf_counter() - on_loop
+    gaps = [
+        asyncio.run(longest_gap(work)) for work in (lambda: batch_of(groups, algorithm, processing, 4096, 0), record)
+    ]
+    print(
+        f"{count:>12,} {(made - begun) / count * 1e6:>10.3f} {(ended - made) / count * 1e6:>10.3f} "
+        f"{(after - before) / count:>10.1f} {gaps[0]:>12.0f} {(ended - made) * 1e3:>12.0f} "
+        f"{gaps[1]:>12.0f} {on_loop * 1e3:>12.0f}",
+        flush=True,
+    )
+    assert batch.num_loss_tokens == count * SAMPLED // (PROMPT + SAMPLED)
+
+
+def main() -> None:
+    """Measure each size in a process of its own."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, action="append")
+    print(f"{'':>12} {'turns':>10} {'batch':>10} {'':>10} {'batch, ms of the loop':>25} {'files, ms of the loop':>25}")
+    print(
+        f"{'tokens':>12} {'us/token':>10} {'us/token':>10} {'B/token':>10} {'beside':>12} {'on it':>12} "
+        f"{'beside':>12} {'on it':>12}"
+    )
+    for tokens in parser.parse_args().tokens or [1_000_000, 10_000_000]:
+        process = multiprocessing.get_context("spawn").Process(target=measure, args=(tokens,))
+        process.start()
+        process.join()
+        if process.exitcode:
+            raise SystemExit(f"the measurement of {tokens:,} tokens ended with exit code {process.exitcode}")
+
+
+if __name__ == "__main__":
+    main()
