@@ -17,6 +17,7 @@ from agentrl.arrays import GrowingInts, floats, ints
 from agentrl.engines.admission import KvOnUpdate, max_new_tokens
 from agentrl.engines.slots import SlotTable
 from agentrl.errors import ConfigError, EngineDeadError, EngineError
+from agentrl.flow import computes_by_design
 from agentrl.placement.footprint import EngineLayout
 from agentrl.protocols import EngineStats, GenerateRequest, Settings
 from agentrl.trajectory import Completion, FinishReason
@@ -307,6 +308,7 @@ class LocalEngine:
 
     def _step(self, model: "PackedModel") -> int:
         """Compute what has no KV yet, sample a token where that reaches the end; returns how many requests ended."""
+        computes_by_design()
         rows = self._schedule()
         sampled = iter(model.step(list(rows.values())))
         finished = 0

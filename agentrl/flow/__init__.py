@@ -7,7 +7,7 @@ from agentrl.flow.deadline import PendingWait, deadline, waits
 from agentrl.flow.event_log import EventLog
 from agentrl.flow.flow import Flow
 from agentrl.flow.retries import Retries
-from agentrl.flow.steady_loop import SteadyLoop, elapsed, loop_metrics, run_steadily
+from agentrl.flow.steady_loop import SteadyLoop, computes_by_design, elapsed, loop_metrics, run_steadily
 
 __all__ = [
     "Channel",
@@ -20,6 +20,7 @@ __all__ = [
     "SteadyLoop",
     "VirtualDeadlockError",
     "VirtualTimeLoop",
+    "computes_by_design",
     "deadline",
     "elapsed",
     "loop_metrics",

@@ -1,9 +1,9 @@
 """An event loop whose clock leaves out the time in which the loop could not run.
 
-While one callback computes for long, or the whole process is stopped, answers arrive that nobody reads, and timers
-fall due. With an ordinary clock all deadlines and leases that lapsed meanwhile would fire first, and healthy workers
-be replaced for the controller's own pause. Here that time is a gap: the clock does not count it, so whatever waited
-has after the gap as long as it had before.
+A callback that computes for long blocks the loop, and so does a stop of the whole process. Workers go on and answer,
+but the loop cannot read their answers, and timers fall due. An ordinary clock would then fire every lapsed deadline
+and lease first, and the controller would replace healthy workers because of its own pause. Here that time is a gap:
+the clock does not count it, so every deadline has as many seconds left after the gap as before it.
 
     callbacks ... | select | one callback, 9 s            | select | ...
     clock         0.1      0.1                            0.1        a gap of 9 s, and a log line that says where
@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 GAP_SECONDS = 0.25
-"""The clock goes on for so long in a pause, and then stands still: a shorter one is no gap."""
+"""In a pause the clock runs for this long and then stands still: a shorter pause is no gap."""
 _REPORTED_SECONDS = 2.0
 """A gap of so many seconds has a log line."""
 _TICK_SECONDS = 0.1
@@ -39,7 +39,9 @@ class SteadyLoop(asyncio.SelectorEventLoop):
         super().__init__(self._gaps)
 
     def time(self) -> float:
-        """Seconds without the gaps so far. It stands still in a gap, so that nobody begins to wait at its end."""
+        """Seconds without the gaps so far. The clock stands still during a gap, so a timer that is set at the end of a
+        long callback is not late by the length of that callback.
+        """
         return min(self._gaps.clock(), self._gaps.left + GAP_SECONDS) - self._gaps.lost
 
     def elapsed(self) -> float:
@@ -50,6 +52,10 @@ class SteadyLoop(asyncio.SelectorEventLoop):
         """The longest gap since the last call, in seconds, and the longest in which an engine computed here."""
         longest, self._gaps.longest = self._gaps.longest, {True: 0.0, False: 0.0}
         return longest[False], longest[True]
+
+    def computes_by_design(self) -> None:
+        """The callback that runs now computes on the loop on purpose: its gap is counted apart, and not logged."""
+        self._gaps.by_design = True
 
     def close(self) -> None:
         """Close the loop."""
@@ -66,11 +72,13 @@ class _GapSelector(selectors.DefaultSelector):
         self.lost = 0.0
         self.longest = {True: 0.0, False: 0.0}
         self.left = clock()
+        self.by_design = False
         self.watch = _Watch(self)
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         entered = self.clock()
         self._count(entered - self.left, self.watch.take())
+        self.by_design = False
         wait = _TICK_SECONDS if timeout is None else min(timeout, _TICK_SECONDS)
         ready = super().select(wait)
         self.left = self.clock()
@@ -81,9 +89,8 @@ class _GapSelector(selectors.DefaultSelector):
         if seconds < GAP_SECONDS:
             return
         self.lost += seconds - GAP_SECONDS
-        computing = "/engines/" in where
-        self.longest[computing] = max(self.longest[computing], seconds)
-        if seconds >= _REPORTED_SECONDS and not computing:
+        self.longest[self.by_design] = max(self.longest[self.by_design], seconds)
+        if seconds >= _REPORTED_SECONDS and not self.by_design:
             _log.warning(
                 "the event loop was blocked for %.1f s by %s; deadlines and leases are longer by that",
                 seconds,
@@ -92,7 +99,7 @@ class _GapSelector(selectors.DefaultSelector):
 
 
 class _Watch:
-    """A thread that looks what the loop's thread does, when that has been away for long."""
+    """A thread that notes which line the loop's thread executes, once a callback has taken long."""
 
     def __init__(self, selector: _GapSelector) -> None:
         self._selector = selector
@@ -146,6 +153,13 @@ def run_steadily(main: Coroutine[Any, Any, T]) -> T:
         return runner.run(main)
 
 
+def computes_by_design() -> None:
+    """See `SteadyLoop.computes_by_design`; on a loop of another kind nothing is counted."""
+    loop = asyncio.get_running_loop()
+    if isinstance(loop, SteadyLoop):
+        loop.computes_by_design()
+
+
 def elapsed() -> float:
     """Seconds on the running loop's clock and in its gaps: for measuring how long something took."""
     loop = asyncio.get_running_loop()
@@ -165,4 +179,4 @@ def loop_metrics() -> dict[str, float]:
     return {"loop/longest_gap_seconds": gap, "loop/longest_engine_seconds": engine}
 
 
-__all__ = ["GAP_SECONDS", "SteadyLoop", "elapsed", "loop_metrics", "run_steadily"]
+__all__ = ["GAP_SECONDS", "SteadyLoop", "computes_by_design", "elapsed", "loop_metrics", "run_steadily"]
