@@ -44,9 +44,9 @@ demo-cluster: install
 fast: install
 	$(PYTEST)
 
-# Properties are tried once more with the slow tests, on the examples that the fast ones have no time for.
+# Properties are tried with the slow tests, on more examples than the fast ones have time for.
 test: install
-	$(PYTEST)
+	$(PYTEST) -m "not vllm and not slow and not long and not chaos and not hypothesis"
 	$(PYTEST) $(MARKED) --hypothesis-profile=full -m "(vllm or slow or hypothesis) and not long and not chaos"
 
 chaos: install

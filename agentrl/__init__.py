@@ -1,3 +1,3 @@
 """agentrl: reinforcement learning for language-model agents over many turns."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

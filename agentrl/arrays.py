@@ -4,10 +4,12 @@ A slice of one is a view of the same memory: it costs nothing, whatever its leng
 """
 
 from dataclasses import fields
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+
+N = TypeVar("N", bound=np.generic)
 
 IntArray = npt.NDArray[np.int32]
 """Token ids, policy versions, positions, numbers of turns and segments."""
@@ -32,6 +34,8 @@ def mask(values: npt.ArrayLike) -> MaskArray:
 
 
 def _frozen(values: npt.ArrayLike, kind: npt.DTypeLike) -> npt.NDArray[Any]:
+    if isinstance(values, np.ndarray) and values.dtype == kind and not values.flags.writeable:
+        return values
     array = np.asarray(values, kind)
     if array is values and array.flags.writeable:
         array = array.view()  # its owner goes on to write
@@ -39,34 +43,50 @@ def _frozen(values: npt.ArrayLike, kind: npt.DTypeLike) -> npt.NDArray[Any]:
     return array
 
 
-class GrowingInts:
-    """Int32 values that are only ever appended: n of them cost O(n) in all, however often they are looked at."""
+class Growing(Generic[N]):
+    """Values that are only ever appended: n of them cost O(n) in all, however often they are looked at."""
 
     __slots__ = ("_length", "_memory")
 
-    def __init__(self, values: IntArray | None = None) -> None:
-        self._memory = np.empty(64, np.int32)
+    def __init__(self, kind: type[N]) -> None:
+        self._memory = np.empty(64, kind)
         self._length = 0
-        if values is not None:
-            self.append(values)
 
     def __len__(self) -> int:
         return self._length
 
-    def append(self, values: IntArray) -> None:
+    @property
+    def last(self) -> N | None:
+        """The value at the end, if there is one."""
+        return self._memory[self._length - 1] if self._length else None
+
+    def append(self, values: npt.NDArray[N]) -> None:
         """Add values at the end."""
         length = self._length + len(values)
         if length > len(self._memory):
-            grown = np.empty(2 * length, np.int32)
+            grown = np.empty(2 * length, self._memory.dtype)
             grown[: self._length] = self._memory[: self._length]
             self._memory = grown
         self._memory[self._length : length] = values
         self._length = length
 
     @property
-    def values(self) -> IntArray:
-        """All so far, as a view that later values do not change."""
-        return ints(self._memory[: self._length])
+    def values(self) -> npt.NDArray[N]:
+        """All so far, as an immutable view that later values do not change."""
+        view = self._memory[: self._length]
+        view.flags.writeable = False
+        return view
+
+
+class GrowingInts(Growing[np.int32]):
+    """`Growing` token ids."""
+
+    __slots__ = ()
+
+    def __init__(self, values: IntArray | None = None) -> None:
+        super().__init__(np.int32)
+        if values is not None:
+            self.append(values)
 
 
 def same_fields(one: Any, other: Any) -> bool:
@@ -77,4 +97,4 @@ def same_fields(one: Any, other: Any) -> bool:
     return all(np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b for a, b in pairs)
 
 
-__all__ = ["FloatArray", "GrowingInts", "IntArray", "MaskArray", "floats", "ints", "mask", "same_fields"]
+__all__ = ["FloatArray", "Growing", "GrowingInts", "IntArray", "MaskArray", "floats", "ints", "mask", "same_fields"]

@@ -1,21 +1,21 @@
 """What a run is made of, put together from its config: cluster, environments, engine, reward, trainer.
 
     assemble_rollouts: cluster ─▶ environments, engine, reward ─▶ RolloutAssembly     (to evaluate)
-    assemble_training: the same, a learner, and a publisher of its weights ─▶ TrainingAssembly
+    assemble_training: the same, a trainer, and a publisher of its weights ─▶ TrainingAssembly
 
 Each part is started here and ended in reverse order.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from agentrl import plugins
-from agentrl.cluster.recovery import RecoveringTrainer
+from agentrl.advisors import CRITIC_FOLDER, Advisors
 from agentrl.cluster.workers import Cluster, own_address
 from agentrl.config import RunConfig
 from agentrl.engines.router import Router
@@ -23,13 +23,23 @@ from agentrl.errors import ConfigError
 from agentrl.hosting.factory import env_factory
 from agentrl.hosting.host import EnvHost
 from agentrl.hosting.wrappers import address
-from agentrl.learner import CRITIC_FOLDER, Learner
 from agentrl.placement.device_map import DeviceMap
-from agentrl.placement.time_share import DeviceSharing, NoSharing, Tenant, TimeSharing
+from agentrl.placement.time_share import DeviceSharing, NoSharing, SleepingTrainer, Tenant, TimeSharing
 from agentrl.planner.plan import Plan, make_plan
 from agentrl.planner.run_facts import model_of
 from agentrl.plugins import Component
-from agentrl.protocols import Algorithm, Curriculum, Engine, Renderer, SamplingParams, TaskSource
+from agentrl.protocols import (
+    Algorithm,
+    Curriculum,
+    Engine,
+    LatestCheckpoint,
+    Recovery,
+    Renderer,
+    SamplingParams,
+    SupportsPredict,
+    TaskSource,
+    Trainer,
+)
 from agentrl.remote.env_worker import EnvWorker, env_workers
 from agentrl.remote.sessions import ServerLimits
 from agentrl.rollout.agents import FrozenRoute, ScriptedRoute
@@ -37,7 +47,7 @@ from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner, Role, Script
 from agentrl.rollout.renderer import TemplateRenderer
 from agentrl.rollout.scheduler import Rollouts
 from agentrl.run import Run
-from agentrl.scoring.composite import Composite
+from agentrl.scoring.pipeline import RewardPipeline
 from agentrl.scoring.rule_pool import RulePool
 from agentrl.scoring.rule_workers import RuleWorkers
 from agentrl.weights.publisher import WeightPublisher
@@ -49,9 +59,6 @@ _ROLE_SETTINGS: Mapping[str, Mapping[str, str]] = {
 }
 """What a trainer beside the trainer is made with."""
 
-LatestCheckpoint = Callable[[], tuple[int, Path] | None]
-"""The newest (steps done, folder of the checkpoint) of a run."""
-
 
 @dataclass(frozen=True, slots=True)
 class RolloutAssembly:
@@ -60,7 +67,7 @@ class RolloutAssembly:
     config: RunConfig
     engine: Router
     runner: EnvEpisodeRunner
-    reward: Composite
+    reward: RewardPipeline
     frozen: Mapping[FrozenRoute, Router]
 
     def at_temperature(self, temperature: float) -> EnvEpisodeRunner:
@@ -73,9 +80,16 @@ class RolloutAssembly:
 class TrainingAssembly(RolloutAssembly):
     """All of a training run: what plays, what learns, and what brings the weights from one to the other."""
 
-    learner: Learner
+    trainer: Trainer
+    advisors: Advisors | None
     weights: WeightPublisher
     sharing: DeviceSharing
+
+    async def save(self, folder: Path) -> None:
+        """Write what was learned into a checkpoint."""
+        await self.trainer.save(folder)
+        if self.advisors is not None:
+            await self.advisors.save(folder)
 
     async def resume(self, run: Run) -> int:
         """Load the newest checkpoint, if there is one, bring the engine to it, and return how many steps are done."""
@@ -83,9 +97,11 @@ class TrainingAssembly(RolloutAssembly):
         if newest is None:
             return 0
         step, folder = newest
-        await self.learner.load(folder)
+        await self.trainer.load(folder)
+        if self.advisors is not None:
+            await self.advisors.load(folder)
         if step > 0:
-            await self.weights.publish(self.learner.trainer, version=step)
+            await self.weights.publish(self.trainer, version=step)
         return step
 
     def rollouts(self, run: Run, step: int) -> Rollouts:
@@ -132,12 +148,13 @@ async def assemble_rollouts(config: RunConfig, model: Path) -> AsyncIterator[Rol
 async def assemble_training(
     config: RunConfig, algorithm: Algorithm, model: Path, latest: LatestCheckpoint = lambda: None
 ) -> AsyncIterator[TrainingAssembly]:
-    """`assemble_rollouts`, and a learner that starts from the same model. `latest`: the checkpoint that a trainer
+    """`assemble_rollouts`, and a trainer that starts from the same model. `latest`: the checkpoint that a trainer
     whose rank has died is restarted from.
     """
     async with open_cluster(config) as placed, _rollouts_on(placed, model) as rollouts:
-        learner = make_learner(placed, algorithm, model, latest)
-        async with device_sharing(placed, [rollouts.engine, *rollouts.frozen.values()], learner.all) as sharing:
+        trainer, advisors = make_trainer(placed, model, latest), make_advisors(placed, algorithm, model, latest)
+        trainers = [trainer, *(advisors.all if advisors else ())]
+        async with device_sharing(placed, [rollouts.engine, *rollouts.frozen.values()], trainers) as sharing:
             followers = tuple((engine, route.refresh) for route, engine in rollouts.frozen.items() if route.refresh)
             async with WeightPublisher(rollouts.engine, followers, config.weights) as publisher:
                 yield TrainingAssembly(
@@ -146,7 +163,8 @@ async def assemble_training(
                     rollouts.runner,
                     rollouts.reward,
                     rollouts.frozen,
-                    learner,
+                    trainer,
+                    advisors,
                     publisher,
                     sharing,
                 )
@@ -185,7 +203,7 @@ async def _rollouts_on(placed: PlacedCluster, model: Path) -> AsyncIterator[Roll
     async with (
         env_host(config, cluster) as envs,  # first: what is wrong with them is said before a model is loaded
         _router(config, cluster, model) as engine,
-        config.reward.make(_rules(config, cluster)) as reward,
+        config.reward.make(_rules(config, cluster), config.rollout.deadlines.reward, config.rollout.retries) as reward,
         _frozen_engines(config, cluster, model) as frozen,
     ):
         runner = EnvEpisodeRunner(
@@ -273,33 +291,34 @@ async def open_cluster(config: RunConfig) -> AsyncIterator[PlacedCluster]:
 
 @asynccontextmanager
 async def device_sharing(
-    placed: PlacedCluster, engines: Sequence[Router], learners: Sequence[RecoveringTrainer]
+    placed: PlacedCluster, engines: Sequence[Router], trainers: Sequence[Trainer]
 ) -> AsyncIterator[DeviceSharing]:
-    """The trainer and its helpers, entered beside engines that are awake, and how they share their devices."""
+    """The trainer and its advisors, entered beside engines that are awake, and how they share their devices."""
     plan = placed.plan
     time_shared = plan is not None and plan.devices.time_shared
     async with AsyncExitStack() as entered:
         for engine in engines if time_shared else ():
             await engine.sleep()  # there is room for one side only
-        for learner in learners:
-            await entered.enter_async_context(learner)
+        for trainer in trainers:
+            await entered.enter_async_context(trainer)
             if time_shared:
-                await learner.sleep()
+                await cast(SleepingTrainer, trainer).sleep()  # the plan has none that cannot
         for engine in engines if time_shared else ():
             await engine.wake()
-        yield NoSharing() if plan is None or not time_shared else _time_sharing(placed, plan, engines, learners)
+        yield NoSharing() if plan is None or not time_shared else _time_sharing(placed, plan, engines, trainers)
 
 
 def _time_sharing(
-    placed: PlacedCluster, plan: Plan, engines: Sequence[Router], learners: Sequence[RecoveringTrainer]
+    placed: PlacedCluster, plan: Plan, engines: Sequence[Router], trainers: Sequence[Trainer]
 ) -> TimeSharing:
     def needs(role: str) -> int:
         return max(load.awake[role].total for load in plan.loads if role in load.awake)
 
+    sleepers = cast(Sequence[SleepingTrainer], trainers)
     return TimeSharing(
         Tenant("engine", engines, needs("engine")),
-        Tenant("trainer", learners, needs("trainer")),
-        learners[0].free,
+        Tenant("trainer", sleepers, needs("trainer")),
+        sleepers[0].free,
         placed.config.placement.switch_seconds,
     )
 
@@ -323,20 +342,22 @@ def _on_devices(config: RunConfig, devices: DeviceMap) -> RunConfig:
     return config.model_copy(update=sections)
 
 
-def make_learner(placed: PlacedCluster, algorithm: Algorithm, model: Path, latest: LatestCheckpoint) -> Learner:
-    """The trainer, and the reference and critic that the config has beside it. All start from the same model."""
+def make_advisors(
+    placed: PlacedCluster, algorithm: Algorithm, model: Path, latest: LatestCheckpoint
+) -> Advisors | None:
+    """The reference and the critic that the config has; they start from the model that the trainer starts from."""
 
     def latest_critic() -> tuple[int, Path] | None:
         newest = latest()
         return None if newest is None else (newest[0], newest[1] / CRITIC_FOLDER)
 
     config = placed.config
-    return Learner(
-        algorithm,
-        make_trainer(placed, model, latest),
-        make_trainer(placed, model, role="reference") if config.reference else None,
-        make_trainer(placed, model, latest_critic, role="critic") if config.critic else None,
-    )
+    if not (config.reference or config.critic):
+        return None
+    reference = make_trainer(placed, model, role="reference") if config.reference else None
+    critic = make_trainer(placed, model, latest_critic, role="critic") if config.critic else None
+    # The config has made sure that they can be asked.
+    return Advisors(algorithm, cast("SupportsPredict | None", reference), cast("SupportsPredict | None", critic))
 
 
 def make_trainer(
@@ -347,9 +368,9 @@ def make_trainer(
     role: TrainerRole = "trainer",
     steps: int | None = None,
     **settings: Any,
-) -> RecoveringTrainer:
+) -> Trainer:
     """The configured trainer where it is placed, for `steps` steps, with some settings replaced; it outlives its ranks.
-    So are those who help it, by their own settings: each is a trainer of another model.
+    So are its advisors, by their own settings: each is a trainer of another model.
 
     Raises:
         ConfigError: it has no such setting.
@@ -358,13 +379,12 @@ def make_trainer(
     chosen: Component = getattr(config, role)
     if unknown := settings.keys() - type(chosen.settings).model_fields.keys():
         raise ConfigError(f"the {role} {chosen.name!r} has no setting {', '.join(sorted(unknown))}")
-    make = partial(
-        replace(chosen, settings=chosen.settings.model_copy(update=settings)).make,
+    made: Trainer = replace(chosen, settings=chosen.settings.model_copy(update=settings)).make(
         model,
         total_steps=config.steps if steps is None else steps,
         temperature=config.rollout.sampling.temperature,
         start=placed.cluster.start,
+        recovery=Recovery(latest, placed.cluster.config.restarts, config.rollout.deadlines.train),
         **_ROLE_SETTINGS.get(role, {}),
     )
-    restarts = placed.cluster.config.restarts
-    return RecoveringTrainer(make, latest, restarts=restarts, deadline=config.rollout.deadlines.train)
+    return made

@@ -1,25 +1,25 @@
-"""Trajectories to training samples to packed batches.
+"""Trajectories to training samples to batches.
 
-Dimension suffixes: T tokens of a sample; in a packed batch B rows and T columns; S tokens of all samples end to end;
-M samples. Arrays are numpy, so that a batch crosses a process boundary without a copy and this module loads no torch.
+Dimension suffixes: T tokens of a sample; in a batch M samples, S tokens of all of them end to end, and N loss tokens
+among these. Arrays are numpy, so that a batch crosses a process boundary without a copy and this module loads no torch.
 
 The tokens are the engine's own (`Turn.prompt_ids`, `Completion.token_ids`), laid end to end; nothing here ever sees
 text. `loss_mask` is one exactly where the engine sampled the token.
 """
 
-from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import TypeVar
+from itertools import pairwise
+from operator import itemgetter
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from agentrl.arrays import FloatArray, IntArray, MaskArray, floats, ints, mask, same_fields
+from agentrl.arrays import FloatArray, Growing, IntArray, MaskArray, floats, ints, mask, same_fields
 from agentrl.trajectory import Trajectory, Turn
 
-IndexArray = npt.NDArray[np.int64]
-_N = TypeVar("_N", bound=np.generic)
+_Map = Callable[[npt.NDArray[Any]], npt.NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,26 +65,67 @@ class TrainingSample:
                 raise ValueError(f"{name}[{position}] is {values_T[position]}; every loss token needs a finite number")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class TrainBatch:
-    """Samples packed into rows.
+    """Samples end to end. A trainer packs them into rows as it likes (`agentrl/trainers/packing.py`).
 
-    `segment_ids_BT` numbers the samples from 1 over the whole batch (0 is padding); attention stays inside a segment.
-    `position_ids_BT` restarts at 0 with each segment. A token is predicted from the token before it in its segment,
-    so the first token of a segment never carries loss. `reference_logprobs_BT` are those of the model that the policy
-    is kept near, where the run has one (`agentrl/learner.py`); until it was asked, the engine's.
+    `lengths_M`: the tokens of each sample. The logprobs and advantages are those of the loss tokens alone, in their
+    order. `reference_logprobs_N` are those of the model that the policy is kept near, where the run has one
+    (`agentrl/advisors.py`); until it was asked, the engine's.
     """
 
-    tokens_BT: IntArray
-    loss_mask_BT: MaskArray
-    rollout_logprobs_BT: FloatArray
-    reference_logprobs_BT: FloatArray
-    advantages_BT: FloatArray
-    policy_versions_BT: IntArray
-    position_ids_BT: IntArray
-    segment_ids_BT: IntArray
-    num_loss_tokens: int
-    num_samples: int
+    tokens_S: IntArray
+    loss_mask_S: MaskArray
+    lengths_M: IntArray
+    rollout_logprobs_N: FloatArray
+    reference_logprobs_N: FloatArray
+    advantages_N: FloatArray
+
+    @property
+    def num_samples(self) -> int:
+        """M."""
+        return len(self.lengths_M)
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """N."""
+        return len(self.rollout_logprobs_N)
+
+    @property
+    def loss_tokens_M(self) -> IntArray:
+        """The loss tokens of each sample."""
+        starts_M = np.cumsum(self.lengths_M) - self.lengths_M
+        return np.add.reduceat(self.loss_mask_S, starts_M, dtype=np.int32)
+
+    def ordered(self, samples: Sequence[int]) -> "TrainBatch":
+        """The same samples in another order, by their numbers."""
+        order_S, order_N = _pieces(self.lengths_M, samples), _pieces(self.loss_tokens_M, samples)
+        return self._mapped(
+            lambda values_S: np.concatenate([values_S[piece] for piece in order_S]),
+            self.lengths_M[list(samples)],
+            lambda values_N: np.concatenate([values_N[piece] for piece in order_N]),
+        )
+
+    def split(self, counts: Sequence[int]) -> list["TrainBatch"]:
+        """Parts of so many neighbouring samples each: views of the same memory."""
+        lasts = np.cumsum(counts)
+        ends_S, ends_N = np.cumsum(self.lengths_M)[lasts - 1], np.cumsum(self.loss_tokens_M)[lasts - 1]
+        return [
+            self._mapped(itemgetter(slice(*of_S)), self.lengths_M[first:last], itemgetter(slice(*of_N)))
+            for (first, last), of_S, of_N in zip(_borders(lasts), _borders(ends_S), _borders(ends_N), strict=True)
+        ]
+
+    def _mapped(self, of_S: _Map, lengths_M: IntArray, of_N: _Map) -> "TrainBatch":
+        rollout_logprobs_N = of_N(self.rollout_logprobs_N)
+        asked = self.reference_logprobs_N is not self.rollout_logprobs_N
+        return TrainBatch(
+            tokens_S=of_S(self.tokens_S),
+            loss_mask_S=of_S(self.loss_mask_S),
+            lengths_M=lengths_M,
+            rollout_logprobs_N=rollout_logprobs_N,
+            reference_logprobs_N=of_N(self.reference_logprobs_N) if asked else rollout_logprobs_N,
+            advantages_N=of_N(self.advantages_N),
+        )
 
 
 def to_samples(trajectory: Trajectory, advantage: float, *, oldest_version: int = 0) -> list[TrainingSample]:
@@ -132,195 +173,35 @@ def _sample(turns: Sequence[tuple[int, Turn]], advantage: float, oldest_version:
     )
 
 
-def collate(samples: Iterable[TrainingSample], *, row_tokens: int, pad_token_id: int = 0) -> TrainBatch:
-    """Pack samples into rows of at most `row_tokens` tokens, deterministically, by best-fit decreasing.
-
-    Sample i becomes segment i + 1, whole, in one row. A sample longer than `row_tokens` gets a row of its own, and
-    all rows are padded to the longest: nothing is ever cut. Longer rows come first.
+def collate(samples: Iterable[TrainingSample]) -> TrainBatch:
+    """Lay samples end to end, in their order.
 
     Raises:
-        ValueError: there is no sample, or `row_tokens` is below 1.
+        ValueError: there is no sample.
     """
-    listed = list(samples)
-    if not listed:
+    tokens_S, loss_mask_S, lengths_M = Growing(np.int32), Growing(np.bool_), []
+    rollout_logprobs_N, advantages_N = Growing(np.float32), Growing(np.float32)
+    for sample in samples:  # one at a time: a step's samples are larger than its batch
+        tokens_S.append(sample.token_ids)
+        loss_mask_S.append(sample.loss_mask)
+        rollout_logprobs_N.append(sample.rollout_logprobs[sample.loss_mask])
+        advantages_N.append(sample.advantages[sample.loss_mask])
+        lengths_M.append(len(sample.token_ids))
+    if not lengths_M:
         raise ValueError("there is no sample to collate: a batch needs one trainable trajectory at least")
-    if row_tokens < 1:
-        raise ValueError(f"row_tokens must be 1 or more, got {row_tokens}")
-    rollout_logprobs_S = np.concatenate([s.rollout_logprobs for s in listed])
-    flat = _Flat(
-        tokens_S=np.concatenate([s.token_ids for s in listed]),
-        loss_mask_S=np.concatenate([s.loss_mask for s in listed]),
-        rollout_logprobs_S=rollout_logprobs_S,
-        reference_logprobs_S=rollout_logprobs_S,
-        advantages_S=np.concatenate([s.advantages for s in listed]),
-        policy_versions_S=np.concatenate([s.policy_versions for s in listed]),
-        lengths_M=np.asarray([len(s.token_ids) for s in listed], np.int64),
-    )
-    return _lay(flat, row_tokens, pad_token_id)
+    logprobs_N = rollout_logprobs_N.values
+    return TrainBatch(tokens_S.values, loss_mask_S.values, ints(lengths_M), logprobs_N, logprobs_N, advantages_N.values)
 
 
-def minibatches(batch: TrainBatch, count: int) -> list[TrainBatch]:
-    """Deal the samples, in their order, into `count` batches of nearly equal numbers of samples, packed again.
-
-    Neighbours stay together, so a group is split at most once per border. Segments are numbered from 1 in each part.
-    With fewer samples than `count` there is one part per sample.
-
-    Raises:
-        ValueError: `count` is below 1.
-    """
-    if count < 1:
-        raise ValueError(f"a batch splits into 1 or more minibatches, got {count}")
-    if count == 1:
-        return [batch]
-    flat = _flatten(batch)
-    ends_M = np.cumsum(flat.lengths_M)
-    parts = np.array_split(np.arange(batch.num_samples), min(count, batch.num_samples))
-    return [
-        _lay(flat.part(int(ends_M[p[0]] - flat.lengths_M[p[0]]), int(ends_M[p[-1]]), p), batch.tokens_BT.shape[1], 0)
-        for p in parts
-    ]
+def _pieces(lengths_M: IntArray, samples: Sequence[int]) -> list[slice]:
+    """Where the samples lie in values that lie end to end, so many of each sample."""
+    ends_M = np.cumsum(lengths_M).tolist()
+    return [slice(ends_M[m] - int(lengths_M[m]), ends_M[m]) for m in samples]
 
 
-def micro_batches(batch: TrainBatch, tokens: int) -> list[TrainBatch]:
-    """Cut a batch into runs of rows of at most `tokens` tokens each, padding included, or of one row.
-
-    Padding columns that a run does not need are dropped. Segments keep their numbers.
-
-    Raises:
-        ValueError: `tokens` is below 1.
-    """
-    if tokens < 1:
-        raise ValueError(f"micro-batches hold 1 or more tokens, got {tokens}")
-    used_B = [int(n) for n in (batch.segment_ids_BT > 0).sum(axis=1)]
-    runs: list[tuple[int, int]] = []
-    start, longest = 0, 0
-    for row, used in enumerate(used_B):
-        if row > start and max(longest, used) * (row - start + 1) > tokens:
-            runs.append((start, row))
-            start, longest = row, 0
-        longest = max(longest, used)
-    runs.append((start, len(used_B)))
-    return [_rows(batch, start, end, max(used_B[start:end])) for start, end in runs]
+def _borders(ends: IntArray) -> Iterator[tuple[int, int]]:
+    """Where each of several neighbours begins and ends."""
+    return pairwise([0, *ends.tolist()])
 
 
-@dataclass(frozen=True, slots=True)
-class _Flat:
-    """All samples end to end, in their order."""
-
-    tokens_S: IntArray
-    loss_mask_S: MaskArray
-    rollout_logprobs_S: FloatArray
-    reference_logprobs_S: FloatArray
-    advantages_S: FloatArray
-    policy_versions_S: IntArray
-    lengths_M: IndexArray
-
-    def part(self, start: int, end: int, samples: IndexArray) -> "_Flat":
-        """The tokens from `start` to `end`, which are those of `samples`."""
-        return _Flat(
-            self.tokens_S[start:end],
-            self.loss_mask_S[start:end],
-            self.rollout_logprobs_S[start:end],
-            self.reference_logprobs_S[start:end],
-            self.advantages_S[start:end],
-            self.policy_versions_S[start:end],
-            self.lengths_M[samples],
-        )
-
-
-def _flatten(batch: TrainBatch) -> _Flat:
-    """The samples of a batch, end to end: a row holds a segment in one piece, so a stable sort finds its tokens."""
-    segments = batch.segment_ids_BT.ravel()
-    order_S = np.argsort(segments, kind="stable")[int((segments == 0).sum()) :]
-    rollout_logprobs_S = batch.rollout_logprobs_BT.ravel()[order_S]
-    asked = batch.reference_logprobs_BT is not batch.rollout_logprobs_BT
-    return _Flat(
-        batch.tokens_BT.ravel()[order_S],
-        batch.loss_mask_BT.ravel()[order_S],
-        rollout_logprobs_S,
-        batch.reference_logprobs_BT.ravel()[order_S] if asked else rollout_logprobs_S,
-        batch.advantages_BT.ravel()[order_S],
-        batch.policy_versions_BT.ravel()[order_S],
-        np.bincount(segments, minlength=batch.num_samples + 1)[1:].astype(np.int64),
-    )
-
-
-def _pack(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
-    """Best-fit decreasing: each item, longest first, goes into the fullest row that has room. Ties: the first row."""
-    rows: list[list[int]] = []
-    open_rows: list[tuple[int, int]] = []  # (room left, row), sorted
-    for item in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        at = bisect_left(open_rows, (lengths[item], -1))
-        if at < len(open_rows):
-            room, row = open_rows.pop(at)
-            rows[row].append(item)
-        else:
-            room, row = row_tokens, len(rows)
-            rows.append([item])
-        if room > lengths[item]:
-            insort(open_rows, (room - lengths[item], row))
-    filled = [sum(lengths[i] for i in row) for row in rows]
-    return [rows[r] for r in sorted(range(len(rows)), key=lambda r: -filled[r])]
-
-
-def _lay(flat: _Flat, row_tokens: int, pad_token_id: int) -> TrainBatch:
-    """Pack, and copy each sample to its place."""
-    lengths = [int(n) for n in flat.lengths_M]
-    starts = [int(n) for n in np.cumsum(flat.lengths_M) - flat.lengths_M]
-    rows = _pack(lengths, row_tokens)
-    shape = (len(rows), max(sum(lengths[i] for i in row) for row in rows))
-    spans = [(b, at, item) for b, row in enumerate(rows) for at, item in _laid_end_to_end(row, lengths)]
-
-    def laid(values_S: npt.NDArray[_N], padding: float) -> npt.NDArray[_N]:
-        values_BT = np.full(shape, padding, values_S.dtype)
-        for b, at, item in spans:
-            values_BT[b, at : at + lengths[item]] = values_S[starts[item] : starts[item] + lengths[item]]
-        return values_BT
-
-    position_ids_BT, segment_ids_BT = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-    for b, at, item in spans:
-        position_ids_BT[b, at : at + lengths[item]] = np.arange(lengths[item])
-        segment_ids_BT[b, at : at + lengths[item]] = item + 1
-    rollout_logprobs_BT = laid(flat.rollout_logprobs_S, 0)
-    asked = flat.reference_logprobs_S is not flat.rollout_logprobs_S
-    return TrainBatch(
-        tokens_BT=laid(flat.tokens_S, pad_token_id),
-        loss_mask_BT=laid(flat.loss_mask_S, False),
-        rollout_logprobs_BT=rollout_logprobs_BT,
-        reference_logprobs_BT=laid(flat.reference_logprobs_S, 0) if asked else rollout_logprobs_BT,
-        advantages_BT=laid(flat.advantages_S, 0),
-        policy_versions_BT=laid(flat.policy_versions_S, -1),
-        position_ids_BT=position_ids_BT,
-        segment_ids_BT=segment_ids_BT,
-        num_loss_tokens=int(flat.loss_mask_S.sum()),
-        num_samples=len(lengths),
-    )
-
-
-def _laid_end_to_end(row: Sequence[int], lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Where each sample of a row begins in it, and the sample."""
-    at = 0
-    for item in row:
-        yield at, item
-        at += lengths[item]
-
-
-def _rows(batch: TrainBatch, start: int, end: int, columns: int) -> TrainBatch:
-    """Some rows of a batch, without the columns from `columns` on, which are padding."""
-    window = (slice(start, end), slice(0, columns))
-    segment_ids_BT = batch.segment_ids_BT[window]
-    return TrainBatch(
-        tokens_BT=batch.tokens_BT[window],
-        loss_mask_BT=batch.loss_mask_BT[window],
-        rollout_logprobs_BT=batch.rollout_logprobs_BT[window],
-        reference_logprobs_BT=batch.reference_logprobs_BT[window],
-        advantages_BT=batch.advantages_BT[window],
-        policy_versions_BT=batch.policy_versions_BT[window],
-        position_ids_BT=batch.position_ids_BT[window],
-        segment_ids_BT=segment_ids_BT,
-        num_loss_tokens=int(batch.loss_mask_BT[window].sum()),
-        num_samples=len(np.unique(segment_ids_BT[segment_ids_BT > 0])),
-    )
-
-
-__all__ = ["TrainBatch", "TrainingSample", "collate", "micro_batches", "minibatches", "to_samples"]
+__all__ = ["TrainBatch", "TrainingSample", "collate", "to_samples"]

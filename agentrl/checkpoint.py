@@ -17,7 +17,7 @@ _STATE = {".pt", ".distcp"}
 
 
 class Savable(Protocol):
-    """What checkpoints are made of: a trainer, or a learner."""
+    """What checkpoints are made of: a trainer, or all that is trained in a run."""
 
     async def save(self, folder: Path) -> None:
         """Write all that goes on from here into a new folder."""

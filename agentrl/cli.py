@@ -303,7 +303,9 @@ def serve(  # noqa: PLR0917  typer calls it by name
     token_env: Annotated[
         str, typer.Option(help="Environment variable of the token that clients have to show.")
     ] = "AGENTRL_REMOTE_TOKEN",
-    max_sessions: Annotated[int, typer.Option(min=1, help="Sessions at once; the next is told to wait.")] = 1024,
+    max_sessions: Annotated[
+        int, typer.Option(min=1, help="Sessions at once; further clients are asked to wait.")
+    ] = 1024,
     max_processes: Annotated[int, typer.Option(min=1, help="The same, where each has a process of its own.")] = 64,
     isolation: Annotated[
         Isolation | None, typer.Option(help="Where each session's environment runs, if not where it says itself.")

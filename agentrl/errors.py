@@ -6,7 +6,7 @@
     ├── RolloutError               an episode could not go on; becomes the trajectory's `Failed(layer, error)`
     │   ├── EnvError               reset, step or close raised, or broke the protocol
     │   ├── EngineError            the engine refused a request
-    │   │   └── EngineDeadError    the engine is not running, and will answer nobody
+    │   │   └── EngineDeadError    the engine is not running, and answers no request
     │   ├── RewardError            the reward could not be computed
     │   └── DeadlineError          something outside did not answer in time
     ├── RetriesExhaustedError      too many tasks failed for good: the run ends instead of training on luck

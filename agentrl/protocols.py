@@ -95,7 +95,10 @@ class GenerateRequest:
 
     `seed` makes sampling reproducible: the token at position i depends on the seed, i and the logits alone.
     A lower `priority` number is served first when the engine is full (the deadline step of the request's group).
-    Requests of one `session` (an episode) extend each other: a router sends them where their prefix is cached.
+    Requests of one `session` (an agent's conversation) come one after another, and extend each other: a router sends
+    them where their prefix is cached. The first `known` tokens of the prompt are the last prompt of the session with
+    its completion: an engine that has served that one need not look at them again, so that a late turn costs no more
+    than an early one. 0 where the conversation begins, or its prompt is a new one.
     """
 
     id: str
@@ -104,6 +107,7 @@ class GenerateRequest:
     seed: int = 0
     priority: int = 0
     session: str = ""
+    known: int = 0
 
     __eq__ = same_fields
 
@@ -166,7 +170,7 @@ class Engine(Protocol):
     async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
         """Replace all weights at a token boundary. Requests in flight go on under the new ones.
 
-        Their KV cache is recomputed (unless the engine is told `kv_on_update: keep`), so each later token's logprob
+        Their KV cache is recomputed (unless `kv_on_update: keep` is set), so each later token's logprob
         equals a plain forward pass of the new weights over all tokens before it. No cached prefix of an older version
         is ever served to another request. When this returns, every token sampled from now on is stamped `version`.
         `weights` has Hugging Face names; tied weights may be absent.
@@ -268,7 +272,7 @@ class Reward(Protocol):
 
     A reward of any shape may be an async context manager, which the run enters and leaves. A plain function, sync or
     async, of a trajectory that returns a `Score` or a number is a reward too; its keyword-only parameters are its
-    settings. Several rewards at once are a weighted sum (`agentrl/scoring/composite.py`). One that has a method
+    settings. Several rewards at once are a weighted sum (`agentrl/scoring/pipeline.py`). One that has a method
     `metrics() -> Mapping[str, float]` is asked by it, after each step, what its work has cost since the last one.
     """
 
@@ -367,16 +371,16 @@ class Algorithm(Protocol):
 class Estimate:
     """Of each loss token: how much better it was than expected, and what a critic should have expected before it."""
 
-    advantages_BT: FloatArray
-    returns_BT: FloatArray
+    advantages_N: FloatArray
+    returns_N: FloatArray
 
 
 @runtime_checkable
 class ActorCritic(Algorithm, Protocol):
     """An algorithm with a critic, which is trained on the batches that the policy is trained on."""
 
-    def estimate(self, batch: TrainBatch, values_BT: FloatArray) -> Estimate:
-        """Of a batch whose `advantages_BT` are what `advantages` has said of each member, and the critic's values."""
+    def estimate(self, batch: TrainBatch, values_N: FloatArray) -> Estimate:
+        """Of a batch whose `advantages_N` are what `advantages` has said of each member, and the critic's values."""
         ...
 
     def value_loss(self, values_N: "Tensor", tokens: LossTokens) -> LossOutput:
@@ -384,13 +388,26 @@ class ActorCritic(Algorithm, Protocol):
         ...
 
 
+LatestCheckpoint = Callable[[], tuple[int, Path] | None]
+"""The newest (steps done, folder of the checkpoint) of a run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """How a trainer outlives its ranks: the keyword `recovery` that it is made with.
+
+    `latest`: the run's newest checkpoint, if there is one: what `load` takes, and what is taken up after a death.
+    `restarts`: how often ranks may be restarted without a step between. `deadline`: seconds for any one call; a trainer
+    that misses it is not dead and not to be helped.
+    """
+
+    latest: LatestCheckpoint = lambda: None
+    restarts: int = 8
+    deadline: float = 3600.0
+
+
 class Trainer(Protocol):
     """Owns weights and optimizer. An async context manager, as `Engine`."""
-
-    @property
-    def row_tokens(self) -> int:
-        """How long the rows are that a batch should be packed into."""
-        ...
 
     async def __aenter__(self) -> Self: ...
 
@@ -418,11 +435,11 @@ class Trainer(Protocol):
 
 
 @runtime_checkable
-class SupportsPredict(Protocol):
+class SupportsPredict(Trainer, Protocol):
     """A trainer that can be asked without being trained: what a reference and a critic are made of."""
 
     async def predict(self, batch: TrainBatch) -> FloatArray:
-        """What the model says of each loss token, laid as the batch is, shape BT; 0 where there is no loss.
+        """What the model says of each loss token, in the order of the batch, shape N.
 
         That is its logprob at the temperature of sampling; of a critic, the reward that is to be expected before it.
         """

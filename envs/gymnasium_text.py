@@ -38,7 +38,7 @@ MAX_NUMBERS = 256
 
 @dataclass(frozen=True, slots=True)
 class Game:
-    """What agentrl knows about a Gymnasium environment: words for its actions, and what a person would be told.
+    """What agentrl knows about a Gymnasium environment: words for its actions, and instructions.
 
     `success(reward, terminated)` judges the last step of an episode; most games pay only for reaching the goal.
     A `noisy` one prints in reset.
@@ -246,6 +246,8 @@ def _find(env_id: str) -> EnvSpec:
     if name in gymnasium.registry:
         return gymnasium.registry[name]
     near = difflib.get_close_matches(name, gymnasium.registry, n=3)
+    if not module and name.startswith(("MiniGrid-", "BabyAI-")):
+        near = [f"minigrid:{name}"]
     hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else f"There are {', '.join(gymnasium.registry)}."
     also = f" Packages that could not register theirs: {'; '.join(failed)}" if failed else ""
     raise ConfigError(f"gymnasium has no environment {name!r}. {hint}{also}")

@@ -2,7 +2,7 @@
 
 It is solved (Kuhn, "A simplified two-person poker", 1950), so what is learned can be held against best play: between
 two perfect players the one who acts first loses 1/18 of a chip a hand. It is also the environment to copy for a game
-of several agents: `reset` names them, each `step` says who is next, and each is told only what is new to it.
+of several agents: `reset` names them, each `step` says who is next, and each sees only what is new to it.
 """
 
 import random

@@ -66,7 +66,7 @@ class Sokoban(TextEnv):
     """Push every box onto a goal: reward 1, and the episode ends. Boxes cannot be pulled.
 
     The message is free text with exactly one legal word in it, in any case; any other costs a turn and is answered by
-    the same grid and a hint. Nobody says that a box is stuck for good: seeing it coming is the task. There is no limit
+    the same grid and a hint. No hint says that a box is stuck for good: foreseeing it is the task. There is no limit
     of turns but the run's.
     """
 

@@ -1,7 +1,7 @@
 """A maze that one sees only a step of at a time, new for every seed; higher levels have locked doors and their keys.
 
-The observation says what lies left, down, right and up, and what one holds. Nothing says where one is: whoever wants
-to find the goal has to remember the way. A key is taken by walking onto it, and stays; a door opens to its key.
+The observation says what lies left, down, right and up, and what one holds. Nothing says where one is: to
+find the goal, a player has to remember the way. A key is taken by walking onto it, and stays; a door opens to its key.
 """
 
 import random

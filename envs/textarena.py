@@ -1,8 +1,8 @@
 """TextArena's games: `env: textarena:Wordle-v0`, alone or against scripted opponents.
 
-The observation is what the game has told the player since its last turn. A game of several players is played with
+The observation is what the game has sent the player since its last turn. A game of several players is played with
 opponents, which are `"random"`, `"first"` (the first legal move found), or a function `opponent(seen, rng) -> message`
-given as "package.module:name"; `seen` is all that this opponent has been told in this episode. With the opponent
+given as "package.module:name"; `seen` is all that this opponent has seen in this episode. With the opponent
 `"agent"` there are none: each player is an agent, player_0, player_1 and so on (`agentrl.protocols.Env`).
 """
 
@@ -71,7 +71,7 @@ class TextArena(TextEnv):
         """Make a new game, and let the opponents play until it is the player's turn.
 
         Raises:
-            ConfigError: TextArena cannot make it, or nobody can play it so.
+            ConfigError: TextArena cannot make it, or it cannot be played this way.
             EnvError: the game ended before the player's first turn.
         """
         chosen = read_options(self.Options, options)
@@ -124,7 +124,7 @@ class TextArena(TextEnv):
         return {"agent": agent} if agent else {}
 
     def _until_a_turn(self) -> str | None:
-        """What the next of the agents is told when it is its turn; `None` where that does not come."""
+        """The observation of the next agent; `None` if no further turn comes."""
         for _ in range(MOST_REPLIES):
             player, messages = _inner(self._env).get_observation()
             text = _text(messages, player)

@@ -174,7 +174,7 @@ async def _endpoint(ask: Ask) -> AsyncIterator[tuple[str, list[Exception]]]:
             return web.json_response({"error": {"message": str(error), "type": "invalid_request_error"}}, status=400)
         return _completion(reply, len(body["messages"]), streamed=bool(body.get("stream")))
 
-    os.environ.setdefault(_KEY, "nobody else is asked")
+    os.environ.setdefault(_KEY, "no other server is asked")
     app = web.Application(client_max_size=64 << 20)
     app.router.add_post("/v1/chat/completions", complete)
     runner = web.AppRunner(app)

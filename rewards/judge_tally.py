@@ -6,7 +6,7 @@ from statistics import fmean
 from typing import Literal
 
 Trouble = Literal["unreachable", "busy", "unreadable"]
-"""Why a request gave no verdict: nobody answered, the server was not able to now, or the answer was none."""
+"""Why a request gave no verdict: no server answered, the server was not able to now, or the answer was none."""
 TROUBLES: tuple[Trouble, ...] = ("unreachable", "busy", "unreadable")
 
 

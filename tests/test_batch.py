@@ -1,4 +1,4 @@
-"""Trajectories become samples, and samples become packed batches, without losing or inventing a token."""
+"""Trajectories become samples, and samples become batches, without losing or inventing a token."""
 
 from dataclasses import fields, replace
 
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.batch import TrainBatch, TrainingSample, collate, micro_batches, minibatches, to_samples
+from agentrl.batch import TrainBatch, TrainingSample, collate, to_samples
 from agentrl.trajectory import Completion, Task, Terminated, Trajectory, Turn
 
 logprobs = st.floats(-20, 0, width=32)
@@ -58,34 +58,24 @@ def samples(draw: st.DrawFn) -> TrainingSample:
 sample_lists = st.lists(samples(), min_size=1, max_size=12)
 
 
-def sample_of(batch: TrainBatch, segment: int) -> TrainingSample:
-    """Read one segment back out of a batch."""
-    rows, columns = np.nonzero(batch.segment_ids_BT == segment)
-    assert len(set(rows)) == 1, "a sample crosses rows"
-    assert list(columns) == list(range(columns[0], columns[-1] + 1)), "a sample is torn"
-    assert list(batch.position_ids_BT[rows, columns]) == list(range(len(columns))), "positions restart at 0"
-    return TrainingSample(
-        token_ids=tuple(batch.tokens_BT[rows, columns].tolist()),
-        loss_mask=tuple(batch.loss_mask_BT[rows, columns].tolist()),
-        rollout_logprobs=tuple(batch.rollout_logprobs_BT[rows, columns].tolist()),
-        advantages=tuple(batch.advantages_BT[rows, columns].tolist()),
-        policy_versions=tuple(batch.policy_versions_BT[rows, columns].tolist()),
-        turn_ids=(0,) * len(columns),
-    )
+def samples_of(batch: TrainBatch) -> list[TrainingSample]:
+    """Read the samples back out of a batch."""
+    read = []
+    loss = iter(zip(batch.rollout_logprobs_N.tolist(), batch.advantages_N.tolist(), strict=True))
+    ends = np.cumsum(batch.lengths_M)
+    for end, length in zip(ends.tolist(), batch.lengths_M.tolist(), strict=True):
+        mask = batch.loss_mask_S[end - length : end]
+        values = [next(loss) if carries else (0.0, 0.0) for carries in mask]
+        logprobs, advantages = zip(*values, strict=True)
+        tokens = batch.tokens_S[end - length : end]
+        read.append(TrainingSample(tokens, mask, logprobs, advantages, mask - 1, (0,) * length))
+    assert next(loss, None) is None, "a loss token is left over"
+    return read
 
 
-def assert_holds(batch: TrainBatch, expected: list[TrainingSample], segments: list[int]) -> None:
-    """The batch holds exactly these samples under these segment numbers, and inert padding."""
-    assert sorted(set(batch.segment_ids_BT.ravel()) - {0}) == segments
-    assert [sample_of(batch, segment) for segment in segments] == expected
-    padding = batch.segment_ids_BT == 0
-    assert padding.sum() == batch.tokens_BT.size - sum(len(s.token_ids) for s in expected)
-    assert not batch.loss_mask_BT[padding].any()
-    assert not batch.rollout_logprobs_BT[padding].any()
-    assert not batch.advantages_BT[padding].any()
-    assert (batch.policy_versions_BT[padding] == -1).all()
-    assert batch.num_loss_tokens == sum(sum(s.loss_mask) for s in expected)
-    assert batch.num_samples == len(expected)
+def without_versions(listed: list[TrainingSample]) -> list[TrainingSample]:
+    """Samples as a batch has them: it does not keep who sampled a token."""
+    return [replace(sample, policy_versions=sample.loss_mask - 1) for sample in listed]
 
 
 @given(trajectories(), st.floats(-2, 2, width=32))
@@ -145,72 +135,54 @@ def test_unequal_lengths_and_empty_samples_are_refused() -> None:
         TrainingSample((), (), (), (), (), ())
 
 
-@given(sample_lists, st.integers(1, 30))
-def test_packing_keeps_every_token_of_every_sample_once_and_in_order(
-    listed: list[TrainingSample], row_tokens: int
-) -> None:
-    batch = collate(listed, row_tokens=row_tokens, pad_token_id=7)
-    assert_holds(batch, listed, list(range(1, len(listed) + 1)))
-    assert (batch.tokens_BT[batch.segment_ids_BT == 0] == 7).all()
-    for row in batch.segment_ids_BT:
-        used = int((row > 0).sum())
-        assert used <= row_tokens or len(set(row) - {0}) == 1
-    longest = max(len(s.token_ids) for s in listed)
-    assert batch.tokens_BT.shape[1] <= max(row_tokens, longest)
+@given(sample_lists)
+def test_a_batch_holds_every_token_of_every_sample_in_order(listed: list[TrainingSample]) -> None:
+    batch = collate(iter(listed))
+    assert samples_of(batch) == without_versions(listed)
+    assert batch.num_loss_tokens == sum(sum(s.loss_mask) for s in listed)
+    assert batch.loss_tokens_M.tolist() == [sum(s.loss_mask) for s in listed]
+    assert batch.num_samples == len(listed)
+    assert batch.reference_logprobs_N is batch.rollout_logprobs_N, "no reference was asked yet"
+    arrays = (batch.tokens_S, batch.loss_mask_S, batch.rollout_logprobs_N, batch.advantages_N)
+    assert sum(array.nbytes for array in arrays) == 5 * len(batch.tokens_S) + 8 * batch.num_loss_tokens
 
 
-@given(sample_lists, st.integers(12, 40))
-def test_packing_leaves_at_most_one_row_half_empty(listed: list[TrainingSample], row_tokens: int) -> None:
-    batch = collate(listed, row_tokens=row_tokens)
-    used = (batch.segment_ids_BT > 0).sum(axis=1)
-    assert (2 * used <= row_tokens).sum() <= 1
+@given(sample_lists)
+def test_what_stands_under_the_loss_mask_never_reaches_a_batch(listed: list[TrainingSample]) -> None:
+    soiled = [
+        replace(
+            sample,
+            rollout_logprobs=np.where(sample.loss_mask, sample.rollout_logprobs, np.nan),
+            advantages=np.where(sample.loss_mask, sample.advantages, np.inf),
+        )
+        for sample in listed
+    ]
+    clean, dirty = collate(listed), collate(soiled)
+    assert all(np.array_equal(getattr(clean, f.name), getattr(dirty, f.name)) for f in fields(TrainBatch))
 
 
-@given(sample_lists, st.integers(1, 30))
-def test_packing_is_deterministic(listed: list[TrainingSample], row_tokens: int) -> None:
-    one, two = (collate(iter(listed), row_tokens=row_tokens) for _ in range(2))
-    assert all(np.array_equal(getattr(one, f.name), getattr(two, f.name)) for f in fields(TrainBatch))
+@given(sample_lists, st.data())
+def test_samples_are_put_in_order_and_split_whole(listed: list[TrainingSample], data: st.DataObject) -> None:
+    batch, listed = collate(listed), without_versions(listed)
+    order = data.draw(st.permutations(range(len(listed))))
+    asked = replace(batch, reference_logprobs_N=batch.rollout_logprobs_N - 1)
+    for given_batch in (batch, asked):
+        ordered = given_batch.ordered(order)
+        assert samples_of(ordered) == [listed[number] for number in order]
+        borders = data.draw(st.lists(st.integers(1, len(listed)), unique=True).map(sorted))
+        counts = [int(n) for n in np.diff([0, *borders, len(listed)]) if n]
+        parts = ordered.split(counts)
+        assert [part.num_samples for part in parts] == counts
+        assert [sample for part in parts for sample in samples_of(part)] == samples_of(ordered)
+        assert not any(part.tokens_S.base is None for part in parts), "a part is a copy"
+        for part in parts:
+            gap_N = part.rollout_logprobs_N - part.reference_logprobs_N
+            np.testing.assert_allclose(gap_N, float(given_batch is asked), atol=1e-5)
 
 
-@given(sample_lists, st.integers(1, 30), st.integers(1, 14))
-def test_minibatches_partition_the_samples_in_order(listed: list[TrainingSample], row_tokens: int, count: int) -> None:
-    parts = minibatches(collate(listed, row_tokens=row_tokens), count)
-    assert len(parts) == min(count, len(listed))
-    sizes = [part.num_samples for part in parts]
-    assert max(sizes) - min(sizes) <= 1
-    at = 0
-    for part in parts:
-        assert_holds(part, listed[at : at + part.num_samples], list(range(1, part.num_samples + 1)))
-        at += part.num_samples
-    assert at == len(listed)
-
-
-@given(sample_lists, st.integers(1, 30), st.integers(1, 60))
-def test_micro_batches_are_all_rows_within_the_budget(
-    listed: list[TrainingSample], row_tokens: int, tokens: int
-) -> None:
-    batch = collate(listed, row_tokens=row_tokens)
-    parts = micro_batches(batch, tokens)
-    assert sum(len(part.tokens_BT) for part in parts) == len(batch.tokens_BT)
-    seen: list[int] = []
-    for part in parts:
-        segments = sorted(set(part.segment_ids_BT.ravel().tolist()) - {0})
-        assert_holds(part, [listed[segment - 1] for segment in segments], segments)
-        assert part.tokens_BT.size <= tokens or len(part.tokens_BT) == 1
-        seen += segments
-    assert sorted(seen) == list(range(1, len(listed) + 1))
-
-
-def test_nothing_to_collate_and_impossible_budgets_say_so() -> None:
-    batch = collate([TrainingSample((1, 2), (0, 1), (0.0, -1.0), (0.0, 1.0), (-1, 0), (0, 0))], row_tokens=4)
+def test_nothing_to_collate_says_so() -> None:
     with pytest.raises(ValueError, match="no sample to collate"):
-        collate([], row_tokens=4)
-    with pytest.raises(ValueError, match="row_tokens"):
-        collate([sample_of(batch, 1)], row_tokens=0)
-    with pytest.raises(ValueError, match="minibatches"):
-        minibatches(batch, 0)
-    with pytest.raises(ValueError, match="micro-batches"):
-        micro_batches(batch, 0)
+        collate([])
 
 
 @given(trajectory=trajectories(), oldest=st.integers(0, 6))

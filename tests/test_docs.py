@@ -18,13 +18,13 @@ from typer.main import get_command
 from agentrl import plugins
 from agentrl.cli import app
 from agentrl.config import load_config
+from agentrl.flow import Retries
+from agentrl.scoring.rule_pool import RulePool
 from agentrl.testing import check_env
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "higher_lower"
-DOCS = sorted(
-    [ROOT / "README.md", ROOT / "AGENTS.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
-)
+DOCS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
 STAND_IN = ROOT / "examples" / "frozen_lake.yaml"
 """The config of commands that name a run which does not exist here, or a placeholder in capitals."""
 
@@ -125,8 +125,8 @@ def test_a_wrong_command_line_would_be_found(wrong: str) -> None:
         validate_settings(wrong.split(), parse(wrong.split())[1])
 
 
-def test_the_documents_show_every_subcommand() -> None:
-    shown = {parse(arguments)[0] for arguments in commands(ROOT / "README.md", "agentrl") if arguments}
+def test_the_page_of_commands_shows_every_subcommand() -> None:
+    shown = {parse(arguments)[0] for arguments in commands(ROOT / "docs" / "commands.md", "agentrl") if arguments}
     assert shown == set(subcommands(get_command(app)))
 
 
@@ -197,7 +197,7 @@ def test_the_rewards_shown_are_valid_and_keep_the_contract(tmp_path: Path, monke
     for number, settings in enumerate(blocks(doc, "yaml")):
         path = tmp_path / f"{number}.yaml"
         path.write_text(settings if settings.startswith("env:") else f"env: frozen_lake\n{settings}")
-        reward = load_config(path).config.reward.make()
+        reward = load_config(path).config.reward.make(RulePool(), 60.0, Retries())
         assert len(reward.parts) == 3
     listed = re.findall(
         r"`(\w+)`", "".join(line.split("|")[1] for line in doc.read_text().splitlines() if ".py` |" in line)

@@ -25,7 +25,7 @@ LAYERS = [
     {"algorithms", "flow", "plugins"},
     {"hosting", "new_env", "placement", "sandbox", "weights"},
     {"cluster"},
-    {"learner", "remote", "scoring"},
+    {"advisors", "remote", "scoring"},
     {"rollout"},
     {"engines", "observe", "openenv", "play", "tasks"},
     {"simulate", "testing"},

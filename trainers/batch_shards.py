@@ -1,45 +1,34 @@
 """A batch cut into shards for the ranks of a trainer: as many micro-batches for each, and nearly the same work."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 
 from agentrl.arrays import FloatArray
-from agentrl.batch import TrainBatch, micro_batches, minibatches
-
-
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """Rows that one rank computes at once. One that does not count is computed all the same, with a weight of zero: it
-    keeps a rank that has nothing left to do in step with the others.
-    """
-
-    rows: TrainBatch
-    counts: bool = True
-
-    @property
-    def cost(self) -> int:
-        """Tokens that go through the model, padding included."""
-        return int(self.rows.tokens_BT.size)
-
+from agentrl.batch import TrainBatch
+from agentrl.trainers.packing import MicroBatch, micro_batches, pack, row_length
+from agentrl.trainers.settings import TrainerSettings
 
 BatchShard = Sequence[Sequence[MicroBatch]]
 """What one rank computes in a step: the micro-batches of each minibatch."""
 
 
-def shard_batch(batch: TrainBatch, *, ranks: int, micro_batch_tokens: int, minibatch_count: int) -> list[BatchShard]:
-    """Cut a batch into minibatches and micro-batches, and give each rank its shard.
+def shard_batch(batch: TrainBatch, settings: TrainerSettings, *, ranks: int, minibatches: int = 1) -> list[BatchShard]:
+    """Cut a batch into minibatches, these into rows and micro-batches, and give each rank its shard.
 
     In each minibatch every rank gets the same number of micro-batches; the tokens of two ranks differ by at most the
-    largest micro-batch. Rows without a loss token are left out. One rank gets all, in order.
+    largest micro-batch. Micro-batches without a loss token are left out. One rank gets all, in order.
 
     Raises:
-        ValueError: a minibatch has no loss token at all.
+        ValueError: there is no loss token at all.
     """
+    # The minibatches' rows are no longer than those of the whole batch would be.
+    lengths = batch.lengths_M.tolist()
+    row_tokens = max(row_length(row, lengths) for row in pack(lengths, settings.row_tokens))
     by_minibatch = [
-        _shard_minibatch(part, ranks, micro_batch_tokens)
-        for part in minibatches(batch, minibatch_count)
+        _shard_minibatch(micro_batches(part, row_tokens, settings.micro_batch_tokens, parts=ranks), ranks)
+        for part in minibatches_of(batch, minibatches)
         if part.num_loss_tokens
     ]
     if not by_minibatch:
@@ -47,33 +36,48 @@ def shard_batch(batch: TrainBatch, *, ranks: int, micro_batch_tokens: int, minib
     return [[by_rank[rank] for by_rank in by_minibatch] for rank in range(ranks)]
 
 
-def gather(batch: TrainBatch, shards: Sequence[BatchShard], predictions: Sequence[Sequence[FloatArray]]) -> FloatArray:
-    """What the ranks predicted for the loss tokens of each of their micro-batches, in the layout of the batch (shape
-    BT); 0 where there is no loss.
+def minibatches_of(batch: TrainBatch, count: int) -> list[TrainBatch]:
+    """The samples, in their order, in `count` batches of nearly equal numbers of samples.
 
-    The batch was sharded as one minibatch, so each micro-batch is some of its rows.
+    Neighbours stay together, so a group is split at most once per border. With fewer samples than `count` there is one
+    part per sample.
+
+    Raises:
+        ValueError: `count` is below 1.
     """
-    gathered_BT = np.zeros(batch.tokens_BT.shape, np.float32)
-    row_of = {int(segment): row for row, segment in enumerate(batch.segment_ids_BT[:, 0])}
+    if count < 1:
+        raise ValueError(f"a batch splits into 1 or more minibatches, got {count}")
+    parts = np.array_split(np.arange(batch.num_samples), min(count, batch.num_samples))
+    return batch.split([len(part) for part in parts])
+
+
+def gather(batch: TrainBatch, shards: Sequence[BatchShard], predictions: Sequence[Sequence[FloatArray]]) -> FloatArray:
+    """What the ranks predicted for the loss tokens of each of their micro-batches, in the order of the batch; shape N.
+
+    The batch was sharded as one minibatch.
+    """
+    gathered_N = np.zeros(batch.num_loss_tokens, np.float32)
+    ends_M = np.cumsum(batch.loss_tokens_M).tolist()
     for shard, of_rank in zip(shards, predictions, strict=True):
-        for micro_batch, predictions_N in zip(shard[0], of_rank, strict=True):
+        for micro_batch, predicted_N in zip(shard[0], of_rank, strict=True):
             if micro_batch.counts:
-                rows = micro_batch.rows
-                first, (count, columns) = row_of[int(rows.segment_ids_BT[0, 0])], rows.tokens_BT.shape
-                gathered_BT[first : first + count, :columns][rows.loss_mask_BT == 1] = predictions_N
-    return gathered_BT
+                counts = micro_batch.samples.loss_tokens_M
+                by_sample = np.split(predicted_N, np.cumsum(counts)[:-1])
+                for number, of_sample_N in zip(micro_batch.numbers_M.tolist(), by_sample, strict=True):
+                    gathered_N[ends_M[number] - len(of_sample_N) : ends_M[number]] = of_sample_N
+    return gathered_N
 
 
-def _shard_minibatch(part: TrainBatch, ranks: int, tokens: int) -> list[list[MicroBatch]]:
-    if ranks > 1:  # so many micro-batches that no rank has to idle, where there are enough rows
-        tokens = min(tokens, -(-int(part.tokens_BT.size) // ranks))
-    found = [MicroBatch(rows) for rows in micro_batches(part, tokens) if rows.num_loss_tokens]
+def _shard_minibatch(all_of_it: Sequence[MicroBatch], ranks: int) -> list[list[MicroBatch]]:
+    found = [micro_batch for micro_batch in all_of_it if micro_batch.samples.num_loss_tokens]
     if ranks == 1:
         return [found]
     by_rank: list[list[MicroBatch]] = [[] for _ in range(ranks)]
-    most = -(-len(found) // ranks)
-    for micro_batch in sorted(found, key=lambda one: -one.cost):
-        unfilled = [own for own in by_rank if len(own) < most]
-        min(unfilled, key=lambda own: sum(one.cost for one in own)).append(micro_batch)
-    filler = MicroBatch(min(found, key=lambda one: one.cost).rows, counts=False)
+    loads, most = [0] * ranks, -(-len(found) // ranks)
+    costs = [micro_batch.cost for micro_batch in found]
+    for number in sorted(range(len(found)), key=lambda number: -costs[number]):
+        rank = min((rank for rank in range(ranks) if len(by_rank[rank]) < most), key=loads.__getitem__)
+        by_rank[rank].append(found[number])
+        loads[rank] += costs[number]
+    filler = replace(found[costs.index(min(costs))], counts=False)
     return [own + [filler] * (most - len(own)) for own in by_rank]

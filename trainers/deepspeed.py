@@ -13,7 +13,7 @@ from agentrl.trainers.settings import TrainerSettings
 class DeepSpeedTrainer(GroupTrainer):
     """DeepSpeed over `world_size` ranks, each a worker of the cluster. Needs the extra `deepspeed`."""
 
-    core: ClassVar[str] = "agentrl.trainers.zero_sharding:open_core"
+    sharding: ClassVar[str] = "agentrl.trainers.zero_sharding:open_sharding"
 
     class Config(TrainerSettings):
         """Everything a trainer has, and how it is sharded."""

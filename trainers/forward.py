@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from agentrl.batch import TrainBatch
 from agentrl.errors import ConfigError
+from agentrl.trainers.packing import MicroBatch, lay
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMicroBatch:
-    """Rows as tensors on the device. What stands under the loss mask has been left behind.
+    """Rows as tensors on the device.
 
     `attention_B1TT`: true where a row's token may look at a column: its own segment, up to itself.
     `predictors_N`: for each loss token, the flat index into B * T of the token before it.
@@ -34,26 +34,26 @@ class DeviceMicroBatch:
     segments_N: Tensor
 
 
-def to_device(rows: TrainBatch, device: torch.device) -> DeviceMicroBatch:
-    """Move rows to a device and build their mask there."""
+def to_device(micro_batch: MicroBatch, device: torch.device) -> DeviceMicroBatch:
+    """Lay a micro-batch out, move it to a device and build its mask there."""
 
     def move(array: Any) -> Tensor:
         wide = array.astype(np.int64 if array.dtype == np.int32 else array.dtype)  # a copy; torch indexes with int64
         return torch.from_numpy(wide).to(device, non_blocking=True)
 
-    segments_BT = move(rows.segment_ids_BT)
+    rows, samples = lay(micro_batch), micro_batch.samples
+    segments_BT = move(rows.segments_BT)
     same_BTT = segments_BT[:, :, None] == segments_BT[:, None, :]
-    loss_BT = rows.loss_mask_BT
     return DeviceMicroBatch(
         tokens_BT=move(rows.tokens_BT),
-        position_ids_BT=move(rows.position_ids_BT),
+        position_ids_BT=move(rows.positions_BT),
         attention_B1TT=same_BTT.tril()[:, None],
-        predictors_N=move(loss_BT.ravel().nonzero()[0] - 1),
-        targets_N=move(rows.tokens_BT[loss_BT]),
-        rollout_logprobs_N=move(rows.rollout_logprobs_BT[loss_BT]),
-        reference_logprobs_N=move(rows.reference_logprobs_BT[loss_BT]),
-        advantages_N=move(rows.advantages_BT[loss_BT]),
-        segments_N=move(rows.segment_ids_BT[loss_BT]),
+        predictors_N=move(rows.loss_mask_BT.ravel().nonzero()[0] - 1),
+        targets_N=move(rows.tokens_BT[rows.loss_mask_BT]),
+        rollout_logprobs_N=move(samples.rollout_logprobs_N),
+        reference_logprobs_N=move(samples.reference_logprobs_N),
+        advantages_N=move(samples.advantages_N),
+        segments_N=move(rows.segments_BT[rows.loss_mask_BT]),
     )
 
 

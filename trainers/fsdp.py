@@ -13,7 +13,7 @@ from agentrl.trainers.settings import TrainerSettings
 class FsdpTrainer(GroupTrainer):
     """PyTorch's `fully_shard` (FSDP2) over `world_size` ranks, each a worker of the cluster."""
 
-    core: ClassVar[str] = "agentrl.trainers.fsdp_sharding:open_core"
+    sharding: ClassVar[str] = "agentrl.trainers.fsdp_sharding:open_sharding"
 
     class Config(TrainerSettings):
         """Everything a trainer has, and how it is sharded."""

@@ -20,12 +20,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from agentrl.trainers.checkpoint import kept_by_another, save_state
-from agentrl.trainers.core import TrainerCore
 from agentrl.trainers.forward import DeviceMicroBatch
 from agentrl.trainers.model import Predictor, load_model
 from agentrl.trainers.optimizer import adamw, apply, move
 from agentrl.trainers.process_group import join, max_of_ranks, sum_of_ranks
-from agentrl.trainers.rank import RankInfo, TrainerSpec
+from agentrl.trainers.spec import RankInfo, TrainerSpec
 from agentrl.trainers.trainable import TrainableParameters, trainable_tensors
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ _OPTIMIZER = "optimizer"
 """The folder in a checkpoint where the ranks keep their shards of the optimizer."""
 
 
-def open_core(spec: TrainerSpec, rank_info: RankInfo) -> TrainerCore:
+def open_sharding(spec: TrainerSpec, rank_info: RankInfo) -> "FullyShard":
     """Load the model, shard it, make the optimizer."""
     config = cast("FsdpTrainer.Config", spec.config)
     device = join(rank_info)
@@ -43,7 +42,7 @@ def open_core(spec: TrainerSpec, rank_info: RankInfo) -> TrainerCore:
     _shard(model, config, device, rank_info.world_size)
     optimizer = adamw(model, config, foreach=True)
     home = torch.device("cpu") if config.cpu_offload else device
-    return TrainerCore(config, spec.total_steps, FullyShard(rank_info.rank, device, home, model, trainable, optimizer))
+    return FullyShard(rank_info.rank, device, home, model, trainable, optimizer)
 
 
 def _shard(model: Predictor, config: "FsdpTrainer.Config", device: torch.device, world_size: int) -> None:

@@ -13,7 +13,7 @@ class LocalTrainer(GroupTrainer):
     deterministic (those of a CPU are).
     """
 
-    core: ClassVar[str] = "agentrl.trainers.one_device:open_core"
+    sharding: ClassVar[str] = "agentrl.trainers.one_device:open_sharding"
 
     class Config(TrainerSettings):
         """Everything a trainer has, and where it computes."""

@@ -13,7 +13,7 @@ from agentrl.errors import ConfigError
 from agentrl.trainers.checkpoint import quiet
 from agentrl.trainers.forward import DeviceMicroBatch, check_attention, check_head, token_logprobs, token_values
 from agentrl.trainers.lora import Adapters
-from agentrl.trainers.rank import TrainerSpec
+from agentrl.trainers.spec import TrainerSpec
 from agentrl.trainers.trainable import AllWeights, TrainableParameters
 
 

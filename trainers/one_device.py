@@ -10,24 +10,23 @@ from torch import Tensor
 
 from agentrl.errors import ConfigError
 from agentrl.trainers.checkpoint import kept_by_another, save_state
-from agentrl.trainers.core import TrainerCore
 from agentrl.trainers.forward import DeviceMicroBatch
 from agentrl.trainers.model import Predictor, load_model
 from agentrl.trainers.optimizer import adamw, apply, move
-from agentrl.trainers.rank import RankInfo, TrainerSpec
+from agentrl.trainers.spec import RankInfo, TrainerSpec
 from agentrl.trainers.trainable import TrainableParameters, trainable_tensors
 
 if TYPE_CHECKING:
     from agentrl.trainers.local import LocalTrainer
 
 
-def open_core(spec: TrainerSpec, rank_info: RankInfo) -> TrainerCore:
+def open_sharding(spec: TrainerSpec, rank_info: RankInfo) -> "OneDevice":
     """Load the model and make the optimizer."""
     config = cast("LocalTrainer.Config", spec.config)
     device = device_named(config.device)
     model, trainable = load_model(spec, device, autocast=config.dtype == "bfloat16")
     optimizer = adamw(model, config, fused=True)
-    return TrainerCore(config, spec.total_steps, OneDevice(device, model, trainable, optimizer))
+    return OneDevice(device, model, trainable, optimizer)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from agentrl.trainers.rank import RankInfo
+from agentrl.trainers.spec import RankInfo
 
 _PATIENCE = timedelta(minutes=10)
 """How long a collective waits for a rank that does not come. A rank that died is noticed at once, by its worker."""

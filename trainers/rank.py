@@ -1,62 +1,44 @@
-"""One rank of a trainer, as a worker: it is told where the ranks meet, and then does what its core does."""
+"""One rank of a trainer, as a worker: the same steps, whatever way the weights lie over the ranks.
+
+A step goes minibatch by minibatch. For each: the old logprobs (before the first update they are the new ones),
+micro-batches accumulated into the gradient of sum(token losses) / normalizer over all ranks, one update.
+"""
 
 import asyncio
+import math
 import socket
-from collections.abc import Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
 
 from agentrl.arrays import FloatArray
 from agentrl.cluster.workers import own_address
-from agentrl.errors import AgentRLError
+from agentrl.errors import AgentRLError, TrainingError
 from agentrl.placement.time_share import free_on_cpu, free_on_gpus
-from agentrl.protocols import Loss
+from agentrl.protocols import Loss, LossTokens
 from agentrl.trainers.batch_shards import BatchShard
-from agentrl.trainers.settings import TrainerSettings
+from agentrl.trainers.forward import to_device
+from agentrl.trainers.packing import MicroBatch
+from agentrl.trainers.schedule import learning_rate
+from agentrl.trainers.sharding import Sharding
+from agentrl.trainers.spec import RankInfo, TrainerSpec
 from agentrl.weights.bundle import BundlePlace
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from agentrl.trainers.core import TrainerCore
-
-
-Head = Literal["policy", "value"]
-"""What a model says of a token: its logprob, or the reward that is to be expected when all before it are there."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrainerSpec:
-    """What all ranks are made from. `core` is the "module:function" that makes a rank's `TrainerCore`; `head` says what
-    the model is to say of a token.
-    """
-
-    core: str
-    config: TrainerSettings
-    origin: Path
-    total_steps: int
-    temperature: float
-    head: Head = "policy"
-
-
-@dataclass(frozen=True, slots=True)
-class RankInfo:
-    """Where a rank stands among `world_size`; they meet at the `address`, "host:port" of rank 0."""
-
-    rank: int
-    world_size: int
-    address: str
 
 
 class TrainerRank:
-    """The worker of a rank. `open` comes first."""
+    """The worker of a rank. `open` comes first; all ranks make the same calls in the same order."""
 
     def __init__(self, spec: TrainerSpec, rank: int) -> None:
         self._spec = spec
         self._rank = rank
-        self._core: TrainerCore | None = None
+        self._sharding: Sharding | None = None
+        self._steps_done = 0
 
     def address(self) -> str:
         """A free address of this machine."""
@@ -66,61 +48,173 @@ class TrainerRank:
 
     def open(self, world_size: int, address: str) -> None:
         """Meet the other ranks, load the model, make the optimizer."""
-        make = resolve_name(self._spec.core)
-        self._core = make(self._spec, RankInfo(self._rank, world_size, address))
+        make = resolve_name(self._spec.sharding)
+        self._sharding = make(self._spec, RankInfo(self._rank, world_size, address))
 
     def close(self) -> None:
         """Leave the other ranks, and hold the model no longer. All have to."""
-        core, self._core = self._core, None
-        if core is not None:
-            core.close()
+        sharding, self._sharding = self._sharding, None
+        if sharding is not None:
+            sharding.close()
 
     @property
-    def core(self) -> "TrainerCore":
+    def sharding(self) -> Sharding:
         """What computes here."""
-        if self._core is None:
+        if self._sharding is None:
             raise AgentRLError("this rank of the trainer has not met the others yet: call open first")
-        return self._core
+        return self._sharding
 
     def step(self, shard: BatchShard, loss: Loss, normalizer: float, loss_tokens: int) -> Mapping[str, float]:
-        """See `TrainerCore.step`."""
-        return self.core.step(shard, loss, normalizer, loss_tokens)
+        """One pass over this rank's shard. The metrics are of all ranks, but for the seconds, which are this one's."""
+        lr = learning_rate(self._spec.config, self._steps_done, self._spec.total_steps)
+        tally = _Tally()
+        # Nothing is updated before the first minibatch: its logprobs are the old ones themselves.
+        olds: list[list[Tensor | None]] = [
+            [None for _ in shard[0]],
+            *(self._old_logprobs(micro_batches, tally) for micro_batches in shard[1:]),
+        ]
+        for micro_batches, old in zip(shard, olds, strict=True):
+            # Each minibatch is divided by an equal share, so a token weighs the same in whichever it falls.
+            self._accumulate(micro_batches, old, loss, normalizer / len(shard), tally)
+            self._update(lr, tally)
+        self._steps_done += 1
+        return {
+            "loss": tally.loss / len(shard),
+            "grad_norm": tally.grad_norm,
+            "lr": lr,
+            "loss_tokens": float(loss_tokens),
+            **self._means(tally, loss_tokens),
+            "logprob_gap_max": tally.gap_max,
+            **{f"seconds_{phase}": seconds for phase, seconds in tally.seconds.items()},
+        }
 
     def predict(self, shard: BatchShard) -> list[FloatArray]:
-        """See `TrainerCore.predict`; of all micro-batches of the shard."""
-        return self.core.predict([micro_batch for part in shard for micro_batch in part])
+        """What the model says of the loss tokens of each micro-batch. Nothing is kept for a backward pass."""
+        with torch.no_grad():
+            predictions = [self._predicted(one) for minibatch in shard for one in minibatch]
+        return [numbers_N.float().cpu().numpy() for numbers_N in predictions]
 
-    def weights(self) -> Mapping[str, "Tensor"]:
-        """See `TrainerCore.weights`."""
-        return self.core.weights()
+    def weights(self) -> Mapping[str, Tensor]:
+        """All weights by Hugging Face names, whole, on rank 0; of tied weights the first name only."""
+        return self.sharding.weights()
 
-    def write_weights(self, place: BundlePlace) -> "Mapping[str, Tensor]":
+    def write_weights(self, place: BundlePlace) -> Mapping[str, Tensor]:
         """Publish the weights: all ranks gather them, the first one writes, where it can see the place.
 
         Returns the bundle, or the weights themselves, which are then written by the caller; of other ranks nothing.
         """
-        weights = self.core.weights()
+        weights = self.sharding.weights()
         if self._rank > 0:
             return {}
         return place.write(weights) if place.folder.parent.is_dir() else weights
 
     def save(self, folder: Path) -> None:
-        """See `TrainerCore.save`."""
-        self.core.save(folder)
+        """Write weights, optimizer and steps done into a folder."""
+        self.sharding.save(folder, self._steps_done)
 
     def load(self, folder: Path) -> None:
-        """See `TrainerCore.load`."""
-        self.core.load(folder)
+        """Take up what `save` wrote."""
+        self._steps_done = self.sharding.load(folder)
 
     def sleep(self) -> None:
-        """See `TrainerCore.sleep`."""
-        self.core.sleep()
+        """Give the device's memory back."""
+        self.sharding.sleep()
 
     def wake(self) -> None:
-        """See `TrainerCore.wake`."""
-        self.core.wake()
+        """Take it again."""
+        self.sharding.wake()
 
     def free(self) -> int:
         """Bytes that are free on this rank's device."""
-        on_gpu = self.core.sharding.device.type == "cuda"
+        on_gpu = self.sharding.device.type == "cuda"
         return asyncio.run(free_on_gpus() if on_gpu else free_on_cpu())
+
+    def _predicted(self, micro_batch: MicroBatch) -> Tensor:
+        return self.sharding.predict(to_device(micro_batch, self.sharding.device))
+
+    def _old_logprobs(self, micro_batches: Sequence[MicroBatch], tally: "_Tally") -> list[Tensor | None]:
+        """The trainer's logprobs before the first update on this batch."""
+        with tally.phase("old_logprobs"), torch.no_grad():
+            return [self._predicted(micro_batch) for micro_batch in micro_batches]
+
+    def _accumulate(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        old: list[Tensor | None],
+        loss: Loss,
+        normalizer: float,
+        tally: "_Tally",
+    ) -> None:
+        """Sum the gradients of a minibatch: those of sum(token losses) / normalizer, however it is cut and sharded."""
+        with tally.phase("forward_backward"):
+            self.sharding.clear()
+            for i, (micro_batch, old_N) in enumerate(zip(micro_batches, old, strict=True)):
+                rows = to_device(micro_batch, self.sharding.device)
+                logprobs_N = self.sharding.predict(rows)
+                before_N = logprobs_N.detach() if old_N is None else old_N
+                tokens = LossTokens(
+                    before_N,
+                    rows.rollout_logprobs_N,
+                    rows.reference_logprobs_N,
+                    rows.advantages_N,
+                    rows.segments_N,
+                )
+                output = loss(logprobs_N, tokens)
+                weight = float(micro_batch.counts)
+                part = output.loss_N.sum() / normalizer * weight
+                # Times one; a loss that is not finite gets a gradient that is not either, which no update takes.
+                self.sharding.backward(part * (1 + 0 * part.detach()), last=i == len(micro_batches) - 1)
+                tally.add(part.detach(), output.metrics, (before_N - rows.rollout_logprobs_N).abs(), weight)
+
+    def _update(self, lr: float, tally: "_Tally") -> None:
+        with tally.phase("optimizer"):
+            loss = float(self.sharding.sum(tally.part))
+            tally.gap_max = max(tally.gap_max, float(self.sharding.max(tally.part_gap)))
+            grad_norm = self.sharding.update(lr, self._spec.config.max_grad_norm)
+            if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+                raise TrainingError(
+                    f"step {self._steps_done}: the loss is {loss} and the gradient norm {grad_norm}; the weights were "
+                    f"left as they were (largest gap between engine and trainer: {tally.gap_max:.3g} nats)"
+                )
+            tally.updated(loss, grad_norm)
+
+    def _means(self, tally: "_Tally", loss_tokens: int) -> dict[str, float]:
+        """Each metric per loss token of all ranks."""
+        names = sorted(tally.sums)
+        sums = self.sharding.sum(torch.stack([tally.sums[name] for name in names]))
+        return {name: float(total) / loss_tokens for name, total in zip(names, sums, strict=True)}
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Sums of a step. `part` and `part_gap` are of this rank and the minibatch in hand, on the device."""
+
+    part: Tensor = field(default_factory=lambda: torch.zeros(()))
+    part_gap: Tensor = field(default_factory=lambda: torch.zeros(()))
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    loss: float = 0.0
+    gap_max: float = 0.0
+    grad_norm: float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def add(self, part: Tensor, metrics: Mapping[str, Tensor], gap_N: Tensor, weight: float) -> None:
+        """Count one micro-batch."""
+        self.part = part + self.part.to(part.device)
+        self.part_gap = torch.maximum(gap_N.max() * weight, self.part_gap.to(gap_N.device))
+        for name, values_N in {**metrics, "logprob_gap_mean": gap_N}.items():
+            self.sums[name] = values_N.detach().sum() * weight + self.sums.get(name, 0.0)
+
+    def updated(self, loss: float, grad_norm: float) -> None:
+        """A minibatch has been trained on."""
+        self.loss += loss
+        self.grad_norm = max(self.grad_norm, grad_norm)
+        self.part, self.part_gap = torch.zeros(()), torch.zeros(())
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the wall time of what happens inside."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start

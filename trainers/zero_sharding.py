@@ -15,12 +15,11 @@ from torch import Tensor
 
 from agentrl.errors import ConfigError
 from agentrl.trainers.checkpoint import kept_by_another, save_state
-from agentrl.trainers.core import TrainerCore
 from agentrl.trainers.forward import DeviceMicroBatch
 from agentrl.trainers.model import load_model
 from agentrl.trainers.optimizer import adamw
 from agentrl.trainers.process_group import join, max_of_ranks, sum_of_ranks
-from agentrl.trainers.rank import RankInfo, TrainerSpec
+from agentrl.trainers.spec import RankInfo, TrainerSpec
 from agentrl.trainers.trainable import TrainableParameters, trainable_tensors
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ _OPTIMIZER = "deepspeed"
 """The folder in a checkpoint where the ranks keep their shards."""
 
 
-def open_core(spec: TrainerSpec, rank_info: RankInfo) -> TrainerCore:
+def open_sharding(spec: TrainerSpec, rank_info: RankInfo) -> "Zero":
     """Load the model and give it to DeepSpeed."""
     config = cast("DeepSpeedTrainer.Config", spec.config)
     deepspeed = _deepspeed()
@@ -39,11 +38,11 @@ def open_core(spec: TrainerSpec, rank_info: RankInfo) -> TrainerCore:
     model, trainable = load_model(spec, device, autocast=config.dtype == "bfloat16")
     deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
     engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model, config), config=_settings(config))
-    return TrainerCore(config, spec.total_steps, Zero(rank_info, device, engine, trainable))
+    return Zero(rank_info, device, engine, trainable)
 
 
 def _deepspeed() -> Any:
-    """The library, told what it computes on by the variable that it reads."""
+    """The library; an environment variable says what device it computes on."""
     on_cpu = not torch.cuda.is_available()
     if on_cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
@@ -59,7 +58,7 @@ def _deepspeed() -> Any:
 
 
 def _settings(config: "DeepSpeedTrainer.Config") -> dict[str, Any]:
-    """DeepSpeed's own. It clips by 1.0 when it is told nothing."""
+    """DeepSpeed's own settings. Without `gradient_clipping` it would clip by 1.0."""
     to_cpu = {"device": "cpu"} if config.offload else {"device": "none"}
     zero: dict[str, Any] = {"stage": config.zero_stage, "offload_optimizer": to_cpu}
     if config.zero_stage == 3:
@@ -107,7 +106,7 @@ class Zero:
         return max_of_ranks(value)
 
     def update(self, lr: float, largest: float | None) -> float:
-        """See `Sharding`. DeepSpeed scales by the same rule, and was told the `largest` when it started."""
+        """See `Sharding`. DeepSpeed scales by the same rule, and got the `largest` when it started."""
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
         self.engine.step()

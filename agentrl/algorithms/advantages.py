@@ -3,7 +3,7 @@
 All raise `ValueError` on a reward that is not a finite number (a failed score is NaN: it must have been filtered
 before), and all give exact zeros when every reward is the same, a group of one included: there is nothing to compare.
 
-Dimension suffixes: G members of a group; B rows and T columns of a batch.
+Dimension suffixes: G members of a group; of a batch M samples and N loss tokens.
 """
 
 import math
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from agentrl.arrays import FloatArray, MaskArray
+from agentrl.arrays import FloatArray, floats
 from agentrl.batch import TrainBatch
 
 STD_EPSILON = 1e-6
@@ -55,35 +55,30 @@ def leave_one_out(rewards_G: Sequence[float]) -> list[float]:
     return [r - (total - r) / others for r in rewards_G]
 
 
-def generalized(batch: TrainBatch, values_BT: FloatArray, lam: float) -> FloatArray:
+def generalized(batch: TrainBatch, values_N: FloatArray, lam: float) -> FloatArray:
     """A_t = sum_k lam^k d_(t+k), with d_t = r_t + V_(t+1) - V_t, over the loss tokens t of each sample, one by one.
 
     Generalized advantage estimation (arXiv:1506.02438), equation 16, without a discount: a reward counts as much for
-    the first token of an episode as for the last. `advantages_BT` of the batch are the rewards; a sample has all of it
-    at its last loss token, where nothing is to be expected any more. Shape BT, 0 where there is no loss.
+    the first token of an episode as for the last. `advantages_N` of the batch are the rewards; a sample has all of it
+    at its last loss token, where nothing is to be expected any more.
     """
-    rows, columns = batch.tokens_BT.shape
-    advantages_BT = np.zeros((rows, columns), np.float32)
-    segment_B = np.zeros(rows, np.int64)  # of the token after, with its value and its advantage
-    value_B, advantage_B = np.zeros(rows), np.zeros(rows)
-    for t in reversed(range(columns)):
-        carries_B = batch.loss_mask_BT[:, t] == 1
-        last_B = batch.segment_ids_BT[:, t] != segment_B
-        reward_B = np.where(last_B, batch.advantages_BT[:, t], 0.0)
-        delta_B = reward_B + np.where(last_B, 0.0, value_B) - values_BT[:, t]
-        advantage_B = np.where(carries_B, delta_B + lam * np.where(last_B, 0.0, advantage_B), advantage_B)
-        value_B = np.where(carries_B, values_BT[:, t], value_B)
-        segment_B = np.where(carries_B, batch.segment_ids_BT[:, t], segment_B)
-        advantages_BT[:, t] = np.where(carries_B, advantage_B, 0.0)
-    return advantages_BT
+    # All samples at once, from their last loss tokens backwards; the longest first, so that those left are a slice.
+    loss_tokens_M = batch.loss_tokens_M
+    order_M = np.argsort(-loss_tokens_M, kind="stable")[: int((loss_tokens_M > 0).sum())]
+    lengths_M, last_M = loss_tokens_M[order_M], np.cumsum(loss_tokens_M)[order_M] - 1
+    rewards_N, expected_N = np.zeros(len(values_N)), np.append(values_N[1:], 0.0)
+    rewards_N[last_M], expected_N[last_M] = batch.advantages_N[last_M], 0.0
+    advantages_N = rewards_N + expected_N - values_N
+    for back in range(1, int(lengths_M.max(initial=0))):
+        here_M = last_M[: int(np.searchsorted(-lengths_M, -back))] - back
+        advantages_N[here_M] += lam * advantages_N[here_M + 1]
+    return floats(advantages_N)
 
 
-def whitened(advantages_BT: FloatArray, loss_mask_BT: MaskArray) -> FloatArray:
-    """(A - mean A) / std A over the loss tokens of a batch, with the population's standard deviation; 0 elsewhere."""
-    loss_BT = loss_mask_BT == 1
-    found_N = advantages_BT[loss_BT].astype(np.float64)
-    scaled_BT = (advantages_BT - found_N.mean()) / (found_N.std() + STD_EPSILON)
-    return np.where(loss_BT, scaled_BT, 0.0).astype(np.float32)
+def whitened(advantages_N: FloatArray) -> FloatArray:
+    """(A - mean A) / std A over the loss tokens of a batch, with the population's standard deviation."""
+    found_N = advantages_N.astype(np.float64)
+    return floats((advantages_N - found_N.mean()) / (found_N.std() + STD_EPSILON))
 
 
 def _constant(rewards_G: Sequence[float]) -> bool:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class Ppo:
     """PPO (arXiv:1707.06347) with generalized advantage estimation over the tokens of each sample.
 
-    A critic says before each token what reward is to be expected; a token is as good as what is expected after it is
-    better. So a group may be a single episode. The section `critic` has the critic's settings.
+    A critic estimates before each token the expected return; a token's advantage is the rise in expected return that it
+    causes. So a group may be a single episode. The section `critic` has the critic's settings.
     """
 
     class Config(PolicyLoss):
@@ -51,13 +51,10 @@ class Ppo:
         """
         return scored(group)
 
-    def estimate(self, batch: TrainBatch, values_BT: FloatArray) -> Estimate:
+    def estimate(self, batch: TrainBatch, values_N: FloatArray) -> Estimate:
         """See `ActorCritic`."""
-        advantages_BT = generalized(batch, values_BT, self.config.lam)
-        returns_BT = advantages_BT + values_BT
-        return Estimate(
-            whitened(advantages_BT, batch.loss_mask_BT) if self.config.whiten else advantages_BT, returns_BT
-        )
+        advantages_N = generalized(batch, values_N, self.config.lam)
+        return Estimate(whitened(advantages_N) if self.config.whiten else advantages_N, advantages_N + values_N)
 
     def loss(self, logprobs_N: "Tensor", tokens: LossTokens) -> LossOutput:
         """See `PolicyLoss.losses`."""

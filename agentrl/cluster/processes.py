@@ -46,14 +46,14 @@ class ThreadWorker:
         """Make the worker in its thread."""
         executor = ThreadPoolExecutor(1, thread_name_prefix=f"{role}-{rank}")
         try:
-            return ThreadWorker(await _run(executor, make, rank), executor)
+            return ThreadWorker(await asyncio.wrap_future(executor.submit(make, rank)), executor)
         except BaseException:
             executor.shutdown(wait=False)
             raise
 
     async def call(self, method: str, *args: Any) -> Any:
         """Call a method in the worker's thread."""
-        return await _run(self.executor, getattr(self.made, method), *args)
+        return await asyncio.wrap_future(self.executor.submit(getattr(self.made, method), *args))
 
     async def check(self) -> None:
         """It lives as long as this process."""
@@ -61,7 +61,7 @@ class ThreadWorker:
     async def stop(self) -> None:
         """End the thread when it has finished what it is doing; the event loop goes on meanwhile."""
         with suppress(RuntimeError):  # it was stopped before
-            await _run(self.executor, int)
+            await asyncio.wrap_future(self.executor.submit(int))
         self.executor.shutdown(wait=False)
 
 
@@ -132,15 +132,11 @@ class ProcessWorker:
 
 
 def _has_ended(pid: int) -> bool:
-    """Whether a child of this process has ended; whoever waits for it still can."""
+    """Whether a child of this process has ended. Its exit status can still be collected afterwards."""
     try:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
     except ChildProcessError:
         return True
-
-
-async def _run(executor: Executor, work: Callable[..., Any], *args: Any) -> Any:
-    return await asyncio.wrap_future(executor.submit(work, *args))
 
 
 def _context() -> Any:

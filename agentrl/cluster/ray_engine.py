@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from agentrl.cluster.ray_process import RayProcess, end
+from agentrl.cluster.ray_prompts import HeldPrompts, SentPrompts
 from agentrl.cluster.ray_weights import Arrivals, reference_to
 from agentrl.errors import EngineDeadError, WeightsError
 from agentrl.placement.time_share import Sleeper
@@ -39,18 +40,27 @@ class _EngineHost:
 
     async def open(self, chosen: Component, model: Path) -> tuple[int, _Report]:
         self._arrivals = Arrivals()
+        self._prompts = HeldPrompts()
         self._begun: set[int] = set()
         self._one_begins = asyncio.Condition()
         self._engine: Engine = chosen.make(model)
         await self._engine.__aenter__()
         return self._engine.max_context, self._report()
 
-    async def generate(self, request: GenerateRequest, number: int, oldest: int) -> tuple[Completion, _Report]:
+    async def generate(
+        self, sent: GenerateRequest, is_cut: bool, number: int, oldest: int
+    ) -> tuple[Completion | None, _Report]:
+        """The completion, or nothing where the request has to come whole: then it has not begun."""
+        request = self._prompts.whole(sent) if is_cut else sent
+        if request is None:
+            return None, self._report()
         await self.begins(number, oldest)
-        return await self._engine.generate(request), self._report()
+        completion = await self._engine.generate(request)
+        self._prompts.answered(request, completion, was_cut=is_cut)
+        return completion, self._report()
 
     async def begins(self, number: int, oldest: int) -> None:
-        """Nobody has to wait for this request any more: it begins, or was withdrawn and may never."""
+        """An interrupt need not wait for this request any longer: it begins, or was withdrawn and may never begin."""
         self._begun.add(number)
         if len(self._begun) > _CALLS:
             self._begun = {begun for begun in self._begun if begun >= oldest}
@@ -112,7 +122,7 @@ class _EngineHost:
 
 
 class RayEngine:
-    """`Engine` whose model lives in an actor, which Ray is told `options` about.
+    """`Engine` whose model lives in an actor; `options` are its Ray options.
 
     `stats` are as fresh as the last answer, but that requests which were made here since are counted as waiting.
     """
@@ -125,6 +135,7 @@ class RayEngine:
         self._process: RayProcess | None = None
         self._max_context = 0
         self._latest = _Report(0, EngineStats(0, 0, 0, 0, 0))
+        self._prompts = SentPrompts()
         self._numbers = count()
         self._asked: set[int] = set()
 
@@ -170,15 +181,20 @@ class RayEngine:
         actor, number = self._running, next(self._numbers)
         self._asked.add(number)
         oldest = min(self._asked)
-        answer = actor.generate.remote(request, number, oldest)
+        cut = self._prompts.cut(request)
+        answer = actor.generate.remote(cut or request, cut is not None, number, oldest)
         try:
             completion, self._latest = await _answer_of(answer)
+            if completion is None:
+                answer = actor.generate.remote(request, False, number, oldest)
+                completion, self._latest = await _answer_of(answer)
         except asyncio.CancelledError:
             ray.cancel(answer)
             actor.begins.remote(number, oldest)  # an interrupt may be waiting for it
             raise
         finally:
             self._asked.discard(number)
+        self._prompts.answered(request, completion)
         return cast(Completion, completion)
 
     async def interrupt(self) -> None:

@@ -1,7 +1,7 @@
 """A `DeviceMap` on Ray: its GPUs are reserved as a whole, and each replica sees the devices that the map gives it.
 
-Ray gives out GPUs by number, and one half of a GPU to whoever asks for it; which one, it says afterwards. A map says
-which, and two roles may share one. So the run reserves all GPUs of its nodes as a placement group, and itself says to
+Ray hands out a number of GPUs, or half a GPU, and only says afterwards which ones. A device map says which GPUs a role
+gets, and two roles may share one. So the run reserves all GPUs of its nodes as a placement group, and itself says to
 each actor on which node it lives and which devices it sees.
 """
 
@@ -27,7 +27,7 @@ class RayPlacement(Protocol):
     """Where actors live."""
 
     def options(self, role: str, rank: int) -> Mapping[str, Any]:
-        """What Ray is told about the actor of a rank."""
+        """The Ray options of the actor of a rank."""
         ...
 
     def count(self, role: str) -> int:

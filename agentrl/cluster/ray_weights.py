@@ -2,8 +2,8 @@
 
     controller: files ──▶ object store ─ ─ network ─ ─▶ object store ──▶ files: actor
 
-A file is put into the store once, whoever asks for it, and Ray brings it to each machine once. On the other side it is
-written again, so whoever takes up the weights maps files, as everywhere, and checks every byte of them.
+A file is put into the store once, however many actors ask for it, and Ray copies it to each machine once. There it is
+written to a file again, so engines map files and check every byte, as they do everywhere else.
 """
 
 import asyncio

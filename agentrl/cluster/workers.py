@@ -8,6 +8,7 @@ dead, and said to be. `agentrl/cluster/processes.py` starts workers on this mach
 """
 
 import asyncio
+import logging
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -17,12 +18,14 @@ from typing import Any, Protocol, Self
 
 from pydantic import Field
 
-from agentrl.errors import AgentRLError
-from agentrl.flow import Flow
+from agentrl.errors import AgentRLError, WorkerDiedError
+from agentrl.flow import Flow, Retries
 from agentrl.placement.device_map import DeviceMap
 from agentrl.placement.devices import Inventory
 from agentrl.plugins import Component
 from agentrl.protocols import Engine, Settings
+
+logger = logging.getLogger(__name__)
 
 Make = Callable[[int], object]
 """Makes the worker of a rank. It is sent to where the worker lives, so it has to pickle."""
@@ -53,10 +56,13 @@ class Worker(Protocol):
 
 
 LEASE_SECONDS = 30.0
-"""How long a worker may give no sign of life, where nobody says."""
+"""How long a worker may give no sign of life, by default."""
 
 START_SECONDS = 120.0
 """How long a worker may take to begin: a fresh interpreter on a busy machine, a place on a busy cluster."""
+
+START_ATTEMPTS = 8
+"""How often a worker that is to replace another may die before it is made: for about a minute, with the pauses."""
 
 _NEWS_SECONDS = 0.5
 """A lost connection may be known before the death that it was lost by."""
@@ -126,7 +132,7 @@ class WorkerGroup:
 
 
 class ClusterSettings(Settings):
-    """What every cluster can be told."""
+    """Settings of every cluster."""
 
     engines: int = Field(default=1, ge=1)
     """Replicas of the engine."""
@@ -202,9 +208,24 @@ async def start_all(role: str, starting: Sequence[Awaitable[Worker]]) -> WorkerG
     return WorkerGroup(role, [task.result() for task in tasks])
 
 
+async def start_another(start: Callable[[], Awaitable[Worker]]) -> Worker:
+    """Start the replacement of a dead worker, with retries: its machine may be lost too, which takes a while to notice.
+
+    Raises:
+        WorkerDiedError: it has died `START_ATTEMPTS` times before it was made.
+    """
+    for failures in range(1, START_ATTEMPTS):
+        try:
+            return await start()
+        except WorkerDiedError as error:
+            logger.warning("%s; it is started again", error)
+            await asyncio.sleep(Retries.pause(failures))
+    return await start()
+
+
 async def under_lease(answer: "asyncio.Future[Any]", sign_of_life: Callable[[], Awaitable[None]], lease: float) -> Any:
-    """The answer of a worker, if it lives until then: `sign_of_life` is asked for again and again, and raises if there
-    was none for `lease` seconds. The answer goes on to be made when nobody waits for it any more.
+    """The answer of a worker, if it lives until then: `sign_of_life` is called repeatedly, and raises if there was none
+    for `lease` seconds. The worker finishes its answer even if the caller stops waiting.
     """
     answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may be given up before it is made
     while not (await asyncio.wait({answer}, timeout=lease / 3))[0]:

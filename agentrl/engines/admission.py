@@ -14,9 +14,16 @@ plain forward pass gives them again. Either way no other request is ever served 
 
 
 def max_new_tokens(
-    request: GenerateRequest, *, max_context: int, vocab_size: int | None, live_ids: Collection[str]
+    request: GenerateRequest,
+    *,
+    max_context: int,
+    vocab_size: int | None,
+    live_ids: Collection[str],
+    checked: int = 0,
 ) -> int:
     """How many tokens the request may sample: its `max_tokens`, or less where `max_context` is nearer.
+
+    The first `checked` tokens of the prompt are known to be of the vocabulary.
 
     Raises:
         EngineError: no token fits behind the prompt, or the request is malformed.
@@ -33,7 +40,8 @@ def max_new_tokens(
             f"request {request.id} needs a prompt, max_tokens >= 1 and temperature >= 0; it has {length} prompt "
             f"tokens, max_tokens={sampling.max_tokens}, temperature={sampling.temperature}"
         )
-    if vocab_size is not None and not 0 <= request.prompt_ids.min() <= request.prompt_ids.max() < vocab_size:
+    new_ids = request.prompt_ids[checked:]
+    if vocab_size is not None and len(new_ids) and not 0 <= new_ids.min() <= new_ids.max() < vocab_size:
         raise EngineError(f"the prompt of {request.id} holds ids outside of the vocabulary of {vocab_size} tokens")
     if request.id in live_ids:
         raise EngineError(f"a request {request.id!r} is live already; ids are unique among live requests")

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field
 
-from agentrl.arrays import GrowingInts, floats, ints
+from agentrl.arrays import floats, ints
 from agentrl.engines.admission import KvOnUpdate, max_new_tokens
-from agentrl.engines.slots import SlotTable
+from agentrl.engines.slots import Place, SlotTable, SlotTokens
 from agentrl.errors import ConfigError, EngineDeadError, EngineError
 from agentrl.flow import computes_by_design
 from agentrl.placement.footprint import EngineLayout
@@ -36,16 +36,16 @@ _MAX_YIELDS = 64
 
 @dataclass(eq=False, slots=True)
 class _Live:
-    """A request under way. `tokens` are prompt and sampled ones; the first `cached` have their KV in `slot`.
+    """A request under way. In a `slot`, `tokens` are prompt and sampled ones; the first `cached` have their KV there.
 
-    `stale`: some of that KV is of older weights, and nobody else may ever have it.
+    `stale`: some of that KV is of older weights, and no other request may ever use it.
     """
 
     request: GenerateRequest
     arrival: int
     future: asyncio.Future[Completion]
-    tokens: GrowingInts
     max_new: int
+    tokens: SlotTokens = field(default_factory=SlotTokens)
     slot: int = -1
     cached: int = 0
     stale: bool = False
@@ -55,6 +55,10 @@ class _Live:
     def __lt__(self, other: "_Live") -> bool:
         return (self.request.priority, self.arrival) < (other.request.priority, other.arrival)
 
+    def take(self, place: Place) -> None:
+        """Sit down in a slot."""
+        self.slot, self.cached, self.tokens = place.slot, place.cached, place.tokens
+
     def completion(self, finish_reason: FinishReason) -> Completion:
         sampled = self.tokens.values[len(self.request.prompt_ids) :].copy()  # of the whole, a view would keep it all
         return Completion(ints(sampled), floats(self.logprobs), ints(self.versions), finish_reason)
@@ -63,7 +67,7 @@ class _Live:
 class LocalEngine:
     """The `Engine` for laptops and tests: no server, no other process.
 
-    The token at position i of a request depends on its seed, i and the logits alone, whoever else is in the batch.
+    The token at position i of a request depends on its seed, i and the logits alone, not on the rest of the batch.
     """
 
     class Config(Settings):
@@ -145,15 +149,13 @@ class LocalEngine:
         """See `Engine.generate`. A completion that meets `max_context` ends there with finish reason "length"."""
         model = self._entered()
         max_new = max_new_tokens(
-            request, max_context=self._max_context, vocab_size=model.vocab_size, live_ids=self._live_ids
-        )
-        live = _Live(
             request,
-            self._arrivals,
-            asyncio.get_running_loop().create_future(),
-            GrowingInts(request.prompt_ids),
-            max_new,
+            max_context=self._max_context,
+            vocab_size=model.vocab_size,
+            live_ids=self._live_ids,
+            checked=self._slots.known(request.prompt_ids, request.session, request.known),
         )
+        live = _Live(request, self._arrivals, asyncio.get_running_loop().create_future(), max_new)
         self._arrivals += 1
         self._live_ids.add(request.id)
         heapq.heappush(self._waiting, live)
@@ -165,7 +167,7 @@ class LocalEngine:
             self._withdraw(live)
 
     async def interrupt(self) -> None:
-        """See `Engine.interrupt`. Steps run inline, so whoever calls this stands between two of them."""
+        """See `Engine.interrupt`. Steps run inline, so a caller always runs between two of them."""
         self._entered()
         for live in [*self._waiting, *self._running.values()]:
             if not live.future.done():
@@ -183,7 +185,7 @@ class LocalEngine:
         self._staged = weights if isinstance(weights, WeightBundle) else None
 
     async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
-        """See `Engine.update_weights`. Steps run inline, so whoever calls this stands between two of them."""
+        """See `Engine.update_weights`. Steps run inline, so a caller always runs between two of them."""
         if not isinstance(weights, WeightBundle) or weights != self._staged:
             await self.stage_weights(weights, version)
         self._staged = None
@@ -269,7 +271,7 @@ class LocalEngine:
 
         An answer reaches its caller in the loop's next iteration; a caller that can act at once is back in the same
         one, a new episode needs a few more. A step begun before would run half empty, and the rest would run half
-        empty after it. So: go on while requests arrive, until all are back or a few iterations brought nobody. This
+        empty after it. So: go on while requests arrive, until all are back or a few iterations brought none. This
         counts iterations, never time, so the batches are the same in every run.
         """
         expected = self._arrivals + finished
@@ -295,14 +297,16 @@ class LocalEngine:
                 admitted.append(live)
         strangers = []
         for live in admitted:
-            place = self._slots.take_extended(live.request.prompt_ids)
+            request = live.request
+            place = self._slots.take_known(request.prompt_ids, request.session, request.known)
+            place = place or self._slots.take_extended(request.prompt_ids)
             if place is None:
                 strangers.append(live)
             else:
-                live.slot, live.cached = place
+                live.take(place)
                 self._cached += live.cached
         for live in strangers:
-            live.slot = self._slots.take_any()
+            live.take(self._slots.take_any(live.request.prompt_ids))
         for live in admitted:
             self._running[live.slot] = live
 
@@ -372,7 +376,7 @@ class LocalEngine:
     def _release(self, live: _Live) -> None:
         del self._running[live.slot]
         reusable = self._config.prefix_cache and not live.stale
-        self._slots.park(live.slot, live.tokens.values[: live.cached if reusable else 0])
+        self._slots.park(live.slot, live.tokens, live.cached if reusable else 0, live.request.session)
 
     def _check_newer(self, version: int) -> None:
         self._entered()
@@ -380,7 +384,7 @@ class LocalEngine:
             raise EngineError(f"weights of version {version} after version {self._version}: versions only grow")
 
     def _die(self, error: Exception) -> EngineDeadError:
-        """The engine is dead from here on, and everyone who waits or comes later is told why."""
+        """Mark the engine dead: all waiting and later requests fail with this error."""
         self._closed = f"it died of {type(error).__name__}: {error}"
         death = EngineDeadError(f"the engine died of {type(error).__name__}: {error}")
         death.__cause__ = error

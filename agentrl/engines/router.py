@@ -133,7 +133,7 @@ class Router:
                 await self._entered.pop().engine.__aexit__(None, None, None)
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """See `Engine.generate`; a request is answered as long as one replica lives, or will."""
+        """See `Engine.generate`. Succeeds if a replica is alive or being restarted."""
         done: Completion | None = None
         while True:
             if not self._open.is_set():
@@ -180,7 +180,7 @@ class Router:
                 await self._update_between_turns(weights, version)
         except (EngineError, WeightsError) as error:
             behind = [replica for replica in self._alive if replica.engine.policy_version != version]
-            if len(behind) == len(self._alive):  # nobody has taken them: all go on as before
+            if len(behind) == len(self._alive):  # no replica has taken them: all go on as before
                 self._published = published
                 raise
             for replica in behind:  # it cannot serve beside those who have

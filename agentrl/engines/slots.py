@@ -2,7 +2,8 @@
 
 A slot holds the KV of one token sequence. When a request finishes, its slot is *parked* with the tokens it holds; the
 next turn of the same episode extends exactly these tokens and takes the slot over, so only what is new is computed.
-This module is bookkeeping only: no tensors.
+Whose turn says how much of its prompt is known finds its slot by its session, and pays for its new tokens only; any
+other is found by its tokens. This module is bookkeeping only: no tensors.
 """
 
 from collections import OrderedDict
@@ -11,16 +12,50 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from agentrl.arrays import IntArray
+from agentrl.arrays import GrowingInts, IntArray
 
 Slot = int
 
-_BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that its powers never vanish modulo 2**64
+_BASE = 0x9E3779B97F4A7C15  # odd, so that its powers never vanish modulo 2**64
+_MODULUS = 1 << 64
+_TAIL = 32
+"""The last tokens of a known sequence that are compared all the same."""
+
+
+class SlotTokens(GrowingInts):
+    """The tokens of a slot, with a polynomial hash of the first ones that goes on where it was."""
+
+    __slots__ = ("_digest", "_hashed")
+
+    def __init__(self, values: IntArray | None = None) -> None:
+        super().__init__(values)
+        self._digest = self._hashed = 0
+
+    def digest(self, length: int) -> int:
+        """The hash of the first `length` tokens: of those that it was not asked of before, unless it is of fewer."""
+        if length < self._hashed:
+            self._digest = self._hashed = 0
+        if length > self._hashed:
+            of_new = int(_prefix_hashes(self.values[self._hashed : length])[-1])
+            self._digest = (self._digest + pow(_BASE, self._hashed, _MODULUS) * of_new) % _MODULUS
+            self._hashed = length
+        return self._digest
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A slot that holds the KV of the first `cached` tokens of a prompt; `tokens` are all of the prompt."""
+
+    slot: Slot
+    cached: int
+    tokens: SlotTokens
 
 
 @dataclass(frozen=True, slots=True)
 class _Parked:
-    tokens: IntArray
+    tokens: SlotTokens
+    cached: int
+    session: str
     key: tuple[int, int]
 
 
@@ -30,69 +65,114 @@ class SlotTable:
     def __init__(self, size: int) -> None:
         self._empty: list[Slot] = list(range(size - 1, -1, -1))  # the lowest is taken first
         self._parked: OrderedDict[Slot, _Parked] = OrderedDict()  # least recently parked first
+        self._by_session: dict[str, Slot] = {}
         self._by_key: dict[tuple[int, int], list[Slot]] = {}
         self._lengths: dict[int, int] = {}
-        self._powers = np.full(1, _BASE)
 
     @property
     def available(self) -> int:
         """Slots that a request may take."""
         return len(self._empty) + len(self._parked)
 
-    def take_extended(self, prompt: IntArray) -> tuple[Slot, int] | None:
-        """Take the parked slot with the longest sequence that `prompt` extends: the slot and that length."""
+    def known(self, prompt: IntArray, session: str, known: int) -> int:
+        """`known`, where so many tokens of the prompt are what a slot of its session holds and what was sampled after;
+        else 0.
+        """
+        return known if self._slot_of(prompt, session, known) is not None else 0
+
+    def take_known(self, prompt: IntArray, session: str, known: int) -> Place | None:
+        """Take the slot that the last request of the session has left, if the prompt extends it."""
+        slot = self._slot_of(prompt, session, known)
+        if slot is None:
+            return None
+        parked = self._unpark(slot)
+        parked.tokens.append(prompt[known:])
+        return Place(slot, parked.cached, parked.tokens)
+
+    def take_extended(self, prompt: IntArray) -> Place | None:
+        """Take the parked slot with the longest sequence that `prompt` extends, of any session."""
         if not self._parked:
             return None
-        prefix_hashes = self._prefix_hashes(prompt)
+        prefix_hashes = _prefix_hashes(prompt)
         for length in sorted(self._lengths, reverse=True):
             if length >= len(prompt):  # at least one token must be computed: its logits are what is asked for
                 continue
             for slot in self._by_key.get((length, int(prefix_hashes[length - 1])), ()):
-                if np.array_equal(self._parked[slot].tokens, prompt[:length]):
+                if np.array_equal(self._parked[slot].tokens.values[:length], prompt[:length]):
                     self._unpark(slot)
-                    return slot, length
+                    return Place(slot, length, SlotTokens(prompt))
         return None
 
-    def take_any(self) -> Slot:
+    def take_any(self, prompt: IntArray) -> Place:
         """Take an empty slot, else the one parked longest ago, whose tokens are forgotten."""
         if self._empty:
-            return self._empty.pop()
-        slot = next(iter(self._parked))
-        self._unpark(slot)
-        return slot
+            slot = self._empty.pop()
+        else:
+            slot = next(iter(self._parked))
+            self._unpark(slot)
+        return Place(slot, 0, SlotTokens(prompt))
 
-    def park(self, slot: Slot, tokens: IntArray) -> None:
-        """Give a slot back that holds the KV of `tokens`."""
-        if not len(tokens):
+    def park(self, slot: Slot, tokens: SlotTokens, cached: int, session: str = "") -> None:
+        """Give a slot back that holds the KV of the first `cached` of `tokens`."""
+        if not cached:
             self._empty.append(slot)
             return
-        parked = _Parked(tokens, (len(tokens), int(self._prefix_hashes(tokens)[-1])))
+        parked = _Parked(tokens, cached, session, (cached, tokens.digest(cached)))
         self._parked[slot] = parked
+        if session:
+            self._by_session[session] = slot
         self._by_key.setdefault(parked.key, []).append(slot)
-        self._lengths[len(tokens)] = self._lengths.get(len(tokens), 0) + 1
+        self._lengths[cached] = self._lengths.get(cached, 0) + 1
 
     def forget_parked(self) -> None:
         """Empty all parked slots: what they hold is of no use any more."""
         self._empty.extend(sorted(self._parked, reverse=True))
         self._parked.clear()
+        self._by_session.clear()
         self._by_key.clear()
         self._lengths.clear()
 
-    def _unpark(self, slot: Slot) -> None:
-        key = self._parked.pop(slot).key
-        self._by_key[key].remove(slot)
-        if not self._by_key[key]:
-            del self._by_key[key]
-        self._lengths[key[0]] -= 1
-        if not self._lengths[key[0]]:
-            del self._lengths[key[0]]
+    def _slot_of(self, prompt: IntArray, session: str, known: int) -> Slot | None:
+        slot = self._by_session.get(session)
+        if slot is None or not known or known > len(prompt):
+            return None
+        parked = self._parked[slot]
+        tail = slice(max(0, known - _TAIL), known)
+        same = len(parked.tokens) == known and np.array_equal(parked.tokens.values[tail], prompt[tail])
+        return slot if same and parked.cached < len(prompt) else None
 
-    def _prefix_hashes(self, tokens: IntArray) -> npt.NDArray[np.uint64]:
-        """A polynomial hash of every prefix in one pass, so that a lookup costs O(tokens), not O(tokens x slots)."""
-        if len(self._powers) < len(tokens):
-            self._powers = np.cumprod(np.full(2 * len(tokens), _BASE), dtype=np.uint64)
-        values = tokens.astype(np.uint64) + np.uint64(1)
-        return np.cumsum(values * self._powers[: len(tokens)], dtype=np.uint64)
+    def _unpark(self, slot: Slot) -> _Parked:
+        parked = self._parked.pop(slot)
+        if self._by_session.get(parked.session) == slot:
+            del self._by_session[parked.session]
+        self._by_key[parked.key].remove(slot)
+        if not self._by_key[parked.key]:
+            del self._by_key[parked.key]
+        self._lengths[parked.cached] -= 1
+        if not self._lengths[parked.cached]:
+            del self._lengths[parked.cached]
+        return parked
 
 
-__all__ = ["Slot", "SlotTable"]
+class _Powers:
+    """B, B**2, B**3, ... modulo 2**64: as many as were ever needed."""
+
+    def __init__(self) -> None:
+        self._values = np.full(1, _BASE, np.uint64)
+
+    def first(self, count: int) -> npt.NDArray[np.uint64]:
+        if len(self._values) < count:
+            self._values = np.cumprod(np.full(2 * count, _BASE, np.uint64), dtype=np.uint64)
+        return self._values[:count]
+
+
+_powers = _Powers()
+
+
+def _prefix_hashes(tokens: IntArray) -> npt.NDArray[np.uint64]:
+    """A polynomial hash of every prefix in one pass, so that a lookup costs O(tokens), not O(tokens x slots)."""
+    values = tokens.astype(np.uint64) + np.uint64(1)
+    return np.cumsum(values * _powers.first(len(tokens)), dtype=np.uint64)
+
+
+__all__ = ["Place", "Slot", "SlotTable", "SlotTokens"]

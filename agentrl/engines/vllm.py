@@ -37,7 +37,7 @@ _TIED_HEAD = "lm_head.weight"
 class VllmEngine:
     """The `Engine` for throughput: vLLM with priorities, prefix cache and exact version tags.
 
-    A request's tokens depend on its seed and the logits alone, whoever else is in the batch.
+    A request's tokens depend on its seed and the logits alone, not on the rest of the batch.
     """
 
     class Config(Settings):
@@ -96,7 +96,7 @@ class VllmEngine:
         self._max_context = config.max_context or 0
         self._vocab_size = 0
         self._live: dict[str, asyncio.Event] = {}  # by request: set when its `generate` ends
-        self._begin_anew: set[str] = set()
+        self._begin_again: set[str] = set()
         self._salt = "0"
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._staged: WeightBundle | None = None
@@ -135,7 +135,7 @@ class VllmEngine:
             stream.close()
         if llm is not None:
             if not llm.errored:
-                await llm.abort(list(self._live))  # ends whoever still waits; `generate` says why
+                await llm.abort(list(self._live))  # ends the requests in flight; `generate` says why
             if llm.output_handler is not None:  # it would take the end of the core for its death, and log so
                 llm.output_handler.cancel()
                 await asyncio.wait({llm.output_handler})
@@ -152,12 +152,12 @@ class VllmEngine:
         ended = self._live[request.id] = asyncio.Event()
         try:
             completion = await self._generate(llm, request, max_new)
-            while request.id in self._begin_anew:  # new weights came before its first token
-                self._begin_anew.discard(request.id)
+            while request.id in self._begin_again:  # new weights came before its first token
+                self._begin_again.discard(request.id)
                 completion = await self._generate(llm, request, max_new)
             return completion
         finally:
-            self._begin_anew.discard(request.id)
+            self._begin_again.discard(request.id)
             del self._live[request.id]
             ended.set()
 
@@ -194,9 +194,9 @@ class VllmEngine:
         """See `Engine.update_weights`.
 
         The requests in flight are frozen between two tokens. To recompute, all KV is dropped: vLLM computes theirs
-        anew under the new weights, and serves no older prefix to anyone. To keep, nothing is dropped, and a cached
+        again under the new weights, and reuses no older prefix. To keep, nothing is dropped, and a cached
         prefix is found only by requests that begin under the version that it began under. An update that breaks off
-        leaves weights nobody can name, so the engine refuses all work from then on.
+        leaves weights of no known version, so the engine refuses all work from then on.
         """
         async with self._updating:
             llm = self._entered()
@@ -459,7 +459,7 @@ class VllmEngine:
         """
         self._salt = str(version)
         untouched = [state for state in llm.output_processor.request_states.values() if state.is_prefilling]
-        self._begin_anew |= self._live.keys() & {state.external_req_id for state in untouched}
+        self._begin_again |= self._live.keys() & {state.external_req_id for state in untouched}
         await llm.abort([state.request_id for state in untouched], internal=True)
 
     async def _end_all(self, llm: "AsyncLLM") -> None:

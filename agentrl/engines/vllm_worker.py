@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from vllm.distributed.weight_transfer.base import (
@@ -29,6 +30,7 @@ from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitI
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from agentrl.weights.bundle import WeightBundle
@@ -61,7 +63,7 @@ class BundledWeights(WeightTransferEngine[NoInit, BundleInfo]):  # type: ignore[
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
-        _die_with(int(vllm_config.additional_config[DRIVER_PID]))
+        _begin_worker(vllm_config)
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
         """Nothing to set up."""
@@ -96,7 +98,7 @@ class GlooWeights(NCCLWeightTransferEngine):  # type: ignore[misc]
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
         self.group: Any = None
-        _die_with(int(vllm_config.additional_config[DRIVER_PID]))
+        _begin_worker(vllm_config)
 
     def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
         """Meet the sender and the other workers."""
@@ -134,7 +136,7 @@ class NcclWeights(NCCLWeightTransferEngine):  # type: ignore[misc]
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
-        _die_with(int(vllm_config.additional_config[DRIVER_PID]))
+        _begin_worker(vllm_config)
 
 
 class IpcWeights(IPCWeightTransferEngine):  # type: ignore[misc]
@@ -142,7 +144,7 @@ class IpcWeights(IPCWeightTransferEngine):  # type: ignore[misc]
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
-        _die_with(int(vllm_config.additional_config[DRIVER_PID]))
+        _begin_worker(vllm_config)
 
 
 def gloo_group(info: NCCLWeightTransferInitInfo, rank: int) -> Any:
@@ -160,8 +162,15 @@ def _pack_tied_heads(model: torch.nn.Module) -> None:
             module.quant_method.process_weights_after_loading(module)
 
 
+def _begin_worker(vllm_config: Any) -> None:
+    """What a worker of ours does first."""
+    if current_platform.is_cpu() and vllm_config.model_config.enforce_eager:
+        torch._dynamo.config.disable = True  # vLLM's sampler would be compiled all the same, for seconds
+    _die_with(int(vllm_config.additional_config[DRIVER_PID]))
+
+
 def _die_with(driver: int) -> None:
-    """End this process, and the engine core above it, when the driver has died: nobody else would. Linux only."""
+    """End this process, and the engine core above it, when the driver has died: vLLM itself does not. Linux only."""
     if sys.platform != "linux":
         return
     handle = os.pidfd_open(driver)

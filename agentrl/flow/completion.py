@@ -22,6 +22,6 @@ async def run_to_completion(work: Coroutine[Any, Any, T]) -> T:
             cancelled = error
     if cancelled is not None:
         if not task.cancelled():
-            task.exception()  # the caller is gone, and nobody will ask for it
+            task.exception()  # the caller is gone and will not ask for it
         raise cancelled
     return task.result()

@@ -1,7 +1,8 @@
 """`deadline`: a bound on what is awaited, and the table of everything that is being waited for.
 
-Every await on something outside stands in a `deadline`, so the open deadlines of a loop *are* the answer to "who waits
-for what, and since when?": `waits()` reads it, for the watchdog and for the error that ends a stalled run.
+Every await on something outside stands in a `deadline`, so the open deadlines of a loop show
+what is being waited for, and since when: `waits()` reads them, for the watchdog and for the error that ends a stalled
+run.
 
 All deadlines of one kind are equally long, so they expire in the order in which they were set: one queue and one timer
 for each kind, where a timer of each own would cost five times as much (an episode sets five, and a million episodes

@@ -1,7 +1,7 @@
 """Living environments: made, called under deadlines, reused, and given up when they hang.
 
 A sync environment runs in a thread of its own unless it says `isolation = "inline"`; an async one runs on the event
-loop. A hung one is abandoned with its thread (a daemon): it costs its episode one deadline, and nobody waits for it.
+loop. A hung one is abandoned with its thread (a daemon): it costs its episode one deadline, and blocks nothing else.
 One that says `isolation = "process"` is a `ProcessEnv` here, and is killed at its deadline.
 """
 
@@ -70,7 +70,7 @@ class _Thread:
         return await future
 
     def stop_after(self, last: Callable[[], Any]) -> None:
-        """Run `last` when the call that is going on now (if ever) returns, then end. Nobody waits for it."""
+        """Run `last` when the call that is going on now (if ever) returns, then end, in the background."""
         self._put(last, None)
         self._calls.put(None)
 
@@ -81,7 +81,7 @@ class _Thread:
 
 
 def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-    if future.done():  # the caller's deadline has passed; nobody asks any more
+    if future.done():  # the caller's deadline has passed; the answer is dropped
         return
     if error is not None:
         # A StopIteration cannot travel through a future.

@@ -195,7 +195,7 @@ def _result(answer: Mapping[str, Any]) -> Any:
 
 class _ForkServer:
     """The process that the workers are forked from. It imports no environment, since not every package survives a fork,
-    and it reaps a worker only when it is told to: until then nobody else has the worker's process id.
+    and it reaps a worker only on request: until then no other process can get the worker's process id.
     """
 
     def __init__(self, python: str | None, preload: tuple[str, ...]) -> None:
@@ -261,12 +261,12 @@ def _end_fork_server(
 
 
 _fork_servers: dict[tuple[int, str | None, tuple[str, ...]], _ForkServer] = {}
-_nurseries_lock = threading.Lock()
+_fork_servers_lock = threading.Lock()
 
 
 def _fork_server(python: str | None, preload: tuple[str, ...]) -> _ForkServer:
     """The one of this process (by its id, since this process may be a fork itself); another, where it has died."""
-    with _nurseries_lock:
+    with _fork_servers_lock:
         key = (os.getpid(), python, preload)
         found = _fork_servers.get(key)
         if found is None or found.is_dead:

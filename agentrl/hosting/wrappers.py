@@ -136,7 +136,7 @@ class ActionFormat(Wrapper):
         return self._with_hint(str(getattr(self.env, "system_prompt", "") or ""))
 
     def began(self, result: ResetResult) -> ResetResult:
-        """Each agent is told the hint."""
+        """Each agent gets the hint."""
         observation, info = result
         self._note_turn(info)
         prompts = info.get("system_prompts")

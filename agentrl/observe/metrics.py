@@ -1,4 +1,4 @@
-"""What a step tells about itself, and the file it is told to."""
+"""The metrics of a step, and the file that they are written to."""
 
 import json
 import os

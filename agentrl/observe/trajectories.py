@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 
 import pyarrow as pa
@@ -43,12 +44,17 @@ SCHEMA = pa.schema(
 """`info` and `parts` are JSON; `detail` is the limit, the error or the reason that the status carries."""
 
 
+_ROWS_AT_A_TIME = 64
+
+
 def write_trajectories(path: Path, scored: Iterable[tuple[Trajectory, Score]]) -> None:
     """Write (trajectory, score) pairs to `path`, whole or not at all."""
-    table = pa.Table.from_pylist([_row(trajectory, score) for trajectory, score in scored], schema=SCHEMA)
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".unfinished")
-    pq.write_table(table, unfinished, compression="zstd")
+    unfinished, pairs = path.with_suffix(".unfinished"), iter(scored)
+    with pq.ParquetWriter(unfinished, SCHEMA, compression="zstd") as writer:
+        # A few at a time: while pyarrow looks at Python's values, no other thread can run.
+        while rows := [_row(trajectory, score) for trajectory, score in islice(pairs, _ROWS_AT_A_TIME)]:
+            writer.write_table(pa.Table.from_pylist(rows, schema=SCHEMA))
     unfinished.replace(path)
 
 

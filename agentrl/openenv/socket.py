@@ -146,7 +146,7 @@ def server_at(url: str, token: str | None) -> Server:
 
 @contextlib.contextmanager
 def waiting_at(servers: Sequence[Server]) -> Iterator[None]:
-    """Counts one more who waits for room at these servers."""
+    """Counts one more client that waits for a free session on these servers."""
     for server in servers:
         server.waiting += 1
     try:

@@ -5,7 +5,7 @@ A message becomes an action by the Action schema (`metadata` does not count amon
 1. A single field of text is the message itself, as it is.
 2. Else a JSON object in the message is the action: alone, in a fence, or with prose around it.
 3. Else, where one field alone is required, the message is that field: as JSON, or as text where the field is one.
-4. Else the model is told what to write. What the server finds wrong with an action is told to the model too.
+4. Else the observation says what to write. The server's complaint about an action becomes an observation too.
 
 An observation becomes a text, fields that are null (and `metadata`) left out:
 

@@ -5,8 +5,8 @@
                 ◀─────────────────────────────────────────────────────────
         at its end:              engine.wake()    memory?   trainer.sleep()
 
-Never are both awake. A switch that fails is undone. What misses its deadline, or can neither sleep nor wake, nobody
-knows the state of: then they are `lost`, and every later switch is refused.
+Both are never awake at once. A failed switch is undone. If a role misses its deadline, or can neither sleep nor wake,
+its state is unknown: the sharing is `lost`, and every later switch is refused.
 """
 
 import re
@@ -40,8 +40,8 @@ async def free_on_gpus() -> int:
 class Sleeper(Protocol):
     """What can give its memory back for a while. Both calls may be repeated, and change nothing then.
 
-    An engine that sleeps answers nobody: requests wait, those in flight go on when it wakes, from the same token, with
-    their KV recomputed. New weights can come meanwhile. A trainer that sleeps can be asked for its weights.
+    A sleeping engine answers no request: new requests wait, and those in flight go on when it wakes, from the same
+    token, with their KV recomputed. New weights can come meanwhile. A trainer that sleeps can be asked for its weights.
     """
 
     async def sleep(self) -> None:
@@ -54,6 +54,14 @@ class Sleeper(Protocol):
 
     async def wake(self) -> None:
         """Take the memory again; when this returns, it works. Where this raises, it is asleep as before."""
+        ...
+
+
+class SleepingTrainer(Sleeper, Protocol):
+    """A trainer that can share its devices."""
+
+    async def free(self) -> int:
+        """Bytes that are free on the fullest of its devices."""
         ...
 
 
@@ -125,7 +133,7 @@ class TimeSharing:
             await self._undo(before, (rested, "sleep"), (tired, "wake"))
             raise self._with_state(error) from error
         except BaseException:
-            self.state = "lost"  # broken off in between: nobody waited for the end
+            self.state = "lost"  # cancelled in between, so the outcome is unknown
             raise
         self.state = after
 
@@ -170,11 +178,11 @@ class TimeSharing:
         except DeadlineError as error:
             self.state = "lost"
             raise TimeShareError(
-                f"the {turn.name} did not {method} within {self._seconds:g} s (placement.switch_seconds): what it "
-                "holds of the devices nobody knows"
+                f"the {turn.name} did not {method} within {self._seconds:g} s (placement.switch_seconds): its "
+                "GPU memory use is unknown"
             ) from error
         except Exception as error:
             raise TimeShareError(f"the {turn.name} could not {method}: {type(error).__name__}: {error}") from error
         except BaseException:
-            self.state = "lost"  # broken off: nobody waited for the end
+            self.state = "lost"  # cancelled, so the outcome is unknown
             raise

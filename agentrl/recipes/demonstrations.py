@@ -51,8 +51,7 @@ async def imitate(run: Run, demonstrations: DemonstrationsConfig, base: Path, in
         make_trainer(placed, base, steps=len(batches), lr=demonstrations.lr) as trainer,
     ):
         for number, played in enumerate(batches, 1):
-            samples = [sample for trajectory in played for sample in to_samples(trajectory, 1.0)]
-            batch = collate(samples, row_tokens=trainer.row_tokens)
+            batch = collate(sample for trajectory in played for sample in to_samples(trajectory, 1.0))
             metrics = await trainer.step(batch, algorithm.loss, algorithm.normalizer(batch))
             losses.append(metrics["loss"])
             if number % max(1, len(batches) // 4) == 0:

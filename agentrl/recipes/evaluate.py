@@ -12,7 +12,6 @@ from agentrl.observe.trajectories import write_trajectories
 from agentrl.rollout.episode import EnvEpisodeRunner, Episode
 from agentrl.rollout.seeds import derive_seed
 from agentrl.run import Run
-from agentrl.scoring.scoring import Scoring
 from agentrl.trajectory import Failed, Score, Task, Trajectory
 
 
@@ -61,9 +60,8 @@ async def evaluate(rollouts: RolloutAssembly, tasks: int | None = None) -> Evalu
     runner = rollouts.at_temperature(config.evaluation.temperature)
     trajectories = await play_all(runner, held_out, config.seed, config.rollout.max_live_episodes)
     ended = [t for t in trajectories if not isinstance(t.status, Failed)]
-    scoring = Scoring(rollouts.reward, config.rollout.deadlines.reward, config.rollout.retries)
     async with Flow("scoring") as flow:
-        asked = [flow.start(scoring.score(trajectory), name=trajectory.id) for trajectory in ended]
+        asked = [flow.start(rollouts.reward.score(trajectory), name=trajectory.id) for trajectory in ended]
     scores = [score.result() for score in asked]
     scored = [pair for pair in zip(ended, scores, strict=True) if not isinstance(pair[1].status, Failed)]
     kept = {(trajectory.id, trajectory.agent) for trajectory, _ in scored}

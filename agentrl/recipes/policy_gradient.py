@@ -2,15 +2,15 @@
 
      ┌────────────────────────── weights, version step + 1 ──────────────────────────┐
      ▼                                                                               │
-    Rollouts: env ◀─turns─▶ engine ─▶ reward ─▶ groups ──▶ advantages ──▶ batch ──▶ learner
-     (agentrl/rollout)                       next_batch    (algorithm)   collate    (agentrl/learner.py)
+    Rollouts: env ◀─turns─▶ engine ─▶ reward ─▶ groups ──▶ advantages ──▶ batch ──▶ trainer
+     (agentrl/rollout)                       next_batch    (algorithm)   collate    (agentrl/trainers)
 
 One loop. With `rollout.max_staleness = 0` it is synchronous: no episode begins before the weights of the last step are
 live. With 1 or more, the episodes of the next steps are played while the trainer works.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -41,7 +41,7 @@ async def policy_gradient(run: Run, settings: PolicyGradientSettings) -> None:
     algorithm: Algorithm = config.algorithm.make()
     model = await starting_model(run, settings.demonstrations)
     async with assemble_training(config, algorithm, model, run.checkpoints.latest) as parts:
-        learner, weights = parts.learner, parts.weights
+        trainer, weights = parts.trainer, parts.weights
         start = await parts.resume(run)
         await evaluate_run(run, parts, start)
         async with parts.rollouts(run, start) as rollouts:
@@ -51,15 +51,19 @@ async def policy_gradient(run: Run, settings: PolicyGradientSettings) -> None:
                 with clock("rollout"):
                     groups = await rollouts.next_batch()
                 with clock("train"):
-                    make = partial(batch_of, groups, algorithm, processing, learner.trainer.row_tokens)
-                    batch = await asyncio.to_thread(make, rollouts.oldest_version(step))  # millions of tokens take long
+                    make = partial(batch_of, groups, algorithm, processing, rollouts.oldest_version(step))
+                    batch = await asyncio.to_thread(make)  # millions of tokens take long
                     async with parts.sharing.training():
-                        metrics = await learner.step(batch)
+                        advice: Mapping[str, float] = {}
+                        if parts.advisors is not None:
+                            batch, advice = await parts.advisors.advise(batch)
+                        metrics = await trainer.step(batch, algorithm.loss, algorithm.normalizer(batch))
                 with clock("weights"):
                     async with rollouts.new_weights(step + 1):
-                        published = await weights.publish(learner.trainer, version=step + 1)
+                        published = await weights.publish(trainer, version=step + 1)
                 metrics = {
                     **metrics,
+                    **advice,
                     **published.metrics(),
                     **rollouts.metrics(),
                     **processing.update(groups),
@@ -67,19 +71,16 @@ async def policy_gradient(run: Run, settings: PolicyGradientSettings) -> None:
                 }
                 await run.record_step(step, groups, metrics, clock.seconds)
                 if (step + 1) % config.checkpoint.every == 0 or step + 1 == config.steps:
-                    await run.save_checkpoint(step + 1, learner)
+                    await run.save_checkpoint(step + 1, parts)
                 if config.evaluation.every and (step + 1) % config.evaluation.every == 0:
                     await evaluate_run(run, parts, step + 1)
         await evaluate_run(run, parts, config.steps)
-        await run.finish(checksum(await learner.trainer.weights()))
+        await run.finish(checksum(await trainer.weights()))
 
 
-def batch_of(
-    groups: list[Group], algorithm: Algorithm, processing: BatchProcessing, row_tokens: int, oldest_version: int
-) -> TrainBatch:
+def batch_of(groups: list[Group], algorithm: Algorithm, processing: BatchProcessing, oldest_version: int) -> TrainBatch:
     """The batch of a step's groups."""
-    samples = samples_of(processing.scores(groups), algorithm, oldest_version, processing)
-    return collate(samples, row_tokens=row_tokens)
+    return collate(samples_of(processing.scores(groups), algorithm, oldest_version, processing))
 
 
 def samples_of(

@@ -80,7 +80,7 @@ class RemoteEnv:
         return stepped.observation, stepped.reward, stepped.terminated, stepped.truncated, stepped.info
 
     async def close(self) -> None:
-        """Give the session back. Nobody waits for the server's answer."""
+        """Give the session back, without waiting for the server's answer."""
         lease, self._lease = self._lease, None
         if lease is not None:
             await lease.link.give_back(lease.session)

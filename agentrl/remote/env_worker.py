@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
-from agentrl.cluster.workers import StartWorker, Worker
+from agentrl.cluster.workers import StartWorker, Worker, start_another
 from agentrl.errors import WorkerDiedError
 from agentrl.flow import Flow
 from agentrl.protocols import Env, ResetResult
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 MakeEnvs = Callable[[], Callable[[], Env]]
 """Finds an environment where it shall live, and returns what makes it there."""
 _PAUSE_SECONDS = 0.2
-"""Before a dead worker, of which nobody else may know yet, is asked again."""
+"""Pause before a dead worker, whose death may not be known yet, is asked again."""
 _ATTEMPTS = 3
 """Workers of a rank in a row that may die before an episode has begun on any, before the run ends of it."""
 
@@ -111,9 +111,11 @@ class _Pool:
         self._urls: dict[int, str] = {}
         self._one_lives = asyncio.Event()
         self._died_at_once: Counter[int] = Counter()
+        self._worked = False
 
     def works(self) -> None:
         """An episode has begun: what workers die of from now on is not how they are started."""
+        self._worked = True
         self._died_at_once.clear()
 
     async def servers(self) -> Sequence[str]:
@@ -123,9 +125,10 @@ class _Pool:
 
     async def keep(self, rank: int) -> None:
         """Have a worker of this rank, always."""
+        start = partial(self._start, "env", self._make, rank)
         while True:
             try:
-                worker = await self._start("env", self._make, rank)
+                worker = await (start_another(start) if self._worked else start())
                 try:
                     await self._serve(worker, rank)
                 finally:
@@ -143,6 +146,6 @@ class _Pool:
             await worker.call("serve")
             raise WorkerDiedError("env", rank, "its server ended")
         finally:
-            end_link(self._urls.pop(rank), self._token)  # a machine that has vanished does not say so to who waits
+            end_link(self._urls.pop(rank), self._token)  # a vanished machine closes no connection
             if not self._urls:
                 self._one_lives.clear()

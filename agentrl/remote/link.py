@@ -1,8 +1,8 @@
 """The one WebSocket between this process and a server: many requests at once, several to a frame, answers in any order.
 
-A `Line` is a connection. It is an `asyncio.Protocol`, so that no task reads it: what comes hands its answers to those
-who wait, and an answer that nobody waits for any more is dropped. What is asked during one iteration of the loop goes
-out as one frame at its end. A `Link` is a server: it opens another line where one broke, and asks again.
+A `Line` is a connection. It is an `asyncio.Protocol`, so that no task reads it: incoming answers go straight to their
+callers, and an answer whose caller has gone is dropped. Requests made during one iteration of the loop go out as one
+frame at its end. A `Link` is a server: it opens another line where one broke, and asks again.
 """
 
 import asyncio
@@ -100,7 +100,7 @@ class Link:
         raise UnreachableError(f"{self.url} cannot be used: {lost}")
 
     async def give_back(self, session: str) -> None:
-        """Say that a session is not needed any more. Nobody waits for the answer."""
+        """Say that a session is not needed any more, without waiting for the answer."""
         if self._line is not None and self._line.is_open:
             self._line.tell(_encoded(next(self._numbers), "close", {"session": session}), self.max_bytes)
         await self.release()
@@ -112,7 +112,7 @@ class Link:
             await self._line.close()
 
     def end(self) -> None:
-        """The server is gone, whatever its machine says: those who wait for it, and who will ask, are told at once."""
+        """Treat the server as gone: waiting and later calls fail at once."""
         self._has_ended = True
         if self._opening is not None:
             self._opening.cancel()

@@ -82,7 +82,7 @@ class Step(_Message):
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A session: an environment for its holder alone. Whoever knows `session` may use it."""
+    """A session: an environment for its holder alone. Any client that knows `session` may use it."""
 
     session: str
     idle_seconds: float

@@ -24,7 +24,7 @@ class ServerLimits(Settings):
     """What a server gives at most."""
 
     max_sessions: int = Field(1024, ge=1)
-    """Sessions at once; the next is told to come again."""
+    """Sessions at once; further clients are asked to come back later."""
     max_processes: int = Field(64, ge=1)
     """Sessions at once where each has a process of its own (`isolation = "process"`), if that is fewer."""
     idle_seconds: float = Field(900.0, gt=0)
@@ -36,7 +36,7 @@ class ServerLimits(Settings):
     call_seconds: float = Field(60.0, gt=0)
     """How long the environment may take for one reset or step."""
     drain_seconds: float = Field(60.0, ge=0)
-    """How long running episodes may go on once the server was told to end."""
+    """How long running episodes may go on once the server was asked to stop."""
     retry_seconds: float = Field(1.0, gt=0)
     """When who was refused for want of room shall come again."""
 
@@ -243,7 +243,7 @@ class Sessions:
         del self._sessions[session.id]
         self.metrics.sessions.set(len(self._sessions))
         if session.lock.locked():
-            session.env.broken = True  # a call is under way, or has failed: nobody else may have this instance
+            session.env.broken = True  # a call is running or has failed: this instance must not be reused
         await self._host.release(self._name, session.env)
 
 

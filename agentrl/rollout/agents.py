@@ -1,7 +1,7 @@
 """Several agents in one environment: what it says about them, and who plays each.
 
 The environment's infos name the agents, whose turn it is, and what each has earned (`agentrl.protocols.Env`). In a
-config, `env.agents` says who plays whom; whoever it does not name is played by the policy that is trained:
+config, `env.agents` says who plays which agent; the policy that is trained plays the others:
 
     agents:
       black: frozen                                      # the model that the run started with, as it was then
@@ -106,22 +106,23 @@ def next_agent(info: Mapping[str, Any], agents: Sequence[str]) -> str:
 
 
 def earnings(info: Mapping[str, Any], actor: str, reward: float, agents: Sequence[str]) -> Mapping[str, float]:
-    """What each agent earned in a step: `info["rewards"]`, or else what the step returned, which is the actor's.
+    """What each agent earned in a step: `info["rewards"]`, and for the actor what the step returned.
 
     Raises:
-        EnvError: they are no numbers, are paid to somebody else, or the actor's is not what the step returned.
+        EnvError: `info["rewards"]` holds something that is not a number, names an unknown agent, or gives the actor
+            another reward than the step returned.
     """
     rewards = info.get("rewards")
     if rewards is None:
         return {actor: reward}
     if not isinstance(rewards, Mapping) or not all(_is_pay(agent, paid, agents) for agent, paid in rewards.items()):
         raise EnvError(f'info["rewards"] = {rewards!r:.200}: write a number for each of {", ".join(agents)}')
-    if rewards.get(actor, 0.0) != reward:
+    if rewards.get(actor, reward) != reward:
         raise EnvError(
             f'step returned the reward {reward:g} and info["rewards"] = {rewards!r:.200}: the reward of a step is that '
             f"of the agent who acted, {actor}"
         )
-    return rewards
+    return {actor: reward, **rewards}
 
 
 def success_of(info: Mapping[str, Any], agent: str) -> bool | None:

@@ -42,8 +42,8 @@ class EngineLoad:
 class ConcurrencyController:
     """The controller's state; `observe` returns the next one.
 
-    `limit` lies in [`low`, `high`]. `met` is the limit at which pressure was last met (`high` + 1: never), which is
-    approached up to seven eighths only until `patience` observations have found the engine roomy there.
+    `limit` lies in [`low`, `high`]. `met` is the limit at which the engine was last overloaded (`high` + 1: never). The
+    limit is capped at 7/8 of it, until the engine had room there for `patience` observations.
     """
 
     limit: int

@@ -42,7 +42,7 @@ class Episode:
 
 
 class Policy(Protocol):
-    """Whoever answers in an episode: an engine, or a scripted player."""
+    """What answers in an episode: an engine, or a scripted player."""
 
     @property
     def max_context(self) -> int:
@@ -76,6 +76,7 @@ class EnginePolicy:
             seed=derive_seed(episode.seed, turn),
             priority=episode.priority,
             session=episode.id,
+            known=len(prompt.ids) - len(prompt.new_ids),
         )
         with deadline("engine", "generate", self.deadline):
             completion = await self.engine.generate(request)

@@ -1,7 +1,7 @@
 """`GroupRunner`: plays the members of one group, again where they fail, until the group is complete.
 
 What may fail and be tried again is decided by whose fault it was (`rollout.retries`). A failed reward is asked again
-about the same trajectory (`agentrl/scoring/scoring.py`); every other failure plays the member's episode again, with
+about the same trajectory (`agentrl/scoring/pipeline.py`); every other failure plays the member's episode again, with
 the same environment seed and new sampling.
 """
 
@@ -20,8 +20,7 @@ from agentrl.rollout.episode import Episode, EpisodeRunner
 from agentrl.rollout.ledger import Ledger
 from agentrl.rollout.seeds import derive_seed
 from agentrl.rollout.staleness import Ticket
-from agentrl.scoring.composite import Composite
-from agentrl.scoring.scoring import Scoring
+from agentrl.scoring.pipeline import RewardPipeline
 from agentrl.trajectory import Failed, Group, Score, Task, Trajectory
 
 _Scored = tuple[tuple[Trajectory, Score], ...]
@@ -52,7 +51,7 @@ class GroupRunner:
 
     config: RolloutConfig
     runner: EpisodeRunner
-    reward: Composite
+    reward: RewardPipeline
     ledger: Ledger
     events: EventLog
     slots: EpisodeSlots
@@ -87,14 +86,10 @@ class GroupRunner:
 
     async def _compared(self, group: Group) -> Group:
         """The group with what the parts of the reward add that compare its members."""
-        scores = await self._scoring.score_group(group.trajectories, group.scores)
+        scores = await self.reward.score_group(group.trajectories, group.scores, self._reward_failed)
         if failed := next((score.status for score in scores if isinstance(score.status, Failed)), None):
             raise MembersLostError(f"the group could not be scored: {failed.error}")
         return replace(group, scores=tuple(scores))
-
-    @property
-    def _scoring(self) -> Scoring:
-        return Scoring(self.reward, self.config.deadlines.reward, self.config.retries, self._reward_failed)
 
     def _reward_failed(self, trajectory_id: str) -> None:
         self.events.record("reward failed", trajectory_id)
@@ -108,7 +103,7 @@ class GroupRunner:
                 state.played[member] = outcome
                 break
             failures[outcome.layer] += 1
-            # A reward that failed has spent its budget already, on this very trajectory: see `Scoring`.
+            # A reward that failed has spent its budget already, on this very trajectory: see `RewardPipeline`.
             if outcome.layer == "reward" or failures[outcome.layer] > self.config.retries.of(outcome.layer):
                 state.lost.append(
                     f"member {member} failed {failures.total()} times, at last by {outcome.layer}: {outcome.error}"
@@ -162,7 +157,7 @@ class GroupRunner:
         for trajectory in trajectories:
             if isinstance(trajectory.status, Failed):
                 return trajectory.status
-            score = await self._scoring.score(trajectory)
+            score = await self.reward.score(trajectory, self._reward_failed)
             if isinstance(score.status, Failed):
                 return score.status
             scored.append((trajectory, score))

@@ -170,8 +170,8 @@ class TemplateConversation:
             return text, self._renderer.encode(text), True
         new_ids = self._renderer.encode(text[len(self._seen_text) :])
         # The template writes the end of turn that the model has sampled already, unless it was cut short.
-        last, first = self._seen_ids.values[-1:].tolist(), new_ids[:1].tolist()
-        if last == first and last and last[0] in self._renderer.stop_token_ids:
+        last = self._seen_ids.last
+        if last in self._renderer.stop_token_ids and len(new_ids) and new_ids[0] == last:
             new_ids = new_ids[1:]
         return text, new_ids, False
 

@@ -29,7 +29,7 @@ from agentrl.rollout.group import GroupRunner, MembersLostError
 from agentrl.rollout.ledger import Ledger
 from agentrl.rollout.staleness import STALENESS_RULES, Ticket
 from agentrl.rollout.watchdog import watch
-from agentrl.scoring.composite import Composite
+from agentrl.scoring.pipeline import RewardPipeline
 from agentrl.trajectory import Group, Task, staleness
 
 
@@ -56,7 +56,7 @@ class Rollouts:
         *,
         tasks: TaskSource,
         runner: EpisodeRunner,
-        reward: Reward | GroupReward | Composite,
+        reward: Reward | GroupReward | RewardPipeline,
         engine: Engine,
         ledger: Ledger,
         seed: int,
@@ -99,7 +99,7 @@ class Rollouts:
         self._groups = GroupRunner(
             config,
             runner,
-            Composite.of(reward),
+            RewardPipeline.of(reward, config.deadlines.reward, config.retries),
             ledger,
             self._events,
             self._slots,

@@ -136,7 +136,7 @@ class StalenessRule:
             raise StalenessError(f"version {version} cannot follow version {self.version}")
         self.version = version
         self._training = []
-        del self._playing_until[version - 1], self._ready_until[version - 1]  # nobody has that deadline any more
+        del self._playing_until[version - 1], self._ready_until[version - 1]  # no group has that deadline any more
         return self._give_up()
 
     def _leave_play(self, ticket: Ticket) -> None:

@@ -15,7 +15,7 @@ from typing import NoReturn
 BATCH = 512
 """Rows in one transaction: about a millisecond."""
 BACKLOG = 64 * 1024
-"""Rows that may wait; whoever appends more waits until some are written."""
+"""Rows that may wait; appending more blocks until some are written."""
 PERIOD = 0.2
 """Seconds of real time after which a row is written, however few there are."""
 
@@ -70,7 +70,7 @@ class WriteBehind:
         """
         self.flush()
         with self._writing:
-            self._db.execute("PRAGMA wal_checkpoint")  # begins by forcing the log to the disk, whoever reads
+            self._db.execute("PRAGMA wal_checkpoint")  # begins by forcing the log to the disk, even while others read
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
@@ -116,7 +116,7 @@ class WriteBehind:
             self._write_queued()
 
     def _write_queued(self) -> None:
-        # The oldest go first, whoever writes: after so many batches all that is queued now is committed. There is one
+        # Every writer takes the oldest first: after so many batches all that is queued now is committed. There is one
         # more, so that a batch which another thread has taken is waited for.
         for _ in range(len(self._queue) // BATCH + 1):
             self._write_batch()
@@ -127,7 +127,7 @@ class WriteBehind:
             if batch and self._failure is None:
                 try:
                     self._apply(batch)
-                except Exception as error:  # whoever calls next raises it: the thread has nobody to tell
+                except Exception as error:  # the next call raises it: the thread has no caller
                     self._failure = error
         self._written.set()
 

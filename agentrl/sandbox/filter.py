@@ -101,7 +101,7 @@ def seccomp_filter(alone: int = 0) -> bytes:
     as it likes, which can signal itself only.
 
     Raises:
-        OSError: nobody has listed the calls of this machine's architecture.
+        OSError: the system calls of this machine's architecture are not listed here.
     """
     machine = os.uname().machine
     if machine not in _ARCHITECTURES:

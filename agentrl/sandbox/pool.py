@@ -41,7 +41,7 @@ print(*[name for name, attempt in attempts.items() if breaks_out(attempt)], sep=
 
 
 class Sandbox:
-    """Runs Python programs that nobody has read.
+    """Runs untrusted Python programs.
 
     Each run is a process of its own that was forked for it, in a fresh empty folder, and ends with all that it
     started. An async context manager: entering chooses the strongest backend that this machine has, logs its name, and

@@ -129,7 +129,7 @@ class _Run:
         seconds = time.monotonic() - self.begun
         self.walls.kill(self.child)
         self._reap(wait=True)
-        for fd in (self.stdout, self.stderr):  # nobody writes any more
+        for fd in (self.stdout, self.stderr):  # no process writes any more
             self._read(fd)
         for fd in {self.stdin, self.stdout, self.stderr, self.ended} - {-1}:
             os.close(fd)

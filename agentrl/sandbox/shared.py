@@ -19,7 +19,7 @@ _entries: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[SandboxConfig, _Entr
 
 
 async def borrow(config: SandboxConfig) -> Sandbox:
-    """The running loop's sandbox of this config, started for whoever comes first. Each `borrow` needs a `give_back`.
+    """The running loop's sandbox of this config, started at the first call. Each `borrow` needs a `give_back`.
 
     Raises:
         ConfigError: the machine cannot isolate.

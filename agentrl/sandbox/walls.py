@@ -1,4 +1,4 @@
-"""What holds a program: namespaces, or Landlock, or (told to) nothing.
+"""What holds a program: namespaces, or Landlock, or, on request, nothing.
 
 Each keeps a server and the one program it runs at a time. It runs inside of jails, so it needs nothing but the
 standard library.
@@ -136,7 +136,7 @@ class Namespaces(Walls):
         return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
 
     def kill(self, child: int) -> None:
-        """The kernel signals all at once, so nobody can run away by forking."""
+        """The kernel signals all at once, so no process can escape by forking."""
         with suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
 

@@ -18,9 +18,11 @@ from typing import Annotated, Any
 from pydantic import Field, create_model
 
 from agentrl.errors import ConfigError
+from agentrl.flow import Retries
 from agentrl.plugins import Component, NoSettings
 from agentrl.protocols import GroupReward, Isolation, Settings
-from agentrl.scoring.composite import Composite, RewardPart
+from agentrl.scoring.part import RewardPart
+from agentrl.scoring.pipeline import RewardPipeline
 from agentrl.scoring.rule_pool import RulePool
 
 _PART: Mapping[str, Any] = {
@@ -49,9 +51,9 @@ class RewardsConfig:
         written = [part.dump() for part in self.parts]
         return written if self.listed else written[0]
 
-    def make(self, rules: RulePool | None = None) -> Composite:
+    def make(self, rules: RulePool, deadline: float, retries: Retries) -> RewardPipeline:
         """The reward itself, not yet entered; `rules` are the processes that its rules run in."""
-        return Composite([_part(component) for component in self.parts], rules or RulePool())
+        return RewardPipeline([_part(component) for component in self.parts], rules, deadline=deadline, retries=retries)
 
 
 def name_of(part: Component) -> str:

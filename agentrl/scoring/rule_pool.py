@@ -144,7 +144,7 @@ def _prepare(memory: int, cpu_seconds: float, path: list[str], imports: list[str
     _limit(resource.RLIMIT_AS, memory)
     _limit(resource.RLIMIT_CORE, 0)
     for module in imports:
-        with suppress(ImportError):  # whoever needs it says so
+        with suppress(ImportError):  # the rule that needs it raises this again
             importlib.import_module(module)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any, Self
 
-from agentrl.cluster.workers import StartWorker, Worker
+from agentrl.cluster.workers import StartWorker, Worker, start_another
 from agentrl.errors import RewardError, WorkerDiedError
 from agentrl.flow import Flow
 from agentrl.scoring.rule_pool import RulePool, RulePoolConfig
@@ -46,7 +46,7 @@ class RuleWorkers(RulePool):
     async def __aenter__(self) -> Self:
         await self._flow.__aenter__()
         for rank in range(self._count):
-            self._flow.start(self._start_rank(rank), name=str(rank))
+            self._flow.start(self._start_first(rank), name=str(rank))
         return self
 
     async def __aexit__(self, *exc: Any) -> None:
@@ -72,17 +72,21 @@ class RuleWorkers(RulePool):
             self._flow.start(self._return(rank, worker), name=str(rank))
 
     async def _return(self, rank: int, worker: Worker) -> None:
-        """The worker is idle when it has answered, which may take a deadline where nobody waited for it."""
+        """The worker is idle once it has answered, which may take a whole deadline if the caller stopped waiting."""
         try:
             await worker.call("idle")
             self._idle.put_nowait((rank, worker))
         except WorkerDiedError:
             del self._workers[rank]
             await worker.stop()
-            await self._start_rank(rank)
+            self._begin(rank, await start_another(partial(self._start_rank, rank)))
 
-    async def _start_rank(self, rank: int) -> None:
-        worker = self._workers[rank] = await self._start_worker(
-            "reward", partial(RuleWorker, self._config, self.imports), rank
-        )
+    async def _start_first(self, rank: int) -> None:
+        self._begin(rank, await self._start_rank(rank))
+
+    async def _start_rank(self, rank: int) -> Worker:
+        return await self._start_worker("reward", partial(RuleWorker, self._config, self.imports), rank)
+
+    def _begin(self, rank: int, worker: Worker) -> None:
+        self._workers[rank] = worker
         self._idle.put_nowait((rank, worker))

@@ -274,7 +274,7 @@ class SimulatedEngine:
 
     def _check_alive(self) -> None:
         if self._state in ("new", "dead"):
-            raise EngineDeadError("the engine is not running: enter it with `async with`, or it died as it was told to")
+            raise EngineDeadError("the engine is not running: enter it with `async with`, or it died as configured")
 
     async def _reach(self) -> None:
         self._check_alive()
@@ -406,7 +406,7 @@ class SimulatedEngine:
         live.done.set_result(completion)
 
     def _withdraw(self, live: _Live) -> None:
-        """Its caller has gone. Where it had ended in the same moment, its answer reached nobody."""
+        """Its caller has gone. If it had ended in the same moment, its answer was lost."""
         if live.state == "ended":
             if live.done.cancelled() or live.done.exception() is None:
                 self.cancelled_tokens += live.made

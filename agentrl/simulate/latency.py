@@ -98,7 +98,7 @@ class Pareto(Settings):
 
 
 Latency = Annotated[Constant | Uniform | Normal | Lognormal | Pareto, Field(discriminator="kind")]
-"""Any of them, told apart by `kind`."""
+"""Any of them; `kind` says which."""
 
 NO_TIME = Constant(value=0.0)
 

@@ -206,7 +206,7 @@ class ScriptedEngine:
             raise
 
     def _give_place(self) -> None:
-        """Hand a place to whoever is next; it never stands free while somebody waits."""
+        """Hand a place to the next request; it never stays free while a request waits."""
         while self._waiting:
             _, _, place = heapq.heappop(self._waiting)
             if not place.done():

@@ -13,7 +13,8 @@ from agentrl.arrays import floats, ints
 from agentrl.errors import ConformanceError, RewardError
 from agentrl.flow import Flow, deadline
 from agentrl.protocols import Rule
-from agentrl.scoring.composite import Composite, RewardPart
+from agentrl.scoring.part import Ask, RewardPart
+from agentrl.scoring.pipeline import RewardPipeline
 from agentrl.scoring.rule_pool import RulePool, RulePoolConfig
 from agentrl.trajectory import Completion, Failed, Message, Score, Task, Terminated, Trajectory, Turn
 
@@ -76,10 +77,10 @@ async def _findings(
     reward = make_reward()
     part = RewardPart(reward, "reward")
     kept = copy.deepcopy(played)
-    composite = Composite([part], RulePool(RulePoolConfig(deadline=seconds, workers=1, cache=0)))
-    asker = _Asker(composite, part, seconds)
-    async with composite:
-        groups = [played] if composite.grouped else [[one] for one in played]
+    pool = RulePool(RulePoolConfig(deadline=seconds, workers=1, cache=0))
+    asker = _Asker(part.asked_in(pool), seconds)
+    async with RewardPipeline([part], pool, deadline=seconds):
+        groups = [played] if part.compares else [[one] for one in played]
         alone = [await asker.ask(group) for group in groups]
         again = [await asker.ask(group) for group in groups]
         async with Flow("check_reward") as flow:
@@ -96,9 +97,8 @@ async def _findings(
 class _Asker:
     """Asks, and notes what is not as it should be."""
 
-    def __init__(self, composite: Composite, part: RewardPart, seconds: float) -> None:
-        self._composite = composite
-        self._part = part
+    def __init__(self, asked: Ask, seconds: float) -> None:
+        self._asked = asked
         self._seconds = seconds
         self.findings: list[str] = []
 
@@ -106,7 +106,7 @@ class _Asker:
         """The scores, or why there are none."""
         try:
             with deadline("reward", "reward", self._seconds):
-                scores = await self._composite.ask(self._part, trajectories)
+                scores = await self._asked(trajectories)
         except RewardError as error:
             if "the reward returned" in str(error) or "score_group returned" in str(error):
                 self.findings.append(f"[value] {error}")

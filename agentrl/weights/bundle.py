@@ -1,6 +1,6 @@
 """Published weights: a folder of safetensors files, the buckets, that any process of the machine can map.
 
-A bundle is written bucket by bucket under another name, hashed, and renamed when it is whole. Whoever opens it checks
+A bundle is written bucket by bucket under another name, hashed, and renamed when it is whole. Each reader checks
 every byte before use, and gets tensors that lie in the files: with files in shared memory, no copy is made on the way
 from the one who wrote them to the model that takes them up.
 """
@@ -246,7 +246,7 @@ class BundlePlace:
         (self._unfinished / file).write_bytes(content)
 
     def finish(self, manifest: Manifest) -> WeightBundle:
-        """The bundle of all files that are there: the folder appears. They are checked by whoever opens it."""
+        """The bundle of all files that are there: the folder appears. Each reader checks them."""
         (self._unfinished / _MANIFEST).write_text(manifest.model_dump_json())
         self._unfinished.rename(self.folder)
         return WeightBundle(self.folder, manifest)

@@ -26,9 +26,9 @@ class Factors(NamedTuple):
 class LowRank(Mapping[str, "Tensor"]):
     """All weights of a model by their Hugging Face names: those of the folder `base`, plus `factors`.
 
-    To whoever reads it as a mapping, the merged weights: each is read from the folder when it is asked for, and is
-    float32 in the CPU's memory; those that `factors` does not name are the folder's own. To whoever knows the kind,
-    the few numbers that change: it pickles as these. Factors are valid until the trainer's next step.
+    Read as a mapping, it gives the merged weights: each is read from the folder when it is asked for, and is float32
+    in the CPU's memory; those that `factors` does not name are the folder's own. Code that knows this class can use
+    the few numbers that change: only these are pickled. Factors are valid until the trainer's next step.
     """
 
     base: Path

@@ -3,7 +3,7 @@
 The trainer's weights are written once, outside the processes that read them (`agentrl/weights/bundle.py`). Each engine
 then stages them: it opens and checks them, and serves on as before. Only when all have done so are they committed, on
 one engine after the other. What goes wrong before leaves the version before everywhere; an engine that fails to commit
-is dead and serves nobody. So no two engines ever serve different versions, but for the moment of the commit itself.
+is dead and serves no request. Engines serve different versions only briefly, during a commit.
 """
 
 import asyncio
@@ -145,7 +145,7 @@ class WeightPublisher:
 
         Raises:
             WeightsError: they cannot be published. All engines serve the version before.
-            EngineDeadError: an engine died of it, and serves nobody. No two others serve different versions.
+            EngineDeadError: an engine died of it, and serves no request. All others serve the same version.
             DeadlineError: an engine did not answer in time.
         """
         followers = [follower for follower, every in self._followers if version % every == 0]

@@ -85,7 +85,7 @@ def default_parent() -> Path:
 
 
 def sweep(parent: Path) -> None:
-    """Remove the stores in `parent` whose owners are dead: nobody holds the lock."""
+    """Remove the stores in `parent` whose owners are dead: their locks are free."""
     for folder in parent.glob(f"{_PREFIX}*"):
         with suppress(OSError):  # it lives, or is another user's, or has just gone
             lock = os.open(folder, os.O_RDONLY)

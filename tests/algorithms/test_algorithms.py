@@ -34,7 +34,7 @@ def batch_of(loss_tokens: int) -> TrainBatch:
     sample = TrainingSample(
         (1,) * (n + 1), (0,) + (1,) * n, (0.0,) * (n + 1), (0.0,) * (n + 1), (0,) * (n + 1), (0,) * (n + 1)
     )
-    return collate([sample], row_tokens=64)
+    return collate([sample])
 
 
 def tokens_of(old: list[float], rollout: list[float], advantages: list[float]) -> LossTokens:

@@ -1,11 +1,12 @@
 """The fault matrix: a run goes on, whatever dies or hangs, whenever (`make chaos`); a part of it runs in CI.
 
-That a rank which is stopped is replaced, CI sees in tests/cluster/test_recovery.py.
+That a rank which is stopped is replaced, CI sees in tests/cluster/test_recovery.py, and that a run goes on after it was
+stopped, in tests/recipes/test_runs.py.
 """
 
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,15 +22,15 @@ from tests.cluster.chaos import (
     Cell,
     Running,
     finish,
+    nothing_is_lost,
     two_nodes,
 )
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 OF_CI = [
-    Cell("env worker", "generating", STOP),
-    Cell("reward worker", "generating", KILL),
-    Cell("engine", "updating weights", KILL),
-    Cell("trainer rank", "checkpointing", KILL),
+    (Cell("env worker", "generating", STOP), Cell("reward worker", "generating", KILL)),
+    (Cell("engine", "updating weights", KILL),),
+    (Cell("trainer rank", "checkpointing", KILL),),
 ]
 
 
@@ -45,11 +46,12 @@ def begin(run: Running) -> None:
     run.wait_for("first step", lambda: run.steps() >= 1, 180)
 
 
-def play(cells: Sequence[Cell], run: Running, table: Table) -> None:
-    """A run is hit by all of the cells, one after the other."""
-    for cell in cells:
-        seconds = run.hit(cell)
-        table.add_row(cell.component, cell.phase, cell.signal.name, f"{seconds:.1f}")
+def play(faults: Iterable[Sequence[Cell]], run: Running, table: Table) -> None:
+    """A run is hit by all of the faults, one after the other; the cells of one come together."""
+    for cells in faults:
+        seconds = run.hit(*cells)
+        for cell in cells:
+            table.add_row(cell.component, cell.phase, cell.signal.name, f"{seconds:.1f}")
 
 
 @pytest.mark.slow
@@ -61,10 +63,7 @@ def test_a_run_survives_the_loss_of_a_node_and_a_fault_of_each_of_its_workers(tm
         table.add_row("node", "generating", "SIGKILL", f"{run.lose_node(nodes.beside, 'generating', KILL):.1f}")
         play(OF_CI, run, table)
         run.end()
-        # For a single step, and no fault any more, it needs no more actors than these.
-        few = ("cluster.env_workers=0", "cluster.reward_workers=0", "trainer.world_size=1")
-        run.overrides = [*run.overrides, *few]
-        finish(run)
+        nothing_is_lost(run)
 
 
 @pytest.mark.chaos
@@ -74,14 +73,15 @@ def test_a_run_survives_the_death_and_the_hanging_of_a_worker_in_every_phase(
 ) -> None:
     with Running(tmp_path / "run") as run:
         begin(run)
-        play([Cell(component, phase, kind) for phase in PHASES for kind in (KILL, STOP)], run, table)
+        play([[Cell(component, phase, kind)] for phase in PHASES for kind in (KILL, STOP)], run, table)
         run.end()
         finish(run)
 
 
 @pytest.mark.chaos
 def test_a_run_survives_the_death_and_the_hanging_of_who_helps_the_trainer(tmp_path: Path, table: Table) -> None:
-    cells = [Cell(helper, phase, kind) for helper in HELPERS for phase, kind in (("stepping", KILL), ("idle", STOP))]
+    faults = (("stepping", KILL), ("idle", STOP))
+    cells = [[Cell(helper, phase, kind)] for helper in HELPERS for phase, kind in faults]
     with Running(tmp_path / "run", ("algorithm=ppo", "algorithm.kl=0.1")) as run:
         begin(run)
         play(cells, run, table)

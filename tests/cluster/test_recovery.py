@@ -1,73 +1,102 @@
 """A trainer that outlives its ranks: the run goes on at its step, with its weights."""
 
 import asyncio
+import json
 import os
 import shutil
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentrl.batch import TrainBatch, TrainingSample, collate
 from agentrl.checkpoint import Checkpoints
 from agentrl.cluster.processes import start_local
-from agentrl.cluster.recovery import RecoveringTrainer
+from agentrl.cluster.workers import Worker, WorkerGroup
 from agentrl.errors import StallError, WorkerDiedError
 from agentrl.flow import run_virtual
+from agentrl.protocols import Recovery
 from agentrl.testing.trainers import LOSS, TrainerCase, random_batches
+from agentrl.trainers.batch_shards import BatchShard
 from agentrl.trainers.fsdp import FsdpTrainer
 from agentrl.trainers.local import LocalTrainer
 from tests.properties import examples
 
 
 class Summing:
-    """A trainer whose weights are the list of its batches. It dies before or after its n-th call of any kind."""
+    """A rank whose weights are the list of its batches, each a single token."""
 
-    row_tokens = 8
+    def __init__(self) -> None:
+        self.learned: list[int] = []
+
+    def address(self) -> str:
+        return "here"
+
+    def open(self, world_size: int, address: str) -> None:
+        """There is nothing to load."""
+
+    def close(self) -> None:
+        """There is nothing to leave."""
+
+    def step(self, shard: BatchShard, loss: Any, normalizer: float, loss_tokens: int) -> Mapping[str, float]:
+        self.learned.append(int(shard[0][0].samples.tokens_S[1]))
+        return {"steps": float(len(self.learned))}
+
+    def weights(self) -> Any:
+        return list(self.learned)
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir()
+        (folder / "learned").write_text(json.dumps(self.learned))
+
+    def load(self, folder: Path) -> None:
+        self.learned = json.loads((folder / "learned").read_text())
+
+
+class Mortal:
+    """The worker of a rank. It dies before or after the n-th call of any kind that is made to it and its successors."""
 
     def __init__(self, deaths: list[tuple[int, bool]], calls: list[int]) -> None:
+        self.rank = Summing()
         self.deaths = deaths
         self.calls = calls
-        self.learned: list[Any] = []
         self.dead = False
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        self.dead = True
-
-    async def do(self, work: Any) -> Any:
-        assert not self.dead, "a dead trainer was asked"
+    async def call(self, method: str, *args: Any) -> Any:
+        assert not self.dead, "a dead rank was asked"
         self.calls[0] += 1
         deaths = [after for at, after in self.deaths if at == self.calls[0]]
-        if deaths and not deaths[0]:
-            raise WorkerDiedError("trainer", 1, "killed")
-        result = work()
+        result = getattr(self.rank, method)(*args) if not deaths or deaths[0] else None
         if deaths:
+            self.dead = True
             raise WorkerDiedError("trainer", 1, "killed")
         return result
 
-    async def step(self, batch: Any, loss: Any, normalizer: float) -> Mapping[str, float]:
-        return await self.do(lambda: self.learned.append(batch) or {"steps": float(len(self.learned))})
+    async def check(self) -> None:
+        """It says itself when it is dead."""
 
-    async def weights(self) -> Any:
-        return await self.do(lambda: list(self.learned))
+    async def stop(self) -> None:
+        self.dead = True
 
-    async def save(self, folder: Path) -> None:
-        def write() -> None:
-            folder.mkdir()
-            (folder / "learned").write_text("\n".join(self.learned))
 
-        await self.do(write)
+def batch_of(token: int) -> TrainBatch:
+    """A batch that can be told from others."""
+    return collate([TrainingSample((0, token), (0, 1), (0.0, -1.0), (0.0, 1.0), (-1, 0), (0, 0))])
 
-    async def load(self, folder: Path) -> None:
-        await self.do(lambda: self.learned.__setitem__(slice(None), (folder / "learned").read_text().split("\n")))
+
+def trainer_over(make: Callable[[], Worker], **recovery: Any) -> LocalTrainer:
+    """A trainer of one rank, which `make` makes."""
+
+    async def start(role: str, of_rank: Any, count: int) -> WorkerGroup:
+        return WorkerGroup(role, [make()])
+
+    return LocalTrainer(LocalTrainer.Config(), Path(), total_steps=1, start=start, recovery=Recovery(**recovery))
 
 
 @examples(30)  # a checkpoint waits for the disk
@@ -81,29 +110,58 @@ def test_no_step_is_lost_or_made_twice_wherever_ranks_die(
     checkpoints = Checkpoints(tmp_path_factory.mktemp("run") / "checkpoints")
     calls = [0]
 
+    def trainer() -> LocalTrainer:
+        return trainer_over(lambda: Mortal(deaths, calls), latest=checkpoints.latest)
+
     async def main() -> None:
-        async with RecoveringTrainer(lambda: Summing(deaths, calls), checkpoints.latest) as trainer:
+        async with trainer() as first:
             for step in range(9):
-                assert await trainer.step(f"batch {step}", LOSS, 1.0) == {"steps": step + 1.0}
-                assert await trainer.weights() == [f"batch {number}" for number in range(step + 1)]
+                assert (await first.step(batch_of(step), LOSS, 1.0))["steps"] == step + 1.0
+                assert await first.weights() == list(range(step + 1))
                 if (step + 1) % every == 0:
-                    await checkpoints.save(step + 1, trainer)
-        async with RecoveringTrainer(lambda: Summing(deaths, calls), checkpoints.latest) as resumed:
+                    await checkpoints.save(step + 1, first)
+        async with trainer() as resumed:
             step, folder = checkpoints.latest() or (0, Path())
             await resumed.load(folder)
-            await resumed.step("last", LOSS, 1.0)
-            assert await resumed.weights() == [*(f"batch {number}" for number in range(step)), "last"]
+            await resumed.step(batch_of(99), LOSS, 1.0)
+            assert await resumed.weights() == [*range(step), 99]
 
     asyncio.run(main())
     shutil.rmtree(checkpoints.folder.parent)
+
+
+def test_ranks_that_take_up_a_checkpoint_that_is_no_runs_find_it_again_when_they_have_died(tmp_path: Path) -> None:
+    (tmp_path / "learned").write_text("[7, 8]")
+    calls = [0]
+
+    async def main() -> list[int]:
+        async with trainer_over(lambda: Mortal([(5, False)], calls)) as trainer:
+            await trainer.load(tmp_path)
+            await trainer.step(batch_of(9), LOSS, 1.0)  # address, open, load, step
+            learned: Any = await trainer.weights()
+            return list(learned)
+
+    assert asyncio.run(main()) == [7, 8, 9]
+    assert calls[0] > 5
+
+
+def test_a_checkpoint_that_is_not_the_newest_is_not_taken_up(tmp_path: Path) -> None:
+    (tmp_path / "learned").write_text("[]")
+
+    async def main() -> None:
+        async with trainer_over(lambda: Mortal([], [0]), latest=lambda: (4, tmp_path / "newer")) as trainer:
+            await trainer.load(tmp_path)
+
+    with pytest.raises(ValueError, match="is not the newest checkpoint"):
+        asyncio.run(main())
 
 
 def test_ranks_that_die_too_often_end_the_run() -> None:
     deaths = [(at, False) for at in range(1, 100)]
 
     async def main() -> None:
-        async with RecoveringTrainer(lambda: Summing(deaths, calls), lambda: None, restarts=3) as trainer:
-            await trainer.step("batch", LOSS, 1.0)
+        async with trainer_over(lambda: Mortal(deaths, calls), restarts=3) as trainer:
+            await trainer.step(batch_of(0), LOSS, 1.0)
 
     calls = [0]
     with pytest.raises(WorkerDiedError, match="trainer 1 died: killed"):
@@ -112,21 +170,23 @@ def test_ranks_that_die_too_often_end_the_run() -> None:
 
 
 def test_a_trainer_that_does_not_answer_ends_the_run_at_its_deadline() -> None:
-    class Hanging(Summing):
-        async def weights(self) -> Any:
-            await asyncio.sleep(1e9)
+    class Hanging(Mortal):
+        async def call(self, method: str, *args: Any) -> Any:
+            return await (asyncio.sleep(1e9) if method == "weights" else super().call(method, *args))
 
     async def main() -> None:
-        async with RecoveringTrainer(lambda: Hanging([], [0]), lambda: None, deadline=60) as trainer:
+        async with trainer_over(lambda: Hanging([], [0]), deadline=60) as trainer:
             await trainer.weights()
 
     with pytest.raises(StallError, match=r"60 s \(rollout.deadlines.train\)"):
         run_virtual(main)
 
 
-def test_ranks_that_die_while_the_run_is_stopped_are_not_started_anew() -> None:
-    class Deaf(Summing):
-        async def weights(self) -> Any:
+def test_ranks_that_die_while_the_run_is_stopped_are_not_started_again() -> None:
+    class Deaf(Mortal):
+        async def call(self, method: str, *args: Any) -> Any:
+            if method != "weights":
+                return await super().call(method, *args)
             try:
                 await asyncio.sleep(1e9)
             except asyncio.CancelledError:
@@ -139,17 +199,17 @@ def test_ranks_that_die_while_the_run_is_stopped_are_not_started_anew() -> None:
         return made[-1]
 
     async def train() -> None:
-        async with RecoveringTrainer(make, lambda: None) as trainer:
+        async with trainer_over(make) as trainer:
             await trainer.weights()
 
     async def main() -> None:
         run = asyncio.create_task(train())
         await asyncio.sleep(1)
-        trainers = len(made)
+        ranks = len(made)
         run.cancel()
         await asyncio.wait({run}, timeout=1)
         assert run.cancelled()
-        assert len(made) == trainers
+        assert len(made) == ranks
 
     run_virtual(main)
 
@@ -173,7 +233,7 @@ def test_real_ranks_that_are_killed_and_stopped_cost_no_step_and_change_no_weigh
     async def train(make: Any, faults: bool) -> Any:
         checkpoints = Checkpoints(tmp_path / f"checkpoints-{faults}")
         losses = []
-        async with RecoveringTrainer(make, checkpoints.latest) as trainer:
+        async with make(recovery=Recovery(checkpoints.latest)) as trainer:
             for step, batch in enumerate(batches):
                 if faults and step in (1, 3):
                     os.kill(groups[-1].workers[1].pid, signal.SIGKILL if step == 1 else signal.SIGSTOP)

@@ -1,6 +1,7 @@
 """What only the local engine promises: its cache, its batches, its death."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +15,10 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from agentrl.arrays import ints
-from agentrl.engines import local, packed_model
+from agentrl.engines import local, packed_model, slots
 from agentrl.engines.local import LocalEngine
 from agentrl.engines.sampling import Sampler, noise_keys
-from agentrl.engines.slots import SlotTable
+from agentrl.engines.slots import SlotTable, SlotTokens
 from agentrl.errors import ConfigError, EngineError
 from agentrl.protocols import GenerateRequest, SamplingParams
 from agentrl.trajectory import Completion
@@ -286,18 +287,18 @@ def test_the_slot_table_is_a_longest_prefix_lookup(steps: list[tuple[str, int, l
             place = table.take_extended(ints(tokens))
             assert (place is None) == (not fits)
             if place is None:
-                slot, oldest = table.take_any(), next(iter(parked), None)
+                place, oldest = table.take_any(ints(tokens)), next(iter(parked), None)
                 if len(parked) + len(taken) == size:
-                    assert slot == oldest
+                    assert place.slot == oldest
             else:
-                slot, length = place
-                assert parked[slot] == tokens[:length]
-                assert length == max(len(h) for h in fits)
-            parked.pop(slot, None)
-            taken.append(slot)
+                assert parked[place.slot] == tokens[: place.cached]
+                assert place.cached == max(len(h) for h in fits)
+            assert place.tokens.values.tolist() == tokens
+            parked.pop(place.slot, None)
+            taken.append(place.slot)
         elif kind == "park" and taken:
             slot = taken.pop(which % len(taken))
-            table.park(slot, ints(tokens))
+            table.park(slot, SlotTokens(ints(tokens)), len(tokens))
             if tokens:
                 parked[slot] = tokens
         elif kind == "forget":
@@ -305,6 +306,80 @@ def test_the_slot_table_is_a_longest_prefix_lookup(steps: list[tuple[str, int, l
             parked.clear()
         assert len(set(taken)) == len(taken)
         assert table.available == size - len(taken)
+
+
+turn_parts = st.lists(st.integers(0, 2), max_size=4)
+
+
+@given(st.lists(st.tuples(turn_parts, st.lists(st.integers(0, 2), min_size=1, max_size=4)), max_size=8), st.booleans())
+@examples(100)
+def test_a_session_finds_its_slot_by_what_it_says_is_known_and_others_find_it_by_its_tokens(turns, others) -> None:
+    table, so_far = SlotTable(3), [0]
+    for number, (new, sampled) in enumerate(turns):
+        known = len(so_far) if number else 0
+        prompt = ints([*so_far, *new])
+        assert table.known(prompt, "mine", known) == known
+        assert table.known(prompt, "of somebody else", known) == 0
+        assert table.known(prompt, "mine", known - 1) == 0
+        place = table.take_known(prompt, "mine", known) or table.take_any(prompt)
+        assert (place.cached, len(place.tokens)) == (max(0, known - 1), len(prompt))
+        place.tokens.append(ints(sampled))
+        so_far = place.tokens.values.tolist()
+        assert so_far == [*prompt.tolist(), *sampled]
+        table.park(place.slot, place.tokens, len(so_far) - 1, "mine")
+        assert place.tokens.digest(len(so_far) - 1) == SlotTokens(ints(so_far)).digest(len(so_far) - 1)
+        if others:  # a slot that another has taken and given back is not the session's any more
+            taken = table.take_extended(ints(so_far))
+            assert taken is not None
+            assert (taken.slot, taken.cached) == (place.slot, len(so_far) - 1)
+            table.park(taken.slot, taken.tokens, taken.cached, "of somebody else")
+            assert table.known(ints(so_far), "mine", len(so_far)) == 0
+            back = table.take_extended(ints(so_far))
+            assert back is not None
+            table.park(back.slot, back.tokens, back.cached, "mine")
+
+
+def test_a_prompt_that_is_not_what_it_says_it_is_is_found_by_its_tokens() -> None:
+    table = SlotTable(2)
+    table.park(table.take_any(ints([1, 2, 3])).slot, SlotTokens(ints([1, 2, 3, 4])), 3, "mine")
+    other = ints([1, 2, 3, 5, 6])
+    assert table.known(other, "mine", 4) == 0
+    assert table.take_known(other, "mine", 4) is None
+    place = table.take_extended(other)
+    assert place is not None
+    assert (place.cached, place.tokens.values.tolist()) == (3, other.tolist())
+
+
+def test_a_late_turn_costs_the_engine_what_an_early_one_does(shallow_model_dir: Path, monkeypatch: Any) -> None:
+    """Counted in tokens that are checked, copied and hashed, with as many new ones in each turn."""
+    touched: Counter[str] = Counter()
+
+    def counted(name: str, function: Any, tokens_of: Any) -> Any:
+        def counting(*args: Any, **options: Any) -> Any:
+            touched[name] += tokens_of(*args, **options)
+            return function(*args, **options)
+
+        return counting
+
+    monkeypatch.setattr(SlotTokens, "append", counted("copied", SlotTokens.append, lambda self, values: len(values)))
+    monkeypatch.setattr(slots, "_prefix_hashes", counted("hashed", slots._prefix_hashes, len))
+    checked = counted("checked", local.max_new_tokens, lambda asked, **given: len(asked.prompt_ids) - given["checked"])
+    monkeypatch.setattr(local, "max_new_tokens", checked)
+
+    async def main() -> list[Counter[str]]:
+        by_turn, so_far = [], [1]
+        async with engine_of(shallow_model_dir) as engine:
+            for turn in range(60):
+                prompt = [*so_far, 3, 4, 5]
+                request = GenerateRequest(str(turn), prompt, SamplingParams(max_tokens=2), turn, 0, "s", len(so_far))
+                touched.clear()
+                completion = await engine.generate(request)
+                by_turn.append(Counter(touched))
+                so_far = [*prompt, *completion.token_ids.tolist()]
+        return by_turn
+
+    by_turn = asyncio.run(main())
+    assert by_turn[59] == by_turn[5] == {"checked": 3, "copied": 5, "hashed": 5}
 
 
 @given(st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**31)), min_size=1, max_size=6))

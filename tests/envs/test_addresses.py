@@ -86,6 +86,7 @@ def test_a_scheme_is_of_environments_alone() -> None:
     [
         ("gymnasum:Taxi-v4", "Did you mean 'gymnasium'? Schemes: file, gem, gymnasium"),
         ("gymnasium:Taxi-v9", "Did you mean 'Taxi-v4'"),
+        ("gymnasium:MiniGrid-Empty-5x5-v0", "Did you mean 'minigrid:MiniGrid-Empty-5x5-v0'"),
         ("gymnasium:no_such_package:Game-v0", "'no_such_package' cannot be imported"),
         ("file:no_such_folder/game.py:Echo", "there is no file"),
     ],

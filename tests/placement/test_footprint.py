@@ -71,10 +71,10 @@ def test_a_trainer_holds_the_bytes_that_were_counted(facts: ModelFacts, tiny_mod
 
     async def held() -> dict[str, int]:
         async with LocalTrainer(config, tiny_model_dir, total_steps=1) as trainer:
-            await trainer.step(collate([sample], row_tokens=size), LOSS, 1.0)
+            await trainer.step(collate([sample]), LOSS, 1.0)
             assert trainer._ranks is not None
             worker: Any = trainer._ranks.workers[0]
-            sharding = worker.made.core.sharding
+            sharding = worker.made.sharding
             weights = list(sharding.model.parameters())
             moments = [m for state in sharding.optimizer.state.values() for m in state.values() if m.ndim]
             return {

@@ -7,7 +7,6 @@ import pytest
 
 from agentrl.assembly import PlacedCluster
 from agentrl.assembly import device_sharing as sharing
-from agentrl.cluster.recovery import RecoveringTrainer
 from agentrl.engines.router import Router
 from agentrl.errors import TimeShareError
 from agentrl.flow import run_virtual
@@ -31,8 +30,6 @@ class Sleepy(ScriptedEngine):
 
 class SleepyTrainer:
     """A trainer that does."""
-
-    row_tokens = 8
 
     def __init__(self, log: list[str], free: int) -> None:
         self.log = log
@@ -67,7 +64,7 @@ def test_where_there_is_room_for_one_only_one_is_ever_awake() -> None:
     log: list[str] = []
 
     async def main() -> None:
-        trainer = RecoveringTrainer(lambda: cast(Any, SleepyTrainer(log, 250)), lambda: None)
+        trainer = cast(Any, SleepyTrainer(log, 250))
         async with (
             Router([Sleepy(log)]) as engine,
             sharing(placed(time_shared=True), [engine], [trainer]) as share,
@@ -87,7 +84,7 @@ def test_where_there_is_room_for_one_only_one_is_ever_awake() -> None:
 
 def test_what_does_not_fit_does_not_wake() -> None:
     async def main() -> None:
-        trainer = RecoveringTrainer(lambda: cast(Any, SleepyTrainer([], 150)), lambda: None)
+        trainer = cast(Any, SleepyTrainer([], 150))
         async with (
             Router([Sleepy([])]) as engine,
             sharing(placed(time_shared=True), [engine], [trainer]) as share,
@@ -102,7 +99,7 @@ def test_where_there_is_room_for_both_nobody_sleeps() -> None:
     log: list[str] = []
 
     async def main() -> None:
-        trainer = RecoveringTrainer(lambda: cast(Any, SleepyTrainer(log, 250)), lambda: None)
+        trainer = cast(Any, SleepyTrainer(log, 250))
         async with (
             Router([Sleepy(log)]) as engine,
             sharing(placed(time_shared=False), [engine], [trainer]) as share,

@@ -342,7 +342,7 @@ def batch() -> TrainBatch:
     sample = TrainingSample(
         tuple(range(size)), (0,) + (1,) * (size - 1), (0.0,) * size, (1.0,) * size, (0,) * size, (0,) * size
     )
-    return collate([sample, sample], row_tokens=size)
+    return collate([sample, sample])
 
 
 async def trained(
@@ -394,7 +394,7 @@ def test_a_trainer_that_sleeps_holds_no_gradients(shallow_model_dir: Path) -> No
             await trainer.step(batch(), LOSS, 1.0)
             assert trainer._ranks is not None
             worker: Any = trainer._ranks.workers[0]
-            weights = list(worker.made.core.sharding.model.parameters())
+            weights = list(worker.made.sharding.model.parameters())
             assert any(weight.grad is not None for weight in weights)
             await trainer.sleep()
             assert all(weight.grad is None for weight in weights)

@@ -25,7 +25,8 @@ from agentrl.errors import ConfigError, RewardError
 from agentrl.rewards.judge import RubricJudge
 from agentrl.rewards.judge_pairwise import PairwiseJudge
 from agentrl.rewards.judge_ranking import meetings, strengths, win_shares
-from agentrl.scoring.composite import Composite, RewardPart
+from agentrl.scoring.part import RewardPart
+from agentrl.scoring.pipeline import RewardPipeline
 from agentrl.testing.judge_server import MODEL, JudgeCall, JudgeReply, JudgeServer
 from agentrl.trajectory import Message, Task, Terminated, Trajectory
 from tests.properties import examples
@@ -114,10 +115,11 @@ def test_64_calls_are_under_way_at_once_and_the_same_again_cost_nothing(tmp_path
 def test_a_run_is_told_what_its_judges_cost_by_their_names(tmp_path: Path) -> None:
     async def main() -> None:
         async with JudgeServer(lambda call: levels(7)) as server:
-            parts = [RewardPart(rubric(server, tmp_path, prompt_price=1e4), "style", 0.5), RewardPart(len, "length")]
-            async with Composite(parts) as reward:
-                (score,) = await reward.ask(parts[0], [trajectory("42")])
-                assert score.value == pytest.approx((3 * 0.7 + 1) / 4)
+            one = RewardPart(lambda played: 1.0, "one")
+            parts = [RewardPart(rubric(server, tmp_path, prompt_price=1e4), "style", 0.5), one]
+            async with RewardPipeline(parts, deadline=60.0) as reward:
+                score = await reward.score(trajectory("42"))
+                assert score.parts["style"] == pytest.approx((3 * 0.7 + 1) / 4)
                 assert reward.metrics()["scoring/style/cost"] == 1.0
                 assert reward.metrics()["scoring/style/cost"] == 0.0
                 assert reward.metrics()["scoring/style/total_cost"] == 1.0

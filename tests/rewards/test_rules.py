@@ -14,8 +14,9 @@ from agentrl.errors import ConfigError, RewardError
 from agentrl.plugins import load
 from agentrl.rewards.rules.numeric import last_number
 from agentrl.rollout.tools import ToolCall
-from agentrl.scoring.composite import Composite, RewardPart
 from agentrl.scoring.config import made
+from agentrl.scoring.part import RewardPart
+from agentrl.scoring.pipeline import RewardPipeline
 from agentrl.scoring.rule_pool import RulePool, RulePoolConfig
 from agentrl.testing import check_reward
 from agentrl.testing.rewards import trajectory
@@ -171,21 +172,22 @@ async def outcomes(pool: RulePool, cases: list[tuple[str, str, dict]]) -> tuple[
     plain = ("math", "$2$", {"gold": "two"})
     *parts, warm = parts_of([*cases, plain])
     found = []
-    async with Composite([*parts, warm], pool) as reward:
+    asks = {part: part.asked_in(pool) for part in (*parts, warm)}
+    async with RewardPipeline([*parts, warm], pool, deadline=60.0):
         two = trajectory("$2$", options={"two": "2"})
         started = time.monotonic()
-        assert (await reward.ask(warm, [two]))[0].value == 1.0
+        assert (await asks[warm]([two]))[0].value == 1.0
         cold = time.monotonic() - started
         for part, (name, answer, _) in zip(parts, cases, strict=True):
             started = time.monotonic()
             value: float | str = ""
             try:
-                value = (await reward.ask(part, [trajectory(answer, options={"answer": PART.get(name)})]))[0].value
+                value = (await asks[part]([trajectory(answer, options={"answer": PART.get(name)})]))[0].value
             except RewardError as error:
                 value = str(error)
             found.append((value, time.monotonic() - started))
         pool.forget()
-        assert (await reward.ask(warm, [two]))[0].value == 1.0
+        assert (await asks[warm]([two]))[0].value == 1.0
     return cold, found
 
 

@@ -164,7 +164,7 @@ def test_an_agent_earns_for_a_turn_what_comes_until_its_next_one_and_before_its_
     env = telling(
         (1.0, {"agent": "a", "rewards": {"a": 1.0, "b": 0.5}}),
         (0.0, {"agent": "b", "rewards": {"b": 0.25}}),
-        (2.0, {"agent": "a", "rewards": {"a": 8.0, "b": 2.0}}),
+        (2.0, {"agent": "a", "rewards": {"a": 8.0}}),  # b, who acts, earns the step's reward
         (0.0, {"rewards": {"b": 4.0}}),
     )
     a, b = play_once(talking(), env)

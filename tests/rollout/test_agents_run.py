@@ -123,9 +123,9 @@ def test_frozen_engines_are_shared_by_agents_of_one_kind_and_scripts_play_the_re
     async def main() -> None:
         async with assemble_training(config, Grpo(), tiny_model_dir) as parts:
             frozen = parts.frozen[FrozenRoute(refresh=2)]
-            await parts.weights.publish(parts.learner.trainer, 1)
+            await parts.weights.publish(parts.trainer, 1)
             assert (parts.engine.policy_version, frozen.policy_version) == (1, 0)
-            await parts.weights.publish(parts.learner.trainer, 2)
+            await parts.weights.publish(parts.trainer, 2)
             assert (parts.engine.policy_version, frozen.policy_version) == (2, 2)
             (north,) = await parts.runner.play(Episode("e", Task("kuhn_poker", 2, {"hands": 4}), 0))
             assert north.agent == "north"

@@ -7,6 +7,9 @@ import yaml
 
 from agentrl.config import load_config
 from agentrl.errors import ConfigError
+from agentrl.flow import Retries
+from agentrl.scoring.part import RewardPart
+from agentrl.scoring.rule_pool import RulePool
 from agentrl.trajectory import Trajectory
 
 BASE = "env: frozen_lake\nsteps: 3\n"
@@ -38,15 +41,18 @@ def problem(path: Path, *overrides: str) -> str:
 
 
 def parts(path: Path, *overrides: str) -> list[tuple[str, float]]:
-    composite = load_config(path, overrides).config.reward.make()
-    return [(part.name, part.weight) for part in composite.parts]
+    return [(part.name, part.weight) for part in made(path, *overrides)]
+
+
+def made(path: Path, *overrides: str) -> tuple[RewardPart, ...]:
+    return load_config(path, overrides).config.reward.make(RulePool(), 60.0, Retries()).parts
 
 
 def test_a_list_of_parts_has_names_and_weights_and_overrides_by_number(path):
     assert parts(path) == [("environment", 1.0), ("short", 0.5)]
     assert parts(path, "reward.1.weight=0.25", "reward.0.as=lake") == [("lake", 1.0), ("short", 0.25)]
     assert parts(path, "reward.2={name: environment, as: again, weight: -1}")[2] == ("again", -1.0)
-    reward = load_config(path, ["reward.1.limit=9"]).config.reward.make().parts[1].reward
+    reward = made(path, "reward.1.limit=9")[1].reward
     assert reward.keywords == {"limit": 9, "softly": False}
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from contextlib import suppress
 from functools import partial
 
 import psutil
@@ -10,8 +11,8 @@ import pytest
 
 from agentrl.cluster.processes import ProcessWorker
 from agentrl.cluster.ray_actors import RayWorkers
-from agentrl.cluster.workers import StartWorker
-from agentrl.errors import RewardError
+from agentrl.cluster.workers import Make, StartWorker, Worker
+from agentrl.errors import RewardError, WorkerDiedError
 from agentrl.flow import Flow
 from agentrl.scoring.rule_pool import RulePoolConfig
 from agentrl.scoring.rule_workers import RuleWorkers
@@ -73,3 +74,24 @@ def test_rules_on_workers_hang_and_die_for_themselves_only(start: StartWorker) -
 
     pids = asyncio.run(main())
     assert still_alive(pids, 10) == []
+
+
+def test_a_worker_whose_successors_die_as_they_start_is_replaced_all_the_same(start: StartWorker) -> None:
+    starts: list[int] = []
+
+    async def start_on_a_lost_machine(role: str, make: Make, rank: int) -> Worker:
+        starts.append(rank)
+        if len(starts) in (2, 3):
+            raise WorkerDiedError(role, rank, "its machine is gone")
+        return await start(role, make, rank)
+
+    async def main() -> None:
+        async with RuleWorkers(start_on_a_lost_machine, 1, RulePoolConfig(), [__name__]) as pool:
+            assert await pool.run(double, 1) == 2
+            os.kill(pool._workers[0].pid, signal.SIGKILL)
+            with suppress(RewardError):  # unless its death was noticed before
+                await pool.run(double, 2)
+            assert await pool.run(double, 3) == 6
+
+    asyncio.run(main())
+    assert len(starts) == 4

@@ -19,9 +19,9 @@ from agentrl.errors import ConfigError, ConformanceError, RewardError
 from agentrl.flow import Retries, now
 from agentrl.observe.metrics import rollout_metrics
 from agentrl.recipes.evaluate import Evaluation
-from agentrl.scoring.composite import Composite, RewardPart, total
+from agentrl.scoring.part import RewardPart
+from agentrl.scoring.pipeline import RewardPipeline, score_trajectory, total
 from agentrl.scoring.rule_pool import RulePool, RulePoolConfig
-from agentrl.scoring.scoring import Scoring, score_trajectory
 from agentrl.testing import check_reward
 from agentrl.testing.rewards import trajectory
 from agentrl.trajectory import Failed, Group, Score, Scored
@@ -93,8 +93,8 @@ def test_parts_are_asked_at_once_and_only_the_failed_one_again(virtual):
         sound, broken = Slow(1.0), Slow(3.0, failures=2)
         parts = [RewardPart(sound, "sound"), RewardPart(broken, "broken", 0.5), RewardPart(length, "n", 0.1, "inline")]
         failed: list[str] = []
-        scoring = Scoring(Composite(parts), 50.0, Retries(reward=2), failed.append)
-        score = await scoring.score(PLAYED)
+        reward = RewardPipeline(parts, deadline=50.0, retries=Retries(reward=2))
+        score = await reward.score(PLAYED, failed.append)
         assert score.value == pytest.approx(1.0 + 1.5 + 0.5)
         assert score.parts == {"sound": 1, "sound/detail": 2, "broken": 3, "broken/detail": 6, "n": 5}
         assert (sound.asked, broken.asked, failed) == (1, 3, [PLAYED.id] * 2)
@@ -107,7 +107,7 @@ def test_a_part_that_stays_failed_or_misses_its_deadline_fails_the_score_after_i
     async def main():
         broken = Slow(3.0, failures=9)
         parts = [RewardPart(Slow(1.0), "sound"), RewardPart(broken, "broken")]
-        score = await Scoring(Composite(parts), 50.0, Retries(reward=2)).score(PLAYED)
+        score = await RewardPipeline(parts, deadline=50.0, retries=Retries(reward=2)).score(PLAYED)
         assert score.status == Failed("reward", "broken: the judge is down")
         assert broken.asked == 3
         late = await score_trajectory(Slow(1.0), PLAYED, 5.0)
@@ -136,8 +136,8 @@ def test_what_is_no_score_is_a_failure(said, why):
 @pytest.mark.parametrize("reward", [length, length_async])
 def test_a_function_is_a_reward_wherever_it_runs(reward, isolation):
     async def main():
-        async with Composite([RewardPart(reward, "n", isolation=isolation)]) as composite:
-            return await Scoring(composite, 60.0).score(PLAYED)
+        async with RewardPipeline([RewardPart(reward, "n", isolation=isolation)], deadline=60.0) as pipeline:
+            return await pipeline.score(PLAYED)
 
     assert asyncio.run(main()) == Score(5.0, {"n": 5.0})
 
@@ -154,7 +154,7 @@ def test_a_mistake_in_the_tasks_ends_the_run_instead_of_being_asked_again():
         raise ConfigError("no option 'answer'")
 
     with pytest.raises(ConfigError, match="no option 'answer'"):
-        asyncio.run(Scoring(Composite.of(reads_gold), 5.0, Retries(reward=4)).score(PLAYED))
+        asyncio.run(RewardPipeline.of(reads_gold, 5.0, Retries(reward=4)).score(PLAYED))
 
 
 class Ranking:
@@ -175,7 +175,7 @@ class Ranking:
 
 def test_a_group_reward_is_asked_once_per_group_and_adds_to_what_the_members_have():
     ranking = Ranking()
-    reward = Composite([RewardPart(Slow(2.0), "slow"), RewardPart(ranking, "rank", 0.5)])
+    reward = RewardPipeline([RewardPart(Slow(2.0), "slow"), RewardPart(ranking, "rank", 0.5)], deadline=50.0)
     world = World(config(), steps=3, reward=reward).run()
     groups = [group for batch in world.batches for group in batch]
     assert set(ranking.asked.values()) == {1}
@@ -195,7 +195,7 @@ def test_a_failed_ranking_is_asked_again_without_playing_again_and_a_lasting_one
 
 
 def test_an_evaluation_without_groups_has_no_mean_of_what_compares_them():
-    score = asyncio.run(Scoring(Composite.of(Ranking()), 5.0).score(PLAYED))
+    score = asyncio.run(score_trajectory(Ranking(), PLAYED, 5.0))
     metrics = Evaluation(((PLAYED, score),), ()).metrics()
     assert math.isnan(metrics["eval/reward"])
     assert metrics["eval/episodes"] == 1
@@ -207,7 +207,7 @@ def test_one_score_too_few_for_a_group_is_a_failure():
             return [Score(1.0)]
 
     async def main():
-        return await Scoring(Composite.of(Short()), 5.0).score_group([PLAYED, PLAYED], [Score(0.0)] * 2)
+        return await RewardPipeline.of(Short(), 5.0, Retries(reward=0)).score_group([PLAYED, PLAYED], [Score(0.0)] * 2)
 
     assert all("1 scores for 2 trajectories" in score.status.error for score in asyncio.run(main()))
 
@@ -231,7 +231,7 @@ def test_rewards_are_entered_and_left_by_the_run_the_last_one_first():
             return Score(1.0)
 
     async def main(*clients):
-        async with Composite([RewardPart(client, client.name) for client in clients]):
+        async with RewardPipeline([RewardPart(client, client.name) for client in clients], deadline=5.0):
             log.append("run")
 
     asyncio.run(main(Client("a"), Client("b")))
@@ -244,7 +244,7 @@ def test_rewards_are_entered_and_left_by_the_run_the_last_one_first():
 
 def test_parts_without_a_name_of_their_own_are_refused():
     with pytest.raises(ValueError, match="each with a name of its own"):
-        Composite([RewardPart(length, "n"), RewardPart(length, "n")])
+        RewardPipeline([RewardPart(length, "n"), RewardPart(length, "n")], deadline=5.0)
 
 
 class Squared:
@@ -263,8 +263,7 @@ class Squared:
 def test_a_rule_runs_in_a_process_that_may_die_and_is_not_asked_twice_about_the_same_content():
     async def main():
         pool = RulePool(RulePoolConfig(workers=1, cache=2))
-        async with Composite([RewardPart(Squared(), "square")], pool) as composite:
-            scoring = Scoring(composite, 60.0)
+        async with RewardPipeline([RewardPart(Squared(), "square")], pool, deadline=60.0) as scoring:
             texts = ["a", "b", "cc", "a", "dddd", "a", "cc"]  # two contents are kept: 1, 2, then 4 drives 2 out
             values = [(await scoring.score(trajectory(text))).value for text in texts]
             assert values == [1, 1, 4, 1, 16, 1, 4]
@@ -273,8 +272,8 @@ def test_a_rule_runs_in_a_process_that_may_die_and_is_not_asked_twice_about_the_
             assert "took its process down (exit status 7)" in dead.status.error
             assert (await scoring.score(trajectory("fffff"))).value == 25
             local = RewardPart(lambda played: 1.0, "local", isolation="process")
-            async with Composite([local], RulePool()) as unsent:
-                said = await Scoring(unsent, 60.0).score(PLAYED)
+            async with RewardPipeline([local], deadline=60.0) as unsent:
+                said = await unsent.score(PLAYED)
             assert "cannot run in a process" in said.status.error
             assert "isolation: inline" in said.status.error
 

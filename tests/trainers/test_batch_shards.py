@@ -7,58 +7,77 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.batch import collate
+from agentrl.batch import TrainBatch, collate
 from agentrl.testing.trainers import random_samples
-from agentrl.trainers.batch_shards import gather, shard_batch
+from agentrl.trainers.batch_shards import gather, minibatches_of, shard_batch
+from agentrl.trainers.settings import TrainerSettings
 from tests.properties import examples
 
+seeds, counts = st.integers(0, 10**6), st.integers(1, 40)
 
-@given(
-    seed=st.integers(0, 10**6),
-    samples=st.integers(1, 40),
-    ranks=st.integers(1, 5),
-    tokens=st.integers(8, 400),
-    minibatches=st.integers(1, 4),
-)
+
+def batch_of(seed: int, samples: int) -> TrainBatch:
+    return collate(random_samples(50, seed=seed, count=samples))
+
+
+def packed(micro_batch_tokens: int) -> TrainerSettings:
+    return TrainerSettings(row_tokens=64, micro_batch_tokens=micro_batch_tokens)
+
+
+@given(seed=seeds, samples=counts, ranks=st.integers(1, 5), tokens=st.integers(8, 400), minibatches=st.integers(1, 4))
 @examples(60)
 def test_every_rank_does_as_much_and_every_token_is_in_one_shard(seed, samples, ranks, tokens, minibatches):
-    batch = collate(random_samples(50, seed=seed, count=samples), row_tokens=64)
+    batch = batch_of(seed, samples)
     if batch.num_loss_tokens == 0:
         with pytest.raises(ValueError, match="no loss token"):
-            shard_batch(batch, ranks=ranks, micro_batch_tokens=tokens, minibatch_count=minibatches)
+            shard_batch(batch, packed(tokens), ranks=ranks, minibatches=minibatches)
         return
-    shards = shard_batch(batch, ranks=ranks, micro_batch_tokens=tokens, minibatch_count=minibatches)
+    shards = shard_batch(batch, packed(tokens), ranks=ranks, minibatches=minibatches)
     assert len(shards) == ranks
     assert len({tuple(len(part) for part in shard) for shard in shards}) == 1
-    counted = [p.rows for shard in shards for part in shard for p in part if p.counts]
-    assert sum(rows.num_loss_tokens for rows in counted) == batch.num_loss_tokens
-    sharded = Counter(float(x) for rows in counted for x in rows.rollout_logprobs_BT[rows.loss_mask_BT == 1])
-    assert sharded == Counter(float(x) for x in batch.rollout_logprobs_BT[batch.loss_mask_BT == 1])
+    counted = [one.samples for shard in shards for part in shard for one in part if one.counts]
+    assert sum(part.num_loss_tokens for part in counted) == batch.num_loss_tokens
+    sharded = Counter(float(x) for part in counted for x in part.rollout_logprobs_N)
+    assert sharded == Counter(float(x) for x in batch.rollout_logprobs_N)
 
 
-@given(seed=st.integers(0, 10**6), samples=st.integers(1, 40), ranks=st.integers(1, 5), tokens=st.integers(8, 400))
+@given(seed=seeds, samples=counts, ranks=st.integers(1, 5), tokens=st.integers(8, 400))
 @examples(60)
-def test_predictions_of_ranks_are_gathered_in_the_layout_of_the_batch(seed, samples, ranks, tokens):
-    batch = collate(random_samples(50, seed=seed, count=samples), row_tokens=64)
+def test_predictions_of_ranks_are_gathered_in_the_order_of_the_batch(seed, samples, ranks, tokens):
+    batch = batch_of(seed, samples)
     if batch.num_loss_tokens == 0:
         return
-    shards = shard_batch(batch, ranks=ranks, micro_batch_tokens=tokens, minibatch_count=1)
-    said = [[p.rows.rollout_logprobs_BT[p.rows.loss_mask_BT == 1] for p in shard[0]] for shard in shards]
-    assert np.array_equal(gather(batch, shards, said), batch.rollout_logprobs_BT * batch.loss_mask_BT)
+    shards = shard_batch(batch, packed(tokens), ranks=ranks)
+    predicted = [[one.samples.rollout_logprobs_N for one in shard[0]] for shard in shards]
+    assert np.array_equal(gather(batch, shards, predicted), batch.rollout_logprobs_N)
 
 
-@given(seed=st.integers(0, 10**6), ranks=st.integers(2, 4))
+@given(seed=seeds, ranks=st.integers(2, 4))
 @settings(max_examples=20, deadline=None)
 def test_no_rank_has_more_than_one_micro_batch_more_to_compute_than_another(seed, ranks):
-    batch = collate(random_samples(50, seed=seed, count=60), row_tokens=64)
-    shards = shard_batch(batch, ranks=ranks, micro_batch_tokens=128, minibatch_count=1)
-    loads = [sum(p.cost for p in shard[0]) for shard in shards]
-    largest = max(p.cost for shard in shards for p in shard[0])
+    shards = shard_batch(batch_of(seed, 60), packed(128), ranks=ranks)
+    loads = [sum(one.cost for one in shard[0]) for shard in shards]
+    largest = max(one.cost for shard in shards for one in shard[0])
     assert max(loads) - min(loads) <= largest
 
 
-def test_one_rank_gets_everything_in_order():
-    batch = collate(random_samples(50, seed=1, count=20), row_tokens=64)
-    (shard,) = shard_batch(batch, ranks=1, micro_batch_tokens=10**6, minibatch_count=1)
+def test_one_rank_gets_everything():
+    batch = batch_of(1, 20)
+    (shard,) = shard_batch(batch, packed(10**6), ranks=1)
     (micro_batch,) = shard[0]
-    assert np.array_equal(micro_batch.rows.tokens_BT, batch.tokens_BT[:, : micro_batch.rows.tokens_BT.shape[1]])
+    assert sorted(micro_batch.numbers_M) == list(range(20))
+
+
+@given(seed=seeds, samples=counts, count=st.integers(1, 14))
+def test_minibatches_partition_the_samples_in_order(seed, samples, count):
+    batch = batch_of(seed, samples)
+    parts = minibatches_of(batch, count)
+    assert len(parts) == min(count, samples)
+    sizes = [part.num_samples for part in parts]
+    assert max(sizes) - min(sizes) <= 1
+    assert np.array_equal(np.concatenate([part.tokens_S for part in parts]), batch.tokens_S)
+
+
+def test_no_minibatches_at_all_are_refused():
+    with pytest.raises(ValueError, match="minibatches"):
+        minibatches_of(batch_of(0, 1), 0)

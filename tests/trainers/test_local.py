@@ -31,7 +31,9 @@ from agentrl.testing.trainers import (
     random_batches,
 )
 from agentrl.trainers.deepspeed import DeepSpeedTrainer
+from agentrl.trainers.forward import to_device
 from agentrl.trainers.local import LocalTrainer
+from agentrl.trainers.packing import lay, micro_batches
 from agentrl.trainers.schedule import learning_rate
 from agentrl.trainers.settings import TrainerSettings
 from agentrl.weights.low_rank import LowRank
@@ -96,7 +98,7 @@ def test_the_contract_notices_a_trainer_that_forgets_its_optimizer(shallow_model
     class Forgetful(LocalTrainer):
         async def load(self, folder: Path) -> None:
             await super().load(folder)
-            self._entered.workers[0].made.core.sharding.optimizer.state.clear()
+            self._ranks.workers[0].made.sharding.optimizer.state.clear()
 
     def make(model: Path, case: TrainerCase) -> LocalTrainer:
         config = make_trainer(model, case).config
@@ -113,7 +115,7 @@ def test_gradient_checkpointing_computes_twice_and_changes_no_bit(
         calls: list[None] = []
         case = TrainerCase(micro_batch_tokens=10**6)
         async with make_trainer(shallow_model_dir, case, gradient_checkpointing=checkpointing) as trainer:
-            first_layer = trainer._entered.workers[0].made.core.sharding.model.model.base_model.layers[0].mlp
+            first_layer = trainer._ranks.workers[0].made.sharding.model.model.base_model.layers[0].mlp
             first_layer.register_forward_pre_hook(lambda *_: calls.append(None))
             await trainer.step(batches[0], LOSS, 100.0)
             return checksum(await trainer.weights()), len(calls)
@@ -122,6 +124,25 @@ def test_gradient_checkpointing_computes_twice_and_changes_no_bit(
     checkpointed, twice = asyncio.run(train(True))
     assert (once, twice) == (1, 2)
     assert plain == checkpointed
+
+
+def test_what_stands_in_the_padding_changes_no_bit(shallow_model_dir: Path, batches: list[TrainBatch]) -> None:
+    (micro_batch,) = micro_batches(batches[0], 64, 10**6)
+    rows = to_device(micro_batch, torch.device("cpu"))
+    padding_BT = torch.from_numpy(lay(micro_batch).segments_BT == 0)
+    assert padding_BT.any(), "the check needs padding"
+    soiled = replace(
+        rows,
+        tokens_BT=rows.tokens_BT.masked_fill(padding_BT, 5),
+        position_ids_BT=rows.position_ids_BT.masked_fill(padding_BT, 3),
+    )
+
+    async def main() -> None:
+        async with make_trainer(shallow_model_dir, TrainerCase()) as trainer:
+            predict = trainer._ranks.workers[0].made.sharding.predict
+            assert torch.equal(predict(rows), predict(soiled))
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
@@ -154,7 +175,7 @@ def test_a_policy_gradient_makes_the_good_likelier_and_the_bad_less_likely(shall
         (1, 2, 3, 4), (0, 0, 1, 1), (0.0, 0.0, -5.0, -5.0), (0.0, 0.0, 1.0, 1.0), (-1, -1, 0, 0), (0,) * 4
     )
     bad = replace(good, token_ids=(1, 2, 5, 6), advantages=(0.0, 0.0, -1.0, -1.0))
-    batch = collate([good, bad], row_tokens=8)
+    batch = collate([good, bad])
     seen: list[torch.Tensor] = []
 
     def loss(logprobs_N: torch.Tensor, tokens: LossTokens) -> LossOutput:
@@ -175,23 +196,23 @@ def test_a_policy_gradient_makes_the_good_likelier_and_the_bad_less_likely(shall
 
 def test_logprobs_of_the_engine_that_equal_the_trainers_have_no_gap(shallow_model_dir: Path) -> None:
     (batch,) = random_batches(shallow_model_dir, 1)
-    logprobs: list[torch.Tensor] = []
+    in_order: dict[int, torch.Tensor] = {}
 
     def loss(logprobs_N: torch.Tensor, tokens: LossTokens) -> LossOutput:
-        logprobs.append(logprobs_N.detach())
+        for number in range(1, batch.num_samples + 1):
+            in_order[number] = logprobs_N.detach()[tokens.segments_N == number]
         return LossOutput(loss_N=logprobs_N * 0.0, metrics={"one": torch.ones_like(logprobs_N)})
 
     async def main() -> None:
         async with make_trainer(shallow_model_dir, TrainerCase(weight_decay=0.0, micro_batch_tokens=10**6)) as trainer:
             first = await trainer.step(batch, loss, 1.0)
-            told = batch.rollout_logprobs_BT.copy()
-            told[batch.loss_mask_BT == 1] = logprobs[0].numpy()
-            second = await trainer.step(replace(batch, rollout_logprobs_BT=told), loss, 1.0)
+            own_N = np.concatenate([in_order[number].numpy() for number in range(1, batch.num_samples + 1)])
+            second = await trainer.step(replace(batch, rollout_logprobs_N=own_N), loss, 1.0)
         assert first["logprob_gap_max"] > first["logprob_gap_mean"] > 0.1
         assert second["logprob_gap_max"] == second["logprob_gap_mean"] == 0.0
         assert first["one"] == 1.0
-        assert first["loss_tokens"] == batch.loss_mask_BT.sum()
-        assert first["tokens"] == (batch.segment_ids_BT > 0).sum()
+        assert first["loss_tokens"] == batch.num_loss_tokens
+        assert first["tokens"] == len(batch.tokens_S)
         assert 0.5 < first["packing"] <= 1.0
 
     asyncio.run(main())
@@ -239,7 +260,7 @@ def test_a_cancelled_step_is_finished_before_the_trainer_closes(
 
 
 def test_a_batch_with_nothing_to_learn_from_is_refused(shallow_model_dir: Path, batches: list[TrainBatch]) -> None:
-    empty = replace(batches[0], loss_mask_BT=np.zeros_like(batches[0].loss_mask_BT), num_loss_tokens=0)
+    empty = collate([TrainingSample((1, 2), (0, 0), (0.0, 0.0), (0.0, 0.0), (-1, -1), (0, 0))])
 
     async def main() -> None:
         async with make_trainer(shallow_model_dir, TrainerCase()) as trainer:
@@ -431,6 +452,7 @@ def test_adapters_that_cannot_be_made_say_why(shallow_model_dir: Path, tmp_path:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_saving_says_nothing_though_deepspeed_is_installed(shallow_model_dir: Path, tmp_path: Path) -> None:
     program = (
         "import asyncio, sys; from pathlib import Path; from agentrl.trainers.local import LocalTrainer\n"

@@ -148,7 +148,13 @@ def test_deepspeed_keeps_what_of_the_contract_no_other_test_shows(
     asyncio.run(check_refuses_non_finite(make, shallow_model_dir))
 
 
-@each_of(KINDS | OPTIONS, long=("fsdp, weights kept", "fsdp, recomputing", "ZeRO 2, offloaded", "ZeRO 2, adapters"))
+@each_of(
+    KINDS | OPTIONS,
+    long=(
+        *("fsdp, weights kept", "fsdp, recomputing", "fsdp, adapters"),
+        *("ZeRO 2, offloaded", "ZeRO 2, adapters", "ZeRO 3, offloaded, recomputing"),
+    ),
+)
 def test_twenty_steps_on_two_ranks_are_those_of_one_process(
     name: str, processes: Processes, shallow_model_dir: Path, alone: Any
 ) -> None:
@@ -254,7 +260,7 @@ def test_deepspeed_says_whose_checkpoint_it_cannot_take_up_and_keeps_its_own_set
         async with of_two(shallow_model_dir, lasting) as trainer:
             await trainer.load(tmp_path / "two")
             before = {name: weight.clone() for name, weight in (await trainer.weights()).items()}
-            await trainer.step(replace(batch, advantages_BT=0 * batch.advantages_BT), LOSS, 1e9)
+            await trainer.step(replace(batch, advantages_N=0 * batch.advantages_N), LOSS, 1e9)
             after = await trainer.weights()
             norms = [float(after[name].norm() / before[name].norm()) for name in after]
             assert min(norms) > 0.9995, "the weights have decayed"

@@ -1,9 +1,9 @@
-"""A trainer with a reference and a critic beside it: what they say, what is learned, and that runs go on with them."""
+"""A reference and a critic beside the trainer: what they say, what is learned, and that runs go on with them."""
 
 import asyncio
 import json
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentrl.advisors import Advisors, explained_variance
 from agentrl.algorithms.advantages import generalized, whitened
 from agentrl.algorithms.grpo import Grpo
 from agentrl.algorithms.losses import k3, reference_penalty, value_loss
 from agentrl.algorithms.ppo import Ppo
 from agentrl.batch import TrainBatch, TrainingSample, collate
-from agentrl.cluster.recovery import RecoveringTrainer
+from agentrl.cluster.processes import start_local
+from agentrl.cluster.workers import Make, Worker, WorkerGroup
 from agentrl.config import load_config, validate_config
 from agentrl.errors import ConfigError, WorkerDiedError
-from agentrl.learner import Learner, explained_variance
 from agentrl.protocols import LossTokens
 from agentrl.testing.trainers import random_samples
 from agentrl.trainers.local import LocalTrainer
@@ -47,7 +48,7 @@ def sample(mask: list[int], reward: float) -> TrainingSample:
 
 
 def values_for(batch: TrainBatch, rng: np.random.Generator) -> Any:
-    return np.where(batch.loss_mask_BT == 1, rng.normal(size=batch.tokens_BT.shape), 0).astype(np.float32)
+    return rng.normal(size=batch.num_loss_tokens).astype(np.float32)
 
 
 masks = st.lists(st.integers(0, 1), min_size=1, max_size=12)
@@ -59,31 +60,29 @@ masks = st.lists(st.integers(0, 1), min_size=1, max_size=12)
     seed=st.integers(0, 1000),
 )
 def test_advantages_are_the_sums_that_the_paper_writes_in_each_sample_alone(listed, lam, seed):
-    batch = collate([sample(mask, float(reward)) for mask, reward in listed], row_tokens=16)
-    values_BT = values_for(batch, np.random.default_rng(seed))
-    got_BT = generalized(batch, values_BT, lam)
-    assert not got_BT[batch.loss_mask_BT == 0].any()
-    for number, (_, reward) in enumerate(listed, 1):
-        here_BT = (batch.segment_ids_BT == number) & (batch.loss_mask_BT == 1)
-        values = [*values_BT[here_BT].tolist(), 0.0]
+    batch = collate([sample(mask, float(reward)) for mask, reward in listed])
+    values_N = values_for(batch, np.random.default_rng(seed))
+    got_N = generalized(batch, values_N, lam)
+    borders = np.cumsum(batch.loss_tokens_M)[:-1]
+    by_sample = zip(listed, np.split(values_N, borders), np.split(got_N, borders), strict=True)
+    for (_, reward), own_values_N, own_got_N in by_sample:
+        values = [*own_values_N.tolist(), 0.0]
         n = len(values) - 1
         deltas = [(reward if t == n - 1 else 0.0) + values[t + 1] - values[t] for t in range(n)]
         expected = [sum(lam**k * deltas[t + k] for k in range(n - t)) for t in range(n)]
-        np.testing.assert_allclose(got_BT[here_BT], expected, atol=1e-5)
+        np.testing.assert_allclose(own_got_N, expected, atol=1e-5)
 
 
 def test_with_lambda_one_an_advantage_is_the_reward_less_what_was_expected():
-    batch = collate([sample([1, 0, 1, 1], 2.0), sample([1, 1], -1.0)], row_tokens=16)
-    values_BT = values_for(batch, np.random.default_rng(0))
-    estimate = Ppo(Ppo.Config(whiten=False)).estimate(batch, values_BT)
-    np.testing.assert_allclose(estimate.advantages_BT, batch.advantages_BT - values_BT, atol=1e-6)
-    np.testing.assert_allclose(estimate.returns_BT, batch.advantages_BT, atol=1e-6)
-    assert explained_variance(estimate.returns_BT, estimate.returns_BT, batch) == pytest.approx(1)
-    assert explained_variance(0 * values_BT, estimate.returns_BT, batch) == pytest.approx(0)
-    white_BT = whitened(estimate.advantages_BT, batch.loss_mask_BT)
-    white_N = white_BT[batch.loss_mask_BT == 1]
+    batch = collate([sample([1, 0, 1, 1], 2.0), sample([1, 1], -1.0)])
+    values_N = values_for(batch, np.random.default_rng(0))
+    estimate = Ppo(Ppo.Config(whiten=False)).estimate(batch, values_N)
+    np.testing.assert_allclose(estimate.advantages_N, batch.advantages_N - values_N, atol=1e-6)
+    np.testing.assert_allclose(estimate.returns_N, batch.advantages_N, atol=1e-6)
+    assert explained_variance(estimate.returns_N, estimate.returns_N) == pytest.approx(1)
+    assert explained_variance(0 * values_N, estimate.returns_N) == pytest.approx(0)
+    white_N = whitened(estimate.advantages_N)
     assert (white_N.mean(), white_N.std()) == (pytest.approx(0, abs=1e-6), pytest.approx(1, abs=1e-5))
-    assert not white_BT[batch.loss_mask_BT == 0].any()
 
 
 def test_the_penalty_has_the_gradient_of_the_divergence_and_k3_its_value():
@@ -153,25 +152,35 @@ def test_a_wrong_helper_is_refused_with_the_way_out(overrides, said):
         load_config(LAKE, overrides)
 
 
-def trainer(model: Path, *, latest: Any = lambda: None, **parts: Any) -> RecoveringTrainer:
-    config = LocalTrainer.Config(lr=3e-3, device="cpu", minibatches=2)
-    return RecoveringTrainer(lambda: LocalTrainer(config, model, total_steps=20, **parts), latest)
+def learning(model: Path, algorithm: Ppo, **parts: Any) -> tuple[LocalTrainer, Advisors]:
+    """A trainer, and a reference and a critic beside it."""
+    config = LocalTrainer.Config(lr=3e-3, device="cpu", row_tokens=64, minibatches=2)
+    trainer, reference, critic = (
+        LocalTrainer(config, model, total_steps=20, role=role, head=head, **parts)
+        for role, head in (("trainer", "policy"), ("reference", "policy"), ("critic", "value"))
+    )
+    return trainer, Advisors(algorithm, reference, critic)
+
+
+async def learn(trainer: LocalTrainer, advisors: Advisors, batches: list[TrainBatch]) -> list[dict[str, float]]:
+    """The metrics of a step on each batch."""
+    metrics = []
+    for batch in batches:
+        advised, advice = await advisors.advise(batch)
+        loss, normalizer = advisors.algorithm.loss, advisors.algorithm.normalizer(advised)
+        metrics.append({**await trainer.step(advised, loss, normalizer), **advice})
+    return metrics
 
 
 def test_the_critic_learns_what_to_expect_and_the_reference_stays_what_it_was(shallow_model_dir):
     samples = [replace(s, advantages=s.loss_mask) for s in random_samples(50, seed=0, count=12)]
-    batch = collate(samples, row_tokens=64)  # all episodes earn 1
+    batch = collate(samples)  # all episodes earn 1
 
     async def main() -> list[Any]:
-        learner = Learner(
-            Ppo(Ppo.Config(kl=0.01)),
-            trainer(shallow_model_dir),
-            trainer(shallow_model_dir, role="reference"),
-            trainer(shallow_model_dir, role="critic", head="value"),
-        )
-        first, second, third = learner.all
-        async with first, second, third:
-            return [await learner.step(batch) for _ in range(8)]
+        trainer, advisors = learning(shallow_model_dir, Ppo(Ppo.Config(kl=0.01)))
+        first, second = advisors.all
+        async with trainer, first, second:
+            return await learn(trainer, advisors, [batch] * 8)
 
     steps = asyncio.run(main())
     assert steps[0]["critic/value"] == pytest.approx(0, abs=0.2)
@@ -183,41 +192,45 @@ def test_the_critic_learns_what_to_expect_and_the_reference_stays_what_it_was(sh
 
 
 @pytest.mark.slow
-def test_a_helper_that_dies_is_made_again_as_it_was(shallow_model_dir, tmp_path):
-    batches = [collate(random_samples(50, seed=seed), row_tokens=64) for seed in range(4)]
+def test_an_advisor_that_dies_is_made_again_as_it_was(shallow_model_dir, tmp_path):
+    batches = [collate(random_samples(50, seed=seed)) for seed in range(4)]
     deaths = {"reference": 2, "critic": 5}
 
-    class Mortal(LocalTrainer):
-        """Dies at its n-th call, once."""
+    @dataclass
+    class Mortal:
+        """A worker that dies at the n-th step or prediction of its role, once."""
 
-        async def predict(self, batch: TrainBatch) -> Any:
-            self.mourn()
-            return await super().predict(batch)
+        worker: Worker
+        role: str
 
-        async def step(self, *args: Any) -> Any:
-            self.mourn()
-            return await super().step(*args)
+        async def call(self, method: str, *args: Any) -> Any:
+            if method in ("step", "predict"):
+                deaths[self.role] = deaths.get(self.role, 0) - 1
+                if deaths[self.role] == 0:
+                    raise WorkerDiedError(self.role, 0, "killed")
+            return await self.worker.call(method, *args)
 
-        def mourn(self) -> None:
-            deaths[self._role] = deaths.get(self._role, 0) - 1
-            if deaths[self._role] == 0:
-                raise WorkerDiedError(self._role, 0, "killed")
+        async def check(self) -> None:
+            await self.worker.check()
 
-    async def learn(kind: type[LocalTrainer]) -> Any:
-        config = LocalTrainer.Config(lr=3e-3, device="cpu")
+        async def stop(self) -> None:
+            await self.worker.stop()
 
-        def role(**parts: Any) -> RecoveringTrainer:
-            return RecoveringTrainer(lambda: kind(config, shallow_model_dir, total_steps=20, **parts), lambda: None)
+    async def start_mortal(role: str, make: Make, count: int) -> WorkerGroup:
+        return WorkerGroup(role, [Mortal(worker, role) for worker in (await start_local(role, make, count)).workers])
 
-        learner = Learner(Ppo(Ppo.Config(kl=0.1)), role(), role(role="reference"), role(role="critic", head="value"))
-        first, second, third = learner.all
-        async with first, second, third:
-            metrics = [await learner.step(batch) for batch in batches]
-            await learner.save(tmp_path / kind.__name__)
-        assert (tmp_path / kind.__name__ / "critic" / "model.safetensors").is_file()
+    async def main(start: Any) -> Any:
+        trainer, advisors = learning(shallow_model_dir, Ppo(Ppo.Config(kl=0.1)), start=start)
+        first, second = advisors.all
+        folder = tmp_path / start.__name__
+        async with trainer, first, second:
+            metrics = await learn(trainer, advisors, batches)
+            await trainer.save(folder)
+            await advisors.save(folder)
+        assert (folder / "critic" / "model.safetensors").is_file()
         return [{k: v for k, v in row.items() if "seconds" not in k} for row in metrics]
 
-    assert asyncio.run(learn(Mortal)) == asyncio.run(learn(LocalTrainer))
+    assert asyncio.run(main(start_mortal)) == asyncio.run(main(start_local))
     assert all(left < 0 for role, left in deaths.items() if role != "trainer"), "both have died"
 
 
@@ -243,6 +256,7 @@ def test_a_run_with_both_goes_on_as_if_it_had_not_stopped(tmp_path, agentrl):
                 cwd=tmp_path,
             )
             assert done.returncode == 0, done.stdout + done.stderr
+            assert "accelerator" not in done.stdout + done.stderr, "DeepSpeed prints a message in a run without it"
         run = tmp_path / name
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         steps = [row for row in rows if "reward" in row]

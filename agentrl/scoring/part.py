@@ -1,0 +1,112 @@
+"""A part of a run's reward: a `Reward`, a `GroupReward`, a `Rule` or a plain function, asked in one way.
+
+Sync code runs in a thread of its own unless `isolation` says otherwise; rules run in killable processes.
+"""
+
+import asyncio
+import inspect
+import math
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from numbers import Real
+from typing import Any, cast
+
+from agentrl.errors import RewardError
+from agentrl.protocols import GroupReward, Isolation, Rule
+from agentrl.scoring.rule_pool import RulePool
+from agentrl.trajectory import Failed, Score, Trajectory
+
+Ask = Callable[[Sequence[Trajectory]], Awaitable[list[Score]]]
+"""What a part says of a group, or of the one trajectory that is given to a part that scores one.
+
+Raises `RewardError` where it returned something that is no score, and whatever the part itself raises.
+"""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RewardPart:
+    """A reward, what it is called, and how much it counts. `isolation` is where its sync code runs."""
+
+    reward: Any
+    name: str
+    weight: float = 1.0
+    isolation: Isolation | None = None
+
+    @property
+    def compares(self) -> bool:
+        """Whether it scores the trajectories of a group by comparing them."""
+        return isinstance(self.reward, GroupReward)
+
+    def asked_in(self, pool: RulePool) -> Ask:
+        """How it is asked, where `pool` has the processes; these import what it needs."""
+        call = self._call(pool)
+
+        async def ask_each(trajectories: Sequence[Trajectory]) -> list[Score]:
+            return [_as_score(await call(trajectory)) for trajectory in trajectories]
+
+        async def ask_together(trajectories: Sequence[Trajectory]) -> list[Score]:
+            returned = await call(trajectories)
+            if len(returned) != len(trajectories):
+                raise RewardError(f"score_group returned {len(returned)} scores for {len(trajectories)} trajectories")
+            return [_as_score(score) for score in returned]
+
+        return ask_together if self.compares else ask_each
+
+    def _call(self, pool: RulePool) -> Callable[[Any], Awaitable[Any]]:
+        """Its function, made async by where it runs."""
+        reward = self.reward
+        if isinstance(reward, Rule):
+            where: Isolation | None = getattr(reward, "isolation", None)
+            pool.imports += [reward.__module__, *getattr(reward, "imports", ())]
+            return partial(_evaluate, reward, None if (self.isolation or where) == "inline" else pool)
+        function = reward.score_group if self.compares else getattr(reward, "score", reward)
+        isolation = self.isolation or getattr(reward, "isolation", "thread")
+        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+            return cast(Callable[[Any], Awaitable[Any]], function)
+        if isolation == "process":
+            pool.imports.append(getattr(reward, "func", reward).__module__)
+            return partial(pool.run, function, cached=False)
+        return partial(_in_thread if isolation == "thread" else _now, function)
+
+
+def _as_score(returned: Any) -> Score:
+    if not isinstance(returned, Score | Real):
+        raise RewardError(f"the reward returned {returned!r:.80}; return a Score or a number, or raise RewardError")
+    score = returned if isinstance(returned, Score) else Score(float(returned))
+    wrong = [value for value in (score.value, *score.parts.values()) if not math.isfinite(value)]
+    if wrong and not isinstance(score.status, Failed):
+        raise RewardError(
+            f"the reward returned {'NaN' if math.isnan(wrong[0]) else wrong[0]}; a score and its parts are finite "
+            "numbers, and what cannot be scored is a RewardError or Score.failed(why)"
+        )
+    return score
+
+
+async def _evaluate(rule: Rule, pool: RulePool | None, trajectory: Trajectory) -> Any:
+    """A rule's verdict, in a process of the pool where there is one."""
+    content = rule.content(trajectory)
+    return rule.evaluate(content) if pool is None else await pool.run(rule.evaluate, content)
+
+
+async def _now(function: Callable[[Any], Any], argument: Any) -> Any:
+    return function(argument)
+
+
+def _in_thread(function: Callable[[Any], Any], argument: Any) -> "asyncio.Future[Any]":
+    """In a daemon thread of its own: one that hangs is abandoned at its deadline, and blocks nothing else."""
+    future: Future[Any] = Future()
+
+    def work() -> None:
+        future.set_running_or_notify_cancel()
+        try:
+            result = function(argument)
+        except BaseException as error:  # handed to the caller
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=work, name="reward", daemon=True).start()
+    return asyncio.wrap_future(future)

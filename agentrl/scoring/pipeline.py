@@ -1,0 +1,160 @@
+"""`RewardPipeline`: a run's reward, the weighted sum of named parts.
+
+Each part is asked within its deadline, and one that failed again, alone. This is where what goes wrong in a reward
+becomes data: a score that failed, and never a number.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import AsyncExitStack
+from typing import Any, Self
+
+from agentrl.errors import ConfigError, RewardError
+from agentrl.flow import Flow, Retries, deadline
+from agentrl.protocols import GroupReward, Reward
+from agentrl.scoring.part import RewardPart
+from agentrl.scoring.rule_pool import RulePool
+from agentrl.trajectory import Failed, Score, Trajectory
+
+OnFailure = Callable[[str], None]
+"""Told the id of the (first) trajectory whenever a part failed and is asked again."""
+
+_ONCE = Retries(reward=0)
+
+
+def _ignore(trajectory_id: str) -> None:
+    """Failures are not counted."""
+
+
+class RewardPipeline:
+    """The parts of a run's reward. An async context manager: entering enters the parts that are such themselves.
+
+    `deadline`: seconds for each question to a part. `retries`: how often one that failed is asked again. `pool`: the
+    processes of rules.
+
+    Raises:
+        ValueError: there is no part, or two have one name.
+    """
+
+    def __init__(
+        self, parts: Sequence[RewardPart], pool: RulePool | None = None, *, deadline: float, retries: Retries = _ONCE
+    ) -> None:
+        names = [part.name for part in parts]
+        if not names or len(set(names)) < len(names):
+            raise ValueError(f"a reward needs one or more parts, each with a name of its own, got {names}")
+        self.parts = tuple(parts)
+        self._pool = pool or RulePool()
+        self._asks = {part: part.asked_in(self._pool) for part in parts}
+        self._single = [part for part in parts if not part.compares]
+        self._grouped = [part for part in parts if part.compares]
+        self._deadline = deadline
+        self._retries = retries
+        self._open = AsyncExitStack()
+
+    @staticmethod
+    def of(reward: "Reward | GroupReward | RewardPipeline", deadline: float, retries: Retries) -> "RewardPipeline":
+        """`reward` itself, where it is one, or a pipeline with it as the only part."""
+        if isinstance(reward, RewardPipeline):
+            return reward
+        part = RewardPart(reward, getattr(reward, "__name__", type(reward).__name__))
+        return RewardPipeline([part], deadline=deadline, retries=retries)
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as opened:
+            await opened.enter_async_context(self._pool)
+            for part in self.parts:
+                if hasattr(part.reward, "__aenter__"):
+                    await opened.enter_async_context(part.reward)
+            self._open = opened.pop_all()
+        return self
+
+    async def __aexit__(self, *exc: Any) -> None:
+        await self._open.__aexit__(*exc)
+
+    async def score(self, trajectory: Trajectory, failed: OnFailure = _ignore) -> Score:
+        """What the parts that look at one trajectory say, together. All are asked at once.
+
+        Raises:
+            ConfigError: a part cannot work with such tasks at all.
+        """
+        scores_by_part = await _all(self._ask(part, (trajectory,), failed) for part in self._single)
+        return total(self._single, [scores[0] for scores in scores_by_part])
+
+    async def score_group(
+        self, trajectories: Sequence[Trajectory], scores: Sequence[Score], failed: OnFailure = _ignore
+    ) -> list[Score]:
+        """`scores`, which the members have already, with what the parts say that compare them.
+
+        Raises:
+            ConfigError: as `score`.
+        """
+        if not self._grouped:
+            return list(scores)
+        scores_by_part = await _all(self._ask(part, trajectories, failed) for part in self._grouped)
+        by_member = zip(*scores_by_part, strict=True)
+        return [total(self._grouped, of_member, base) for of_member, base in zip(by_member, scores, strict=True)]
+
+    def metrics(self) -> dict[str, float]:
+        """What the parts say of their own work since the last call, by the part's name: `scoring/judge/cost`."""
+        return {
+            f"scoring/{part.name}/{name}": float(value)
+            for part in self.parts
+            if hasattr(part.reward, "metrics")
+            for name, value in part.reward.metrics().items()
+        }
+
+    async def _ask(self, part: RewardPart, trajectories: Sequence[Trajectory], failed: OnFailure) -> list[Score]:
+        for failures in range(1, self._retries.reward + 2):
+            scores = await self._ask_once(part, trajectories)
+            if not any(isinstance(score.status, Failed) for score in scores):
+                return scores
+            if failures <= self._retries.reward:
+                failed(trajectories[0].id)
+                await asyncio.sleep(self._retries.pause(failures))
+        return scores
+
+    async def _ask_once(self, part: RewardPart, trajectories: Sequence[Trajectory]) -> list[Score]:
+        try:
+            with deadline("reward", "reward", self._deadline):
+                return await self._asks[part](trajectories)
+        except ConfigError:
+            raise
+        except RewardError as error:
+            failed = Score.failed(str(error))
+        except Exception as error:  # a reward is the user's code: whatever it raises is its failure
+            failed = Score.failed(f"{type(error).__name__}: {error}")
+        return [failed] * len(trajectories)
+
+
+def total(parts: Sequence[RewardPart], scores: Sequence[Score], base: Score | None = None) -> Score:
+    """The weighted sum of what `parts` returned, added to `base`. `parts` of the score are unweighted, by their names.
+
+    What a part itself gives as parts stands beside it: `judge` and `judge/clarity`. When any failed, the sum has.
+    """
+    if base is not None and isinstance(base.status, Failed):
+        return base
+    value, named = (base.value, dict(base.parts)) if base is not None else (0.0, {})
+    for part, score in zip(parts, scores, strict=True):
+        if isinstance(score.status, Failed):
+            return Score.failed(f"{part.name}: {score.status.error}", score.status.layer)
+        value += part.weight * score.value
+        named[part.name] = score.value
+        for key, inner in score.parts.items():
+            if key != part.name:
+                named[f"{part.name}/{key}"] = inner
+    return Score(value, named)
+
+
+async def score_trajectory(reward: Reward | RewardPipeline, trajectory: Trajectory, seconds: float) -> Score:
+    """What a reward says within a deadline, asked once; what goes wrong is a failed score, never a number."""
+    return await RewardPipeline.of(reward, seconds, _ONCE).score(trajectory)
+
+
+async def _all(asked: Iterable[Coroutine[Any, Any, list[Score]]]) -> list[list[Score]]:
+    """The answers, in order; of one question without a task of its own."""
+    questions = list(asked)
+    if len(questions) == 1:
+        return [await questions[0]]
+    async with Flow("reward") as flow:
+        tasks = [flow.start(question, name=str(number)) for number, question in enumerate(questions)]
+    return [task.result() for task in tasks]

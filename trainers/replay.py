@@ -1,0 +1,74 @@
+"""What a trainer is restarted from: a checkpoint, and the steps that it may not hold.
+
+step ──▶ log ──▶ a rank dies ──▶ new ranks ──▶ newest checkpoint ──▶ the steps of the log since, again
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from agentrl.batch import TrainBatch
+from agentrl.errors import AgentRLError
+from agentrl.protocols import LatestCheckpoint, Loss
+
+
+class TrainingStep(NamedTuple):
+    """What one step is made of."""
+
+    batch: TrainBatch
+    loss: Loss
+    normalizer: float
+
+
+@dataclass(slots=True)
+class ReplayLog:
+    """The steps done, as many as may be needed again."""
+
+    latest: LatestCheckpoint
+    done: int = 0
+    """Steps that the trainer has made, those of its checkpoint included."""
+    _loaded: tuple[int, Path] | None = None
+    _steps: dict[int, TrainingStep] = field(default_factory=dict)  # by number
+
+    def record(self, step: TrainingStep) -> None:
+        """A step has been made."""
+        self._steps[self.done] = step
+        self.done += 1
+
+    def drop_saved(self) -> None:
+        """Forget what the newest checkpoint holds."""
+        newest = self.latest()
+        saved = newest[0] if newest else 0
+        self._steps = {number: step for number, step in self._steps.items() if number >= saved}
+
+    def checked(self, folder: Path) -> tuple[int, Path]:
+        """The checkpoint in a folder, with the steps done by it.
+
+        Raises:
+            ValueError: it is not the run's newest, which alone would be found again.
+        """
+        newest = self.latest()
+        if newest is not None and newest[1] != folder:
+            raise ValueError(f"{folder} is not the newest checkpoint of the run, which is {newest}")
+        return newest or (0, folder)
+
+    def begin_at(self, checkpoint: tuple[int, Path]) -> None:
+        """The trainer has taken up a checkpoint."""
+        self._loaded = checkpoint
+        self.done = checkpoint[0]
+
+    def checkpoint(self) -> tuple[int, Path] | None:
+        """What new ranks begin with: the newest (steps done, checkpoint) of what they have done or taken up."""
+        return (self.latest() if self.done else None) or self._loaded
+
+    def since(self, number: int) -> Iterator[TrainingStep]:
+        """The steps from this number on.
+
+        Raises:
+            AgentRLError: one is not remembered.
+        """
+        for missing in range(number, self.done):
+            if missing not in self._steps:
+                raise AgentRLError(f"step {missing} is neither in the checkpoint of {number} steps nor remembered")
+            yield self._steps[missing]
