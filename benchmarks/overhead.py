@@ -267,13 +267,16 @@ async def server(scaled: bool) -> AsyncIterator[str]:
     await process.wait()
 
 
-async def in_process(renderer: TemplateRenderer, live: int, repeats: int) -> float:
-    """CPU-ms per turn with `live` episodes in play."""
-    trajectories = max(live, 1024)
+async def in_process(renderer: TemplateRenderer, lives: Sequence[int], repeats: int) -> dict[int, float]:
+    """CPU-ms per turn by the number of episodes in play, of as many trajectories each; they take turns."""
+    trajectories = max(1024, *lives)
     engine = InstantEngine()
     await play(engine, Game, renderer, 64, 64)
-    runs = [await measured(play(engine, Game, renderer, trajectories, live)) for _ in range(repeats)]
-    return statistics.median(run.cpu_ms_per_turn for run in runs)
+    runs: dict[int, list[Measured]] = {live: [] for live in lives}
+    for _ in range(repeats):
+        for live in lives:
+            runs[live].append(await measured(play(engine, Game, renderer, trajectories, live)))
+    return {live: statistics.median(run.cpu_ms_per_turn for run in of_live) for live, of_live in runs.items()}
 
 
 async def over_http(renderer: TemplateRenderer, scaled: bool, repeats: int) -> dict[str, list[Measured]]:
@@ -298,9 +301,10 @@ async def benchmark(lives: Sequence[int], repeats: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         create_tiny_model(Path(folder) / "model")
         renderer = TemplateRenderer.of_model(Path(folder) / "model")
-    table = Table("live episodes", "CPU-ms per turn", title="in process, instant engine and environment")
-    for live in lives:
-        table.add_row(f"{live:,}", f"{await in_process(renderer, live, repeats):.3f}")
+    table = Table("live episodes", "CPU-ms per turn", "ratio", title="in process, instant engine and environment")
+    by_live = await in_process(renderer, lives, repeats)
+    for live, spent in by_live.items():
+        table.add_row(f"{live:,}", f"{spent:.3f}", f"{spent / by_live[lives[0]]:.2f}")
     console.print(table)
     zero, scaled = [await over_http(renderer, scaled, repeats) for scaled in (False, True)]
     title = f"{TRAJECTORIES} trajectories x {TURNS} turns over HTTP, {SLOTS} slots"

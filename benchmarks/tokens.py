@@ -4,10 +4,11 @@
 
 Episodes of 20 turns, each with 50 new tokens of prompt and 100 sampled ones, in groups of 8. Printed for each size:
 
-- microseconds a token to make the turns (from the lists of an engine) and to make the batch of them;
+- microseconds a token to make the turns (from the lists of an engine), to make the batch of them, and to cut it into
+  shards for 8 ranks;
 - bytes a token: the growth of the process while the groups and their batch are alive;
-- the longest gap of the event loop, in milliseconds, while the batch is made and the trajectories are written in
-  threads beside it, and what it would be on the loop itself.
+- the longest gap of the event loop, in milliseconds, while the batch is made and cut and the trajectories are written
+  in threads beside it, and what it would be on the loop itself.
 """
 
 import argparse
@@ -26,9 +27,12 @@ from agentrl.arrays import floats, ints
 from agentrl.observe.metrics import rollout_metrics
 from agentrl.observe.trajectories import write_trajectories
 from agentrl.recipes.policy_gradient import batch_of
+from agentrl.trainers.batch_shards import shard_batch
+from agentrl.trainers.settings import TrainerSettings
 from agentrl.trajectory import Completion, Group, Score, Task, Terminated, Trajectory, Turn
 
 TURNS, PROMPT, SAMPLED, MEMBERS = 20, 50, 100, 8
+PACKING = TrainerSettings(row_tokens=4096, micro_batch_tokens=8192)
 EPISODE = TURNS * (PROMPT + SAMPLED)
 
 
@@ -62,12 +66,17 @@ def measure(tokens: int) -> None:
     """Print a row."""
     process, rng = psutil.Process(), random.Random(0)
     algorithm, processing = Grpo(Grpo.Config()), BatchProcessing(BatchProcessingConfig())
-    batch_of([group_of(0, rng)], algorithm, processing, 4096, 0)  # what is imported and allocated once
+    batch_of([group_of(0, rng)], algorithm, processing, 0)  # what is imported and allocated once
     before, begun = process.memory_info().rss, time.perf_counter()
     groups = [group_of(number, rng) for number in range(tokens // (EPISODE * MEMBERS))]
     made, count = time.perf_counter(), len(groups) * EPISODE * MEMBERS
-    batch = batch_of(groups, algorithm, processing, 4096, 0)
+    batch = batch_of(groups, algorithm, processing, 0)
     ended, after = time.perf_counter(), process.memory_info().rss
+    shard_batch(batch, PACKING, ranks=8)
+    cut = time.perf_counter() - ended
+
+    def make() -> None:
+        shard_batch(batch_of(groups, algorithm, processing, 0), PACKING, ranks=8)
 
     def record() -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -78,15 +87,12 @@ def measure(tokens: int) -> None:
     on_loop = time.perf_counter()
     record()
     on_loop = time.perf_counter() - on_loop
-    gaps = [
-        asyncio.run(longest_gap(work)) for work in (lambda: batch_of(groups, algorithm, processing, 4096, 0), record)
-    ]
-    print(
-        f"{count:>12,} {(made - begun) / count * 1e6:>10.3f} {(ended - made) / count * 1e6:>10.3f} "
-        f"{(after - before) / count:>10.1f} {gaps[0]:>12.0f} {(ended - made) * 1e3:>12.0f} "
-        f"{gaps[1]:>12.0f} {on_loop * 1e3:>12.0f}",
-        flush=True,
-    )
+    gaps = [asyncio.run(longest_gap(work)) for work in (make, record)]
+    per_token = [1e6 * seconds / count for seconds in (made - begun, ended - made, cut)]
+    on_it = 1e3 * (ended - made + cut)
+    figures = [f"{each:.3f}" for each in per_token] + [f"{(after - before) / count:.1f}"]
+    figures += [f"{each:.0f}" for each in (gaps[0], on_it, gaps[1], 1e3 * on_loop)]
+    print(" ".join(f"{figure:>12}" for figure in (f"{count:,}", *figures)), flush=True)
     assert batch.num_loss_tokens == count * SAMPLED // (PROMPT + SAMPLED)
 
 
@@ -94,11 +100,10 @@ def main() -> None:
     """Measure each size in a process of its own."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, action="append")
-    print(f"{'':>12} {'turns':>10} {'batch':>10} {'':>10} {'batch, ms of the loop':>25} {'files, ms of the loop':>25}")
-    print(
-        f"{'tokens':>12} {'us/token':>10} {'us/token':>10} {'B/token':>10} {'beside':>12} {'on it':>12} "
-        f"{'beside':>12} {'on it':>12}"
-    )
+    above = ("", "turns", "batch", "shards", "", "batch, ms", "of the loop", "files, ms", "of the loop")
+    below = ("tokens", "us/token", "us/token", "us/token", "B/token", "beside", "on it", "beside", "on it")
+    for names in (above, below):
+        print(" ".join(f"{name:>12}" for name in names))
     for tokens in parser.parse_args().tokens or [1_000_000, 10_000_000]:
         process = multiprocessing.get_context("spawn").Process(target=measure, args=(tokens,))
         process.start()

@@ -112,10 +112,7 @@ def main() -> None:
     if given.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     peak = given.peak or peak_of(given.device, given.dtype)
-    batches = [
-        collate(random_samples(VOCAB, seed=seed, count=given.samples), row_tokens=given.row_tokens)
-        for seed in range(WARM_UP + given.steps)
-    ]
+    batches = [collate(random_samples(VOCAB, seed=seed, count=given.samples)) for seed in range(WARM_UP + given.steps)]
     table = Table(title=f"{given.device}, {given.dtype}, a peak of {peak / 1e9:,.0f} GFLOP/s for each rank")
     for column in ("trainer", "ranks", "start, s", "step, s", "tokens/s", "utilisation", "loss of the last step"):
         table.add_column(column, justify="left" if column == "trainer" else "right")

@@ -1,0 +1,185 @@
+"""How far it is from `main` to new weights in the engine: the hops of a training step, counted as it runs.
+
+    python benchmarks/hops.py [--root OTHER_CHECKOUT]
+
+A hop is a call from one class or module of ours into another, on the way from the command to the trainer's update of
+the weights and from there to the weights in the engine; calls inside a class or module are none, and both ways share
+their beginning. What `agentrl/flow` runs for others is counted apart: it carries calls, as asyncio does. Every call is
+recorded with who has made it, also across tasks and threads, while a small model trains three steps with the local
+engine. Printed: the hops, the files that they touch, and how many functions of ours are entered from one batch to the
+next, in how many files. `--root` counts in another checkout, to compare.
+"""
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+UPDATED = "OneDevice.update"
+LOADED = "PackedModel.load_weights"
+STEP = "Rollouts.next_batch"
+OVERRIDES = (
+    "steps=3",
+    "recipe.demonstrations=null",
+    "rollout.groups_per_step=4",
+    "rollout.group_size=4",
+    "evaluation.tasks=0",
+    "checkpoint.every=100",
+    "trackers=[]",
+)
+
+
+Unit = tuple[str, str]
+"""A file, and a class in it or nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a function of ours, and the call that has made it."""
+
+    code: CodeType
+    caller: "Call | None"
+
+    @property
+    def unit(self) -> Unit:
+        """Its file, and its class where it has one."""
+        owner, dot, _ = self.code.co_qualname.partition(".")
+        return self.code.co_filename, owner if dot and not self.code.co_qualname.startswith(f"{owner}.<") else ""
+
+
+class Recorder:
+    """Sees every call of a function under `root` in this process."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = str(root) + "/"
+        self._ours: dict[CodeType, bool] = {}
+        self._calls: dict[FrameType, Call] = {}
+        self._begun_by: dict[FrameType, Call | None] = {}  # frames of coroutines that tasks will run
+        self._thread = threading.local()
+        self.found: dict[str, list[Call]] = {UPDATED: [], LOADED: []}
+        self.steps: list[set[CodeType]] = []
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
+        """See `sys.setprofile`."""
+        code = frame.f_code
+        if event != "call" or not self._is_ours(code) or frame in self._calls:
+            return
+        call = self._calls[frame] = Call(code, self.caller_of(frame))
+        if code.co_qualname in self.found:
+            self.found[code.co_qualname].append(call)
+        if code.co_qualname == STEP:
+            self.steps.append(set())
+        if self.steps:
+            self.steps[-1].add(code)
+
+    def caller_of(self, frame: FrameType | None) -> Call | None:
+        """The call that a frame was called from: up its stack, or where its task or thread was begun."""
+        while frame is not None:
+            if frame in self._begun_by:
+                return self._begun_by[frame]
+            frame = frame.f_back
+            if frame in self._calls:
+                return self._calls[frame]
+        return getattr(self._thread, "begun_by", None)
+
+    def begin_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> "asyncio.Task[Any]":
+        """See `loop.set_task_factory`."""
+        if getattr(coroutine, "cr_frame", None) is not None:
+            self._begun_by[coroutine.cr_frame] = self.caller_of(sys._getframe())
+        return asyncio.Task(coroutine, loop=loop, **options)
+
+    def in_thread(self, begun_by: Call | None, work: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Run work of a pool as called by who has submitted it."""
+        self._thread.begun_by = begun_by
+        return work(*args, **options)
+
+    def _is_ours(self, code: CodeType) -> bool:
+        if code not in self._ours:
+            file, name = code.co_filename, code.co_qualname
+            self._ours[code] = file.startswith(self._root) and "/.venv/" not in file and "/benchmarks/" not in file
+            self._ours[code] &= not name.endswith(("<module>", "<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>"))
+        return self._ours[code]
+
+
+def chain(call: Call | None, left_out: str) -> list[Unit]:
+    """The units on the way to a call, from the first, but for files with `left_out` in them; neighbours count once."""
+    units: list[Unit] = []
+    while call is not None:
+        if left_out not in call.unit[0] and (not units or units[-1] != call.unit):
+            units.append(call.unit)
+        call = call.caller
+    return units[::-1]
+
+
+def hops_of(recorder: Recorder, left_out: str = "\0") -> list[tuple[Unit, Unit]]:
+    """The hops of both ways, each once."""
+    ways = [chain(calls[-1], left_out) for calls in recorder.found.values()]
+    return list(dict.fromkeys(hop for way in ways for hop in pairwise(way)))
+
+
+def record(root: Path) -> Recorder:
+    """Train, and record."""
+    sys.path.insert(0, str(root))
+    from agentrl.cli import main
+
+    recorder = Recorder(root)
+    submit, run_forever = ThreadPoolExecutor.submit, asyncio.BaseEventLoop.run_forever
+
+    def submitted(pool: ThreadPoolExecutor, work: Any, /, *args: Any, **options: Any) -> Any:
+        return submit(pool, recorder.in_thread, recorder.caller_of(sys._getframe()), work, *args, **options)
+
+    def running(loop: asyncio.BaseEventLoop) -> None:
+        loop.set_task_factory(recorder.begin_task)
+        run_forever(loop)
+
+    ThreadPoolExecutor.submit = submitted  # type: ignore[method-assign,assignment]
+    asyncio.BaseEventLoop.run_forever = running  # type: ignore[method-assign,assignment]
+    threading.setprofile(recorder)
+    with tempfile.TemporaryDirectory() as folder:
+        sys.argv = [
+            "agentrl",
+            "train",
+            str(root / "examples" / "frozen_lake.yaml"),
+            *OVERRIDES,
+            f"run_dir={folder}/run",
+        ]
+        sys.setprofile(recorder)
+        try:
+            main()
+        except SystemExit as end:
+            if end.code:
+                raise
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
+    return recorder
+
+
+def main() -> None:
+    """Print the hops."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parent.parent)
+    root = parser.parse_args().root.resolve()
+    recorder = record(root)
+    for name, calls in recorder.found.items():
+        print(f"\nto {name}:")
+        for file, owner in chain(calls[-1], "\0"):
+            print(f"    {Path(file).relative_to(root)} {owner}".rstrip())
+    for text, left_out in (("", "\0"), (" without those of agentrl/flow", "/agentrl/flow/")):
+        hops = hops_of(recorder, left_out)
+        print(f"{len(hops)} hops in {len({unit[0] for hop in hops for unit in hop})} files{text}")
+    one_step = recorder.steps[1]
+    entered = {code.co_filename for code in one_step}
+    print(f"{len(one_step)} functions in {len(entered)} files are entered from one batch to the next")
+
+
+if __name__ == "__main__":
+    main()
