@@ -6,9 +6,10 @@ each actor on which node it lives and which devices it sees.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from agentrl.errors import ConfigError
@@ -36,11 +37,29 @@ class RayPlacement(Protocol):
 
 
 class Unplaced:
-    """The `RayPlacement` of workers that need no GPU: evenly over the nodes."""
+    """The `RayPlacement` of workers that need no GPU: the ranks of a role on the living nodes in turn.
+
+    The first role begins with the first node, the second role with the second, and so on; a replacement goes to the
+    next node. Ray's own strategy "SPREAD" is not used: each node spreads only the actors that are asked of it, so that
+    all actors of a run can end up on one node.
+    """
+
+    def __init__(self) -> None:
+        self._roles: dict[str, int] = {}
+        self._started: Counter[tuple[str, int]] = Counter()
 
     def options(self, role: str, rank: int) -> Mapping[str, Any]:
         """See `RayPlacement`."""
-        return {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": "SPREAD"}
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        all_nodes: Any = ray.nodes  # it has no types
+        alive = sorted(node["NodeID"] for node in all_nodes() if node["Alive"])
+        turn = self._roles.setdefault(role, len(self._roles)) + rank + self._started[role, rank]
+        self._started[role, rank] += 1
+        # Soft: if the node is lost before the actor starts, Ray takes another.
+        strategy = NodeAffinitySchedulingStrategy(alive[turn % len(alive)], soft=True)
+        return {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": strategy}
 
     def count(self, role: str) -> int:
         """See `RayPlacement`."""
@@ -53,6 +72,7 @@ class PlacementGroup:
 
     devices: DeviceMap
     group: Any
+    unplaced: Unplaced = field(default_factory=Unplaced)
 
     def options(self, role: str, rank: int) -> Mapping[str, Any]:
         """See `RayPlacement`."""
@@ -61,7 +81,7 @@ class PlacementGroup:
         place = _LIVES_WITH.get(role, role), rank
         found = [replica for replica in self.devices.replicas if (replica.role, replica.number) == place]
         if not found:
-            return Unplaced().options(role, rank)
+            return self.unplaced.options(role, rank)
         (replica,) = found
         first = replica.node * self.devices.inventory.per_node
         seen = ",".join(str(device - first) for device in replica.devices)

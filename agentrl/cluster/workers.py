@@ -191,7 +191,11 @@ class Cluster(Protocol):
 
 
 async def start_all(role: str, starting: Sequence[Awaitable[Worker]]) -> WorkerGroup:
-    """A group of workers that come up at the same time; where one fails, the others are stopped."""
+    """A group of workers that come up at the same time; where one fails, the others are stopped.
+
+    Raises:
+        WorkerDiedError: one has died, or several have at once, as on a node that was lost.
+    """
     started: list[Worker] = []
 
     async def start(coming: Awaitable[Worker]) -> Worker:
@@ -202,8 +206,11 @@ async def start_all(role: str, starting: Sequence[Awaitable[Worker]]) -> WorkerG
     try:
         async with Flow(f"{role}.start") as flow:
             tasks = [flow.start(start(coming), name=str(rank)) for rank, coming in enumerate(starting)]
-    except BaseException:
+    except BaseException as error:
         await WorkerGroup(role, started).stop()
+        died = error.subgroup(WorkerDiedError) if isinstance(error, BaseExceptionGroup) else None
+        if died is not None:
+            raise died.exceptions[0] from error
         raise
     return WorkerGroup(role, [task.result() for task in tasks])
 

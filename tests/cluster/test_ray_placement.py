@@ -10,7 +10,7 @@ import pytest
 from agentrl.assembly import open_cluster
 from agentrl.cluster import ray_placement
 from agentrl.cluster.ray_actors import RayWorkers
-from agentrl.cluster.ray_placement import gpus_of_ray, reserved
+from agentrl.cluster.ray_placement import Unplaced, gpus_of_ray, reserved
 from agentrl.config import load_config
 from agentrl.errors import ConfigError
 from agentrl.placement.device_map import DeviceMap, Replica
@@ -75,3 +75,22 @@ def test_a_cluster_with_gpus_gives_them_out_as_the_plan_says(monkeypatch: pytest
             assert len(makes) * tensor_parallel == 8
 
     asyncio.run(main())
+
+
+def test_the_ranks_of_a_role_are_spread_over_the_living_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    a, b, c = "aa" * 28, "bb" * 28, "cc" * 28
+    nodes = [{"NodeID": name, "Alive": name != b} for name in (c, b, a)]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    placement = Unplaced()
+
+    def node_of(role: str, rank: int) -> str:
+        strategy = placement.options(role, rank)["scheduling_strategy"]
+        assert strategy.soft
+        return str(strategy.node_id)
+
+    assert [node_of(*worker) for worker in (("trainer", 0), ("env", 0), ("trainer", 1), ("env", 1))] == [a, c, c, a]
+    assert node_of("trainer", 1) == a, "a replacement goes to the next node"
+    nodes[0]["Alive"] = False
+    assert node_of("env", 0) == a

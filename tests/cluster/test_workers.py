@@ -6,14 +6,14 @@ import signal
 import time
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
 
 from agentrl.cluster.processes import start_local
 from agentrl.cluster.ray_actors import RayWorker, RayWorkers
-from agentrl.cluster.workers import StartWorkers
+from agentrl.cluster.workers import StartWorkers, Worker, start_all
 from agentrl.errors import ConfigError, WorkerDiedError
 from tests.cluster.shared_ray import join_shared_ray
 from tests.processes import still_alive
@@ -121,6 +121,26 @@ def test_where_a_worker_has_died_nobody_blames_those_who_lost_it(start: StartWor
         await group.stop()
 
     asyncio.run(main())
+
+
+def test_workers_that_die_together_as_they_start_are_one_death_and_the_others_are_stopped() -> None:
+    class Idle:
+        stopped = False
+
+        async def stop(self) -> None:
+            self.stopped = True
+
+    other = Idle()
+
+    async def dies(rank: int) -> Worker:
+        raise WorkerDiedError("trainer", rank, "its node was lost")
+
+    async def comes() -> Worker:
+        return cast(Worker, other)
+
+    with pytest.raises(WorkerDiedError, match="trainer 0 died: its node was lost"):
+        asyncio.run(start_all("trainer", [comes(), dies(0), dies(1)]))
+    assert other.stopped
 
 
 def test_a_cancellation_that_comes_with_a_sign_of_life_is_none_the_less() -> None:
