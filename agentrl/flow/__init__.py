@@ -8,6 +8,7 @@ from agentrl.flow.event_log import EventLog
 from agentrl.flow.flow import Flow
 from agentrl.flow.retries import Retries
 from agentrl.flow.steady_loop import SteadyLoop, computes_by_design, elapsed, loop_metrics, run_steadily
+from agentrl.flow.turnstile import Turnstile
 
 __all__ = [
     "Channel",
@@ -18,6 +19,7 @@ __all__ = [
     "PendingWait",
     "Retries",
     "SteadyLoop",
+    "Turnstile",
     "VirtualDeadlockError",
     "VirtualTimeLoop",
     "computes_by_design",

@@ -1,5 +1,6 @@
 """Demonstrations: episodes of a scripted player, and a model that imitates them before reinforcement learning."""
 
+import asyncio
 from pathlib import Path
 from statistics import fmean
 
@@ -66,13 +67,13 @@ async def demonstrate(config: RunConfig, demonstrations: DemonstrationsConfig, m
     Raises:
         EnvError: an episode failed.
     """
-    renderer = TemplateRenderer.of_model(model)
+    renderer = await asyncio.to_thread(TemplateRenderer.of_model, model)
     policy = ScriptedPolicy(plugins.load("players", demonstrations.player), renderer)
     source = task_source(config, "demonstrations")
     async with env_host(config) as envs:
         runner = EnvEpisodeRunner(policy, renderer, envs, config.rollout.max_turns, config.rollout.deadlines.episode)
         tasks = [source.task(index) for index in range(demonstrations.episodes)]
-        trajectories = await play_all(runner, tasks, config.seed, config.rollout.max_live_episodes)
+        trajectories = await play_all(runner, tasks, config.seed, config.rollout.max_live_episodes, policy.turnstile)
     failed = [trajectory for trajectory in trajectories if not trajectory.trainable]
     if failed:
         raise EnvError(f"{len(failed)} of {len(trajectories)} demonstrations failed, the first with {failed[0].status}")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from agentrl.assembly import RolloutAssembly, task_source
-from agentrl.flow import Flow, run_to_completion
+from agentrl.flow import Flow, Turnstile, run_to_completion
 from agentrl.observe.metrics import by_agent
 from agentrl.observe.trajectories import write_trajectories
 from agentrl.rollout.episode import EnvEpisodeRunner, Episode
@@ -36,12 +36,19 @@ class Evaluation:
         }
 
 
-async def play_all(runner: EnvEpisodeRunner, tasks: Iterable[Task], seed: int, live: int) -> list[Trajectory]:
-    """Play each task once, at most `live` at a time; in order of the tasks, one for each agent that is trained."""
+async def play_all(
+    runner: EnvEpisodeRunner, tasks: Iterable[Task], seed: int, live: int, turnstile: Turnstile | None = None
+) -> list[Trajectory]:
+    """Play each task once, at most `live` at a time; in order of the tasks, one for each agent that is trained.
+
+    Episodes begin through the turnstile, where there is one.
+    """
     slots = asyncio.Semaphore(live)
 
     async def play(task: Task) -> tuple[Trajectory, ...]:
         async with slots:
+            if turnstile is not None:
+                await turnstile.passes()
             return await runner.play(Episode(task.id, task, derive_seed(seed, "sampling", task.id)))
 
     async with Flow("evaluation") as flow:

@@ -13,7 +13,7 @@ import numpy as np
 
 from agentrl.arrays import floats, ints
 from agentrl.errors import EngineError, RolloutError
-from agentrl.flow import deadline, now
+from agentrl.flow import Turnstile, deadline, now
 from agentrl.hosting.host import EnvHost, LiveEnv
 from agentrl.protocols import (
     Conversation,
@@ -87,14 +87,19 @@ class EnginePolicy:
 
 @dataclass(frozen=True, slots=True)
 class ScriptedPolicy:
-    """`Policy` of a scripted player: its words as the tokens that a model would have sampled to say them."""
+    """`Policy` of a scripted player: its words as the tokens that a model would have sampled to say them.
+
+    Where neither the player nor the environment waits for anything, the turnstile keeps the event loop going.
+    """
 
     player: ScriptedPlayer
     renderer: TemplateRenderer
     max_context: int = 1 << 30
+    turnstile: Turnstile = field(default_factory=lambda: Turnstile(16))
 
     async def answer(self, episode: Episode, turn: int, prompt: Prompt, env: LiveEnv) -> Completion:
         """The player's words; their logprobs are those of certainty."""
+        await self.turnstile.passes()
         rng = random.Random(derive_seed(episode.seed, turn))
         words = await env.consult(self.player, rng)
         token_ids = self.renderer.answer_ids(words)

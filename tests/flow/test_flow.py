@@ -14,6 +14,7 @@ from agentrl.flow import (
     ChannelClosedError,
     EventLog,
     Flow,
+    Turnstile,
     VirtualDeadlockError,
     deadline,
     now,
@@ -213,3 +214,27 @@ def test_a_channel_loses_and_repeats_nothing_when_waiters_are_cancelled(capacity
         assert sorted(got) == sorted(put) == [(who, i) for who in range(producers) for i in range(items)]
 
     run_virtual(main)
+
+
+def test_a_turnstile_lets_so_many_pass_in_an_iteration_of_the_loop_in_their_order() -> None:
+    turnstile = Turnstile(3)
+    passed: list[int] = []
+    most = 0
+
+    async def pass_twice(number: int) -> None:
+        for _ in range(2):
+            await turnstile.passes()
+            passed.append(number)
+
+    async def main() -> None:
+        nonlocal most
+        async with Flow("crowd") as flow:
+            tasks = [flow.start(pass_twice(number), name=str(number)) for number in range(20)]
+            while not all(task.done() for task in tasks):
+                before = len(passed)
+                await asyncio.sleep(0)
+                most = max(most, len(passed) - before)
+
+    asyncio.run(main())
+    assert most <= 6, "three that leave it, and three whom these let in"
+    assert passed == [*range(20), *range(20)]
