@@ -20,6 +20,7 @@ from agentrl.cluster.workers import Cluster, own_address
 from agentrl.config import RunConfig
 from agentrl.engines.router import Router
 from agentrl.errors import ConfigError
+from agentrl.flow import spare_what_lives
 from agentrl.hosting.factory import env_factory
 from agentrl.hosting.host import EnvHost
 from agentrl.hosting.wrappers import address
@@ -141,6 +142,7 @@ class PlacedCluster:
 async def assemble_rollouts(config: RunConfig, model: Path) -> AsyncIterator[RolloutAssembly]:
     """An engine that serves `model`, with environments and reward around it."""
     async with open_cluster(config) as placed, _rollouts_on(placed, model) as rollouts:
+        spare_what_lives()
         yield rollouts
 
 
@@ -157,6 +159,7 @@ async def assemble_training(
         async with device_sharing(placed, [rollouts.engine, *rollouts.frozen.values()], trainers) as sharing:
             followers = tuple((engine, route.refresh) for route, engine in rollouts.frozen.items() if route.refresh)
             async with WeightPublisher(rollouts.engine, followers, config.weights) as publisher:
+                spare_what_lives()
                 yield TrainingAssembly(
                     config,
                     rollouts.engine,

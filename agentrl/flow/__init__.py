@@ -7,7 +7,14 @@ from agentrl.flow.deadline import PendingWait, deadline, waits
 from agentrl.flow.event_log import EventLog
 from agentrl.flow.flow import Flow
 from agentrl.flow.retries import Retries
-from agentrl.flow.steady_loop import SteadyLoop, computes_by_design, elapsed, loop_metrics, run_steadily
+from agentrl.flow.steady_loop import (
+    SteadyLoop,
+    computes_by_design,
+    elapsed,
+    loop_metrics,
+    run_steadily,
+    spare_what_lives,
+)
 from agentrl.flow.turnstile import Turnstile
 
 __all__ = [
@@ -30,5 +37,6 @@ __all__ = [
     "run_steadily",
     "run_to_completion",
     "run_virtual",
+    "spare_what_lives",
     "waits",
 ]

@@ -10,6 +10,7 @@ the clock does not count it, so every deadline has as many seconds left after th
 """
 
 import asyncio
+import gc
 import logging
 import selectors
 import sys
@@ -36,6 +37,7 @@ class SteadyLoop(asyncio.SelectorEventLoop):
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._gaps = _GapSelector(clock)
+        self._spares = False
         super().__init__(self._gaps)
 
     def time(self) -> float:
@@ -57,8 +59,20 @@ class SteadyLoop(asyncio.SelectorEventLoop):
         """The callback that runs now computes on the loop on purpose: its gap is counted apart, and not logged."""
         self._gaps.by_design = True
 
+    def spare_what_lives(self) -> None:
+        """Leave what lives now out of Python's collections of garbage until the loop closes.
+
+        A full collection stops the loop for about half a microsecond an object, and the libraries of a run alone are
+        400,000 objects.
+        """
+        gc.collect()
+        gc.freeze()
+        self._spares = True
+
     def close(self) -> None:
         """Close the loop."""
+        if self._spares:
+            gc.unfreeze()
         self._gaps.watch.end()
         super().close()
 
@@ -160,6 +174,13 @@ def computes_by_design() -> None:
         loop.computes_by_design()
 
 
+def spare_what_lives() -> None:
+    """See `SteadyLoop.spare_what_lives`; on a loop of another kind nothing happens."""
+    loop = asyncio.get_running_loop()
+    if isinstance(loop, SteadyLoop):
+        loop.spare_what_lives()
+
+
 def elapsed() -> float:
     """Seconds on the running loop's clock and in its gaps: for measuring how long something took."""
     loop = asyncio.get_running_loop()
@@ -179,4 +200,12 @@ def loop_metrics() -> dict[str, float]:
     return {"loop/longest_gap_seconds": gap, "loop/longest_engine_seconds": engine}
 
 
-__all__ = ["GAP_SECONDS", "SteadyLoop", "computes_by_design", "elapsed", "loop_metrics", "run_steadily"]
+__all__ = [
+    "GAP_SECONDS",
+    "SteadyLoop",
+    "computes_by_design",
+    "elapsed",
+    "loop_metrics",
+    "run_steadily",
+    "spare_what_lives",
+]

@@ -1,6 +1,7 @@
 """A loop whose clock leaves out its gaps: deadlines and leases are what they were before a pause of the controller."""
 
 import asyncio
+import gc
 import logging
 import time
 from collections.abc import Callable, Coroutine
@@ -12,7 +13,16 @@ import pytest
 
 from agentrl.engines.router import Router
 from agentrl.errors import EngineDeadError
-from agentrl.flow import SteadyLoop, computes_by_design, elapsed, loop_metrics, now, steady_loop
+from agentrl.flow import (
+    SteadyLoop,
+    computes_by_design,
+    elapsed,
+    loop_metrics,
+    now,
+    run_steadily,
+    spare_what_lives,
+    steady_loop,
+)
 from agentrl.protocols import GenerateRequest, SamplingParams
 from agentrl.testing import ScriptedEngine
 
@@ -172,3 +182,14 @@ def test_an_engine_that_died_in_the_pause_is_replaced_after_it() -> None:
     assert again == [1]
     with pytest.raises(EngineDeadError):
         asyncio.run(engines[1].generate(GenerateRequest("late", [1], SamplingParams(max_tokens=2))))
+
+
+def test_what_lives_is_left_out_of_collections_of_garbage_until_the_loop_closes() -> None:
+    async def main() -> int:
+        spare_what_lives()
+        return gc.get_freeze_count()
+
+    before = gc.get_freeze_count()
+    assert asyncio.run(main()) == before, "another loop changes nothing"
+    assert run_steadily(main()) > before
+    assert gc.get_freeze_count() == 0
