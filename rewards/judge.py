@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Self
 
+import httpx
 from pydantic import BeforeValidator, Field, StringConstraints, WithJsonSchema, create_model
 
 from agentrl.protocols import Settings
@@ -13,12 +14,12 @@ from agentrl.trajectory import Score, Trajectory
 
 
 class Criterion(Settings):
-    """One thing that is judged."""
+    """One criterion of the judge."""
 
     about: str
     """What it means, and what earns a high level."""
     weight: float = Field(default=1.0, gt=0)
-    """How much it counts."""
+    """Its weight in the score."""
 
 
 def _criterion(written: Any) -> Any:
@@ -31,7 +32,7 @@ CriterionName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]{0,47}
 class RubricJudge:
     """Scores each trajectory by criteria: the weighted mean of their levels, as a share of the highest (0 to 1).
 
-    Each criterion is a part of the score, unweighted. Enters and fails as `JudgeEndpoint`.
+    The unweighted level of each criterion is a part of the score. Enters, fails and uses `client` as `JudgeEndpoint`.
     """
 
     class Config(EvidenceSettings):
@@ -42,9 +43,9 @@ class RubricJudge:
         levels: int = Field(default=10, ge=1, le=100)
         """The highest level of a criterion; the lowest is 0."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, client: httpx.AsyncClient | None = None) -> None:
         self._config = config
-        self._endpoint = JudgeEndpoint(config)
+        self._endpoint = JudgeEndpoint(config, client)
         self._verdict = _verdict(list(config.criteria), config.levels, reasons=config.reasons)
 
     async def __aenter__(self) -> Self:
@@ -55,7 +56,7 @@ class RubricJudge:
         await self._endpoint.__aexit__(*exc)
 
     async def score(self, trajectory: Trajectory) -> Score:
-        """The judge's levels, weighted."""
+        """The weighted mean of the judge's levels."""
         verdict = await self._endpoint.ask(self.prompt(trajectory), self._verdict)
         levels: dict[str, int] = verdict.model_dump(by_alias=True)["levels"]
         parts = {name: level / self._config.levels for name, level in levels.items()}
@@ -64,7 +65,7 @@ class RubricJudge:
         return Score(value, parts)
 
     def prompt(self, trajectory: Trajectory) -> JudgePrompt:
-        """What the judge is asked about a trajectory."""
+        """The question to the judge about a trajectory."""
         config = self._config
         listed = "\n".join(f"- {name}: {criterion.about}" for name, criterion in config.criteria.items())
         return JudgePrompt(
@@ -75,15 +76,15 @@ class RubricJudge:
         )
 
     def metrics(self) -> Mapping[str, float]:
-        """What was asked since the last call: answers, cached, failures by kind, tokens, cost, latency in seconds."""
+        """Counts since the last call: answers, cached, failures by kind, tokens, cost, latency in seconds."""
         return self._endpoint.tally.take()
 
 
 def _verdict(criteria: Sequence[str], levels: int, *, reasons: bool) -> type[Verdict]:
-    """The schema of an answer. Levels are an enumeration, which every engine of structured output knows."""
+    """The schema of an answer. Levels are an enumeration, which every engine for structured output supports."""
     schema = {"type": "integer", "enum": [*range(levels + 1)]}
     level: Any = Annotated[int, Field(ge=0, le=levels), WithJsonSchema(schema)]
-    # Fields under other names than the criteria's: one may be called as a method of pydantic's, such as `copy`.
+    # The fields have other names than the criteria, which may be named like a pydantic method, such as `copy`.
     by_name: dict[str, Any] = {f"level_{i}": (level, Field(alias=name)) for i, name in enumerate(criteria)}
     fields: dict[str, Any] = {"levels": (create_model("Levels", __base__=Verdict, **by_name), ...)}
     if reasons:

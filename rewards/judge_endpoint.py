@@ -1,17 +1,15 @@
 """`JudgeEndpoint`: verdicts of a language model behind any OpenAI-compatible `/chat/completions`, over HTTP.
 
-A verdict is an answer that fits a schema. Whatever else comes back is a failure, asked again within a budget, and at
-last a `RewardError`; no verdict is ever made up.
+A verdict is an answer that fits a schema. Everything else is a failure: it is retried within a budget and ends as a
+`RewardError`. No verdict is ever made up.
 
-    question ──▶ cache ──▶ a place ──▶ pace ──▶ POST ──▶ schema ──▶ cache ──▶ verdict
-                              ▲                            │
-                              └───── pause with jitter ◀── failure
-
-By aiohttp: httpx 0.28 takes three to twenty times the CPU with 64 requests under way, and loses a connection for good
-when a request is cancelled at the wrong moment (encode/httpcore#1093), which a deadline does every day.
+    question ──▶ cache ──▶ a slot ──▶ pace ──▶ POST ──▶ schema ──▶ cache ──▶ verdict
+                              ▲                           │
+                              └──── pause with jitter ◀── failure
 """
 
 import asyncio
+import json
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, suppress
@@ -24,10 +22,11 @@ from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 from weakref import WeakValueDictionary
 
-import aiohttp
+import httpx
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agentrl.errors import AgentRLError, ConfigError, RewardError
+from agentrl.http_client import http_client
 from agentrl.openai_wire import ChatAnswer, ServedModels, TokenUsage
 from agentrl.rewards.judge_cache import VerdictCache, question_key
 from agentrl.rewards.judge_prompt import JudgePrompt
@@ -64,19 +63,22 @@ class _NoListError(AgentRLError):
 class JudgeEndpoint:
     """Asks for verdicts. An async context manager.
 
+    `client` sends the requests; its owner closes it. Without one, the endpoint has a client of its own.
+
     Raises:
         ConfigError: on entering: there is no such environment variable or model, the key is refused, the endpoint does
             not answer within the budget, or the cache cannot be opened.
     """
 
-    def __init__(self, config: JudgeSettings) -> None:
+    def __init__(self, config: JudgeSettings, client: httpx.AsyncClient | None = None) -> None:
         self._config = config
         url = config.url.rstrip("/")
         self._url = url if urlsplit(url).path else f"{url}/v1"
         self._model = config.model or ""
         self._key = ""
         self._places = asyncio.Semaphore(config.concurrency)
-        self._session: aiohttp.ClientSession | None = None
+        self._given_client = client
+        self._client: httpx.AsyncClient | None = None
         self._cache = VerdictCache(config.cache)
         self._asked_now: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
         self._next_request = 0.0
@@ -86,15 +88,8 @@ class JudgeEndpoint:
 
     async def __aenter__(self) -> Self:
         self._key = self._read_key()
-        session = aiohttp.ClientSession(
-            headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
-            connector=aiohttp.TCPConnector(limit=0),  # the places are the limit
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),  # `timeout` bounds each request as a whole
-            cookie_jar=aiohttp.DummyCookieJar(),
-            trust_env=True,
-        )
         async with AsyncExitStack() as opened:
-            self._session = await opened.enter_async_context(session)
+            self._client = self._given_client or await opened.enter_async_context(http_client())
             opened.enter_context(self._cache)
             self._model = await self._ask_what_is_served()
             self._open = opened.pop_all()
@@ -166,29 +161,34 @@ class JudgeEndpoint:
 
     async def _send(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> bytes:
         """What the endpoint answers with status 200; the others are failures of three kinds."""
-        if self._session is None:
+        if self._client is None:
             raise ConfigError("the judge is not running: use it inside `async with judge:`")
         url = f"{self._url}{path}"
+        content = None if body is None else json.dumps(body)  # ASCII: half of a surrogate pair is no UTF-8
         try:
-            async with (
-                asyncio.timeout(self._config.timeout),
-                self._session.request(method, url, json=body, allow_redirects=False) as response,
-            ):
-                content = await response.read()
+            async with asyncio.timeout(self._config.timeout):
+                response = await self._client.request(
+                    method, url, content=content, headers=self._headers, follow_redirects=False, timeout=None
+                )
         except TimeoutError:
             raise _NoVerdictError("unreachable", f"no answer within timeout={self._config.timeout:g} s") from None
-        except aiohttp.ClientError as error:
-            raise _NoVerdictError("unreachable", f"{type(error).__name__}: {error}") from error
-        if response.status == 200:
-            return content
-        detail = f"{response.status}: {self._without_key(content.decode(errors='replace'))[:300]}"
-        if response.status in _BUSY:
+        except httpx.HTTPError as error:
+            raise _NoVerdictError("unreachable", str(error) or type(error).__name__) from error
+        if response.status_code == 200:
+            return response.content
+        detail = f"{response.status_code}: {self._without_key(response.content.decode(errors='replace'))[:300]}"
+        if response.status_code in _BUSY:
             raise _NoVerdictError("busy", detail, _retry_after(response.headers.get("Retry-After", "")))
-        if response.status == 404 and method == "GET":
+        if response.status_code == 404 and method == "GET":
             raise _NoListError(f"{url}: {detail}")
-        if response.status in _NEVER:
+        if response.status_code in _NEVER:
             raise ConfigError(f"{url} refuses the judge's key or model (api_key_env, model, url) with {detail}")
         raise RewardError(f"{url} refuses the question with {detail}")
+
+    @property
+    def _headers(self) -> dict[str, str]:
+        authorization = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        return {"Content-Type": "application/json", **authorization}
 
     def _body(self, messages: list[dict[str, str]], schema: Mapping[str, Any]) -> dict[str, Any]:
         config = self._config

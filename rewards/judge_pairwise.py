@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Self
 
+import httpx
 from pydantic import Field
 
 from agentrl.errors import AgentRLError, ConfigError
@@ -33,33 +34,33 @@ _POINTS = {"first": 1.0, "tie": 0.5, "second": 0.0}
 
 @dataclass(slots=True)
 class _Orders:
-    """How many pairs were judged, and how many otherwise when their order was swapped."""
+    """How many pairs were judged, and how many verdicts changed with the order of the pair."""
 
     pairs: int = 0
     swayed: int = 0
 
 
 class PairwiseJudge:
-    """Scores the members of a group by how many of the others they are better than (0 to 1).
+    """Scores each member of a group by the share of the others that it beats (0 to 1).
 
-    Each pair is judged in both orders, and a member has of it the mean of both: 1 for a win, 0.5 for a tie. So a judge
-    that always prefers the first text gives everybody 0.5. Texts that are equal tie and are not judged. The score is
-    the share of wins (`agentrl.rewards.judge_ranking.win_shares`). When one verdict fails, the group's scores do; asked
-    again, the others come from the cache. Enters and fails as `JudgeEndpoint`.
+    Each pair is judged in both orders, and a member gets the mean of both: 1 for a win, 0.5 for a tie. So a judge that
+    always prefers the first text gives every member 0.5. Equal texts tie and are not judged. The score is the share of
+    wins (`agentrl.rewards.judge_ranking.win_shares`). If one verdict fails, all scores of the group fail; on a retry
+    the other verdicts come from the cache. Enters, fails and uses `client` as `JudgeEndpoint`.
     """
 
     class Config(EvidenceSettings):
         """Settings of `judge_pairwise`."""
 
         better: str
-        """What makes one better: `Which answer is friendlier?`"""
+        """The question that decides which one is better: `Which answer is friendlier?`"""
         opponents: int | None = Field(default=None, ge=1)
-        """Each member meets this many that follow it in the group, in a ring; null: all meet all. A group of G costs
-        G (G - 1) verdicts, or 2 G `opponents`."""
+        """Compare each member with this many that follow it in the group, as in a ring; null: compare all pairs. A
+        group of G costs 2 G `opponents` verdicts, or G (G - 1) for all pairs."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, client: httpx.AsyncClient | None = None) -> None:
         self._config = config
-        self._endpoint = JudgeEndpoint(config)
+        self._endpoint = JudgeEndpoint(config, client)
         self._verdict: type[PairwiseVerdict | ReasonedPairwiseVerdict] = (
             ReasonedPairwiseVerdict if config.reasons else PairwiseVerdict
         )
@@ -96,7 +97,7 @@ class PairwiseJudge:
         return [Score(share, {"win_share": share}) for share in shares]
 
     async def _choose(self, first: Trajectory, second: Trajectory) -> float | AgentRLError:
-        """What the first has of it. A failure is returned, so that the verdicts on the other pairs still come in."""
+        """The points of the first. A failure is returned, so that the verdicts on the other pairs still come in."""
         if self._config.messages(first) == self._config.messages(second):
             return _POINTS["tie"]
         try:
@@ -106,7 +107,7 @@ class PairwiseJudge:
         return _POINTS[verdict.better]
 
     def prompt(self, first: Trajectory, second: Trajectory) -> JudgePrompt:
-        """What the judge is asked about a pair."""
+        """The question to the judge about a pair."""
         config = self._config
         shown = {"first": config.messages(first), "second": config.messages(second)}
         return JudgePrompt(
@@ -117,6 +118,6 @@ class PairwiseJudge:
         )
 
     def metrics(self) -> Mapping[str, float]:
-        """As `RubricJudge.metrics`, and the share of pairs that were judged otherwise when their order was swapped."""
+        """As `RubricJudge.metrics`, and the share of pairs whose verdict changed with their order."""
         orders, self._orders = self._orders, _Orders()
         return {**self._endpoint.tally.take(), "swayed_by_order": orders.swayed / max(1, orders.pairs)}

@@ -20,7 +20,7 @@ SHARED_NAMES = {"Config", "Options"}
 LAYERS = [
     {"arrays", "durable", "errors"},
     {"checkpoint", "tiny_model", "trajectory"},
-    {"batch", "openai_wire"},
+    {"batch", "http_client", "openai_wire"},
     {"protocols"},
     {"algorithms", "flow", "plugins"},
     {"hosting", "new_env", "placement", "sandbox", "weights"},
@@ -42,6 +42,7 @@ PLUGINS_MAY_IMPORT = {
     "batch",
     "cluster",
     "errors",
+    "http_client",
     "openai_wire",
     "placement",
     "protocols",

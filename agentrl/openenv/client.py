@@ -1,4 +1,4 @@
-"""`env: openenv:http://host:port`: an environment on a server of OpenEnv's, or any that speaks as 0.3 or 0.10 do."""
+"""`env: openenv:http://host:port`: an environment on any server that speaks the protocol of OpenEnv 0.3 or 0.10."""
 
 import asyncio
 import contextlib
@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import httpx
 
 from agentrl.errors import ConfigError, EnvError
 from agentrl.flow import now
@@ -31,12 +33,14 @@ _ADDRESS = "openenv:http://host:port"
 class OpenEnv:
     """An environment on one of the OpenEnv servers at `urls`: the one with the fewest sessions of this process.
 
-    What the model's message means, and what it reads, stands in `openenv_text.py`. `done` is `terminated`, or, where
-    the metadata say so, `truncated`; a reward that is null is 0. The metadata are the info. Options are sent with the
-    reset; OpenEnv's servers drop those that an environment does not know.
+    `text.py` translates the model's messages into actions, and observations into text. `done` means `terminated`, or
+    `truncated` if the metadata says so. A null reward is 0. The metadata is the info. Options are sent with the reset;
+    OpenEnv's servers drop options that the environment does not know.
 
-    A connection is used for all episodes of this instance, until a question stays without its answer. A server that is
-    full is asked again until the caller's deadline.
+    One connection serves all episodes of this instance, until a request gets no answer. If all servers are full,
+    `reset` retries until the caller's deadline.
+
+    `client` is the caller's own HTTP client, for the requests outside the WebSocket.
 
     Raises:
         ConfigError: an address is wrong.
@@ -44,7 +48,8 @@ class OpenEnv:
 
     isolation = "inline"
 
-    def __init__(self, urls: Sequence[str], token: str | None = None) -> None:
+    def __init__(self, urls: Sequence[str], token: str | None = None, client: httpx.AsyncClient | None = None) -> None:
+        self._client = client
         self.system_prompt = ""
         self.tools: Sequence[Mapping[str, Any]] = ()
         self._urls = tuple(server_url(url, _ADDRESS) for url in urls)
@@ -57,18 +62,18 @@ class OpenEnv:
 
         Raises:
             EnvError: no server can be used, or the environment failed.
-            ConfigError: that is no OpenEnv server, or it does not take the token or the options.
+            ConfigError: this is not an OpenEnv server, or it does not accept the token or the options.
         """
         self._playing = False
         data = {**options, "seed": seed}
         if self._socket is not None and self._socket.usable:
-            with contextlib.suppress(LostError, FullError):  # it has lapsed: nothing of an episode is lost yet
+            with contextlib.suppress(LostError, FullError):  # it has expired; no episode has begun, so nothing is lost
                 return await self._begin(self._socket, data)
         await self.close()
         return await self._begin_somewhere(data)
 
     async def step(self, action: str) -> StepResult:
-        """Send the model's message, or each of its calls until one ends the episode.
+        """Send the model's message or, with tools, each of its calls until one ends the episode.
 
         Raises:
             EnvError: the server or the environment failed, or no episode is being played.
@@ -80,7 +85,7 @@ class OpenEnv:
         if result[2] or result[3]:
             self._playing = False
             if any(server_at(url, self._token).waiting for url in self._urls):
-                await self.close()  # others wait for room
+                await self.close()  # other clients are waiting for a free session
         return result
 
     async def close(self) -> None:
@@ -97,11 +102,11 @@ class OpenEnv:
             problems = []
             for server in sorted(servers, key=lambda server: server.load):
                 try:
-                    self._socket = await Socket.open(server)
+                    self._socket = await Socket.open(server, self._client)
                     return await self._begin(self._socket, data)
                 except FullError as error:
                     await self.close()
-                    server.warn_once(f"{error}. Episodes wait: let it take more, or lower rollout.max_live_episodes")
+                    server.warn_once(f"{error}. Episodes wait: raise its limit, or lower rollout.max_live_episodes")
                 except LostError as error:
                     await self.close()
                     server.shunned_until = now() + SHUN_SECONDS
@@ -115,11 +120,11 @@ class OpenEnv:
     async def _begin(self, socket: Socket, data: Mapping[str, Any]) -> ResetResult:
         schema = socket.action_schema
         try:
-            if has_tools(schema) and not socket.tools:  # before the reset, as environments may count it as a step
+            if has_tools(schema) and not socket.tools:  # before the reset, since environments may count it as a step
                 socket.tools = _tools(await socket.ask("step", {"type": "list_tools"}), socket.server.url)
             began = await socket.ask("reset", data)
         except MisfitError as error:
-            raise ConfigError(f"{socket.server.url} does not take the options {dict(data)}: {error}") from error
+            raise ConfigError(f"{socket.server.url} does not accept the options {dict(data)}: {error}") from error
         self._playing = True
         self.tools = socket.tools
         info = began.info_fields
@@ -157,12 +162,12 @@ class OpenEnv:
 
 @dataclass(frozen=True, slots=True)
 class OpenEnvs:
-    """Makes environments on the OpenEnv servers at `urls`; it pickles as texts."""
+    """Makes environments on the OpenEnv servers at `urls`; it pickles as plain strings."""
 
     urls: tuple[str, ...]
 
     def __call__(self) -> Env:
-        """The environment."""
+        """Make an environment."""
         return OpenEnv(self.urls)
 
 
@@ -170,7 +175,7 @@ def openenv(rest: str) -> OpenEnvs:
     """openenv:http://localhost:8000: an environment on an OpenEnv server there, or on several: openenv:URL,URL.
 
     Raises:
-        ConfigError: that is no address.
+        ConfigError: one of them is not an address.
     """
     return OpenEnvs(tuple(server_url(url, _ADDRESS) for url in rest.split(",")))
 
@@ -179,7 +184,7 @@ def _tools(listing: ServerObservation, url: str) -> tuple[dict[str, Any], ...]:
     try:
         tools = tools_from(listing.observation["tools"])
     except (LookupError, TypeError, AttributeError) as error:
-        raise EnvError(f"{url} answered list_tools by {listing.observation!r:.200}") from error
+        raise EnvError(f"{url} answered list_tools with {listing.observation!r:.200}") from error
     if not tools:
-        raise EnvError(f"{url} lists no tools ({listing.info_fields}), and takes no other actions")
+        raise EnvError(f"{url} lists no tools ({listing.info_fields}), and accepts no other actions")
     return tools

@@ -1,7 +1,7 @@
 """OpenEnv's messages, as its versions 0.3 (`openenv-core`) and 0.10 (`openenv`) put them on the wire.
 
-The WebSocket `/ws` is the protocol: a connection is a session, with an environment of its own. Requests are answered in
-their order and carry no id.
+The protocol is the WebSocket `/ws`: each connection is a session with its own environment. Requests have no id and are
+answered in order.
 
     {"type": "reset", "data": {"seed": 7, ...}}                                    -> an observation
     {"type": "step", "data": {fields of the Action schema}}                        -> an observation
@@ -12,8 +12,8 @@ their order and carry no id.
     {"type": "observation", "data": {"observation": {..}, "reward": 1.0 or null, "done": false, "metadata": {..}}}
     {"type": "error", "data": {"message": .., "code": ..}}
 
-`GET /schema` describes actions and observations. Over HTTP, `/reset` and `/step` have an environment each, which
-ends with the answer; only `POST /mcp` (JSON-RPC) has sessions. Versions differ in `metadata`, which 0.3 leaves out.
+`GET /schema` describes actions and observations. Over HTTP, each `/reset` or `/step` uses a new environment that ends
+with the answer; only `POST /mcp` (JSON-RPC) has sessions. The versions differ in `metadata`, which 0.3 leaves out.
 """
 
 from typing import Any, Literal
@@ -23,15 +23,15 @@ from pydantic import BaseModel, ConfigDict, Field
 from agentrl.remote.protocol import Whole
 
 TOOL_ACTIONS = ("Action", "CallToolAction", "ListToolsAction")
-"""Titles of the Action schema of an environment whose actions are calls of tools."""
+"""Titles of the Action schema that mark an environment whose actions are tool calls."""
 LARGEST_MESSAGE = 100 << 20
-"""Bytes; what OpenEnv's own clients take."""
+"""Bytes; OpenEnv's own clients accept as much."""
 
 INVALID_JSON, UNKNOWN_TYPE, VALIDATION_ERROR = "INVALID_JSON", "UNKNOWN_TYPE", "VALIDATION_ERROR"
 EXECUTION_ERROR, CAPACITY_REACHED, SESSION_ERROR = "EXECUTION_ERROR", "CAPACITY_REACHED", "SESSION_ERROR"
 
 FULL = (429, 503)
-"""Statuses of a server that takes no more for now."""
+"""Statuses of a server that accepts nothing new for now."""
 
 
 class _Strict(BaseModel):
@@ -39,14 +39,14 @@ class _Strict(BaseModel):
 
 
 class MessageAction(_Strict):
-    """The model's message, whole."""
+    """The model's whole message."""
 
     message: str = Field(description="The message, as the model wrote it")
     metadata: dict[str, Any] = {}
 
 
 class ListToolsAction(_Strict):
-    """Ask which tools there are; no reset has to come before."""
+    """List the tools; works without a reset."""
 
     type: Literal["list_tools"]
     metadata: dict[str, Any] = {}
@@ -65,7 +65,7 @@ Action = MessageAction | CallToolAction | ListToolsAction
 
 
 class MessageObservation(_Strict):
-    """What the environment says. `metadata` has `truncated`, and what else the environment tells."""
+    """The environment's message. `metadata` holds `truncated` and the environment's info."""
 
     message: str
     done: bool = False
@@ -74,7 +74,7 @@ class MessageObservation(_Strict):
 
 
 class CallToolObservation(_Strict):
-    """What a tool says: `result` is as MCP writes it, with the text also as `data`."""
+    """The answer of a tool: `result` is as MCP writes it, with the text also as `data`."""
 
     tool_name: str
     result: dict[str, Any] | None = None
@@ -85,7 +85,7 @@ class CallToolObservation(_Strict):
 
 
 class State(BaseModel):
-    """Where the episode stands."""
+    """The state of the episode."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -94,7 +94,7 @@ class State(BaseModel):
 
 
 class ResetRequest(BaseModel):
-    """The data of a reset; what else it has are options of the environment."""
+    """The data of a reset; all other fields are options of the environment."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -103,7 +103,7 @@ class ResetRequest(BaseModel):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The environment's."""
+        """The environment's options."""
         return dict(self.model_extra or {})
 
 

@@ -1,4 +1,4 @@
-"""JSON-RPC as OpenEnv's clients of tools speak it: MCP's `tools/list` and `tools/call`, and sessions of its own."""
+"""The JSON-RPC of OpenEnv's tool clients: MCP's `tools/list` and `tools/call`, plus OpenEnv's session methods."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ _METHODS = ("openenv/session/create", "openenv/session/close", "tools/list", "to
 async def answer_rpc(
     raw: str | bytes, openenv_sessions: OpenEnvSessions, session: OpenEnvSession | None
 ) -> dict[str, Any]:
-    """The answer to a JSON-RPC request, which is of the connection's session, or of the one that it names."""
+    """The answer to a JSON-RPC request, for the connection's session or the session that the request names."""
     try:
         request = RpcRequest.model_validate(from_json(raw))
     except ValidationError as error:
@@ -53,7 +53,7 @@ async def _tools_result(method: str, params: dict[str, Any], session: OpenEnvSes
         return {"tools": [tool_entry(tool, "inputSchema") for tool in (await session.look()).tools]}
     name, arguments = params.get("name"), params.get("arguments") or {}
     if not isinstance(name, str) or not isinstance(arguments, dict):
-        raise Refusal(422, "tools/call takes the name of a tool as 'name' and an object as 'arguments'")
+        raise Refusal(422, "tools/call needs the name of a tool as 'name' and an object as 'arguments'")
     stepped = await session.call(name, arguments)
     over = stepped.terminated or stepped.truncated
     return {**tool_result(stepped.observation, "isError"), "_meta": {"reward": stepped.reward, "done": over}}

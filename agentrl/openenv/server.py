@@ -1,7 +1,7 @@
-"""What `agentrl serve` says to OpenEnv's clients, unmodified (`openenv_protocol.py` has the messages).
+"""The routes of `agentrl serve` for unmodified OpenEnv clients (`protocol.py` defines the messages).
 
-An environment's action is the model's message, whole: `{"message": text}`. One with tools can also be asked for them
-(`list_tools`) and be given one call at a time (`call_tool`). Sessions, limits and the token are those of the server.
+An action is the model's whole message: `{"message": text}`. An environment with tools can also list them (`list_tools`)
+and take one call at a time (`call_tool`). Sessions, limits and the token are those of the server.
 """
 
 import asyncio
@@ -69,7 +69,7 @@ def add_openenv(app: FastAPI, sessions: Sessions, name: str) -> None:
 
 
 def _add_stateless(app: FastAPI, openenv_sessions: OpenEnvSessions) -> None:
-    """Each of these has an environment of its own, which ends with the answer."""
+    """Add the routes without a session: each request uses a new environment, which ends with the answer."""
 
     @app.post("/reset", response_model=Answer, responses=_REFUSALS)
     async def reset(episode: ResetRequest | None = None) -> Response:
@@ -116,7 +116,7 @@ class _Frame(BaseModel):
 
 
 async def _serve(client: WebSocket, openenv_sessions: OpenEnvSessions, answer: _AnswerTo) -> None:
-    """Answer a connection's frames in order, until it closes, or says nothing for as long as a session may."""
+    """Answer a connection's frames in order, until it closes or has been silent for `idle_seconds`."""
     try:
         async with openenv_sessions.session(client.query_params.get("session_id") or None) as session:
             with _attached(session):
@@ -136,7 +136,7 @@ async def _converse(
             return
         await _send(client, reply)
         if reply.get("type") == "error" and reply["data"]["code"] == CAPACITY_REACHED:
-            return  # as OpenEnv's servers do
+            return  # close the connection, as OpenEnv's servers do
 
 
 @contextlib.contextmanager
@@ -169,7 +169,7 @@ async def _receive(client: WebSocket, seconds: float) -> str | bytes | None:
 async def _answer(
     raw: str | bytes, openenv_sessions: OpenEnvSessions, session: OpenEnvSession
 ) -> dict[str, Any] | None:
-    """The answer to a frame of `/ws`; none to the last."""
+    """The answer to a frame of `/ws`; None for a `close` frame."""
     try:
         message = from_json(raw)
     except ValueError as error:

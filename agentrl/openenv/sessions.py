@@ -1,4 +1,4 @@
-"""The sessions of OpenEnv's clients: each keeps what they expect a session to remember, over one of the server's."""
+"""The sessions of OpenEnv clients: each wraps a session of the server and adds the state that OpenEnv expects."""
 
 import asyncio
 import contextlib
@@ -20,9 +20,9 @@ from agentrl.rollout.tools import ToolCall
 
 
 class OpenEnvSession:
-    """A client's session, and where its episode stands. It asks the session one thing at a time.
+    """A client's session and the state of its episode. It sends one request at a time to the server's session.
 
-    The session is opened when it is needed, and again by a `reset` after it lapsed or failed.
+    The server's session is opened when it is first needed, and reopened by a `reset` after it expired or failed.
     """
 
     def __init__(self, sessions: Sessions) -> None:
@@ -40,7 +40,7 @@ class OpenEnvSession:
         return self._session in self._sessions
 
     async def open(self) -> None:
-        """Open the session, if it is not.
+        """Open the session, unless it is open.
 
         Raises:
             Refusal: the server has no room, or the environment cannot be made.
@@ -53,18 +53,18 @@ class OpenEnvSession:
         seed = secrets.randbelow(1 << 31) if episode.seed is None else episode.seed
         async with self._lock:
             began = await self._begin(seed, episode)
-        # OpenEnv has no place for the system prompt, and its client of tools drops a text that stands beside metadata.
+        # OpenEnv has no field for the system prompt, and its tool client drops a text beside the metadata.
         extra = {"seed": seed, "system_prompt": began.system_prompt}
         metadata = {**began.info, **extra, **({"message": began.observation} if began.tools else {})}
         return _answer_of({"message": began.observation}, metadata)
 
     async def look(self) -> Began:
-        """What the environment shows of itself. Only an episode tells, so without one the episode of seed 0 begins."""
+        """The environment's description of itself. It comes with an episode, so without one, that of seed 0 begins."""
         async with self._lock:
             return self._began or await self._begin(0, ResetRequest())
 
     async def act(self, action: Action) -> Answer:
-        """Do what a step asks for."""
+        """Take a step: list the tools, call one, or send a message."""
         if isinstance(action, ListToolsAction):
             return _answer_of({"tools": [tool_entry(tool, "input_schema") for tool in (await self.look()).tools]}, {})
         if isinstance(action, CallToolAction):
@@ -78,16 +78,16 @@ class OpenEnvSession:
         return _answer_of(observation, metadata, stepped.reward, stepped.terminated or stepped.truncated)
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> Stepped:
-        """Call a tool, as a model would have written it."""
+        """Call a tool, written as a model would write the call."""
         try:
             message = ToolCall(tool, arguments).render()
         except (ValueError, RecursionError) as error:
-            raise Refusal(422, f"the arguments of {tool[:64]!r} are no JSON: {error}") from error
+            raise Refusal(422, f"the arguments of {tool[:64]!r} are not JSON: {error}") from error
         await self.look()
         return await self._step(message)
 
     async def close(self) -> None:
-        """Give the session back."""
+        """End the session."""
         with contextlib.suppress(Refusal):
             await self._sessions.close(self._session)
 
@@ -110,7 +110,7 @@ class OpenEnvSession:
 
 
 class OpenEnvSessions:
-    """All sessions of a server. One ends with its connection, or, where JSON-RPC has opened it, when it is closed."""
+    """All sessions of a server. A session ends with its connection; one that JSON-RPC opened ends when it is closed."""
 
     def __init__(self, sessions: Sessions) -> None:
         self.sessions = sessions
@@ -120,7 +120,7 @@ class OpenEnvSessions:
 
     @contextlib.asynccontextmanager
     async def session(self, session_id: str | None = None) -> AsyncIterator[OpenEnvSession]:
-        """A new session for the block, or the open one of this id."""
+        """A new session for the duration of the block, or the open session with this id."""
         if session_id is not None:
             yield self.find(session_id)
             return
@@ -132,7 +132,7 @@ class OpenEnvSessions:
             await self.close(session.id)
 
     async def open(self) -> OpenEnvSession:
-        """A session that stays until it is closed, or lapses."""
+        """Open a session that lasts until it is closed or expires."""
         for lapsed in [key for key, session in self._by_id.items() if not session.attached and not session.is_open]:
             del self._by_id[lapsed]
         session = OpenEnvSession(self.sessions)
@@ -141,10 +141,10 @@ class OpenEnvSessions:
         return session
 
     def find(self, session_id: str) -> OpenEnvSession:
-        """The session of this id.
+        """The session with this id.
 
         Raises:
-            Refusal: there is none.
+            Refusal: there is no such session.
         """
         session = self._by_id.get(session_id)
         if session is None:
@@ -158,11 +158,11 @@ class OpenEnvSessions:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many sessions there are and may be, as a full server tells it."""
+        """How many sessions are open and allowed, in the form that a full server reports."""
         return {"active_sessions": len(self.sessions), "max_sessions": self.sessions.limits.max_sessions}
 
     async def about(self) -> Began:
-        """What the environment shows of itself, asked once."""
+        """The environment's description of itself, requested once."""
         async with self._asking:
             if self._about is None:
                 async with self.session() as session:
@@ -171,19 +171,19 @@ class OpenEnvSessions:
 
 
 def tool_entry(tool: Mapping[str, Any], schema_key: str) -> dict[str, Any]:
-    """A tool as a list of them has it."""
+    """The entry of a tool in a list of tools."""
     function = tool.get("function", tool)
     schema = function.get("parameters", {})
     return {"name": function["name"], "description": function.get("description", ""), schema_key: schema}
 
 
 def tool_result(text: str, error_key: str) -> dict[str, Any]:
-    """What a tool said, as MCP writes it."""
+    """The result of a tool, as MCP writes it."""
     return {"content": [{"type": "text", "text": text}], error_key: False, "data": text}
 
 
 def _answer_of(
     observation: dict[str, Any], metadata: dict[str, Any], reward: float | None = None, done: bool = False
 ) -> Answer:
-    """0.3's clients read the metadata inside the observation, 0.10's beside it."""
+    """An answer with the metadata in both places: 0.3's clients read it in the observation, 0.10's beside it."""
     return Answer(observation={**observation, "metadata": metadata}, reward=reward, done=done, metadata=metadata)

@@ -1,7 +1,7 @@
-"""A connection to an OpenEnv server, and what this process knows of the server.
+"""A connection to an OpenEnv server, and what this process knows about the server.
 
-Answers carry no id there: each is taken for that of the last question. So a connection on which a question was left
-without its answer, for whatever reason, is never used again: the next answer on it would be the last one's.
+OpenEnv's answers carry no id: each belongs to the last request. A connection is therefore never reused after a request
+got no answer, for whatever reason: the next request could receive the late answer.
 """
 
 import asyncio
@@ -13,13 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import aiohttp
+import httpx
 from pydantic import BaseModel, ValidationError
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
 from agentrl.errors import ConfigError, EnvError
 from agentrl.flow import now
+from agentrl.http_client import http_client
 from agentrl.openenv.protocol import CAPACITY_REACHED, LARGEST_MESSAGE, VALIDATION_ERROR
 from agentrl.openenv.text import text_from
 from agentrl.protocols import StepResult
@@ -27,10 +28,10 @@ from agentrl.protocols import StepResult
 logger = logging.getLogger(__name__)
 
 TOKEN_VARIABLE = "AGENTRL_OPENENV_TOKEN"
-"""Environment variable of the bearer token that is shown to OpenEnv servers."""
+"""Environment variable of the bearer token for OpenEnv servers."""
 CONNECT_SECONDS = 10.0
 SHUN_SECONDS = 5.0
-"""How long a server that could not be used is asked last."""
+"""How long a server that could not be used ranks last."""
 
 
 class LostError(EnvError):
@@ -42,7 +43,7 @@ class FullError(EnvError):
 
 
 class MisfitError(Exception):
-    """The server does not take what it was sent; nothing has happened. `data` is what it says of it."""
+    """The server rejected the data, without any effect. `data` is the content of its error."""
 
     def __init__(self, data: Mapping[str, Any]) -> None:
         super().__init__(str(data.get("errors") or data.get("message")))
@@ -64,7 +65,7 @@ class ServerObservation(BaseModel):
 
     @property
     def info_fields(self) -> dict[str, Any]:
-        """The metadata, which stand beside the observation, or in it."""
+        """The metadata, which is beside the observation or inside it."""
         inside = self.observation.get("metadata")
         return dict(self.metadata or (inside if isinstance(inside, dict) else {}))
 
@@ -77,7 +78,7 @@ class ServerObservation(BaseModel):
 
 
 class Server:
-    """What this process knows of a server. `waiting` is how many wait for room there."""
+    """What this process knows about a server. `waiting` counts the clients that wait for a free session on it."""
 
     def __init__(self, url: str, token: str | None) -> None:
         self.url = url
@@ -90,63 +91,71 @@ class Server:
 
     @property
     def load(self) -> tuple[bool, int]:
-        """The least is the best to open a session at."""
+        """Sort key: open a session at the server with the lowest load."""
         return self.shunned_until > now(), self.sockets
 
-    async def action_schema(self) -> dict[str, Any]:
-        """The schema of its actions, asked once."""
+    async def action_schema(self, client: httpx.AsyncClient | None = None) -> dict[str, Any]:
+        """The schema of the server's actions, requested once, with `client` if one is given.
+
+        Raises:
+            LostError: the server cannot be reached.
+            FullError: it has no room.
+            ConfigError: it is not an OpenEnv server, or does not accept the token.
+        """
         if self._action_schema is None:
-            self._action_schema = await self._described()
+            if client is not None:
+                self._action_schema = await self._described(client)
+            else:
+                async with http_client(trust_env=False) as own:  # the WebSocket uses no proxy either
+                    self._action_schema = await self._described(own)
         return self._action_schema
 
-    async def _described(self) -> dict[str, Any]:
-        timeout = aiohttp.ClientTimeout(total=CONNECT_SECONDS)
+    async def _described(self, client: httpx.AsyncClient) -> dict[str, Any]:
         try:
-            async with (
-                aiohttp.ClientSession(headers=self.headers, timeout=timeout) as http,
-                http.get(f"{self.url}/schema") as answer,
-            ):
-                if answer.status == 429:
-                    raise FullError(f"{self.url} is full")
-                if answer.status >= 500:
-                    raise LostError(f"{self.url}/schema answered {answer.status}")
-                self.check_status(answer.status, "/schema", await answer.text())
-                schema = (await answer.json())["action"]
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                answer = await client.get(f"{self.url}/schema", headers=self.headers, follow_redirects=True)
+        except (httpx.HTTPError, TimeoutError) as error:
             raise LostError(f"{self.url} cannot be reached: {error or type(error).__name__}") from error
-        except (aiohttp.ClientError, ValueError, LookupError, TypeError) as error:
-            raise ConfigError(f"{self.url}/schema describes no action ({error}): is it an OpenEnv server?") from error
+        if answer.status_code == 429:
+            raise FullError(f"{self.url} is full")
+        if answer.status_code >= 500:
+            raise LostError(f"{self.url}/schema answered {answer.status_code}")
+        self.check_status(answer.status_code, "/schema", answer.text)
+        try:
+            schema = answer.json()["action"]
+        except (ValueError, LookupError, TypeError) as error:
+            raise ConfigError(f"{self.url}/schema has no action schema ({error}): is it an OpenEnv server?") from error
         if not isinstance(schema, dict):
-            raise ConfigError(f"{self.url}/schema describes no action: is it an OpenEnv server?")
+            raise ConfigError(f"{self.url}/schema has no action schema: is it an OpenEnv server?")
         return schema
 
     def warn_once(self, text: str) -> None:
-        """Log this warning, where none was logged of this server."""
+        """Log this warning, unless one was logged for this server."""
         if not self._has_warned:
             self._has_warned = True
             logger.warning("%s", text)
 
     def check_status(self, status: int, path: str, answer: str) -> None:
-        """Nothing, where the server takes requests there."""
+        """Raise `ConfigError` for any status of 400 or more."""
         if status in (401, 403):
-            raise ConfigError(f"{self.url} answered {status}: set {TOKEN_VARIABLE} to a token that it takes")
+            raise ConfigError(f"{self.url} answered {status}: set {TOKEN_VARIABLE} to a token that it accepts")
         if status >= 400:
             raise ConfigError(f"{self.url}{path} answered {status} ({answer:.200}): is it an OpenEnv server?")
 
 
 _servers: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, str | None], Server]] = WeakKeyDictionary()
-"""The servers that each loop knows."""
+"""The servers that each event loop knows."""
 
 
 def server_at(url: str, token: str | None) -> Server:
-    """The server at an address, as the running loop knows it."""
+    """The running event loop's `Server` for an address."""
     servers = _servers.setdefault(asyncio.get_running_loop(), {})
     return servers.setdefault((url, token), Server(url, token))
 
 
 @contextlib.contextmanager
 def waiting_at(servers: Sequence[Server]) -> Iterator[None]:
-    """Counts one more client that waits for a free session on these servers."""
+    """Within the block, count one more client that waits for a free session on these servers."""
     for server in servers:
         server.waiting += 1
     try:
@@ -157,7 +166,7 @@ def waiting_at(servers: Sequence[Server]) -> Iterator[None]:
 
 
 class Socket:
-    """A connection, which is a session, and asked one thing at a time. `usable` says whether it may be asked again."""
+    """A connection, which is one session with one request at a time. `usable` is whether another may be sent."""
 
     def __init__(self, server: Server, connection: ClientConnection, action_schema: dict[str, Any]) -> None:
         self.server = server
@@ -167,16 +176,16 @@ class Socket:
         self._connection = connection
 
     @classmethod
-    async def open(cls, server: Server) -> "Socket":
-        """Connect.
+    async def open(cls, server: Server, client: httpx.AsyncClient | None = None) -> "Socket":
+        """Connect. The caller's HTTP client, where it has one, asks for the schema.
 
         Raises:
             LostError: the server cannot be reached.
-            ConfigError: it is no OpenEnv server, or does not take the token.
+            ConfigError: it is not an OpenEnv server, or does not accept the token.
         """
-        server.sockets += 1  # at once, so that those who open now spread
+        server.sockets += 1  # count it now, so that sessions opened at the same time spread over the servers
         try:
-            schema = await server.action_schema()
+            schema = await server.action_schema(client)
             return cls(server, await cls._connected(server), schema)
         except BaseException:
             server.sockets -= 1
@@ -191,7 +200,7 @@ class Socket:
                 compression=None,
                 max_size=LARGEST_MESSAGE,
                 proxy=None,
-                ping_interval=None,  # the caller has deadlines; the server's own pings are answered all the time
+                ping_interval=None,  # the caller has deadlines; the server's own pings are always answered
                 open_timeout=CONNECT_SECONDS,
                 close_timeout=1.0,
             )
@@ -203,14 +212,14 @@ class Socket:
             raise LostError(f"{server.url} cannot be reached: {error or type(error).__name__}") from error
 
     async def ask(self, kind: str, data: Mapping[str, Any]) -> ServerObservation:
-        """Send a reset or a step, and wait for what is observed. Without an answer, the connection ends.
+        """Send a reset or a step, and wait for the observation. Without an answer, the connection ends.
 
         Raises:
             EnvError: the connection broke, or the environment failed.
-            MisfitError: the server does not take the data; the connection is as good as before.
+            MisfitError: the server rejected the data; the connection stays usable.
         """
         frame = json.dumps({"type": kind, "data": dict(data)}, ensure_ascii=False)
-        frame = frame.encode(errors="replace").decode()  # half of a surrogate pair cannot be read over there
+        frame = frame.encode(errors="replace").decode()  # half of a surrogate pair cannot be decoded by the server
         self.usable = False
         try:
             answer = self._read(await self._exchange(frame))
@@ -233,11 +242,11 @@ class Socket:
                     await self._connection.send('{"type": "close"}')
                 await self._connection.close()
             finally:
-                self._connection.transport.abort()  # where this was cancelled
+                self._connection.transport.abort()  # in case this was cancelled
 
     async def _exchange(self, frame: str) -> str | bytes:
         try:
-            with contextlib.suppress(ConnectionClosed):  # what it said before it closed may tell why
+            with contextlib.suppress(ConnectionClosed):  # the last message before the close may give the reason
                 await self._connection.send(frame)
             return await self._connection.recv()
         except ConnectionClosed as error:
@@ -252,7 +261,7 @@ class Socket:
                 if answer.reward is None or math.isfinite(answer.reward):
                     return answer
         except ValidationError as error:
-            raise EnvError(f"{url} answered what is no message of OpenEnv's: {error}") from error
+            raise EnvError(f"{url} sent something that is not an OpenEnv message: {error}") from error
         code, message = reply.data.get("code"), reply.data.get("message")
         if code == VALIDATION_ERROR:
             raise MisfitError(reply.data)
@@ -260,7 +269,7 @@ class Socket:
             raise FullError(f"{url} is full: {message}")
         if reply.type == "error":
             raise EnvError(f"the environment at {url} failed: {message} ({code})")
-        raise EnvError(f"{url} answered {raw!r:.200}, and an observation with a finite reward or null was due")
+        raise EnvError(f"{url} answered {raw!r:.200} instead of an observation with a finite reward or null")
 
     def _end(self) -> None:
         self.server.sockets -= 1

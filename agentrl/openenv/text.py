@@ -1,17 +1,17 @@
-"""Between what a model writes and reads, and what an OpenEnv environment takes and says.
+"""Translates the model's messages into OpenEnv actions, and OpenEnv observations into text.
 
-A message becomes an action by the Action schema (`metadata` does not count among its fields):
+The Action schema decides how a message becomes an action (its field `metadata` is ignored):
 
-1. A single field of text is the message itself, as it is.
-2. Else a JSON object in the message is the action: alone, in a fence, or with prose around it.
-3. Else, where one field alone is required, the message is that field: as JSON, or as text where the field is one.
-4. Else the observation says what to write. The server's complaint about an action becomes an observation too.
+1. If the only field is text, its value is the message, unchanged.
+2. Otherwise, a JSON object in the message is the action: alone, in a code fence, or within prose.
+3. Otherwise, if exactly one field is required, the message is its value: as text for a text field, else as JSON.
+4. Otherwise, the observation explains what to write. If the server rejects an action, its error is the observation.
 
-An observation becomes a text, fields that are null (and `metadata`) left out:
+An observation becomes text as follows, without null fields and `metadata`:
 
-1. Of a tool: its error, or its result (its `data`, else the texts of its content), as it is, or as JSON.
-2. One field alone that is a text is that text; several are a JSON object.
-3. Where there is no field, the same is done with the metadata.
+1. From a tool: the error, or else the result: its `data`, else the texts of its content. Other values become JSON.
+2. A single field that is text becomes that text; anything else becomes a JSON object.
+3. If there is no field, the same applies to the fields of the metadata.
 """
 
 import json
@@ -26,12 +26,12 @@ _NO_ARGUMENTS = {"type": "object", "properties": {}}
 
 
 def has_tools(action_schema: Schema) -> bool:
-    """Whether actions are calls of tools, which the environment lists."""
+    """Whether actions are calls of tools that the environment lists."""
     return action_schema.get("title") in TOOL_ACTIONS
 
 
 def tools_from(listed: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """What `list_tools` says, as chat templates expect it."""
+    """The answer to `list_tools`, in the form that chat templates expect."""
     return tuple(
         {
             "type": "function",
@@ -46,10 +46,10 @@ def tools_from(listed: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...
 
 
 def action_from(message: str, action_schema: Schema) -> dict[str, Any]:
-    """The fields of the action that a message stands for.
+    """Translate a message into the fields of an action.
 
     Raises:
-        ToolError: it stands for none; says what to write.
+        ToolError: the message is not an action; the error explains what to write.
     """
     fields = _fields(action_schema)
     if not fields:
@@ -63,12 +63,12 @@ def action_from(message: str, action_schema: Schema) -> dict[str, Any]:
     if isinstance(found, dict) and (one is None or one in found):
         return found
     if one is None:
-        raise ToolError(f"the message holds no JSON object. Answer with one of the fields {', '.join(fields)}")
+        raise ToolError(f"the message has no JSON object. Answer with one that has the fields {', '.join(fields)}")
     return {one: message if is_text else message.strip() if found is None else found}
 
 
 def how_to_act(action_schema: Schema) -> str:
-    """Tells the model what to write; nothing where a message is taken as it is."""
+    """Instructions for the model on what to write; empty if a message is used unchanged."""
     fields = _fields(action_schema)
     if len(fields) <= 1 and all(map(_takes_text, fields.values())):
         return ""
@@ -78,7 +78,7 @@ def how_to_act(action_schema: Schema) -> str:
 
 
 def what_is_wrong(error: Mapping[str, Any], action_schema: Schema) -> str:
-    """What a server found wrong with an action: the data of its error, as a text for the model."""
+    """The data of a server's error about an action, as text for the model."""
     found = [
         f"{'.'.join(map(str, item.get('loc', ())))}: {item.get('msg')}, got {item.get('input')!r:.60}"
         for item in error.get("errors") or ()
@@ -89,7 +89,7 @@ def what_is_wrong(error: Mapping[str, Any], action_schema: Schema) -> str:
 
 
 def text_from(observation: Mapping[str, Any]) -> str:
-    """An observation as the model reads it."""
+    """An observation as text for the model."""
     if "tool_name" in observation:
         return _tool_text(observation)
     shown = {name: value for name, value in observation.items() if name != "metadata" and value is not None}
@@ -127,7 +127,7 @@ def _fields(action_schema: Schema) -> dict[str, Any]:
 
 
 def _takes_text(field: Mapping[str, Any]) -> bool:
-    """Whether a field is a free text, or may be one; one of a few words is not."""
+    """Whether a field is, or may be, free text; an enumeration is not."""
     if "enum" in field or "const" in field:
         return False
     options = field.get("anyOf") or field.get("oneOf") or ()
@@ -135,7 +135,7 @@ def _takes_text(field: Mapping[str, Any]) -> bool:
 
 
 def _json_in(message: str) -> Any:
-    """The JSON value that a message is, or the object that it holds; none where there is none."""
+    """The message parsed as JSON, or else the JSON object inside it; None if there is neither."""
     for part in (message, message[message.find("{") : message.rfind("}") + 1]):
         try:
             return json.loads(part, parse_constant=_no_constant)

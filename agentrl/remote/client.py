@@ -1,4 +1,4 @@
-"""`RemoteEnv`: an environment that an `agentrl serve` somewhere else plays."""
+"""`RemoteEnv`: an environment that runs on an `agentrl serve` server."""
 
 import asyncio
 import os
@@ -17,14 +17,14 @@ _Answer = TypeVar("_Answer", Opened, Began, Stepped)
 _OPENED: TypeAdapter[Opened] = TypeAdapter(Opened)
 _BEGAN: TypeAdapter[Began] = TypeAdapter(Began)
 _STEPPED: TypeAdapter[Stepped] = TypeAdapter(Stepped)
-_ADDRESS = "http://host:port, as `agentrl serve` says it"
+_ADDRESS = "http://host:port, as `agentrl serve` prints it"
 
 
 class RemoteEnv:
     """An environment on one of the servers at `urls`: the one with the fewest sessions of this process.
 
-    A session is opened by the first `reset`, and used for all episodes of this instance. Where it has lapsed, or its
-    server drains, `reset` opens another. A server that is full is asked again until the caller's deadline.
+    The first `reset` opens a session, which serves all episodes of this instance. If the session has expired or its
+    server is draining, `reset` opens another. If all servers are full, `reset` retries until the caller's deadline.
 
     Raises:
         ConfigError: an address or the token is wrong.
@@ -40,7 +40,7 @@ class RemoteEnv:
         self._lease: _Lease | None = None
 
     async def servers(self) -> Sequence[str]:
-        """Where a session can be opened now."""
+        """The servers that a session can be opened on now."""
         return self._urls
 
     async def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetResult:
@@ -48,7 +48,7 @@ class RemoteEnv:
 
         Raises:
             EnvError: no server can be reached, or the environment failed.
-            ConfigError: the environment does not take these options, or the server does not take the token.
+            ConfigError: the environment does not accept these options, or the server does not accept the token.
         """
         if self._lease is not None:
             try:
@@ -56,7 +56,7 @@ class RemoteEnv:
                 if reply.status in (404, 503):
                     await self.close()
             except UnreachableError:
-                await self.close()  # nothing of an episode is lost yet
+                await self.close()  # no episode has begun, so nothing is lost
         if self._lease is None:
             self._lease = await _open([link_to(url, self._token) for url in await self.servers()])
             reply = await self._begin(self._lease, seed, options)
@@ -80,7 +80,7 @@ class RemoteEnv:
         return stepped.observation, stepped.reward, stepped.terminated, stepped.truncated, stepped.info
 
     async def close(self) -> None:
-        """Give the session back, without waiting for the server's answer."""
+        """Close the session, without waiting for the server's answer."""
         lease, self._lease = self._lease, None
         if lease is not None:
             await lease.link.give_back(lease.session)
@@ -93,37 +93,37 @@ class RemoteEnv:
 
 @dataclass(frozen=True, slots=True)
 class RemoteEnvs:
-    """Makes environments on the servers at `urls`; it pickles as texts."""
+    """Makes environments on the servers at `urls`; it pickles as plain strings."""
 
     urls: tuple[str, ...]
 
     def __call__(self) -> Env:
-        """The environment."""
+        """Make an environment."""
         return RemoteEnv(self.urls)
 
 
 def remote(rest: str) -> RemoteEnvs:
-    """remote:http://one:8800,http://two:8800: an environment that `agentrl serve` plays, on any of these servers.
+    """remote:http://one:8800,http://two:8800: an environment that `agentrl serve` runs on any of these servers.
 
     Raises:
-        ConfigError: that is no address.
+        ConfigError: one of them is not an address.
     """
     return RemoteEnvs(tuple(server_url(url, _ADDRESS) for url in rest.split(",")))
 
 
 def http(rest: str) -> RemoteEnvs:
-    """http://localhost:8800: an environment that `agentrl serve` plays there."""
+    """http://localhost:8800: an environment that `agentrl serve` runs there."""
     return remote(f"http:{rest}")
 
 
 def https(rest: str) -> RemoteEnvs:
-    """https://games.example.org: an environment that `agentrl serve` plays there, behind a proxy that speaks TLS."""
+    """https://games.example.org: an environment that `agentrl serve` runs there, behind a TLS proxy."""
     return remote(f"https:{rest}")
 
 
 @dataclass(eq=False)
 class _Lease:
-    """A session, and the number of what was asked of it last."""
+    """A session, and the number of its last request."""
 
     link: Link
     session: str
@@ -131,12 +131,12 @@ class _Lease:
 
 
 async def _open(links: Sequence[Link]) -> _Lease:
-    """A session at the best of the servers that has room; waits where all that answer are full."""
+    """Open a session at the least loaded server that has room; wait if all servers that answer are full."""
     while True:
         wait: float | None = None
         problems = []
         for link in sorted(links, key=lambda link: link.load):
-            link.sessions += 1  # at once, so that those who open now spread
+            link.sessions += 1  # count it now, so that sessions opened at the same time spread over the servers
             leased = False
             try:
                 reply = await link.ask("open")
@@ -167,4 +167,4 @@ def _read(shape: TypeAdapter[_Answer], reply: ReplyFrame) -> _Answer:
     try:
         return shape.validate_python(reply.body)
     except ValidationError as error:
-        raise EnvError(f"the remote environment answered what it should not have: {error}") from error
+        raise EnvError(f"the remote environment sent an answer that it should not have: {error}") from error

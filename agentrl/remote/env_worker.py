@@ -1,7 +1,7 @@
-"""Environments on workers of the cluster: each is an `agentrl serve` of its own, and one that dies is replaced.
+"""Environments on workers of the cluster. Each worker runs a server like `agentrl serve`; a dead one is replaced.
 
-The cluster starts the workers and watches over them; the episodes go over the same link as to any server, so a step
-costs no call of the cluster. An episode whose worker dies has failed, and is played again.
+The cluster starts and supervises the workers. Episodes use the same link as to any server, so a step needs no cluster
+call. An episode whose worker dies fails and is repeated.
 """
 
 import asyncio
@@ -26,15 +26,15 @@ from agentrl.remote.sessions import ServerLimits
 logger = logging.getLogger(__name__)
 
 MakeEnvs = Callable[[], Callable[[], Env]]
-"""Finds an environment where it shall live, and returns what makes it there."""
+"""Called on the worker: finds an environment there and returns its factory."""
 _PAUSE_SECONDS = 0.2
-"""Pause before a dead worker, whose death may not be known yet, is asked again."""
+"""Pause before the next attempt to reset: the death of a worker may not have been noticed yet."""
 _ATTEMPTS = 3
-"""Workers of a rank in a row that may die before an episode has begun on any, before the run ends of it."""
+"""The run fails when this many workers of a rank die with no episode begun in between."""
 
 
 class EnvWorker:
-    """The worker: serves environments, in a thread, to who knows the token."""
+    """The worker: serves environments, in a thread, to clients that have the token."""
 
     def __init__(self, make: MakeEnvs, limits: ServerLimits, host: str, token: str, rank: int) -> None:
         self._server = EnvServer(make(), name=f"env-{rank}", host=host, token=token, limits=limits)
@@ -42,20 +42,20 @@ class EnvWorker:
         self._listening = threading.Event()
 
     def open(self) -> str:
-        """Begin to serve; the address.
+        """Start serving, and return the address.
 
         Raises:
-            RuntimeError: it cannot listen.
+            RuntimeError: the server cannot listen.
         """
         self._thread.start()
         while not self._server.started:
             if not self._thread.is_alive():
-                raise RuntimeError("the server of the environments did not start")
+                raise RuntimeError("the environment server did not start")
             self._listening.wait(0.01)
         return self._server.url
 
     def serve(self) -> None:
-        """Returns when it serves no more."""
+        """Wait until the server has ended."""
         self._thread.join()
 
 
@@ -63,11 +63,11 @@ class EnvWorker:
 async def env_workers(
     start: StartWorker, count: int, make: Callable[[str, int], EnvWorker]
 ) -> AsyncIterator[Callable[[], Env]]:
-    """What makes environments on `count` workers, each made by `make(token, rank)`.
+    """A factory of environments on `count` workers, each made by `make(token, rank)`.
 
     Raises:
         ConfigError: there is no such environment.
-        WorkerDiedError: the workers of a rank die as soon as they live.
+        WorkerDiedError: the workers of a rank keep dying right after their start.
     """
     token = secrets.token_urlsafe()
     pool = _Pool(start, partial(make, token), token)
@@ -80,18 +80,18 @@ async def env_workers(
 
 
 class _WorkerEnv(RemoteEnv):
-    """An environment on whichever worker lives."""
+    """An environment on any worker that is alive."""
 
     def __init__(self, pool: "_Pool", token: str) -> None:
         super().__init__((), token)
         self._pool = pool
 
     async def servers(self) -> Sequence[str]:
-        """Waits for the first worker."""
+        """The workers that are alive; waits for the first."""
         return await self._pool.servers()
 
     async def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetResult:
-        """Begin an episode, should the worker that it begins on die, on another; for as long as the caller waits."""
+        """Begin an episode; if its worker dies meanwhile, retry on another until the caller's deadline."""
         while True:
             try:
                 begun = await super().reset(seed=seed, options=options)
@@ -102,7 +102,7 @@ class _WorkerEnv(RemoteEnv):
 
 
 class _Pool:
-    """The addresses of the workers that live."""
+    """Keeps the workers running, and knows the addresses of those that are alive."""
 
     def __init__(self, start: StartWorker, make: Callable[[int], EnvWorker], token: str) -> None:
         self._start = start
@@ -114,17 +114,17 @@ class _Pool:
         self._worked = False
 
     def works(self) -> None:
-        """An episode has begun: what workers die of from now on is not how they are started."""
+        """Record that an episode has begun: later deaths of workers are not due to how they are started."""
         self._worked = True
         self._died_at_once.clear()
 
     async def servers(self) -> Sequence[str]:
-        """Where environments can be played; waits for the first place."""
+        """The addresses of the workers that are alive; waits for the first."""
         await self._one_lives.wait()
         return tuple(self._urls.values())
 
     async def keep(self, rank: int) -> None:
-        """Have a worker of this rank, always."""
+        """Keep a worker of this rank running: start another whenever it dies."""
         start = partial(self._start, "env", self._make, rank)
         while True:
             try:
@@ -146,6 +146,6 @@ class _Pool:
             await worker.call("serve")
             raise WorkerDiedError("env", rank, "its server ended")
         finally:
-            end_link(self._urls.pop(rank), self._token)  # a vanished machine closes no connection
+            end_link(self._urls.pop(rank), self._token)  # a machine that vanished does not close its connections
             if not self._urls:
                 self._one_lives.clear()

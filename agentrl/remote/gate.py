@@ -1,4 +1,4 @@
-"""Who is let in: a client that has the token, is done writing in time, and writes no more than it may."""
+"""Admits only requests that carry the token, arrive in time, and are not too long."""
 
 import asyncio
 import hmac
@@ -14,8 +14,9 @@ OPEN_TO_ALL = ("/health", "/metrics", "/openapi.json", "/docs")
 
 
 def idle_timeout(seconds: float) -> type[asyncio.Protocol]:
-    """A protocol for uvicorn that ends connections which ask nothing, or only half of a request, for `seconds` or more
-    (up to twice as long after an answer). It is h11's, which bounds how long the head of a request may grow.
+    """A protocol for uvicorn that closes connections that send nothing, or only part of a request, for `seconds`.
+
+    After an answer it may take twice as long. It extends h11's protocol, which limits the size of a request's head.
     """
 
     class IdleTimeout(H11Protocol):
@@ -26,7 +27,7 @@ def idle_timeout(seconds: float) -> type[asyncio.Protocol]:
 
         def _look(self) -> None:
             if self.transport.is_closing() or self.transport.get_protocol() is not self:
-                return  # it has ended, or is a WebSocket now
+                return  # the connection has ended, or is a WebSocket now
             if self.cycle is self._seen and (self.cycle is None or self.cycle.response_complete):
                 self.transport.close()
                 return
@@ -37,7 +38,7 @@ def idle_timeout(seconds: float) -> type[asyncio.Protocol]:
 
 
 class RequestGate:
-    """Middleware that answers 401, 408 and 413, so that what is behind it sees whole bodies of those who may ask."""
+    """Middleware that answers 401, 408 and 413: the application sees only authorized requests with complete bodies."""
 
     def __init__(self, app: ASGIApp, token: str | None, max_body_bytes: int, request_seconds: float) -> None:
         self._app = app
@@ -69,10 +70,10 @@ class RequestGate:
         await self._app(scope, receive, send)
 
     async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
-        """The whole body, or none where it is too long.
+        """The whole body, or None if it is too long.
 
-        The rest of a long one is read and forgotten, up to a bound: a client that still writes when the connection
-        closes may never see why.
+        The rest of a long body is read and dropped, up to a bound: a client that is still writing when the connection
+        closes may never read the answer.
         """
         stated = headers.get(b"content-length", b"0")
         far_too_long = 16 * self._max
@@ -92,13 +93,13 @@ class RequestGate:
     async def _refuse(self, scope: Scope, receive: Receive, send: Send, status: int, detail: str) -> None:
         if scope["type"] == "websocket":
             await receive()
-            await send({"type": "websocket.close", "code": 1008})  # before it was accepted: the answer is 403
+            await send({"type": "websocket.close", "code": 1008})  # not accepted yet, so the answer is 403
             return
         await JSONResponse({"detail": detail}, status, {"Connection": "close"})(scope, receive, send)
 
 
 def _again(body: bytes, receive: Receive) -> Callable[[], Awaitable[Message]]:
-    """A `receive` that gives the body that was read, and then what comes."""
+    """A `receive` that returns the body that was read, and then the messages that follow."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:

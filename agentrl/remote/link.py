@@ -1,8 +1,8 @@
-"""The one WebSocket between this process and a server: many requests at once, several to a frame, answers in any order.
+"""The one WebSocket between this process and a server. It carries many requests at once, several in a frame.
 
-A `Line` is a connection. It is an `asyncio.Protocol`, so that no task reads it: incoming answers go straight to their
-callers, and an answer whose caller has gone is dropped. Requests made during one iteration of the loop go out as one
-frame at its end. A `Link` is a server: it opens another line where one broke, and asks again.
+A `_Line` is a connection. It is an `asyncio.Protocol`, so it needs no task to read: answers arrive in any order and go
+straight to their callers; an answer whose caller has gone is dropped. Requests made during one iteration of the event
+loop are sent as one frame at its end. A `Link` stands for a server: when its line breaks, it opens another and resends.
 """
 
 import asyncio
@@ -26,22 +26,22 @@ from agentrl.flow import Flow, now
 from agentrl.remote.protocol import SOCKET_PATH, TOKEN_VARIABLE, ReplyFrame, packed
 
 REST_SECONDS = 5.0
-"""How long a server that did not answer is asked last."""
+"""How long a server that did not answer ranks last."""
 
 LARGEST_ANSWER = 64 << 20
-"""Bytes of one frame from a server."""
+"""Most bytes in one frame from a server."""
 
 CLOSE_SECONDS = 1.0
-"""How long a server may take to say farewell."""
+"""How long a server may take to confirm a close."""
 
 _LEAST_FRAME = 1024
-"""What every server takes; more is known when a session was opened."""
+"""Bytes that every server accepts; the answer to `open` states the server's actual limit."""
 
 _REPLIES: TypeAdapter[list[ReplyFrame]] = TypeAdapter(list[ReplyFrame])
 
 
 class UnreachableError(EnvError):
-    """The server cannot be used; another may be."""
+    """This server cannot be used; another one might be."""
 
 
 class _LostError(Exception):
@@ -49,14 +49,14 @@ class _LostError(Exception):
 
 
 class Link:
-    """A server, and the line to it. `sessions` is how many of this process it carries."""
+    """A server, and the line to it. `sessions` counts this process's sessions on it."""
 
     def __init__(self, url: str, token: str | None) -> None:
         self.url = url
         self.sessions = 0
         self.max_bytes = _LEAST_FRAME
-        self._asking = 0  # requests under way
-        self._in_doubt = False  # the last one that ended was not answered, in time or at all
+        self._asking = 0  # requests that are not answered yet
+        self._in_doubt = False  # whether the last request ended without an answer
         self._rests_until = 0.0
         self._token = token
         self._line: _Line | None = None
@@ -67,20 +67,23 @@ class Link:
 
     @property
     def load(self) -> tuple[bool, int]:
-        """The least is the best to open a session at. A server in doubt is asked last, and then by one at a time."""
+        """Sort key: open a session at the server with the lowest load.
+
+        A server in doubt ranks last until it has rested, and then while a request is waiting for its answer.
+        """
         return self._in_doubt and (self._asking > 0 or now() < self._rests_until), self.sessions
 
     async def ask(self, op: str, **what: Any) -> ReplyFrame:
-        """Send a request and wait for its answer; where the line breaks, open another and send it again.
+        """Send a request and wait for its answer; if the line breaks, open another and resend once.
 
         Raises:
-            EnvError: the server cannot be reached, or the request is larger than it takes.
-            ConfigError: the server does not take the token.
+            EnvError: the server cannot be reached, or the request is larger than it accepts.
+            ConfigError: the server does not accept the token.
         """
         number = next(self._numbers)
         message = _encoded(number, op, what)
         if len(message) + 2 > self.max_bytes:
-            raise EnvError(f"{self.url} takes messages of {self.max_bytes} bytes, and this has {len(message)}")
+            raise EnvError(f"{self.url} accepts messages of up to {self.max_bytes} bytes; this one has {len(message)}")
         answered, lost = False, ""
         self._asking += 1
         try:
@@ -100,19 +103,19 @@ class Link:
         raise UnreachableError(f"{self.url} cannot be used: {lost}")
 
     async def give_back(self, session: str) -> None:
-        """Say that a session is not needed any more, without waiting for the answer."""
+        """Close a session, without waiting for the answer."""
         if self._line is not None and self._line.is_open:
             self._line.tell(_encoded(next(self._numbers), "close", {"session": session}), self.max_bytes)
         await self.release()
 
     async def release(self) -> None:
-        """Count a session less; close the line after the last one."""
+        """Count one session fewer; close the line after the last one."""
         self.sessions -= 1
         if self.sessions == 0 and self._line is not None and not self._connecting.locked():
             await self._line.close()
 
     def end(self) -> None:
-        """Treat the server as gone: waiting and later calls fail at once."""
+        """Treat the server as gone: pending and later calls fail immediately."""
         self._has_ended = True
         if self._opening is not None:
             self._opening.cancel()
@@ -123,7 +126,7 @@ class Link:
         if self._line is not None and self._line.is_open:
             return self._line
         async with self._connecting:
-            if self._line is None or not self._line.is_open:  # another may have come first
+            if self._line is None or not self._line.is_open:  # another caller may have opened it
                 self._line = await self._opened()
             return self._line
 
@@ -137,17 +140,17 @@ class Link:
 
 
 _links: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, str | None], Link]] = WeakKeyDictionary()
-"""The links of every loop: one for each server and token."""
+"""The links of each event loop: one per server and token."""
 
 
 def link_to(url: str, token: str | None) -> Link:
-    """The link of this loop to the server at `url`."""
+    """The link of this event loop to the server at `url`."""
     links = _links.setdefault(asyncio.get_running_loop(), {})
     return links.setdefault((url, token), Link(url, token))
 
 
 def end_link(url: str, token: str | None) -> None:
-    """End the link of this loop to a server that is gone; one that comes up at the same address is another."""
+    """End the link of this event loop to a server that is gone; a new server at this address gets a new link."""
     link = _links.get(asyncio.get_running_loop(), {}).pop((url, token), None)
     if link is not None:
         link.end()
@@ -158,11 +161,11 @@ def _encoded(number: int, op: str, what: Mapping[str, Any]) -> bytes:
 
 
 async def _connect(url: str, token: str | None) -> "_Line":
-    """An open line.
+    """Open a line.
 
     Raises:
-        ConfigError: the server does not take the token.
-        _LostError: there is none, or it is no `agentrl serve`.
+        ConfigError: the server does not accept the token.
+        _LostError: there is no server, or it is not `agentrl serve`.
     """
     address = urlsplit(url)
     secure = address.scheme == "https"
@@ -184,16 +187,16 @@ async def _connect(url: str, token: str | None) -> "_Line":
         if isinstance(error, InvalidStatus):
             status = error.response.status_code
             if status in (401, 403):
-                raise ConfigError(f"{url} does not take the token: set {TOKEN_VARIABLE} to the server's") from error
+                raise ConfigError(f"{url} rejects the token: set {TOKEN_VARIABLE} to the server's token") from error
             raise _LostError(f"it answers {status} where {SOCKET_PATH} should be: is it `agentrl serve`?") from error
         if isinstance(error, InvalidHandshake | OSError):
-            raise _LostError(f"it speaks no WebSocket at {SOCKET_PATH}: {error}") from error
+            raise _LostError(f"it has no WebSocket at {SOCKET_PATH}: {error}") from error
         raise
     return line
 
 
 class _Line(asyncio.Protocol):
-    """A WebSocket. `opened` is done when the server has taken it, `ended` when it is gone."""
+    """A WebSocket. `opened` is done when the server has accepted it, `ended` when the connection is gone."""
 
     def __init__(self, wire: ClientProtocol, token: str | None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -208,13 +211,13 @@ class _Line(asyncio.Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether something can be sent."""
+        """Whether messages can be sent."""
         transport = self._transport
         return transport is not None and not transport.is_closing() and self._wire.state is State.OPEN
 
     async def ask(self, number: int, message: bytes, max_bytes: int) -> ReplyFrame:
-        """The answer of request `number`. Raises `_LostError` where the line ends before it came."""
-        if not self.is_open:  # it may end as soon as it was opened
+        """Send request `number` and return its answer. Raises `_LostError` if the line ends first."""
+        if not self.is_open:  # it may have ended right after it opened
             raise _LostError(f"the connection ended ({self._reason(None)})")
         future: asyncio.Future[ReplyFrame] = self._loop.create_future()
         self._waiting[number] = future
@@ -225,13 +228,13 @@ class _Line(asyncio.Protocol):
             del self._waiting[number]
 
     def tell(self, message: bytes, max_bytes: int) -> None:
-        """Send a message, with all others of this iteration of the loop."""
+        """Send a message, together with all others of this iteration of the event loop."""
         self._outbox.append(message)
         if len(self._outbox) == 1:
             self._loop.call_soon(self._flush, max_bytes)
 
     async def close(self) -> None:
-        """Send what is to be sent, and end as soon as the server knows."""
+        """Send the pending messages and close; wait up to `CLOSE_SECONDS` for the server to confirm."""
         self._flush(LARGEST_ANSWER)
         if self.is_open:
             self._wire.send_close()
@@ -240,17 +243,17 @@ class _Line(asyncio.Protocol):
             async with asyncio.timeout(CLOSE_SECONDS):
                 await asyncio.shield(self.ended)
         except TimeoutError:
-            pass  # it has all that it needs, and lapses its sessions by itself
+            pass  # the server has all messages, and its idle sessions expire by themselves
         finally:
             self.abort()
 
     def abort(self) -> None:
-        """End at once."""
+        """Close the connection immediately."""
         if self._transport is not None:
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The connection stands: ask for a WebSocket."""
+        """Connected: request a WebSocket."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         request = self._wire.connect()
@@ -260,13 +263,13 @@ class _Line(asyncio.Protocol):
         self._write()
 
     def data_received(self, data: bytes) -> None:
-        """Hand out the answers."""
+        """Pass the answers to their callers."""
         self._wire.receive_data(data)
-        self._write()  # answers to pings, and to a close
+        self._write()  # replies to pings, and to a close
         if not self.opened.done():
             if self._wire.handshake_exc is not None:
                 self._refuse(self._wire.handshake_exc)
-            elif self._wire.state is not State.CONNECTING:  # it may say farewell with the same bytes
+            elif self._wire.state is not State.CONNECTING:  # these bytes may hold a close frame too
                 self.opened.set_result(None)
         for event in self._wire.events_received():
             if isinstance(event, Frame):
@@ -275,11 +278,11 @@ class _Line(asyncio.Protocol):
             self._fail(_LostError(f"the connection ended ({self._reason(None)})"))
 
     def eof_received(self) -> None:
-        """The server has gone; the transport closes by itself."""
+        """The server has closed the connection; the transport closes by itself."""
         self._wire.receive_eof()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell everybody."""
+        """Fail all pending requests."""
         self._transport = None
         self.ended.set_result(None)
         self._refuse(self._wire.handshake_exc or exc or ConnectionError("the connection ended"))
@@ -288,16 +291,16 @@ class _Line(asyncio.Protocol):
     def _refuse(self, error: Exception) -> None:
         if not self.opened.done():
             self.opened.set_exception(error)
-            self.opened.exception()  # it may have been given up
+            self.opened.exception()  # marks it as retrieved: its waiter may be gone
 
     def _reason(self, error: Exception | None) -> str:
         if self._wire.close_rcvd is not None:
             return f"{self._wire.close_rcvd.code} {self._wire.close_rcvd.reason}".strip()
-        return str(error or self._wire.parser_exc or "no farewell")
+        return str(error or self._wire.parser_exc or "no close frame")
 
     def _flush(self, max_bytes: int) -> None:
         messages, self._outbox = self._outbox, []
-        if self.is_open:  # if it is not, all who wait know
+        if self.is_open:  # if not, all pending requests have failed already
             for frame in packed(messages, max_bytes):
                 self._wire.send_text(frame)
             self._write()
@@ -308,7 +311,7 @@ class _Line(asyncio.Protocol):
         for data in self._wire.data_to_send():
             if data:
                 self._transport.write(data)
-            else:  # how the library says: half-close
+            else:  # an empty item is the library's request to half-close
                 self._transport.close()
 
     def _take(self, frame: Frame) -> None:
@@ -322,10 +325,10 @@ class _Line(asyncio.Protocol):
         try:
             replies = _REPLIES.validate_json(data)
         except ValidationError as error:
-            self._fail(_LostError(f"it answered what is no list of replies: {error}"))
+            self._fail(_LostError(f"its answer is no list of replies: {error}"))
             return
         for reply in replies:
-            if reply.id is None:  # whose it is, is not known
+            if reply.id is None:  # the server could not tell which request it answers
                 self._fail(_LostError(f"it answered {reply.status}: {reply.body.get('detail')}"))
                 return
             future = self._waiting.get(reply.id)
@@ -336,6 +339,6 @@ class _Line(asyncio.Protocol):
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(error)
-                future.exception()  # it may be given up before it looks
+                future.exception()  # marks it as retrieved: its waiter may be cancelled first
         if self._transport is not None:
             self._transport.close()

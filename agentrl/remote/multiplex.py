@@ -27,15 +27,15 @@ from agentrl.remote.sessions import Sessions
 logger = logging.getLogger(__name__)
 
 _FRAME_BYTES = 1 << 20
-"""About how long a frame of answers may become."""
+"""Size limit of a frame of answers; one answer that is longer exceeds it."""
 
 
 class Multiplexed:
     """One client's WebSocket.
 
-    A call goes on when its socket is lost: it will be asked for again. At most so many requests are unanswered at a
-    time as two for each session that the server takes; a client that asks more, or reads no answers, is not read
-    either.
+    A call continues when its socket is lost, because the client will repeat the request. At most twice
+    `ServerLimits.max_sessions` requests may be unanswered at a time; the server stops reading from a client that sends
+    more, or that does not read its answers.
     """
 
     def __init__(self, client: WebSocket, sessions: Sessions, flow: Flow) -> None:
@@ -46,7 +46,7 @@ class Multiplexed:
         self._answers: list[bytes] = []
 
     async def serve(self) -> None:
-        """Answer until the client is gone."""
+        """Answer requests until the client disconnects."""
         await self._client.accept()
         while True:
             message = await self._client.receive()
@@ -70,7 +70,7 @@ class Multiplexed:
             answer = to_json({"id": frame.id, "status": 200, "body": await self._do(frame)}, inf_nan_mode="constants")
         except Refusal as refusal:
             answer = self._refused(frame.id, refusal)
-        except Exception as error:  # a defect here shall cost one request, not the server
+        except Exception as error:  # a bug must fail one request, not the server
             logger.exception("answering a frame")
             answer = self._refused(frame.id, Refusal(500, repr(error)))
         self._send(answer)
@@ -96,10 +96,10 @@ class Multiplexed:
             self._flow.start(self._flush(), name="answers")
 
     async def _flush(self) -> None:
-        """Send all that is answered by the time this begins, which is after what runs now."""
+        """Send all answers that are ready when this task starts, which is after the running one yields."""
         answers, self._answers = self._answers, []
         try:
-            # The client may be gone, and a RuntimeError is how Starlette says that we have closed already.
+            # The client may be gone; Starlette raises RuntimeError if this side has closed already.
             with contextlib.suppress(WebSocketDisconnect, RuntimeError):
                 for frame in packed(answers, _FRAME_BYTES):
                     await self._client.send_text(frame.decode())

@@ -1,20 +1,20 @@
-"""What client and server of a remote environment say to each other, and what each status means.
+"""The protocol between the client and the server of a remote environment.
 
-Over plain HTTP, for anybody:
+Over plain HTTP, for any client:
 
     POST   /sessions                                             -> Opened
     POST   /sessions/{session}/reset  {"seq": 1, "seed": 7}      -> Began
     POST   /sessions/{session}/step   {"seq": 2, "action": ".."} -> Stepped
     DELETE /sessions/{session}                                   -> {}
 
-Over the WebSocket /sessions/ws the same for many sessions at once. A frame is a list of messages, in both directions:
+The WebSocket /sessions/ws offers the same for many sessions at once. In both directions, a frame is a list of messages:
 [{"id": 5, "op": "step", "session": .., "seq": .., "action": ..}, ..] is answered by [{"id": 5, "status": 200, "body":
-{..}}], in any order and in any frames. A server reads no more while it owes many answers. (/ws is OpenEnv's.)
+{..}}], in any order and in any frames. A server that owes many answers stops reading. (/ws is OpenEnv's.)
 
-`seq` counts the resets and steps of a session from 1. The last number again, with the same content, gives the same
-answer and does nothing; so what got lost on the way can be sent again.
+`seq` counts the resets and steps of a session from 1. Repeating the last number with the same content repeats the
+answer and has no other effect, so a client can resend a request that was lost.
 
-What each status means, `STATUSES` says.
+`STATUSES` explains each status.
 """
 
 from collections.abc import Iterable, Iterator
@@ -26,29 +26,29 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
 from agentrl.errors import ConfigError
 
 SOCKET_PATH = "/sessions/ws"
-"""Where the WebSocket is."""
+"""The path of the WebSocket."""
 
 MOST_MESSAGES = 1024
-"""Messages in one frame."""
+"""Most messages in one frame."""
 
 TOKEN_VARIABLE = "AGENTRL_REMOTE_TOKEN"
 """Environment variable of the bearer token, on both sides."""
 
 
 STATUSES = {
-    401: "The token is missing or wrong (403 where a WebSocket is opened)",
-    404: "No such session: it expired, was deleted, failed, or never was",
+    401: "The token is missing or wrong (403 when opening a WebSocket)",
+    404: "No such session: it expired, was deleted, failed or never existed",
     408: "The request was not written in time",
-    409: "A `seq` neither the last nor the next, a step without an episode or after its end; the session goes on",
-    413: "The body is larger than the server takes (a WebSocket is closed with 1009); the session goes on",
-    422: "No JSON, or not this shape; the session goes on",
-    424: "`options` that the environment does not take; the session is ended",
-    429: "As many sessions as the server takes: come again after `Retry-After` seconds",
-    500: "The environment raised, or broke its contract; the session is ended",
-    503: "The server drains: no new session, no new episode; what is being played may end",
-    504: "The environment did not answer in time; the session is ended",
+    409: "`seq` is neither the last nor the next, or a step without a running episode; the session stays open",
+    413: "The body is larger than the server accepts (a WebSocket is closed with 1009); the session stays open",
+    422: "Not JSON, or JSON of another shape; the session stays open",
+    424: "The environment does not accept these `options`; the session ended",
+    429: "The server has as many sessions as it allows: retry after `Retry-After` seconds",
+    500: "The environment raised, or broke its contract; the session ended",
+    503: "The server is draining: no new session, no new episode; running episodes may finish",
+    504: "The environment did not answer in time; the session ended",
 }
-"""What a status other than 200 means, and what it does to the session. The answer is a `ProblemDetail`."""
+"""What each status other than 200 means, and what it does to the session. The body is a `ProblemDetail`."""
 
 
 def _whole(value: Any) -> Any:
@@ -56,7 +56,7 @@ def _whole(value: Any) -> Any:
 
 
 Whole = Annotated[int, BeforeValidator(_whole), Field(strict=True)]
-"""An integer as JSON Schema means it: 7 and 7.0, and neither true nor "7"."""
+"""An integer as defined by JSON Schema: 7 and 7.0, but not true or "7"."""
 
 
 class _Message(BaseModel):
@@ -67,7 +67,7 @@ class Reset(_Message):
     """Begin an episode."""
 
     seq: Whole = Field(ge=1)
-    """One more than that of the session's last reset or step."""
+    """One more than the `seq` of the session's last reset or step."""
     seed: Whole
     options: dict[str, Any] = {}
 
@@ -76,19 +76,19 @@ class Step(_Message):
     """The model's message."""
 
     seq: Whole = Field(ge=1)
-    """One more than that of the session's last reset or step."""
+    """One more than the `seq` of the session's last reset or step."""
     action: str
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A session: an environment for its holder alone. Any client that knows `session` may use it."""
+    """A session: an environment for one client. Any client that knows `session` may use it."""
 
     session: str
     idle_seconds: float
-    """How long it lives without being asked anything."""
+    """The session expires after this time without a request."""
     max_body_bytes: int
-    """The longest message that the server takes, and the longest frame."""
+    """The longest message, and the longest frame, that the server accepts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True)
 class ProblemDetail:
-    """What is wrong."""
+    """The reason for a refusal."""
 
     detail: str
 
@@ -162,16 +162,16 @@ class ReplyFrame:
     """An answer from the server, over the WebSocket."""
 
     id: int | None
-    """The request's; none where the frame could not be read."""
+    """The id of the request; null if the frame could not be read."""
     status: int
     body: dict[str, Any]
     """The answer, or {"detail": what is wrong}."""
     retry_after: float | None = None
-    """Seconds after which a 429 or 503 may be different."""
+    """After a 429 or 503: seconds until a retry may succeed."""
 
 
 def packed(messages: Iterable[bytes], max_bytes: int) -> Iterator[bytes]:
-    """Frames of at most `max_bytes` that hold the messages in their order; one that is longer is alone in its own."""
+    """Pack the messages, in order, into frames of at most `max_bytes`; a longer message gets a frame to itself."""
     batch: list[bytes] = []
     size = 1
     for message in messages:
@@ -185,7 +185,7 @@ def packed(messages: Iterable[bytes], max_bytes: int) -> Iterator[bytes]:
 
 
 class Refusal(Exception):  # noqa: N818  an answer, not a defect
-    """A request that is answered by a status other than 200."""
+    """A request is answered with a status other than 200."""
 
     def __init__(self, status: int, detail: str, retry_after: float | None = None) -> None:
         super().__init__(detail)
@@ -195,13 +195,13 @@ class Refusal(Exception):  # noqa: N818  an answer, not a defect
 
 
 def server_url(url: str, like: str) -> str:
-    """The address of a server, without what ends it.
+    """The address of a server, without trailing slashes.
 
     Raises:
-        ConfigError: it is none; says to write one `like` this.
+        ConfigError: `url` is not an address; the message asks for one `like` this.
     """
     url = url.strip().rstrip("/")
     scheme, _, rest = url.partition("://")
     if scheme not in ("http", "https") or not rest:
-        raise ConfigError(f"{url!r} is no address of a server: write {like}")
+        raise ConfigError(f"{url!r} is not the address of a server: write {like}")
     return url

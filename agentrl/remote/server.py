@@ -1,4 +1,4 @@
-"""`agentrl serve`: environments behind HTTP and a WebSocket. What is said there stands in `protocol.py`."""
+"""`agentrl serve`: environments behind HTTP and a WebSocket. `protocol.py` defines the messages."""
 
 import contextlib
 import logging
@@ -27,18 +27,18 @@ from agentrl.remote.sessions import ServerLimits, Sessions
 logger = logging.getLogger(__name__)
 
 AddRoutes = Callable[[FastAPI, Sessions, str], None]
-"""Adds the routes of another protocol to an application: over these sessions, for the environment of this name."""
+"""Adds the routes of another protocol to an application, for these sessions and the environment of this name."""
 
 
 class EnvServer(uvicorn.Server):
     """Serves the environment that `factory` makes.
 
-    SIGTERM and SIGINT drain it: no session and no episode begins any more, and it ends when the running episodes have,
-    or after `limits.drain_seconds`. A second signal ends it at once. `on_start` is called with the address. `protocols`
-    are served beside its own: `agentrl.openenv.server.add_openenv`.
+    SIGTERM and SIGINT drain the server: no session or episode begins any more, and the server ends when the running
+    episodes have ended, or after `limits.drain_seconds`. A second signal ends it immediately. `on_start` is called with
+    the address. `protocols` are served beside the server's own, for example `agentrl.openenv.server.add_openenv`.
 
     Raises:
-        ConfigError: others than this machine could reach it, and there is no token.
+        ConfigError: other machines could reach the server, and there is no token.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class EnvServer(uvicorn.Server):
     ) -> None:
         if not token and host not in ("127.0.0.1", "::1", "localhost"):
             raise ConfigError(
-                f"host {host} can be reached by others: give a token (set the variable that --token-env names), or "
+                f"other machines can reach host {host}: give a token (set the variable that --token-env names), or "
                 "listen on 127.0.0.1"
             )
         self.limits = limits or ServerLimits()
@@ -75,10 +75,10 @@ class EnvServer(uvicorn.Server):
                 http=idle_timeout(self.limits.request_seconds),
                 ws="websockets-sansio",
                 ws_max_size=self.limits.max_body_bytes,
-                ws_ping_interval=60,  # finds the sockets of machines that vanished
-                ws_ping_timeout=600,  # a trainer may hold its loop for long
+                ws_ping_interval=60,  # detects sockets of machines that vanished
+                ws_ping_timeout=600,  # a trainer may block its event loop for a long time
                 ws_per_message_deflate=False,
-                access_log=False,  # it would write down sessions' ids
+                access_log=False,  # it would contain session ids
                 log_level="warning",
                 timeout_graceful_shutdown=5,
             )
@@ -86,12 +86,12 @@ class EnvServer(uvicorn.Server):
 
     @property
     def url(self) -> str:
-        """Where it listens, once it has started."""
+        """The address it listens on, once it has started."""
         host, port = self.servers[0].sockets[0].getsockname()[:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say where."""
+        """Listen, and call `on_start` with the address."""
         await super().startup(sockets)
         if self.servers:
             self._on_start(self.url)
@@ -103,7 +103,7 @@ class EnvServer(uvicorn.Server):
         self.sessions.draining = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second: whether to end."""
+        """Called ten times a second; returns whether to end."""
         if self.sessions.draining:
             if self._drain_until is None:
                 self._drain_until = now() + self.limits.drain_seconds
@@ -180,7 +180,7 @@ def _add_routes(app: FastAPI, sessions: Sessions, name: str) -> None:
 
 
 def _add_refusals(app: FastAPI, sessions: Sessions) -> None:
-    """Whatever is wrong is said as {"detail": text}, and counted."""
+    """Answer all errors as {"detail": text}, and count them."""
 
     def say(status: int, detail: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
         sessions.metrics.refused.labels(status).inc()
@@ -199,10 +199,10 @@ def _add_refusals(app: FastAPI, sessions: Sessions) -> None:
 
     @app.exception_handler(HTTPException)
     async def refuse_otherwise(request: Request, error: HTTPException) -> JSONResponse:
-        # FastAPI has 400 for what is not even text, and 422 for all other things that are no JSON.
+        # FastAPI answers 400 to a body that is not text, and 422 to all other bodies that are not JSON.
         return say(422 if error.status_code == 400 else error.status_code, error.detail, error.headers)
 
 
 def _refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """What OpenAPI says of these statuses, and of those that any request may get."""
+    """The OpenAPI descriptions of these statuses, and of those that any request may get."""
     return {status: {"model": ProblemDetail, "description": STATUSES[status]} for status in (*statuses, 401, 408, 413)}

@@ -1,4 +1,4 @@
-"""The sessions of a server: who holds which environment, what was answered last, and when it lapses."""
+"""The sessions of a server: each has an environment, its last answer and an expiry time."""
 
 import asyncio
 import math
@@ -21,24 +21,24 @@ Answer = TypeVar("Answer", Began, Stepped)
 
 
 class ServerLimits(Settings):
-    """What a server gives at most."""
+    """The limits of a server."""
 
     max_sessions: int = Field(1024, ge=1)
-    """Sessions at once; further clients are asked to come back later."""
+    """Most sessions at once; further clients get status 429 and retry later."""
     max_processes: int = Field(64, ge=1)
-    """Sessions at once where each has a process of its own (`isolation = "process"`), if that is fewer."""
+    """The same limit when each session runs in its own process (`isolation = "process"`); the lower one applies."""
     idle_seconds: float = Field(900.0, gt=0)
-    """How long a session lives without being asked anything."""
+    """A session without requests expires after this time."""
     max_body_bytes: int = Field(1 << 20, ge=1024)
     """The longest request."""
     request_seconds: float = Field(30.0, gt=0)
-    """How long a client may take to write a request; a connection that asks nothing for as long is closed."""
+    """How long a client may take to write a request; a connection that is idle this long is closed."""
     call_seconds: float = Field(60.0, gt=0)
     """How long the environment may take for one reset or step."""
     drain_seconds: float = Field(60.0, ge=0)
-    """How long running episodes may go on once the server was asked to stop."""
+    """How long running episodes may continue after the server receives a stop signal."""
     retry_seconds: float = Field(1.0, gt=0)
-    """When who was refused for want of room shall come again."""
+    """When a client that was refused because the server is full or draining should retry."""
 
 
 @dataclass(eq=False)
@@ -55,26 +55,26 @@ class _Session:
 
 
 class Metrics:
-    """What `/metrics` shows, in a registry of its own."""
+    """The metrics at `/metrics`, in a separate registry."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.sessions = Gauge("agentrl_env_sessions", "Sessions that are open", registry=self.registry)
         self.seconds = Histogram("agentrl_env_seconds", "Time in the environment", ["call"], registry=self.registry)
         self.repeated = Counter("agentrl_env_repeated", "Requests answered a second time", registry=self.registry)
-        self.expired = Counter("agentrl_env_expired", "Sessions that lapsed", registry=self.registry)
+        self.expired = Counter("agentrl_env_expired", "Sessions that expired", registry=self.registry)
         self.refused = Counter(
-            "agentrl_env_refused", "Requests not answered by 200", ["status"], registry=self.registry
+            "agentrl_env_refused", "Requests not answered with 200", ["status"], registry=self.registry
         )
         self.reset_seconds = self.seconds.labels("reset")
         self.step_seconds = self.seconds.labels("step")
 
 
 class Sessions:
-    """All sessions of a server, of the environment `name` of `host`. Every method raises `Refusal`.
+    """All sessions of a server, for the environment `name` of `host`. Every method raises `Refusal`.
 
-    In processes, each session has one of its own, so that a hang or a crash costs one episode and no neighbour's. Such
-    a session costs megabytes where others cost kilobytes, so fewer are taken (`ServerLimits.max_processes`).
+    With `in_processes`, each session runs in its own process, so that a hang or a crash costs only its own episode.
+    Such a session uses megabytes instead of kilobytes, so fewer are allowed (`ServerLimits.max_processes`).
     """
 
     def __init__(self, host: EnvHost, name: str, limits: ServerLimits, *, in_processes: bool = False) -> None:
@@ -97,24 +97,24 @@ class Sessions:
         return session_id in self._sessions
 
     def answers_at_once(self, session_id: str) -> bool:
-        """Whether nothing that is asked of this session waits for anything."""
+        """Whether a request to this session is answered without waiting."""
         session = self._sessions.get(session_id)
         return session is None or (session.env.answers_at_once and not session.lock.locked())
 
     @property
     def busy(self) -> bool:
-        """Whether an episode is going on."""
+        """Whether an episode or a call is running."""
         return any(session.playing or session.lock.locked() for session in self._sessions.values())
 
     async def open(self) -> Opened:
-        """A new session."""
+        """Open a session."""
         self._refuse_if_draining()
         if len(self) >= self.limits.max_sessions:
             raise Refusal(429, f"{len(self)} sessions are open; {self._full}", self.limits.retry_seconds)
         self._opening += 1
         try:
             with deadline("environment", "reset", self.limits.call_seconds):
-                # A constructor may load for seconds, and the loop has others to serve.
+                # A constructor may load for seconds, which would block the other sessions.
                 env = await asyncio.to_thread(self._host.acquire, self._name)
         except DeadlineError:
             raise Refusal(504, f"making the environment took over {self.limits.call_seconds:g} s") from None
@@ -130,7 +130,7 @@ class Sessions:
         )
 
     async def reset(self, session_id: str, request: Reset) -> Began:
-        """Begin an episode, once."""
+        """Begin an episode; a repeated request gets the first answer."""
 
         async def begin(session: _Session) -> Began:
             self._refuse_if_draining()
@@ -148,7 +148,7 @@ class Sessions:
         return await self._once(session_id, request.seq, ("reset", request.seed, request.options), begin)
 
     async def step(self, session_id: str, request: Step) -> Stepped:
-        """Take the model's message, once."""
+        """Take a step with the model's message; a repeated request gets the first answer."""
 
         async def go_on(session: _Session) -> Stepped:
             if not session.playing:
@@ -171,11 +171,11 @@ class Sessions:
         return await self._once(session_id, request.seq, ("step", request.action), go_on)
 
     async def close(self, session_id: str) -> None:
-        """End a session; its environment serves the next one."""
+        """End a session; its environment is reused by the next one."""
         await self._end(self._find(session_id))
 
     async def expire(self) -> None:
-        """End the sessions that were idle for too long, and while draining those that play no episode."""
+        """End the sessions that were idle too long; while draining, also those without an episode."""
         idle_since = now() - self.limits.idle_seconds
         for session in list(self._sessions.values()):
             lapsed = session.used <= idle_since or (self.draining and not session.playing)
@@ -184,7 +184,7 @@ class Sessions:
                 await self._end(session)
 
     async def sweep(self) -> None:
-        """Expire sessions for ever."""
+        """Call `expire` regularly until cancelled."""
         while True:
             await asyncio.sleep(min(1.0, self.limits.idle_seconds / 4))
             await self.expire()
@@ -197,22 +197,22 @@ class Sessions:
 
     def _refuse_if_draining(self) -> None:
         if self.draining:
-            raise Refusal(503, "the server is about to end and begins nothing new", self.limits.retry_seconds)
+            raise Refusal(503, "the server is shutting down and begins nothing new", self.limits.retry_seconds)
 
     def _find(self, session_id: str) -> _Session:
         session = self._sessions.get(session_id)
         if session is None:
-            raise Refusal(404, "no such session: it expired, was deleted, failed, or never was; open another")
+            raise Refusal(404, "no such session: it expired, was deleted, failed or never existed; open another")
         return session
 
     async def _once(
         self, session_id: str, seq: int, asked: tuple[Any, ...], work: Callable[[_Session], Awaitable[Answer]]
     ) -> Answer:
-        """Do the work of number `seq`, or give the answer again that it had. One call of a session at a time."""
+        """Do the work of request `seq`, or repeat its answer if it was done. A session runs one call at a time."""
         session = self._find(session_id)
         async with session.lock:
             if session.gone:
-                self._find(session_id)  # raises: it is gone
+                self._find(session_id)  # raises 404
             session.used = now()
             if seq == session.seq and asked == session.asked:
                 self.metrics.repeated.inc()
@@ -228,7 +228,7 @@ class Sessions:
                 raise Refusal(_status_of(error), str(error)) from error
             except (TypeError, ValueError) as error:
                 session.env.broken = True
-                raise Refusal(500, f"the environment gave what it must not: {error}") from error
+                raise Refusal(500, f"the environment returned an invalid result: {error}") from error
             finally:
                 session.used = now()
                 if session.env.broken:
@@ -243,7 +243,7 @@ class Sessions:
         del self._sessions[session.id]
         self.metrics.sessions.set(len(self._sessions))
         if session.lock.locked():
-            session.env.broken = True  # a call is running or has failed: this instance must not be reused
+            session.env.broken = True  # a call is running or has failed, so this instance must not be reused
         await self._host.release(self._name, session.env)
 
 
@@ -254,7 +254,7 @@ def _status_of(error: Exception) -> int:
 
 
 def _plain(info: dict[str, Any]) -> dict[str, Any]:
-    """The info as JSON can say it: arrays become lists, what else cannot be said becomes its text."""
+    """The info in types that JSON has: arrays become lists; other values without a JSON form become their `repr`."""
     if not info:
         return {}
     plain: dict[str, Any] = from_json(to_json(info, fallback=_say, inf_nan_mode="constants"), allow_inf_nan=True)

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from typing import Any
 
 import aiohttp
+import httpx
 import pytest
 from aiohttp import web
 from hypothesis import given, settings
@@ -20,6 +21,7 @@ from agentrl.envs.calculator import Calculator
 from agentrl.envs.guess_number import GuessNumber
 from agentrl.errors import ConfigError, DeadlineError, EnvError
 from agentrl.hosting.host import EnvDeadlines, EnvHost, LiveEnv
+from agentrl.http_client import http_client
 from agentrl.openenv.client import OpenEnv, openenv
 from agentrl.openenv.protocol import ResetRequest
 from agentrl.openenv.sessions import OpenEnvSessions
@@ -98,8 +100,9 @@ def talk(url: str, work: Callable[[Socket], Awaitable[None]], path: str = "/ws")
 
 
 async def _http(url: str, method: str, path: str, body: Any = None, **more: Any) -> tuple[int, Any]:
-    async with aiohttp.ClientSession() as http, http.request(method, url + path, json=body, **more) as answer:
-        return answer.status, await answer.json()
+    async with http_client() as http:
+        answer = await http.request(method, url + path, json=body, **more)
+        return answer.status_code, answer.json()
 
 
 # What `agentrl serve` says.
@@ -213,7 +216,7 @@ def test_json_rpc_has_sessions_that_a_socket_can_attach_to(calculator):
         assert await rpc("tools/call", arguments={}) == -32602
         assert await rpc("initialize") == -32601
         assert (await _http(calculator.url, "POST", "/mcp", {}))[1]["error"]["code"] == -32600
-        assert (await _http(calculator.url, "POST", "/mcp", data=b"{"))[1]["error"]["code"] == -32700
+        assert (await _http(calculator.url, "POST", "/mcp", content=b"{"))[1]["error"]["code"] == -32700
         await _until(lambda: len(calculator.sessions) == 0)  # nothing is left behind, by the tests before either
 
     asyncio.run(main())
@@ -314,6 +317,23 @@ def test_a_socket_that_says_nothing_is_closed_and_a_vanished_one_gives_its_sessi
 
     with served(Counting, idle_seconds=0.3) as server:
         asyncio.run(main(server))
+
+
+def test_a_client_of_the_callers_own_asks_for_the_schema_and_stays_open(counting):
+    asked: list[str] = []
+
+    async def note(request: httpx.Request) -> None:
+        asked.append(request.url.path)
+
+    async def main() -> None:
+        async with httpx.AsyncClient(event_hooks={"request": [note]}) as client:
+            env = OpenEnv([counting.url], client=client)
+            await env.reset(seed=1, options={})
+            await env.close()
+            assert asked == ["/schema"]
+            assert not client.is_closed
+
+    asyncio.run(main())
 
 
 async def _until(holds: Callable[[], bool]) -> None:

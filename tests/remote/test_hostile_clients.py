@@ -24,6 +24,7 @@ import pytest
 from websockets.asyncio.client import ClientConnection, connect
 
 from agentrl.envs.base import TextEnv
+from agentrl.http_client import http_client
 from agentrl.protocols import StepResult
 from agentrl.remote.client import RemoteEnv
 from agentrl.remote.server import EnvServer
@@ -120,8 +121,7 @@ def test_a_frame_of_too_many_messages_is_refused_whole():
         async with aiohttp.ClientSession() as http, http.ws_connect(f"{url}/sessions/ws") as client:
             await client.send_json([{"id": 1, "op": "open"}] * 1025)
             assert [(reply["id"], reply["status"]) for reply in await client.receive_json()] == [(None, 422)]
-            async with http.get(f"{url}/health") as health:
-                assert (await health.json())["sessions"] == 0
+            assert await sessions_now(url) == 0
 
     with served(Echo, drain_seconds=0) as server:
         asyncio.run(main(server.url))
@@ -139,9 +139,9 @@ async def open_sessions(http: aiohttp.ClientSession, url: str, count: int) -> li
     return statuses
 
 
-async def sessions_now(http: aiohttp.ClientSession, url: str) -> int:
-    async with asyncio.timeout(20), http.get(f"{url}/health") as health:
-        return int((await health.json())["sessions"])
+async def sessions_now(url: str) -> int:
+    async with asyncio.timeout(20), http_client() as http:
+        return int((await http.get(f"{url}/health")).json()["sessions"])
 
 
 async def half_open(server: EnvServer, sockets: int) -> int:
@@ -154,13 +154,13 @@ async def half_open(server: EnvServer, sockets: int) -> int:
             statuses = await open_sessions(http, server.url, SESSIONS + 100)
             assert (statuses.count(200), statuses.count(429)) == (SESSIONS, 100)
             assert threading.active_count() < 100  # a session that was never asked anything has none
-            assert await sessions_now(http, server.url) == SESSIONS
+            assert await sessions_now(server.url) == SESSIONS
             server.sessions.limits = patient.model_copy(update={"idle_seconds": 0.1})
             for _ in range(300):
-                if await sessions_now(http, server.url) == 0:
+                if await sessions_now(server.url) == 0:
                     break
                 await asyncio.sleep(0.1)
-            assert await sessions_now(http, server.url) == 0
+            assert await sessions_now(server.url) == 0
             server.sessions.limits = patient
             for client in clients:
                 client.settimeout(20)

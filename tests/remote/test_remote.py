@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import httpx
 import pytest
 
 from agentrl import plugins
@@ -24,6 +25,7 @@ from agentrl.envs.guess_number import GuessNumber
 from agentrl.errors import ConfigError, DeadlineError, EnvError
 from agentrl.hosting.host import EnvDeadlines, EnvHost, LiveEnv
 from agentrl.hosting.process import ProcessEnv
+from agentrl.http_client import http_client
 from agentrl.protocols import Env, StepResult
 from agentrl.remote.client import RemoteEnv, remote
 from agentrl.remote.server import EnvServer
@@ -82,13 +84,13 @@ def counting() -> Iterator[EnvServer]:
 class Plain:
     """A client that speaks HTTP as curl would."""
 
-    def __init__(self, url: str, http: aiohttp.ClientSession) -> None:
+    def __init__(self, url: str, http: httpx.AsyncClient) -> None:
         self.url, self.http = url, http
 
     async def __call__(self, method: str, path: str, body: Any = None, **more: Any) -> tuple[int, Any]:
-        async with self.http.request(method, self.url + path, json=body, **more) as answer:
-            self.headers = answer.headers
-            return answer.status, await answer.json()
+        answer = await self.http.request(method, self.url + path, json=body, **more)
+        self.headers = answer.headers
+        return answer.status_code, answer.json()
 
     async def open(self) -> str:
         status, body = await self("POST", "/sessions")
@@ -98,7 +100,7 @@ class Plain:
 
 def plainly(url: str, work: Any) -> Any:
     async def main() -> Any:
-        async with aiohttp.ClientSession() as http:
+        async with http_client() as http:
             return await work(Plain(url, http))
 
     return asyncio.run(main())
@@ -179,14 +181,14 @@ def test_hostile_requests_get_the_documented_status_and_harm_nobody():
         assert (await ask("POST", f"{at}/reset", {"seq": 1, "seed": 5}))[0] == 200
         json_type = {"Content-Type": "application/json"}
         for data in (b"{not json", b"[]", b"\xff\xfe", b'{"seq": 2}', b'{"seq": "x", "action": "a"}', b"9" * 500):
-            assert (await ask("POST", f"{at}/step", data=data, headers=json_type))[0] == 422
+            assert (await ask("POST", f"{at}/step", content=data, headers=json_type))[0] == 422
         assert (await ask("POST", f"{at}/step", {"seq": 2, "action": "a" * 5000}))[0] == 413
 
         async def without_length():
             for _ in range(60):
                 yield b"x" * 1000
 
-        assert (await ask("POST", f"{at}/step", data=without_length()))[0] == 413
+        assert (await ask("POST", f"{at}/step", content=without_length()))[0] == 413
         for stolen in ("/sessions/guess", "/sessions/" + "a" * 32):
             assert (await ask("POST", f"{stolen}/step", {"seq": 1, "action": "a"}))[0] == 404
             assert (await ask("DELETE", stolen))[0] == 404
@@ -204,8 +206,9 @@ def test_hostile_requests_get_the_documented_status_and_harm_nobody():
 def test_hostile_frames_are_answered_and_an_oversized_one_ends_its_own_socket_only():
     async def work(ask: Plain) -> None:
         async with (
-            ask.http.ws_connect(f"{ask.url}/sessions/ws") as hostile,
-            ask.http.ws_connect(f"{ask.url}/sessions/ws") as other,
+            aiohttp.ClientSession() as sockets,
+            sockets.ws_connect(f"{ask.url}/sessions/ws") as hostile,
+            sockets.ws_connect(f"{ask.url}/sessions/ws") as other,
         ):
             opens = '{"id": 1, "op": "open"}'
             for data in ("{", "{}", "[1]", '[{"id": 1, "op": "steal"}]', '[{"id": 1, "op": "step"}]', "\x00", opens):
@@ -227,8 +230,9 @@ def test_who_has_no_token_gets_nothing():
     async def work(ask: Plain) -> None:
         for wrong in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
             assert (await ask("POST", "/sessions", headers=wrong))[0] == 401
-        with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
-            await ask.http.ws_connect(f"{ask.url}/sessions/ws")
+        async with aiohttp.ClientSession() as sockets:
+            with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+                await sockets.ws_connect(f"{ask.url}/sessions/ws")
         assert refused.value.status == 403
         assert (await ask("POST", "/sessions", headers={"Authorization": "Bearer secret"}))[0] == 200
         assert (await ask("GET", "/health"))[0] == 200
@@ -448,8 +452,7 @@ def test_metrics_and_health_and_the_schema_are_served():
         await ask("POST", f"{at}/step", {"seq": 2, "action": "a"})
         await ask("POST", f"{at}/step", {"seq": 2, "action": "a"})
         await ask("POST", f"{at}/step", {"seq": 7, "action": "a"})
-        async with ask.http.get(f"{ask.url}/metrics") as answer:
-            text = await answer.text()
+        text = (await ask.http.get(f"{ask.url}/metrics")).text
         assert "agentrl_env_sessions 1.0" in text
         assert 'agentrl_env_seconds_count{call="step"} 1.0' in text
         assert "agentrl_env_repeated_total 1.0" in text

@@ -16,7 +16,9 @@ from email.utils import format_datetime
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from fastapi import FastAPI, Request
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -108,6 +110,34 @@ def test_64_calls_are_under_way_at_once_and_the_same_again_cost_nothing(tmp_path
                 assert (metrics["cached"], metrics["answers"], metrics["cost"]) == (64, 0, 0)
                 assert resumed.metrics()["cached"] == 0
             assert len(server.calls) == 64
+
+    asyncio.run(main())
+
+
+def test_a_judge_asks_by_a_client_of_the_callers_own_and_leaves_it_open(tmp_path: Path) -> None:
+    app = FastAPI()
+    keys: list[str] = []
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"data": [{"id": MODEL}]}
+
+    @app.post("/v1/chat/completions")
+    async def complete(request: Request) -> dict[str, Any]:
+        keys.append(request.headers["x-api-key"])
+        message = {"role": "assistant", "content": json.dumps({"levels": {"clear": 10}})}
+        return {"choices": [{"message": message, "finish_reason": "stop"}]}
+
+    async def main() -> None:
+        config = RubricJudge.Config.model_validate(
+            {"url": "http://judge", "cache": tmp_path / "judge.sqlite", "criteria": {"clear": "It is clear."}, **FAST}
+        )
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, headers={"X-API-Key": "mine"}) as client:
+            async with RubricJudge(config, client) as judge:
+                assert (await judge.score(trajectory("half of a surrogate pair: \ud800"))).value == 1.0
+            assert not client.is_closed
+        assert keys == ["mine"]
 
     asyncio.run(main())
 
@@ -360,7 +390,7 @@ def test_the_key_stands_in_no_file_no_log_and_no_error(
         ({"url": "localhost:8000"}, "write an address"),
         ({"url": "https://user:password@host/v1"}, "no secrets"),
         ({"url": "https://host/v1?key=secret"}, "no secrets"),
-        ({"url": "https://host/v1/chat/completions"}, "only what stands before"),
+        ({"url": "https://host/v1/chat/completions"}, "only the part before"),
         ({"criteria": {}}, "at least 1"),
         ({"criteria": {"Bad Name": "x"}}, "pattern"),
         ({"criteria": {"a": {"about": "x", "weight": 0}}}, "greater than 0"),

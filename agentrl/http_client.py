@@ -1,0 +1,61 @@
+"""HTTP to the servers that users bring (judges, OpenEnv): httpx over the connections of aiohttp.
+
+httpx is the interface: callers may pass an `httpx.AsyncClient` of their own, for example one with an
+`httpx.ASGITransport` or with authentication. The connections are aiohttp's, because httpx's own pool takes four times
+the CPU with 64 requests in flight and loses a connection when a request is cancelled at the wrong moment
+(encode/httpcore#1093). Engines (agentrl/engines/openai.py) use aiohttp directly, which takes a third of the CPU of both
+together, and WebSockets are not a part of httpx.
+"""
+
+from functools import partial
+from http.cookiejar import CookieJar, DefaultCookiePolicy
+from typing import Any
+
+import aiohttp
+import httpx
+from httpx_aiohttp import AiohttpTransport, HttpxAiohttpClient
+
+
+def http_client(*, trust_env: bool = True) -> httpx.AsyncClient:
+    """A client without limits of its own: callers set a deadline for each request, and how many are in flight.
+
+    It keeps no cookies and follows no redirects. With `trust_env` it uses the proxies of the environment (`HTTPS_PROXY`
+    and so on). Enter it in the event loop that uses it. Whatever goes wrong on the way is an `httpx.TransportError`.
+    """
+    no_cookies = CookieJar(DefaultCookiePolicy(allowed_domains=()))
+    return _Client(timeout=None, cookies=no_cookies, trust_env=trust_env)
+
+
+class _Client(HttpxAiohttpClient):
+    """An httpx client whose transports, those of proxies included, are `_Transport`s."""
+
+    def _init_transport(self, *args: Any, **options: Any) -> httpx.AsyncBaseTransport:
+        return _Transport(super()._init_transport(*args, **options))
+
+    def _init_proxy_transport(self, *args: Any, **options: Any) -> httpx.AsyncBaseTransport:
+        return _Transport(super()._init_proxy_transport(*args, **options))
+
+
+class _Transport(httpx.AsyncBaseTransport):
+    """The transport of httpx-aiohttp, with unlimited connections and every error of aiohttp as one of httpx."""
+
+    def __init__(self, transport: httpx.AsyncBaseTransport) -> None:
+        assert isinstance(transport, AiohttpTransport)
+        transport.client = partial(_session, transport)
+        self._transport = transport
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Send a request."""
+        try:
+            return await self._transport.handle_async_request(request)
+        except aiohttp.ClientError as error:  # what the package leaves as it is: an answer that is no HTTP
+            raise httpx.RemoteProtocolError(str(error), request=request) from error
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        await self._transport.aclose()
+
+
+def _session(transport: AiohttpTransport) -> aiohttp.ClientSession:
+    connector = aiohttp.TCPConnector(limit=0, ssl=transport.ssl_context)
+    return aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
