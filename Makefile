@@ -22,7 +22,7 @@ test fast long chaos demo-cluster: export OMP_NUM_THREADS ?= 1
 # none are to be kept. (Compiling all that is installed would take minutes, and most of it is never imported.)
 demo demo-cluster test fast long chaos: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: install demo demo-cluster test fast long chaos check format clean
+.PHONY: install demo demo-cluster test fast long chaos check docs wheel wheel-demo format clean
 
 install: $(STAMP)
 
@@ -60,6 +60,25 @@ check: install
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(MAKE) test
+
+# The site, in build/docs: open build/docs/index.html.
+docs: install
+	$(BIN)/python docs/generate.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# In dist: what `pip install` takes.
+wheel: install
+	rm -rf dist build/lib build/bdist.*
+	$(BIN)/uv build --quiet --wheel --out-dir dist
+
+# Whether the wheel works alone: the demo in an environment that has nothing else. OVERRIDES="steps=1 ..." makes it short.
+WHEEL_VENV ?= build/wheel
+OVERRIDES  ?=
+wheel-demo: wheel
+	rm -rf $(WHEEL_VENV)
+	$(PYTHON) -m venv --without-pip $(WHEEL_VENV)
+	$(BIN)/uv pip install --quiet --python $(WHEEL_VENV)/bin/python $(TORCH_FROM) dist/*.whl
+	cd $(WHEEL_VENV) && PYTHONPATH= bin/agentrl demo $(OVERRIDES)
 
 format: install
 	$(BIN)/ruff format .

@@ -1,10 +1,11 @@
-"""The `agentrl` command. What is wrong with the input is said in red on stderr, with exit status 2."""
+"""The `agentrl` command. Errors in the input are printed in red on stderr, with exit status 2."""
 
 import asyncio
 import json
 import logging
 import os
 import sys
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,27 +31,27 @@ app.add_typer(model_app, name="model")
 console = Console()
 
 Step = Annotated[
-    str, typer.Option(metavar="N|best|latest", help="Which of a run's checkpoints; best: on held-out tasks.")
+    str, typer.Option(metavar="N|best|latest", help="Which checkpoint of the run; best: on held-out tasks.")
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[a.b=c ...]", help="Settings that replace the file's, such as engine=vllm."),
+    typer.Argument(metavar="[a.b=c ...]", help="Settings that override the file's, such as engine=vllm."),
 ]
 EnvPython = Annotated[
-    str | None, typer.Option("--python", metavar="PYTHON", help="The interpreter that runs it, if not this one.")
+    str | None, typer.Option("--python", metavar="PYTHON", help="The Python that runs the environment, if another one.")
 ]
 EnvRequires = Annotated[
     list[str] | None,
-    typer.Option("--requires", metavar="PACKAGE", help="A package for an interpreter of its own; may be repeated."),
+    typer.Option("--requires", metavar="PACKAGE", help="A package for the environment's own interpreter; repeatable."),
 ]
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file.", show_default=False)]
 
 
 def main() -> None:
-    """Run the command line; turn what is wrong into one message and an exit status."""
+    """Run the command line; turn an error into one message and an exit status."""
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
     errors = Console(stderr=True)
-    # As `python -m` does: a plug-in in the current folder is found by its `module:Name`.
+    # As `python -m` does, so that `module:Name` finds a plug-in in the current folder.
     sys.path.insert(0, "")
     try:
         app()
@@ -69,7 +70,7 @@ def train(
     resume: Annotated[
         str | None,
         typer.Option(
-            metavar="RUN|auto", help="Go on with the run in this folder; auto: with that of CONFIG, if it was begun."
+            metavar="RUN|auto", help="Resume the run in this folder; auto: resume the run of CONFIG if it has begun."
         ),
     ] = None,
 ) -> None:
@@ -85,6 +86,15 @@ def train(
     summary = _run(loaded, resume=_was_begun(loaded) if resume == "auto" else resume is not None)
     if summary is not None:
         _print_summary(loaded.config.run_dir, summary)
+
+
+@app.command()
+def demo(overrides: Overrides = None) -> None:
+    """Train the demo: a tiny model learns to cross FrozenLake maps, in about five minutes on two CPU cores."""
+    from agentrl import __file__ as package
+
+    folder = f"run_dir=runs/demo-{datetime.now():%Y%m%d-%H%M%S}"
+    train(Path(package).with_name("demo.yaml"), [folder, *(overrides or [])])
 
 
 def _was_begun(loaded: LoadedConfig) -> bool:
@@ -111,7 +121,7 @@ def _run(loaded: LoadedConfig, *, resume: bool) -> dict[str, Any] | None:
             run_steadily(loaded.config.recipe.call(run))
     except KeyboardInterrupt:
         folder = loaded.config.run_dir
-        console.print(f"\nstopped; `agentrl train --resume {folder}` goes on from the last checkpoint", soft_wrap=True)
+        console.print(f"\nstopped; `agentrl train --resume {folder}` resumes from the last checkpoint", soft_wrap=True)
         raise typer.Exit(130) from None
     path = loaded.config.run_dir / "summary.json"
     summary: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
@@ -179,11 +189,11 @@ def _model_to_evaluate(run: Path, loaded: LoadedConfig, step: str) -> Path:
     if run.is_dir():
         return _checkpoint_of(run, step)
     if step != "latest":
-        raise ConfigError(f"{run} is a config and no run, so there is no checkpoint to choose: leave out --step")
+        raise ConfigError(f"{run} is a config, not a run, so there is no checkpoint to choose: leave out --step")
     folder = Path(loaded.config.model.name)
     if not (folder / "config.json").exists():
         raise ConfigError(
-            f"model.name: {str(folder)!r} is no folder of a Hugging Face model; give a run, or model=FOLDER"
+            f"model.name: {str(folder)!r} is not a folder with a Hugging Face model; give a run, or model=FOLDER"
         )
     return folder
 
@@ -198,17 +208,17 @@ def export_model(
     from agentrl.checkpoint import export
 
     if not source.is_dir():
-        raise ConfigError(f"{str(source)!r} is no folder: name that of a run, or one of its checkpoints/step_...")
+        raise ConfigError(f"{str(source)!r} is not a folder: name that of a run, or one of its checkpoints/step_...")
     is_run = (source / "config.yaml").exists()
     if not is_run and step != "latest":
-        raise ConfigError(f"{source} is no run (no config.yaml in it), so there is nothing to choose: leave out --step")
+        raise ConfigError(f"{source} is not a run (it has no config.yaml), so there is no choice: leave out --step")
     checkpoint = _checkpoint_of(source, step) if is_run else source
     export(checkpoint, into)
     console.print(f"wrote {into}: the model of {checkpoint}", highlight=False, soft_wrap=True)
 
 
 def _checkpoint_of(run: Path, step: str) -> Path:
-    """The folder of a run's checkpoint: the `latest`, the `best`, or that after so many steps."""
+    """The folder of a run's checkpoint: the `latest`, the `best`, or the one after `step` steps."""
     from agentrl.checkpoint import Checkpoints
     from agentrl.observe.metrics import MetricsFile
 
@@ -218,7 +228,7 @@ def _checkpoint_of(run: Path, step: str) -> Path:
 
 @app.command("ledger")
 def show_ledger(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, which may be going on.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, which may still be running.")],
     name: Annotated[
         str | None,
         typer.Argument(metavar="[ID]", help="A task (train-000012, or 12) or an episode (train-000012/3/0)."),
@@ -240,7 +250,7 @@ def _print_overview(ledger: LedgerReader) -> None:
     console.print(ledger_report.fates_table(ledger.tallies("tasks"), ledger.tallies("episodes")))
     tasks, episodes = ledger.reasons("tasks", limit=5), ledger.reasons("episodes", limit=10)
     if tasks or episodes:
-        console.print("\nThe commonest reasons why something was not trained:\n")
+        console.print("\nThe most common reasons why something was not trained:\n")
         console.print(ledger_report.reasons_table(tasks, episodes))
     if in_play := ledger.open_episodes(limit=20):
         console.print(f"\nOpen: {escape(', '.join(in_play))}", highlight=False)
@@ -250,8 +260,8 @@ def _print_overview(ledger: LedgerReader) -> None:
 def simulate(config: ConfigPath, overrides: Overrides = None) -> None:
     """Run the config's scheduler on models of engine, environments and trainer, under a virtual clock.
 
-    Says what throughput, utilisation, staleness and bias to expect, in seconds and without a model. The models are the
-    config's section `simulation`: [bold]agentrl simulate CONFIG simulation.env.hung=0.01[/bold].
+    Predicts throughput, utilisation, staleness and bias within seconds, without a language model. The config's section
+    `simulation` sets the models: [bold]agentrl simulate CONFIG simulation.env.hung=0.01[/bold].
     """
     from agentrl.simulate.report import print_report
     from agentrl.simulate.world import World
@@ -273,9 +283,9 @@ def plan(  # noqa: PLR0917  typer calls it by name
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
-    """Say before the run where it would live, what memory that takes and how long a step does, and why.
+    """Predict the devices of a run, their memory use and the time of a step, with the reasons.
 
-    No GPU is needed and no weights are loaded. Without --gpus it is this machine, with what it has.
+    No GPU is needed and no weights are loaded. Without --gpus the plan is for this machine.
     """
     from agentrl.placement.devices import Inventory, gpu_named, host, visible
     from agentrl.planner import measured, report
@@ -296,29 +306,29 @@ def plan(  # noqa: PLR0917  typer calls it by name
 @app.command()
 def serve(  # noqa: PLR0917  typer calls it by name
     name: Annotated[str, typer.Argument(metavar="ENV", help="A registered name, an address or package.module:Name.")],
-    port: Annotated[int, typer.Option(help="Where to listen; 0 takes a free one.")] = 8800,
-    host: Annotated[str, typer.Option(help="Address to listen on. Any but this machine's own needs a token.")] = (
+    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.")] = 8800,
+    host: Annotated[str, typer.Option(help="Address to listen on. Any but a loopback address needs a token.")] = (
         "127.0.0.1"
     ),
     token_env: Annotated[
-        str, typer.Option(help="Environment variable of the token that clients have to show.")
+        str, typer.Option(help="Environment variable with the token that clients must send.")
     ] = "AGENTRL_REMOTE_TOKEN",
     max_sessions: Annotated[
         int, typer.Option(min=1, help="Sessions at once; further clients are asked to wait.")
     ] = 1024,
-    max_processes: Annotated[int, typer.Option(min=1, help="The same, where each has a process of its own.")] = 64,
+    max_processes: Annotated[int, typer.Option(min=1, help="The same, if each has its own process.")] = 64,
     isolation: Annotated[
-        Isolation | None, typer.Option(help="Where each session's environment runs, if not where it says itself.")
+        Isolation | None, typer.Option(help="Where each session's environment runs; by default where it declares.")
     ] = None,
-    idle_seconds: Annotated[float, typer.Option(min=0.1, help="When a session that asks nothing lapses.")] = 900.0,
-    max_body_bytes: Annotated[int, typer.Option(min=1024, help="The longest message taken.")] = 1 << 20,
-    request_seconds: Annotated[float, typer.Option(min=0.1, help="How long a client may write a request.")] = 30.0,
+    idle_seconds: Annotated[float, typer.Option(min=0.1, help="When a session without requests expires.")] = 900.0,
+    max_body_bytes: Annotated[int, typer.Option(min=1024, help="The longest message accepted.")] = 1 << 20,
+    request_seconds: Annotated[float, typer.Option(min=0.1, help="How long a client may take for a request.")] = 30.0,
     call_seconds: Annotated[float, typer.Option(min=0.1, help="The longest reset or step.")] = 60.0,
-    drain_seconds: Annotated[float, typer.Option(min=0, help="How long episodes may go on after SIGTERM.")] = 60.0,
+    drain_seconds: Annotated[float, typer.Option(min=0, help="How long episodes may continue after SIGTERM.")] = 60.0,
     python: EnvPython = None,
     requires: EnvRequires = None,
 ) -> None:
-    """Serve an environment over HTTP, for runs elsewhere: there, [bold]env=http://HOST:PORT[/bold]."""
+    """Serve an environment over HTTP to runs elsewhere, which set [bold]env=http://HOST:PORT[/bold]."""
     from agentrl.hosting.factory import env_factory
     from agentrl.openenv.server import add_openenv
     from agentrl.remote.server import EnvServer
@@ -348,7 +358,7 @@ def serve(  # noqa: PLR0917  typer calls it by name
 
 @app.command()
 def envs() -> None:
-    """List the environments, with where they come from, and the schemes of addresses, with an example each."""
+    """List the environments and their origins, and the address schemes with an example each."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("name", "what it is", "class", "from"):
         table.add_column(column, overflow="fold")
@@ -356,7 +366,7 @@ def envs() -> None:
         name = plugin.name
         try:
             about = (plugins.load(plugin.kind, name).__doc__ or "").strip().split("\n")[0]
-            if plugin.kind == "env_schemes":  # begins with an example of an address
+            if plugin.kind == "env_schemes":  # its docstring begins with an example address
                 name, _, about = about.partition(": ")
         except AgentRLError as error:
             about = f"[red]{escape(str(error))}[/red]"
@@ -369,25 +379,25 @@ def check_environment(
     name: Annotated[str, typer.Argument(metavar="ENV", help="A registered name or package.module:Name.")],
     options: Annotated[str, typer.Option(help="Options of reset, as YAML.")] = "{}",
     gold: Annotated[
-        str, typer.Option(metavar="PACKAGE.MODULE:PLAYER", help="A scripted player that has to succeed.")
+        str, typer.Option(metavar="PACKAGE.MODULE:PLAYER", help="A scripted player that must succeed.")
     ] = "",
     python: EnvPython = None,
     requires: EnvRequires = None,
 ) -> None:
-    """Check that an environment keeps the contract: API, determinism, no leaks, closes, right answers that pay."""
+    """Check that an environment keeps the contract: API, determinism, no leaks, closing, reward for right answers."""
     import yaml
 
     from agentrl.hosting.factory import env_factory
     from agentrl.testing import check_env
 
     foreign = python is not None or bool(requires)
-    # Looked at from within, where it can be: as an object of this process, wherever it would run.
+    # If this interpreter can run it, it is checked as an object of this process, whatever its isolation.
     make = env_factory(name, python=python, requires=requires or ()) if foreign else plugins.load("envs", name)
     player = plugins.load("players", gold) if gold else None
     if foreign and player:
         player = partial(_consult, player)
     try:
-        # The first call to another interpreter has its packages to import.
+        # The first call in another interpreter also imports its packages.
         remarks = check_env(make, options=yaml.safe_load(options), gold=player, deadline=60.0 if foreign else 5.0)
     except ConformanceError as error:
         console.print(f"[red]{name} breaks the contract:[/red]\n{escape(str(error))}", highlight=False)
@@ -398,16 +408,16 @@ def check_environment(
 
 
 def _consult(player: Any, env: Any, rng: Any) -> str:
-    """What a player says of an environment that is not here: it is asked where the environment is."""
+    """Ask a player for its action in the process where the environment runs."""
     return str(env.consult(player, rng))
 
 
 @app.command("new-env")
 def new_env(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A new name, such as my_game; also the folder's.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the package and its folder, such as my_game.")],
     parent: Annotated[Path, typer.Option("--in", metavar="FOLDER", help="Where to write it.")] = Path(),
 ) -> None:
-    """Write a package with an environment, its test and its entry point, which passes check-env at once."""
+    """Write a package with an environment, its test and its entry point; the environment passes check-env."""
     from agentrl.new_env import class_name, write_env_package
 
     folder = write_env_package(name, parent)
@@ -419,7 +429,7 @@ def new_env(
         f"  agentrl check-env {address}\n"
         f"  agentrl play {address}\n"
         f"  agentrl train {module}.yaml\n\n"
-        f"With `pip install -e {folder}` it is {module!r} everywhere.",
+        f"After `pip install -e {folder}` its name is {module!r} everywhere.",
         highlight=False,
         soft_wrap=True,
     )
@@ -428,13 +438,13 @@ def new_env(
 @app.command()
 def play(  # noqa: PLR0917  typer calls it by name
     name: Annotated[str, typer.Argument(metavar="ENV", help="A registered name or package.module:Name.")],
-    seed: Annotated[int, typer.Option(help="Which episode.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the episode.")] = 0,
     options: Annotated[str, typer.Option(help="Options of reset, as YAML.")] = "{}",
     player: Annotated[
         str | None, typer.Option(metavar="MODULE:FUNCTION", help="A scripted player instead of you.")
     ] = None,
     person: Annotated[
-        str | None, typer.Option("--as", metavar="AGENT", help="The agent you are, where --player plays the others.")
+        str | None, typer.Option("--as", metavar="AGENT", help="The agent you play, if --player plays the others.")
     ] = None,
     max_turns: Annotated[int, typer.Option(help="Turns after which to stop.")] = 64,
     python: EnvPython = None,
