@@ -3,9 +3,10 @@
 import gc
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -112,3 +113,19 @@ def agentrl(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
         return Done(int(ended.value.code or 0), said.out, said.err)
 
     return run
+
+
+@pytest.fixture(autouse=True)
+def every_metric_of_a_run_has_a_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run in the process of a test fails where it writes a metric that docs/metrics.md does not have."""
+    if "agentrl.run" not in sys.modules:
+        return
+    from agentrl.observe.meanings import meaning_of
+    from agentrl.observe.metrics import MetricsFile
+
+    class Described(MetricsFile):
+        def append(self, row: Mapping[str, Any]) -> None:
+            assert [name for name in row if name != "step" and meaning_of(name) is None] == []
+            super().append(row)
+
+    monkeypatch.setattr("agentrl.run.MetricsFile", Described)

@@ -1,10 +1,10 @@
-"""Environments that take time and say nothing: turns, seconds, rewards and troubles drawn from seeds.
+"""Environments that take time and have no content: turns, seconds, rewards and troubles are drawn from seeds.
 
     envs = SimulatedEnvs(SimulatedEnvs.Config(step_seconds=Normal(mean=10, sd=5), hung=0.001), seed=0)
     host = EnvHost({"simulated": envs}, deadlines)
 
-An episode is a `EpisodePlan`, and the plan of (task seed, member) never changes: an episode that is played again, or by
-another scheduler, takes the same turns and the same seconds. Only trouble is drawn again at each attempt.
+An episode follows an `EpisodePlan`, and the plan of (task seed, member) never changes: an episode that is played again,
+or under another scheduler, takes the same turns and the same seconds. Only trouble is drawn again at each attempt.
 """
 
 import asyncio
@@ -22,12 +22,12 @@ from agentrl.simulate.latency import NO_TIME, Constant, Latency
 
 Trouble = Literal["none", "hung", "crash", "fail_slow", "slow_drip"]
 
-_TASKS = 1 << 16  # tasks whose members are remembered: many more than are ever in play, and memory stays flat
+_TASKS = 1 << 16  # tasks whose members are remembered: many more than are ever live, but memory is bounded
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodePlan:
-    """One episode: seconds of its reset and of each of its steps, and the reward of the last one."""
+    """One episode: the seconds of its reset and of each of its steps, and the reward of the last step."""
 
     reset_seconds: float
     step_seconds: tuple[float, ...]
@@ -40,27 +40,27 @@ EpisodePlanOf = Callable[[int, int], EpisodePlan]
 
 @dataclass(slots=True)
 class _Members:
-    """Who plays a task: members not yet given out, and those whose last attempt was broken off."""
+    """The members of a task: the next one that has not started, and those whose last attempt was broken off."""
 
     next: int = 0
     again: list[tuple[int, int]] = field(default_factory=list)  # (member, attempt)
 
 
 class SimulatedEnvs:
-    """Makes environments, as a plug-in's class would, and knows how they fare.
+    """Makes environments, as a plug-in's class would, and counts what happens to them.
 
-    The members of a group are reset with the same seed, so the first reset with it is member 0, the next one member 1,
-    and so on. An episode that is broken off (its environment is closed, or reset, before its end) is played again by
+    The members of a group are reset with the same seed, so the first reset with a seed is member 0, the next is member
+    1, and so on. An episode that is broken off (its environment is closed or reset before its end) is played again by
     the next reset with that seed: the same member, another attempt.
 
     Args:
         config: The settings.
-        seed: Of every draw, together with task, member and attempt.
-        plan_of: The episodes; by default drawn from the settings.
+        seed: Seeds every draw, together with task, member and attempt.
+        plan_of: Plans the episodes; by default, plans are drawn from the settings.
     """
 
     class Config(Settings):
-        """What the episodes are like. Shares of troubles are of attempts; an attempt has one trouble at most."""
+        """Settings of the episodes. Shares of troubles are shares of attempts; an attempt has at most one trouble."""
 
         turns: Latency = Constant(value=8)
         """Steps of an episode (rounded, at least 1)."""
@@ -69,7 +69,7 @@ class SimulatedEnvs:
         step_seconds: Latency = NO_TIME
         """Seconds of a step, drawn for each."""
         solve_rate: float = Field(0.5, ge=0, le=1)
-        """Share of episodes with reward 1, of the tasks that are neither hopeless nor trivial; others get 0."""
+        """Share of episodes with reward 1 in tasks that are neither hopeless nor trivial; the others get 0."""
         hopeless: float = Field(0.0, ge=0, le=1)
         """Share of tasks whose episodes all get 0."""
         trivial: float = Field(0.0, ge=0, le=1)
@@ -81,9 +81,11 @@ class SimulatedEnvs:
         fail_slow: float = Field(0.0, ge=0, le=1)
         """Share of attempts in which a step takes `fail_slow_seconds` longer."""
         fail_slow_seconds: float = Field(600.0, ge=0)
+        """Seconds that such a step takes longer."""
         slow_drip: float = Field(0.0, ge=0, le=1)
         """Share of attempts in which each step takes `slow_drip_factor` times as long."""
         slow_drip_factor: float = Field(10.0, ge=1)
+        """How many times as long each step of such an attempt takes."""
 
         @model_validator(mode="after")
         def _shares(self) -> Self:
@@ -101,15 +103,15 @@ class SimulatedEnvs:
         self.made = 0
         """Environments made so far."""
         self.closed = 0
-        """Those of them that were closed. `made - closed` is what somebody must still hold, or has leaked."""
+        """Environments closed so far. `made - closed` environments are still in use, or leaked."""
         self.playing = 0
-        """Episodes begun and neither ended nor broken off. One left by its player is broken off by the next reset."""
+        """Live episodes: neither ended nor broken off. One that its player left is broken off by the next reset."""
         self.hanging = 0
-        """Steps that are hanging now."""
+        """Steps that hang now."""
         self.episodes = 0
-        """Episodes that came to their end."""
+        """Episodes that ended as planned."""
         self.troubles: dict[Trouble, int] = dict.fromkeys(("hung", "crash", "fail_slow", "slow_drip"), 0)
-        """Attempts that each trouble has hit."""
+        """Number of attempts that each trouble has hit."""
 
     def __call__(self) -> "SimulatedEnv":
         """A new environment."""
@@ -117,7 +119,7 @@ class SimulatedEnvs:
         return SimulatedEnv(self)
 
     def begin(self, task_seed: int) -> "Attempt":
-        """The next episode of the task, or the one that was broken off."""
+        """Start an episode of the task: one that was broken off, or else the next member's."""
         members = self._tasks.get(task_seed)
         if members is None:
             members = self._tasks[task_seed] = _Members()
@@ -132,7 +134,7 @@ class SimulatedEnvs:
         return self._with_trouble(task_seed, member, attempt)
 
     def end(self, attempt: "Attempt", *, whole: bool) -> None:
-        """The episode came to its end, or was broken off."""
+        """Note that an episode ended as planned (`whole`), or was broken off."""
         self.playing -= 1
         if whole:
             self.episodes += 1
@@ -176,7 +178,7 @@ class SimulatedEnvs:
         return Attempt(task_seed, member, number, plan)
 
     def seconds(self, attempt: "Attempt", turn: int) -> float:
-        """What a step takes, with its trouble."""
+        """Seconds that a step takes, including its trouble."""
         seconds = attempt.plan.step_seconds[turn]
         if attempt.trouble == "slow_drip":
             return seconds * self._config.slow_drip_factor
@@ -187,7 +189,7 @@ class SimulatedEnvs:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """An episode being played: whose it is, how it goes, and what goes wrong at which turn."""
+    """A live episode: its task and member, its plan, and what goes wrong at which turn."""
 
     task_seed: int
     member: int
@@ -198,7 +200,7 @@ class Attempt:
 
 
 class SimulatedCrashError(Exception):
-    """What a crashing environment raises."""
+    """Raised by a crashing environment."""
 
 
 class SimulatedEnv:
@@ -231,7 +233,7 @@ class SimulatedEnv:
         return self._slow_step(attempt, seconds) if seconds > 0 else self._take_turn(attempt)
 
     def close(self) -> None:
-        """Give up the episode, if one is under way."""
+        """Break off the episode, if one is live."""
         self._break_off()
         if not self._closed:
             self._closed = True

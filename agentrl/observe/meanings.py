@@ -1,0 +1,125 @@
+"""What each metric means: the reference page (docs/metrics.md) is written from this table.
+
+A name in the table may have placeholders: `reward/<part>` stands for `reward/environment`, `reward/judge` and so on.
+"""
+
+import re
+from collections.abc import Mapping
+from functools import cache
+
+MEANINGS: Mapping[str, Mapping[str, str]] = {
+    "Rollouts: the episodes that the step was trained on": {
+        "reward": "Mean score of the trajectories.",
+        "reward_std": "Standard deviation of the scores. Without any, there is nothing to learn.",
+        "reward/<part>": "Mean of one part of the reward, unweighted.",
+        "reward_std/<part>": "Standard deviation of that part.",
+        "success": "Share of successful episodes.",
+        "turns": "Mean turns of an episode.",
+        "sampled_tokens": "Tokens that the engine sampled.",
+        "prompt_tokens": "Tokens of the prompts, each counted once: of a turn only what is new since the turn before.",
+        "forked_turns": "Turns whose prompt does not continue the tokens of the turn before: a new sample begins.",
+        "cut_answers": "Share of answers that ended at `rollout.sampling.max_tokens`.",
+        "truncated": "Share of episodes that were cut off, mostly at `rollout.max_turns`.",
+        "mixed_groups": "Share of groups whose members scored differently. Only these teach anything.",
+        "agents/<agent>/reward": "Mean score of one agent, where the environment names several.",
+        "agents/<agent>/success": "Share of its successful episodes.",
+        "agents/<agent>/turns": "Its mean turns.",
+        "bias/seconds": "Mean duration of trained episodes / of all played ones. Below 1, long episodes are missing.",
+        "bias/tokens": "The same of lengths in tokens.",
+        "failed_tasks": "Tasks of the run so far that failed after all retries.",
+    },
+    "Staleness": {
+        "staleness/max": "Age of the oldest trained token, in weight versions.",
+        "staleness/mean": "Mean age of the trained tokens, in weight versions.",
+        "staleness/groups/<age>": "Share of the groups whose oldest token has this age.",
+        "staleness/tokens/<age>": "Share of the tokens of this age.",
+    },
+    "Training": {
+        "loss": "Sum of the token losses / the algorithm's normalizer. In policy gradients its value says little.",
+        "grad_norm": "Norm of the gradient before clipping: the largest of the step's minibatches.",
+        "lr": "Learning rate.",
+        "loss_tokens": "Tokens that carry a loss.",
+        "tokens": "Tokens that were computed, without padding.",
+        "packing": "Share of the computed rows that is no padding.",
+        "logprob_gap_mean": "Mean |logprob of the engine - logprob of the trainer| of a sampled token, in nats.",
+        "logprob_gap_max": "The largest such difference.",
+        "ratio": "Mean of exp(logprob - old logprob).",
+        "clipped_low": "Share of the tokens whose gradient the lower clip cut.",
+        "clipped_high": "Share of the tokens whose gradient the upper clip cut.",
+        "kl": "KL divergence of the weights before the step from those after it, per token (k3 estimate), in nats.",
+        "reference_kl": "KL divergence of the policy from the reference model, per token (k3 estimate), in nats.",
+        "entropy": "Mean of -logprob of the sampled tokens: the policy's entropy per token, in nats.",
+        "importance_weight": "Mean of exp(old logprob - engine's logprob), before the cap.",
+        "importance_truncated": "Share of the tokens whose importance weight the cap cut.",
+        "nll": "Mean negative log-likelihood of a token that is imitated, in nats.",
+        "constraints/rate/<part>": "Mean cost of a constraint in the batch (`batch_processing.constraints`).",
+        "constraints/multiplier/<part>": "The constraint's Lagrange multiplier.",
+        "accuracy": "`recipe: reward_model`: share of the pairs whose chosen conversation scores higher.",
+    },
+    "The critic (`algorithm: ppo`)": {
+        "critic/explained_variance": "1 - Var(return - value) / Var(return): 1 is perfect, 0 as good as the mean.",
+        "critic/value": "Mean value of a token, before the step.",
+        "critic/return": "Mean return of a token: what the critic learns.",
+        "critic/value_clipped": "Share of the tokens whose value the clip held back.",
+        "critic/<metric>": "The critic's own training metrics, as above.",
+    },
+    "Evaluation": {
+        "eval/success": "Share of successful held-out episodes.",
+        "eval/reward": "Mean score of the held-out episodes.",
+        "eval/turns": "Mean turns of a held-out episode.",
+        "eval/episodes": "Held-out episodes that came to an end.",
+        "eval/failed": "Held-out episodes that failed. They are not averaged in.",
+        "eval/agents/<agent>/<metric>": "The same of one agent.",
+        "eval/preference_accuracy": "`recipe: reward_model`: share of held-out pairs in the right order.",
+    },
+    "Time": {
+        "seconds": "Seconds of the whole step.",
+        "seconds/<phase>": "Seconds of its phases: `rollout` (waiting for episodes), `train`, `weights`.",
+        "seconds_<phase>": "Seconds of the trainer's first rank: `old_logprobs`, `forward_backward`, `optimizer`.",
+        "tokens_per_second": "Sampled and prompt tokens of the step / its seconds.",
+        "blocked_seconds": "Seconds so far in which the trainer waited for episodes.",
+        "live_episodes": "Episode slots in use.",
+        "live_episodes/limit": "Episode slots: the concurrency controller's present limit.",
+        "loop/longest_gap_seconds": "The longest time that the controller's event loop was blocked.",
+        "loop/longest_engine_seconds": "The longest time that an engine computed on the event loop (`engine: local`).",
+        "weights/bytes": "Bytes of the published weights.",
+        "weights/attempts": "Attempts that publishing took.",
+        "weights/seconds_<phase>": "Seconds to `write`, `stage` and `commit` the weights.",
+    },
+    "Scoring: the work of judges and reward models": {
+        "scoring/<part>/answers": "Requests that the judge answered since the last step.",
+        "scoring/<part>/cached": "Verdicts that came from the cache.",
+        "scoring/<part>/busy": "Requests that the endpoint refused because it was busy.",
+        "scoring/<part>/unreachable": "Requests without an answer.",
+        "scoring/<part>/unreadable": "Answers that were no verdict.",
+        "scoring/<part>/prompt_tokens": "Tokens that the judge read.",
+        "scoring/<part>/completion_tokens": "Tokens that the judge wrote.",
+        "scoring/<part>/cost": "What they cost, by the prices in the settings.",
+        "scoring/<part>/total_cost": "The cost of the run so far.",
+        "scoring/<part>/latency_mean": "Mean seconds of an answer.",
+        "scoring/<part>/latency_max": "The longest one.",
+        "scoring/<part>/swayed_by_order": "Share of the pairs that were judged differently in the other order.",
+        "scoring/<part>/scored": "Trajectories that the reward model scored.",
+        "scoring/<part>/batch_mean": "How many of them it scored at once, on average.",
+    },
+}
+"""By topic: names of metrics, and what they mean."""
+
+
+def meaning_of(name: str) -> str | None:
+    """What a metric means; None for one that is not in the table."""
+    if name in _exact():
+        return _exact()[name]
+    return next((meaning for pattern, meaning in _patterns() if pattern.fullmatch(name)), None)
+
+
+@cache
+def _exact() -> Mapping[str, str]:
+    return {name: meaning for topic in MEANINGS.values() for name, meaning in topic.items()}
+
+
+@cache
+def _patterns() -> tuple[tuple[re.Pattern[str], str], ...]:
+    return tuple(
+        (re.compile(re.sub(r"<\w+>", "[^/]+", name)), meaning) for name, meaning in _exact().items() if "<" in name
+    )
