@@ -1,4 +1,4 @@
-"""The substrate: the clock, structured concurrency, bounded edges, deadlines, retries."""
+"""Building blocks of concurrency: clocks, structured tasks, bounded channels, deadlines, retries."""
 
 from agentrl.flow.channel import Channel, ChannelClosedError, ChannelStats
 from agentrl.flow.clock import VirtualDeadlockError, VirtualTimeLoop, now, run_virtual

@@ -1,4 +1,4 @@
-"""`Channel`: the bounded, observable edge between two stages."""
+"""`Channel`: a bounded, observable queue between two stages."""
 
 import asyncio
 from collections import deque
@@ -18,7 +18,7 @@ class ChannelClosedError(AgentRLError):
 
 @dataclass(frozen=True, slots=True)
 class ChannelStats:
-    """A snapshot. `put_wait`: seconds producers were held up, in sum; `get_wait`: the same of consumers."""
+    """A snapshot. `put_wait` and `get_wait`: seconds that producers and consumers have waited, in total."""
 
     name: str
     capacity: int
@@ -32,8 +32,8 @@ class ChannelStats:
 class Channel(Generic[T]):
     """A first-in first-out queue of at most `capacity` items that can be closed.
 
-    `put` waits while it is full, `get` while it is empty. After `close()`, `put` raises, and `get` hands out what is
-    left and then raises; `async for` ends there. Cancelling a waiter loses no item.
+    `put` waits while it is full, `get` while it is empty. After `close()`, `put` raises; `get` returns the remaining
+    items and then raises, and `async for` ends there. Cancelling a waiter loses no item.
     """
 
     def __init__(self, name: str, capacity: int) -> None:
@@ -82,11 +82,11 @@ class Channel(Generic[T]):
         return self._take()
 
     def drain(self) -> list[T]:
-        """Take all that is there now, without waiting."""
+        """Take all present items, without waiting."""
         return [self._take() for _ in range(len(self._items))]
 
     def close(self) -> None:
-        """No more items will come."""
+        """Accept no more items, and wake all waiters."""
         self._closed = True
         for waiters in (self._getters, self._putters):
             while waiters:
@@ -118,7 +118,7 @@ class Channel(Generic[T]):
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self._wake(waiters)  # our turn had come: the next in line takes it
+                self._wake(waiters)  # our turn had come: pass it to the next waiter
             elif turn in waiters:
                 waiters.remove(turn)
             raise

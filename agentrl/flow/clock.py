@@ -1,11 +1,11 @@
-"""Two clocks, one code: the wall clock of an ordinary event loop, and virtual time.
+"""Two clocks for the same code: the wall clock of an ordinary event loop, and virtual time.
 
-Scheduling code never asks the machine for the time; it asks the running loop. Under `VirtualTimeLoop` that time jumps
+Scheduling code takes the time from the running loop, never from the machine. Under `VirtualTimeLoop` that time jumps
 to the next timer whenever nothing is ready to run, so an hour of sleeping costs microseconds, and the order of events
-depends on nothing but the program and its seeds.
+depends only on the program and its seeds.
 
-Ours, not a library's: looptime polls the selector 42 times per jump and lets an idle program hang, and
-async-solipsism is GPL-licensed (docs/decisions/0002-virtual-time.md).
+No library is used: looptime polls the selector 42 times per jump and lets an idle program hang, and async-solipsism is
+GPL-licensed (docs/decisions/0002-virtual-time.md).
 """
 
 import asyncio
@@ -31,8 +31,8 @@ class _JumpingSelector(selectors.BaseSelector):
         self.now = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        # A poll is a system call; while callbacks are ready (timeout 0) there is nothing it could tell, and between
-        # jumps only a signal could have come.
+        # A poll is a system call. While callbacks are ready (timeout 0) it is useless, and between jumps only a signal
+        # can have arrived.
         if timeout is not None and timeout <= 0:
             return []
         self._jumps += 1
@@ -68,7 +68,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._jumping = _JumpingSelector()
         super().__init__(self._jumping)
-        # Float error of `now + (when - now)` must never leave a timer a hair in the future.
+        # The rounding error of `now + (when - now)` must never leave a timer slightly in the future.
         self._clock_resolution = 1e-6
 
     def time(self) -> float:

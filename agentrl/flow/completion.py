@@ -1,4 +1,4 @@
-"""`run_to_completion`: what must not stop half-way, though its caller is cancelled."""
+"""`run_to_completion`: work that must finish even if its caller is cancelled."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -8,10 +8,10 @@ T = TypeVar("T")
 
 
 async def run_to_completion(work: Coroutine[Any, Any, T]) -> T:
-    """Await `work` until it has ended; a cancellation that came meanwhile is raised then.
+    """Await `work` until it has ended, and only then raise a cancellation that came meanwhile.
 
-    The task is owned by this call, which does not return before it has. What is awaited must end by itself: a thread,
-    or something under a deadline.
+    This call owns the task and does not return before it ends. `work` must end by itself: a thread, or something under
+    a deadline.
     """
     task = asyncio.get_running_loop().create_task(work)
     cancelled: asyncio.CancelledError | None = None
@@ -22,6 +22,6 @@ async def run_to_completion(work: Coroutine[Any, Any, T]) -> T:
             cancelled = error
     if cancelled is not None:
         if not task.cancelled():
-            task.exception()  # the caller is gone and will not ask for it
+            task.exception()  # retrieve it, since the cancelled caller will not
         raise cancelled
     return task.result()

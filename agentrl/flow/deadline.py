@@ -1,11 +1,10 @@
-"""`deadline`: a bound on what is awaited, and the table of everything that is being waited for.
+"""`deadline`: a time limit on awaits, and the table of all current waits.
 
-Every await on something outside stands in a `deadline`, so the open deadlines of a loop show
-what is being waited for, and since when: `waits()` reads them, for the watchdog and for the error that ends a stalled
-run.
+Every await on something outside is inside a `deadline`. So the open deadlines of a loop show what it waits for, and
+since when. `waits()` lists them for the watchdog and for the error that ends a stalled run.
 
-All deadlines of one kind are equally long, so they expire in the order in which they were set: one queue and one timer
-for each kind, where a timer of each own would cost five times as much (an episode sets five, and a million episodes
+All deadlines of one kind are equally long, so they expire in the order in which they were set. One queue and one timer
+per kind suffice. A timer for each deadline would cost five times as much (an episode sets five, and a million episodes
 are simulated in a minute).
 """
 
@@ -23,7 +22,7 @@ from agentrl.errors import DeadlineError, Layer
 
 @dataclass(frozen=True, slots=True)
 class PendingWait:
-    """How many tasks wait in a phase of a layer, and for how many seconds the one that came first has."""
+    """How many tasks wait in a phase of a layer, and for how many seconds the first of them has waited."""
 
     layer: Layer
     phase: str
@@ -31,11 +30,11 @@ class PendingWait:
     longest: float
 
 
-class deadline:  # noqa: N801  a verb of the language, as `asyncio.timeout`
-    """`with deadline("environment", "step", 30): ...` bounds what is awaited inside by seconds of loop time.
+class deadline:  # noqa: N801  used as a keyword, like `asyncio.timeout`
+    """`with deadline("environment", "step", 30): ...` limits the awaits inside to 30 seconds of loop time.
 
     Raises:
-        DeadlineError: it took longer. A TimeoutError of the awaited code's own passes through as it is.
+        DeadlineError: they took longer. A TimeoutError that the awaited code raises passes through unchanged.
     """
 
     __slots__ = ("_cancelling", "_loop", "_queue", "expired", "task", "when")
@@ -53,7 +52,7 @@ class deadline:  # noqa: N801  a verb of the language, as `asyncio.timeout`
     def __enter__(self) -> Self:
         task = asyncio.current_task(self._loop)
         if task is None:
-            raise RuntimeError("a deadline is set inside a task")
+            raise RuntimeError("a deadline must be set inside a task")
         self.task = task
         self._cancelling = task.cancelling()
         queue = self._queue
@@ -85,7 +84,7 @@ class _Queue:
         self.armed = False
 
     def fire(self) -> None:
-        """Expire who is due, and come back for the next; between two firings at most one timer is armed."""
+        """Expire the deadlines that are due, and arm the timer for the next one. At most one timer is armed."""
         loop = asyncio.get_running_loop()
         due = loop.time() + 1e-9
         while self.open:
@@ -103,7 +102,7 @@ _Queues = dict[tuple[str, float, Layer], _Queue]
 
 
 class _Table:
-    """The queues of every loop; those of the loop that asked last are at hand."""
+    """The queues of every loop; those of the loop used last are cached."""
 
     def __init__(self) -> None:
         self._all: WeakKeyDictionary[asyncio.AbstractEventLoop, _Queues] = WeakKeyDictionary()
@@ -120,7 +119,7 @@ _table = _Table()
 
 
 def waits() -> list[PendingWait]:
-    """Everything that is being waited for under a deadline on the running loop, the longest wait first."""
+    """All waits under a deadline on the running loop, the longest wait first."""
     loop = asyncio.get_running_loop()
     found = [
         PendingWait(

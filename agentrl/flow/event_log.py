@@ -1,4 +1,4 @@
-"""`EventLog`: what happened, in order, as one hash."""
+"""`EventLog`: a sequence of events as one hash."""
 
 import hashlib
 
@@ -8,8 +8,8 @@ from agentrl.flow.clock import now
 class EventLog:
     """A running SHA-256 over (loop time, event, subject) lines.
 
-    Two runs under virtual time with the same seed have the same digest; the first differing decision shows.
-    Nothing is kept but the hash and the count, so that a million events cost no memory.
+    Two runs under virtual time with the same seed have the same digest; any differing decision changes it. Only the
+    hash and the count are kept, so that a million events cost no memory.
     """
 
     def __init__(self) -> None:
@@ -17,7 +17,7 @@ class EventLog:
         self.count = 0
 
     def record(self, event: str, subject: str) -> None:
-        """Add one event at the loop's present time."""
+        """Add one event at the loop's current time."""
         self._hash.update(f"{now():.6f} {event} {subject}\n".encode())
         self.count += 1
 

@@ -1,4 +1,4 @@
-"""`Flow`: structured concurrency. Every task has an owner, and no task outlives it."""
+"""`Flow`: structured concurrency. Every task has an owner, and no task outlives its owner."""
 
 import asyncio
 import sys
@@ -13,8 +13,8 @@ T = TypeVar("T")
 class Flow:
     """An owner of tasks and of the channels between them.
 
-    Leaving the block waits for every task. When one fails, its siblings and the block are cancelled, and the failure
-    itself surfaces with its own frames, not wrapped in a group (unless different ones came at once).
+    Leaving the block waits for every task. When one fails, its siblings and the block are cancelled, and its exception
+    is raised with its own traceback, not wrapped in a group (unless different exceptions came at once).
 
         async with Flow("rollouts") as flow:
             groups = flow.channel("groups", capacity=8)
@@ -38,8 +38,8 @@ class Flow:
             await self._group.__aexit__(*exc)
         except BaseExceptionGroup as group:
             if self._has_cancelled_its_owner and not failed_before and sys.version_info < (3, 13):
-                # A task failed while its owner waited here: Python before 3.13 cancels the owner and does not take that
-                # back, so that who catches the failure goes on as one who is to be cancelled.
+                # A task failed while its owner waited here. Python before 3.13 cancels the owner and does not revoke
+                # that, so the owner would stay marked as cancelled even after the failure was caught.
                 owner = asyncio.current_task()
                 assert owner is not None
                 owner.uncancel()
@@ -49,10 +49,10 @@ class Flow:
             raise sole from sole.__cause__
 
     def start(self, work: Coroutine[Any, Any, T], *, name: str) -> asyncio.Task[T]:
-        """Run `work` beside the others."""
+        """Start `work` as a task beside the others."""
         task = self._group.create_task(work, name=f"{self.name}/{name}")
         self._tasks.append(task)
-        if len(self._tasks) == self._tidy_at:  # seldom: a callback for each task that ends would cost more
+        if len(self._tasks) == self._tidy_at:  # rarely, as a callback for each ended task would cost more
             self._tasks = [task for task in self._tasks if not task.done()]
             self._tidy_at = 2 * len(self._tasks) + 64
         return task
@@ -76,12 +76,12 @@ class Flow:
         return sum(not task.done() for task in self._tasks)
 
     def snapshot(self) -> list[ChannelStats]:
-        """The channels' states: the observed dataflow graph."""
+        """The states of the channels: the observed dataflow graph."""
         return [channel.snapshot() for channel in self._channels]
 
 
 def _sole(group: BaseExceptionGroup[BaseException]) -> BaseException | None:
-    """The one error in a group, however deep; a hundred tasks that met the same one have one error."""
+    """The only error in a nested group, or `None`; a hundred tasks with equal errors count as one error."""
     leaves = list(_leaves(group))
     different = {(type(leaf), str(leaf)) for leaf in leaves}
     return leaves[0] if len(different) == 1 else None

@@ -1,4 +1,4 @@
-"""`Retries`: how often what failed is tried again, by the layer that failed."""
+"""`Retries`: how often failures are retried, by the layer that failed."""
 
 from pydantic import Field
 
@@ -7,7 +7,7 @@ from agentrl.protocols import Settings
 
 
 class Retries(Settings):
-    """How often one member of a group may fail, by whose fault it was, before the member is lost."""
+    """How often one member of a group may fail, by the layer that failed, before the member is lost."""
 
     environment: int = Field(2, ge=0)
     """Play the episode again, with the same environment seed and new sampling."""
@@ -16,7 +16,7 @@ class Retries(Settings):
     reward: int = Field(4, ge=0)
     """Ask the part of the reward that failed again about the same trajectory (or group), after a pause that doubles."""
     data: int = Field(0, ge=0)
-    """Play again what cannot be played as it is (a first prompt that is too long)."""
+    """Play an episode again that cannot be played as it is (its first prompt is too long)."""
 
     def of(self, layer: Layer) -> int:
         """The budget of a layer."""

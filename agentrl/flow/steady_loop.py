@@ -1,9 +1,9 @@
 """An event loop whose clock leaves out the time in which the loop could not run.
 
-A callback that computes for long blocks the loop, and so does a stop of the whole process. Workers go on and answer,
-but the loop cannot read their answers, and timers fall due. An ordinary clock would then fire every lapsed deadline
-and lease first, and the controller would replace healthy workers because of its own pause. Here that time is a gap:
-the clock does not count it, so every deadline has as many seconds left after the gap as before it.
+A callback that computes for long blocks the loop, and so does a stop of the whole process. Workers continue and answer,
+but the loop cannot read their answers, and timers fall due. With an ordinary clock the loop would then first expire all
+lapsed deadlines and leases, and the controller would replace healthy workers because of its own pause. Here that time
+is a gap: the clock does not count it, so every deadline has as many seconds left after the gap as before it.
 
     callbacks ... | select | one callback, 9 s            | select | ...
     clock         0.1      0.1                            0.1        a gap of 9 s, and a log line that says where
@@ -23,17 +23,17 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 GAP_SECONDS = 0.25
-"""In a pause the clock runs for this long and then stands still: a shorter pause is no gap."""
+"""In a pause the clock runs for this long and then stands still, so a shorter pause is not a gap."""
 _REPORTED_SECONDS = 2.0
-"""A gap of so many seconds has a log line."""
+"""Gaps of at least this many seconds are logged."""
 _TICK_SECONDS = 0.1
-"""The loop wakes up so often at least: a process that was stopped while nothing was due notices by it."""
+"""The loop wakes up at least this often, so that it notices a stop of the process while nothing was due."""
 _PACKAGE = Path(__file__).resolve().parents[1]
 _log = logging.getLogger("agentrl.flow")
 
 
 class SteadyLoop(asyncio.SelectorEventLoop):
-    """An event loop whose clock leaves out its gaps. `clock` is what the machine's time is read from."""
+    """An event loop whose clock leaves out its gaps. `clock` reads the machine's time."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._gaps = _GapSelector(clock)
@@ -41,8 +41,8 @@ class SteadyLoop(asyncio.SelectorEventLoop):
         super().__init__(self._gaps)
 
     def time(self) -> float:
-        """Seconds without the gaps so far. The clock stands still during a gap, so a timer that is set at the end of a
-        long callback is not late by the length of that callback.
+        """Seconds without the gaps so far. The clock stands still during a gap, so a timer set at the end of a long
+        callback is not delayed by the length of that callback.
         """
         return min(self._gaps.clock(), self._gaps.left + GAP_SECONDS) - self._gaps.lost
 
@@ -51,23 +51,24 @@ class SteadyLoop(asyncio.SelectorEventLoop):
         return self._gaps.clock()
 
     def take_longest(self) -> tuple[float, float]:
-        """The longest gap since the last call, in seconds, and the longest in which an engine computed here."""
+        """The longest gap since the last call, and the longest in which an engine computed here, both in seconds."""
         longest, self._gaps.longest = self._gaps.longest, {True: 0.0, False: 0.0}
         return longest[False], longest[True]
 
     def computes_by_design(self) -> None:
-        """The callback that runs now computes on the loop on purpose: its gap is counted apart, and not logged."""
+        """Declare that the running callback computes on the loop on purpose: count its gap apart and do not log it."""
         self._gaps.by_design = True
 
     def spare_what_lives(self) -> None:
-        """Leave what lives now out of Python's collections of garbage until the loop closes.
+        """Exclude all present objects from garbage collection until the loop closes.
 
-        A full collection stops the loop for about half a microsecond an object, and the libraries of a run alone are
-        400,000 objects.
+        A full collection stops the loop for about half a microsecond per object, and a run's libraries alone have
+        400,000 objects. If the process has frozen objects itself, nothing happens.
         """
-        gc.collect()
-        gc.freeze()
-        self._spares = True
+        if gc.get_freeze_count() == 0:
+            gc.collect()
+            gc.freeze()
+            self._spares = True
 
     def close(self) -> None:
         """Close the loop."""
@@ -78,7 +79,7 @@ class SteadyLoop(asyncio.SelectorEventLoop):
 
 
 class _GapSelector(selectors.DefaultSelector):
-    """Notices how long the loop was away, and how much longer than asked for it was in here."""
+    """Measures the time between two selects, and by how much a select exceeds its timeout."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         super().__init__()
@@ -106,14 +107,14 @@ class _GapSelector(selectors.DefaultSelector):
         self.longest[self.by_design] = max(self.longest[self.by_design], seconds)
         if seconds >= _REPORTED_SECONDS and not self.by_design:
             _log.warning(
-                "the event loop was blocked for %.1f s by %s; deadlines and leases are longer by that",
+                "the event loop was blocked for %.1f s by %s; deadlines and leases are extended by that",
                 seconds,
                 where or "no callback: the process was stopped, or its machine",
             )
 
 
 class _Watch:
-    """A thread that notes which line the loop's thread executes, once a callback has taken long."""
+    """A thread that notes which line the loop's thread executes when a callback takes long."""
 
     def __init__(self, selector: _GapSelector) -> None:
         self._selector = selector
@@ -123,7 +124,7 @@ class _Watch:
         self._thread = threading.Thread(target=self._look, name="event-loop-watch", daemon=True)
 
     def take(self) -> str:
-        """Where the callbacks that have just ended were last seen, if they took long."""
+        """The line noted during the callbacks that have just ended, or "" if they were short."""
         if not self._loop_thread:
             self._loop_thread = threading.get_ident()
             self._thread.start()
@@ -145,7 +146,7 @@ class _Watch:
 
 
 def _place(frame: FrameType) -> str:
-    """The innermost line, and the innermost of ours where that is another one."""
+    """The innermost line, and the innermost line of agentrl if that is another one."""
     ours: FrameType | None = frame
     while ours is not None and not _is_ours(ours):
         ours = ours.f_back
@@ -182,16 +183,17 @@ def spare_what_lives() -> None:
 
 
 def elapsed() -> float:
-    """Seconds on the running loop's clock and in its gaps: for measuring how long something took."""
+    """Seconds on the running loop's clock, gaps included: for measuring durations."""
     loop = asyncio.get_running_loop()
     return loop.elapsed() if isinstance(loop, SteadyLoop) else loop.time()
 
 
 def loop_metrics() -> dict[str, float]:
-    """The longest gap of the running loop since the last call; none on a loop of another kind.
+    """The longest gaps of the running loop since the last call; empty on a loop of another kind.
 
-    `loop/longest_gap_seconds`; `loop/longest_engine_seconds` is that of an engine that computes on the loop by design
-    (docs/decisions/0004-local-engine-on-the-event-loop.md). A pause below a quarter of a second is no gap.
+    `loop/longest_engine_seconds` is for engines that compute on the loop by design
+    (docs/decisions/0004-local-engine-on-the-event-loop.md), `loop/longest_gap_seconds` for everything else. A pause
+    below a quarter of a second is not a gap.
     """
     loop = asyncio.get_running_loop()
     if not isinstance(loop, SteadyLoop):

@@ -1,6 +1,7 @@
 """Demonstrations: episodes of a scripted player, and a model that imitates them before reinforcement learning."""
 
 import asyncio
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean
 
@@ -21,18 +22,18 @@ from agentrl.trajectory import Trajectory
 
 
 class DemonstrationsConfig(Settings):
-    """Supervised play: episodes of a scripted player to imitate before reinforcement learning."""
+    """Episodes of a scripted player that the model imitates before reinforcement learning."""
 
     player: str
-    """`package.module:function`, called with (environment, random.Random), answering the next action."""
+    """`package.module:function`, called with (environment, random.Random), returning the next action."""
     episodes: int = Field(512, gt=0)
-    """Episodes to play, all of different seeds."""
+    """Episodes to play, each with a different seed."""
     episodes_per_step: int = Field(32, gt=0)
     """Episodes in one supervised batch."""
     epochs: int = Field(1, gt=0)
     """Passes over the episodes."""
     lr: float = Field(1e-3, gt=0)
-    """Learning rate of the supervised steps; all else is the trainer's."""
+    """Learning rate of the supervised steps; all other settings are the trainer's."""
 
 
 async def imitate(run: Run, demonstrations: DemonstrationsConfig, base: Path, into: Path) -> None:
@@ -40,7 +41,7 @@ async def imitate(run: Run, demonstrations: DemonstrationsConfig, base: Path, in
     config = run.config
     trajectories = await demonstrate(config, demonstrations, base)
     run.display.say(
-        f"{sum(trajectory.success for trajectory in trajectories)} of {len(trajectories)} episodes of "
+        f"{_episodes(t for t in trajectories if t.success)} of {_episodes(trajectories)} episodes of "
         f"{demonstrations.player} were successful; imitating all"
     )
     size = demonstrations.episodes_per_step
@@ -76,5 +77,12 @@ async def demonstrate(config: RunConfig, demonstrations: DemonstrationsConfig, m
         trajectories = await play_all(runner, tasks, config.seed, config.rollout.max_live_episodes, policy.turnstile)
     failed = [trajectory for trajectory in trajectories if not trajectory.trainable]
     if failed:
-        raise EnvError(f"{len(failed)} of {len(trajectories)} demonstrations failed, the first with {failed[0].status}")
+        raise EnvError(
+            f"{_episodes(failed)} of {_episodes(trajectories)} demonstrations failed, the first with {failed[0].status}"
+        )
     return trajectories
+
+
+def _episodes(trajectories: Iterable[Trajectory]) -> int:
+    """How many episodes these belong to: with several agents an episode has a trajectory for each."""
+    return len({trajectory.id for trajectory in trajectories})
