@@ -1,9 +1,9 @@
-"""What an algorithm may ask for beside the trainer: a reference, and a critic that learns with it.
+"""The models that an algorithm may need beside the trained one: a reference, and a critic that is trained with it.
 
     batch ──▶ reference: logprobs ──▶ critic: values ──▶ advantages, returns ──▶ critic: step ──▶ the trainer's batch
 
-Both are trainers of a model of their own (settings: the sections `reference` and `critic`). The reference is never
-trained. The critic is saved in the folder `critic` of every checkpoint.
+Each is a trainer with its own model, configured by the section `reference` or `critic`. The reference is never
+trained. Every checkpoint holds the critic in the folder `critic`.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ CRITIC_FOLDER = "critic"
 
 @dataclass(frozen=True, slots=True)
 class Advisors:
-    """The reference and the critic of a run that has one of them or both."""
+    """The reference and the critic of a run that has at least one of them."""
 
     algorithm: Algorithm
     reference: SupportsPredict | None = None
@@ -30,13 +30,14 @@ class Advisors:
 
     @property
     def all(self) -> list[SupportsPredict]:
-        """Those that are there."""
+        """The reference and the critic, where the run has them."""
         return [advisor for advisor in (self.reference, self.critic) if advisor is not None]
 
     async def advise(self, batch: TrainBatch) -> tuple[TrainBatch, Mapping[str, float]]:
-        """The batch with the reference's logprobs and the advantages that the critic's values mean; the critic learns
-        of it. Beside the batch the critic's metrics, with `critic/explained_variance`: 1 for values that are the
-        returns, 0 for values that are all their mean.
+        """Add the reference's logprobs and the critic's advantages to a batch, and train the critic on it.
+
+        Returns the new batch and the critic's metrics. Among these, `critic/explained_variance` is 1 if the values
+        equal the returns, and 0 if every value is the mean return.
         """
         if self.reference is not None:
             batch = replace(batch, reference_logprobs_N=await self.reference.predict(batch))
@@ -51,17 +52,17 @@ class Advisors:
         return replace(batch, advantages_N=estimate.advantages_N), reported
 
     async def save(self, folder: Path) -> None:
-        """Write what they have learned into a checkpoint."""
+        """Save the critic into a checkpoint."""
         if self.critic is not None:
             await self.critic.save(folder / CRITIC_FOLDER)
 
     async def load(self, folder: Path) -> None:
-        """Take it up from there."""
+        """Load the critic from a checkpoint."""
         if self.critic is not None:
             await self.critic.load(folder / CRITIC_FOLDER)
 
 
 def explained_variance(values_N: FloatArray, returns_N: FloatArray) -> float:
-    """1 - Var(return - value) / Var(return); 0 where all returns are the same."""
+    """1 - Var(return - value) / Var(return); 0 if all returns are equal."""
     spread = float(returns_N.astype(np.float64).var())
     return 1 - float((returns_N.astype(np.float64) - values_N).var()) / spread if spread else 0.0

@@ -1,6 +1,6 @@
-"""Immutable arrays: tokens with their logprobs, versions and masks, from the engine to the batch.
+"""Immutable arrays of tokens, logprobs, policy versions and masks, used from the engine to the batch.
 
-A slice of one is a view of the same memory: it costs nothing, whatever its length.
+A slice is a view of the same memory, so its cost does not depend on its length.
 """
 
 from dataclasses import fields
@@ -19,17 +19,17 @@ MaskArray = npt.NDArray[np.bool_]
 
 
 def ints(values: npt.ArrayLike) -> IntArray:
-    """Immutable int32: a view of an array that is int32 already, else a copy."""
+    """Convert to an immutable int32 array: a view if `values` is an int32 array already, else a copy."""
     return _frozen(values, np.int32)
 
 
 def floats(values: npt.ArrayLike) -> FloatArray:
-    """Immutable float32, as `ints`."""
+    """Convert to an immutable float32 array, as `ints` does."""
     return _frozen(values, np.float32)
 
 
 def mask(values: npt.ArrayLike) -> MaskArray:
-    """Immutable booleans, as `ints`."""
+    """Convert to an immutable boolean array, as `ints` does."""
     return _frozen(values, np.bool_)
 
 
@@ -38,13 +38,13 @@ def _frozen(values: npt.ArrayLike, kind: npt.DTypeLike) -> npt.NDArray[Any]:
         return values
     array = np.asarray(values, kind)
     if array is values and array.flags.writeable:
-        array = array.view()  # its owner goes on to write
+        array = array.view()  # a view, so that its owner can still write to it
     array.flags.writeable = False
     return array
 
 
 class Growing(Generic[N]):
-    """Values that are only ever appended: n of them cost O(n) in all, however often they are looked at."""
+    """An append-only array: appending n values costs O(n) in total, however often `values` is read."""
 
     __slots__ = ("_length", "_memory")
 
@@ -57,7 +57,7 @@ class Growing(Generic[N]):
 
     @property
     def last(self) -> N | None:
-        """The value at the end, if there is one."""
+        """The last value, or `None`."""
         return self._memory[self._length - 1] if self._length else None
 
     def append(self, values: npt.NDArray[N]) -> None:
@@ -72,7 +72,7 @@ class Growing(Generic[N]):
 
     @property
     def values(self) -> npt.NDArray[N]:
-        """All so far, as an immutable view that later values do not change."""
+        """All values so far, as an immutable view that later appends do not change."""
         view = self._memory[: self._length]
         view.flags.writeable = False
         return view
@@ -90,7 +90,7 @@ class GrowingInts(Growing[np.int32]):
 
 
 def same_fields(one: Any, other: Any) -> bool:
-    """`__eq__` of a dataclass some fields of which are arrays: the same class, and equal values."""
+    """`__eq__` for a dataclass with array fields: true for the same class and equal values."""
     if type(one) is not type(other):
         return False
     pairs = ((getattr(one, field.name), getattr(other, field.name)) for field in fields(one))

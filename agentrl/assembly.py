@@ -1,9 +1,9 @@
-"""What a run is made of, put together from its config: cluster, environments, engine, reward, trainer.
+"""Assembles the parts of a run from its config: cluster, environments, engine, reward, trainer.
 
     assemble_rollouts: cluster ─▶ environments, engine, reward ─▶ RolloutAssembly     (to evaluate)
-    assemble_training: the same, a trainer, and a publisher of its weights ─▶ TrainingAssembly
+    assemble_training: the same, plus a trainer and a publisher of its weights ─▶ TrainingAssembly
 
-Each part is started here and ended in reverse order.
+The parts are started here and stopped in reverse order.
 """
 
 import asyncio
@@ -58,12 +58,14 @@ _ROLE_SETTINGS: Mapping[str, Mapping[str, str]] = {
     "reference": {"role": "reference"},
     "critic": {"role": "critic", "head": "value"},
 }
-"""What a trainer beside the trainer is made with."""
+"""Extra arguments for making a reference or a critic."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutAssembly:
-    """What plays and scores episodes: the served policy in its environments, and the reward."""
+    """The parts that play and score episodes: the policy's engine, the episode runner, the reward, and the engines of
+    frozen agents.
+    """
 
     config: RunConfig
     engine: Router
@@ -79,7 +81,7 @@ class RolloutAssembly:
 
 @dataclass(frozen=True, slots=True)
 class TrainingAssembly(RolloutAssembly):
-    """All of a training run: what plays, what learns, and what brings the weights from one to the other."""
+    """All parts of a training run: those of `RolloutAssembly`, the trainers, and the publisher of the weights."""
 
     trainer: Trainer
     advisors: Advisors | None
@@ -87,13 +89,13 @@ class TrainingAssembly(RolloutAssembly):
     sharing: DeviceSharing
 
     async def save(self, folder: Path) -> None:
-        """Write what was learned into a checkpoint."""
+        """Save the trainer and the critic into a checkpoint."""
         await self.trainer.save(folder)
         if self.advisors is not None:
             await self.advisors.save(folder)
 
     async def resume(self, run: Run) -> int:
-        """Load the newest checkpoint, if there is one, bring the engine to it, and return how many steps are done."""
+        """Load a resumed run's newest checkpoint, if any, publish its weights, and return the number of steps done."""
         newest = run.checkpoints.latest() if run.resumed else None
         if newest is None:
             return 0
@@ -106,7 +108,7 @@ class TrainingAssembly(RolloutAssembly):
         return step
 
     def rollouts(self, run: Run, step: int) -> Rollouts:
-        """The scheduler of the steps from `step` on; tasks that an earlier launch left open come first."""
+        """A scheduler for the steps from `step` on. Tasks that an earlier launch left open come first."""
         run.metrics.rewind(step)
         pending = run.ledger.rewind(step)
         tasks = task_source(self.config, "train")
@@ -131,7 +133,7 @@ class TrainingAssembly(RolloutAssembly):
 
 @dataclass(frozen=True, slots=True)
 class PlacedCluster:
-    """An open cluster, and the config with the settings that the plan of its devices means, where there is one."""
+    """An open cluster, its placement plan if any, and the config with the settings that follow from the plan."""
 
     config: RunConfig
     cluster: Cluster
@@ -140,7 +142,7 @@ class PlacedCluster:
 
 @asynccontextmanager
 async def assemble_rollouts(config: RunConfig, model: Path) -> AsyncIterator[RolloutAssembly]:
-    """An engine that serves `model`, with environments and reward around it."""
+    """Start an engine that serves `model`, the environments and the reward."""
     async with open_cluster(config) as placed, _rollouts_on(placed, model) as rollouts:
         spare_what_lives()
         yield rollouts
@@ -150,8 +152,8 @@ async def assemble_rollouts(config: RunConfig, model: Path) -> AsyncIterator[Rol
 async def assemble_training(
     config: RunConfig, algorithm: Algorithm, model: Path, latest: LatestCheckpoint = lambda: None
 ) -> AsyncIterator[TrainingAssembly]:
-    """`assemble_rollouts`, and a trainer that starts from the same model. `latest`: the checkpoint that a trainer
-    whose rank has died is restarted from.
+    """`assemble_rollouts`, plus a trainer that starts from the same model. If a rank dies, its trainer restarts from
+    the checkpoint that `latest` returns.
     """
     async with open_cluster(config) as placed, _rollouts_on(placed, model) as rollouts:
         trainer, advisors = make_trainer(placed, model, latest), make_advisors(placed, algorithm, model, latest)
@@ -181,7 +183,7 @@ def task_source(config: RunConfig, split: str) -> TaskSource:
 
 @asynccontextmanager
 async def env_host(config: RunConfig, cluster: Cluster | None = None) -> AsyncIterator[EnvHost]:
-    """The run's environments, in this process or on workers of the cluster; closed at the end."""
+    """Host the run's environments in this process or on workers of the cluster, and close them at the end."""
     env = config.env
     make = partial(env_factory, address(env.name, env.wrappers), env.isolation, env.python, env.requires)
     async with AsyncExitStack() as stack:
@@ -204,7 +206,7 @@ async def _rollouts_on(placed: PlacedCluster, model: Path) -> AsyncIterator[Roll
     config, cluster = placed.config, placed.cluster
     renderer = TemplateRenderer.of_model(model)
     async with (
-        env_host(config, cluster) as envs,  # first: what is wrong with them is said before a model is loaded
+        env_host(config, cluster) as envs,  # first, so that their errors come before a model is loaded
         _router(config, cluster, model) as engine,
         config.reward.make(_rules(config, cluster), config.rollout.deadlines.reward, config.rollout.retries) as reward,
         _frozen_engines(config, cluster, model) as frozen,
@@ -222,7 +224,7 @@ async def _rollouts_on(placed: PlacedCluster, model: Path) -> AsyncIterator[Roll
 
 
 def _router(config: RunConfig, cluster: Cluster, model: Path) -> Router:
-    """The replicas of the engine as one."""
+    """A router over the engine's replicas."""
     factories = cluster.engines(config.engine, model)
     return Router(
         [make() for make in factories],
@@ -233,7 +235,7 @@ def _router(config: RunConfig, cluster: Cluster, model: Path) -> Router:
 
 
 def _rules(config: RunConfig, cluster: Cluster) -> RulePool:
-    """The processes that rules run in."""
+    """The pool of processes that rules run in."""
     count = cluster.config.reward_workers
     return RuleWorkers(cluster.start_one, count, config.rollout.rules) if count else RulePool(config.rollout.rules)
 
@@ -242,7 +244,7 @@ def _rules(config: RunConfig, cluster: Cluster) -> RulePool:
 async def _frozen_engines(
     config: RunConfig, cluster: Cluster, model: Path
 ) -> AsyncIterator[Mapping[FrozenRoute, Router]]:
-    """An engine for each kind of frozen agent; agents of one kind share it."""
+    """Start an engine for each distinct frozen route; agents with equal routes share one."""
     engines: dict[FrozenRoute, Router] = {}
     async with AsyncExitStack() as stack:
         for route in config.env.agents.values():
@@ -254,7 +256,7 @@ async def _frozen_engines(
 def _other_roles(
     config: RunConfig, model: Path, renderer: TemplateRenderer, frozen: Mapping[FrozenRoute, Router]
 ) -> dict[str, Role]:
-    """How the agents are played that are not the policy's."""
+    """The roles of the agents that the policy does not play."""
     roles = {}
     for agent, route in config.env.agents.items():
         if isinstance(route, ScriptedRoute):
@@ -275,7 +277,7 @@ def _policy(config: RunConfig, engine: Engine, renderer: Renderer, sampling: Sam
 
 @asynccontextmanager
 async def open_cluster(config: RunConfig) -> AsyncIterator[PlacedCluster]:
-    """The configured cluster. Where it has GPUs to give out, they are given out by the best map that `placement`
+    """Open the configured cluster. If it has GPUs to assign, assign them by the best device map that `placement`
     allows.
 
     Raises:
@@ -287,7 +289,7 @@ async def open_cluster(config: RunConfig) -> AsyncIterator[PlacedCluster]:
         if inventory is None:
             yield PlacedCluster(config, cluster)
             return
-        plan = await asyncio.to_thread(make_plan, config, inventory, model_of(config))  # it runs a loop of its own
+        plan = await asyncio.to_thread(make_plan, config, inventory, model_of(config))  # it runs its own event loop
         async with cluster.placed(plan.devices):
             yield PlacedCluster(_on_devices(config, plan.devices), cluster, plan)
 
@@ -296,16 +298,18 @@ async def open_cluster(config: RunConfig) -> AsyncIterator[PlacedCluster]:
 async def device_sharing(
     placed: PlacedCluster, engines: Sequence[Router], trainers: Sequence[Trainer]
 ) -> AsyncIterator[DeviceSharing]:
-    """The trainer and its advisors, entered beside engines that are awake, and how they share their devices."""
+    """Start the trainer and its advisors, and yield how they share devices with the engines. If they take turns on the
+    devices, the engines sleep during the start, and are awake afterwards while the trainers sleep.
+    """
     plan = placed.plan
     time_shared = plan is not None and plan.devices.time_shared
     async with AsyncExitStack() as entered:
         for engine in engines if time_shared else ():
-            await engine.sleep()  # there is room for one side only
+            await engine.sleep()  # the devices have room for one side only
         for trainer in trainers:
             await entered.enter_async_context(trainer)
             if time_shared:
-                await cast(SleepingTrainer, trainer).sleep()  # the plan has none that cannot
+                await cast(SleepingTrainer, trainer).sleep()  # a time-shared plan has only trainers that can
         for engine in engines if time_shared else ():
             await engine.wake()
         yield NoSharing() if plan is None or not time_shared else _time_sharing(placed, plan, engines, trainers)
@@ -327,7 +331,7 @@ def _time_sharing(
 
 
 def _on_devices(config: RunConfig, devices: DeviceMap) -> RunConfig:
-    """The config with the settings that a map means."""
+    """The config with the settings that follow from a device map."""
     ranks = {"world_size": len(devices.of("trainer"))}
     wanted = {
         "engine": {"tensor_parallel": devices.tensor_parallel()},
@@ -348,7 +352,7 @@ def _on_devices(config: RunConfig, devices: DeviceMap) -> RunConfig:
 def make_advisors(
     placed: PlacedCluster, algorithm: Algorithm, model: Path, latest: LatestCheckpoint
 ) -> Advisors | None:
-    """The reference and the critic that the config has; they start from the model that the trainer starts from."""
+    """Make the configured reference and critic; they start from the same model as the trainer."""
 
     def latest_critic() -> tuple[int, Path] | None:
         newest = latest()
@@ -359,7 +363,7 @@ def make_advisors(
         return None
     reference = make_trainer(placed, model, role="reference") if config.reference else None
     critic = make_trainer(placed, model, latest_critic, role="critic") if config.critic else None
-    # The config has made sure that they can be asked.
+    # The config's validation has checked that both have `predict`.
     return Advisors(algorithm, cast("SupportsPredict | None", reference), cast("SupportsPredict | None", critic))
 
 
@@ -372,11 +376,11 @@ def make_trainer(
     steps: int | None = None,
     **settings: Any,
 ) -> Trainer:
-    """The configured trainer where it is placed, for `steps` steps, with some settings replaced; it outlives its ranks.
-    So are its advisors, by their own settings: each is a trainer of another model.
+    """Make the configured trainer on its devices, for `steps` steps, with `settings` replaced. It survives the death of
+    its ranks. `role` may also name an advisor, which is a trainer of another model with its own settings.
 
     Raises:
-        ConfigError: it has no such setting.
+        ConfigError: the trainer has no such setting.
     """
     config = placed.config
     chosen: Component = getattr(config, role)

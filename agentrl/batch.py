@@ -1,10 +1,10 @@
-"""Trajectories to training samples to batches.
+"""Turns trajectories into training samples, and samples into batches.
 
-Dimension suffixes: T tokens of a sample; in a batch M samples, S tokens of all of them end to end, and N loss tokens
-among these. Arrays are numpy, so that a batch crosses a process boundary without a copy and this module loads no torch.
+Dimension suffixes: T tokens of a sample. In a batch: M samples, S tokens of all samples end to end, N loss tokens among
+these. Arrays are NumPy's, so that a batch crosses a process boundary without a copy and this module loads no torch.
 
-The tokens are the engine's own (`Turn.prompt_ids`, `Completion.token_ids`), laid end to end; nothing here ever sees
-text. `loss_mask` is one exactly where the engine sampled the token.
+The tokens are the engine's own (`Turn.prompt_ids`, `Completion.token_ids`), laid end to end; this module never handles
+text. `loss_mask` is 1 exactly for the tokens that the engine sampled, except those that `to_samples` finds too old.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,10 +24,10 @@ _Map = Callable[[npt.NDArray[Any]], npt.NDArray[Any]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainingSample:
-    """One token sequence to train on: immutable arrays of equal length T (any sequences become such arrays).
+    """One token sequence to train on. All fields become immutable arrays of equal length T.
 
-    Where `loss_mask` is 0, `rollout_logprobs` and `advantages` are 0 and `policy_versions` is -1.
-    `turn_ids` numbers the turn a token belongs to (its prompt's tokens too).
+    Where `loss_mask` is 0, `advantages` is 0. For prompt tokens `rollout_logprobs` is 0 and `policy_versions` is -1.
+    `turn_ids` is the number of a token's turn; prompt tokens belong to the turn that answers them.
 
     Raises:
         ValueError: the lengths differ, there is no token, the first token carries loss (nothing predicts it), or a
@@ -54,8 +54,8 @@ class TrainingSample:
             raise ValueError(f"a training sample needs one or more tokens and fields of equal length, got {lengths}")
         if self.loss_mask[0]:
             raise ValueError(
-                "the first token of a training sample cannot carry loss, because no token stands before it to predict "
-                "it from: give the first turn a prompt (a start token is enough)"
+                "the first token of a training sample cannot carry loss, because no token before it predicts it: "
+                "give the first turn a prompt (a start token is enough)"
             )
         for name in ("rollout_logprobs", "advantages"):
             values_T: FloatArray = getattr(self, name)
@@ -67,11 +67,11 @@ class TrainingSample:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainBatch:
-    """Samples end to end. A trainer packs them into rows as it likes (`agentrl/trainers/packing.py`).
+    """Samples laid end to end. A trainer packs them into rows (`agentrl/trainers/packing.py`).
 
-    `lengths_M`: the tokens of each sample. The logprobs and advantages are those of the loss tokens alone, in their
-    order. `reference_logprobs_N` are those of the model that the policy is kept near, where the run has one
-    (`agentrl/advisors.py`); until it was asked, the engine's.
+    `lengths_M` is the number of tokens of each sample. Logprobs and advantages cover only the loss tokens, in order.
+    `reference_logprobs_N` are the engine's until the run's reference, if any, has computed its own
+    (`agentrl/advisors.py`).
     """
 
     tokens_S: IntArray
@@ -83,22 +83,22 @@ class TrainBatch:
 
     @property
     def num_samples(self) -> int:
-        """M."""
+        """The number of samples, M."""
         return len(self.lengths_M)
 
     @property
     def num_loss_tokens(self) -> int:
-        """N."""
+        """The number of loss tokens, N."""
         return len(self.rollout_logprobs_N)
 
     @property
     def loss_tokens_M(self) -> IntArray:
-        """The loss tokens of each sample."""
+        """The number of loss tokens of each sample."""
         starts_M = np.cumsum(self.lengths_M) - self.lengths_M
         return np.add.reduceat(self.loss_mask_S, starts_M, dtype=np.int32)
 
     def ordered(self, samples: Sequence[int]) -> "TrainBatch":
-        """The same samples in another order, by their numbers."""
+        """The same samples in another order, given by their indices."""
         order_S, order_N = _pieces(self.lengths_M, samples), _pieces(self.loss_tokens_M, samples)
         return self._mapped(
             lambda values_S: np.concatenate([values_S[piece] for piece in order_S]),
@@ -107,7 +107,7 @@ class TrainBatch:
         )
 
     def split(self, counts: Sequence[int]) -> list["TrainBatch"]:
-        """Parts of so many neighbouring samples each: views of the same memory."""
+        """Split into parts of `counts` consecutive samples; the parts are views of the same memory."""
         lasts = np.cumsum(counts)
         ends_S, ends_N = np.cumsum(self.lengths_M)[lasts - 1], np.cumsum(self.loss_tokens_M)[lasts - 1]
         return [
@@ -131,9 +131,9 @@ class TrainBatch:
 def to_samples(trajectory: Trajectory, advantage: float, *, oldest_version: int = 0) -> list[TrainingSample]:
     """Lay a trajectory's turns end to end; each fork starts a new sample. Every sampled token gets `advantage`.
 
-    `turn_ids` counts over the whole trajectory, so a sample after a fork starts with the forked turn's number. A token
-    of a version before `oldest_version` is context like a prompt's: it carries no loss. A sample in which none does is
-    left out.
+    `turn_ids` counts over the whole trajectory, so a sample after a fork starts with the forked turn's number. Tokens
+    sampled by a version before `oldest_version` carry no loss, like prompt tokens. If `oldest_version` is above 0,
+    samples without a loss token are left out.
 
     Raises:
         ValueError: as `TrainingSample`.
@@ -177,7 +177,7 @@ def collate(samples: Iterable[TrainingSample]) -> TrainBatch:
     """Lay samples end to end, in their order.
 
     Raises:
-        ValueError: there is no sample.
+        ValueError: `samples` is empty.
     """
     tokens_S, loss_mask_S, lengths_M = Growing(np.int32), Growing(np.bool_), []
     rollout_logprobs_N, advantages_N = Growing(np.float32), Growing(np.float32)
@@ -188,19 +188,19 @@ def collate(samples: Iterable[TrainingSample]) -> TrainBatch:
         advantages_N.append(sample.advantages[sample.loss_mask])
         lengths_M.append(len(sample.token_ids))
     if not lengths_M:
-        raise ValueError("there is no sample to collate: a batch needs one trainable trajectory at least")
+        raise ValueError("there is no sample to collate: a batch needs at least one trainable trajectory")
     logprobs_N = rollout_logprobs_N.values
     return TrainBatch(tokens_S.values, loss_mask_S.values, ints(lengths_M), logprobs_N, logprobs_N, advantages_N.values)
 
 
 def _pieces(lengths_M: IntArray, samples: Sequence[int]) -> list[slice]:
-    """Where the samples lie in values that lie end to end, so many of each sample."""
+    """The slices of `samples` in values that lie end to end, `lengths_M` of them per sample."""
     ends_M = np.cumsum(lengths_M).tolist()
     return [slice(ends_M[m] - int(lengths_M[m]), ends_M[m]) for m in samples]
 
 
 def _borders(ends: IntArray) -> Iterator[tuple[int, int]]:
-    """Where each of several neighbours begins and ends."""
+    """(begin, end) of each of several consecutive parts, from their ends."""
     return pairwise([0, *ends.tolist()])
 
 

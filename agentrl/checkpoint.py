@@ -1,4 +1,4 @@
-"""Checkpoints: whole or absent, never half; the newest are kept, and the best."""
+"""Checkpoints: each is complete or absent, and only the newest and the best are kept."""
 
 import asyncio
 import math
@@ -13,14 +13,14 @@ from agentrl.durable import UNFINISHED, finish_folder, new_unfinished, remove_fo
 from agentrl.errors import CheckpointError, ConfigError
 
 _STATE = {".pt", ".distcp"}
-"""Endings of a trainer's own files, beside the model. Folders there are its own too."""
+"""Suffixes of the trainer's own files, which lie beside the model. Folders in a checkpoint are the trainer's too."""
 
 
 class Savable(Protocol):
-    """What checkpoints are made of: a trainer, or all that is trained in a run."""
+    """State to save in a checkpoint: a trainer, or everything that a run trains."""
 
     async def save(self, folder: Path) -> None:
-        """Write all that goes on from here into a new folder."""
+        """Write all state that training continues from into a new folder."""
         ...
 
 
@@ -28,29 +28,29 @@ class Savable(Protocol):
 class Checkpoints:
     """The folder `checkpoints/` of a run: `step_000010/` holds the trainer after ten steps.
 
-    Each is written under another name, forced to the disk and renamed, so one that has its name is whole.
+    Each is written under a temporary name, flushed to disk and renamed, so a folder with a final name is complete.
     """
 
     folder: Path
     keep: int = 1
-    """How many of the newest stay."""
+    """How many of the newest checkpoints to keep."""
     keep_best: int = 0
-    """How many of those with the largest values stay besides."""
+    """How many of the checkpoints with the largest values to keep besides."""
 
     def latest(self) -> tuple[int, Path] | None:
-        """(steps done, folder) of the newest, or `None`."""
+        """(steps done, folder) of the newest checkpoint, or `None`."""
         return max(self.all().items(), default=None)
 
     def best(self, values: Mapping[int, float]) -> list[tuple[int, Path]]:
-        """(steps done, folder) of those that have a value, the largest first; of equal ones the newest."""
+        """(steps done, folder) of the checkpoints with a value, the largest first; the newest first among equals."""
         valued = [(step, path) for step, path in self.all().items() if not math.isnan(values.get(step, math.nan))]
         return sorted(valued, key=lambda one: (-values[one[0]], -one[0]))
 
     def find(self, which: str, values: Mapping[int, float]) -> Path:
-        """The folder of the `latest`, of the `best` by these values, or of the one after so many steps.
+        """The folder of the checkpoint `latest`, of the `best` by `values`, or of the one after a number of steps.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: there is no such checkpoint.
         """
         named = {str(step): path for step, path in sorted(self.all().items())}
         if newest := self.latest():
@@ -63,20 +63,20 @@ class Checkpoints:
         return named[which]
 
     def all(self) -> dict[int, Path]:
-        """The folder of each, by the steps done."""
+        """The folder of each checkpoint, by the steps done."""
         paths = self.folder.glob("step_*")
         return {int(match[1]): path for path in paths if (match := re.fullmatch(r"step_(\d+)", path.name))}
 
     async def save(self, step: int, state: Savable, values: Mapping[int, float] | None = None) -> Path:
-        """Write the state after `step` steps, then remove what need not be kept; `values` are those of `best`.
+        """Save the state after `step` steps, then remove the checkpoints not to keep; `values` are for `best`.
 
         Raises:
-            CheckpointError: there is one of this step already.
+            CheckpointError: this step has a checkpoint already.
         """
         final = self.folder / f"step_{step:06d}"
         if final.exists():
             raise CheckpointError(
-                f"{final} is there already: a run saves a step once. Remove it, or use another run_dir"
+                f"{final} exists already: a run saves each step once. Remove it, or use another run_dir"
             )
         for leftover in self.folder.glob(f"{UNFINISHED}*"):
             shutil.rmtree(leftover)
@@ -98,11 +98,11 @@ def export(checkpoint: Path, into: Path) -> None:
     """Copy the model out of a checkpoint into a new folder: weights, config and tokenizer, without the optimizer.
 
     Raises:
-        ConfigError: there is something at `into`.
+        ConfigError: `into` exists already.
         CheckpointError: the checkpoint holds no model.
     """
     if into.exists():
-        raise ConfigError(f"{into} is there already: name a new folder")
+        raise ConfigError(f"{into} exists already: name a new folder")
     files = [path for path in sorted(checkpoint.iterdir()) if path.is_file() and path.suffix not in _STATE]
     if "config.json" not in {path.name for path in files} or ".safetensors" not in {path.suffix for path in files}:
         raise CheckpointError(

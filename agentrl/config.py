@@ -1,8 +1,8 @@
-"""`RunConfig`: what a run is, from a YAML file and `a.b=c` overrides; strict, with the origin of every value.
+"""`RunConfig`: the settings of a run, from a YAML file and `a.b=c` overrides; strict, with the origin of every value.
 
-Each component (engine, trainer, algorithm, reward, cluster) is a plug-in with a `Config` of its own beside it; a run's
-config composes them. Everything that is wrong is found before anything starts, and said at once, with the nearest right
-name. `engine: local` is short for `engine: {name: local}`, in the file and on the command line.
+Each component (engine, trainer, algorithm, reward, cluster) is a plug-in with its own `Config`; a run's config composes
+them. All errors are found before anything starts and reported together, with the nearest valid names. `engine: local`
+is short for `engine: {name: local}`, in the file and on the command line.
 """
 
 import re
@@ -46,8 +46,8 @@ COMPONENTS = {
 }
 """Sections of a config that are plug-ins with settings, and the kind of each."""
 HELPERS = ("reference", "critic")
-"""Sections of trainers beside the trainer, where the algorithm asks for them; what they do not say is as of that."""
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # that of libyaml, where PyYAML has it, is ten times as fast
+"""Sections of the additional trainers that some algorithms need; their settings default to the trainer's."""
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's, if PyYAML has it, is ten times as fast
 _NAMED = (*COMPONENTS, *HELPERS, "reward", "env", "model", "placement")
 RENAMED = {
     "demonstrations": "recipe.demonstrations",
@@ -57,7 +57,7 @@ RENAMED = {
     "shaping": "batch_processing",
     "simulation.in_turns": "simulation.time_shared",
 }
-"""Settings that have another name now."""
+"""Old names of settings, with their present ones."""
 
 
 ComponentField = Annotated[InstanceOf[Component], PlainSerializer(Component.dump)]
@@ -82,16 +82,16 @@ class EnvConfig(Settings):
     options: dict[str, Any] = Field(default_factory=dict)
     """Passed to every `reset`."""
     isolation: Isolation | None = None
-    """Where it runs: `inline` (on the event loop), `thread` or `process`; by default what the environment says."""
+    """Where it runs: `inline` (on the event loop), `thread` or `process`; by default what the environment declares."""
     wrappers: tuple[WrapperField, ...] = ()
-    """Environments around it, each around those before: `time_limit`, `action_format`, or your own."""
+    """Wrappers around it, each around those before: `time_limit`, `action_format`, or your own."""
     agents: dict[str, AgentRoute] = Field(default_factory=dict)
-    """Who plays which of its agents, where it has several: `policy`, `frozen` or `scripted`
+    """Who plays each agent of a multi-agent environment: `policy`, `frozen` or `scripted`
     (`agentrl/rollout/agents.py`); by default the policy plays all."""
     python: str | None = None
-    """The Python that runs it, each episode in a process: a path, or a name on the PATH; by default this one."""
+    """The Python that runs it, each episode in its own process: a path, or a name on the PATH; by default this one."""
     requires: tuple[str, ...] = ()
-    """Packages for an interpreter of its own, as pip takes them; installed once, into the cache folder."""
+    """Packages for its own interpreter, in pip's syntax; installed once, into the cache folder."""
 
     @model_validator(mode="after")
     def _another_interpreter_is_another_process(self) -> Self:
@@ -103,7 +103,7 @@ class EnvConfig(Settings):
 
     @property
     def foreign(self) -> bool:
-        """Whether it runs in another interpreter, which alone can say whether there is such an environment."""
+        """Whether it runs in another interpreter; only that one can check whether the environment exists."""
         return self.python is not None or bool(self.requires)
 
 
@@ -115,25 +115,25 @@ class ModelConfig(Settings):
 
 
 class EvaluationConfig(Settings):
-    """Play on held-out seeds, before training, after it, and between."""
+    """Evaluation on held-out seeds before, during and after training."""
 
     tasks: int = Field(200, ge=0)
     """Held-out tasks; 0 turns evaluation off."""
     every: int = Field(0, ge=0)
-    """Also evaluate after each so many steps; 0 is only before and after."""
+    """Also evaluate every so many steps; 0: only before and after."""
     temperature: float = Field(1.0, ge=0)
     """Sampling temperature of the evaluation."""
 
 
 class CheckpointConfig(Settings):
-    """When to save what a killed run goes on from."""
+    """When to save the checkpoints that a killed run resumes from, and how many to keep."""
 
     every: int = Field(10, gt=0)
     """Steps between checkpoints; the last step is always saved."""
     keep: int = Field(2, gt=0)
     """How many of the latest to keep."""
     best: str | None = None
-    """Keep the best by this metric too, such as `eval/success`: the largest is the best."""
+    """Also keep the checkpoints with the largest values of this metric, such as `eval/success`."""
     keep_best: int = Field(1, gt=0)
     """How many of the best to keep."""
 
@@ -146,16 +146,16 @@ class CheckpointConfig(Settings):
 
 
 class RunConfig(Settings):
-    """A whole run."""
+    """All settings of a run."""
 
     recipe: ComponentField
     """What the run does: `policy_gradient`, `sft`, `reward_model`, or `package.module:function`, with its settings."""
     seed: int = Field(0, ge=0)
-    """Everything random derives from it."""
+    """All randomness derives from it."""
     steps: int = Field(100, gt=0)
     """Training steps."""
     run_dir: Path = Path("runs/run")
-    """Where the run writes; by default `runs/` and the config file's name."""
+    """The folder that the run writes to; by default `runs/` and the config file's name."""
     env: EnvConfig
     model: ModelConfig = ModelConfig()
     tasks: ComponentField
@@ -166,23 +166,24 @@ class RunConfig(Settings):
     trainer: ComponentField
     algorithm: ComponentField
     reference: ComponentField | None = None
-    """What computes the logprobs of the model that the policy is kept near (`algorithm.kl`): made as the trainer is,
-    with the trainer's settings where it has none of its own."""
+    """The trainer that computes the logprobs of the model that the policy is kept near (`algorithm.kl`). Its settings
+    default to those of `trainer`."""
     critic: ComponentField | None = None
-    """What learns the values that the advantages of `algorithm=ppo` are made of: likewise."""
+    """The trainer of the critic, whose values determine the advantages of `algorithm=ppo`. Its settings default to
+    those of `trainer`."""
     reward: RewardsField
     """One reward, or a list of parts with weights: `[environment, {name: numeric, weight: 0.5, as: answer}]`."""
     cluster: ComponentField
     weights: WeightsConfig = WeightsConfig()
     """How new weights go from the trainer to the engines."""
     batch_processing: BatchProcessingConfig = BatchProcessingConfig()
-    """What is done to the scores of a batch before advantages, and to advantages before the loss."""
+    """Processing of a batch's scores before advantages are computed, and of its advantages before the loss."""
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     placement: PlacementConfig = PlacementConfig()
-    """Which devices engine and trainer live on."""
+    """Which devices the engine and the trainer run on."""
     simulation: SimulationConfig = SimulationConfig()
-    """What `agentrl simulate` puts in the place of engine, environments and trainer."""
+    """The models that replace the engine, the environments and the trainer in `agentrl simulate`."""
     trackers: tuple[str, ...] = ("tensorboard",)
     """Where metrics go besides `metrics.jsonl`: tensorboard, wandb, mlflow, or your own."""
 
@@ -192,7 +193,7 @@ class RunConfig(Settings):
             if isinstance(route, FrozenRoute) and route.refresh and self.checkpoint.every % route.refresh:
                 raise ValueError(
                     f"env.agents.{agent}.refresh ({route.refresh}) must divide checkpoint.every "
-                    f"({self.checkpoint.every}), or a resumed run would meet another opponent than one that went on"
+                    f"({self.checkpoint.every}), or a resumed run would meet other opponents than an uninterrupted one"
                 )
         return self
 
@@ -201,13 +202,13 @@ class RunConfig(Settings):
         every, measured = self.checkpoint.every, self.evaluation.every
         if self.checkpoint.best and not (self.evaluation.tasks and measured and measured % every == 0):
             raise ValueError(
-                f"checkpoint.best needs evaluations, each of a step that is saved: checkpoint.every ({every}) must "
-                f"divide evaluation.every ({measured}), and evaluation.tasks ({self.evaluation.tasks}) be more than 0"
+                f"checkpoint.best needs evaluations of steps that are saved: checkpoint.every ({every}) must divide "
+                f"evaluation.every ({measured}), and evaluation.tasks ({self.evaluation.tasks}) must be more than 0"
             )
         return self
 
     def to_yaml(self) -> str:
-        """The resolved config, which `agentrl train` reads back to the same run."""
+        """The resolved config as YAML; `agentrl train` reads it back as the same run."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
 
@@ -222,7 +223,7 @@ _DEFAULT_NAMES = {
 
 
 def _is_named(path: tuple[str, ...]) -> bool:
-    """Whether a name alone stands for the section at `path`."""
+    """Whether a name alone may stand for the section at `path`."""
     if len(path) == 1:
         return path[0] in _NAMED
     return path == ("rollout", "context") or path[:-1] == ("env", "agents") or _is_part(path)
@@ -230,7 +231,7 @@ def _is_named(path: tuple[str, ...]) -> bool:
 
 @dataclass(slots=True)
 class _Source:
-    """A nested mapping being put together, and where each of its leaves was written."""
+    """A nested mapping under construction, and where each of its leaves was written."""
 
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
@@ -256,7 +257,7 @@ class _Source:
         self.origins[".".join(path)] = origin
 
     def _forget(self, section: str, *, keep_one: bool) -> None:
-        """What was written before in a section that is written again; not where one component gets another name."""
+        """Remove the old settings of a section that is written again, unless only one component gets a new name."""
         if keep_one and "0" not in self.values.get(section, {}):
             return
         self.values.pop(section, None)
@@ -270,7 +271,7 @@ def _is_part(path: Sequence[str]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LoadedConfig:
-    """A validated config, and where each value that is not a default came from."""
+    """A validated config, and the origin of each value that is not a default."""
 
     config: RunConfig
     origins: Mapping[str, str]
@@ -285,7 +286,7 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> LoadedConfig:
     """Read a YAML file, apply `a.b=c` overrides, validate everything.
 
     Raises:
-        ConfigError: names everything that is wrong, where it was written, and the nearest right name.
+        ConfigError: something is wrong. Names every problem, where it was written, and the nearest valid name.
     """
     source = _Source()
     source.set(("run_dir",), f"runs/{path.stem}", "the config's file name")
@@ -333,7 +334,7 @@ def _read_node(node: yaml.Node, keys: tuple[str, ...], path: Path, source: _Sour
     value: Any = yaml.SafeLoader("").construct_object(node, deep=True)
     bare = (
         isinstance(value, str) and isinstance(node, yaml.ScalarNode) and node.style is None
-    )  # what is quoted is a text
+    )  # a quoted scalar stays a string
     source.set(keys, _scalar(value) if bare else value, f"{path}:{node.start_mark.line + 1}")
 
 
@@ -341,7 +342,7 @@ def validate_config(values: Mapping[str, Any], origins: Mapping[str, str] | None
     """Validate nested settings.
 
     Raises:
-        ConfigError: names everything that is wrong.
+        ConfigError: something is wrong. Names every problem.
     """
     origins = origins or {}
     sections = dict(values)
@@ -400,7 +401,7 @@ def _component(section: str, kind: str, raw: Any, origins: Mapping[str, str]) ->
 def _helper(
     section: str, made: Mapping[str, Any], values: Mapping[str, Any], origins: Mapping[str, str]
 ) -> Component | None:
-    """The section `reference` or `critic`, where the algorithm asks for it."""
+    """The section `reference` or `critic`, or `None` if the algorithm does not use it."""
     chosen: Component = made["algorithm"]
     algorithm = chosen.make()
     needed = isinstance(algorithm, ActorCritic) if section == "critic" else getattr(algorithm, "uses_reference", False)
@@ -409,13 +410,13 @@ def _helper(
         if own:
             way_out = "algorithm=ppo" if section == "critic" else "algorithm.kl=0.01"
             raise ConfigError(
-                f"{section}{_at(origins, section)}: the algorithm {chosen.name!r}, as it is set, uses none; "
-                f"{way_out} does, or leave the section out"
+                f"{section}{_at(origins, section)}: the algorithm {chosen.name!r}, as configured, uses none; "
+                f"set {way_out}, or leave the section out"
             )
         return None
     trainer: Component = made["trainer"]
     shared = {} if own.get("name", trainer.name) != trainer.name else trainer.settings.model_dump(exclude_unset=True)
-    shared.pop("lora", None)  # a reference does not train, and of a critic the head has to
+    shared.pop("lora", None)  # a reference is not trained, and a critic must train its head
     helper = _component(section, "trainers", {"name": trainer.name, **shared, **own}, origins)
     if not (isinstance(helper.factory, type) and issubclass(helper.factory, SupportsPredict)):
         raise ConfigError(
@@ -427,18 +428,18 @@ def _helper(
 
 
 def _rewards(raw: Any, origins: Mapping[str, str]) -> RewardsConfig:
-    """The section `reward`: a mapping of settings, or of the parts' numbers to theirs."""
+    """Read the section `reward`: a mapping of settings, or of part numbers to the parts' settings."""
     numbers = [key for key in raw if key.isdigit()] if isinstance(raw, dict) else []
     if not numbers:
         if isinstance(raw, list):
-            raise ConfigError(f"reward: the list is empty{_at(origins, 'reward')}: name one part at least")
+            raise ConfigError(f"reward: the list is empty{_at(origins, 'reward')}: name at least one part")
         return RewardsConfig((_component("reward", "rewards", {"name": "environment"} | dict(raw), origins),), False)
     wrong = [key for key in raw if key not in map(str, range(len(raw)))]
     if wrong:
         parts = ", ".join(f"{number} is {raw[number].get('name')}" for number in sorted(numbers) if number not in wrong)
         raise ConfigError(
-            f"reward.{wrong[0]}{_at(origins, f'reward.{wrong[0]}')}: reward is a list here, so say which part, "
-            f"reward.0.weight=0.5; there is {parts or 'no part 0'}"
+            f"reward.{wrong[0]}{_at(origins, f'reward.{wrong[0]}')}: reward is a list here, so name the part, "
+            f"as in reward.0.weight=0.5; there is {parts or 'no part 0'}"
         )
     found: list[Component] = []
     problems: list[str] = []
@@ -463,7 +464,7 @@ def _installed(kind: str) -> str:
 def _explain(
     model: type[BaseModel], error: ValidationError, prefix: tuple[str, ...], origins: Mapping[str, str]
 ) -> Iterator[tuple[str, str]]:
-    """(one line per problem with the way out, its top-level section)."""
+    """(one line per problem that also tells the remedy, the problem's top-level section)."""
     for problem in error.errors():
         keys, known = _locate(model, [str(part) for part in problem["loc"]])
         path = ".".join((*prefix, *keys))
@@ -472,7 +473,7 @@ def _explain(
             listed = ", ".join(known)
             line = f"{path}: no such setting{where}.{plugins.nearest(keys[-1], known)} Known here: {listed}"
             if path in RENAMED:
-                line = f"{path}: its name is {RENAMED[path]} now{where}: write it there"
+                line = f"{path}: renamed to {RENAMED[path]}{where}: write it there"
         else:
             given = "" if problem["type"] == "missing" or not keys else f", got {problem['input']!r:.80}"
             line = f"{path}: {problem['msg']}{given}{where}".removeprefix(": ").replace("Value error, ", "", 1)
@@ -480,7 +481,7 @@ def _explain(
 
 
 def _locate(model: type[BaseModel], loc: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Where a problem is, as it is written, without the tags of unions; and the field names of that section."""
+    """The path of a problem as it is written, without the tags of unions, and the field names of its section."""
     sections, keys = [model], []
     known: list[str] = []
     for key in loc:
@@ -489,18 +490,18 @@ def _locate(model: type[BaseModel], loc: Sequence[str]) -> tuple[list[str], list
         known = list(dict.fromkeys(name for section in sections for name in section.model_fields))
         if fields or not tagged:
             keys.append(key)
-        # What is neither a field nor a tag is a key of a mapping: the section is its value.
+        # A key that is neither a field nor a tag is a key of a mapping, whose value is the section.
         sections = [inner for f in fields for inner in _models(f.annotation)] if fields else tagged or sections
     return keys, known
 
 
 def _tags(section: type[BaseModel]) -> set[Any]:
-    """What tells a section from the others of its union."""
+    """The literals that tell a section from the others of its union."""
     return {field.default for field in section.model_fields.values() if get_origin(field.annotation) is Literal}
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:
-    """The sections that a type is, or is made of."""
+    """The sections in a type: the type itself, or those among its arguments."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [model for inner in get_args(annotation) for model in _models(inner)]

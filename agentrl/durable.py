@@ -1,6 +1,6 @@
-"""Files and folders that are whole or not there, whenever the process is killed or the machine loses its power.
+"""Files and folders that are complete or absent, even if the process is killed or the machine loses power.
 
-They are filled under another name, forced to the disk, and then renamed, which file systems do whole or not at all.
+They are written under a temporary name, flushed to disk, and then renamed, which file systems do atomically.
 """
 
 import os
@@ -8,16 +8,16 @@ import shutil
 from pathlib import Path
 
 UNFINISHED = ".unfinished-"
-"""What the names of all begin with that are not whole."""
+"""Prefix of the names of incomplete files and folders."""
 
 
 def unfinished(path: Path) -> Path:
-    """The name of `path` while it is not whole."""
+    """The temporary name of `path` while it is incomplete."""
     return path.with_name(UNFINISHED + path.name)
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a small file, replacing an old one if there is one."""
+    """Write a small file, replacing an existing one."""
     with unfinished(path).open("w") as file:
         file.write(text)
         file.flush()
@@ -27,16 +27,16 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def new_unfinished(path: Path) -> Path:
-    """The name to fill a folder under, for `finish_folder`. There is nothing: what a killed process left is removed."""
+    """The temporary name of a folder to fill, for `finish_folder`. Removes what a killed process left there."""
     shutil.rmtree(unfinished(path), ignore_errors=True)
     return unfinished(path)
 
 
 def finish_folder(path: Path) -> None:
-    """Give the folder `unfinished(path)` its name. It takes its time: all that is in it is forced to the disk.
+    """Rename the folder `unfinished(path)` to `path`. This is slow, as its whole content is flushed to disk first.
 
     Raises:
-        OSError: `path` is a folder already, with something in it.
+        OSError: `path` is a folder already, and not empty.
     """
     for inner in (*unfinished(path).rglob("*"), unfinished(path)):
         _to_disk(inner)
@@ -46,14 +46,14 @@ def finish_folder(path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder: as a whole, it is gone first."""
+    """Remove a folder. It is renamed first, so `path` is never an incomplete folder."""
     shutil.rmtree(unfinished(path), ignore_errors=True)
     path.rename(unfinished(path))
     shutil.rmtree(unfinished(path))
 
 
 def _to_disk(path: Path) -> None:
-    """Wait until the disk holds a file, or the names in a folder."""
+    """Flush a file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

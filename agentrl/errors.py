@@ -3,39 +3,39 @@
     AgentRLError
     ├── ConfigError                a setting, a name or a file is wrong; nothing was started (the CLI exits with 2)
     │   └── PluginError            a plug-in cannot be found or loaded
-    ├── RolloutError               an episode could not go on; becomes the trajectory's `Failed(layer, error)`
+    ├── RolloutError               an episode could not continue; becomes the trajectory's `Failed(layer, error)`
     │   ├── EnvError               reset, step or close raised, or broke the protocol
     │   ├── EngineError            the engine refused a request
     │   │   └── EngineDeadError    the engine is not running, and answers no request
     │   ├── RewardError            the reward could not be computed
     │   └── DeadlineError          something outside did not answer in time
-    ├── RetriesExhaustedError      too many tasks failed for good: the run ends instead of training on luck
-    ├── FilterBudgetError          too many groups taught nothing (dynamic sampling): the tasks do not fit the policy
-    ├── StallError                 nothing has moved for too long; names the stage that is waited for
-    ├── StalenessError             the staleness bound would be broken (a defect: the rule makes it impossible)
-    ├── TrainingError              an update would break the weights; they were left as they were
-    ├── TimeShareError             roles that share devices could not take turns; says who is awake
-    ├── WorkerDiedError            a worker of the cluster is gone, with what it held
-    ├── WeightsError               new weights could not be published; those that were served still are
+    ├── RetriesExhaustedError      too many tasks failed after all retries; training on the rest would be biased
+    ├── FilterBudgetError          too many groups had no variance (dynamic sampling): the tasks do not suit the policy
+    ├── StallError                 no progress for too long; names the stages that are waited for
+    ├── StalenessError             the staleness bound would be exceeded (a bug in agentrl: its rule prevents this)
+    ├── TrainingError              an update would corrupt the weights; they are unchanged
+    ├── TimeShareError             roles that share devices could not take turns; names the roles that are awake
+    ├── WorkerDiedError            a worker of the cluster died, and its state is lost
+    ├── WeightsError               new weights could not be published; the engines still serve the old ones
     ├── CheckpointError            a checkpoint is missing, incomplete or of another run
     └── ConformanceError           `agentrl.testing` found that a plug-in breaks its contract
 
 A failed rollout is data, not a crash: `RolloutError` is caught in one place (`rollout/episode.py`), where it becomes
-a value. Every other error ends the run and says the way out.
+a value. Every other error ends the run, and its message gives the remedy.
 """
 
 from typing import Literal
 
 Layer = Literal["environment", "engine", "reward", "data"]
-"""Whose fault a failed episode is. Retry budgets and the ledger count by it."""
+"""The part that caused a failure of an episode. Retry budgets and the ledger count failures by layer."""
 
 
 class AgentRLError(Exception):
-    """Base of everything agentrl raises on purpose."""
+    """Base class of all errors that agentrl raises itself."""
 
 
 class ConfigError(AgentRLError):
-    """A setting is wrong. Says which, what would be right, and where it was written."""
+    """A setting is wrong. Names it, what would be right, and where it was written."""
 
 
 class PluginError(ConfigError):
@@ -43,7 +43,7 @@ class PluginError(ConfigError):
 
 
 class RolloutError(AgentRLError):
-    """An episode cannot go on."""
+    """An episode cannot continue."""
 
     layer: Layer = "data"
 
@@ -61,7 +61,7 @@ class EngineError(RolloutError):
 
 
 class EngineDeadError(EngineError):
-    """The engine is not running: never entered, closed, or dead. A replica of it may answer the same request."""
+    """The engine is not running: never entered, closed, or dead. Another replica may answer the same request."""
 
 
 class RewardError(RolloutError):
@@ -81,7 +81,7 @@ class DeadlineError(RolloutError):
 
 
 class RetriesExhaustedError(AgentRLError):
-    """More tasks failed for good than the run allows."""
+    """More tasks failed after all retries than the run allows."""
 
 
 class FilterBudgetError(AgentRLError):
@@ -89,7 +89,7 @@ class FilterBudgetError(AgentRLError):
 
 
 class StallError(AgentRLError):
-    """Nothing has moved for too long, and no worker could be replaced to mend it."""
+    """There was no progress for too long, and no worker could be replaced to fix that."""
 
 
 class StalenessError(AgentRLError):
@@ -101,11 +101,11 @@ class TrainingError(AgentRLError):
 
 
 class TimeShareError(AgentRLError):
-    """Roles that share devices could not take turns. Says who is asleep and who is awake now."""
+    """Roles that share devices could not take turns. Names the roles that are asleep and those that are awake."""
 
 
 class WorkerDiedError(AgentRLError):
-    """A worker process or actor is gone. Whether the call that it was busy with took effect is not known."""
+    """A worker process or actor died. It is unknown whether its current call took effect."""
 
     def __init__(self, role: str, rank: int, why: str) -> None:
         super().__init__(f"{role} {rank} died: {why}")
@@ -126,4 +126,4 @@ class CheckpointError(AgentRLError):
 
 
 class ConformanceError(AgentRLError):
-    """A plug-in breaks the contract of its seam."""
+    """A plug-in breaks the contract of its interface."""

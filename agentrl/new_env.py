@@ -1,4 +1,4 @@
-"""`agentrl new-env NAME`: a package with an environment, its test, its entry point and a config, to be changed."""
+"""`agentrl new-env NAME`: a package to start from, with an environment, its test, its entry point and a config."""
 
 import importlib.util
 import keyword
@@ -19,7 +19,7 @@ class @Class@(TextEnv):
     """Find a secret number from 1 to 9. Reward 1 for the right one; for any other a hint, higher or lower."""
 
     system_prompt = "Find the secret number. Answer with one number from 1 to 9."
-    isolation = "inline"  # it answers in microseconds; "thread" may block, "process" may hang or crash
+    isolation = "inline"  # answers in microseconds; use "thread" if it may block, "process" if it may hang or crash
 
     def start(self, seed: int, options: Mapping[str, Any]) -> str:
         self.secret = self.rng.randint(1, 9)  # `rng` is seeded with the task's seed: use no other randomness
@@ -27,14 +27,14 @@ class @Class@(TextEnv):
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         guess = action.strip()
-        if guess not in [str(number) for number in range(1, 10)]:  # what cannot be used is answered, never raised
+        if guess not in [str(number) for number in range(1, 10)]:  # answer unusable input, never raise
             return "Answer with one number from 1 to 9.", 0.0, False, False, {"success": False}
         right = int(guess) == self.secret
         hint = "right" if right else "higher" if int(guess) < self.secret else "lower"
         return hint, float(right), right, False, {"success": right}
 '''
 
-_TEST = '''"""The environment keeps the contract, and pays for what it should."""
+_TEST = '''"""The environment keeps the contract, and rewards only the right answer."""
 
 from @name@ import @Class@
 
@@ -82,7 +82,7 @@ def write_env_package(name: str, parent: Path) -> Path:
     """Write the package `name` into a new folder of that name in `parent`, and return the folder.
 
     Raises:
-        ConfigError: the name cannot be a module's, another has it, or the folder exists.
+        ConfigError: the name is not valid for a module, is taken, or the folder exists.
     """
     module = name.replace("-", "_").lower()
     folder = parent / module
@@ -91,7 +91,7 @@ def write_env_package(name: str, parent: Path) -> Path:
     if folder.exists():
         raise ConfigError(f"{folder} exists already: choose another name, or remove it")
     if importlib.util.find_spec(module) or module in {plugin.name for plugin in plugins.installed("envs")}:
-        raise ConfigError(f"{module!r} is the name of a module or environment that is installed: choose another")
+        raise ConfigError(f"{module!r} is the name of an installed module or environment: choose another")
     words = {
         "@name@": module,
         "@dashed@": module.strip("_").replace("_", "-"),

@@ -30,14 +30,14 @@ async def play(
     python: str | None = None,
     requires: Sequence[str] = (),
 ) -> None:
-    """Play one episode of the environment `name`, and show all that the model would be shown.
+    """Play one episode of the environment `name`, and show everything that the model would see.
 
-    Without a `player` the actions are read from the terminal, one a line, until the episode or the input ends. Where
-    several agents play, `person` is the agent whose actions are read. Only its part is shown; the player plays the
+    Without a `player` the actions are read from the terminal, one per line, until the episode or the input ends. With
+    several agents, `person` is the agent whose actions are read. Only its messages are shown, and `player` plays the
     others.
 
     Raises:
-        ConfigError: there is no such agent, or no player for the rest.
+        ConfigError: there is no agent `person`, or no player for the others.
     """
     if person is not None and player is None:
         raise ConfigError(f"--as {person} needs a --player for the other agents")
@@ -52,19 +52,19 @@ async def play(
 
 @dataclass(frozen=True, slots=True)
 class _Session:
-    """The terminal, the agent that the person at it plays (none: a player plays all), and the player of the others."""
+    """The terminal, the agent that its user plays (`None`: `player`, if any, plays all), and the others' player."""
 
     console: Console
     person: str | None
     player: ScriptedPlayer | None
 
     def say(self, role: str, text: str, agent: str = "") -> None:
-        """A message to an agent or of it, where it may be seen."""
+        """Print a message to or from an agent, if the user may see it."""
         if self.person in (None, agent):
             _say(self.console, f"{role} ({agent})" if agent else role, text)
 
     async def action(self, env: LiveEnv, agent: str, rng: random.Random) -> str | None:
-        """The agent's next message, or `None` where the person has left."""
+        """The agent's next message, or `None` if the user has ended the input."""
         if self.player is not None and (self.person is None or self.person != agent):
             action = await env.consult(self.player, rng)
             self.say("assistant", action, agent)

@@ -1,13 +1,13 @@
-"""Plug-ins: a name or `package.module:Name` to an object, with did-you-mean.
+"""Finds plug-ins by name or by `package.module:Name`, and suggests the nearest name for an unknown one.
 
-The built-in plug-ins register as a user's package does, by an entry point:
+Built-in plug-ins register as those of a user's package do, by an entry point:
 
     [project.entry-points."agentrl.envs"]
     my_game = "my_package.game:MyGame"
 
 An environment can also be given by an address `scheme:rest` ("gymnasium:Taxi-v4"), which needs no registration. A
-package adds a scheme by an entry point of a function that makes a factory of `rest`; its docstring begins with an
-example:
+package adds a scheme by an entry point for a function that turns `rest` into a factory. The function's docstring begins
+with an example address:
 
     [project.entry-points."agentrl.env_schemes"]
     mine = "my_package.games:scheme"
@@ -47,7 +47,7 @@ _FOLDERS = ("envs", "rewards", "trainers")
 
 @dataclass(frozen=True, slots=True)
 class Plugin:
-    """One registered plug-in: its name, where it is written, and the distribution that brings it."""
+    """One registered plug-in: its kind, its name, its `module:Name`, and the distribution that provides it."""
 
     kind: str
     name: str
@@ -61,31 +61,31 @@ class NoSettings(Settings):
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """A plug-in that was chosen by name, with its validated settings."""
+    """A plug-in chosen by name, with its validated settings."""
 
     name: str
     factory: Any
     settings: Settings
 
     def dump(self) -> dict[str, Any]:
-        """As it is written in a config."""
+        """The component as a config writes it."""
         return {"name": self.name, **self.settings.model_dump(mode="json")}
 
     def make(self, *args: Any, **kwargs: Any) -> Any:
-        """The plug-in itself: its class called with its settings."""
+        """Make the plug-in: call its class with its settings."""
         return self.factory(self.settings, *args, **kwargs)
 
     def call(self, *args: Any) -> Any:
-        """What the plug-in, a function, returns: called with its settings last, where it takes any."""
+        """Call the plug-in, a function, with its settings as the last argument if it takes any."""
         return self.factory(*args) if isinstance(self.settings, NoSettings) else self.factory(*args, self.settings)
 
 
 def settings_of(factory: Any) -> type[Settings]:
-    """What settings a plug-in takes: those of its nested class `Config`, or, where it is a function, of the class that
-    it annotates its parameter `settings` with.
+    """The settings class of a plug-in: its nested class `Config`, or a function's annotation of its parameter
+    `settings`.
 
     Raises:
-        PluginError: that is no class of settings.
+        PluginError: this class is not a subclass of `Settings`.
     """
     found = getattr(factory, "Config", None) or getattr(factory, "__annotations__", {}).get("settings", NoSettings)
     if isinstance(found, str):  # under `from __future__ import annotations`
@@ -109,12 +109,12 @@ def installed(kind: str) -> list[Plugin]:
 
 
 def load(kind: str, name: str) -> Any:
-    """The object behind a name or a `package.module:Name`; for an environment, also behind a `scheme:rest`.
+    """Load the object with a name or a `package.module:Name`; for an environment, also with a `scheme:rest`.
 
-    A scheme goes before a module of the same name.
+    A scheme takes precedence over a module of the same name.
 
     Raises:
-        PluginError: there is none, or its import failed.
+        PluginError: there is no such plug-in, or its import failed.
     """
     if ":" in name:
         scheme, _, rest = name.partition(":")
@@ -134,13 +134,13 @@ def load(kind: str, name: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class FileEnv:
-    """Makes the environment that a file holds, in any process that has the file: it pickles as two texts."""
+    """A factory of the environment in a file, for any process that can read the file: it pickles as two strings."""
 
     path: str
     attribute: str
 
     def __call__(self) -> Env:
-        """The environment."""
+        """Make the environment."""
         env: Env = _attribute(_module_of(Path(self.path)), self.attribute, self.path)()
         return env
 
@@ -164,13 +164,13 @@ def from_file(rest: str) -> Callable[[], Env]:
 
 
 def _module_of(path: Path) -> ModuleType:
-    """The file as a module, under a name of its path, so that two files of one name are two modules."""
+    """Import a file as a module named after its whole path, so that files with equal names are different modules."""
     name = f"agentrl_file_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
     if name in sys.modules:
         return sys.modules[name]
     spec = spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise PluginError(f"{str(path)!r} is no Python file: its name has to end in .py")
+        raise PluginError(f"{str(path)!r} is not a Python file: its name must end in .py")
     module = sys.modules[name] = module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
@@ -181,7 +181,7 @@ def _module_of(path: Path) -> ModuleType:
 
 
 def _singular(kind: str) -> str:
-    """What one plug-in of a kind is called: "task source" of "task_sources"."""
+    """The name for one plug-in of a kind: "task source" for "task_sources"."""
     return kind[:-1].replace("_", " ")
 
 
@@ -223,7 +223,7 @@ def _registered(kind: str) -> Mapping[str, EntryPoint]:
 
 @lru_cache(maxsize=64)
 def _entry_points(*_where: str | Path) -> Mapping[str, Mapping[str, EntryPoint]]:
-    """Those of our groups, of all packages that are found from here: reading them takes tens of milliseconds."""
+    """The entry points of agentrl's groups in all installed packages; cached, as reading takes tens of milliseconds."""
     found = entry_points()
     ours = (group for group in found.groups if group.startswith("agentrl."))
     return {group: {point.name: point for point in found.select(group=group)} for group in ours}

@@ -1,4 +1,4 @@
-"""The seams. A plug-in is any object of one of these shapes; no base class is needed.
+"""The seams: the interfaces of plug-ins. Any object with one of these shapes is a plug-in, without a base class.
 
 Each plug-in class that takes settings has a nested pydantic `Config` (strict), which the run's config validates
 before anything starts. Dimension suffixes: N loss tokens of a micro-batch, flattened; G members of a group.
@@ -39,23 +39,23 @@ class Env(Protocol):
     """A Gymnasium environment with text in and out. Methods may be sync or async.
 
     One instance plays one episode at a time; `reset` may be called again for the next. All randomness comes from
-    `seed`. An environment never sees a token. Three attributes are read where they exist:
+    `seed`. Environments never handle tokens. Three attributes are optional:
 
-    - `system_prompt: str`, the system message of every episode;
-    - `tools: Sequence[Mapping]`, JSON schemas of callable functions, passed to the chat template;
-    - `isolation: "inline" | "thread" | "process"`: where it runs. Inline ones must answer in microseconds; a sync one
-      that may block runs in a thread of its own, which is the default.
+    - `system_prompt: str`: the system message of every episode;
+    - `tools: Sequence[Mapping]`: JSON schemas of callable functions, passed to the chat template;
+    - `isolation: "inline" | "thread" | "process"`: where it runs. An inline environment must answer in microseconds.
+      By default a sync environment runs in its own thread and may block.
 
-    `info["success"]`, where given, says whether the episode reached its goal; `info["answer"]`, at its end, what
-    message would have, in a game of one (`check_env` tries it).
+    The optional `info["success"]` says whether the episode reached its goal. At the end of a game of one message,
+    `info["answer"]` may give the message that would have reached it (`check_env` tries it).
 
-    Several agents may play in turns, in one environment. Its infos say so, and thus every transport carries it:
+    In a multi-agent environment the agents take turns. Its infos name them, so that every transport carries the names:
 
-    - of a reset: `info["agents"]`, all their names; `info["agent"]`, who acts first and sees the observation; where
-      they differ, `info["system_prompts"]` by name;
-    - of a step: `info["agent"]`, who acts next and sees the observation, which is what is new since its own last
-      action; `info["rewards"]`, by name, what each earned in this step, where others than the one who acted (whose
-      the step's reward is) earned something. `info["success"]` may be by name.
+    - of a reset: `info["agents"]`, the names of all agents; `info["agent"]`, the agent that acts first and sees the
+      observation; `info["system_prompts"]` by name, if they differ;
+    - of a step: `info["agent"]`, the agent that acts next and sees the observation, which tells what is new since that
+      agent's last action. The step's reward belongs to the agent that acted; if others earned something too,
+      `info["rewards"]` gives each agent's reward by name. `info["success"]` may be by name.
     """
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetResult | Awaitable[ResetResult]:
@@ -63,42 +63,43 @@ class Env(Protocol):
         ...
 
     def step(self, action: str) -> StepResult | Awaitable[StepResult]:
-        """Take the model's message, whole, as the action. A malformed one is answered by an observation."""
+        """Act on the model's whole message. The answer to a malformed one is an observation, not an exception."""
         ...
 
     def close(self) -> None | Awaitable[None]:
-        """Give back what the environment holds. May be called at any time, more than once."""
+        """Release the environment's resources. May be called at any time and more than once."""
         ...
 
 
 ScriptedPlayer = Callable[[Env, Random], str | Awaitable[str]]
-"""Looks at a live environment and says what it would do: the player of demonstrations.
+"""Looks at a live environment and returns an action, for example to play demonstrations.
 
-It is given `env.unwrapped`, where there is such a thing: the environment without its wrappers.
+It gets `env.unwrapped` if that exists: the environment without its wrappers.
 """
 
 
 class SamplingParams(Settings):
-    """How the policy is sampled: what a config says, and what each request carries."""
+    """How the policy is sampled: set in the config, and part of each request."""
 
     max_tokens: int = Field(64, gt=0)
     """Longest answer of a turn, in tokens."""
     temperature: float = Field(1.0, ge=0)
     """Logits are divided by it, in the engine and in the trainer; 0 is greedy."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end a completion, and are its last token; those that end a turn of the model are added to them."""
+    """Tokens that end a completion, as its last token. The tokens that end the model's turns are always added."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerateRequest:
     """One completion to sample. `id` is unique among live requests.
 
-    `seed` makes sampling reproducible: the token at position i depends on the seed, i and the logits alone.
-    A lower `priority` number is served first when the engine is full (the deadline step of the request's group).
-    Requests of one `session` (an agent's conversation) come one after another, and extend each other: a router sends
-    them where their prefix is cached. The first `known` tokens of the prompt are the last prompt of the session with
-    its completion: an engine that has served that one need not look at them again, so that a late turn costs no more
-    than an early one. 0 where the conversation begins, or its prompt is a new one.
+    `seed` makes sampling reproducible: the token at position i depends only on the seed, i and the logits. A full
+    engine serves lower `priority` numbers first (the deadline step of the request's group).
+
+    Requests of one `session` (an agent's conversation) come one after another, and each extends the one before; a
+    router sends them to the engine that has cached their prefix. The first `known` tokens of the prompt are the
+    session's previous prompt and completion. An engine that served that request need not process them again, so a late
+    turn costs no more than an early one. `known` is 0 if the conversation begins or its prompt is new.
     """
 
     id: str
@@ -118,7 +119,7 @@ class GenerateRequest:
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot: requests in the batch and those waiting for it, the share of the KV cache that live requests hold
-    (0 to 1), and counts since the engine started. A preemption throws a running request's KV away to make room.
+    (0 to 1), and counts since the engine started. A preemption discards a running request's KV cache to make room.
     """
 
     running: int
@@ -131,14 +132,15 @@ class EngineStats:
 
 
 class Engine(Protocol):
-    """Samples tokens: token ids in, token ids out. An async context manager: entering loads, leaving frees all.
+    """Samples tokens: token ids in, token ids out. An async context manager: entering it loads the model, leaving it
+    frees everything.
 
     Cancelling the task that awaits `generate` aborts the request and frees its place within one engine step.
     """
 
     @property
     def policy_version(self) -> int:
-        """The version of the weights that the next token is sampled from; 0 are the weights it was started with."""
+        """The version of the weights that the next token is sampled from; 0 for the weights it started with."""
         ...
 
     @property
@@ -160,20 +162,20 @@ class Engine(Protocol):
         ...
 
     async def interrupt(self) -> None:
-        """End every live request at a token boundary: its `generate` returns what it has, finish reason "abort".
+        """End every live request at a token boundary: its `generate` returns the tokens so far, finish reason "abort".
 
-        When this returns no request is under way; one that had no token yet returns an empty completion. Every token
-        that was sampled is returned to its caller, so that the turn can go on from there. New requests are welcome.
+        When this returns, no request is live. A request without a token yet returns an empty completion. Every sampled
+        token is returned to its caller, so that the turn can continue from there. New requests are accepted.
         """
         ...
 
     async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
-        """Replace all weights at a token boundary. Requests in flight go on under the new ones.
+        """Replace all weights at a token boundary. Requests in flight continue with the new ones.
 
-        Their KV cache is recomputed (unless `kv_on_update: keep` is set), so each later token's logprob
-        equals a plain forward pass of the new weights over all tokens before it. No cached prefix of an older version
-        is ever served to another request. When this returns, every token sampled from now on is stamped `version`.
-        `weights` has Hugging Face names; tied weights may be absent.
+        Their KV cache is recomputed (unless `kv_on_update: keep` is set), so each later token's logprob equals that of
+        a plain forward pass of the new weights over all tokens before it. No cached prefix of an older version is ever
+        served to another request. After this returns, every sampled token is stamped `version`. `weights` has Hugging
+        Face names; tied weights may be absent.
         """
         ...
 
@@ -184,10 +186,10 @@ class Engine(Protocol):
 
 @runtime_checkable
 class SupportsProbe(Protocol):
-    """An engine that lives elsewhere (another process, another machine), and can be asked for a sign of life."""
+    """An engine in another process or on another machine, whose health can be checked."""
 
     async def probe(self) -> None:
-        """Returns as soon as the engine answers; the caller says how long that may take.
+        """Return as soon as the engine answers; the caller sets the deadline.
 
         Raises:
             EngineDeadError: it is not running.
@@ -197,17 +199,17 @@ class SupportsProbe(Protocol):
 
 @runtime_checkable
 class SupportsStageWeights(Protocol):
-    """An engine that looks at new weights before it takes them up: the first of two phases (`WeightPublisher`).
+    """An engine that checks new weights before it serves them: the first of two phases (`WeightPublisher`).
 
-    When all engines have staged a version, it is committed on all of them by `Engine.update_weights`.
+    When all engines have staged a version, `Engine.update_weights` commits it on each of them.
     """
 
     async def stage_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
-        """Fetch the weights and check whatever can be checked. What is served does not change, nor does it stop.
+        """Fetch the weights and check whatever can be checked. The engine keeps serving its current weights.
 
         Raises:
             WeightsError: they are damaged, or cannot be read from here.
-            EngineError: they are not of this engine's model, or not newer than its own.
+            EngineError: they are of another model, or not newer than the engine's own.
             EngineDeadError: the engine is not running.
         """
         ...
@@ -215,7 +217,7 @@ class SupportsStageWeights(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """What to show the model next. `ids` is the whole prompt, `new_ids` its part after the last turn's last token."""
+    """The model's next prompt. `ids` is the whole prompt, `new_ids` its part after the last turn's last token."""
 
     ids: IntArray
     new_ids: IntArray
@@ -225,14 +227,14 @@ class Prompt:
 
 
 class Conversation(Protocol):
-    """One agent's messages in an episode, and exact tokens, in step."""
+    """One agent's messages in an episode, together with their exact tokens."""
 
     def prompt(self, messages: Sequence[Message]) -> Prompt:
         """Append `messages` (system, user or tool) and return the prompt for the next assistant turn."""
         ...
 
     def answer(self, completion: Completion) -> str:
-        """Append what the model sampled and return its text (without the stop token)."""
+        """Append the model's completion and return its text (without the stop token)."""
         ...
 
     @property
@@ -242,20 +244,20 @@ class Conversation(Protocol):
 
     @property
     def shown(self) -> Sequence[Message]:
-        """Those of them that the next prompt shows, with what is new then. It may not be changed."""
+        """The messages that the next prompt shows besides its new ones. The caller must not modify them."""
         ...
 
     def show(self, messages: Sequence[Message]) -> None:
-        """Show these in place of those shown so far."""
+        """Show `messages` instead of those shown so far."""
         ...
 
     def size(self, messages: Sequence[Message]) -> int:
-        """Tokens that `prompt(messages)` would have."""
+        """The number of tokens that `prompt(messages)` would have."""
         ...
 
 
 class Renderer(Protocol):
-    """Messages to tokens by the model's own chat template."""
+    """Renders messages as tokens by the model's own chat template."""
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -268,12 +270,12 @@ class Renderer(Protocol):
 
 
 class Reward(Protocol):
-    """Scores a trajectory. What it cannot score it raises `RewardError` for, or returns `Score.failed(...)`.
+    """Scores a trajectory. If it cannot, it raises `RewardError` or returns `Score.failed(...)`.
 
-    A reward of any shape may be an async context manager, which the run enters and leaves. A plain function, sync or
-    async, of a trajectory that returns a `Score` or a number is a reward too; its keyword-only parameters are its
-    settings. Several rewards at once are a weighted sum (`agentrl/scoring/pipeline.py`). One that has a method
-    `metrics() -> Mapping[str, float]` is asked by it, after each step, what its work has cost since the last one.
+    A reward of any shape may be an async context manager, which the run enters and leaves. A function of a trajectory,
+    sync or async, that returns a `Score` or a number is a reward too; its keyword-only parameters are its settings.
+    Several rewards are combined by a weighted sum (`agentrl/scoring/pipeline.py`). If a reward has a method
+    `metrics() -> Mapping[str, float]`, the run calls it after each step, for the cost of the work since the last call.
     """
 
     async def score(self, trajectory: Trajectory) -> Score:
@@ -283,10 +285,10 @@ class Reward(Protocol):
 
 @runtime_checkable
 class GroupReward(Protocol):
-    """Scores the trajectories of a group by comparing them. It is asked once, when the group is complete."""
+    """Scores the trajectories of a group by comparing them. It is called once, when the group is complete."""
 
     async def score_group(self, trajectories: Sequence[Trajectory]) -> Sequence[Score]:
-        """One verdict per trajectory, in their order. Fails as `Reward`, and as a whole."""
+        """One verdict per trajectory, in their order. A failure, as in `Reward`, is one of the whole group."""
         ...
 
 
@@ -295,30 +297,30 @@ class Rule(Protocol):
     """A reward that is a pure function of a part of the trajectory.
 
     `evaluate` runs in a process that is killed at the deadline `rollout.rules.deadline`, and verdicts are cached by
-    content. A rule that always answers in microseconds says `isolation = "inline"` and runs on the event loop. The
-    modules that it names in `imports`, where it has that, are imported before a deadline begins.
+    content. A rule that always answers in microseconds may set `isolation = "inline"` to run on the event loop. The
+    modules in its optional attribute `imports` are imported before a deadline begins.
     """
 
     def content(self, trajectory: Trajectory) -> Any:
-        """All that `evaluate` looks at, as something that pickles. Runs on the event loop.
+        """The whole input of `evaluate`, in a form that pickles. Runs on the event loop.
 
         Raises:
-            RewardError: it is not there (a task without a right answer).
+            RewardError: the input is missing (a task without a right answer).
         """
         ...
 
     def evaluate(self, content: Any) -> Score | float:
-        """The verdict. The same content always gets the same."""
+        """The verdict. The same content always gets the same verdict."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LossTokens:
-    """What a loss may look at: one entry per loss token of the micro-batch, so nothing masked can leak in.
+    """The inputs of a loss: one entry per loss token of the micro-batch, so no masked token can leak in.
 
     `old_logprobs_N`: the trainer's own, before the first update on this batch; `rollout_logprobs_N`: the engine's;
-    `reference_logprobs_N`: of the model that the policy is kept near, where the algorithm asks for one, else the
-    engine's; `segments_N`: the training sample a token belongs to, numbered over the batch.
+    `reference_logprobs_N`: the reference model's if the algorithm uses one, else the engine's; `segments_N`: the index
+    of a token's training sample in the batch.
     """
 
     old_logprobs_N: "Tensor"
@@ -340,7 +342,7 @@ class LossOutput:
 
 
 class Loss(Protocol):
-    """A pure function of the trainer's logprobs (a critic's values) and what stands beside them."""
+    """A pure function of the trainer's logprobs (or a critic's values) and the `LossTokens`."""
 
     def __call__(self, logprobs_N: "Tensor", tokens: LossTokens, /) -> LossOutput:
         """The loss of each token."""
@@ -350,8 +352,8 @@ class Loss(Protocol):
 class Algorithm(Protocol):
     """An advantage and a loss.
 
-    One whose attribute `uses_reference` is true gets a reference: a model as the run's was when it began, whose
-    logprobs are `LossTokens.reference_logprobs_N`.
+    If its attribute `uses_reference` is true, it gets a reference: the model with which the run began, whose logprobs
+    are `LossTokens.reference_logprobs_N`.
     """
 
     def advantages(self, group: Group) -> Sequence[float]:
@@ -363,13 +365,13 @@ class Algorithm(Protocol):
         ...
 
     def normalizer(self, batch: TrainBatch) -> float:
-        """What the summed token losses of a whole batch are divided by."""
+        """The divisor of the summed token losses of a whole batch."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Of each loss token: how much better it was than expected, and what a critic should have expected before it."""
+    """For each loss token, its advantage, and the return that the critic should have predicted before it."""
 
     advantages_N: FloatArray
     returns_N: FloatArray
@@ -377,28 +379,28 @@ class Estimate:
 
 @runtime_checkable
 class ActorCritic(Algorithm, Protocol):
-    """An algorithm with a critic, which is trained on the batches that the policy is trained on."""
+    """An algorithm with a critic, which is trained on the same batches as the policy."""
 
     def estimate(self, batch: TrainBatch, values_N: FloatArray) -> Estimate:
-        """Of a batch whose `advantages_N` are what `advantages` has said of each member, and the critic's values."""
+        """Estimate from the critic's values and a batch whose `advantages_N` are each member's from `advantages`."""
         ...
 
     def value_loss(self, values_N: "Tensor", tokens: LossTokens) -> LossOutput:
-        """The critic's loss of each token: `advantages_N` are the returns, `rollout_logprobs_N` its values before."""
+        """The critic's loss of each token: `advantages_N` are the returns, `rollout_logprobs_N` its old values."""
         ...
 
 
 LatestCheckpoint = Callable[[], tuple[int, Path] | None]
-"""The newest (steps done, folder of the checkpoint) of a run."""
+"""Returns (steps done, folder) of a run's newest checkpoint, or `None`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """How a trainer outlives its ranks: the keyword `recovery` that it is made with.
+    """How a trainer recovers when its ranks die: its keyword argument `recovery`.
 
-    `latest`: the run's newest checkpoint, if there is one: what `load` takes, and what is taken up after a death.
-    `restarts`: how often ranks may be restarted without a step between. `deadline`: seconds for any one call; a trainer
-    that misses it is not dead and not to be helped.
+    `latest` returns the run's newest checkpoint, if any; restarted ranks load it, as `load` does. `restarts`: how often
+    ranks may be restarted without a step between. `deadline`: seconds per call. A call that takes longer ends the run:
+    its ranks are alive, so a restart would not help.
     """
 
     latest: LatestCheckpoint = lambda: None
@@ -414,11 +416,11 @@ class Trainer(Protocol):
     async def __aexit__(self, *exc: object) -> None: ...
 
     async def step(self, batch: TrainBatch, loss: Loss, normalizer: float) -> Mapping[str, float]:
-        """Train on a batch, once through, and return its metrics (loss, grad_norm, lr, logprob gaps, ...)."""
+        """Train for one pass over a batch, and return its metrics (loss, grad_norm, lr, logprob gaps, ...)."""
         ...
 
     async def weights(self) -> Mapping[str, "Tensor"]:
-        """The weights now, by Hugging Face names; valid until the next `step`."""
+        """The current weights, by Hugging Face names; valid until the next `step`."""
         ...
 
     async def save(self, folder: Path) -> None:
@@ -426,7 +428,7 @@ class Trainer(Protocol):
         ...
 
     async def load(self, folder: Path) -> None:
-        """Take up exactly where `save` left off.
+        """Restore exactly the state that `save` wrote.
 
         Raises:
             CheckpointError: the folder is missing or incomplete.
@@ -436,12 +438,12 @@ class Trainer(Protocol):
 
 @runtime_checkable
 class SupportsPredict(Trainer, Protocol):
-    """A trainer that can be asked without being trained: what a reference and a critic are made of."""
+    """A trainer whose model can be evaluated without training, as references and critics need."""
 
     async def predict(self, batch: TrainBatch) -> FloatArray:
-        """What the model says of each loss token, in the order of the batch, shape N.
+        """The model's prediction for each loss token, in the order of the batch, shape N.
 
-        That is its logprob at the temperature of sampling; of a critic, the reward that is to be expected before it.
+        It is the token's logprob at the sampling temperature; a critic predicts the expected return before the token.
         """
         ...
 
@@ -460,19 +462,19 @@ class TaskSource(Protocol):
 
 @runtime_checkable
 class Curriculum(TaskSource, Protocol):
-    """A task source that learns what became of its tasks, and may choose the next ones by it.
+    """A task source that observes the outcomes of its tasks, and may choose the next tasks by them.
 
-    Outcomes come with each batch, those of filtered groups first, each by task number. A resumed run replays them in
-    that order from its ledger before it asks for a task.
+    Outcomes come with each batch: first those of filtered groups, then those of trained ones, each by task number. A
+    resumed run replays them in that order from its ledger before it asks for a task.
     """
 
     def observe(self, index: int, task: Task, rewards_G: Sequence[float]) -> None:
-        """The members of this task's group earned these rewards. It is trained on, or was filtered."""
+        """The members of this task's group earned these rewards. The group is trained on, or was filtered."""
         ...
 
 
 class Tracker(Protocol):
-    """Where metrics go."""
+    """Receives the metrics of a run."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of one step."""

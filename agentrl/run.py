@@ -7,10 +7,10 @@ runs/NAME/
   trajectories/      step_000000.parquet ...
   checkpoints/       step_000010/ ... (each a Hugging Face folder with the optimizer beside it)
   demonstrations/    the model after supervised play, where the config asks for it
-  reward_model/      what the recipe reward_model has trained
+  reward_model/      the model that the recipe reward_model has trained
   tensorboard/       event files
   reward_curve.png   when the run has ended
-  status.json        what it is doing now: step, phase, since when, and its process
+  status.json        the current step and phase, since when, and the process id
   summary.json       success before and after, steps, seconds, largest staleness, fates
 """
 
@@ -45,11 +45,11 @@ from agentrl.trajectory import Group
 
 
 class Run:
-    """One run in its folder: new, or taken up again. A context manager.
+    """A new or resumed run in its folder. A context manager.
 
     Raises:
-        ConfigError: the folder holds another run already, or none although one should be resumed; there is no such
-            model; a tracker is not installed. Nothing was started then.
+        ConfigError: the folder holds another run already, or no run to resume; there is no such model; the placement
+            is not possible; a tracker is not installed. Nothing has started then.
     """
 
     def __init__(self, loaded: LoadedConfig, console: Console, *, resume: bool = False) -> None:
@@ -59,7 +59,7 @@ class Run:
         started = (self.folder / "config.yaml").exists()
         if started and not resume:
             raise ConfigError(
-                f"{self.folder} holds a run already: go on with it by `agentrl train --resume {self.folder}`, "
+                f"{self.folder} holds a run already: resume it with `agentrl train --resume {self.folder}`, "
                 "or write run_dir=ANOTHER for a new one"
             )
         if resume and not started:
@@ -94,16 +94,16 @@ class Run:
         self._open.close()
 
     def begin_phase(self, step: int, phase: str) -> None:
-        """Write down that `phase` of step `step` begins."""
+        """Record in `status.json` that `phase` of step `step` begins."""
         status = {"pid": os.getpid(), "step": step, "phase": phase, "since": datetime.now(UTC).isoformat()}
         path = self.folder / "status.json"
-        unfinished(path).write_text(json.dumps(status) + "\n")  # news, which need not outlive a loss of power
+        unfinished(path).write_text(json.dumps(status) + "\n")  # it need not survive a loss of power
         unfinished(path).replace(path)
 
     async def record_step(
         self, step: int, groups: Sequence[Group], trained: Mapping[str, float], seconds: Mapping[str, float]
     ) -> None:
-        """Write what step `step` (counted from 0) did. `seconds` by phase."""
+        """Record the results of step `step` (counted from 0). `seconds` is by phase."""
         rollout = await run_to_completion(asyncio.to_thread(self._write_rollouts, step, groups))
         total = sum(seconds.values())
         metrics = {
@@ -119,7 +119,7 @@ class Run:
         self.display.step(step, metrics)
 
     def _write_rollouts(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
-        """Write the trajectories of a step; its metrics."""
+        """Write the trajectories of a step, and return its rollout metrics."""
         write_trajectories(
             self.folder / "trajectories" / f"step_{step:06d}.parquet",
             [pair for group in groups for pair in zip(group.trajectories, group.scores, strict=True)],
@@ -127,7 +127,7 @@ class Run:
         return rollout_metrics(groups, step)
 
     def record_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write an evaluation of the weights after `step` steps."""
+        """Record an evaluation of the weights after `step` steps."""
         self.metrics.append({"step": step, **metrics})
         for tracker in self._trackers:
             tracker.log(step, metrics)
@@ -137,20 +137,20 @@ class Run:
         )
 
     def record_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write what a step of another kind of training did."""
+        """Record the metrics of a step without rollouts."""
         self.metrics.append({"step": step, **metrics})
         for tracker in self._trackers:
             tracker.log(step, metrics)
 
     async def save_checkpoint(self, step: int, state: Savable) -> None:
-        """Save the state after `step` steps. The ledger's rows are on the disk before: a resumed run trusts them."""
+        """Save the state after `step` steps. The ledger is flushed to disk first, as a resumed run relies on it."""
         self.begin_phase(step, "checkpoint")
         await asyncio.to_thread(self.ledger.sync)
         best = self.config.checkpoint.best
         await self.checkpoints.save(step, state, self.metrics.values(best) if best else None)
 
     def evaluated(self, step: int) -> bool:
-        """Whether the weights after `step` steps have been evaluated already (by a launch before this one)."""
+        """Whether the weights after `step` steps have been evaluated already (by an earlier launch)."""
         return any("eval/success" in row and row["step"] == step for row in self.metrics.rows())
 
     async def finish(self, weights_checksum: str) -> None:
@@ -175,35 +175,35 @@ class Run:
 
 
 def check_model(config: RunConfig) -> None:
-    """Check that there is a model to start from, and one for each agent that another one plays.
+    """Check that the model to start from exists, and the model of each frozen agent.
 
     Raises:
-        ConfigError: there is none, or only its shape.
+        ConfigError: a model is missing, or the model to start from has no weights.
     """
     name = config.model.name
     if name not in SIZES and not (Path(name) / "config.json").exists():
         raise ConfigError(
-            f"model.name: {name!r} is no folder of a Hugging Face model (no config.json in it), and no size that "
-            f"can be randomly initialised ({', '.join(SIZES)})"
+            f"model.name: {name!r} is neither the folder of a Hugging Face model (no config.json in it) nor a size "
+            f"that can be randomly initialised ({', '.join(SIZES)})"
         )
     if name not in SIZES and not any(file.suffix in (".safetensors", ".bin") for file in Path(name).iterdir()):
         raise ConfigError(
-            f"model.name: {name!r} has the shape of a model and no weights (no *.safetensors in it): it can be "
-            "planned with (`agentrl plan`); to train, give the folder of the model itself"
+            f"model.name: {name!r} has the config of a model and no weights (no *.safetensors in it): it is enough "
+            "for `agentrl plan`; to train, give the folder of the model itself"
         )
     for agent, route in config.env.agents.items():
         if isinstance(route, FrozenRoute) and route.model and not (route.model / "config.json").exists():
             raise ConfigError(
-                f"env.agents.{agent}.model: {str(route.model)!r} is no folder of a Hugging Face model (no "
+                f"env.agents.{agent}.model: {str(route.model)!r} is not the folder of a Hugging Face model (no "
                 "config.json in it); a run's checkpoints are such folders"
             )
 
 
 def was_begun(loaded: LoadedConfig) -> bool:
-    """Whether the run of this config was begun already.
+    """Whether the run of this config has begun already.
 
     Raises:
-        ConfigError: its folder holds a run of another config. Only its `steps` may have been fewer.
+        ConfigError: its folder holds a run of another config. Only `steps` may differ, if that run had fewer.
     """
     folder = loaded.config.run_dir
     if not (folder / "config.yaml").exists():
@@ -215,7 +215,7 @@ def was_begun(loaded: LoadedConfig) -> bool:
     if keys:
         differing = "\n".join(f"  {key}: {old.get(key)!r} there, {new.get(key)!r} here" for key in keys)
         raise ConfigError(
-            f"{folder} holds a run of another config:\n{differing}\nWrite run_dir=ANOTHER for a new run, or go on with "
-            f"that one as it is by `agentrl train --resume {folder}`, where settings may follow that are to be changed"
+            f"{folder} holds a run of another config:\n{differing}\nWrite run_dir=ANOTHER for a new run, or resume "
+            f"that one with `agentrl train --resume {folder}`; add the settings to change, if any, to this command"
         )
     return True

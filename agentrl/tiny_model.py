@@ -1,8 +1,8 @@
-"""Make a small, randomly initialised language model with tokenizer and chat template, in the Hugging Face format.
+"""Makes small, randomly initialised language models with tokenizer and chat template, in the Hugging Face format.
 
-No hub, no download: the folder loads with `AutoModelForCausalLM`, `AutoTokenizer` and in vLLM, and is what tests,
-examples and a laptop train. The architecture is Qwen3 with tied embeddings; the tokenizer is byte-level BPE, so it
-takes any text and gives it back unchanged.
+Nothing is downloaded. The folder loads with `AutoModelForCausalLM`, `AutoTokenizer` and vLLM; tests, examples and
+laptops train such models. The architecture is Qwen3 with tied embeddings. The tokenizer is byte-level BPE, so it
+decodes any text that it encoded unchanged.
 """
 
 from collections.abc import Iterable, Iterator
@@ -21,7 +21,7 @@ SIZES: dict[str, ModelSize] = {size: size for size in get_args(ModelSize)}
 ChatTemplate = Literal["compact", "chatml"]
 
 MAX_POSITIONS = 2048
-"""Tokens a model made here can look back on."""
+"""The context length of the models made here, in tokens."""
 MAX_VOCAB_SIZE = 1024
 """The vocabulary may be smaller: the model has exactly the tokens that its tokenizer learned."""
 
@@ -32,7 +32,7 @@ class _Shape:
     layers: int
     heads: int
     kv_heads: int
-    head_dim: int  # vLLM's CPU attention knows 32, 64, 80, 96, 112, 128 and up
+    head_dim: int  # vLLM's CPU attention supports 32, 64, 80, 96, 112, 128 and up
     mlp: int
 
 
@@ -69,7 +69,7 @@ _COMPACT = _Dialect(
     others=("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"),
 )
 
-# The shape of Qwen's own: newlines after the role and after the end, tool results as a user turn.
+# As Qwen's own: newlines after the role and after the end, tool results as a user turn.
 _CHATML = _Dialect(
     template=(
         "{%- if tools %}{{- '<|im_start|>system\\n' }}"
@@ -120,12 +120,12 @@ def create_tiny_model(
 ) -> None:
     """Write a model, its tokenizer and its chat template into `folder`, float32.
 
-    The tokenizer's merges are learned from `corpus` beside a few built-in lines (grids, moves, digits, sentences),
-    whose words always become single tokens. "tiny" has 1.1 million parameters, "small" 4.9. The same arguments
+    The tokenizer's merges are learned from `corpus` and a few built-in lines (grids, moves, digits, sentences), whose
+    words always become single tokens. "tiny" has 1.1 million parameters, "small" 4.9. The same arguments
     give the same files; no global random state is touched.
 
     Raises:
-        ConfigError: `folder` holds something already, or the size or template is unknown.
+        ConfigError: `folder` is not empty, or the size or template is unknown.
     """
     if size not in _SHAPES or template not in _DIALECTS:
         raise ConfigError(
@@ -163,7 +163,7 @@ def _train_tokenizer(corpus: Iterable[str], dialect: _Dialect) -> "Tokenizer":
 
 
 def _with_core(corpus: Iterable[str]) -> Iterator[str]:
-    """The core text as often as there are corpus texts, so that none of its words loses its token to the corpus."""
+    """The corpus texts with the core text between them, so that the corpus does not cost any core word its token."""
     yield from _CORE_TEXT
     for text in corpus:
         yield text
@@ -198,8 +198,8 @@ def model_config(size: ModelSize, vocab_size: int = MAX_VOCAB_SIZE, **special_to
         num_key_value_heads=shape.kv_heads,
         head_dim=shape.head_dim,
         max_position_embeddings=MAX_POSITIONS,
-        # A small model learns its first words several times faster from weights of this size than from the usual
-        # 0.02, and offsets between near tokens faster when no rotation is slower than the context is long.
+        # With this initial scale a small model learns its first words several times faster than with the usual 0.02.
+        # It learns offsets between near tokens faster if no rotation is slower than the context is long.
         initializer_range=shape.hidden**-0.5,
         rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
         tie_word_embeddings=True,
@@ -214,7 +214,7 @@ def _write_weights(folder: Path, config: "Qwen3Config", seed: int) -> None:
     from safetensors.torch import save_file
     from transformers import GenerationConfig, Qwen3ForCausalLM
 
-    # transformers initialises from torch's CPU generator only; fork it, and put it back as it was.
+    # transformers initialises from torch's CPU generator only; fork it, so that its state is restored.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         model = Qwen3ForCausalLM(config)

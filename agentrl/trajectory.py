@@ -1,6 +1,6 @@
-"""The values of a rollout: frozen, typed, and complete from birth.
+"""The values of a rollout: frozen, typed, and complete from the start.
 
-Each stage takes values and returns new ones; nothing is `None` until somebody fills it. Times are seconds of the
+Each stage takes values and returns new ones; no field starts as `None` to be filled in later. Times are seconds of the
 running event loop's clock. Dimension suffixes: G members of a group.
 """
 
@@ -39,10 +39,10 @@ class Message:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """What the engine sampled: immutable arrays of one length, one entry per token (any sequences become such arrays).
+    """The tokens that the engine sampled. The first three fields become immutable arrays with one entry per token.
 
-    `logprobs` are of the distribution that was sampled from (temperature applied), in nats. `policy_versions` are
-    stamped by the engine at the moment each token was sampled. A stop token is part of the completion.
+    `logprobs` are of the distribution that was sampled from (temperature applied), in nats. The engine stamps
+    `policy_versions` when it samples each token. A stop token is part of the completion.
     """
 
     token_ids: IntArray
@@ -65,10 +65,10 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """One exchange: the new part of the prompt, what the model answered, what the environment made of it.
+    """One exchange: the new part of the prompt, the model's answer, and the environment's response to it.
 
-    `prompt_ids` holds only the tokens after the last token of the turn before. When `forked`, the prompt could not
-    extend that turn token for token, and `prompt_ids` is the whole prompt: the start of a new training sample.
+    `prompt_ids` holds only the tokens after the last token of the turn before. If `forked`, the prompt could not extend
+    that turn token for token, and `prompt_ids` is the whole prompt: the start of a new training sample.
     """
 
     prompt_ids: IntArray
@@ -87,7 +87,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Terminated:
-    """The environment reached an end of its own."""
+    """The environment ended the episode."""
 
     name: ClassVar[str] = "terminated"
 
@@ -102,7 +102,7 @@ class Truncated:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The episode broke. Never turned into a reward."""
+    """The episode failed. A failure is never turned into a reward."""
 
     layer: Layer
     error: str
@@ -111,7 +111,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """The scheduler ended the episode before its end."""
+    """The scheduler stopped the episode before its end."""
 
     why: str
     name: ClassVar[str] = "cancelled"
@@ -119,7 +119,7 @@ class Cancelled:
 
 @dataclass(frozen=True, slots=True)
 class Stale:
-    """The episode was given up because its weights were too old (only rules that drop do this)."""
+    """The episode was abandoned because its weights were too old (only under a rule that drops episodes)."""
 
     name: ClassVar[str] = "stale"
 
@@ -129,11 +129,11 @@ Status = Terminated | Truncated | Failed | Cancelled | Stale
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One finished episode as data, as one agent saw it. `messages` is the conversation as text, `turns` the same as
-    exact tokens; `seconds` is how long it was in play.
+    """One finished episode from the view of one agent. `messages` is the conversation as text, `turns` the same as
+    exact tokens; `seconds` is how long the episode ran.
 
-    `id` is the episode's. Where several agents play, each that is trained has a trajectory of its own under that id,
-    and `agent` says whose it is. `head_start` is what the agent was paid before its first turn, by what others did.
+    `id` is the episode's. With several agents, each trained agent has its own trajectory under that id, and `agent` is
+    its name. `head_start` is the reward that the agent received before its first turn, for actions of others.
     """
 
     id: str
@@ -147,17 +147,17 @@ class Trajectory:
 
     @property
     def trainable(self) -> bool:
-        """Whether the episode came to an end that means something: terminated or truncated, with a turn."""
+        """Whether the episode can be trained on: terminated or truncated, with at least one turn."""
         return isinstance(self.status, Terminated | Truncated) and bool(self.turns)
 
     @property
     def env_return(self) -> float:
-        """Sum of the environment's rewards over all turns, undiscounted, and of the head start."""
+        """The head start plus the undiscounted sum of the environment's rewards over all turns."""
         return self.head_start + sum(turn.reward for turn in self.turns)
 
     @property
     def success(self) -> bool:
-        """`info["success"]` of the last turn where the environment says so, else whether the return is above zero."""
+        """`info["success"]` of the last turn if the environment sets it, else whether the return is above zero."""
         success = self.turns[-1].info.get("success") if self.turns else None
         return bool(success) if success is not None else self.env_return > 0
 
@@ -184,7 +184,7 @@ class Scored:
 class Score:
     """A reward's verdict on a trajectory: the value, its named parts, and whether it could be computed at all.
 
-    A failed score has no value: it is NaN, so that one that slips into a mean cannot pass for a number.
+    A failed score has the value NaN, so that a mean that includes it by mistake is NaN too.
     """
 
     value: float
@@ -199,12 +199,12 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The scored trajectories of one task, all from the same start; what an advantage is computed over.
+    """The scored trajectories of one task, all from the same start. Advantages are computed over a group.
 
-    Where several agents are trained, a group holds the trajectories of all, agent by agent, and an advantage is
-    computed over each of `by_agent`.
+    With several trained agents, a group holds the trajectories of all of them, agent by agent, and advantages are
+    computed over each group of `by_agent`.
 
-    `admitted_version` is the policy version that was live when the group was admitted: no token in it is older.
+    `admitted_version` is the policy version that was served when the group was admitted: no token in it is older.
     """
 
     task: Task
@@ -223,14 +223,14 @@ class Group:
 
     @property
     def mixed(self) -> bool:
-        """Whether some agent earned differently in different episodes: else there is nothing to learn from."""
+        """Whether some agent's reward differs between episodes; otherwise there is nothing to learn."""
         return any(len(set(group.rewards_G)) > 1 for group in self.by_agent())
 
     def by_agent(self) -> tuple["Group", ...]:
-        """A group for each agent, in order of first appearance; this one where there is one agent.
+        """A group for each agent, in order of first appearance; with one agent, this group itself.
 
-        What an agent earns is compared with what the same agent earned in the other episodes: games are rarely fair to
-        each role (role-conditioned baselines, SPIRAL, arXiv:2506.24119).
+        An agent's reward is compared with the same agent's rewards in the other episodes, since games are rarely fair
+        to each role (role-conditioned baselines, SPIRAL, arXiv:2506.24119).
         """
         agents = dict.fromkeys(trajectory.agent for trajectory in self.trajectories)
         return (self,) if len(agents) == 1 else tuple(map(self._of_agent, agents))

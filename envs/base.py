@@ -1,4 +1,4 @@
-"""What an author builds an environment on. No base class is needed (`agentrl.protocols.Env`); these two save lines.
+"""Base classes for environments. They save lines, but none is required (`agentrl.protocols.Env`).
 
 class Safe(ToolEnv):
     system_prompt = "Open the safe. Its code is a number from 0 to 99."
@@ -50,10 +50,10 @@ _P = ParamSpec("_P")
 
 
 def read_options(shape: type[_Options], options: Mapping[str, Any]) -> _Options:
-    """The options of `reset` as a typed value.
+    """Parse the options of `reset` into a typed value.
 
     Raises:
-        ConfigError: an option is unknown or does not fit; says which exist.
+        ConfigError: an option is unknown or invalid; the message lists the options that exist.
     """
     try:
         return shape.model_validate(dict(options))
@@ -75,13 +75,13 @@ def plays(
 ) -> Callable[
     [Callable[Concatenate[_Env, random.Random, _P], str]], Callable[Concatenate[Env, random.Random, _P], str]
 ]:
-    """Decorates a scripted player that knows the inside of one class of environments, and plays no other.
+    """Decorates a scripted player that reads the internals of one environment class and plays only that class.
 
         @plays(HigherLower)
         def careful_player(env: HigherLower, rng: random.Random) -> str:
             return "lower" if env.cards[0] > 7 else "higher"
 
-    What it makes raises `TypeError` when it is given an environment of another class.
+    The decorated player raises `TypeError` for an environment of another class.
     """
 
     def decorate(
@@ -99,9 +99,9 @@ def plays(
 
 
 class TextEnv(ABC):
-    """An environment in text: write `start` and `step`.
+    """A text environment. A subclass implements `start` and `step`.
 
-    `rng` is the episode's only source of randomness, seeded again by each `reset`.
+    `rng` is the episode's only source of randomness; each `reset` seeds it.
     """
 
     system_prompt: str = ""
@@ -115,7 +115,7 @@ class TextEnv(ABC):
 
     @abstractmethod
     def step(self, action: str) -> StepResult | Awaitable[StepResult]:
-        """Answer the model's message: (observation, reward, terminated, truncated, info). May be async."""
+        """Take the model's message; return (observation, reward, terminated, truncated, info). May be async."""
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetResult | Awaitable[ResetResult]:
         """Seed `rng` and begin an episode with `start`."""
@@ -124,7 +124,7 @@ class TextEnv(ABC):
         return (observation, {}) if isinstance(observation, str) else _first(observation)
 
     def close(self) -> None | Awaitable[None]:
-        """Give back what the environment holds; nothing here."""
+        """Release what the environment holds; by default nothing."""
         return None
 
 
@@ -134,9 +134,9 @@ async def _first(observation: Awaitable[str]) -> ResetResult:
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What a tool call did: the text for the model, the reward, and whether the episode is over.
+    """The result of a tool call: the text for the model, the reward, and whether the episode is over.
 
-    `success` says whether the goal was reached; `None` says nothing about it.
+    `success`: whether the goal was reached; `None` leaves it open.
     """
 
     observation: str
@@ -152,7 +152,7 @@ class ToolResult:
 
     @property
     def step(self) -> StepResult:
-        """The same as what an environment's `step` returns; `success` stands in the info."""
+        """This result as the return value of an environment's `step`; `success` goes into the info."""
         info = {} if self.success is None else {"success": self.success}
         return self.observation, self.reward, self.terminated, self.truncated, info
 
@@ -161,19 +161,20 @@ class ToolEnv(TextEnv):
     """An environment whose tools are its typed public methods, sync or async (see the head of this module).
 
     A tool returns the observation (text, or a number, list or dict, which is written as JSON), or a `ToolResult` that
-    can also reward and end the episode. It raises `ToolError` to tell the model that something cannot be done; any
-    other exception is a failure of the environment. A call that cannot be read, names no tool or does not fit costs a
-    turn and is answered by a text. The calls of a message run in order until one ends the episode.
+    can also give a reward and end the episode. It raises `ToolError` to tell the model that something cannot be done;
+    any other exception is a failure of the environment. A call that is malformed, names no tool or has wrong arguments
+    costs a turn, and the model gets a text that says why. The calls of a message run in order until one ends the
+    episode.
 
-    Where any tool is async, the whole environment runs on the event loop, and its sync tools must not block.
+    If any tool is async, the whole environment runs on the event loop, and its sync tools must not block.
     """
 
     _specs: ClassVar[tuple[ToolSpec, ...]] = ()
     _is_async: ClassVar[bool] = False
-    _base: ClassVar[type]  # whose public methods are no tools
+    _base: ClassVar[type]  # its public methods are not tools
 
     def __init_subclass__(cls, no_tools: bool = False) -> None:
-        """With `no_tools`, a class to build on: its public methods are no tools, in its subclasses neither."""
+        """Collect the tools. `no_tools` marks a base class: its public methods are never tools, also in subclasses."""
         super().__init_subclass__()
         if no_tools:
             cls._base = cls
@@ -184,11 +185,11 @@ class ToolEnv(TextEnv):
         )
 
     def reply(self, text: str) -> str | ToolResult | Awaitable[str | ToolResult]:
-        """Answer a message without any call; override it where plain text means something. May be async."""
+        """Answer a message without tool calls; override it if plain text has a meaning. May be async."""
         return how_to_call(self.tools)
 
     def step(self, action: str) -> StepResult | Awaitable[StepResult]:
-        """Run the calls in the model's message and return what they say."""
+        """Run the tool calls in the model's message and return their merged results."""
         playing = self._play(action)
         return playing if self._is_async else _run_without_waiting(playing)
 
@@ -223,7 +224,7 @@ async def _now(value: Any) -> Any:
 
 
 def _run_without_waiting(playing: Coroutine[Any, Any, StepResult]) -> StepResult:
-    """Run a coroutine that awaits nothing to its end, without an event loop."""
+    """Run a coroutine that never waits, without an event loop."""
     try:
         playing.send(None)
     except StopIteration as done:
@@ -241,6 +242,6 @@ def _as_result(value: Any, tool: str) -> ToolResult:
     if isinstance(value, bool | int | float | list | dict):
         return ToolResult(json.dumps(value, ensure_ascii=False))
     raise EnvError(
-        f"tool {tool!r} returned {type(value).__name__}; return a text, a number, a list or dict of such, "
+        f"tool {tool!r} returned {type(value).__name__}; return a text, a number, a list or dict of these, "
         "or a ToolResult(observation, reward=..., terminated=..., success=...)"
     )

@@ -1,4 +1,4 @@
-"""Arithmetic by tools: the smallest complete tool environment. Copy it to begin one of your own."""
+"""Arithmetic with tools: the smallest complete tool environment. Copy it to start your own."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,23 +10,23 @@ from agentrl.protocols import Settings
 
 
 class Calculator(ToolEnv):
-    """A word problem with numbers too large to guess; each public method below is a tool of the model.
+    """A word problem with numbers too large to guess; each public method below is a tool for the model.
 
     Reward 1 for the right answer, given with `submit`, which ends the episode.
     """
 
     system_prompt = "Solve the problem with the tools. Compute every step with a tool, then submit the result."
-    # It answers in microseconds, so it needs no thread of its own.
+    # It answers in microseconds, so it needs no thread.
     isolation = "inline"
 
     class Options(Settings):
         """What `reset(options=...)` takes."""
 
         digits: int = Field(3, ge=1, le=9)
-        """How long the numbers of the problem are."""
+        """Digits of each number in the problem."""
 
     def start(self, seed: int, options: Mapping[str, Any]) -> str:
-        """Make up the problem. Everything the episode keeps is set here."""
+        """Draw the problem. All state of the episode is set here."""
         digits = read_options(self.Options, options).digits
         # The base class has seeded `rng`: never use the global `random`.
         boxes, each, lost = (self.rng.randrange(10 ** (digits - 1), 10**digits) for _ in range(3))
@@ -54,7 +54,7 @@ class Calculator(ToolEnv):
     def divide(self, a: int, b: int) -> float:
         """Compute a / b."""
         if b == 0:
-            # Told to the model; any other exception would be a failure of the environment.
+            # The model sees this error; any other exception would be a failure of the environment.
             raise ToolError("division by zero")
         return self._small(a) / self._small(b)
 

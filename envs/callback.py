@@ -1,4 +1,4 @@
-"""A loop that asks for the model's messages, turned into `reset` and `step`: for libraries that own their loops."""
+"""Turns a loop that calls the model into `reset` and `step`, for libraries that own the rollout loop."""
 
 import asyncio
 import queue
@@ -17,12 +17,12 @@ Output = TypeVar("Output")
 Line = tuple[str, str]
 """(role, text) of a message."""
 Ask = Callable[[Sequence[Line], Sequence[Mapping[str, Any]]], Awaitable[ParsedReply]]
-"""Called with the whole conversation and the tools; gives the model's next message."""
+"""Takes the whole conversation and the tools; returns the model's next message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What is new in the conversation, the tools, and where the answer goes."""
+    """A request for the model's next message: the new lines of the conversation, the tools, and the answer's future."""
 
     lines: Sequence[Line]
     tools: tuple[Mapping[str, Any], ...]
@@ -30,7 +30,7 @@ class Asked:
 
 
 class CallbackEnv(Generic[Output]):
-    """One run of `play(ask)` in the background, which stands still while the model is asked."""
+    """One run of `play(ask)` in the background, which pauses while it waits for the model."""
 
     def __init__(self, play: Callable[[Ask], Coroutine[Any, Any, Output]]) -> None:
         self._heard: queue.SimpleQueue[Asked | Future[Output]] = queue.SimpleQueue()
@@ -41,7 +41,7 @@ class CallbackEnv(Generic[Output]):
         self._done.add_done_callback(self._heard.put)
 
     def next(self) -> Asked | Output:
-        """What the model is asked next, or the output of the whole run; raises what the run raised."""
+        """Wait for the next request to the model, or for the run's output. Raises the run's exception, if any."""
         heard = self._heard.get()
         if isinstance(heard, Asked):
             self._asked = heard
@@ -49,13 +49,13 @@ class CallbackEnv(Generic[Output]):
         return heard.result()
 
     def answer(self, text: str) -> Asked | Output:
-        """Answer what was asked last, and wait for the next."""
+        """Answer the last request, and wait for the next one or the output."""
         assert self._asked is not None
         self._asked.answer.set_result(text)
         return self.next()
 
     def cancel(self, seconds: float = 5.0) -> None:
-        """End it where it stands, and give it so long to put away what it holds."""
+        """Cancel the run, and wait up to `seconds` for it to clean up."""
         if self._done.cancel():
             self._gone.wait(seconds)
 
@@ -68,8 +68,8 @@ class CallbackEnv(Generic[Output]):
     async def _ask(self, lines: Sequence[Line], tools: Sequence[Mapping[str, Any]]) -> ParsedReply:
         if list(lines[: len(self._seen)]) != self._seen:
             raise EnvError(
-                "the environment shows the model another conversation than the one it was in: it rewrites its history, "
-                "or asks models of its own. Neither is played here"
+                "the environment's prompt does not continue the model's conversation: it rewrites the history, or "
+                "asks models of its own. Neither is supported"
             )
         asked = Asked(lines[len(self._seen) :], tuple(tools), Future())
         self._heard.put(asked)
@@ -82,7 +82,7 @@ class CallbackEnv(Generic[Output]):
 
 
 def opening(lines: Sequence[Line]) -> tuple[str, str]:
-    """The system prompt and the first observation; of several messages each says whose it is."""
+    """The system prompt and the first observation. If it has several messages, each is prefixed with its role."""
     system = "\n".join(text for role, text in lines if role == "system")
     rest = [(role, text) for role, text in lines if role != "system"]
     return system, rest[0][1] if len(rest) == 1 else "\n\n".join(f"{role}: {text}" for role, text in rest)
@@ -92,19 +92,19 @@ def line(message: Mapping[str, Any]) -> Line:
     """A chat message as (role, text).
 
     Raises:
-        EnvError: it has other parts than text.
+        EnvError: it has parts that are not text.
     """
     content = message.get("content") or ""
     if isinstance(content, str):
         return str(message["role"]), content
     texts = [part.get("text") for part in content]
     if not all(isinstance(text, str) for text in texts):
-        raise EnvError("the environment shows the model something other than text, which is not played here")
+        raise EnvError("the environment shows the model something other than text, which is not supported")
     return str(message["role"]), "".join(texts)
 
 
 def tenths(count: int, test: bool) -> Sequence[int]:
-    """Every tenth row for the test, the others for training; with fewer than ten the last is for the test."""
+    """Every tenth row for the test, the others for training. With fewer than ten rows, the last is for the test."""
     if count < 2:
         return range(count)
     held_out = range(count - 1, -1, -10)

@@ -1,4 +1,4 @@
-"""What an adapter of another library's environments is built on."""
+"""Helpers for adapters to other libraries' environments."""
 
 import difflib
 import importlib
@@ -29,8 +29,8 @@ class GlobalRng:
         with rng.installed():
             game.step(action)
 
-    Every environment has states of its own, so that games played alternately draw what each would draw alone; the
-    caller's states are restored after each call. Threads wait for each other, also for a call that hangs.
+    Each environment has its own states, so that interleaved games draw the same numbers as games played alone. The
+    caller's states are restored after each call. Threads wait for each other, even for a call that hangs.
     """
 
     def __init__(self, seed: int) -> None:
@@ -46,8 +46,8 @@ class GlobalRng:
         """
         if not _installed.acquire(timeout=GLOBAL_RNG_SECONDS):
             raise EnvError(
-                f"another game of this process has held the global random for {GLOBAL_RNG_SECONDS:g} s and does not "
-                "return. Play games that hang with env.isolation=process: then each is killed at its deadline"
+                f"another game of this process has held the global random state for {GLOBAL_RNG_SECONDS:g} s and does "
+                "not return. Play games that hang with env.isolation=process: then each is killed at its deadline"
             )
         try:
             python, numpy = random.getstate(), np.random.get_state()
@@ -64,7 +64,7 @@ class GlobalRng:
 
 
 class _Silence:
-    """A stdout that drops what one thread prints and passes on all else."""
+    """A stdout that drops one thread's output and passes on everything else."""
 
     def __init__(self, around: Any) -> None:
         self._around = around
@@ -79,15 +79,15 @@ class _Silence:
 
 @contextmanager
 def silenced() -> Iterator[None]:
-    """What this thread prints inside is dropped; what others print is not. Threads wait for each other.
+    """Drop what this thread prints inside the block, but not what others print. Threads wait for each other.
 
     Raises:
         EnvError: another call has been inside for `GLOBAL_RNG_SECONDS`.
     """
     if not _silencing.acquire(timeout=GLOBAL_RNG_SECONDS):
         raise EnvError(
-            f"another environment of this process has not come back from reset for {GLOBAL_RNG_SECONDS:g} s. "
-            "Play those that hang with env.isolation=process: then each is killed at its deadline"
+            f"another environment of this process has not returned from reset for {GLOBAL_RNG_SECONDS:g} s. "
+            "Play environments that hang with env.isolation=process: then each is killed at its deadline"
         )
     try:
         with redirect_stdout(_Silence(sys.stdout)):
@@ -97,10 +97,10 @@ def silenced() -> Iterator[None]:
 
 
 def load_package(name: str) -> ModuleType:
-    """Import an optional package, without the warnings of its import, which are its authors'.
+    """Import an optional package, and hide the warnings of its import.
 
     Raises:
-        PluginError: it is not installed; says what to install.
+        PluginError: it cannot be imported; the message says what to install.
     """
     try:
         with GlobalRng(0).installed(), warnings.catch_warnings():
@@ -113,10 +113,10 @@ def load_package(name: str) -> ModuleType:
 
 
 def check_known(address: str, name: str, known: Iterable[str]) -> None:
-    """Nothing, where `name` is one of `known`.
+    """Check that `name` is one of `known`.
 
     Raises:
-        PluginError: it is not; names the nearest ones, or the first few.
+        PluginError: it is not; the message lists the most similar names, or the first few.
     """
     there = sorted(known)
     if name in there:

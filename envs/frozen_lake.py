@@ -1,7 +1,7 @@
 """Gymnasium's FrozenLake as text, with a new solvable map for every seed, made for tiny models.
 
-The observation is the grid, and a line of what lies left, down, right and up of the player: a space and a letter for
-each cell, so that a byte-level tokenizer makes one token of each, the same wherever it stands. P is the player, S the
+The observation is the grid, then a line with the cells left, down, right and up of the player. Each cell is a space and
+a letter, so that a byte-level tokenizer makes one token of it, the same at every position. P is the player, S the
 start, F frozen, H a hole, G the goal, W the wall around the lake.
 """
 
@@ -31,8 +31,8 @@ Map = tuple[str, ...]
 class FrozenLake(TextEnv):
     """Walk from the start to the goal (reward 1) without falling into a hole (reward 0); either ends the episode.
 
-    A message that is not exactly one legal word costs a turn and is answered by the same grid and a hint. There is no
-    limit of turns but the run's.
+    A message that is not exactly one legal word costs a turn; the answer is the same grid and a hint. Only the run
+    limits the number of turns.
     """
 
     system_prompt = (
@@ -47,9 +47,9 @@ class FrozenLake(TextEnv):
         size: int = Field(4, ge=2, le=16)
         """Cells per side."""
         p: float = Field(0.8, ge=0.6, le=1.0)
-        """Probability that a cell is frozen. Below 0.6 a large map almost never has a way through."""
+        """Probability that a cell is frozen. Below 0.6 a large map almost never has a path to the goal."""
         slippery: bool = False
-        """Whether two moves of three go sideways, as in Gymnasium's default."""
+        """Whether two of three moves go sideways, as in Gymnasium's default."""
 
     def __init__(self) -> None:
         self._lake: gymnasium.Env[int, int] | None = None
@@ -59,12 +59,12 @@ class FrozenLake(TextEnv):
         self._over = True
 
     def start(self, seed: int, options: Mapping[str, Any]) -> str:
-        """Take the map of this seed."""
+        """Set up the map of this seed."""
         chosen = read_options(self.Options, options)
         desc = _map(chosen.size, chosen.p, seed)
         if self._lake is None or (desc, chosen.slippery) != (self._desc, self._slippery):
-            # The environment itself: gymnasium.make would add only its time limit and its checks, at several times
-            # the price. It keeps nothing of an episode but what reset sets again.
+            # gymnasium.make would only add its time limit and its checks, at several times the cost. All state of
+            # an episode is set by reset, so the environment can be reused.
             self._lake = FrozenLakeEnv(desc=list(desc), is_slippery=chosen.slippery)
             self._desc, self._slippery = desc, chosen.slippery
         self._state, _ = self._lake.reset(seed=seed)
@@ -72,7 +72,7 @@ class FrozenLake(TextEnv):
         return self._grid()
 
     def step(self, action: str) -> StepResult:
-        """Move, where the message is a legal word.
+        """Move, if the message is a legal word.
 
         Raises:
             EnvError: no episode is being played.
@@ -86,14 +86,14 @@ class FrozenLake(TextEnv):
         return self._grid(), float(reward), self._over, False, {"success": float(reward) > 0}
 
     def shortest_moves(self) -> list[str]:
-        """The legal words that begin a shortest way from the player to the goal (on ice that is not slippery)."""
+        """The legal words that begin a shortest path from the player to the goal (on ice that is not slippery)."""
         to_goal = _distances(self._desc)
         far = len(to_goal)
         moves = {word: to_goal.get(_move(self._desc, self._state, index), far) for index, word in enumerate(ACTIONS)}
         return [word for word, distance in moves.items() if distance == min(moves.values())]
 
     def safe_moves(self) -> list[str]:
-        """The legal words that lead to another cell which is no hole (on ice that is not slippery)."""
+        """The legal words that lead to another cell that is not a hole (on ice that is not slippery)."""
         cells = "".join(self._desc)
         reached = {word: _move(self._desc, self._state, index) for index, word in enumerate(ACTIONS)}
         return [word for word, state in reached.items() if state != self._state and cells[state] != "H"]
@@ -110,13 +110,13 @@ class FrozenLake(TextEnv):
 
 @plays(FrozenLake)
 def weak_player(env: FrozenLake, rng: random.Random, skill: float = 0.3) -> str:
-    """With probability `skill` a first word of a shortest way, else any legal word. For warm starts."""
+    """With probability `skill` the first word of a shortest path, else any legal word. For warm starts."""
     return rng.choice(env.shortest_moves() if rng.random() < skill else ACTIONS)
 
 
 @plays(FrozenLake)
 def careful_player(env: FrozenLake, rng: random.Random) -> str:
-    """Any step that leads somewhere, but not into a hole: it sees danger and knows no way. A `ScriptedPlayer`."""
+    """Any move to another cell that is not a hole: it avoids danger but does not know the way. A `ScriptedPlayer`."""
     return rng.choice(env.safe_moves())
 
 
@@ -127,7 +127,7 @@ def _map(size: int, p: float, seed: int) -> Map:
 
 
 def _move(desc: Map, state: int, action: int) -> int:
-    """Where a move leads; a wall stops it."""
+    """The cell that a move leads to; a wall stops it."""
     row, column = divmod(state, len(desc))
     down, right = ((0, -1), (1, 0), (0, 1), (-1, 0))[action]
     last = len(desc) - 1
@@ -136,7 +136,7 @@ def _move(desc: Map, state: int, action: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _distances(desc: Map) -> dict[int, int]:
-    """Moves to the goal from each cell that has a way to it, by breadth-first search from the goal."""
+    """Number of moves to the goal from each cell that can reach it, by breadth-first search from the goal."""
     cells = "".join(desc)
     goal = cells.index("G")
     distances = {goal: 0}
@@ -144,7 +144,7 @@ def _distances(desc: Map) -> dict[int, int]:
     while queue:
         state = queue.popleft()
         for action in range(len(ACTIONS)):
-            # Moves are symmetric, so the cells that lead here are those that one can go to from here.
+            # Moves are symmetric, so the cells that lead here are the cells reachable from here.
             neighbour = _move(desc, state, action)
             if cells[neighbour] != "H" and neighbour not in distances:
                 distances[neighbour] = distances[state] + 1

@@ -30,7 +30,7 @@ def scheme(rest: str) -> Callable[[], Env]:
 
 
 class Gem(TextEnv):
-    r"""A GEM environment. An action stands in \boxed{}; a last reward of 1 that ends the game is a success."""
+    r"""A GEM environment. Actions are written in \boxed{}; a game that ends with a reward of 1 is a success."""
 
     system_prompt = "You play a game. Write each action in \\boxed{}, as the rules say."
 
@@ -45,7 +45,7 @@ class Gem(TextEnv):
         self._env: Any = None
 
     def start(self, seed: int, options: Mapping[str, Any]) -> str:
-        """Make a new environment, since some keep a count of their episodes, and reset it.
+        """Make a new environment, since some count their episodes, and reset it.
 
         Raises:
             ConfigError: GEM cannot make it.
@@ -81,13 +81,13 @@ class Gem(TextEnv):
         return str(observation), reward, terminated, truncated, {"success": terminated and reward >= 1}
 
     def close(self) -> None:
-        """Forget the environment."""
+        """Drop the environment."""
         self._env = None
 
 
 @contextmanager
 def _root_logger_kept() -> Iterator[None]:
-    """The import of gem configures the logging of the whole process; that is the program's to do."""
+    """Undo what the import of gem does to the logging of the whole process, which the program configures itself."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     try:

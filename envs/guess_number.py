@@ -1,4 +1,4 @@
-"""Guess a number: the smallest complete environment without tools. Copy it to begin one of your own."""
+"""Guess a number: the smallest complete environment without tools. Copy it to start your own."""
 
 import random
 import re
@@ -15,24 +15,24 @@ class GuessNumber(TextEnv):
     """A secret number from 1 to `high`; after each guess a hint, higher or lower. Reward 1 for the right guess."""
 
     system_prompt = "Guess the secret number. Answer with one number."
-    # It answers in microseconds, so it needs no thread of its own.
+    # It answers in microseconds, so it needs no thread.
     isolation = "inline"
 
     class Options(Settings):
         """What `reset(options=...)` takes."""
 
         high: int = Field(16, ge=1)
-        """The secret lies in 1..high."""
+        """The secret number is from 1 to this one."""
         max_turns: int = Field(8, ge=1)
         """Guesses before the episode is truncated; a message without a number counts as one."""
 
     def start(self, seed: int, options: Mapping[str, Any]) -> str:
-        """Draw the secret. Everything the episode keeps is set here, so nothing is left over from the last one."""
+        """Draw the secret. All state of the episode is set here, so nothing is left over from the last one."""
         self.options = read_options(self.Options, options)
         # The base class has seeded `rng`: never use the global `random`.
         self.secret = self.rng.randint(1, self.options.high)
         self.turns = 0
-        # The numbers not yet ruled out; only the scripted player below looks at them.
+        # The range that is not yet ruled out; only the scripted player below uses it.
         self.low, self.high = 1, self.options.high
         return f"Guess a number from 1 to {self.options.high}."
 
@@ -42,11 +42,11 @@ class GuessNumber(TextEnv):
         hint = self._hint(action)
         right = hint == "right"
         truncated = not right and self.turns >= self.options.max_turns
-        # A number for the reward, always; "success" is what evaluations count.
+        # The reward is always a float. Evaluations count "success".
         return hint, float(right), right, truncated, {"success": right}
 
     def _hint(self, action: str) -> str:
-        # A message is free text. What cannot be used is answered, never raised.
+        # A message is free text. Answer one that cannot be used; never raise.
         numbers = re.findall(r"(?<![\w.-])\d{1,9}(?![\w.])", action, re.ASCII)
         if len(numbers) != 1:
             return f"Answer with one number from 1 to {self.options.high}."
@@ -62,7 +62,7 @@ class GuessNumber(TextEnv):
 
 @plays(GuessNumber)
 def weak_player(env: GuessNumber, rng: random.Random, skill: float = 0.3) -> str:
-    """With probability `skill` halve what is left, else guess anything. For warm starts."""
+    """With probability `skill` halve the remaining range, else guess any number. For warm starts."""
     if rng.random() < skill:
         return str((env.low + env.high) // 2)
     return str(rng.randint(1, env.options.high))

@@ -2,12 +2,12 @@
 
     env.reset(seed=7, options={"id": "Taxi-v4", "kwargs": {"is_rainy": True}})
 
-`env: gymnasium:Taxi-v4` in a config is this environment with the id chosen. Packages that still register by the
-entry-point group `gymnasium.envs`, which Gymnasium itself no longer reads, are found too; so are MiniGrid and BabyAI,
-as `gymnasium:minigrid:MiniGrid-DoorKey-5x5-v0`.
+`env: gymnasium:Taxi-v4` in a config chooses this environment with that id. Packages that register in the entry-point
+group `gymnasium.envs`, which Gymnasium itself no longer reads, work too; so do MiniGrid and BabyAI, as
+`gymnasium:minigrid:MiniGrid-DoorKey-5x5-v0`.
 
-The observation is the environment's own text drawing ("ansi") where it has one, with the highlighted cell in square
-brackets, else its observation written out. The action is the one action word in the model's message.
+The observation is the environment's own text drawing ("ansi") if it has one, with the highlighted cell in square
+brackets; otherwise its observation as text. The action is the one action word in the model's message.
 """
 
 import difflib
@@ -33,7 +33,7 @@ from agentrl.protocols import Env, Settings, StepResult
 
 GymEnv = gymnasium.Env[Any, Any]
 MAX_NUMBERS = 256
-"""The longest observation, in numbers, that is written out as text."""
+"""Most numbers of an observation that is written out as text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Game:
     """What agentrl knows about a Gymnasium environment: words for its actions, and instructions.
 
     `success(reward, terminated)` judges the last step of an episode; most games pay only for reaching the goal.
-    A `noisy` one prints in reset.
+    A `noisy` game prints during reset.
     """
 
     actions: tuple[str, ...]
@@ -63,12 +63,12 @@ def _describe_blackjack(env: GymEnv, observation: Any) -> str:
 
 
 def _reached(reward: float, terminated: bool) -> bool:
-    """For games that end of themselves only at the goal, and pay nothing for it."""
+    """For games that terminate only at the goal and give no reward for it."""
     return terminated
 
 
 def _lasted(reward: float, terminated: bool) -> bool:
-    """For games that are won by not ending before the time limit."""
+    """For games that are won by lasting until the time limit."""
     return not terminated
 
 
@@ -112,12 +112,12 @@ GAMES: Mapping[str, Game] = {
     ),
     "LunarLander": Game(("nothing", "left", "main", "right"), "Land between the flags by firing engines."),
 }
-"""By the environment's name without its version."""
+"""By environment name, without the version."""
 
 FAMILIES: Mapping[str, Callable[[GymEnv], Game]] = {
     "minigrid": lambda env: Game(minigrid.action_words(env), minigrid.RULES, minigrid.describe, noisy=True),
 }
-"""By the package that an environment comes from, for those that are too many to name."""
+"""By package, for packages with too many environments to list."""
 
 
 def scheme(rest: str) -> Callable[[], Env]:
@@ -134,10 +134,10 @@ def scheme(rest: str) -> Callable[[], Env]:
 
 
 class GymnasiumText(TextEnv):
-    """Gymnasium in text. A message without exactly one action word costs a turn and is answered by a list of them.
+    """Gymnasium in text. A message without exactly one action word costs a turn; the answer lists the words.
 
-    `info["success"]` is judged in the last step of an episode (before, it is false): by the game's own rule where it
-    is known, else whether the episode terminated with a last reward above zero.
+    `info["success"]` is decided in the last step of an episode (it is false before): by the game's own rule if it is
+    known, otherwise by whether the episode terminated with a last reward above zero.
     """
 
     system_prompt = "You play a game. Answer each turn with one of the actions listed at its start."
@@ -153,14 +153,14 @@ class GymnasiumText(TextEnv):
         """A word for each action, in the order of the action space. Default: known games have words, others numbers."""
 
     def __init__(self, env_id: str = "") -> None:
-        """`env_id` is the id where the options name none."""
+        """`env_id` is the id if the options give none."""
         self._defaults = {"id": env_id} if env_id else {}
         self._env: GymEnv | None = None
         self._made_of: Options | None = None
         self._over = True
 
     def start(self, seed: int, options: Mapping[str, Any]) -> str:
-        """Make the environment, unless the last episode's was of the same options, and reset it.
+        """Make the environment, unless the last episode had the same options, and reset it.
 
         Raises:
             ConfigError: there is no such environment, or it cannot be played in text.
@@ -179,7 +179,7 @@ class GymnasiumText(TextEnv):
         return f"{rules}Actions: {', '.join(self._game.actions)}.\n{_as_text(self._env, self._game, observation)}"
 
     def step(self, action: str) -> StepResult:
-        """Do what the one action word in the message says.
+        """Take the action that the one action word in the message names.
 
         Raises:
             EnvError: no episode is being played.
@@ -214,7 +214,7 @@ def _make(options: Options) -> tuple[GymEnv, Game]:
         point = spec.entry_point
         creator = load_env_creator(point) if isinstance(point, str) else point
         modes = getattr(creator, "metadata", {}).get("render_modes", [])
-        # The passive checker only repeats warnings that the environment's author should have seen.
+        # The passive checker's warnings are meant for the environment's author.
         arguments = {"disable_env_checker": True, **options.kwargs}
         if "ansi" in modes:
             arguments.setdefault("render_mode", "ansi")
@@ -232,7 +232,7 @@ def _make(options: Options) -> tuple[GymEnv, Game]:
 
 
 def _find(env_id: str) -> EnvSpec:
-    """The registered environment; `gymnasium.make(id)` would warn about old versions, this does not."""
+    """The registered environment. Unlike `gymnasium.make(id)`, this does not warn about old versions."""
     module, _, name = env_id.rpartition(":")
     if module:
         try:
@@ -249,16 +249,16 @@ def _find(env_id: str) -> EnvSpec:
     if not module and name.startswith(("MiniGrid-", "BabyAI-")):
         near = [f"minigrid:{name}"]
     hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else f"There are {', '.join(gymnasium.registry)}."
-    also = f" Packages that could not register theirs: {'; '.join(failed)}" if failed else ""
+    also = f" Packages that failed to register theirs: {'; '.join(failed)}" if failed else ""
     raise ConfigError(f"gymnasium has no environment {name!r}. {hint}{also}")
 
 
 @cache
 def _register_installed() -> tuple[str, ...]:
-    """Let every package of the entry-point group `gymnasium.envs` register its environments; tells which could not.
+    """Let all packages in the entry-point group `gymnasium.envs` register their environments; returns the failures.
 
-    The name of an entry point is the namespace of the ids ("MyGames" in "MyGames/Maze-v0"), or begins with `__` for
-    none; it is a module, or a function that registers.
+    The name of an entry point is the namespace of the ids ("MyGames" in "MyGames/Maze-v0"); a name that begins with
+    `__` means no namespace. The entry point is a module, or a function that registers.
     """
     failed = []
     for point in entry_points(group="gymnasium.envs"):
@@ -267,8 +267,8 @@ def _register_installed() -> tuple[str, ...]:
                 found = point.load()
                 if callable(found):
                     found()
-            # Another package's failure must not keep this one from being played, and Gymnasium's `namespace` is never
-            # left by an exception.
+            # Another package's failure must not affect this environment, and no exception may pass through
+            # Gymnasium's `namespace`.
             except Exception as error:
                 failed.append(f"{point.value} ({error!r})")
     return tuple(failed)
@@ -324,7 +324,7 @@ _BACKGROUND = re.compile(r"(?:^|;)(?:4[0-8]|10[0-7])(?:;|$)")
 
 
 def _without_colours(drawing: str) -> str:
-    """Strip ANSI colours; a highlighted cell, which is where the player is, is put in square brackets instead."""
+    """Strip ANSI colours, and put the highlighted cell, which is the player's, in square brackets."""
     text: list[str] = []
     highlighted = False
     at = 0
@@ -341,7 +341,7 @@ def _without_colours(drawing: str) -> str:
 
 
 def _written_out(observation: Any) -> str:
-    """Numbers with four digits, in the structure they come in."""
+    """The observation as text: floats with four digits, nested as they come."""
     if isinstance(observation, str):
         return observation
     if isinstance(observation, Mapping):

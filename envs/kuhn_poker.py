@@ -1,8 +1,8 @@
-"""Kuhn poker in text: two agents, three cards, one bet. The smallest game that is about bluffing.
+"""Kuhn poker in text: two agents, three cards, one bet. The smallest game of bluffing.
 
-It is solved (Kuhn, "A simplified two-person poker", 1950), so what is learned can be held against best play: between
-two perfect players the one who acts first loses 1/18 of a chip a hand. It is also the environment to copy for a game
-of several agents: `reset` names them, each `step` says who is next, and each sees only what is new to it.
+It is solved (Kuhn, "A simplified two-person poker", 1950), so a learned policy can be compared with optimal play:
+between two perfect players, the one who acts first loses 1/18 of a chip per hand. Copy this environment for a game of
+several agents: `reset` names them, each `step` names the next one, and each agent sees only what is new to it.
 """
 
 import random
@@ -22,13 +22,14 @@ LEGAL = {
     ("bet",): ("call", "fold"),
     ("check", "bet"): ("call", "fold"),
 }
-"""What may be said after what was said. After anything else the hand is over."""
+"""The legal words after each history. After any other history the hand is over."""
 
 
 class KuhnPoker(TextEnv):
-    """Kuhn poker for two agents, north and south. Rewards are the chips that each hand wins or costs: 1 or 2.
+    """Kuhn poker for two agents, north and south. Rewards are the chips won or lost in each hand: 1 or 2.
 
-    Who acts first changes with every hand. A message that is no legal word folds. A success is a win over all hands.
+    The agents take turns in acting first, hand by hand. A message that is not a legal word folds. Success means winning
+    chips over all hands.
     """
 
     isolation = "inline"
@@ -58,12 +59,12 @@ class KuhnPoker(TextEnv):
         return self._tell()
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetResult:
-        """Deal, and say who plays and who acts first."""
+        """Deal, and name the agents and the one who acts first."""
         self.rng = random.Random(seed)
         return self.start(seed, options), {"agents": list(AGENTS), "agent": self.actor}
 
     def step(self, action: str) -> StepResult:
-        """Take the word of the one who acts."""
+        """Take the word of the acting agent."""
         actor = self.actor
         word = action.strip().lower()
         word = word if word in LEGAL[self.history] else "fold"
@@ -92,12 +93,12 @@ class KuhnPoker(TextEnv):
             self._news[agent].append(f"Hand {self.hand} of {self.options.hands}. You hold the {self.cards[agent]}.")
 
     def _tell(self) -> str:
-        """What is new to the one who acts, and what may be said."""
+        """What is new to the acting agent, and its legal words."""
         news, self._news[self.actor] = self._news[self.actor], []
         return "\n".join([*news, f"{' or '.join(LEGAL[self.history])}?".capitalize()])
 
     def _winnings(self) -> dict[str, int] | None:
-        """Chips that the hand brings each; `None` while it goes on."""
+        """Chips that each agent wins or loses in the hand; `None` while it goes on."""
         if self.history in LEGAL:
             return None
         actor, other = self.actor, self._other()
@@ -117,9 +118,9 @@ class KuhnPoker(TextEnv):
 def best_play(card: str, history: tuple[str, ...], bluff: float = 1 / 3) -> float:
     """Probability of the bolder word (bet, or call) in equilibrium; `bluff` is the first player's choice, 0 to 1/3.
 
-    Kuhn (1950): the first player bets the jack with probability `bluff` and the king with three times that, never the
-    queen, which calls with `bluff` + 1/3. The second player bluffs with the jack once in three, and calls so with the
-    queen.
+    Kuhn (1950): the first player bets the jack with probability `bluff`, the king with three times that probability and
+    the queen never, and calls with the queen with probability `bluff` + 1/3. The second player bluffs with the jack and
+    calls with the queen, each with probability 1/3.
     """
     bold = {
         (): {"jack": bluff, "queen": 0, "king": 3 * bluff},
@@ -132,13 +133,13 @@ def best_play(card: str, history: tuple[str, ...], bluff: float = 1 / 3) -> floa
 
 @plays(KuhnPoker)
 def strong_player(env: KuhnPoker, rng: random.Random) -> str:
-    """The best play of the agent whose turn it is. A `ScriptedPlayer`."""
+    """Optimal play of the agent whose turn it is. A `ScriptedPlayer`."""
     return weak_player(env, rng, skill=1.0)
 
 
 @plays(KuhnPoker)
 def weak_player(env: KuhnPoker, rng: random.Random, skill: float = 0.3) -> str:
-    """With probability `skill` best play, else any legal word. A `ScriptedPlayer` for opponents and warm starts."""
+    """With probability `skill` optimal play, else any legal word. A `ScriptedPlayer` for opponents and warm starts."""
     meek, bold = sorted(LEGAL[env.history], key=lambda word: word in ("bet", "call"))
     chance = best_play(env.cards[env.actor], env.history) if rng.random() < skill else 0.5
     return bold if rng.random() < chance else meek

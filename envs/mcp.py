@@ -1,7 +1,7 @@
-"""The tools of an MCP server as those of an environment: `env: mcp:stdio:COMMAND ARGS`, `env: mcp:http://HOST:PORT/mcp`.
+"""MCP servers as environments: `env: mcp:stdio:COMMAND ARGS`, `env: mcp:http://HOST:PORT/mcp`.
 
-A plain server has tools, but no task and no reward. The address takes both from its options; a class of your own says
-`server = "..."`, begins with a task, and rewards what it likes; it may have tools of its own beside the server's:
+A plain server has tools, but no task and no reward. With an address, the options supply both. A subclass of
+`McpToolEnv` sets `server = "..."`, begins with a task and gives rewards; it may add tools to the server's:
 
     class Librarian(McpToolEnv):
         server = "mcp:stdio:python -m my_library"
@@ -15,9 +15,9 @@ A plain server has tools, but no task and no reward. The address takes both from
             right = SHELVES[self.wanted] in text
             return ToolResult("", reward=float(right), terminated=True, success=right)
 
-The structured content of a tool's result counts where it has these keys: `reward` (a number), `terminated`,
-`truncated`, `success`. What the model reads is the text of the result. Each episode has a session of its own, and so,
-with `stdio`, a process of its own.
+The environment reads these keys of a tool result's structured content: `reward` (a number), `terminated`, `truncated`,
+`success`. The model reads the text of the result. Each episode has its own session and so, with `stdio`, its own
+process.
 """
 
 import asyncio
@@ -59,11 +59,12 @@ def scheme(rest: str) -> Callable[[], Env]:
 
 
 class McpToolEnv(ToolEnv, no_tools=True):
-    """An environment whose tools are those of the MCP server `server`, and its own typed public methods.
+    """An environment whose tools are those of the MCP server `server` and its own typed public methods.
 
-    `reply` answers a message without any call; by default it asks for one. `hidden` names tools of the server that
-    the model is not shown; `call` calls any of them, from `start` too. A server that dies, or breaks the protocol, is
-    an `EnvError` of its episode. A call that misses its deadline drops the connection, and ends a `stdio` server.
+    `reply` answers a message without tool calls; by default it asks for one. `hidden` names tools of the server that
+    the model is not shown; `call` can call every tool of the server, also from `start`. If the server dies or breaks
+    the protocol, its episode fails with `EnvError`. A call that misses its deadline drops the connection and ends a
+    `stdio` server.
     """
 
     server: str = ""
@@ -72,16 +73,16 @@ class McpToolEnv(ToolEnv, no_tools=True):
     _session: "_Session | None" = None
 
     def __init_subclass__(cls, no_tools: bool = False) -> None:
-        """Waits for the server in each step, whatever its own tools are."""
+        """Every subclass is async, even if its own tools are sync: each step waits for the server."""
         super().__init_subclass__(no_tools=no_tools)
         cls._is_async = True
 
     async def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetResult:
-        """Open a session, learn its tools, and begin an episode with `start`.
+        """Open a session, list its tools, and begin an episode with `start`.
 
         Raises:
             EnvError: the server cannot be started or reached, or does not speak MCP.
-            ConfigError: a tool of the server has the name of one of its own, or a hidden one is not there.
+            ConfigError: the server and this class both have a tool of some name, or a hidden tool does not exist.
         """
         await self.close()
         self._session = session = _Session(self.server)
@@ -93,20 +94,20 @@ class McpToolEnv(ToolEnv, no_tools=True):
         return await begun if inspect.isawaitable(begun) else begun
 
     async def step(self, action: str) -> StepResult:
-        """Run the calls in the model's message and return what they say."""
+        """Run the tool calls in the model's message and return their merged results."""
         return await self._play(action)
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
         """Call a tool of the server.
 
         Raises:
-            ToolError: the tool says that it could not.
-            EnvError: the server is gone, answers what is no MCP, or rewards with what is no number.
+            ToolError: the tool reports an error.
+            EnvError: the server is gone, its answer is not MCP, or its reward is not a number.
         """
         return _as_tool_result(self.server, *await self._ask(name, arguments))
 
     async def close(self) -> None:
-        """End the session, and the server where it is a process of ours."""
+        """End the session, and the server if it is our own process."""
         session, self._session = self._session, None
         if session is not None:
             await session.close()
@@ -143,15 +144,15 @@ class McpEnv(McpToolEnv):
         """What `reset(options=...)` takes."""
 
         task: str = ""
-        """What the model is asked; without it, what the tool `setup` answers."""
+        """The task for the model; by default the answer of the tool `setup`."""
         system_prompt: str = ""
         """The system message."""
         setup: str = ""
-        """A tool that begins an episode: it is called with `seed`, and the model does not see it."""
+        """A tool that begins an episode. It is called with `seed`; the model does not see it."""
         judge: str = ""
-        """A tool that scores the model's last message: called with `answer`, it gives a number, or `reward` in its
-        structured content; the model does not see it. Without it only results with a `reward` pay, or a reward of
-        yours (`reward: ...`) looks at the trajectory."""
+        """A tool that scores the model's last message. It is called with `answer` and returns a number, or `reward` in
+        its structured content; the model does not see it. Without a judge, rewards come from tool results with a
+        `reward`, or from your own reward of the trajectory (`reward: ...`)."""
         hidden: tuple[str, ...] = Field(default=())
         """Tools that the model is not shown."""
 
@@ -167,7 +168,7 @@ class McpEnv(McpToolEnv):
         chosen = read_options(self.Options, options)
         if not (chosen.task or chosen.setup):
             raise ConfigError(
-                f"{self.server}: an MCP server brings tools and no task. Write options: {{task: ...}}, "
+                f"{self.server}: an MCP server has tools but no task. Write options: {{task: ...}}, "
                 "or {setup: TOOL} with a tool that is called with the seed and answers with the task"
             )
         self._options = chosen
@@ -176,7 +177,7 @@ class McpEnv(McpToolEnv):
         return await super().reset(seed=seed, options=options)
 
     async def start(self, seed: int, options: Mapping[str, Any]) -> str:
-        """The task, after `setup` was called."""
+        """Call `setup`, if there is one, and return the task."""
         chosen, begun = self._options, ""
         if chosen.setup:
             try:
@@ -186,7 +187,7 @@ class McpEnv(McpToolEnv):
         return chosen.task or begun
 
     async def reply(self, text: str) -> ToolResult:
-        """The model's last message, which the judge scores."""
+        """End the episode with the model's last message, and let the judge score it."""
         if not self._options.judge:
             return ToolResult("", terminated=True)
         try:
@@ -200,7 +201,7 @@ class McpEnv(McpToolEnv):
 
 
 class _Session:
-    """One session with a server. It lives in one task of the background, as the library wants it."""
+    """One session with a server. It stays in one background task, as the library requires."""
 
     def __init__(self, server: str) -> None:
         self._kind, self._parts = _check_server(server)
@@ -219,10 +220,10 @@ class _Session:
         self.tools = await self._result_of(self._ready)
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-        """The text and the structured content of what a tool answers.
+        """Call a tool; returns the text and the structured content of its result.
 
         Raises:
-            ToolError: the tool says that it could not, or its arguments do not fit.
+            ToolError: the tool reports an error, or its arguments are invalid.
         """
         try:
             json.dumps(dict(arguments), ensure_ascii=False).encode()
@@ -236,10 +237,10 @@ class _Session:
         return text, content if isinstance(content, Mapping) else {}
 
     async def close(self) -> None:
-        """End the session; one whose server does not react is cancelled with the caller."""
+        """End the session. If the server does not react, cancelling the caller cancels the session."""
         if self._task is None:
             return
-        if self._client is None:  # it was waited for long enough
+        if self._client is None:  # it has not connected: wait no longer
             self._task.cancel()
         else:
             background.call_soon(self._end.set)
@@ -265,7 +266,7 @@ class _Session:
                 self._gone.set_result(None)
 
     async def _result_of(self, answer: Future[Any]) -> Any:
-        """What the server answers, or who is to blame that it does not."""
+        """The server's answer. An error is raised as the model's (`ToolError`) or the server's (`EnvError`)."""
         from mcp import MCPError
 
         try:
@@ -285,14 +286,14 @@ class _Session:
 
 
 _INVALID_PARAMS = -32602
-"""JSON-RPC's code for arguments that do not fit."""
+"""JSON-RPC's code for invalid arguments."""
 
 
 def _check_server(address: str) -> tuple[str, list[str]]:
     """("stdio", command and arguments) or ("http", [URL]).
 
     Raises:
-        PluginError: it cannot be read, or there is no such command.
+        PluginError: the address cannot be read, or there is no such command.
     """
     kind, _, rest = address.removeprefix("mcp:").partition(":")
     if kind == "stdio":
@@ -341,7 +342,7 @@ def _name(tool: Schema) -> str:
 
 
 def _text(block: Any) -> str:
-    """A block of a result as the model reads it; of a picture or a sound only that there is one."""
+    """A block of a result as the model reads it; a picture or a sound becomes a placeholder."""
     resource = getattr(block, "resource", block)
     if (text := getattr(resource, "text", None)) is not None:
         return str(text)
@@ -349,10 +350,10 @@ def _text(block: Any) -> str:
 
 
 def _number(server: str, value: Any) -> float:
-    """A reward.
+    """A reward as a float.
 
     Raises:
-        EnvError: it is none.
+        EnvError: it is not a finite number.
     """
     try:
         number = float(value)

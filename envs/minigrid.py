@@ -1,7 +1,8 @@
 """The boards of MiniGrid and BabyAI in text: `env: gymnasium:minigrid:BabyAI-GoToObj-v0`.
 
-What is drawn is the whole board, not the agent's narrow view of it: two signs for each cell, a letter for what it holds
-and one for its colour (MiniGrid's own drawing has one letter for green and grey), then what the agent carries.
+The drawing shows the whole board, not the agent's narrow view. Each cell is two characters: a letter for its content
+and one for its colour (MiniGrid's own drawing uses the same letter for green and grey). Below it stands what the agent
+carries.
 """
 
 from typing import Any
@@ -18,13 +19,13 @@ _COLOURS = {"red": "R", "green": "G", "blue": "B", "purple": "P", "yellow": "Y",
 
 
 def action_words(env: Any) -> tuple[str, ...]:
-    """The names of the environment's actions, in the order of the action space; some use only the first few."""
+    """The names of the actions, in the order of the action space; some environments use only the first few."""
     words = [action.name for action in env.unwrapped.actions]
     return tuple(words[: int(env.action_space.n)])
 
 
 def describe(env: Any, observation: Any) -> str:
-    """The mission, the board, and what the agent carries. The observation, which is the agent's view, is not used."""
+    """The mission, the board, and what the agent carries. Ignores the observation, which is the agent's view."""
     world = env.unwrapped
     rows = (" ".join(_cell(world, column, row) for column in range(world.width)) for row in range(world.height))
     held = f"a {world.carrying.color} {world.carrying.type}" if world.carrying else "nothing"

@@ -1,7 +1,7 @@
 """Problems that need computing, and a `python` tool that computes: the model's programs run in the sandbox.
 
-Every seed makes another problem of its level. Its answer comes from a function of this module, whose source is also
-what the strong player sends to the tool.
+Each seed gives another problem of its level. A function of this module computes the answer; the strong player sends
+that function's source to the tool.
 """
 
 import inspect
@@ -45,11 +45,11 @@ class PythonProblem:
 
 
 class PythonTool(ToolEnv):
-    """Answer a question with the help of programs: reward 1 for the right number, which ends the episode.
+    """Answer a question with the help of programs: reward 1 for the right number. Any answer ends the episode.
 
-    Names that a program has set are there for the next one of the episode. They are kept by running the programs that
-    went well again before it, silently, in a fresh process: no process waits for a model to think, and a sandbox that
-    breaks costs nothing. So what a program does once more has to come out the same, and its time counts again.
+    A program can use the names that earlier programs of the episode have set. To provide them, each run starts a fresh
+    process and silently repeats the earlier programs that succeeded. So no process waits while the model thinks, and a
+    broken sandbox loses nothing. But a repeated program must give the same result, and its time counts again.
     """
 
     system_prompt = "Answer the question. Compute with Python; what you do not print you do not see."
@@ -60,17 +60,17 @@ class PythonTool(ToolEnv):
         """What `reset(options=...)` takes."""
 
         level: int = Field(1, ge=1, le=5)
-        """How hard the question is."""
+        """Difficulty of the question."""
         limits: SandboxLimits = SandboxLimits(wall=10.0, cpu=5.0)
-        """What a program may use, with those that run again before it."""
+        """Limits of a run: the program and the earlier ones that it repeats."""
         allow_unsafe: bool = False
-        """Run programs without isolation where the machine has none. They can then do all that you can."""
+        """Run programs without isolation if the machine offers none. They can then do everything that you can."""
 
     def __init__(self) -> None:
         self._sandbox: Sandbox | None = None
 
     async def start(self, seed: int, options: Mapping[str, Any]) -> str:
-        """Make up a problem."""
+        """Draw a problem, and borrow the sandbox."""
         chosen = read_options(self.Options, options)
         self._limits = chosen.limits
         self.problem = make_problem(chosen.level, seed)
@@ -83,7 +83,7 @@ class PythonTool(ToolEnv):
         return self.problem.question
 
     async def close(self) -> None:
-        """Give the sandbox back, which all environments of this process share."""
+        """Return the sandbox, which all environments of this process share."""
         sandbox, self._sandbox = self._sandbox, None
         if sandbox is not None:
             await give_back(sandbox)
@@ -114,7 +114,7 @@ class PythonTool(ToolEnv):
         return ToolResult("right" if right else "wrong", reward=float(right), terminated=True, success=right)
 
     async def _outcome(self, program: str) -> Ran | LimitHit:
-        """A lost sandbox says nothing about the program, so it is asked again, once."""
+        """Run a program. A lost sandbox says nothing about the program, so it is run once more."""
         if self._sandbox is None:
             raise EnvError("no episode is being played; call reset first")
         outcome = await self._sandbox.run(program, limits=self._limits)
@@ -156,7 +156,7 @@ except Exception as error:
 
 
 def _shown(text: str) -> str:
-    """What is shown of an output: its beginning and its end."""
+    """The output as the model sees it: if it is too long, only its beginning and its end."""
     if not text.strip():
         return "(nothing was printed)"
     half = LONGEST // 2
@@ -171,7 +171,7 @@ def strong_player(env: PythonTool, rng: random.Random) -> str:
 
 @plays(PythonTool)
 def weak_player(env: PythonTool, rng: random.Random, skill: float = 0.7) -> str:
-    """With probability `skill` what `strong_player` does, else something hasty. For warm starts."""
+    """With probability `skill` the call of `strong_player`, else a hasty one. For warm starts."""
     if rng.random() < skill:
         found = env.printed.split()
         call = ToolCall("answer", {"number": int(found[-1])}) if found else _program(env.problem.program)
@@ -185,7 +185,7 @@ def _program(code: str) -> ToolCall:
     return ToolCall("python", {"code": code})
 
 
-# Their source is what the strong player sends, so they need nothing but builtins.
+# The strong player sends the source of these functions, so they use only builtins.
 
 
 def multiples(low: int, high: int, one: int, other: int) -> int:

@@ -13,7 +13,7 @@ from agentrl.errors import ConfigError, EnvError
 from agentrl.protocols import Env, Settings, StepResult
 
 MAX_ANSWER = 20_000
-"""Characters. A longer answer is wrong unread: some scorers take quadratic time."""
+"""Most characters of an answer. A longer one is wrong without scoring it: some scorers take quadratic time."""
 
 
 def scheme(rest: str) -> Callable[[], Env]:
@@ -30,9 +30,10 @@ def scheme(rest: str) -> Callable[[], Env]:
 
 
 class ReasoningGym(TextEnv):
-    """One question of a data set, chosen by the seed. The one message is the answer: what stands between the last
-    <answer> and </answer>, or else all of it. The reward is the data set's score, from 0 to 1; a score of 1 is a
-    success, and `info["answer"]` is the expected one.
+    """One question of a data set, chosen by the seed.
+
+    The model's one message is the answer: the text between the last <answer> and </answer>, or else the whole message.
+    The reward is the data set's score, from 0 to 1; a score of 1 is a success. `info["answer"]` is the expected answer.
     """
 
     system_prompt = "Answer the question. Write the answer alone between <answer> and </answer>."
@@ -41,10 +42,10 @@ class ReasoningGym(TextEnv):
         """What `reset(options=...)` takes."""
 
         size: int = Field(10_000, ge=1)
-        """Questions of the data set; the seed modulo this is the number of the question. `acre` makes them all at once
-        and pairs them: give it 500."""
+        """Questions in the data set; the seed modulo this is the number of the question. `acre` makes all of them at
+        once and pairs them, so use 500 for it."""
         config: dict[str, Any] = Field(default_factory=dict)
-        """Settings of the data set, such as its difficulty. `seed` chooses another set of questions."""
+        """Settings of the data set, such as its difficulty. Its `seed` chooses another set of questions."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -53,10 +54,10 @@ class ReasoningGym(TextEnv):
         self._entry: dict[str, Any] | None = None
 
     def start(self, seed: int, options: Mapping[str, Any]) -> str:
-        """Take the question of this seed.
+        """Look up the question of this seed.
 
         Raises:
-            ConfigError: the data set does not take these options.
+            ConfigError: the data set does not accept these options.
         """
         chosen = read_options(self.Options, options)
         if self._made_of != chosen:
@@ -84,7 +85,7 @@ class ReasoningGym(TextEnv):
         return f"Score: {score:.3g}.", score, True, False, info
 
     def close(self) -> None:
-        """Forget the data set."""
+        """Drop the data set."""
         self._data = self._made_of = self._entry = None
 
 
@@ -104,7 +105,7 @@ def _make(name: str, options: Options) -> Any:
 
 
 def _settings_of(name: str) -> str:
-    """The data set's settings, as `name=default` where there is a default."""
+    """The data set's settings, as `name=default` if there is a default."""
     from dataclasses import MISSING, fields
 
     from reasoning_gym.factory import DATASETS
@@ -121,18 +122,18 @@ def _answer(message: str) -> str:
 
 
 def _score(data: Any, answer: str, entry: dict[str, Any]) -> float:
-    """Between 0 and 1.
+    """The score of an answer, between 0 and 1.
 
     Raises:
-        EnvError: the scorer fails, whatever the answer.
+        EnvError: the scorer fails even on the expected answer.
     """
     if len(answer) > MAX_ANSWER:
         return 0.0
     try:
         return float(data.score_answer(answer=answer, entry=entry))
     except Exception as error:
-        # Some scorers raise at an answer that they cannot read; it is wrong then. But one that cannot score what it
-        # expects either is broken, and says nothing about the answer.
+        # Some scorers raise if they cannot read an answer, which is then wrong. But a scorer that fails on the
+        # expected answer too is broken, and says nothing about this one.
         try:
             data.score_answer(answer=_gold(entry), entry=entry)
         except Exception:
@@ -141,6 +142,6 @@ def _score(data: Any, answer: str, entry: dict[str, Any]) -> float:
 
 
 def _gold(entry: Mapping[str, Any]) -> str | None:
-    """The expected answer, where one is known."""
+    """The expected answer, if one is known."""
     gold = entry.get("answer")
     return None if gold is None else str(gold)

@@ -1,7 +1,7 @@
-"""Search and answer: questions about an invented little world, whose documents are only found by searching.
+"""Search and answer: questions about a small invented world, whose documents can only be found by searching.
 
-Every seed invents people, towns and companies, writes a document about each, and asks a question whose answer takes
-`level` facts, each from another document. No name exists outside, so nothing that a model has learned helps it.
+Each seed invents people, towns and companies, writes a document about each, and asks a question whose answer takes
+`level` facts, each from another document. All names are invented, so the model's own knowledge does not help.
 """
 
 import random
@@ -22,7 +22,7 @@ from agentrl.rollout.tools import ToolCall
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """A fact about each thing of a kind: its sentence ({0} the thing, {1} the other), and how questions say {1}."""
+    """A fact about each thing of a kind: its sentence ({0} the thing, {1} the other), and how questions call {1}."""
 
     kind: str
     other: str
@@ -46,12 +46,12 @@ REMARKS: Mapping[str, Sequence[str]] = {
     "town": ("{0} has {1}00 inhabitants.", "The market of {0} is held on Fridays.", "{0} burned down in 17{1}."),
     "company": ("{0} was registered in 18{1}.", "{0} employs {1} people.", "{0} once stood before its ruin."),
 }
-"""Sentences that answer nothing."""
+"""Sentences that answer no question."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One entry of the corpus; `id` says nothing about what it holds."""
+    """One document of the corpus; its `id` says nothing about its content."""
 
     id: int
     title: str
@@ -60,7 +60,10 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class SearchWorld:
-    """The documents, a question, and the things that lead to its answer: each is named in the document before."""
+    """The documents, a question, and the chain of things that leads to its answer.
+
+    Each thing of the chain is named in the document of the one before.
+    """
 
     documents: tuple[Document, ...]
     question: str
@@ -68,23 +71,23 @@ class SearchWorld:
 
 
 class Search(ToolEnv):
-    """Answer the question: reward 1 for exactly the right name, in which case, articles and punctuation do not count.
+    """Answer the question: reward 1 for exactly the right name, ignoring case, articles and punctuation.
 
-    An answer ends the episode. There is no limit of turns but the run's.
+    An answer ends the episode. Only the run limits the number of turns.
     """
 
     system_prompt = (
         "Answer the question. The names in it are invented: look everything up. Search finds documents by their words; "
         "read them, and answer with the name alone."
     )
-    # A search in so small an index takes about a tenth of a millisecond, building it one or two.
+    # In so small an index a search takes about a tenth of a millisecond; building it takes one or two.
     isolation = "inline"
 
     class Options(Settings):
         """What `reset(options=...)` takes."""
 
         level: int = Field(1, ge=1, le=5)
-        """How many facts the answer takes, each from another document. There are 16 documents for each level."""
+        """How many facts the answer takes, each from another document. There are 16 * `level` documents."""
 
     def __init__(self) -> None:
         self._index: sqlite3.Connection | None = None
@@ -114,7 +117,7 @@ class Search(ToolEnv):
         """
         if self._index is None:
             raise EnvError("no episode is being played; call reset first")
-        # Quoted, a word is no operator of FTS5's query language. More of them than this would be no query.
+        # Quoting keeps a word from being an operator of FTS5's query language. A real query has no more words.
         words = [f'"{word}"' for word in re.findall(r"\w+", query)[:32]]
         if not words:
             raise ToolError("the query has no words")
@@ -148,20 +151,20 @@ class Search(ToolEnv):
 
 
 def normal(answer: str) -> str:
-    """What an answer says, without case, punctuation, articles and spaces that mean nothing."""
+    """An answer without case, punctuation, articles and extra spaces."""
     words = re.findall(r"\w+", answer.casefold())
     return " ".join(word for word in words if word not in ("a", "an", "the"))
 
 
 @plays(Search)
 def strong_player(env: Search, rng: random.Random) -> str:
-    """Searches for what the question or the last document named, reads it, and so on. A `ScriptedPlayer`."""
+    """Searches for the name in the question or the last document, reads the result, and so on. A `ScriptedPlayer`."""
     return weak_player(env, rng, skill=1.0)
 
 
 @plays(Search)
 def weak_player(env: Search, rng: random.Random, skill: float = 0.7) -> str:
-    """With probability `skill` what `strong_player` does, else something at random. For warm starts."""
+    """With probability `skill` the call of `strong_player`, else a random one. For warm starts."""
     call = _next_call(env) if rng.random() < skill else _any_call(env, rng)
     return call.render()
 
@@ -207,7 +210,7 @@ def make_world(level: int, seed: int) -> SearchWorld:
 
 
 def _things(people: int, rng: random.Random) -> dict[str, list[str]]:
-    """Names by kind, no two alike. Surnames are shared, so that a name is found only by all of it."""
+    """Names by kind, all different. People share surnames, so that only the full name finds one."""
     names = list(dict.fromkeys(_name(rng) for _ in range(8 * people)))
     few = people // 2
     families = names[: few // 2]
@@ -239,7 +242,7 @@ def _text(thing: str, facts: Sequence[tuple[Relation, str]], remarks: Sequence[s
 
 
 def _question(level: int, people: Sequence[str], facts: _Facts, rng: random.Random) -> tuple[str, tuple[str, ...]]:
-    """A question of `level` facts, and the things from the one it names to the one it asks for, all different."""
+    """A question of `level` facts, and its chain, all different, from the thing it names to the one it asks for."""
     while True:
         chain = [rng.choice(people)]
         phrase = chain[0]
@@ -255,7 +258,7 @@ def _question(level: int, people: Sequence[str], facts: _Facts, rng: random.Rand
 
 
 def _index(documents: Sequence[Document]) -> sqlite3.Connection:
-    # An environment may be closed from another thread than it was played on, never from two at once.
+    # An environment may be closed in another thread than it was played in, but never used by two at once.
     index = sqlite3.connect(":memory:", check_same_thread=False)
     index.execute("CREATE VIRTUAL TABLE documents USING fts5(title, text)")
     rows = [(document.id, document.title, document.text) for document in documents]

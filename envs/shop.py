@@ -1,6 +1,6 @@
-"""Booking a room for a user who says what they want only when asked. The model talks to the user and to the desk.
+"""Book a room for a user who states wishes only when asked. The model talks to the user and to the desk.
 
-The user is a function: `scripted_user` by default, or another by the option `user`, such as one that asks a model.
+The user is a function: `scripted_user` by default, or the option `user`, such as one that calls a model.
 """
 
 import inspect
@@ -21,7 +21,7 @@ AREAS = ("centre", "harbour", "old town", "university")
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What the desk knows of a room. `price` is in euros a night; a room that is not `free` cannot be booked."""
+    """A room as the desk knows it. `price` is in euros per night; a room that is not `free` cannot be booked."""
 
     name: str
     price: int
@@ -35,13 +35,13 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """One thing that the user wants: at most that `price`, at least so many `beds`, else exactly that value."""
+    """One wish of the user. `value` is the maximum of a `price`, the minimum of `beds`, else the exact value."""
 
     about: str
     value: int | str | bool
 
     def holds(self, room: Room) -> bool:
-        """Whether the room is as wished."""
+        """Whether the room fulfils the wish."""
         value = getattr(room, self.about)
         if self.about == "price":
             return bool(value <= self.value)
@@ -67,14 +67,14 @@ TOPICS: Mapping[str, str] = {
     "pets": r"\bpet|dog|\bcat|animal",
     "parking": r"parking|\bcar\b|drive|vehicle",
 }
-"""What can be wished for, and the words by which the scripted user knows that it is asked about."""
+"""What users can wish for, and the words by which the scripted user recognises a question about it."""
 
 User = Callable[[str, Sequence[Wish], random.Random], str | Awaitable[str]]
-"""Answers a question, given all wishes and the episode's generator. May be async; keeps nothing between calls."""
+"""Answers a question, given all wishes and the episode's generator. May be async; keeps no state between calls."""
 
 
 def scripted_user(question: str, wishes: Sequence[Wish], rng: random.Random) -> str:
-    """Answers what is asked about, two things at most, and volunteers nothing."""
+    """Answers about at most two of the topics in the question, and volunteers nothing."""
     asked = [topic for topic, words in TOPICS.items() if re.search(words, question.lower())][:2]
     if not asked:
         return f"Please ask me about something: {', '.join(TOPICS)}."
@@ -83,10 +83,10 @@ def scripted_user(question: str, wishes: Sequence[Wish], rng: random.Random) -> 
 
 
 class Shop(ToolEnv):
-    """Book a room that is as the user wishes, then finish: reward 1 if what is booked then fulfils every wish.
+    """Book the room that the user wants, then finish: reward 1 if the booked room fulfils every wish.
 
-    Finishing ends the episode; there is no limit of turns but the run's. Exactly one free room fits, and for each wish
-    another misses it alone.
+    Finishing ends the episode; only the run limits the number of turns. Exactly one free room fulfils all wishes, and
+    for each wish another room fails only that one.
     """
 
     system_prompt = (
@@ -99,13 +99,13 @@ class Shop(ToolEnv):
         """What `reset(options=...)` takes."""
 
         level: int = Field(1, ge=1, le=5)
-        """The user has `level` + 1 wishes, the house 4 rooms for each level and 4 more. From level 3 on, one that would
-        fit is taken."""
+        """The user has `level` + 1 wishes; the house has 4 * `level` + 4 rooms. From level 3 on, a room that would fit
+        is taken."""
         user: ImportString[User] = Field(default=scripted_user)
-        """Who answers `ask_user`: a `User`, or where to find one, as `package.module:name`."""
+        """The `User` that answers `ask_user`, or its address as `package.module:name`."""
 
     def start(self, seed: int, options: Mapping[str, Any]) -> str:
-        """Make up rooms and wishes."""
+        """Draw the rooms and the wishes."""
         chosen = read_options(self.Options, options)
         self._user: User = chosen.user
         self.wishes = _wishes(chosen.level + 1, self.rng)
@@ -116,7 +116,7 @@ class Shop(ToolEnv):
         self.inspected: set[str] = set()
         return "Hello! I need a room for the night, please."
 
-    # One async tool makes the whole environment run on the event loop, where a user may wait for a model.
+    # This one async tool makes the whole environment run on the event loop, where a user may wait for a model.
     async def ask_user(self, question: str) -> str:
         """Ask the user something.
 
@@ -169,19 +169,19 @@ class Shop(ToolEnv):
 
 @plays(Shop)
 def strong_player(env: Shop, rng: random.Random) -> str:
-    """Asks about everything, inspects what may fit, books what does. For demonstrations."""
+    """Asks about every topic, inspects rooms that may fit, and books the one that does. For demonstrations."""
     return weak_player(env, rng, skill=1.0)
 
 
 @plays(Shop)
 def weak_player(env: Shop, rng: random.Random, skill: float = 0.8) -> str:
-    """With probability `skill` what `strong_player` does, else something at random. For warm starts."""
+    """With probability `skill` the call of `strong_player`, else a random one. For warm starts."""
     call = _next_call(env) if rng.random() < skill else _any_call(env, rng)
     return call.render()
 
 
 def _next_call(env: Shop) -> ToolCall:
-    """What to do next; it knows only what has been said and seen."""
+    """The next call; it uses only what the episode has revealed so far."""
     asked = " ".join(env.questions)
     unasked = [topic for topic in TOPICS if topic not in asked]
     if unasked:
@@ -219,7 +219,7 @@ def _wishes(count: int, rng: random.Random) -> tuple[Wish, ...]:
 
 
 def _rooms(level: int, wishes: Sequence[Wish], rng: random.Random) -> list[Room]:
-    """One that fits, one for each wish that misses it alone, and others that miss some, in any order."""
+    """One room that fits, for each wish one that fails only that wish, and others that fail some; in random order."""
     missed = [[], *([wish] for wish in wishes)]
     missed += [rng.sample(wishes, rng.randint(1, len(wishes))) for _ in range(4 * level + 4 - len(missed))]
     names = rng.sample(_NAMES, len(missed))
@@ -231,7 +231,7 @@ def _rooms(level: int, wishes: Sequence[Wish], rng: random.Random) -> list[Room]
 
 
 def _room(name: str, wishes: Sequence[Wish], misses: Sequence[Wish], rng: random.Random) -> Room:
-    """A random room that is as wished, except for what it misses."""
+    """A random room that fulfils all wishes except `misses`."""
     breakfast, pets, parking = (rng.random() < 0.5 for _ in range(3))
     room = Room(name, rng.randrange(40, 200, 5), rng.choice(AREAS), rng.randint(1, 5), breakfast, pets, parking)
     values: dict[str, Any] = {wish.about: _value(wish, wish not in misses, rng) for wish in wishes}

@@ -2,7 +2,7 @@
 
 The observation is the grid in the usual letters, a space before each: `@` the player, `$` a box, `.` a goal, `*` a box
 on a goal, `+` the player on a goal, `#` a wall, `-` free floor. Puzzles are made by playing backwards: the boxes start
-on the goals and are pulled away from them, so that pushing them back is a solution, and it is known.
+on the goals and are pulled away from them, so pushing them back is a known solution.
 """
 
 import random
@@ -20,20 +20,20 @@ from agentrl.errors import EnvError
 from agentrl.protocols import Settings, StepResult
 
 Cell = tuple[int, int]
-"""(row, column); the room's inside begins at (0, 0)."""
+"""(row, column); the room inside its walls begins at (0, 0)."""
 
 Pull = tuple[frozenset[Cell], Cell, str, int]
-"""Where the boxes and the player are after it, the word that pushes the box back, and the steps to get there."""
+"""The boxes and the player after the pull, the word that pushes the box back, and the player's steps before it."""
 
 MOVES: Mapping[str, Cell] = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
-"""The legal words, and where they lead."""
+"""The legal words, and the step of each."""
 
 _HINT = "Say one of left, down, right, up."
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What makes a level: cells per side, walls inside, boxes, and how often a box is pulled at most."""
+    """The parameters of a level: cells per side, inner walls, boxes, and the most pulls."""
 
     side: int
     walls: int
@@ -52,7 +52,7 @@ LEVELS = {
 
 @dataclass(frozen=True, slots=True)
 class Puzzle:
-    """A room, where things stand at first, and a solution: where to stand, and the word to push, by where boxes are."""
+    """A room, its initial state, and a solution: where to stand and the word to push, by the positions of the boxes."""
 
     side: int
     floor: frozenset[Cell]
@@ -65,29 +65,29 @@ class Puzzle:
 class Sokoban(TextEnv):
     """Push every box onto a goal: reward 1, and the episode ends. Boxes cannot be pulled.
 
-    The message is free text with exactly one legal word in it, in any case; any other costs a turn and is answered by
-    the same grid and a hint. No hint says that a box is stuck for good: foreseeing it is the task. There is no limit
-    of turns but the run's.
+    The message is free text with exactly one legal word in it, in any case. Any other message costs a turn; the answer
+    is the same grid and a hint. No hint says that a box is stuck forever: foreseeing this is the task. Only the run
+    limits the number of turns.
     """
 
     system_prompt = (
         "You are @. Push every box $ onto a goal . (then it is *). # is a wall. You push a box by walking into it, one "
         "at a time, and cannot pull. Say left, down, right or up."
     )
-    # A step takes microseconds; making a puzzle takes a few milliseconds at the highest levels, once for a group.
+    # A step takes microseconds; making a puzzle takes a few milliseconds at the highest levels, once per group.
     isolation = "inline"
 
     class Options(Settings):
         """What `reset(options=...)` takes."""
 
         level: int = Field(1, ge=1, le=5)
-        """1 is one box in a room of 4 x 4, 5 is four boxes in a room of 8 x 8 with walls (see `LEVELS`)."""
+        """From 1, one box in a room of 4 x 4, to 5, four boxes in a room of 8 x 8 with walls (see `LEVELS`)."""
         shaping: float = Field(0.0, ge=0.0, le=1.0)
-        """Reward for each box that a push brings onto a goal, taken back when it leaves; 0 rewards the solution alone.
-        What it pays over an episode is the number of boxes that stand better at its end, so circling earns nothing."""
+        """Reward for each box pushed onto a goal, subtracted when the box leaves it; 0 rewards only the solution. Over
+        an episode only the boxes that end on a goal count, so pushing back and forth earns nothing."""
 
     def start(self, seed: int, options: Mapping[str, Any]) -> str:
-        """Take the puzzle of this seed."""
+        """Set up the puzzle of this seed."""
         chosen = read_options(self.Options, options)
         self._shaping = chosen.shaping
         self._puzzle = make_puzzle(chosen.level, seed)
@@ -95,7 +95,7 @@ class Sokoban(TextEnv):
         return self._grid()
 
     def step(self, action: str) -> StepResult:
-        """Move or push, where the message holds one legal word.
+        """Move or push, if the message has exactly one legal word.
 
         Raises:
             EnvError: no episode is being played.
@@ -112,7 +112,7 @@ class Sokoban(TextEnv):
         return observation, reward, self._solved, False, {"success": self._solved}
 
     def known_moves(self) -> list[str]:
-        """The words that go on with the known solution; empty where a push has left it."""
+        """The words that continue the known solution; empty once a push has left it."""
         stand, push = self._puzzle.solution.get(self._boxes, (self._player, ""))
         if self._player == stand:
             return [push] if push else []
@@ -153,7 +153,7 @@ class Sokoban(TextEnv):
 
 @plays(Sokoban)
 def strong_player(env: Sokoban, rng: random.Random) -> str:
-    """A word of the known solution, or any once it is left. For demonstrations."""
+    """A word of the known solution, or any legal word once a push has left it. For demonstrations."""
     return weak_player(env, rng, skill=1.0)
 
 
@@ -174,7 +174,7 @@ def make_puzzle(level: int, seed: int) -> Puzzle:
 
 
 def _room(shape: Shape, rng: random.Random) -> frozenset[Cell]:
-    """Floor that hangs together."""
+    """A connected floor."""
     cells = [(row, column) for row in range(shape.side) for column in range(shape.side)]
     while True:
         rng.shuffle(cells)
@@ -184,9 +184,9 @@ def _room(shape: Shape, rng: random.Random) -> frozenset[Cell]:
 
 
 def _pulled_apart(floor: frozenset[Cell], shape: Shape, rng: random.Random) -> Puzzle | None:
-    """Pull boxes away from the goals, never back to where all stood before, and begin where they stand farthest off.
+    """Pull boxes away from the goals without repeating a position; the puzzle begins where they are farthest away.
 
-    `None` where no position with every box off the goals came up.
+    `None` if no position had every box off the goals.
     """
     player, *places = rng.sample(sorted(floor), 1 + shape.boxes)
     boxes = goals = frozenset(places)
@@ -196,7 +196,7 @@ def _pulled_apart(floor: frozenset[Cell], shape: Shape, rng: random.Random) -> P
         new = [pull for pull in pulls if pull[0] not in solution]
         if not new:
             break
-        # Mostly off the goals, and what is near: a random walk would make long solutions of easy puzzles.
+        # Prefer pulls away from the goals and near the player: a random walk would give easy puzzles long solutions.
         boxes, player, push, _ = max(new, key=lambda pull: _off_goals(pull[0], goals) - pull[3] / 2 + rng.uniform(0, 2))
         solution[boxes] = (player, push)
         if not boxes & goals:
@@ -207,7 +207,7 @@ def _pulled_apart(floor: frozenset[Cell], shape: Shape, rng: random.Random) -> P
 
 
 def _pulls(floor: frozenset[Cell], boxes: frozenset[Cell], player: Cell) -> list[Pull]:
-    """All pulls that can be walked to."""
+    """All pulls that the player can reach."""
     free = floor - boxes
     reached = _distances(free, player)
     pulls = []
@@ -220,7 +220,7 @@ def _pulls(floor: frozenset[Cell], boxes: frozenset[Cell], player: Cell) -> list
 
 
 def _off_goals(boxes: Set[Cell], goals: Set[Cell]) -> int:
-    """Steps from each box to its nearest goal, walls aside, summed."""
+    """Sum of the steps from each box to its nearest goal, ignoring walls."""
     return sum(min(abs(row - r) + abs(column - c) for r, c in goals) for row, column in boxes)
 
 
@@ -230,7 +230,7 @@ def _beside(cell: Cell, word: str) -> Cell:
 
 
 def _distances(free: Set[Cell], start: Cell) -> dict[Cell, int]:
-    """Steps from `start` to each cell that can be walked to, by breadth-first search."""
+    """Steps from `start` to each reachable cell, by breadth-first search."""
     distances = {start: 0}
     queue = deque([start])
     while queue:

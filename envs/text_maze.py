@@ -1,7 +1,7 @@
-"""A maze that one sees only a step of at a time, new for every seed; higher levels have locked doors and their keys.
+"""A maze of which the player sees only adjacent cells, new for every seed; higher levels have locked doors and keys.
 
-The observation says what lies left, down, right and up, and what one holds. Nothing says where one is: to
-find the goal, a player has to remember the way. A key is taken by walking onto it, and stays; a door opens to its key.
+The observation says what lies left, down, right and up, and which keys the player holds. It never says where the player
+is: finding the goal takes memory. Walking onto a key takes it for the whole episode; a door opens with its key.
 """
 
 import random
@@ -22,7 +22,7 @@ Cell = tuple[int, int]
 """(row, column)"""
 
 MOVES: Mapping[str, Cell] = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
-"""The legal words, and where they lead."""
+"""The legal words, and the step of each."""
 
 LEVELS = {1: (3, 0), 2: (4, 0), 3: (5, 1), 4: (6, 2), 5: (7, 3)}
 """Cells per side and doors, by level."""
@@ -36,7 +36,7 @@ _HINT = "Say one of left, down, right, up."
 class Maze:
     """A tree of cells: `parents` leads from each cell towards the start, which is its own parent.
 
-    `doors` names the colour of the door between a cell and its parent, `keys` that of the key that lies in a cell.
+    `doors`: the colour of the door between a cell and its parent. `keys`: the colour of the key in a cell.
     """
 
     start: Cell
@@ -49,8 +49,8 @@ class Maze:
 class TextMaze(TextEnv):
     """Walk to the goal: reward 1, and the episode ends.
 
-    The message is free text with exactly one legal word in it, in any case; any other costs a turn and is answered by
-    the same view and a hint. There is no limit of turns but the run's.
+    The message is free text with exactly one legal word in it, in any case. Any other message costs a turn; the answer
+    is the same view and a hint. Only the run limits the number of turns.
     """
 
     system_prompt = (
@@ -63,13 +63,13 @@ class TextMaze(TextEnv):
         """What `reset(options=...)` takes."""
 
         level: int = Field(1, ge=1, le=5)
-        """1 is 3 x 3 cells without doors, 5 is 7 x 7 cells with three doors (see `LEVELS`)."""
+        """From 1, 3 x 3 cells without doors, to 5, 7 x 7 cells with three doors (see `LEVELS`)."""
 
     def __init__(self) -> None:
         self._over = True
 
     def start(self, seed: int, options: Mapping[str, Any]) -> str:
-        """Take the maze of this seed."""
+        """Set up the maze of this seed."""
         self.maze = make_maze(read_options(self.Options, options).level, seed)
         self.cell = self.maze.start
         self.visited = {self.cell}
@@ -78,7 +78,7 @@ class TextMaze(TextEnv):
         return self._view()
 
     def step(self, action: str) -> StepResult:
-        """Walk, where the message holds one legal word.
+        """Walk, if the message has exactly one legal word.
 
         Raises:
             EnvError: no episode is being played.
@@ -91,9 +91,9 @@ class TextMaze(TextEnv):
         return f"{happened}\n{self._view()}".lstrip(), float(self._over), self._over, False, {"success": self._over}
 
     def way_on(self) -> str:
-        """The word that begins a shortest way, through cells visited, to one never visited: to the goal if next to it.
+        """The first word of a shortest path through visited cells to an unvisited one, or to the goal if it is next.
 
-        It knows nothing that the player has not been shown.
+        It uses only what the player has been shown.
         """
         words = [word for word in MOVES if self._next(self.cell, word) == self.maze.goal]
         if words:
@@ -110,10 +110,10 @@ class TextMaze(TextEnv):
                 if to not in self.visited:
                     return firsts[to]
                 queue.append(to)
-        raise EnvError("every cell that can be reached was visited, and the goal is none of them")
+        raise EnvError("every reachable cell was visited, and the goal is none of them")
 
     def _walk(self, word: str) -> str:
-        """Go there if possible, and say what happened, if anything did."""
+        """Move there if possible; returns a text of what happened, if anything did."""
         to = self._next(self.cell, word)
         if to is None:
             return f"You cannot go {word}."
@@ -126,7 +126,7 @@ class TextMaze(TextEnv):
         return "You are at the goal." if to == self.maze.goal else ""
 
     def _next(self, cell: Cell, word: str) -> Cell | None:
-        """Where the word leads now, if anywhere."""
+        """The cell that the word leads to now, if any."""
         to = _beside(cell, word)
         door = _passage(self.maze, cell, to)
         return to if door == "" or door in self.keys else None
@@ -151,13 +151,13 @@ class TextMaze(TextEnv):
 
 @plays(TextMaze)
 def strong_player(env: TextMaze, rng: random.Random) -> str:
-    """Explores what is nearest, with a perfect memory and nothing else. For demonstrations."""
+    """Explores the nearest unvisited cell, with a perfect memory but no other knowledge. For demonstrations."""
     return weak_player(env, rng, skill=1.0)
 
 
 @plays(TextMaze)
 def weak_player(env: TextMaze, rng: random.Random, skill: float = 0.3) -> str:
-    """With probability `skill` what `strong_player` says, else any legal word. For warm starts."""
+    """With probability `skill` the word of `strong_player`, else any legal word. For warm starts."""
     return env.way_on() if rng.random() < skill else rng.choice(list(MOVES))
 
 
@@ -175,14 +175,14 @@ def make_maze(level: int, seed: int) -> Maze:
     way = [goal]
     while way[-1] != start:
         way.append(parents[way[-1]])
-    # The way is from the goal back. No door stands next to the start, where there would be no room for its key.
+    # `way` leads from the goal back. No door is next to the start, where there would be no room for its key.
     behind = sorted(rng.sample(way[:-2], how_many), key=lambda cell: depths[cell])
     doors = dict(zip(behind, rng.sample(COLOURS, how_many), strict=True))
     return Maze(start, goal, parents, doors, _hide_keys(parents, doors, rng))
 
 
 def _tree(side: int, rng: random.Random) -> dict[Cell, Cell]:
-    """All cells, each with its parent and after it: a tree grown mostly at its newest end, so that ways are long."""
+    """The parent of each cell, parents first: a tree grown mostly at its newest end, so that paths are long."""
     start = (rng.randrange(side), rng.randrange(side))
     parents, ends = {start: start}, [start]
     while ends:
@@ -199,7 +199,7 @@ def _tree(side: int, rng: random.Random) -> dict[Cell, Cell]:
 
 
 def _hide_keys(parents: Mapping[Cell, Cell], doors: Mapping[Cell, str], rng: random.Random) -> dict[Cell, str]:
-    """Each door's key lies behind all doors before it and before the door itself, so the maze can be solved."""
+    """Put each door's key behind all earlier doors and before the door itself, so that the maze can be solved."""
     passed: dict[Cell, int] = {}
     for cell, parent in parents.items():
         passed[cell] = passed.get(parent, 0) + (cell in doors)
@@ -209,7 +209,7 @@ def _hide_keys(parents: Mapping[Cell, Cell], doors: Mapping[Cell, str], rng: ran
 
 
 def _passage(maze: Maze, cell: Cell, to: Cell) -> str | None:
-    """The colour of the door between two cells, "" where the way is free, `None` for a wall."""
+    """The colour of the door between two cells, "" if the way is free, `None` for a wall."""
     if maze.parents.get(to) == cell:
         return maze.doors.get(to, "")
     return maze.doors.get(cell, "") if maze.parents[cell] == to else None

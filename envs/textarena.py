@@ -1,9 +1,9 @@
 """TextArena's games: `env: textarena:Wordle-v0`, alone or against scripted opponents.
 
-The observation is what the game has sent the player since its last turn. A game of several players is played with
-opponents, which are `"random"`, `"first"` (the first legal move found), or a function `opponent(seen, rng) -> message`
-given as "package.module:name"; `seen` is all that this opponent has seen in this episode. With the opponent
-`"agent"` there are none: each player is an agent, player_0, player_1 and so on (`agentrl.protocols.Env`).
+The observation is what the game has sent the player since its last turn. A game of several players needs opponents:
+`"random"`, `"first"` (the first legal move found), or a function `opponent(seen, rng) -> message` given as
+"package.module:name"; `seen` is all that this opponent has seen in this episode. With the opponent `"agent"` no player
+is scripted: each is an agent, player_0, player_1 and so on (`agentrl.protocols.Env`).
 """
 
 import copy
@@ -23,15 +23,15 @@ from agentrl.protocols import Env, ResetResult, Settings, StepResult
 
 MOST_PLAYERS = 8
 MOST_REPLIES = 400
-"""Moves of the opponents between two turns of the player; then the episode is truncated."""
+"""Most moves of the opponents between two turns of the player; after that the episode is truncated."""
 MOST_TRIES = 40
-"""Moves that a scripted opponent tries on a copy of the game before it says the last of them anyway."""
+"""Moves that a scripted opponent tries on copies of the game. If all are illegal, it plays the last one anyway."""
 
 Opponent = Callable[[str, random.Random], str]
 
 
 def scheme(rest: str) -> Callable[[], Env]:
-    """textarena:TicTacToe-v0: a game of TextArena, with scripted opponents where it needs some.
+    """textarena:TicTacToe-v0: a game of TextArena, with scripted opponents if it needs any.
 
     Raises:
         PluginError: there is no such game, or the package is missing.
@@ -44,9 +44,9 @@ def scheme(rest: str) -> Callable[[], Env]:
 
 
 class TextArena(TextEnv):
-    """A game of TextArena. The reward comes at the end and is the game's: from -1 to 1, for each player.
+    """A game of TextArena. At the end each player gets the game's reward, from -1 to 1.
 
-    A success is a reward of 1 where the player is alone, and any above 0 against others.
+    Success means a reward of 1 in a game for one player, and a reward above 0 against others.
     """
 
     system_prompt = "You play a game. Write each move as its rules say, in square brackets where they ask for them."
@@ -57,11 +57,11 @@ class TextArena(TextEnv):
         kwargs: dict[str, Any] = Field(default_factory=dict)
         """Keyword arguments of `textarena.make`."""
         players: int = Field(0, ge=0, le=MOST_PLAYERS)
-        """How many play, with the opponents; 0 is the fewest that the game allows."""
+        """Number of players, opponents included; 0 is the fewest that the game allows."""
         seat: int = Field(0, ge=0)
         """Which player is the model's; 0 moves first in most games."""
         opponent: str = "random"
-        """"random", "first", "package.module:name" of a function, or "agent": every player is an agent, seat or not."""
+        """"random", "first", "package.module:name" of a function, or "agent": all are agents; `seat` is ignored."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -92,14 +92,14 @@ class TextArena(TextEnv):
         return text
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetResult:
-        """Make a new game; say who plays, where several agents do."""
+        """Make a new game; if several agents play, the info names them."""
         self.rng = random.Random(seed)
         observation = self.start(seed, options)
         names = list(self._agents.values())
         return observation, {"agents": names, **self._turn()} if names[0] else {}
 
     def step(self, action: str) -> StepResult:
-        """Say the message to the game, and let the opponents answer.
+        """Send the message to the game, and let the opponents move.
 
         Raises:
             EnvError: no episode is being played.
@@ -115,11 +115,11 @@ class TextArena(TextEnv):
             return self._end(actor)
 
     def close(self) -> None:
-        """Forget the game."""
+        """Drop the game."""
         self._env = None
 
     def _turn(self) -> dict[str, Any]:
-        """Whose turn it is, where several agents play."""
+        """Whose turn it is, if several agents play."""
         agent = self._agents[self._player]
         return {"agent": agent} if agent else {}
 
@@ -166,15 +166,15 @@ def _names(players: int) -> dict[int, str]:
 
 
 def _outcome(player: int, rewards: Mapping[int, Any], about: Mapping[int, Any]) -> tuple[float, str]:
-    """What a game has paid a player, and why."""
+    """A player's reward, and the game's reason for it."""
     paid, reason = rewards.get(player, 0.0), about.get(player, {}).get("reason")
-    if isinstance(paid, str):  # a game that swaps the two
+    if isinstance(paid, str):  # some games swap the two
         paid, reason = 0.0, paid
     return float(paid), str(reason or "")
 
 
 def _inner(env: Any) -> Any:
-    """The game itself: its wrappers repeat the whole history in each observation."""
+    """The game without its wrappers, which repeat the whole history in each observation."""
     from textarena.core import Wrapper
 
     while isinstance(env, Wrapper):
@@ -183,7 +183,7 @@ def _inner(env: Any) -> Any:
 
 
 def _make(name: str, options: Options, seed: int) -> tuple[Any, int]:
-    """The game, reset, and how many play it. Games say how many they need only by refusing others."""
+    """The game after its reset, and its number of players. Games reveal that number only by refusing others."""
     import textarena
 
     refused = ""
@@ -207,12 +207,12 @@ def _make(name: str, options: Options, seed: int) -> tuple[Any, int]:
 
 
 def _text(messages: Any, player: int) -> str:
-    """What others have said; the player knows its own words."""
+    """The messages of others; the player knows its own."""
     if isinstance(messages, str):
         return messages
     lines = []
     for message in messages:
-        # Some games pass the fields in another order; the first text is what was said.
+        # Some games pass the fields in another order; the first string is the message.
         sender = message[0] if isinstance(message[0], int) else -1
         text = next((part for part in message if isinstance(part, str)), "").strip("\n")
         if text and sender != player:
@@ -221,7 +221,7 @@ def _text(messages: Any, player: int) -> str:
 
 
 def _opponent(name: str) -> Opponent | None:
-    """The function that was named; `None` for the scripted ones, which look at the game, and where there is none."""
+    """The named function; `None` for the built-in opponents, which need the game itself, and for "agent"."""
     if name in ("random", "first", "agent"):
         return None
     module, _, attribute = name.partition(":")
@@ -236,7 +236,7 @@ def _opponent(name: str) -> Opponent | None:
 
 
 def _legal_move(env: Any, seen: str, rng: random.Random, *, shuffled: bool) -> str:
-    """A move that the game accepts, tried on copies of it: one that was read in `seen` if any."""
+    """The first candidate in `seen` that the game accepts, tried on copies of it; in random order if `shuffled`."""
     moves = list(_candidates(seen))
     if shuffled:
         rng.shuffle(moves)
@@ -247,7 +247,7 @@ def _legal_move(env: Any, seen: str, rng: random.Random, *, shuffled: bool) -> s
 
 
 def _candidates(seen: str) -> Iterable[str]:
-    """Everything in brackets, the latest first, and what is a move in many games."""
+    """Everything in brackets, the latest first, then the moves of many games."""
     read = re.findall(r"\[[^\[\]\n]{1,40}\]", seen)[::-1]
     numbers = [f"[{number}]" for number in range(10)]
     cells = [f"[{row} {column}]" for row in range(4) for column in range(4)]
@@ -260,6 +260,6 @@ def _accepts(env: Any, move: str) -> bool:
     player, errors = state.current_player_id, state.error_count
     try:
         trial.step(move)
-    except Exception:  # a move that the game cannot read is none
+    except Exception:  # a move that the game cannot read is illegal
         return False
     return bool(state.error_count <= errors and not state.game_info.get(player, {}).get("invalid_move"))

@@ -1,13 +1,13 @@
 """Environments of verifiers, classic API: `env: {name: verifiers:ENV_ID, requires: [verifiers==0.3.0, ./my_env]}`.
 
-(Those of 0.4 are in `envs/verifiers_v1.py`; the installed version says which it is.)
+(`envs/verifiers_v1.py` is for 0.4; the installed version decides.)
 
-Such an environment owns its loop and asks a client for the model's answers. Here the client hands each prompt to
-`reset` or `step` and waits for the next message; rollout, tools, stop conditions and rubric run untouched. The rubric's
+Such an environment owns its loop and asks a client for the model's answers. Here the client passes each prompt to
+`reset` or `step` and waits for the next message; rollout, tools, stop conditions and rubric run unchanged. The rubric's
 reward comes with the last step.
 
-The rows of its dataset are the tasks: the seed draws one. Held-out seeds draw from the environment's own
-`eval_dataset`, or, where there is none, from every tenth row, which the others then leave out.
+The tasks are the rows of the environment's dataset; the seed draws one. Held-out seeds draw from its `eval_dataset`.
+Without one they draw from every tenth row, and other seeds from the rest.
 """
 
 import importlib.util
@@ -31,28 +31,28 @@ from agentrl.protocols import Env, Settings, StepResult
 from agentrl.rollout.seeds import SPLITS
 
 _LIMITS = ("max_turns_reached", "max_total_completion_tokens_reached", "prompt_too_long", "timeout_reached")
-"""Stop conditions that cut an episode; any other is an end of its own."""
+"""Stop conditions that truncate an episode; any other terminates it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Factory:
-    """Makes the environment `env_id`, in a process of its own: verifiers sets signal handlers."""
+    """Makes the environment `env_id`. It needs its own process, because verifiers sets signal handlers."""
 
     env_id: str
     isolation: ClassVar[str] = "process"
 
     @property
     def preload(self) -> tuple[str, ...]:
-        """Five thousand modules, which take seconds; none of them starts a thread."""
+        """Packages of five thousand modules, whose import takes seconds; none of them starts a thread."""
         return ("datasets", "verifiers.clients", "verifiers.types", _module(self.env_id))
 
     def __call__(self) -> Env:
-        """The environment."""
+        """Make the environment."""
         return Verifiers(self.env_id)
 
 
 def scheme(rest: str) -> Callable[[], Env]:
-    """verifiers:wordle: an environment or a taskset of verifiers, by the package that has it.
+    """verifiers:wordle: an environment or a taskset of verifiers, by the name of its package.
 
     Raises:
         PluginError: verifiers, or the environment's package, is not installed where this runs.
@@ -71,7 +71,7 @@ def scheme(rest: str) -> Callable[[], Env]:
 
 
 def _module(env_id: str) -> str:
-    """As verifiers finds it."""
+    """The module that verifiers looks for."""
     return env_id.rpartition("/")[2].partition("@")[0].replace("-", "_")
 
 
@@ -84,7 +84,7 @@ class Verifiers(TextEnv):
         args: dict[str, Any] = Field(default_factory=dict)
         """Arguments of `load_environment`."""
         success_at: float = 1.0
-        """The least reward that is a success."""
+        """Lowest reward that counts as a success."""
 
     def __init__(self, env_id: str) -> None:
         self._env_id = env_id
@@ -92,7 +92,7 @@ class Verifiers(TextEnv):
         self._rollout: CallbackEnv[Mapping[str, Any]] | None = None
 
     def start(self, seed: int, options: Mapping[str, Any]) -> str:
-        """Draw a row and play until the model is asked.
+        """Draw a row and play until the environment asks the model.
 
         Raises:
             ConfigError: the environment cannot be loaded, or compares the rollouts of a group.
@@ -125,7 +125,7 @@ class Verifiers(TextEnv):
         return self._over(asked)
 
     def close(self) -> None:
-        """End the rollout and let the environment tear down what it holds."""
+        """End the rollout and tear down the environment."""
         self._forget()
         if self._loaded is not None:
             _, env = self._loaded
@@ -153,8 +153,8 @@ class Verifiers(TextEnv):
                 ) from error
             if env.requires_group_rollouts:
                 raise ConfigError(
-                    f"verifiers:{self._env_id} has rewards that compare the rollouts of a group; an episode is scored "
-                    "alone here. Use an environment with rewards of single rollouts, and a reward of agentrl for groups"
+                    f"verifiers:{self._env_id} has rewards that compare the rollouts of a group, but each episode is "
+                    "scored alone. Use an environment that rewards single rollouts, and a reward of agentrl for groups"
                 )
             self._loaded = (args, env)
         return self._loaded[1]
@@ -181,7 +181,7 @@ class Verifiers(TextEnv):
 
 
 async def _play(env: Any, row: Mapping[str, Any], ask: Ask) -> Mapping[str, Any]:
-    """A rollout with its score.
+    """Run a rollout and score it.
 
     Raises:
         EnvError: the environment, or its rubric, failed.
@@ -191,14 +191,14 @@ async def _play(env: Any, row: Mapping[str, Any], ask: Ask) -> Mapping[str, Any]
         output: Mapping[str, Any] = await env.run_rollout(dict(row), _client_class()(ask), "agentrl", {})
     if error := output.get("error"):
         raise EnvError(f"the environment failed: {error}")
-    if errors:  # of which verifiers itself makes a reward of 0
+    if errors:  # verifiers itself would give a reward of 0
         raise EnvError(f"the rubric failed: {'; '.join(errors)}")
     return output
 
 
 @contextmanager
 def _errors_logged(name: str, errors: list[str]) -> Iterator[None]:
-    """Collect what loggers of that name say is an error."""
+    """Collect the error messages of the logger `name` and those below it."""
     handler = _Collector(errors)
     logger = logging.getLogger(name)
     logger.addHandler(handler)
@@ -219,12 +219,12 @@ class _Collector(logging.Handler):
 
 @cache
 def _client_class() -> type[Any]:
-    """The client, whose base class is only there where verifiers is."""
+    """The client class. Its base class exists only if verifiers is installed."""
     from verifiers.clients import Client
     from verifiers.types import Response, ResponseMessage, ToolCall
 
     class Asking(Client):  # type: ignore[misc]
-        """Asks whom it is given."""
+        """Forwards each request to the `Ask` that it was given."""
 
         def setup_client(self, config: Any) -> Any:
             return config

@@ -1,9 +1,9 @@
 """Tasksets of verifiers 0.4: `env: {name: verifiers:TASKSET, requires: [verifiers==0.4.0, uv, ./my_tasks]}`.
 
-There a program, the harness, owns the loop and sends its model calls to an endpoint. Here the endpoint hands each call
-to `reset` or `step` and waits for the next message; taskset, harness, tool servers and rewards run untouched. The
-default harness is `null`, a chat loop with the task's tools; its program runs on this machine, and its packages are
-installed by uv when it first runs. A harness that gives the model a shell (`bash`) would give it one here.
+In 0.4 a program, the harness, owns the loop and sends its model calls to an endpoint. Here the endpoint passes each
+call to `reset` or `step` and waits for the next message; taskset, harness, tool servers and rewards run unchanged. The
+default harness is `null`, a chat loop with the task's tools. It runs on this machine, and uv installs its packages when
+it first runs. A harness that gives the model a shell (`bash`) gives it a shell on this machine.
 """
 
 import itertools
@@ -32,18 +32,18 @@ _KEY = "AGENTRL_ENDPOINT_KEY"
 
 @dataclass(frozen=True, slots=True)
 class TasksetFactory:
-    """Makes the environment of a taskset, in a process of its own."""
+    """Makes the environment of a taskset, in its own process."""
 
     taskset: str
     isolation: ClassVar[str] = "process"
 
     @property
     def preload(self) -> tuple[str, ...]:
-        """Thousands of modules, which take seconds; none of them starts a thread."""
+        """Packages of thousands of modules, whose import takes seconds; none of them starts a thread."""
         return ("verifiers.v1", "verifiers.v1.utils.loaders", "verifiers.v1.harnesses.null", "aiohttp.web")
 
     def __call__(self) -> Env:
-        """The environment."""
+        """Make the environment."""
         return VerifiersTaskset(self.taskset)
 
 
@@ -60,9 +60,9 @@ class VerifiersTaskset(TextEnv):
         agent: dict[str, Any] = Field(default_factory=dict)
         """Other settings of the agent, such as `max_turns`."""
         size: int = Field(1000, gt=0)
-        """How many tasks of an endless taskset are drawn from."""
+        """How many tasks of an endless taskset to use."""
         success_at: float = 1.0
-        """The least reward that is a success."""
+        """Lowest reward that counts as a success."""
 
     def __init__(self, taskset: str) -> None:
         self._taskset = taskset
@@ -70,7 +70,7 @@ class VerifiersTaskset(TextEnv):
         self._episode: CallbackEnv[Any] | None = None
 
     def start(self, seed: int, options: Mapping[str, Any]) -> str:
-        """Draw a task and play until the model is asked.
+        """Draw a task and play until the harness asks the model.
 
         Raises:
             ConfigError: the taskset cannot be loaded, or several agents play it.
@@ -110,7 +110,7 @@ class VerifiersTaskset(TextEnv):
         return "", reward, not truncated, truncated, info
 
     def close(self) -> None:
-        """End the episode with its harness and servers."""
+        """End the episode, its harness and its servers."""
         if self._episode is not None:
             self._episode.cancel()
             self._episode = None
@@ -135,7 +135,7 @@ class VerifiersTaskset(TextEnv):
 
 
 async def _play(env: Any, task: Any, ask: Ask) -> Any:
-    """The trace of an episode, with its rewards.
+    """Play an episode; returns its trace with the rewards.
 
     Raises:
         EnvError: the environment, a tool server, the harness or a reward failed.
@@ -151,7 +151,7 @@ async def _play(env: Any, task: Any, ask: Ask) -> Any:
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if errors or not episode.ok or len(episode.traces) != 1:
         reasons = "; ".join(f"{error.type}: {error.message}" for error in errors)
-        raise EnvError(f"the episode failed: {reasons or 'it is not one sound trace'}")
+        raise EnvError(f"the episode failed: {reasons or 'it did not give one valid trace'}")
     (trace,) = episode.traces
     if unscored := [name for name, reward in trace.rewards.items() if reward is None]:
         raise EnvError(f"the rewards {', '.join(unscored)} were not computed")
@@ -160,7 +160,7 @@ async def _play(env: Any, task: Any, ask: Ask) -> Any:
 
 @asynccontextmanager
 async def _endpoint(ask: Ask) -> AsyncIterator[tuple[str, list[Exception]]]:
-    """An endpoint of OpenAI's chat completions on this machine, whose answers are asked for; and what went wrong."""
+    """Serve OpenAI's chat completions on this machine, with answers from `ask`; yields the URL and the failures."""
     from aiohttp import web
 
     failures: list[Exception] = []
@@ -187,7 +187,7 @@ async def _endpoint(ask: Ask) -> AsyncIterator[tuple[str, list[Exception]]]:
 
 
 def _completion(reply: ParsedReply, number: int, *, streamed: bool) -> "Response":
-    """An answer of the endpoint, whole or as the one event of a stream."""
+    """An answer of the endpoint, as one JSON object or as a stream."""
     from aiohttp import web
 
     calls = [

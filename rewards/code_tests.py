@@ -1,4 +1,4 @@
-"""A program that the model wrote, judged by tests that run in the sandbox."""
+"""Scores a program that the model wrote by tests that run in the sandbox."""
 
 import json
 import math
@@ -18,39 +18,39 @@ from agentrl.trajectory import Score, Trajectory
 
 
 class InOut(Settings):
-    """The program reads this and has to write that; spaces at the ends of lines do not count."""
+    """The program's output for an input; spaces at the ends of lines do not count."""
 
     stdin: str = ""
-    """What it reads."""
+    """The program's input."""
     stdout: str
-    """What it has to write."""
+    """The expected output."""
 
 
 class Call(Settings):
-    """A function of the program, called with these arguments, has to return this. All of them are JSON."""
+    """The result of a function of the program for these arguments. All values are JSON."""
 
     call: str
     """Name of the function."""
     args: tuple[Any, ...] = ()
-    """Its arguments by position."""
+    """Arguments by position."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Its arguments by name."""
+    """Arguments by name."""
     returns: Any
-    """What it has to return; numbers to nine digits, and a tuple is a list."""
+    """The expected result. Floats are compared to nine digits; a tuple equals a list."""
 
 
 Test = InOut | Call | str
-"""A text is Python that runs after the program and fails by raising: `assert double(2) == 4`."""
+"""A string is Python code that runs after the program and fails by raising: `assert double(2) == 4`."""
 
 _TESTS: TypeAdapter[list[Test]] = TypeAdapter(list[Test])
 _FENCED = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```", re.MULTILINE | re.DOTALL)
 
 
 class CodeTests:
-    """The share of the task's tests that the program in the model's last message passes; `all_passed` as a part.
+    """The share of the task's tests that the program in the model's last message passes; `all_passed` is a part.
 
-    The program is the last fenced block that is Python or does not say what it is; a message without one passes no
-    test. Every test is a run of its own. A test that hits a limit has failed; a sandbox that breaks is a failure.
+    The program is the last fenced block that is marked as Python or has no language; a message without one passes no
+    test. Every test is a separate run. A test that hits a limit fails. If the sandbox breaks, the reward fails.
     """
 
     class Config(Settings):
@@ -61,7 +61,7 @@ class CodeTests:
         sandbox: SandboxConfig = SandboxConfig(limits=SandboxLimits(wall=10.0, cpu=5.0))
         """The sandbox, with the limits of one test."""
         all_or_nothing: bool = False
-        """Whether the score is 1 where all tests pass and else 0."""
+        """Whether to score 1 if all tests pass and else 0, instead of the share."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -79,7 +79,7 @@ class CodeTests:
 
         Raises:
             RewardError: the sandbox was lost.
-            ConfigError: the task has no tests, or they have no such form.
+            ConfigError: the task has no tests, or one of them is invalid.
         """
         tests = tests_of(trajectory, self._config.tests)
         program = program_in(trajectory)
@@ -108,7 +108,7 @@ def _passed(test: Test, outcome: Outcome, mark: str) -> bool:
 
 
 def program_in(trajectory: Trajectory) -> str | None:
-    """The last fenced block of the model's last message that is Python or does not say what it is."""
+    """The last fenced block of the model's last message that is marked as Python or has no language."""
     replies = (message.content for message in reversed(trajectory.messages) if message.role == "assistant")
     blocks = _FENCED.findall(next(replies, ""))
     return next(
@@ -120,7 +120,7 @@ def tests_of(trajectory: Trajectory, option: str) -> list[Test]:
     """The tests of a task.
 
     Raises:
-        ConfigError: there are none, or one has no such form.
+        ConfigError: there are none, or one of them is invalid.
     """
     written = trajectory.task.options.get(option)
     try:
@@ -137,7 +137,7 @@ def tests_of(trajectory: Trajectory, option: str) -> list[Test]:
 
 
 def _harness(program: str, test: Call | str, mark: str) -> str:
-    """A program that runs another, then the test, and says `mark` at its end. What shall come out is not in it."""
+    """A program that runs `program`, then the test, and then prints `mark`. It does not contain the expected result."""
     if isinstance(test, Call):
         arguments = f"*json.loads({json.dumps(test.args)!r}), **json.loads({json.dumps(test.kwargs)!r})"
         check = f"last = json.dumps(scope[{test.call!r}]({arguments}))"
@@ -158,7 +158,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _read(text: str) -> Any:
-    """What a call returned; an object that equals nothing where that cannot be read."""
+    """The parsed result of a call; an object that equals nothing if it cannot be parsed."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""`VerdictCache`: what a judge said before, by the content of what it was asked, on disk."""
+"""`VerdictCache`: a judge's earlier verdicts on disk, by the content of the question."""
 
 import sqlite3
 from hashlib import blake2b
@@ -13,8 +13,9 @@ from agentrl.errors import ConfigError
 class VerdictCache:
     """Verdicts as JSON texts in an SQLite file, which several runs may share. A context manager.
 
-    It holds hashes of the questions and the answers, so nothing of a question or of a key can be read from it. With no
-    path it lives in memory. A read takes microseconds and a write waits for no disk, so both happen on the event loop.
+    The file holds the verdicts and only hashes of the questions, so it reveals no question and no key. Without a path
+    the cache is in memory. Reads take microseconds and writes do not wait for the disk, so both happen on the event
+    loop.
 
     Raises:
         ConfigError: the file cannot be opened, or is something else.
@@ -30,7 +31,7 @@ class VerdictCache:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = sqlite3.connect(self._path or ":memory:", timeout=5.0, isolation_level=None)
             self._file.execute("PRAGMA journal_mode = WAL")
-            self._file.execute("PRAGMA synchronous = OFF")  # a power cut may cost verdicts, which can be asked again
+            self._file.execute("PRAGMA synchronous = OFF")  # a power cut may lose verdicts, which can be asked again
             self._file.execute("CREATE TABLE IF NOT EXISTS verdicts (question BLOB PRIMARY KEY, verdict TEXT NOT NULL)")
         except (OSError, sqlite3.Error) as error:
             self.close()
@@ -43,18 +44,18 @@ class VerdictCache:
         self.close()
 
     def close(self) -> None:
-        """Close the file; more than once is no harm."""
+        """Close the file; may be called more than once."""
         file, self._file = self._file, None
         if file is not None:
             file.close()
 
     def get(self, question: bytes) -> str | None:
-        """The verdict on a question, if it was ever given."""
+        """The stored verdict on a question, if there is one."""
         row = self._open.execute("SELECT verdict FROM verdicts WHERE question = ?", [question]).fetchone()
         return None if row is None else str(row[0])
 
     def put(self, question: bytes, verdict: str) -> None:
-        """Keep a verdict. Of two on the same question, which two runs may get at once, the later stays."""
+        """Store a verdict. If two runs get a verdict on the same question, the later one is kept."""
         self._open.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?)", [question, verdict])
 
     @property
@@ -65,5 +66,5 @@ class VerdictCache:
 
 
 def question_key(*parts: Any) -> bytes:
-    """A hash of JSON values, which stands for them all."""
+    """A hash of JSON values: the key of a question."""
     return blake2b(to_json(parts), digest_size=32).digest()

@@ -1,4 +1,4 @@
-"""From who was better than whom to a score for each: pure functions. G is the size of the group."""
+"""Scores from pairwise comparisons: pure functions. G is the size of the group."""
 
 from collections.abc import Mapping
 
@@ -7,9 +7,9 @@ _ROUNDS = 200
 
 
 def meetings(size: int, opponents: int | None = None) -> list[tuple[int, int]]:
-    """Which members of a group meet: all pairs, or each with the `opponents` that follow it in a ring.
+    """The pairs of a group to compare: all pairs, or each member with the `opponents` that follow it in a ring.
 
-    In a ring each has 2 * `opponents` meetings, and no part of the group is without a meeting with the rest.
+    In a ring each member is in 2 * `opponents` pairs, and the pairs connect the whole group.
     """
     reach = size // 2 if opponents is None else min(opponents, size // 2)
     ring = ((member, (member + step) % size) for step in range(1, reach + 1) for member in range(size))
@@ -17,12 +17,13 @@ def meetings(size: int, opponents: int | None = None) -> list[tuple[int, int]]:
 
 
 def win_shares(points: Mapping[tuple[int, int], float], size: int) -> list[float]:
-    """The share of its meetings with all others that each member wins, or would win, 0 to 1.
+    """The share of all others that each member beats, or is expected to beat, 0 to 1.
 
-    `points[i, j]` is what i had of its meeting with j: 1 for a win, 0 for a defeat, 0.5 for a tie. Where all have met,
-    it is the share itself. Else it is what the Bradley-Terry model P(i beats j) = s_i / (s_i + s_j) expects, fitted
-    to the meetings there were; fitted to all, it would say the same: at its maximum of likelihood the expected
-    wins of each equal those it had (Hunter 2004, "MM algorithms for generalized Bradley-Terry models").
+    `points[i, j]` are i's points against j: 1 for a win, 0 for a defeat, 0.5 for a tie. If all pairs were compared, the
+    result is the share itself. Otherwise it is the share expected by the Bradley-Terry model
+    P(i beats j) = s_i / (s_i + s_j), fitted to the pairs that were compared. Fitted to all pairs the model would give
+    the same result: at its maximum likelihood, each member's expected wins equal its actual wins (Hunter 2004, "MM
+    algorithms for generalized Bradley-Terry models").
     """
     if len(points) == size * (size - 1) // 2:
         won_G = _wins(points, size)
@@ -35,10 +36,10 @@ def win_shares(points: Mapping[tuple[int, int], float], size: int) -> list[float
 
 
 def strengths(points: Mapping[tuple[int, int], float], size: int) -> list[float]:
-    """The s of Bradley and Terry, by the MM algorithm (Hunter 2004, equation 3).
+    """The strengths s of the Bradley-Terry model, by the MM algorithm (Hunter 2004, equation 3).
 
-    Each also plays a tenth of a game against a strength of 1 and has half of it, so that who won or lost all keeps a
-    finite strength above zero.
+    Each member also plays a tenth of a game against a strength of 1 and wins half of it. So members that won or lost
+    every game keep a finite strength above zero.
     """
     won_G = [won + _PRIOR_GAMES / 2 for won in _wins(points, size)]
     strength_G = [1.0] * size

@@ -6,13 +6,13 @@ from statistics import fmean
 from typing import Literal
 
 Trouble = Literal["unreachable", "busy", "unreadable"]
-"""Why a request gave no verdict: no server answered, the server was not able to now, or the answer was none."""
+"""Why a request gave no verdict: no server answered, the server was busy, or the answer was not a verdict."""
 TROUBLES: tuple[Trouble, ...] = ("unreachable", "busy", "unreadable")
 
 
 @dataclass(slots=True)
 class JudgeTally:
-    """Counts since they were last taken, and the cost of all. The prices are of one token."""
+    """Counts since the last `take`, and the total cost. Prices are per token."""
 
     prompt_price: float = 0.0
     completion_price: float = 0.0
@@ -24,13 +24,13 @@ class JudgeTally:
     total_cost: float = 0.0
 
     def answered(self, prompt_tokens: int, completion_tokens: int, seconds: float) -> None:
-        """Count an answer, readable or not: both are paid for."""
+        """Count an answer, readable or not: both cost money."""
         self.prompt_tokens += prompt_tokens
         self.completion_tokens += completion_tokens
         self.latencies.append(seconds)
 
     def take(self) -> dict[str, float]:
-        """The counts as metrics; they start again from zero. Latencies are seconds of requests that were answered."""
+        """Return the counts as metrics and reset them. Latencies are seconds, of answered requests only."""
         cost = self.prompt_tokens * self.prompt_price + self.completion_tokens * self.completion_price
         self.total_cost += cost
         metrics: dict[str, float] = {

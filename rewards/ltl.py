@@ -8,11 +8,11 @@ A trace is a sequence of events, each the set of atoms that hold in it. Formulas
     F f   G f                                         at some event, at every event from here on
     f U g   f W g   f R g                             f until g, which has to come (U) or need not (W); g until f and g
 
-Unary operators bind tightest, then U, W and R (to the right), &, |, ->, <->. "F" in quotes is an atom of that name.
+Unary operators bind tightest, then U, W and R (right to left), &, |, ->, <->. "F" in quotes is an atom of that name.
 
-Progression (Bacchus and Kabanza, 2000): what has to hold of the rest of a trace, after its first event. What is left
-is kept as alternatives, each a set of obligations, so that a formula has finitely many of them: the states of an
-automaton, which is built once and then read.
+Progression (Bacchus and Kabanza, 2000) turns a formula into what has to hold of the rest of a trace after its first
+event. This remainder is kept as alternatives, each a set of obligations, so that a formula has only finitely many
+remainders: the states of an automaton, which is built once.
 """
 
 import re
@@ -36,7 +36,7 @@ class BooleanConstant:
 
 @dataclass(frozen=True, slots=True)
 class Atom:
-    """Something that holds of the event, or (not `positive`) does not."""
+    """An atom that has to hold in the event, or (not `positive`) must not."""
 
     name: str
     positive: bool = True
@@ -44,7 +44,7 @@ class Atom:
 
 @dataclass(frozen=True, slots=True)
 class Remains:
-    """Some of the trace is left (or, with `some` false, nothing is). Arises in progression only."""
+    """Events of the trace are left (or, with `some` false, none). Arises in progression only."""
 
     some: bool
 
@@ -67,7 +67,7 @@ class Or:
 
 @dataclass(frozen=True, slots=True)
 class Next:
-    """At the next event; without one, it does not hold if `strong`, and holds if not."""
+    """`formula` holds at the next event. Without a next event this is false if `strong`, else true."""
 
     formula: "Formula"
     strong: bool
@@ -75,7 +75,7 @@ class Next:
 
 @dataclass(frozen=True, slots=True)
 class Until:
-    """`right` comes, and up to then `left` holds."""
+    """`right` holds at some event, and `left` at every event before it."""
 
     left: "Formula"
     right: "Formula"
@@ -83,7 +83,7 @@ class Until:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """`right` holds up to the event, and there too, at which `left` does; to the end, if it never does."""
+    """`right` holds up to and including the first event at which `left` holds; to the end, if `left` never holds."""
 
     left: "Formula"
     right: "Formula"
@@ -93,14 +93,14 @@ Formula = BooleanConstant | Atom | Remains | And | Or | Next | Until | Release
 """In negation normal form: only atoms are negated."""
 
 State = frozenset[frozenset[Formula]]
-"""Alternatives, of which one is to hold; each a set of obligations, all of which are to."""
+"""Alternatives, one of which has to hold; each is a set of obligations, all of which have to hold."""
 
 TRUE: State = frozenset({frozenset()})
 FALSE: State = frozenset()
 
 
 def negation(formula: Formula) -> Formula:  # noqa: PLR0911  one for each kind of formula
-    """The formula that holds where this one does not."""
+    """The formula that holds exactly if this one does not."""
     match formula:
         case BooleanConstant(value):
             return BooleanConstant(not value)
@@ -121,7 +121,7 @@ def negation(formula: Formula) -> Formula:  # noqa: PLR0911  one for each kind o
 
 
 def progress(formula: Formula, event: frozenset[str]) -> State:  # noqa: PLR0911  one for each kind of formula
-    """What has to hold of the rest of a trace that begins with `event`, so that the formula holds of all of it."""
+    """What has to hold of the rest of a trace that begins with `event`, for the formula to hold of the whole trace."""
     match formula:
         case BooleanConstant(holds) | Remains(holds):
             return TRUE if holds else FALSE
@@ -144,7 +144,7 @@ def progress(formula: Formula, event: frozenset[str]) -> State:  # noqa: PLR0911
 
 
 def holds_of_nothing(formula: Formula) -> bool:  # noqa: PLR0911  one for each kind of formula
-    """Whether the formula holds of an empty rest: of what is left when a trace has ended."""
+    """Whether the formula holds of an empty rest, that is, after the end of a trace."""
     match formula:
         case BooleanConstant(value):
             return value
@@ -189,7 +189,7 @@ def advance(state: State, event: frozenset[str]) -> State:
 
 
 def accepts(state: State) -> bool:
-    """Whether the trace may end here."""
+    """Whether the formula holds if the trace ends in this state."""
     return any(all(holds_of_nothing(obligation) for obligation in alternative) for alternative in state)
 
 
@@ -207,7 +207,7 @@ def _either(left: State, right: State) -> State:
 
 
 def _shortest(alternatives: Iterable[frozenset[Formula]]) -> State:
-    """Without those that ask for more than another one does."""
+    """Drop alternatives whose obligations include all those of another one."""
     kept: list[frozenset[Formula]] = []
     for alternative in sorted(set(alternatives), key=len):
         if not any(other <= alternative for other in kept):
@@ -221,9 +221,11 @@ def _contradicts(alternative: frozenset[Formula]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Automaton:
-    """The states that are left of a formula after any trace. State 0 is the formula; a letter is a set of `atoms`, as
-    a binary number. `to_accepted` and `to_rejected` are the fewest further events after which the trace may end
-    accepted or rejected; None, where no number is enough.
+    """The remainders of a formula after all traces, as states. State 0 is the formula itself.
+
+    `after[state][letter]` is the next state; a letter is a set of `atoms` as a binary number. `to_accepted` and
+    `to_rejected` are the fewest further events after which the trace may end accepted or rejected; None if it never
+    can.
     """
 
     atoms: tuple[str, ...]
@@ -232,7 +234,7 @@ class Automaton:
     to_rejected: tuple[int | None, ...]
 
     def run(self, trace: Iterable[Iterable[str]]) -> int:
-        """The state after a trace; atoms that the formula does not name make no difference."""
+        """The state after a trace; ignores atoms that are not in the formula."""
         state = 0
         for event in trace:
             holding = set(event)
@@ -240,13 +242,13 @@ class Automaton:
         return state
 
     def verdict(self, state: int) -> bool | None:
-        """True and False where no continuation changes it any more, None while it is pending."""
+        """True or False if no continuation can change the verdict, None while it is pending."""
         if self.to_rejected[state] is None:
             return True
         return False if self.to_accepted[state] is None else None
 
     def accepted(self, state: int) -> bool:
-        """Whether the formula holds of a trace that ends here."""
+        """Whether the formula holds of a trace that ends in this state."""
         return self.to_accepted[state] == 0
 
 
@@ -255,7 +257,7 @@ def automaton(text: str) -> Automaton:
     """The automaton of a formula.
 
     Raises:
-        ValueError: the text is no formula, or has too many atoms or states.
+        ValueError: the text is not a formula, or has too many atoms or states.
     """
     formula = parse(text)
     atoms = tuple(sorted(set(_atoms(formula))))
@@ -290,7 +292,7 @@ def automaton(text: str) -> Automaton:
 
 
 def _distances(after: list[tuple[int, ...]], goal: list[bool]) -> tuple[int | None, ...]:
-    """The fewest steps from each state to one of `goal`."""
+    """The fewest steps from each state to a state of `goal`."""
     before: list[set[int]] = [set() for _ in after]
     for state, row in enumerate(after):
         for following in row:
@@ -335,7 +337,7 @@ def parse(text: str) -> Formula:
     """Read a formula.
 
     Raises:
-        ValueError: it is none; says where, and what may stand there.
+        ValueError: the text is not a formula; the message says where, and what was expected.
     """
     reader = _Reader(text)
     formula = reader.equivalence()
@@ -345,7 +347,7 @@ def parse(text: str) -> Formula:
 
 
 class _Reader:
-    """Reads a formula from its tokens, one method for each strength of binding."""
+    """Parses a formula from its tokens, with one method for each precedence level."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -353,11 +355,11 @@ class _Reader:
         self.token = next(self._tokens)
 
     def fail(self, expected: str) -> None:
-        """Say what is wrong here."""
+        """Raise the error for the current token."""
         found = repr(self.token.text) if self.token.text else "the end"
         raise ValueError(
             f"the formula {self._text!r} has {found} at character {self.token.at + 1}, where {expected} should be; "
-            "operators are ! & | -> <-> X N F G U W R, others are atoms (put one of such a name in quotes)"
+            "operators are ! & | -> <-> X N F G U W R, other names are atoms (quote an atom with such a name)"
         )
 
     def _take(self, *kinds: str) -> bool:

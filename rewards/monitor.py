@@ -16,16 +16,15 @@ from agentrl.trajectory import Score, Trajectory
 
 
 class Monitor:
-    """Whether the calls of an episode keep a formula of `agentrl/rewards/ltl.py`, such as `!delete W confirm`.
+    """Whether the calls of an episode satisfy a formula of `agentrl/rewards/ltl.py`, such as `!delete W confirm`.
 
     Each call is an event, in which these atoms hold: the tool's name; the name with arguments, `buy(shop="north")`,
-    where the call has these and maybe others; `refused`, where the tools answered with an error; `malformed`, where
-    it could not be read. A message without any call is an event in which `message` holds.
+    if the call has these and possibly others; `refused`, if the tools answered with an error; `malformed`, if the
+    call could not be read. A message without any call is an event in which `message` holds.
 
-    Parts: `violated` is 1 where the formula does not hold (its mean is the rate of violations, which a constraint of
-    `shaping` can bound), `progress` is how far the episode has come: 1 - d / d0, where d is the fewest further events
-    after which the formula would hold, and d0 the same at the start. Rewards from the automaton of a task: LCRL
-    (arXiv:2209.10341).
+    Parts: `violated` is 1 if the formula does not hold (its mean is the rate of violations, which a constraint of
+    `shaping` can bound). `progress` is 1 - d / d0, where d is the fewest further events after which the formula would
+    hold, and d0 the same at the start. The idea of rewards from a task's automaton: LCRL (arXiv:2209.10341).
     """
 
     isolation: Literal["inline"] = "inline"
@@ -36,9 +35,9 @@ class Monitor:
         formula: str
         """A formula over finite traces; `agentrl/rewards/ltl.py` lists the operators."""
         pays: Literal["verdict", "progress"] = "verdict"
-        """1 where the formula holds and else 0, or the progress."""
+        """1 if the formula holds and else 0 (`verdict`), or the progress."""
         end: Literal["strong", "weak"] = "strong"
-        """What an episode's end means for what is still pending: it failed (strong), or was not violated (weak)."""
+        """Whether a formula that is still pending when the episode ends counts as violated (strong) or not (weak)."""
 
         @field_validator("formula")
         @classmethod
@@ -77,11 +76,11 @@ class Monitor:
 _ARGUMENT = re.compile(r'\s*([\w.\-]+)\s*=\s*("[^"]*"|[^",]*?)\s*(?:,|$)')
 
 Event = tuple[ToolCall | None, frozenset[str]]
-"""A call, if there is one that could be read, and what else holds."""
+"""A call, if one could be read, and the other atoms that hold."""
 
 
 def events(trajectory: Trajectory) -> Iterator[Event]:
-    """What the model did, in order."""
+    """The events of an episode, in order."""
     for message, answered in exchanges(trajectory.messages):
         reply = parse_tool_calls(message)
         count = len(reply.calls) + len(reply.errors)

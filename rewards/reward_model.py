@@ -24,11 +24,12 @@ class _Waiting(NamedTuple):
 class RewardModel:
     """The output of a Hugging Face sequence classifier with one label, over the whole conversation, as a reward.
 
-    It computes in a thread of its own; what waits meanwhile makes the next batch. The recipe `reward_model` trains such
-    models; one of other origin needs a tokenizer with a chat template and a pad token. An async context manager.
+    It computes in its own thread; conversations that arrive meanwhile form the next batch. The recipe `reward_model`
+    trains such models; a model from elsewhere needs a tokenizer with a chat template and a pad token. An async context
+    manager.
 
     Raises:
-        ConfigError: on entering: the folder holds no such model.
+        ConfigError: on entering: the folder has no such model.
     """
 
     class Config(Settings):
@@ -72,7 +73,7 @@ class RewardModel:
             thread.shutdown(wait=False, cancel_futures=True)
 
     async def score(self, trajectory: Trajectory) -> Score:
-        """What the model says of the conversation.
+        """The model's score of the conversation.
 
         Raises:
             RewardError: the conversation is longer than the model can read, or the output is not finite.
@@ -82,20 +83,20 @@ class RewardModel:
         token_ids = self._renderer.encode(self._renderer.text(trajectory.messages, ()))
         longest = getattr(self._model.config, "max_position_embeddings", None)
         if longest is not None and len(token_ids) > longest:
-            raise RewardError(f"the conversation has {len(token_ids)} tokens, and the reward model reads {longest}")
+            raise RewardError(f"the conversation has {len(token_ids)} tokens; the reward model reads at most {longest}")
         waiting = _Waiting(token_ids, asyncio.get_running_loop().create_future())
         self._queue.append(waiting)
         self._work()
         return Score(await waiting.score)
 
     def metrics(self) -> Mapping[str, float]:
-        """What was scored since the last call, and how many at once."""
+        """Conversations scored since the last call, and their mean batch size."""
         scored, batches = self._scored, self._batches
         self._scored = self._batches = 0
         return {"scored": float(scored), "batch_mean": scored / max(1, batches)}
 
     def _work(self) -> None:
-        """Start on what waits, unless the thread is at work."""
+        """Start the next batch, unless the thread is busy."""
         batch: list[_Waiting] = []
         while self._queue and not self._busy and len(batch) < self._config.batch:
             waiting = self._queue.popleft()
@@ -144,7 +145,7 @@ def _load(folder: Path, device: str) -> Any:
 
 
 def _score(model: Any, sequences: Sequence[IntArray]) -> list[float]:
-    """One output for each sequence of tokens. The padding at the end changes no more than the last digits."""
+    """One output for each token sequence. The padding at the end changes only the last digits."""
     import torch
     from torch.nn.utils.rnn import pad_sequence
 

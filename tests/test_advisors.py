@@ -140,8 +140,8 @@ def test_helpers_are_as_the_trainer_where_they_say_nothing_and_are_there_when_th
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["critic.lr=1e-3"], r"critic \(command line\): the algorithm 'grpo', as it is set, uses none; algorithm=ppo"),
-        (["reference=local"], "reference .*uses none; algorithm.kl=0.01 does, or leave the section out"),
+        (["critic.lr=1e-3"], r"critic \(command line\): the algorithm 'grpo', as configured, uses none; set algorithm"),
+        (["reference=local"], "reference .*uses none; set algorithm.kl=0.01, or leave the section out"),
         (["algorithm=ppo", "critic.lrr=1"], "critic.lrr: no such setting.* Did you mean 'lr'"),
         (["algorithm=ppo", "critic.lora={}"], "a critic has no adapters; leave it out"),
         (["algorithm.kl=0.1", "reference=agentrl.testing.trainers:TrainerCase"], "has no method `predict`"),

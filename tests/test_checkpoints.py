@@ -149,7 +149,7 @@ def test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, mon
 def test_a_step_is_saved_once(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     save(checkpoints, 3)
-    with pytest.raises(CheckpointError, match="is there already: a run saves a step once"):
+    with pytest.raises(CheckpointError, match="exists already: a run saves each step once"):
         save(checkpoints, 3)
     assert whole(checkpoints) == [3]
 
@@ -337,7 +337,7 @@ def test_an_exported_checkpoint_is_the_same_model_without_the_optimizer_and_over
         assert torch.equal(logits, torch.load(tmp_path / f"{step}.pt"))
     assert AutoTokenizer.from_pretrained(into).get_vocab() == AutoTokenizer.from_pretrained(tiny_model_dir).get_vocab()
     again = agentrl("export", str(run), str(into))
-    assert (again.returncode, "is there already: name a new folder" in again.stderr) == (2, True)
+    assert (again.returncode, "exists already: name a new folder" in again.stderr) == (2, True)
     assert sorted(path.name for path in (tmp_path / "models").iterdir()) == ["0", "1", "2", "3"]
     wrong = agentrl("export", str(run), str(tmp_path / "x"), "--step", "30")
     assert (wrong.returncode, "there is 10, 20, latest, best" in wrong.stderr) == (2, True)

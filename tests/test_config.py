@@ -115,7 +115,7 @@ def test_a_key_without_a_value_says_so(path):
 
 @pytest.mark.parametrize(("old", "new"), RENAMED.items())
 def test_a_setting_by_its_old_name_is_refused_with_the_new_one(path, old, new):
-    assert f"{old}: its name is {new} now (command line)" in problem(path, f"{old}=1")
+    assert f"{old}: renamed to {new} (command line)" in problem(path, f"{old}=1")
 
 
 def test_a_new_name_is_one_that_there_is(path):

@@ -1,7 +1,7 @@
-"""Advantages: how much better than its group a trajectory was. Pure functions of a group's rewards.
+"""Advantages: how much better a trajectory was than its group, or a token than the critic expected. Pure functions.
 
-All raise `ValueError` on a reward that is not a finite number (a failed score is NaN: it must have been filtered
-before), and all give exact zeros when every reward is the same, a group of one included: there is nothing to compare.
+The functions of a group's rewards raise `ValueError` on a reward that is not a finite number (a failed score is NaN,
+and must be filtered before). They return exact zeros if all rewards are equal, as in a group of one.
 
 Dimension suffixes: G members of a group; of a batch M samples and N loss tokens.
 """
@@ -15,14 +15,14 @@ from agentrl.arrays import FloatArray, floats
 from agentrl.batch import TrainBatch
 
 STD_EPSILON = 1e-6
-"""Added to the standard deviation, so that rewards that differ by rounding alone give advantages near zero."""
+"""Added to the standard deviation, so that rewards that differ only by rounding give advantages near zero."""
 
 Advantage = Callable[[Sequence[float]], list[float]]
-"""Rewards of a group's members to their advantages."""
+"""Maps the rewards of a group's members to their advantages."""
 
 
 def group_std(rewards_G: Sequence[float]) -> list[float]:
-    """(r_i - mean r) / std r, with the population's standard deviation.
+    """(r_i - mean r) / std r, with the population standard deviation.
 
     GRPO with outcome supervision: DeepSeekMath (arXiv:2402.03300), section 4.1.2.
     """
@@ -32,7 +32,7 @@ def group_std(rewards_G: Sequence[float]) -> list[float]:
 
 
 def group_mean(rewards_G: Sequence[float]) -> list[float]:
-    """r_i - mean r: no division by the spread, which favours tasks that are nearly always or nearly never solved.
+    """r_i - mean r. Dividing by the spread too would favour tasks that are nearly always or nearly never solved.
 
     Dr. GRPO: "Understanding R1-Zero-Like Training" (arXiv:2503.20783), section 3.2.
     """
@@ -56,13 +56,13 @@ def leave_one_out(rewards_G: Sequence[float]) -> list[float]:
 
 
 def generalized(batch: TrainBatch, values_N: FloatArray, lam: float) -> FloatArray:
-    """A_t = sum_k lam^k d_(t+k), with d_t = r_t + V_(t+1) - V_t, over the loss tokens t of each sample, one by one.
+    """A_t = sum_k lam^k d_(t+k), with d_t = r_t + V_(t+1) - V_t, over the loss tokens t of each sample on its own.
 
     Generalized advantage estimation (arXiv:1506.02438), equation 16, without a discount: a reward counts as much for
-    the first token of an episode as for the last. `advantages_N` of the batch are the rewards; a sample has all of it
-    at its last loss token, where nothing is to be expected any more.
+    the first token of an episode as for the last. The batch's `advantages_N` are the rewards. A sample gets its whole
+    reward at its last loss token, after which the expected return is 0.
     """
-    # All samples at once, from their last loss tokens backwards; the longest first, so that those left are a slice.
+    # All samples at once, from their last loss tokens backwards; the longest first, so that the rest are a slice.
     loss_tokens_M = batch.loss_tokens_M
     order_M = np.argsort(-loss_tokens_M, kind="stable")[: int((loss_tokens_M > 0).sum())]
     lengths_M, last_M = loss_tokens_M[order_M], np.cumsum(loss_tokens_M)[order_M] - 1
@@ -76,7 +76,7 @@ def generalized(batch: TrainBatch, values_N: FloatArray, lam: float) -> FloatArr
 
 
 def whitened(advantages_N: FloatArray) -> FloatArray:
-    """(A - mean A) / std A over the loss tokens of a batch, with the population's standard deviation."""
+    """(A - mean A) / std A over the loss tokens of a batch, with the population standard deviation."""
     found_N = advantages_N.astype(np.float64)
     return floats((advantages_N - found_N.mean()) / (found_N.std() + STD_EPSILON))
 

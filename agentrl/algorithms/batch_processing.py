@@ -1,7 +1,7 @@
 """Batch processing: penalties, constraints and normalisation of scores and advantages, between rollouts and loss.
 
-All of it is pure functions of groups, except that each constraint has a multiplier, which `BatchProcessing` carries
-from step to step. It is among a step's metrics, and a resumed run reads it there.
+All of it is pure functions of groups, except the multiplier of each constraint, which `BatchProcessing` carries from
+step to step. The multiplier is one of a step's metrics, from which a resumed run reads it.
 
 Dimension suffixes: G members of a group, M trajectories of a batch.
 """
@@ -24,25 +24,25 @@ class Constraint(Settings):
     """A bound on the mean of a part of the score, kept by a Lagrange multiplier that follows its violation."""
 
     part: str
-    """The part that is a cost, by its metric without `reward/`: `monitor/violated`."""
+    """The part that is the cost, by the name of its metric without `reward/`, such as `monitor/violated`."""
     at_most: float = Field(ge=0, allow_inf_nan=False)
-    """What its mean over a batch may be."""
+    """Bound of its mean over a batch."""
     rate: float = Field(0.1, gt=0, allow_inf_nan=False)
-    """How far the multiplier moves in a step, for each unit that the mean is off."""
+    """How far the multiplier moves in a step, for each unit of the mean above or below the bound."""
     initial: float = Field(0.0, ge=0, allow_inf_nan=False)
     """The multiplier of the first step."""
     largest: float = Field(10.0, gt=0, allow_inf_nan=False)
-    """What the multiplier never exceeds, should the bound be impossible."""
+    """Largest multiplier, in case the bound cannot be kept."""
 
 
 class BatchProcessingConfig(Settings):
-    """What is done to scores and advantages."""
+    """How scores and advantages are processed."""
 
     normalize: Literal["group", "batch", "environment"] = "group"
-    """What advantages are normalised over once more: nothing beyond the algorithm's own group, all of the batch, or
-    all of one environment in the batch."""
+    """Further normalisation of the advantages: none beyond the algorithm's own in each group (`group`), over the whole
+    batch, or over each environment in the batch."""
     length_penalty: float = Field(0.0, ge=0, allow_inf_nan=False)
-    """How much the longest member of a group loses to the shortest."""
+    """How much reward the longest member of a group loses to the shortest."""
     overlong: Literal["train", "mask"] = "train"
     """Whether tokens of truncated episodes carry loss."""
     constraints: tuple[Constraint, ...] = ()
@@ -50,18 +50,18 @@ class BatchProcessingConfig(Settings):
 
 
 class BatchProcessing:
-    """What a run does to its batches. `rows`: metrics of earlier steps, with a resumed run's multipliers."""
+    """Processes the batches of a run. `rows`: metrics of earlier steps, with a resumed run's multipliers."""
 
     def __init__(self, config: BatchProcessingConfig, rows: Iterable[Mapping[str, float]] = ()) -> None:
         self._config = config
         self.multipliers = {constraint.part: constraint.initial for constraint in config.constraints}
-        """By the part of each constraint."""
+        """The multiplier of each constraint, by its part."""
         for row in rows:
             for part in self.multipliers:
                 self.multipliers[part] = row.get(_multiplier(part), self.multipliers[part])
 
     def scores(self, groups: Sequence[Group]) -> list[Group]:
-        """The groups with length penalties and the constraints' terms in their scores; parts stay as they were.
+        """The groups with length penalties and the constraints' terms added to their scores; parts are unchanged.
 
         Raises:
             ConfigError: no score has a part that a constraint names.
@@ -77,7 +77,7 @@ class BatchProcessing:
         return list(groups)
 
     def advantages(self, groups: Sequence[Group], advantages: Sequence[Sequence[float]]) -> list[list[float]]:
-        """The algorithm's advantages of each group, normalised over what the config says."""
+        """The algorithm's advantages of each group, normalised as configured."""
         if self._config.normalize == "group":
             return [list(of_group) for of_group in advantages]
         whole = self._config.normalize == "batch"
@@ -100,7 +100,7 @@ class BatchProcessing:
         return kept
 
     def update(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Move the multipliers by a batch's scores, and say where they are: dual ascent, projected.
+        """Update the multipliers from a batch's scores by projected dual ascent, and return their metrics.
 
         m <- min(largest, max(0, m + rate * (mean cost - at_most))): Tessler et al., "Reward Constrained Policy
         Optimization" (arXiv:1805.11074).
@@ -116,9 +116,9 @@ class BatchProcessing:
 
 
 def length_penalties(lengths_G: Sequence[int], right_G: Sequence[bool]) -> list[float]:
-    """From 0.5 for the shortest member to -0.5 for the longest; one that is wrong is never paid for being short.
+    """From 0.5 for the shortest member to -0.5 for the longest; a wrong member gets no bonus for being short.
 
-    Kimi k1.5 (arXiv:2501.12599), section 2.3.3. Zeros where all are equally long.
+    Kimi k1.5 (arXiv:2501.12599), section 2.3.3. Zeros if all are equally long.
     """
     shortest, longest = min(lengths_G), max(lengths_G)
     if shortest == longest:
@@ -128,10 +128,10 @@ def length_penalties(lengths_G: Sequence[int], right_G: Sequence[bool]) -> list[
 
 
 def normalised(advantages: Sequence[Sequence[float]], scopes: Sequence[str]) -> list[list[float]]:
-    """(A - mean A) / std A over all advantages of groups of one scope, with the population's standard deviation.
+    """(A - mean A) / std A over all advantages of the groups of one scope, with the population standard deviation.
 
-    Over the batch, after the group's mean was taken off: REINFORCE++ (arXiv:2501.03262). A scope in which
-    all are equal gets exact zeros.
+    Over the batch, after subtracting the group's mean, this is REINFORCE++ (arXiv:2501.03262). A scope whose advantages
+    are all equal gets exact zeros.
     """
     spread: dict[str, tuple[float, float]] = {}
     for scope in dict.fromkeys(scopes):

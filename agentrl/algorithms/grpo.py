@@ -28,7 +28,7 @@ class Grpo:
     """
 
     class Config(PolicyLoss):
-        """What to compare with, and the loss."""
+        """The baseline of the advantages, and the loss."""
 
         advantage: Literal["group_std", "group_mean", "leave_one_out"] = "group_std"
         """What a reward is compared with; see `agentrl.algorithms.advantages`."""

@@ -1,4 +1,4 @@
-"""Losses of single tokens: pure functions of the trainer's logprobs and what stands beside them.
+"""Losses of single tokens: pure functions of the trainer's logprobs and the `LossTokens`.
 
 Dimension suffix: N loss tokens of a micro-batch, flattened.
 """
@@ -26,7 +26,7 @@ def policy_gradient(
       (arXiv:2503.14476), equation 10.
     - With `dual_clip` = c, the value is not below c * A where A < 0: dual-clip PPO (arXiv:1912.09729), equation 5.
     - w = min(exp(old_logprobs - rollout_logprobs), importance_cap), without gradient, corrects for tokens that the
-      engine sampled from other numbers or older weights: the decoupled objective of AReaL (arXiv:2505.24298),
+      engine sampled with other numerics or older weights: the decoupled objective of AReaL (arXiv:2505.24298),
       equation 5, with a truncated weight. `None` leaves w = 1.
 
     Metrics: `clipped_low`, `clipped_high` (share of tokens whose gradient the clip cut), `ratio`,
@@ -77,7 +77,7 @@ def reference_penalty(logprobs_N: Tensor, reference_logprobs_N: Tensor) -> Tenso
 
 
 def k3(logprobs_N: Tensor, reference_logprobs_N: Tensor) -> Tensor:
-    """q / p - 1 - log(q / p) of each token sampled from p: an estimate of KL(p || q) without bias, never negative.
+    """q / p - 1 - log(q / p) of each token sampled from p: an unbiased estimate of KL(p || q), never negative.
 
     J. Schulman, "Approximating KL divergence" (2020); GRPO (arXiv:2402.03300), equation 4.
     """
@@ -86,10 +86,11 @@ def k3(logprobs_N: Tensor, reference_logprobs_N: Tensor) -> Tensor:
 
 
 def value_loss(values_N: Tensor, tokens: LossTokens, clip: float | None) -> LossOutput:
-    """Half the squared error of a critic, where its targets are `advantages_N` and its old values `rollout_logprobs_N`.
+    """Half the squared error of a critic; `advantages_N` are its targets and `rollout_logprobs_N` its old values.
 
-    With a `clip`, the larger of that and of the error of the value that is no further than it from the old one: what
-    moves further is not pushed on. As in OpenAI's baselines; "Implementation Matters" (arXiv:2005.12729), section 3.
+    With a `clip`, the larger of two errors counts: that of the value, and that of the value clipped to within `clip` of
+    the old one. So the loss does not push a value beyond the clip. As in OpenAI's baselines; "Implementation Matters"
+    (arXiv:2005.12729), section 3.
 
     Metrics: `value`, `return`, and `value_clipped` (share of tokens whose gradient the clip cut).
     """
@@ -108,6 +109,6 @@ def value_loss(values_N: Tensor, tokens: LossTokens, clip: float | None) -> Loss
 
 
 def cross_entropy(logprobs_N: Tensor, tokens: LossTokens) -> LossOutput:
-    """-logprob of each token, times its advantage as a weight: maximum likelihood where every advantage is 1."""
+    """-logprob of each token, times its advantage as a weight: maximum likelihood if every advantage is 1."""
     nll_N = -logprobs_N
     return LossOutput(loss_N=nll_N * tokens.advantages_N, metrics={"nll": nll_N.detach()})

@@ -1,4 +1,4 @@
-"""What every policy gradient has: rewards that are there, and the clipped loss of a token with what is added to it."""
+"""Shared by all policy gradients: the check for missing scores, and the clipped token loss with its extra terms."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class PolicyLoss(Settings):
-    """Where to clip, what to add, what to divide by."""
+    """Clipping, extra terms and divisor of the loss."""
 
     clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
     """A token's ratio below 1 - clip_low gains nothing more from falling."""
@@ -24,24 +24,24 @@ class PolicyLoss(Settings):
     """A token's ratio above 1 + clip_high gains nothing more from rising."""
 
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """Bound of the loss where the advantage is negative, as a multiple of it; none by default."""
+    """Bound of the loss for a negative advantage, as a multiple of the advantage; none by default."""
 
     importance_cap: Annotated[float, Field(gt=0)] | None = 2.0
     """Largest weight of the correction from the engine's distribution to the trainer's; none: no correction."""
 
     entropy_bonus: Annotated[float, Field(ge=0)] = 0.0
-    """How much of the policy's entropy is subtracted from the loss: keeps it from settling too early."""
+    """Weight of the policy's entropy, which is subtracted from the loss: keeps the policy from settling too early."""
 
     kl: Annotated[float, Field(ge=0)] = 0.0
-    """How strongly the policy is kept near the model that the run has begun with: the weight of KL(policy || reference)
-    in the loss. Above 0 the run has a reference, of which the section `reference` may say more."""
+    """Weight of KL(policy || reference) in the loss, which keeps the policy near the model that the run began with.
+    Above 0 the run has a reference, which the section `reference` configures."""
 
     normalizer: Literal["tokens"] | Annotated[float, Field(gt=0)] = "tokens"
-    """What the summed token losses of a batch are divided by: its loss tokens, or a constant (Dr. GRPO: the
-    trajectories of a batch times the most tokens a trajectory may have), which gives no length an advantage."""
+    """Divisor of the summed token losses of a batch: its loss tokens, or a constant (Dr. GRPO: the trajectories of a
+    batch times the most tokens a trajectory may have), which favours no length."""
 
     def losses(self, logprobs_N: "Tensor", tokens: LossTokens) -> LossOutput:
-        """The clipped policy gradient of each token, the entropy bonus, and the pull towards the reference."""
+        """The loss of each token: clipped policy gradient, entropy bonus and KL penalty."""
         from agentrl.algorithms.losses import k3, negative_entropy, policy_gradient, reference_penalty
 
         output = policy_gradient(
@@ -61,7 +61,7 @@ class PolicyLoss(Settings):
         return replace(output, loss_N=loss_N, metrics=metrics)
 
     def divisor(self, batch: TrainBatch) -> float:
-        """What the summed token losses of a whole batch are divided by."""
+        """The divisor of the summed token losses of a whole batch."""
         return float(batch.num_loss_tokens) if self.normalizer == "tokens" else self.normalizer
 
 

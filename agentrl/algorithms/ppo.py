@@ -1,4 +1,4 @@
-"""Proximal policy optimisation: advantages by a critic that learns beside the policy."""
+"""Proximal policy optimisation: advantages from a critic that is trained along with the policy."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Ppo:
     """PPO (arXiv:1707.06347) with generalized advantage estimation over the tokens of each sample.
 
-    A critic estimates before each token the expected return; a token's advantage is the rise in expected return that it
+    A critic estimates the expected return before each token; a token's advantage is the rise in expected return that it
     causes. So a group may be a single episode. The section `critic` has the critic's settings.
     """
 
@@ -27,13 +27,13 @@ class Ppo:
         """How advantages are estimated, and the losses."""
 
         lam: Annotated[float, Field(ge=0, le=1)] = 1.0
-        """Between the reward itself (1), which the critic cannot bias, and its expectation one token on (0)."""
+        """Lambda: 1 uses the reward itself, which the critic cannot bias; 0 the critic's value one token later."""
 
         whiten: bool = True
         """Give the advantages of a batch the mean 0 and the standard deviation 1."""
 
         value_clip: Annotated[float, Field(gt=0)] | None = None
-        """How far a step may move a value before it is pushed no further; none: as far as it likes."""
+        """How far a value may move from the old one before the loss stops pushing it; none: no limit."""
 
     def __init__(self, config: Config | None = None) -> None:
         self.config = config or Ppo.Config()
@@ -44,7 +44,7 @@ class Ppo:
         return self.config.kl > 0
 
     def advantages(self, group: Group) -> Sequence[float]:
-        """The rewards, which `estimate` makes advantages of.
+        """The rewards, which `estimate` turns into advantages.
 
         Raises:
             ValueError: a member has no score.

@@ -25,5 +25,5 @@ class Sft:
         return cross_entropy(logprobs_N, tokens)
 
     def normalizer(self, batch: TrainBatch) -> float:
-        """The batch's loss tokens."""
+        """The number of the batch's loss tokens."""
         return float(batch.num_loss_tokens)

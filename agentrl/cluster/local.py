@@ -18,7 +18,7 @@ class LocalCluster:
     """`Cluster` on this machine. Used by laptops, tests and the virtual clock."""
 
     one_device = True
-    """Everything is on the first device of this machine: `placement` has no say."""
+    """Everything runs on the first device of this machine, and `placement` is ignored."""
 
     class Config(ClusterSettings):
         """Settings of `cluster=local`."""
@@ -37,17 +37,17 @@ class LocalCluster:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        """Workers end with those who have started them."""
+        """Nothing to do: workers are ended by the code that started them."""
 
     def engines(self, chosen: Component, model: Path) -> list[Callable[[], Engine]]:
         """See `Cluster`."""
         return [partial(chosen.make, model)] * self.config.engines
 
     def gpus(self) -> Inventory | None:
-        """None: everything is on the first device."""
+        """None: everything runs on the first device."""
         return None
 
     @asynccontextmanager
     async def placed(self, devices: DeviceMap) -> AsyncIterator[None]:
-        """There is nothing to give out."""
+        """There is nothing to reserve."""
         yield

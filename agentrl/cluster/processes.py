@@ -1,7 +1,7 @@
-"""Workers on this machine: one alone is a thread of this process, several are processes.
+"""Workers on this machine: a single worker is a thread of this process, several are processes.
 
-A process dies with the process that started it, and when it is stopped it is killed; a thread cannot be. The sign of
-life of a process is a clock in shared memory, which a thread of it sets.
+A process dies with the process that started it, and stopping it kills it; a thread cannot be killed. As a sign of
+life, a thread of the process keeps writing the time to shared memory.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ async def start_local(role: str, make: Make, count: int, *, lease: float = LEASE
 
 @dataclass(frozen=True, slots=True)
 class ThreadWorker:
-    """An object in this process, called in a thread of its own."""
+    """An object in this process, called in its own thread."""
 
     made: Any
     executor: Executor
@@ -56,21 +56,21 @@ class ThreadWorker:
         return await asyncio.wrap_future(self.executor.submit(getattr(self.made, method), *args))
 
     async def check(self) -> None:
-        """It lives as long as this process."""
+        """Always returns: the thread lives as long as this process."""
 
     async def stop(self) -> None:
-        """End the thread when it has finished what it is doing; the event loop goes on meanwhile."""
-        with suppress(RuntimeError):  # it was stopped before
+        """End the thread when it has finished its current call, without blocking the event loop."""
+        with suppress(RuntimeError):  # it is stopped already
             await asyncio.wrap_future(self.executor.submit(int))
         self.executor.shutdown(wait=False)
 
 
 _hosted: list[Any] = []
-"""The object of this process, where it is a worker."""
+"""The worker object, if this process is a worker."""
 
 
 class ProcessWorker:
-    """An object in a process of its own. Tensors travel in shared memory."""
+    """An object in its own process. Tensors are passed in shared memory."""
 
     def __init__(self, role: str, rank: int, lease: float) -> None:
         self.role = role
@@ -78,7 +78,7 @@ class ProcessWorker:
         self.pid = 0
         self._lease = lease
         context = _context()
-        # Both clocks are the machine's: what one process writes another can compare.
+        # The monotonic clock is the machine's, so processes can compare its values.
         self._beat = context.RawValue("d", time.monotonic() + START_SECONDS)
         name = f"{role}-{rank}"  # in `ps -e`, `top` and profilers
         self._executor = ProcessPoolExecutor(
@@ -98,7 +98,7 @@ class ProcessWorker:
         return worker
 
     async def host(self, make: Make) -> None:
-        """Make the worker, in the place of the one that was there."""
+        """Make the worker, replacing the previous one."""
         await self._run(_host, make, self.rank)
 
     async def call(self, method: str, *args: Any) -> Any:
@@ -121,7 +121,7 @@ class ProcessWorker:
             raise WorkerDiedError(self.role, self.rank, f"its process {self.pid} ended") from error
 
     async def check(self) -> None:
-        """Whether the process lives, and gives a sign of it."""
+        """See `Worker.check`."""
         if self.pid and _has_ended(self.pid):
             raise WorkerDiedError(self.role, self.rank, f"its process {self.pid} ended")
         silent = time.monotonic() - self._beat.value
@@ -140,7 +140,7 @@ def _has_ended(pid: int) -> bool:
 
 
 def _context() -> Any:
-    """Fresh interpreters; torch's own queues, where torch is loaded, send tensors in shared memory."""
+    """Fresh interpreters. If torch is loaded, they use its queues, which pass tensors in shared memory."""
     torch = sys.modules.get("torch")
     return torch.multiprocessing.get_context("spawn") if torch else multiprocessing.get_context("spawn")
 
@@ -149,7 +149,7 @@ def _begin(parent: int, beat: Any, name: str) -> None:
     prctl = ctypes.CDLL(None).prctl
     prctl(_PR_SET_NAME, name.encode())
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before it could be asked for
+    if os.getppid() != parent:  # it died before this signal was requested
         os._exit(1)
     threading.Thread(target=_keep_beating, args=(beat,), name="sign-of-life", daemon=True).start()
 

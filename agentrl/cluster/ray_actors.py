@@ -1,7 +1,7 @@
-"""Workers as Ray actors: on this machine, or on any of a cluster.
+"""Workers as Ray actors, on this machine or on any machine of a cluster.
 
-The sign of life of an actor is an answer of another thread than the one that works. Ray is imported when a worker is
-started, and has to be running then (`agentrl/cluster/ray_cluster.py`).
+An actor gives a sign of life by answering on a thread other than the one that works. Ray is imported when a worker is
+started, and must be running by then (`agentrl/cluster/ray_cluster.py`).
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from agentrl.errors import WorkerDiedError
 
 
 class _Host:
-    """The actor: an object, and its methods by name."""
+    """The actor: makes an object, and calls its methods by name."""
 
     def where(self) -> RayProcess:
         return RayProcess.own()
@@ -27,26 +27,26 @@ class _Host:
         return getattr(self._made, method)(*args)
 
     def beat(self) -> None:
-        """It lives."""
+        """Return, as a sign of life."""
 
 
 @dataclass(frozen=True, slots=True)
 class RayWorkers:
-    """Starts workers by Ray, where `placement` says."""
+    """Starts workers with Ray, on the nodes and devices that `placement` chooses."""
 
     placement: RayPlacement = field(default_factory=Unplaced)
     lease: float = LEASE_SECONDS
 
     async def __call__(self, role: str, make: Make, count: int) -> WorkerGroup:
-        """`StartWorkers`."""
+        """See `StartWorkers`."""
         return await start_all(role, [self.one(role, make, rank) for rank in range(count)])
 
     async def one(self, role: str, make: Make, rank: int) -> Worker:
-        """`StartWorker`."""
+        """See `StartWorker`."""
         import ray
 
         remote: Any = ray.remote
-        named = type(f"{role}_{rank}", (_Host,), {})  # as Ray's dashboard, `ray list actors` and `ps` will call it
+        named = type(f"{role}_{rank}", (_Host,), {})  # its name in Ray's dashboard, `ray list actors` and `ps`
         host = remote(max_restarts=0, concurrency_groups={"beside": 1})(named)
         worker = RayWorker(role, rank, host.options(**self.placement.options(role, rank)).remote(), self.lease)
         try:
@@ -72,7 +72,7 @@ class RayWorker:
 
     @property
     def pid(self) -> int:
-        """Of its process; 0 before it has one."""
+        """Id of the actor's process; 0 before it has one."""
         return self.process.pid if self.process else 0
 
     async def call(self, method: str, *args: Any) -> Any:
@@ -80,7 +80,7 @@ class RayWorker:
         return await self.ask(self.actor.call.remote(method, *args))
 
     async def ask(self, answer: Any) -> Any:
-        """What a reference will be.
+        """Wait for the value of a Ray reference.
 
         Raises:
             WorkerDiedError: the actor is gone, or gives no sign of life.
@@ -92,22 +92,22 @@ class RayWorker:
         except RayActorError as error:
             raise WorkerDiedError(self.role, self.rank, str(error).strip().splitlines()[0]) from error
         except RayTaskError as error:
-            raise error.cause from error  # as it was raised there, and not as a Ray error of the same kind
+            raise error.cause from error  # the original error, not Ray's wrapper of it
 
     async def check(self) -> None:
-        """Whether another thread of the actor answers."""
+        """See `Worker.check`. Another thread of the actor must answer."""
         from ray.exceptions import RayActorError
 
         beat = self.actor.beat.options(concurrency_group="beside").remote()
         patience = self.lease if self.made else START_SECONDS
         try:
-            # Not by `wait_for`: before Python 3.12 it loses a cancellation that comes together with the answer.
+            # Not `wait_for`: before Python 3.12 it loses a cancellation that arrives together with the answer.
             async with asyncio.timeout(patience):
                 await asyncio.wrap_future(beat.future())
         except TimeoutError as error:
             why = f"its process {self.pid} gave no sign of life for {patience:g} s (cluster.lease)"
             if not self.process:
-                why = f"Ray found no place for it in {patience:g} s; `ray status` says what is free"
+                why = f"Ray found no place for it in {patience:g} s; `ray status` shows what is free"
             raise WorkerDiedError(self.role, self.rank, why) from error
         except RayActorError as error:
             raise WorkerDiedError(self.role, self.rank, str(error).strip().splitlines()[0]) from error

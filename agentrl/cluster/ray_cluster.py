@@ -1,4 +1,4 @@
-"""The `ray` cluster: workers and engines are actors, on this machine or on a cluster that is there already."""
+"""The `ray` cluster: workers and engines are actors, on this machine or on an existing cluster."""
 
 import logging
 import os
@@ -21,13 +21,17 @@ from agentrl.protocols import Engine
 
 
 class RayCluster:
-    """`Cluster` by Ray, which is joined or started on entering, and left when this process ends: others here use it."""
+    """`Cluster` on Ray, which is joined or started on entering.
+
+    Ray is left only when this process ends, because other code in the process may use it.
+    """
 
     class Config(ClusterSettings):
         """Settings of `cluster=ray`."""
 
         address: str = ""
-        """Of a cluster to join: "auto", or "host:port" of its head. By default Ray is started here, and ended."""
+        """Address of a cluster to join: "auto", or "host:port" of its head. By default, Ray is started on this machine
+        and ends with this process."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -78,7 +82,7 @@ class RayCluster:
 
 
 def join_ray(address: str = "", **options: Any) -> None:
-    """Make Ray usable in this process: started on this machine, or joined where there is an `address`.
+    """Make Ray usable in this process: join the cluster at `address`, or if that is empty, start Ray on this machine.
 
     Raises:
         ConfigError: Ray is not installed, or there is no cluster at the address.
@@ -107,16 +111,19 @@ for process in /proc/[0-9]*; do
     grep -q "^ray::" "$process/cmdline" && ls -l "$process/fd" | grep -qF "$2" && kill -9 "${process#/proc/}"
 done 2>/dev/null
 """
-"""Reads until the pipe from us closes, whatever we died of, waits until Ray's node has ended, and kills those of Ray's
-processes that are left and have the node's log open.
+"""Waits until this process has ended, in whatever way, which closes the pipe, and until Ray's node has ended. Then it
+kills the remaining Ray processes that have the node's log open.
 """
 
 
 def _end_agents_with_us() -> None:
-    """When this process is killed, Ray's node ends, and the node's agents stay: a shell that outlives us kills them."""
-    import psutil  # Ray brings it
+    """Start a shell that outlives this process and kills the agents of Ray's node.
 
-    reading, _ = os.pipe()  # the other end is ours for as long as we live
+    When this process is killed, Ray's node ends, but the node's agents do not.
+    """
+    import psutil  # a dependency of Ray
+
+    reading, _ = os.pipe()  # the other end closes when this process ends
     for raylet in [child.pid for child in psutil.Process().children() if child.name() == "raylet"]:
         log = os.readlink(f"/proc/{raylet}/fd/1")
         files: list[tuple[Any, ...]] = [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_WRONLY, 0) for number in (1, 2)]
@@ -128,7 +135,7 @@ def _end_agents_with_us() -> None:
 
 @contextmanager
 def _inherited_path() -> Iterator[None]:
-    """What is started inside finds the modules that this process finds: a user's environments, rewards and players."""
+    """Processes started in the block find the same modules as this one: a user's environments, rewards and players."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
     try:

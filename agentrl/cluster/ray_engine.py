@@ -1,4 +1,4 @@
-"""An engine in a Ray actor, as an engine here."""
+"""`RayEngine`: an engine that runs in a Ray actor."""
 
 import asyncio
 from collections.abc import Mapping
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _CALLS = 100_000
-"""Most requests that an actor holds at a time; Ray wants a number, the engine has its own."""
+"""Most concurrent requests of an actor. Ray requires a number; the engine has a limit of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """What an engine was like when it answered."""
+    """The state of an engine when it answered."""
 
     policy_version: int
     stats: EngineStats
 
 
 class _EngineHost:
-    """The actor: an engine on the event loop of its process. Every answer brings what the engine is like."""
+    """The actor: an engine on the event loop of its process. Most answers include the engine's state."""
 
     async def where(self) -> RayProcess:
         return RayProcess.own()
@@ -50,7 +50,7 @@ class _EngineHost:
     async def generate(
         self, sent: GenerateRequest, is_cut: bool, number: int, oldest: int
     ) -> tuple[Completion | None, _Report]:
-        """The completion, or nothing where the request has to come whole: then it has not begun."""
+        """The completion, or None if the request must be sent whole: then it has not begun."""
         request = self._prompts.whole(sent) if is_cut else sent
         if request is None:
             return None, self._report()
@@ -60,7 +60,7 @@ class _EngineHost:
         return completion, self._report()
 
     async def begins(self, number: int, oldest: int) -> None:
-        """An interrupt need not wait for this request any longer: it begins, or was withdrawn and may never begin."""
+        """Stop interrupts from waiting for this request: it begins, or was withdrawn and may never begin."""
         self._begun.add(number)
         if len(self._begun) > _CALLS:
             self._begun = {begun for begun in self._begun if begun >= oldest}
@@ -87,7 +87,7 @@ class _EngineHost:
             try:
                 await self._engine.stage_weights(self._here(weights), version)
             except WeightsError:
-                await self._arrivals.keep_only(None)  # should they come again, they are brought again
+                await self._arrivals.keep_only(None)  # so that another attempt sends them again
                 raise
         return self._report()
 
@@ -122,9 +122,9 @@ class _EngineHost:
 
 
 class RayEngine:
-    """`Engine` whose model lives in an actor; `options` are its Ray options.
+    """`Engine` whose model is in a Ray actor; `options` are the actor's Ray options.
 
-    `stats` are as fresh as the last answer, but that requests which were made here since are counted as waiting.
+    `stats` are those of the last answer; requests sent since then are counted as waiting.
     """
 
     def __init__(self, chosen: Component, model: Path, options: Mapping[str, Any]) -> None:
@@ -163,14 +163,14 @@ class RayEngine:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        """Ask the engine to close, and kill its actor, whatever it says."""
+        """Ask the engine to close, then kill its actor in any case."""
         if self._actor is None:
             return
         try:
             async with asyncio.timeout(_CLOSE_SECONDS):
                 await _answer_of(self._actor.close.remote())
         except (EngineDeadError, TimeoutError):
-            pass  # it is killed all the same
+            pass  # it is killed anyway
         finally:
             await self._kill()
 
@@ -202,7 +202,7 @@ class RayEngine:
         self._latest = await _answer_of(self._running.interrupt.remote(frozenset(self._asked)))
 
     async def stage_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
-        """See `SupportsStageWeights`. Where the actor's machine sees a bundle, only its path is sent."""
+        """See `SupportsStageWeights`. If the actor's machine can read a bundle's folder, only its path is sent."""
         await self._bring(weights)
         self._latest = await _answer_of(self._running.stage_weights.remote(weights, version))
 
@@ -230,7 +230,7 @@ class RayEngine:
         return replace(seen, waiting=seen.waiting + unseen)
 
     async def _bring(self, weights: Mapping[str, "Tensor"]) -> None:
-        """The files of a bundle to an actor on a machine that does not see them."""
+        """Send the files of a bundle to the actor if its machine cannot read them."""
         if not isinstance(weights, WeightBundle) or not await _answer_of(self._running.misses.remote(weights)):
             return
         try:
@@ -239,7 +239,7 @@ class RayEngine:
                 await _answer_of(self._running.take.remote(weights.manifest, bucket.file, content))
             await _answer_of(self._running.taken.remote(weights.manifest))
         except OSError as error:
-            raise WeightsError(f"{weights} could not be brought to the machine of an engine: {error}") from error
+            raise WeightsError(f"{weights} could not be sent to the machine of an engine: {error}") from error
 
     @property
     def _running(self) -> Any:
@@ -258,7 +258,7 @@ _CLOSE_SECONDS = 10.0
 
 
 async def _answer_of(reference: Any) -> Any:
-    """What a reference will be.
+    """Wait for the value of a Ray reference.
 
     Raises:
         EngineDeadError: the actor is gone.

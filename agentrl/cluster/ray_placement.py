@@ -1,8 +1,8 @@
-"""A `DeviceMap` on Ray: its GPUs are reserved as a whole, and each replica sees the devices that the map gives it.
+"""A `DeviceMap` on Ray: its GPUs are reserved as a whole, and each replica sees the devices that the map assigns to it.
 
-Ray hands out a number of GPUs, or half a GPU, and only says afterwards which ones. A device map says which GPUs a role
-gets, and two roles may share one. So the run reserves all GPUs of its nodes as a placement group, and itself says to
-each actor on which node it lives and which devices it sees.
+Ray assigns a number of GPUs, or half a GPU, and only reveals afterwards which ones. A device map names the GPUs of each
+role, and two roles may share one. So the run reserves all GPUs of its nodes as a placement group, and itself sets the
+node and the visible devices of each actor.
 """
 
 import asyncio
@@ -17,31 +17,31 @@ from agentrl.placement.device_map import DeviceMap
 from agentrl.placement.devices import GPUS, DeviceKind, Inventory
 
 _RESERVE_SECONDS = 60.0
-"""How long the GPUs may be somebody else's."""
+"""How long to wait for the GPUs to become free."""
 
 
 _LIVES_WITH = {"reference": "trainer", "critic": "trainer"}
-"""Roles that a map does not name, and who is on the devices that they live on too."""
+"""Roles that a map does not name, and the role whose devices each of them shares."""
 
 
 class RayPlacement(Protocol):
-    """Where actors live."""
+    """Where actors run."""
 
     def options(self, role: str, rank: int) -> Mapping[str, Any]:
         """The Ray options of the actor of a rank."""
         ...
 
     def count(self, role: str) -> int:
-        """How many of a role there are to be; 0 where the settings say."""
+        """How many replicas of a role to start; 0 if the settings decide."""
         ...
 
 
 class Unplaced:
-    """The `RayPlacement` of workers that need no GPU: the ranks of a role on the living nodes in turn.
+    """The `RayPlacement` of workers that need no GPU: the ranks of a role go to the live nodes in turn.
 
     The first role begins with the first node, the second role with the second, and so on; a replacement goes to the
-    next node. Ray's own strategy "SPREAD" is not used: each node spreads only the actors that are asked of it, so that
-    all actors of a run can end up on one node.
+    next node. Ray's own strategy "SPREAD" is not used: each node spreads only the actors requested from it, so that all
+    actors of a run can end up on one node.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Unplaced:
 
 @dataclass(frozen=True, slots=True)
 class PlacementGroup:
-    """The `RayPlacement` of a map, on the nodes of a placement group. A role that is not on the map lives anywhere."""
+    """The `RayPlacement` of a map, on the nodes of a placement group. A role that is not on the map runs anywhere."""
 
     devices: DeviceMap
     group: Any
@@ -86,7 +86,7 @@ class PlacementGroup:
         first = replica.node * self.devices.inventory.per_node
         seen = ",".join(str(device - first) for device in replica.devices)
         strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=replica.node)
-        # Ray hides all GPUs from an actor that asks it for none, but for this.
+        # Without the second variable, Ray hides all GPUs from an actor that requests none.
         variables = {"CUDA_VISIBLE_DEVICES": seen, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
         return {
             "num_cpus": 0,
@@ -102,7 +102,7 @@ class PlacementGroup:
 
 @asynccontextmanager
 async def reserved(devices: DeviceMap) -> AsyncIterator[PlacementGroup]:
-    """The GPUs of a map, for as long as the block lasts.
+    """Reserve the GPUs of a map while the block lasts.
 
     Raises:
         ConfigError: the cluster does not have them, or they are in use.
@@ -117,7 +117,7 @@ async def reserved(devices: DeviceMap) -> AsyncIterator[PlacementGroup]:
     except TimeoutError as error:
         remove_placement_group(group)
         raise ConfigError(
-            f"{inventory} were not free within {_RESERVE_SECONDS:g} s: `ray status` says who has them"
+            f"{inventory} were not free within {_RESERVE_SECONDS:g} s: `ray status` shows who uses them"
         ) from error
     try:
         yield PlacementGroup(devices, group)
@@ -126,7 +126,7 @@ async def reserved(devices: DeviceMap) -> AsyncIterator[PlacementGroup]:
 
 
 def gpus_of_ray() -> Inventory | None:
-    """The GPUs of the nodes of the cluster, or None where it has none; of nodes with different numbers, the least.
+    """The GPUs of the cluster's nodes, or None if it has none. If nodes have different numbers, the smallest counts.
 
     Raises:
         ConfigError: the nodes have GPUs of different kinds.
@@ -141,12 +141,12 @@ def gpus_of_ray() -> Inventory | None:
     if len(kinds) > 1:
         listed = ", ".join(sorted(kind.name for kind in kinds))
         raise ConfigError(
-            f"the cluster has GPUs of several kinds ({listed}), and a run is placed on one: join nodes of one"
+            f"the cluster has GPUs of several kinds ({listed}), but a run needs a single kind: join only nodes of one"
         )
     return Inventory(kinds.pop(), int(min(node["GPU"] for node in nodes)), len(nodes))
 
 
 def _kind_of(resources: Mapping[str, float]) -> DeviceKind:
-    """The kind in the table that Ray names; the slowest, where it names none or another."""
+    """The kind that Ray names; the slowest in the table if Ray names none, or one that is not in the table."""
     named = [key.removeprefix("accelerator_type:") for key in resources if key.startswith("accelerator_type:")]
     return next((GPUS[name.split("-")[0]] for name in named if name.split("-")[0] in GPUS), GPUS["L4"])

@@ -29,13 +29,16 @@ class RayProcess:
 
     @classmethod
     def own(cls) -> "RayProcess":
-        """The one that asks."""
+        """The current process."""
         import ray
 
         return cls(os.getpid(), ray.get_runtime_context().get_node_id())
 
     def end(self) -> None:
-        """Wait for its exit, and kill it where it does not: here, or by a task on its node, which is not waited for."""
+        """Wait for the process to exit, and kill it if it does not.
+
+        On another node, a task does this, and is not waited for.
+        """
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -49,7 +52,7 @@ class RayProcess:
 
 
 async def end(actor: Any, process: RayProcess | None) -> None:
-    """Have Ray kill an actor, and make sure that its process ends, where that is known."""
+    """Have Ray kill an actor, and make sure that its process, if known, ends."""
     import ray
 
     if not ray.is_initialized():
@@ -64,7 +67,7 @@ def _end(pid: int) -> None:
         process = os.pidfd_open(pid)
         try:
             if not Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::"):
-                return  # another process has its number now
+                return  # another process has this id now
             exited = select.poll()
             exited.register(process, select.POLLIN)
             if not exited.poll(_EXIT_SECONDS * 1000):

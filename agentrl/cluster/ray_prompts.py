@@ -1,4 +1,4 @@
-"""Prompts on the way to an engine in an actor: of a session that it knows, only the tokens that are new are sent.
+"""Prompts sent to an engine in an actor: for a session that the actor knows, only the new tokens are sent.
 
     here:  SentPrompts.cut(request) ─▶ its new tokens ─▶ there: HeldPrompts.whole(...) ─▶ the request as it was
 
@@ -13,25 +13,25 @@ from agentrl.protocols import GenerateRequest
 from agentrl.trajectory import Completion
 
 _SESSIONS = 1 << 16
-"""Sessions that are remembered here; the longest unused is forgotten first."""
+"""Sessions remembered by the sender; the least recently used is forgotten first."""
 _TOKENS = 1 << 24
-"""Tokens that are held there, of all sessions; the longest unused is forgotten first."""
+"""Tokens of all sessions held in the actor; the least recently used session is forgotten first."""
 
 
 class SentPrompts:
-    """What an actor should know of each session: how many tokens."""
+    """How many tokens of each session an actor should know."""
 
     def __init__(self) -> None:
         self._lengths: OrderedDict[str, int] = OrderedDict()
 
     def cut(self, request: GenerateRequest) -> GenerateRequest | None:
-        """The request without what the actor should know of its prompt; None where that is nothing."""
+        """The request without the prompt tokens that the actor should know; None if it should know none."""
         if not request.known or self._lengths.get(request.session) != request.known:
             return None
         return replace(request, prompt_ids=request.prompt_ids[request.known :])
 
     def answered(self, request: GenerateRequest, completion: Completion) -> None:
-        """The actor has answered a request, which is whole here."""
+        """Note that the actor has answered this request, given here with its whole prompt."""
         if request.session:
             self._lengths[request.session] = len(request.prompt_ids) + len(completion.token_ids)
             self._lengths.move_to_end(request.session)
@@ -48,7 +48,7 @@ class HeldPrompts:
         self._tokens = 0
 
     def whole(self, cut: GenerateRequest) -> GenerateRequest | None:
-        """The request as it was before it was cut; None where its session is not as it says: it has to come whole."""
+        """The request before it was cut; None if the actor does not hold `known` tokens: it must then be sent whole."""
         held = self._held.get(cut.session)
         if held is None or len(held) != cut.known:
             return None
@@ -62,7 +62,7 @@ class HeldPrompts:
         if not request.session:
             return
         held = self._take(request.session)
-        if not was_cut or len(held) != len(request.prompt_ids):  # else it is the prompt already
+        if not was_cut or len(held) != len(request.prompt_ids):  # else it already holds the prompt
             held = GrowingInts(request.prompt_ids)
         held.append(completion.token_ids)
         self._put(request.session, held)

@@ -1,10 +1,9 @@
-"""Groups of workers: N replicas of a role, called by the names of their methods, wherever they live.
+"""Groups of workers: N replicas of a role, called by method name, wherever they run.
 
-A worker is any object; `make(rank)` makes it where it shall live. Calls to one worker run one after another, in the
-order they were made, and a caller that is cancelled does not stop the call. A worker holds a lease: it gives a sign of
-life all the time, and one that gives none for `lease` seconds (it is stopped, its machine has vanished) is as good as
-dead, and said to be. `agentrl/cluster/processes.py` starts workers on this machine,
-`agentrl/cluster/ray_actors.py` on a cluster.
+A worker is any object; `make(rank)` makes it in the place where it will run. Calls to one worker run one after another,
+in the order they were made; cancelling a caller does not stop the call. A worker holds a lease: it regularly gives a
+sign of life, and after `lease` seconds without one (it was suspended, or its machine has vanished) it is declared dead.
+`agentrl/cluster/processes.py` starts workers on this machine, `agentrl/cluster/ray_actors.py` on a cluster.
 """
 
 import asyncio
@@ -28,57 +27,57 @@ from agentrl.protocols import Engine, Settings
 logger = logging.getLogger(__name__)
 
 Make = Callable[[int], object]
-"""Makes the worker of a rank. It is sent to where the worker lives, so it has to pickle."""
+"""Makes the worker of a rank. It is sent to the place where the worker runs, so it must be picklable."""
 
 
 class Worker(Protocol):
     """One replica."""
 
     async def call(self, method: str, *args: Any) -> Any:
-        """What the worker's method returns, or raises.
+        """Call a method of the worker: return or raise what it does.
 
         Raises:
-            WorkerDiedError: the worker is gone, or its lease has lapsed; whether the call took effect is not known.
+            WorkerDiedError: the worker is gone, or its lease has lapsed; it is unknown whether the call took effect.
         """
         ...
 
     async def check(self) -> None:
-        """Returns if it lives.
+        """Return if the worker is alive.
 
         Raises:
-            WorkerDiedError: it is gone, or its lease has lapsed.
+            WorkerDiedError: the worker is gone, or its lease has lapsed.
         """
         ...
 
     async def stop(self) -> None:
-        """End it, by force where it does not end by itself. May be called more than once."""
+        """End the worker, by force if it does not end by itself. May be called more than once."""
         ...
 
 
 LEASE_SECONDS = 30.0
-"""How long a worker may give no sign of life, by default."""
+"""How long a worker may go without a sign of life, by default."""
 
 START_SECONDS = 120.0
-"""How long a worker may take to begin: a fresh interpreter on a busy machine, a place on a busy cluster."""
+"""How long a worker may take to start: a fresh interpreter on a busy machine, a place on a busy cluster."""
 
 START_ATTEMPTS = 8
-"""How often a worker that is to replace another may die before it is made: for about a minute, with the pauses."""
+"""How many times a replacement worker may die while starting: for about a minute, with the pauses."""
 
 _NEWS_SECONDS = 0.5
-"""A lost connection may be known before the death that it was lost by."""
+"""How long to wait for news of a death after an error: a lost connection may be noticed before the death behind it."""
 
 StartWorker = Callable[[str, Make, int], Awaitable[Worker]]
-"""Starts the worker of a role, by `make`, for a rank. Raises as `StartWorkers`."""
+"""Starts a worker, given its role, `make` and its rank. Raises the errors of `StartWorkers`."""
 
 
 class StartWorkers(Protocol):
-    """What starts groups: the seam between those who need workers and where these live."""
+    """Starts groups: the seam between code that needs workers and the place where they run."""
 
     async def __call__(self, role: str, make: Make, count: int) -> "WorkerGroup":
         """Start `count` workers; when this returns, all have been made.
 
         Raises:
-            WorkerDiedError: one did not come up. What `make` raises comes through as it is.
+            WorkerDiedError: a worker did not start. Errors of `make` are raised unchanged.
         """
         ...
 
@@ -102,10 +101,10 @@ class WorkerGroup:
         return await self.scatter(method, [args] * len(self.workers))
 
     async def scatter(self, method: str, args_by_rank: Sequence[Sequence[Any]]) -> list[Any]:
-        """Call each worker with arguments of its own; the results by rank.
+        """Call each worker with its own arguments; the results by rank.
 
-        The first error is raised at once: the other workers may wait for ever for the one that failed. But where a
-        worker has died, that is the error, whatever the others say of the connection that they have lost.
+        The first error is raised at once, because the other workers may wait forever for the one that failed. But if a
+        worker has died, its death is raised, instead of the lost connections that the others report.
         """
         if len(args_by_rank) != len(self.workers):
             raise ValueError(f"{len(self.workers)} workers but arguments for {len(args_by_rank)}")
@@ -137,21 +136,21 @@ class ClusterSettings(Settings):
     engines: int = Field(default=1, ge=1)
     """Replicas of the engine."""
     env_workers: int = Field(default=0, ge=0)
-    """Processes that play the environments; 0 plays them where the run is."""
+    """Processes that run the environments; with 0, the controller runs them."""
     reward_workers: int = Field(default=0, ge=0)
-    """Processes that judge by rules; 0 has `rollout.rules.workers` of them where the run is."""
+    """Processes that evaluate rules; with 0, the controller has `rollout.rules.workers` of them."""
     lease: float = Field(default=LEASE_SECONDS, gt=0)
-    """Seconds for which a worker may give no sign of life, before it is given up and replaced."""
+    """Seconds that a worker may go without a sign of life before it is given up and replaced."""
     restarts: int = Field(default=8, ge=0)
-    """How often the trainer may be restarted after the death of a rank, without completing a step in between."""
+    """How many times the trainer may be restarted after the death of a rank, without completing a step in between."""
 
 
 class Cluster(Protocol):
-    """Where workers live: the seam behind `cluster=local` and `cluster=ray`. An async context manager."""
+    """Where workers run: the seam behind `cluster=local` and `cluster=ray`. An async context manager."""
 
     @property
     def config(self) -> ClusterSettings:
-        """Its settings, and more where it has more."""
+        """The settings; a cluster may have more than these."""
         ...
 
     @property
@@ -161,12 +160,12 @@ class Cluster(Protocol):
 
     @property
     def start_one(self) -> StartWorker:
-        """Starts a worker in a process of its own."""
+        """Starts a worker in its own process."""
         ...
 
     @property
     def spans_machines(self) -> bool:
-        """Whether a worker may live on another machine than this."""
+        """Whether a worker may run on a machine other than this one."""
         ...
 
     async def __aenter__(self) -> Self: ...
@@ -174,15 +173,15 @@ class Cluster(Protocol):
     async def __aexit__(self, *exc: object) -> None: ...
 
     def engines(self, chosen: Component, model: Path) -> Sequence[Callable[[], Engine]]:
-        """What makes each replica of an engine that serves the model in `model`; called again when one has died."""
+        """A factory for each replica of an engine that serves `model`; it is called again when a replica has died."""
         ...
 
     def gpus(self) -> Inventory | None:
-        """The GPUs that it can give out; None where it has none, or gives out none."""
+        """The GPUs that the cluster can assign; None if it has none, or assigns none."""
         ...
 
     def placed(self, devices: DeviceMap) -> AbstractAsyncContextManager[None]:
-        """While the block lasts, engines and trainers are started where the map says.
+        """While the block lasts, engines and trainers are started on the devices of the map.
 
         Raises:
             ConfigError: the devices are not free.
@@ -191,10 +190,10 @@ class Cluster(Protocol):
 
 
 async def start_all(role: str, starting: Sequence[Awaitable[Worker]]) -> WorkerGroup:
-    """A group of workers that come up at the same time; where one fails, the others are stopped.
+    """Start the workers of a group concurrently; if one fails, the others are stopped.
 
     Raises:
-        WorkerDiedError: one has died, or several have at once, as on a node that was lost.
+        WorkerDiedError: a worker has died, or several have at once, as when a node is lost.
     """
     started: list[Worker] = []
 
@@ -219,22 +218,22 @@ async def start_another(start: Callable[[], Awaitable[Worker]]) -> Worker:
     """Start the replacement of a dead worker, with retries: its machine may be lost too, which takes a while to notice.
 
     Raises:
-        WorkerDiedError: it has died `START_ATTEMPTS` times before it was made.
+        WorkerDiedError: the replacement has died `START_ATTEMPTS` times while starting.
     """
     for failures in range(1, START_ATTEMPTS):
         try:
             return await start()
         except WorkerDiedError as error:
-            logger.warning("%s; it is started again", error)
+            logger.warning("%s; starting it again", error)
             await asyncio.sleep(Retries.pause(failures))
     return await start()
 
 
 async def under_lease(answer: "asyncio.Future[Any]", sign_of_life: Callable[[], Awaitable[None]], lease: float) -> Any:
-    """The answer of a worker, if it lives until then: `sign_of_life` is called repeatedly, and raises if there was none
-    for `lease` seconds. The worker finishes its answer even if the caller stops waiting.
+    """The answer of a worker, if it stays alive until then: `sign_of_life` is called repeatedly, and raises if there
+    was none for `lease` seconds. The worker finishes its answer even if the caller stops waiting.
     """
-    answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may be given up before it is made
+    answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # the caller may not wait for it
     while not (await asyncio.wait({answer}, timeout=lease / 3))[0]:
         await sign_of_life()
     return answer.result()

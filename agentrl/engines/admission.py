@@ -1,4 +1,4 @@
-"""What engines have in common: what they refuse, in the same words, and what new weights do to their caches."""
+"""Shared by the engines: the checks of a request, and the setting for the KV cache at a weight update."""
 
 from collections.abc import Collection
 from typing import Literal
@@ -7,9 +7,11 @@ from agentrl.errors import EngineError
 from agentrl.protocols import GenerateRequest
 
 KvOnUpdate = Literal["recompute", "keep"]
-"""The KV of requests in flight, when weights change: recomputed, or kept as the old weights made it. Kept, it saves
-a prefill, and the rest of such a completion is sampled from a mixture: its logprobs are what was sampled from, and no
-plain forward pass gives them again. Either way no other request is ever served KV of an older version.
+"""What a weight update does to the KV of requests in flight: recompute it, or keep what the old weights computed.
+
+Keeping it saves a prefill, but the rest of such a completion is sampled from a mixture of versions: its logprobs are
+those of the sampling distribution, and no plain forward pass reproduces them. In both modes, no other request is ever
+served KV of an older version.
 """
 
 
@@ -21,12 +23,12 @@ def max_new_tokens(
     live_ids: Collection[str],
     checked: int = 0,
 ) -> int:
-    """How many tokens the request may sample: its `max_tokens`, or less where `max_context` is nearer.
+    """The number of tokens the request may sample: its `max_tokens`, or fewer if `max_context` is reached first.
 
-    The first `checked` tokens of the prompt are known to be of the vocabulary.
+    The first `checked` tokens of the prompt are already known to be in the vocabulary.
 
     Raises:
-        EngineError: no token fits behind the prompt, or the request is malformed.
+        EngineError: the prompt leaves no room for a token, or the request is malformed.
     """
     length = len(request.prompt_ids)
     sampling = request.sampling

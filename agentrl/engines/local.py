@@ -1,7 +1,7 @@
-"""A transformers model in this process, with continuous batching and a KV cache over turns.
+"""A transformers model in this process, with continuous batching and a KV cache that is reused across turns.
 
-Steps run inline on the event loop, one after the other, and between two of them callers get their turn. Nothing here
-depends on timing, so the same callers give the same batches in every run, and weights change only between steps.
+Steps run inline on the event loop, and callers run between steps. Nothing depends on timing, so the same callers get
+the same batches in every run. Weights change only between steps.
 """
 
 import asyncio
@@ -29,16 +29,17 @@ if TYPE_CHECKING:
     from agentrl.engines.packed_model import PackedModel, StepRow
 
 _STEP_TOKENS = 4096
-"""New tokens computed in one step at most: bounds its memory and how long callers wait; longer prompts take several."""
+"""Most new tokens per step: bounds its memory and how long callers wait. A longer prompt takes several steps."""
 _QUIET_YIELDS = 4
 _MAX_YIELDS = 64
 
 
 @dataclass(eq=False, slots=True)
 class _Live:
-    """A request under way. In a `slot`, `tokens` are prompt and sampled ones; the first `cached` have their KV there.
+    """A live request. Once it has a `slot`, `tokens` are its prompt and sampled tokens.
 
-    `stale`: some of that KV is of older weights, and no other request may ever use it.
+    `cached`: how many of them, from the first on, have their KV in the slot.
+    `stale`: some of that KV was computed with older weights, so no other request may ever use it.
     """
 
     request: GenerateRequest
@@ -56,38 +57,38 @@ class _Live:
         return (self.request.priority, self.arrival) < (other.request.priority, other.arrival)
 
     def take(self, place: Place) -> None:
-        """Sit down in a slot."""
+        """Occupy a slot."""
         self.slot, self.cached, self.tokens = place.slot, place.cached, place.tokens
 
     def completion(self, finish_reason: FinishReason) -> Completion:
-        sampled = self.tokens.values[len(self.request.prompt_ids) :].copy()  # of the whole, a view would keep it all
+        sampled = self.tokens.values[len(self.request.prompt_ids) :].copy()  # a view would keep the whole sequence
         return Completion(ints(sampled), floats(self.logprobs), ints(self.versions), finish_reason)
 
 
 class LocalEngine:
     """The `Engine` for laptops and tests: no server, no other process.
 
-    The token at position i of a request depends on its seed, i and the logits alone, not on the rest of the batch.
+    The token at position i of a request depends only on its seed, i and the logits, not on the rest of the batch.
     """
 
     class Config(Settings):
         """Settings of `engine=local`."""
 
         max_batch: int = Field(default=128, ge=1)
-        """Requests that are decoded together; also the slots of the KV cache."""
+        """Most requests decoded together; also the number of slots of the KV cache."""
         dtype: Literal["float32", "bfloat16"] = "float32"
-        """Of weights and KV cache. Logprobs are always computed in float32."""
+        """Data type of weights and KV cache. Logprobs are always computed in float32."""
         max_context: int | None = Field(default=None, ge=2)
-        """Largest prompt plus completion, in tokens; the model's own limit when not given."""
+        """Largest prompt plus completion, in tokens; by default the model's limit."""
         device: Literal["auto", "cpu", "cuda"] = "auto"
-        """`auto` takes a GPU where there is one."""
+        """`auto` uses a GPU if there is one."""
         prefix_cache: bool = True
-        """Keep the KV of finished requests, so that the next turn computes only what is new."""
+        """Keep the KV of finished requests, so that the next turn computes only its new tokens."""
         kv_on_update: KvOnUpdate = "recompute"
-        """What new weights do to the KV of requests in flight: recompute it, or keep the old one and go on."""
+        """What a weight update does to the KV of requests in flight: recompute it, or keep the old KV."""
 
         def layout(self) -> EngineLayout:
-            """How it lies on its device, for those who count memory and time before it runs."""
+            """The engine's layout on its device, to estimate memory and time before it runs."""
             return EngineLayout(
                 number=4 if self.dtype == "float32" else 2,
                 max_batch=self.max_batch,
@@ -129,7 +130,7 @@ class LocalEngine:
         self._model = self._load()
         limit = self._model.max_positions
         if self._config.max_context is not None and self._config.max_context > limit:
-            raise ConfigError(f"engine.max_context={self._config.max_context}, but the model ends at {limit} tokens")
+            raise ConfigError(f"engine.max_context={self._config.max_context}, but the model's limit is {limit} tokens")
         self._max_context = self._config.max_context or limit
         await self._tasks.__aenter__()
         self._task = self._tasks.create_task(self._run(self._model), name="engine")
@@ -142,11 +143,11 @@ class LocalEngine:
         self._model = None
         if self._task is not None:
             self._task.cancel()
-            # The task ends on its own terms; our caller's exception is not the group's to wrap.
+            # The caller's exception is not passed on, because the task group would wrap it.
             await self._tasks.__aexit__(None, None, None)
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """See `Engine.generate`. A completion that meets `max_context` ends there with finish reason "length"."""
+        """See `Engine.generate`. A completion that reaches `max_context` ends with finish reason "length"."""
         model = self._entered()
         max_new = max_new_tokens(
             request,
@@ -167,7 +168,7 @@ class LocalEngine:
             self._withdraw(live)
 
     async def interrupt(self) -> None:
-        """See `Engine.interrupt`. Steps run inline, so a caller always runs between two of them."""
+        """See `Engine.interrupt`. Steps run inline, so no step is in progress."""
         self._entered()
         for live in [*self._waiting, *self._running.values()]:
             if not live.future.done():
@@ -177,7 +178,7 @@ class LocalEngine:
             self._release(live)
 
     async def stage_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
-        """See `SupportsStageWeights`. A bundle is read in a thread, and requests go on meanwhile."""
+        """See `SupportsStageWeights`. A bundle is verified in a thread while requests continue."""
         self._check_newer(version)
         if isinstance(weights, WeightBundle):
             await asyncio.to_thread(weights.verify)
@@ -185,14 +186,14 @@ class LocalEngine:
         self._staged = weights if isinstance(weights, WeightBundle) else None
 
     async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
-        """See `Engine.update_weights`. Steps run inline, so a caller always runs between two of them."""
+        """See `Engine.update_weights`. Steps run inline, so no step is in progress."""
         if not isinstance(weights, WeightBundle) or weights != self._staged:
             await self.stage_weights(weights, version)
         self._staged = None
         self._check_newer(version)
         try:
             self._entered().load_weights(weights)
-        except Exception as error:  # some are new now and some are old
+        except Exception as error:  # the model now has a mix of old and new weights
             raise self._die(error) from error
         self._version = version
         self._slots.forget_parked()
@@ -200,15 +201,15 @@ class LocalEngine:
             if self._config.kv_on_update == "keep":
                 live.stale = live.cached > 0
             else:
-                live.cached = 0  # all its tokens are recomputed before the next is sampled
+                live.cached = 0  # all its tokens are recomputed before the next one is sampled
 
     @property
     def weights(self) -> Mapping[str, "Tensor"]:
-        """What it samples from, by Hugging Face names; not copied, so they change with the next version."""
+        """The current weights, by Hugging Face names. They are not copied, so the next update changes them."""
         return self._entered().weights
 
     async def sleep(self) -> None:
-        """See `Sleeper` (agentrl/placement/time_share.py). Steps run inline, so no step is under way."""
+        """See `Sleeper` (agentrl/placement/time_share.py). Steps run inline, so no step is in progress."""
         model = self._entered()
         self._awake.clear()
         self._slots.forget_parked()
@@ -230,7 +231,7 @@ class LocalEngine:
             self._generated,
             self._prefilled,
             self._cached,
-            kv_use=running / self._config.max_batch,  # of its slots: each holds a whole context
+            kv_use=running / self._config.max_batch,  # the share of slots in use: each has room for a whole context
         )
 
     def _load(self) -> "PackedModel":
@@ -250,7 +251,7 @@ class LocalEngine:
         return self._model
 
     async def _run(self, model: "PackedModel") -> None:
-        """The engine's task: admit, step, let callers answer; wait when there is nothing to do."""
+        """The engine's loop: let callers respond, admit requests, run a step; wait when there is nothing to do."""
         finished = 0
         try:
             while True:
@@ -267,12 +268,12 @@ class LocalEngine:
             self._die(error)
 
     async def _let_callers_answer(self, finished: int) -> None:
-        """Yield until the callers whose requests just finished have come back with the next turn.
+        """Yield until the callers whose requests just finished have sent their next turns.
 
-        An answer reaches its caller in the loop's next iteration; a caller that can act at once is back in the same
-        one, a new episode needs a few more. A step begun before would run half empty, and the rest would run half
-        empty after it. So: go on while requests arrive, until all are back or a few iterations brought none. This
-        counts iterations, never time, so the batches are the same in every run.
+        A completion reaches its caller in the next iteration of the event loop. A caller that responds at once sends
+        its next request in that same iteration; a new episode needs a few more. A step started earlier would run half
+        empty, and so would the step after it. So this yields while requests arrive, until all callers are back or a
+        few iterations brought no request. It counts iterations, never time, so batches are the same in every run.
         """
         expected = self._arrivals + finished
         if not finished and self._running:
@@ -287,9 +288,13 @@ class LocalEngine:
                 return
 
     def _admit(self) -> None:
-        """Give slots to the waiting, by priority and arrival; each first to whom it fits, then the oldest parked."""
+        """Give slots to waiting requests, by priority and arrival.
+
+        Requests that extend a parked slot take that one first; then the others take an empty slot, or else the slot
+        parked longest ago.
+        """
         for live in [live for live in self._running.values() if live.future.done()]:
-            self._release(live)  # cancelled; its caller has not run since
+            self._release(live)  # cancelled, but its caller has not run since
         admitted: list[_Live] = []
         while self._waiting and len(admitted) < self._slots.available:
             live = heapq.heappop(self._waiting)
@@ -311,7 +316,7 @@ class LocalEngine:
             self._running[live.slot] = live
 
     def _step(self, model: "PackedModel") -> int:
-        """Compute what has no KV yet, sample a token where that reaches the end; returns how many requests ended."""
+        """Compute tokens without KV, sample where a sequence is complete, and return how many requests ended."""
         computes_by_design()
         rows = self._schedule()
         sampled = iter(model.step(list(rows.values())))
@@ -325,7 +330,7 @@ class LocalEngine:
         return finished
 
     def _schedule(self) -> "dict[_Live, StepRow]":
-        """Everyone's tokens without KV. Who only decodes goes first; then prefills, by priority, within the budget."""
+        """The tokens without KV to compute: decoding requests first, then prefills by priority, within the budget."""
         from agentrl.engines.packed_model import StepRow
 
         pending = {live: len(live.tokens) - live.cached for live in self._running.values()}
@@ -366,7 +371,7 @@ class LocalEngine:
         return True
 
     def _withdraw(self, live: _Live) -> None:
-        """Take a request out that its caller gave up on; one that ended is out already."""
+        """Remove a request that its caller gave up on. One that ended is already removed."""
         if self._running.get(live.slot) is live:
             self._release(live)
         elif live.slot < 0 and live in self._waiting:
@@ -384,7 +389,7 @@ class LocalEngine:
             raise EngineError(f"weights of version {version} after version {self._version}: versions only grow")
 
     def _die(self, error: Exception) -> EngineDeadError:
-        """Mark the engine dead: all waiting and later requests fail with this error."""
+        """Mark the engine dead: all current and later requests fail with this error."""
         self._closed = f"it died of {type(error).__name__}: {error}"
         death = EngineDeadError(f"the engine died of {type(error).__name__}: {error}")
         death.__cause__ = error

@@ -1,9 +1,11 @@
-"""A model that somebody else serves: any OpenAI-compatible server that takes and gives token ids, over HTTP.
+"""A model served elsewhere: any OpenAI-compatible HTTP server that accepts and returns token ids.
 
-That is `POST /v1/completions` with vLLM's additions: `return_token_ids`, `stop_token_ids`, `ignore_eos`, `priority`.
-Start vLLM's server with `--logprobs-mode processed_logprobs`, or its logprobs are not of the distribution that was
-sampled from; with `--generation-config vllm`, or the model's folder has a say in sampling; and with
-`--scheduling-policy priority`, or set `priorities` to false, as it then refuses them.
+This uses `POST /v1/completions` with vLLM's extensions `return_token_ids`, `stop_token_ids`, `ignore_eos` and
+`priority`. Start a vLLM server with these options:
+
+- `--logprobs-mode processed_logprobs`: without it, logprobs are not those of the sampling distribution;
+- `--generation-config vllm`: without it, the model's folder changes the sampling parameters;
+- `--scheduling-policy priority`: without it, the server rejects priorities, and `priorities` must be false.
 """
 
 import asyncio
@@ -31,39 +33,40 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound=BaseModel)
 _BUSY = (429, 502, 503, 504)
-"""The server, or a proxy before it, asks us to come again later."""
+"""Statuses with which the server, or a proxy in front of it, asks the client to retry later."""
 
 
 class OpenAIEngine:
-    """The `Engine` over HTTP. It serves one version, of which only its config can know the number.
+    """The `Engine` over HTTP. It serves a single version, whose number only the config can state.
 
-    `model`, the folder that other engines load, is not read: what the server serves counts.
+    The `model` folder that other engines load is not read: the server's model counts.
     """
 
     class Config(Settings):
         """Settings of `engine=openai`."""
 
         url: str = Field(pattern=r"^https?://")
-        """Where the server is, without the `/v1` of its paths: `http://localhost:8000`."""
+        """Address of the server without `/v1`, such as `http://localhost:8000`."""
         model: str | None = None
-        """Name of the served model; the first that the server lists when not given."""
+        """Name of the served model; by default the first one that the server lists."""
         api_key_env: str | None = None
         """Environment variable that holds the bearer key."""
         max_context: int | None = Field(default=None, ge=2)
-        """Largest prompt plus completion, in tokens; the `max_model_len` that the server states when not given."""
+        """Largest prompt plus completion, in tokens; by default the `max_model_len` that the server states."""
         connections: int = Field(default=1024, ge=1)
-        """Requests under way at once; the others wait here in order of arrival."""
+        """Most concurrent requests; further ones wait on this side, in order of arrival."""
         priorities: bool = True
         """Tell the server the priority of each request."""
         retries: int = Field(default=5, ge=0)
-        """How often a request is sent again, when the server cannot be reached or is too busy."""
+        """How many times a request is retried when the server cannot be reached or is too busy."""
         backoff: float = Field(default=0.5, gt=0)
-        """Seconds before the first retry; doubled for each further one, less a random share of up to one half."""
+        """Seconds before the first retry, doubled for each further one; each pause is cut by a random share of up to
+        one half."""
         policy_version: int = Field(default=0, ge=0)
         """The version that all tokens are stamped with."""
 
         def layout(self) -> EngineLayout:
-            """It lies elsewhere."""
+            """The model runs elsewhere."""
             return EngineLayout(here=False)
 
     def __init__(self, config: Config, model: Path | None = None) -> None:
@@ -80,7 +83,7 @@ class OpenAIEngine:
 
     @property
     def policy_version(self) -> int:
-        """The one version that there is."""
+        """The one version that is served."""
         return self._config.policy_version
 
     @property
@@ -96,7 +99,7 @@ class OpenAIEngine:
             headers["Authorization"] = f"Bearer {os.environ[variable]}"
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=self._config.connections),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=30),  # the caller sets the deadline of the whole
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=30),  # the caller sets the overall deadline
             headers=headers,
             cookie_jar=aiohttp.DummyCookieJar(),
         )
@@ -111,10 +114,10 @@ class OpenAIEngine:
         session, self._session = self._session, None
         self._closed = "it was closed"
         if session is not None:
-            await session.close()  # ends the requests under way; `generate` says why
+            await session.close()  # ends the requests in flight; `generate` raises the reason
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """See `Engine.generate`. A completion that meets `max_context` ends there with finish reason "length"."""
+        """See `Engine.generate`. A completion that reaches `max_context` ends with finish reason "length"."""
         session = self._entered()
         max_new = max_new_tokens(request, max_context=self._max_context, vocab_size=None, live_ids=self._live)
         self._live.add(request.id)
@@ -125,26 +128,26 @@ class OpenAIEngine:
         return self._completion(answer)
 
     async def interrupt(self) -> None:
-        """Not possible: the server alone has the tokens of a request until it is finished.
+        """Not possible: only the server has the tokens of an unfinished request.
 
         Raises:
             EngineError: always.
         """
-        raise EngineError("engine=openai cannot be interrupted: the server keeps the tokens of what is not finished")
+        raise EngineError("engine=openai cannot be interrupted: only the server has the tokens of unfinished requests")
 
     async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
-        """Not possible: the weights are the server's.
+        """Not possible: the server owns its weights.
 
         Raises:
             EngineError: always.
         """
         raise EngineError(
-            f"engine=openai takes no weights: {self._config.url} serves version {self.policy_version} for ever. "
-            "Train with engine=vllm or engine=local, and use this one to evaluate"
+            f"engine=openai cannot take new weights: {self._config.url} always serves version {self.policy_version}. "
+            "Train with engine=vllm or engine=local, and use engine=openai to evaluate"
         )
 
     def stats(self) -> EngineStats:
-        """What is known on this side of the wire: requests that have a connection, and those that wait for one."""
+        """The client's view: `running` are the requests that have a connection, `waiting` those that wait for one."""
         running = min(len(self._live), self._config.connections)
         return EngineStats(running, len(self._live) - running, self._generated, self._prefilled, self._cached)
 
@@ -179,7 +182,7 @@ class OpenAIEngine:
             "seed": request.seed & (2**63 - 1),
             "logprobs": 0,  # of the sampled token only
             "return_token_ids": True,
-            "return_tokens_as_token_ids": True,  # spares the server their text
+            "return_tokens_as_token_ids": True,  # saves the server from decoding them to text
             "ignore_eos": True,  # only the request's stop tokens end it
             "add_special_tokens": False,
         }
@@ -202,9 +205,9 @@ class OpenAIEngine:
         )
 
     async def _ask(self, session: aiohttp.ClientSession, method: str, url: str, body: bytes | None = None) -> bytes:
-        """The server's answer, sent for again while it is away or busy.
+        """The server's answer. Retries while the server is unreachable or busy.
 
-        A dropped connection counts as away: a request that is sent twice is sampled twice, with the same seed.
+        A dropped connection is retried too: the request is then sampled twice, with the same seed.
         """
         for attempt in range(self._config.retries + 1):
             if attempt:
@@ -220,14 +223,14 @@ class OpenAIEngine:
             except asyncio.CancelledError:
                 task = asyncio.current_task()
                 if task is None or not task.cancelling():
-                    self._entered()  # a closing session cancels those that wait for a connection
+                    self._entered()  # closing the session cancels requests that wait for a connection
                 raise
             if status == 200:
                 return answer
             trouble = f"{status}: {answer.decode(errors='replace')[:500]}"
             if status not in _BUSY:
                 raise EngineError(f"{url} refused the request with {trouble}")
-        raise EngineDeadError(f"{url} did not answer {self._config.retries + 1} times, at last with {trouble}")
+        raise EngineDeadError(f"{url} failed {self._config.retries + 1} times, the last time with {trouble}")
 
 
 def _parse(kind: type[T], answer: bytes) -> T:
@@ -235,7 +238,7 @@ def _parse(kind: type[T], answer: bytes) -> T:
         return kind.model_validate_json(answer)
     except ValidationError as error:
         raise EngineError(
-            f"the server's answer is not as expected (token ids are given by a recent vLLM): {error}"
+            f"the server's answer is not as expected (returning token ids takes a recent vLLM): {error}"
         ) from error
 
 

@@ -4,8 +4,8 @@ Dimension suffixes: N packed tokens of a step, S slots, R rows of an attention b
 tokens, H query heads, K key/value heads, D head size, V vocabulary.
 
 The tokens of all rows, whether one each (decoding) or many (prefill), go through the linear layers as one sequence
-without padding. Only attention sees rows, through transformers' own attention interface: it writes the new keys and
-values into their slots and attends block by block over rows of like size.
+without padding. Only attention distinguishes rows, through transformers' own attention interface: it writes the new
+keys and values into their slots, and computes attention in blocks of rows of similar size.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +31,8 @@ _ATTENTION = "agentrl_slots"
 class StepRow:
     """One request's share of a step: `token_ids` are computed into `slot` from position `start` on.
 
-    When `sample`, one token is drawn from the logits of the last one; `position` counts the request's sampled tokens.
+    If `sample` is set, one token is drawn from the logits of the last one. `position` is the number of tokens that the
+    request has sampled so far.
     """
 
     slot: int
@@ -50,9 +51,9 @@ class StepRow:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Rows that attend together: tokens `first` to `stop` of the packed sequence.
+    """Rows whose attention is computed together: tokens `first` to `stop` of the packed sequence.
 
-    `rows` are their slots (a slice where they are neighbours, which saves a copy of their KV). Rows of unequal size
+    `rows` are their slots, as a slice if the slots are adjacent, which saves a copy of their KV. Rows of unequal size
     are padded by `pad_RT` (indices into the packed tokens) and unpadded by `unpad_N` (indices into R x T).
     """
 
@@ -67,7 +68,7 @@ class _Block:
 
 
 class _SlotKv:
-    """Keys and values of all slots of one layer, (S, K, L, D); grows as it must."""
+    """Keys and values of all slots of one layer, (S, K, L, D); grows on demand."""
 
     def __init__(self) -> None:
         self.keys_SKLD = torch.empty(0)
@@ -90,7 +91,7 @@ def _grown(old: Tensor, like_NKD: Tensor, slots: int, length: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What attention must know about a step; handed through the model's keyword arguments."""
+    """The data that attention needs for a step, passed through the model's keyword arguments."""
 
     layers: list[_SlotKv]
     slots_N: Tensor
@@ -115,7 +116,7 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: (1, H, N, D) in, (1, N, H, D) out."""
     if sliding_window is not None or softcap is not None or s_aux is not None:
-        raise EngineError("engine=local has plain causal attention only; use engine=vllm for this model")
+        raise EngineError("engine=local supports only plain causal attention; use engine=vllm for this model")
     layer_index: Any = module.layer_idx
     layer = plan.layers[layer_index]
     query_NHD, key_NKD, value_NKD = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -145,13 +146,13 @@ def _attend_block(block: _Block, layer: _SlotKv, query_NHD: Tensor, scaling: flo
 
 
 class PackedModel:
-    """Loads a Hugging Face folder; computes steps; takes new weights in place."""
+    """A model loaded from a Hugging Face folder: computes steps, and loads new weights in place."""
 
     def __init__(self, folder: Path, *, dtype: torch.dtype, device: torch.device, max_slots: int) -> None:
         """Load the weights.
 
         Raises:
-            ConfigError: the model needs attention that this engine does not have.
+            ConfigError: the model needs a kind of attention that this engine does not support.
         """
         self._model = _load(folder, dtype, device)
         self._device = device
@@ -165,7 +166,7 @@ class PackedModel:
         self._capacity = (0, 0)
 
     def step(self, rows: Sequence[StepRow]) -> list[tuple[int, float]]:
-        """Compute all rows' tokens; one (token, logprob) for each row with `sample`, in the order of `rows`."""
+        """Compute the tokens of all rows; return (token, logprob) of each row with `sample`, in the order of `rows`."""
         with torch.inference_mode():
             blocks = _blocks(rows)
             order = [row for block in blocks for row in block]
@@ -180,11 +181,11 @@ class PackedModel:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """The weights by Hugging Face names, not copied; tied ones under each of their names."""
+        """The weights by Hugging Face names, not copied; tied weights appear under each of their names."""
         return dict(self._model.named_parameters(remove_duplicate=False))
 
     def check_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Say whether these are all of this model's weights.
+        """Check that these are all of this model's weights.
 
         Raises:
             EngineError: a name is unknown or missing (tied names may be), or a shape differs.
@@ -196,19 +197,19 @@ class PackedModel:
         misshapen = sorted(name for name in shapes.keys() & own.keys() if shapes[name] != own[name].shape)
         if unknown or missing or misshapen:
             raise EngineError(
-                f"these weights are not of the engine's model: unknown {unknown[:3]}, missing {missing[:3]}, "
-                f"of another shape {misshapen[:3]}; nothing was changed"
+                f"these weights do not fit the engine's model: unknown {unknown[:3]}, missing {missing[:3]}, "
+                f"wrong shape {misshapen[:3]}; nothing was changed"
             )
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy new weights in, which were checked; one that fails to be copied leaves a mix."""
+        """Copy new weights in; they must have been checked. A failed copy leaves a mix of old and new weights."""
         own = self.weights
         with torch.no_grad():
             for name, tensor in weights.items():
                 own[name].copy_(tensor)
 
     def sleep(self) -> None:
-        """Give back the KV cache, and move the weights to the host's memory."""
+        """Free the KV cache, and move the weights to host memory."""
         self._layers = [_SlotKv() for _ in self._layers]
         self._capacity = (0, 0)
         self._model.to("cpu")
@@ -216,12 +217,12 @@ class PackedModel:
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        """Move the weights back; the KV cache grows again as it must."""
+        """Move the weights back to the device; the KV cache grows again on demand."""
         self._model.to(self._device)
 
     @property
     def kv_bytes(self) -> int:
-        """What the KV cache holds of the device's memory."""
+        """Device memory that the KV cache uses, in bytes."""
         return sum(layer.keys_SKLD.nbytes + layer.values_SKLD.nbytes for layer in self._layers)
 
     def _forward(self, blocks: Sequence[Sequence[StepRow]], ends_R: Tensor) -> Tensor:
@@ -280,7 +281,7 @@ class PackedModel:
         )
 
     def _reserve(self, rows: Sequence[StepRow]) -> tuple[int, int]:
-        """Slots and length that the cache must have; both double, so that growing is rare."""
+        """The slots and length that the cache must have. Both grow by doubling, so that growing is rare."""
         slots, length = self._capacity
         while slots < max(row.slot for row in rows) + 1:
             slots = min(max(2 * slots, 8), self._max_slots)
@@ -303,9 +304,9 @@ class PackedModel:
 
 
 def _blocks(rows: Sequence[StepRow]) -> list[list[StepRow]]:
-    """Rows by powers of two of their new and their cached tokens, so that padding at most doubles attention's work.
+    """Group rows by their new and their cached tokens, each rounded up to a power of two, so that padding is limited.
 
-    Attention over few tokens costs less than another block does; hence the floors.
+    Small sizes are grouped together, because attention over few tokens costs less than another block.
     """
     blocks: dict[tuple[int, int], list[StepRow]] = {}
     for row in sorted(rows, key=lambda row: row.slot):
@@ -321,7 +322,7 @@ def _load(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
     config = AutoConfig.from_pretrained(folder)
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
-        raise ConfigError(f"engine=local has full attention only, the model in {folder} has {sorted(kinds)}; use vllm")
+        raise ConfigError(f"engine=local supports only full attention; {folder} has {sorted(kinds)}: use engine=vllm")
     AttentionInterface.register(_ATTENTION, _attend)
     with _no_progress_bars():
         model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, attn_implementation=_ATTENTION)

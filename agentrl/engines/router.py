@@ -1,15 +1,15 @@
 """`Router`: several replicas of an engine as one `Engine`.
 
-An episode stays with one replica, where the prefix of its next turn is cached, unless that one is far busier than the
-least busy one. A request whose replica dies is sent to a survivor, or waits for the one that takes its place: a replica
-that died, or that gives no sign of life, is replaced, and brought to the current weights before it gets a request. New
-weights go to all of them, in one of three ways:
+An episode stays on one replica, which caches the prefix of its next turn, unless that replica is far busier than the
+least busy one. A replica that dies, or gives no sign of life, is replaced; its replacement loads the current weights
+before it gets requests. Requests of a dead replica are sent to another one, or wait for the replacement. New weights
+go to all replicas in one of three ways:
 
-- `keep`: at once; turns in flight go on under the new weights.
-- `abort_resume`: turns in flight are interrupted, and sent again with the tokens they have, under the new weights.
-- `drain`: new turns are held back until those in flight have ended.
+- `keep`: at once; turns in flight continue under the new weights.
+- `abort_resume`: turns in flight are interrupted, and continued from their tokens under the new weights.
+- `drain`: new turns wait until those in flight have ended.
 
-No token is sampled twice in `keep` and `abort_resume`, but those that died with a replica.
+With `keep` and `abort_resume`, no token is sampled twice, except tokens lost with a dead replica.
 """
 
 import asyncio
@@ -36,19 +36,22 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _SESSIONS = 1 << 16
-"""Episodes whose replica is remembered; the longest unused is forgotten first."""
+"""Episodes whose replica is remembered; the least recently used is forgotten first."""
 _PROBE_SECONDS = 1.0
-"""Between two questions whether an engine lives."""
+"""Longest pause between two probes of an engine."""
 _ATTEMPTS = 3
-"""How often in a row a replica is restarted before the run ends with its error."""
+"""How many times in a row a replica may fail to restart before the run ends with its error."""
 _CLOSE_SECONDS = 30.0
-"""How long a dead engine may take to give back what it held."""
+"""How long a dead engine may take to free its resources."""
 
 
 @dataclass(eq=False, slots=True)
 class _Replica:
-    """One engine. `calls` are the tasks that wait for an answer of it, and its death where they were cancelled of it;
-    `dead` says why it gets no more requests."""
+    """One engine.
+
+    `calls` are the tasks that wait for its answers, each with the engine's death if `_evict` cancelled it for that.
+    `dead` is the reason why it gets no more requests.
+    """
 
     number: int
     engine: Engine
@@ -59,14 +62,14 @@ class _Replica:
 
 
 class Router:
-    """See the module. Enters and leaves its replicas with itself.
+    """See the module. Entering and leaving the router enters and leaves its replicas.
 
-    `escape`: an episode leaves its replica when that has more than `escape` times the requests of the least busy one,
-    and at least eight more. `factory` makes the engine that replaces a dead one; without it the survivors go on alone.
-    `lease`: seconds for which a replica that can be asked (`SupportsProbe`) may give no sign of life.
+    `escape`: an episode leaves its replica if that has more than `escape` times the requests of the least busy one,
+    and over eight more. `factory` makes the replacement of a dead engine; without it, the other replicas carry on.
+    `lease`: seconds that a replica with a probe (`SupportsProbe`) may go without a sign of life.
 
     Raises:
-        EngineDeadError: while it is open: a dead replica could not be replaced.
+        EngineDeadError: while the router is open: a dead replica could not be replaced.
     """
 
     def __init__(
@@ -99,14 +102,14 @@ class Router:
 
     @property
     def policy_version(self) -> int:
-        """The oldest version that a living replica samples from."""
+        """The oldest version that a live replica samples from."""
         if not self._alive and self._factory is not None:
             return 0 if self._published is None else self._published[1]
         return min([replica.engine.policy_version for replica in self._living()])
 
     @property
     def max_context(self) -> int:
-        """What fits into every replica."""
+        """The smallest `max_context` of all replicas."""
         return self._max_context
 
     async def __aenter__(self) -> Self:
@@ -152,14 +155,14 @@ class Router:
             completion = _joined(done, completion) if done else completion
             if completion.finish_reason != "abort" or interruptions == self._interruptions:
                 return completion
-            done = completion  # new weights have interrupted it: it goes on from here
+            done = completion  # a weight update interrupted it: it continues from here
 
     async def interrupt(self) -> None:
         """See `Engine.interrupt`."""
         await self._everywhere("interrupt", lambda engine: engine.interrupt())
 
     async def stage_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
-        """See `SupportsStageWeights`; by those replicas that can."""
+        """See `SupportsStageWeights`. Replicas that cannot stage weights are skipped."""
 
         async def stage(engine: Engine) -> None:
             if isinstance(engine, SupportsStageWeights):
@@ -168,9 +171,9 @@ class Router:
         await self._everywhere("stage", stage)
 
     async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
-        """See `Engine.update_weights`; a replica that dies of it is left behind, or replaced by one with these weights.
+        """See `Engine.update_weights`. A replica that fails it is dropped, or replaced by one with these weights.
 
-        What is given here has to stay readable until the next update.
+        `weights` must stay readable until the next update.
         """
         published, self._published = self._published, (weights, version)
         try:
@@ -180,10 +183,10 @@ class Router:
                 await self._update_between_turns(weights, version)
         except (EngineError, WeightsError) as error:
             behind = [replica for replica in self._alive if replica.engine.policy_version != version]
-            if len(behind) == len(self._alive):  # no replica has taken them: all go on as before
+            if len(behind) == len(self._alive):  # no replica took them: all continue as before
                 self._published = published
                 raise
-            for replica in behind:  # it cannot serve beside those who have
+            for replica in behind:  # it must not serve beside replicas that took them
                 self._evict(replica, EngineDeadError(f"it did not take version {version}: {error}"))
 
     async def _update_between_turns(self, weights: Mapping[str, "Tensor"], version: int) -> None:
@@ -199,7 +202,7 @@ class Router:
             self._open.set()
 
     async def sleep(self) -> None:
-        """See `Sleeper` (agentrl/placement/time_share.py); of all living replicas."""
+        """See `Sleeper` (agentrl/placement/time_share.py). Applies to all live replicas."""
         await self._everywhere("sleep", lambda engine: cast(Sleeper, engine).sleep())
 
     async def wake(self) -> None:
@@ -207,7 +210,7 @@ class Router:
         await self._everywhere("wake", lambda engine: cast(Sleeper, engine).wake())
 
     def stats(self) -> EngineStats:
-        """Of all living replicas: sums, and the fullest KV cache."""
+        """Sums over all live replicas; `kv_use` is that of the fullest KV cache."""
         stats = [replica.engine.stats() for replica in self._alive]
         return EngineStats(
             sum(s.running for s in stats),
@@ -220,9 +223,9 @@ class Router:
         )
 
     def evict_unresponsive(self) -> bool:
-        """Evict replicas that have requests and made no progress since the last call; returns whether there was one.
+        """Evict replicas that have requests but made no progress since the last call; return whether there was one.
 
-        The last living one is kept where dead ones are not replaced: no other could take its requests.
+        If dead replicas are not replaced, the last live one is kept, because no other could take its requests.
         """
         found = False
         for replica in self._replicas:
@@ -231,11 +234,11 @@ class Router:
             replica.seen = now_seen
             if silent and (self._factory or len(self._living()) > 1):
                 found = True
-                self._evict(replica, EngineDeadError(f"engine {replica.number} did not answer any more"))
+                self._evict(replica, EngineDeadError(f"engine {replica.number} stopped answering"))
         return found
 
     async def _ask(self, replica: _Replica, answer: Awaitable[T]) -> T:
-        """The answer of a replica, or its death, should it be given up meanwhile."""
+        """The answer of a replica. Raises the replica's death if it is evicted meanwhile."""
         task = asyncio.current_task()
         assert task is not None
         cancelling = task.cancelling()
@@ -245,7 +248,7 @@ class Router:
         except asyncio.CancelledError:
             death = replica.calls[task]
             if death is not None and task.uncancel() <= cancelling:
-                raise death from None  # `_evict` alone has cancelled it
+                raise death from None  # only `_evict` cancelled it
             raise
         finally:
             del replica.calls[task]
@@ -274,30 +277,30 @@ class Router:
         return self._alive
 
     async def _wait_for_a_replica(self) -> None:
-        """Wait until a replica lives, where one will."""
+        """Wait until a replica is alive, if one is being restarted."""
         while not self._alive and self._factory is not None:
             self._revived.clear()
             await self._revived.wait()
-        self._living()  # raises where none does, or ever will
+        self._living()  # raises if none is alive and none will be
 
     def _mark_dead(self, replica: _Replica, engine: Engine, why: EngineDeadError) -> None:
-        if replica.dead is not None or replica.engine is not engine:  # known already, and perhaps replaced
+        if replica.dead is not None or replica.engine is not engine:  # already known, and perhaps replaced
             return
         replica.dead = why
         self._alive = [replica for replica in self._alive if replica.dead is None]
         if self._factory is not None:
-            logger.warning("engine %d is restarted: %s", replica.number, why)
+            logger.warning("restarting engine %d: %s", replica.number, why)
             self._flow.start(self._replace(replica, self._factory), name=f"renew {replica.number}")
 
     def _evict(self, replica: _Replica, why: EngineDeadError) -> None:
-        """Send no more requests to it, and those that it has to the others."""
+        """Stop sending requests to a replica, and move the requests that it has to the others."""
         self._mark_dead(replica, replica.engine, why)
         for task in replica.calls:
             replica.calls[task] = why
             task.cancel()
 
     async def _watch(self, replica: _Replica, lease: float) -> None:
-        """Ask a replica for a sign of life again and again."""
+        """Probe a replica repeatedly, and evict it when it is dead or does not answer."""
         while True:
             await asyncio.sleep(min(_PROBE_SECONDS, lease / 3))
             engine = replica.engine
@@ -315,7 +318,7 @@ class Router:
                 self._evict(replica, death)
 
     async def _replace(self, replica: _Replica, factory: Callable[[int], Engine]) -> None:
-        """A new engine in the place of one that died, at the weights that were published last."""
+        """Replace a dead engine by a new one with the latest published weights."""
         for _ in range(_ATTEMPTS):
             await self._close(replica)
             replica.engine = factory(replica.number)
@@ -333,11 +336,11 @@ class Router:
         raise EngineDeadError(f"{replica.dead} ({_ATTEMPTS} times in a row)") from replica.dead
 
     async def _catch_up(self, engine: Engine) -> None:
-        while self._published is not None and engine.policy_version != self._published[1]:  # another may come meanwhile
+        while self._published is not None and engine.policy_version != self._published[1]:  # it may change meanwhile
             await engine.update_weights(*self._published)
 
     async def _close(self, replica: _Replica) -> None:
-        """Let a dead engine give back what it holds; what it cannot close any more is left."""
+        """Let a dead engine free its resources. A failure to do so is only logged."""
         if replica not in self._entered:
             return
         self._entered.remove(replica)
@@ -348,7 +351,7 @@ class Router:
             logger.warning("engine %d did not close: %s", replica.number, error or type(error).__name__)
 
     async def _everywhere(self, what: str, act: Callable[[Engine], Awaitable[None]]) -> None:
-        """Let all living replicas do it, to the end, and raise the first error that is not a death."""
+        """Run `act` to its end on all live replicas, then raise the first error that is not a death."""
         refused: list[EngineError | WeightsError] = []
 
         async def on(replica: _Replica, engine: Engine) -> None:
@@ -373,7 +376,7 @@ class Router:
 
 
 def _rest_of(request: GenerateRequest, done: Completion) -> GenerateRequest:
-    """What is left to sample after `done`. Its noise is new, as the positions are; it derives from the same seed."""
+    """The request for the tokens after `done`. Its positions start at 0 again, so it gets a new, derived seed."""
     sampled = len(done.token_ids)
     return replace(
         request,

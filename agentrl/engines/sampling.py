@@ -1,9 +1,9 @@
-"""Sampling whose noise is a function: of a request's seed and a token's position, of nothing else.
+"""Sampling whose noise depends only on a request's seed and a token's position.
 
 Dimension suffixes: R rows of a batch, V tokens of the vocabulary.
 
 A generator object per request would have to be stepped once per token and row; a counter-based hash has no state, so
-a whole batch is one vectorised expression, and a token does not depend on who else was in the batch.
+a whole batch is one vectorised expression, and a token does not depend on the other requests in the batch.
 """
 
 import numpy as np
@@ -37,7 +37,7 @@ def _signed(x: int) -> int:
 
 
 class Sampler:
-    """Draws one token per row from logits; holds only the vocabulary's counters."""
+    """Draws one token per row from logits. Its only state is a counter for each token of the vocabulary."""
 
     def __init__(self, vocab: int, device: torch.device) -> None:
         counters = np.arange(1, vocab + 1, dtype=np.uint64) * np.uint64(_GAMMA)
@@ -45,10 +45,10 @@ class Sampler:
 
     def gumbel(self, keys_R: Tensor) -> Tensor:
         """Standard Gumbel noise of shape (R, V), float32, for int64 keys."""
-        x = keys_R[:, None] + self._counters_V  # wraps, as splitmix64 wants
+        x = keys_R[:, None] + self._counters_V  # wraps around, as splitmix64 requires
         x.bitwise_xor_((x >> 30).bitwise_and_((1 << 34) - 1)).mul_(_signed(_MIX_1))
         x.bitwise_xor_((x >> 27).bitwise_and_((1 << 37) - 1)).mul_(_signed(_MIX_2))
-        # the best 23 bits as a float strictly inside (0, 1): one ulp off either end the logarithms stay finite
+        # the top 23 bits as a float strictly inside (0, 1): half a step from either end, so the logarithms stay finite
         uniform = (x >> 41).bitwise_and_((1 << 23) - 1).to(torch.float32).add_(0.5).mul_(2.0**-23)
         return uniform.log_().neg_().log_().neg_()
 
@@ -56,7 +56,7 @@ class Sampler:
         """Tokens and their logprobs.
 
         Gumbel-max: argmax(logits / temperature + noise) is a draw from softmax(logits / temperature). A row of
-        temperature 0 takes the argmax, and its logprob is of temperature 1. `keys_R` is None when all rows are such.
+        temperature 0 takes the argmax, and its logprob is at temperature 1. If all rows are such, `keys_R` is None.
         """
         greedy_R = temperature_R == 0
         logprobs_RV = torch.log_softmax(logits_RV.float() / temperature_R.where(~greedy_R, 1.0)[:, None], dim=-1)

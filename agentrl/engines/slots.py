@@ -1,9 +1,9 @@
-"""Which request sits in which slot of the KV cache, and what finished requests left there.
+"""Which request occupies which slot of the KV cache, and what finished requests left there.
 
-A slot holds the KV of one token sequence. When a request finishes, its slot is *parked* with the tokens it holds; the
-next turn of the same episode extends exactly these tokens and takes the slot over, so only what is new is computed.
-Whose turn says how much of its prompt is known finds its slot by its session, and pays for its new tokens only; any
-other is found by its tokens. This module is bookkeeping only: no tensors.
+A slot holds the KV of one token sequence. When a request finishes, its slot is *parked* with its tokens. The next turn
+of the same episode extends exactly these tokens and takes over the slot, so only its new tokens are computed. A
+request that states how much of its prompt is known finds its slot by session, at a cost that grows only with its new
+tokens; any other request finds its slot by its tokens. This module does only bookkeeping: it has no tensors.
 """
 
 from collections import OrderedDict
@@ -19,11 +19,11 @@ Slot = int
 _BASE = 0x9E3779B97F4A7C15  # odd, so that its powers never vanish modulo 2**64
 _MODULUS = 1 << 64
 _TAIL = 32
-"""The last tokens of a known sequence that are compared all the same."""
+"""How many tokens at the end of a known sequence are compared anyway."""
 
 
 class SlotTokens(GrowingInts):
-    """The tokens of a slot, with a polynomial hash of the first ones that goes on where it was."""
+    """The tokens of a slot, with an incremental polynomial hash of a prefix."""
 
     __slots__ = ("_digest", "_hashed")
 
@@ -32,7 +32,7 @@ class SlotTokens(GrowingInts):
         self._digest = self._hashed = 0
 
     def digest(self, length: int) -> int:
-        """The hash of the first `length` tokens: of those that it was not asked of before, unless it is of fewer."""
+        """The hash of the first `length` tokens. It continues from the last call, unless `length` is smaller now."""
         if length < self._hashed:
             self._digest = self._hashed = 0
         if length > self._hashed:
@@ -44,7 +44,7 @@ class SlotTokens(GrowingInts):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A slot that holds the KV of the first `cached` tokens of a prompt; `tokens` are all of the prompt."""
+    """A slot that holds the KV of the first `cached` tokens of a prompt; `tokens` is the whole prompt."""
 
     slot: Slot
     cached: int
@@ -71,17 +71,15 @@ class SlotTable:
 
     @property
     def available(self) -> int:
-        """Slots that a request may take."""
+        """How many slots a request can choose from."""
         return len(self._empty) + len(self._parked)
 
     def known(self, prompt: IntArray, session: str, known: int) -> int:
-        """`known`, where so many tokens of the prompt are what a slot of its session holds and what was sampled after;
-        else 0.
-        """
+        """`known` if the session's parked slot has exactly that many tokens and the prompt begins with them, else 0."""
         return known if self._slot_of(prompt, session, known) is not None else 0
 
     def take_known(self, prompt: IntArray, session: str, known: int) -> Place | None:
-        """Take the slot that the last request of the session has left, if the prompt extends it."""
+        """Take the slot that the last request of the session left, if the prompt extends it."""
         slot = self._slot_of(prompt, session, known)
         if slot is None:
             return None
@@ -95,7 +93,7 @@ class SlotTable:
             return None
         prefix_hashes = _prefix_hashes(prompt)
         for length in sorted(self._lengths, reverse=True):
-            if length >= len(prompt):  # at least one token must be computed: its logits are what is asked for
+            if length >= len(prompt):  # at least one token must be computed, for its logits
                 continue
             for slot in self._by_key.get((length, int(prefix_hashes[length - 1])), ()):
                 if np.array_equal(self._parked[slot].tokens.values[:length], prompt[:length]):
@@ -113,7 +111,7 @@ class SlotTable:
         return Place(slot, 0, SlotTokens(prompt))
 
     def park(self, slot: Slot, tokens: SlotTokens, cached: int, session: str = "") -> None:
-        """Give a slot back that holds the KV of the first `cached` of `tokens`."""
+        """Release a slot that holds the KV of the first `cached` of `tokens`."""
         if not cached:
             self._empty.append(slot)
             return
@@ -125,7 +123,7 @@ class SlotTable:
         self._lengths[cached] = self._lengths.get(cached, 0) + 1
 
     def forget_parked(self) -> None:
-        """Empty all parked slots: what they hold is of no use any more."""
+        """Empty all parked slots, because their contents are out of date."""
         self._empty.extend(sorted(self._parked, reverse=True))
         self._parked.clear()
         self._by_session.clear()
@@ -155,7 +153,7 @@ class SlotTable:
 
 
 class _Powers:
-    """B, B**2, B**3, ... modulo 2**64: as many as were ever needed."""
+    """B, B**2, B**3, ... modulo 2**64: as many as have been needed so far."""
 
     def __init__(self) -> None:
         self._values = np.full(1, _BASE, np.uint64)

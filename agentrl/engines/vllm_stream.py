@@ -1,10 +1,10 @@
 """Weights streamed from tensors of this process into vLLM's workers, by vLLM's own transfer engines.
 
-vLLM has two sides: an engine in each worker (`agentrl/engines/vllm_worker.py`), and one at the trainer that drives the
-update. Here the latter runs beside the driver, in threads. `nccl` and `ipc` are vLLM's own, for GPUs, and were never
-run here, where there is none. `gloo` is the twin of `nccl` for CPUs, with the same handshake and the same sending loop
-(vLLM's), so what is ours in all three is what its test runs. All of them load in place: an update that breaks off loses
-the engine.
+vLLM's transfer has two sides: an engine in each worker (`agentrl/engines/vllm_worker.py`), and a sender at the trainer
+that drives the update. Here the sender runs in threads of the driver. `nccl` and `ipc` are vLLM's own backends for
+GPUs, and have never been run here, for lack of a GPU. `gloo` is the counterpart of `nccl` for CPUs, with vLLM's own
+handshake and sending loop; its test covers our code, which all three share. All of them load in place: an update that
+fails midway loses the engine.
 
 Imports vLLM; imported only by an entered `VllmEngine`.
 """
@@ -37,7 +37,7 @@ StreamBackend = Literal["gloo", "nccl", "ipc"]
 
 
 class WeightStream:
-    """The way of the weights into one engine. `workers`: how many of them the engine has."""
+    """Sends weights to one engine. `workers`: how many workers the engine has."""
 
     def __init__(self, llm: Any, backend: StreamBackend, workers: int) -> None:
         self._client = _Client(llm, asyncio.get_running_loop())
@@ -47,7 +47,7 @@ class WeightStream:
         self._sender: Any = None
 
     async def send(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Load the weights into all workers; generation is paused."""
+        """Load the weights into all workers; generation must be paused."""
         self._source.weights = weights
         self._client.version = str(version)
         if self._sender is None:
@@ -55,7 +55,7 @@ class WeightStream:
         await asyncio.to_thread(self._sender.send_weights)
 
     def close(self) -> None:
-        """Leave the workers."""
+        """Disconnect from the workers."""
         if self._sender is not None:
             self._sender.shutdown()
 
@@ -68,7 +68,7 @@ class WeightStream:
 
 
 class _Client:
-    """vLLM's `VLLMWeightSyncClient`: what its senders ask of the engine, from a thread."""
+    """vLLM's `VLLMWeightSyncClient`: the calls that its senders make to the engine, from a thread."""
 
     def __init__(self, llm: Any, loop: asyncio.AbstractEventLoop) -> None:
         self._llm = llm
@@ -92,7 +92,7 @@ class _Client:
 
 
 class _Source(WeightSource):  # type: ignore[misc]
-    """Tensors by name, each brought to the device that they are sent from when its turn comes."""
+    """Tensors by name; each is moved to the sending device when its turn comes."""
 
     def __init__(self, device: str) -> None:
         self.weights: Mapping[str, Tensor] = {}
@@ -107,7 +107,7 @@ class _Source(WeightSource):  # type: ignore[misc]
 
 @dataclass
 class GlooInitInfo(NCCLTrainerInitInfo):  # type: ignore[misc]
-    """As for NCCL."""
+    """The same fields as for NCCL."""
 
     backend: ClassVar[str] = "gloo"
 
@@ -119,7 +119,7 @@ class GlooSender(NCCLTrainerWeightTransferEngine):  # type: ignore[misc]
 
     @classmethod
     def trainer_init(cls, init_info: GlooInitInfo, *, client: Any, source: WeightSource | None = None) -> Self:
-        """Meet the workers."""
+        """Connect to the workers."""
         sender = cls(client=client, source=source, packed=False)
         info = NCCLWeightTransferInitInfo(
             master_address=init_info.master_address,

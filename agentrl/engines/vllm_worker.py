@@ -1,7 +1,7 @@
-"""What agentrl runs inside vLLM: new weights from files in shared memory, the end of orphans, and counters.
+"""agentrl's code inside vLLM: it loads new weights, ends orphaned workers, and sums up statistics.
 
 This module imports vLLM and is imported only by an entered `VllmEngine` and, by name (`worker_extension_cls`), by
-vLLM's worker processes, where the import registers the weight transfer backend.
+vLLM's worker processes, where the import registers the weight transfer backends.
 """
 
 import os
@@ -36,7 +36,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from agentrl.weights.bundle import WeightBundle
 
 BACKENDS = {kind: f"agentrl_{kind}" for kind in ("files", "gloo", "nccl", "ipc")}
-"""vLLM's names of the ways that weights come, by ours (`engine.weight_transfer`)."""
+"""vLLM's names of the weight transfer backends, by ours (`engine.weight_transfer`)."""
 _GLOO_SECONDS = 300.0
 DRIVER_PID = "agentrl_driver_pid"
 """Key in vLLM's `additional_config`: the process whose death must end the workers."""
@@ -44,7 +44,7 @@ DRIVER_PID = "agentrl_driver_pid"
 
 @dataclass
 class NoInit(WeightTransferInitInfo):  # type: ignore[misc]
-    """Nothing has to be agreed on beforehand."""
+    """Files need no handshake."""
 
 
 @dataclass
@@ -56,7 +56,7 @@ class BundleInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class BundledWeights(WeightTransferEngine[NoInit, BundleInfo]):  # type: ignore[misc]
-    """Loads weights from a `WeightBundle`, memory-mapped, whose bytes were checked by `WorkerExtension`."""
+    """Loads weights from a memory-mapped `WeightBundle`, whose bytes `WorkerExtension` has checked."""
 
     init_info_cls = NoInit
     update_info_cls = BundleInfo
@@ -69,13 +69,13 @@ class BundledWeights(WeightTransferEngine[NoInit, BundleInfo]):  # type: ignore[
         """Nothing to set up."""
 
     def start_weight_update(self) -> None:
-        """Make the layers take weights in checkpoint form again."""
+        """Make the layers accept weights in checkpoint form again."""
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load the weights; the copy is complete when this returns."""
         self.receive_weights(self.parse_update_info(update_info))
-        if self.device.type != "cpu":  # vLLM's own version synchronises whatever the device is, and fails on a CPU
+        if self.device.type != "cpu":  # vLLM's own version always synchronises, which fails on a CPU
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: BundleInfo) -> None:
@@ -84,16 +84,16 @@ class BundledWeights(WeightTransferEngine[NoInit, BundleInfo]):  # type: ignore[
         self.model.load_weights((name, bundle[name]) for name in update_info.names)
 
     def finish_weight_update(self) -> None:
-        """Bring all layers into the form they compute in."""
+        """Convert all layers to the form they compute in."""
         finalize_layerwise_reload(self.model, self.model_config)
         _pack_tied_heads(self.model)
 
     def shutdown(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
 
 class GlooWeights(NCCLWeightTransferEngine):  # type: ignore[misc]
-    """The twin of vLLM's NCCL engine on CPUs: weights come one by one over a gloo group of their own."""
+    """The counterpart of vLLM's NCCL engine for CPUs: weights arrive one by one over a separate gloo group."""
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
@@ -101,17 +101,17 @@ class GlooWeights(NCCLWeightTransferEngine):  # type: ignore[misc]
         _begin_worker(vllm_config)
 
     def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
-        """Meet the sender and the other workers."""
+        """Connect to the sender and the other workers."""
         ranks = self.parallel_config
         rank = init_info.rank_offset + ranks.data_parallel_index * ranks.world_size + ranks.rank
         self.group = gloo_group(init_info, rank)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive and load; vLLM's own version synchronises an accelerator."""
+        """Receive and load the weights. vLLM's own version would synchronise an accelerator."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: Any) -> None:
-        """Load each weight as it comes, in the order of the sender."""
+        """Load each weight as it arrives, in the sender's order."""
 
         def received() -> Iterator[tuple[str, torch.Tensor]]:
             for name, dtype, shape in zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True):
@@ -122,7 +122,7 @@ class GlooWeights(NCCLWeightTransferEngine):  # type: ignore[misc]
         self.model.load_weights(received())
 
     def finish_weight_update(self) -> None:
-        """Bring all layers into the form they compute in."""
+        """Convert all layers to the form they compute in."""
         super().finish_weight_update()
         _pack_tied_heads(self.model)
 
@@ -132,7 +132,7 @@ class GlooWeights(NCCLWeightTransferEngine):  # type: ignore[misc]
 
 
 class NcclWeights(NCCLWeightTransferEngine):  # type: ignore[misc]
-    """vLLM's own, in a process that ends with the driver."""
+    """vLLM's NCCL engine, in a process that ends with the driver."""
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
@@ -140,7 +140,7 @@ class NcclWeights(NCCLWeightTransferEngine):  # type: ignore[misc]
 
 
 class IpcWeights(IPCWeightTransferEngine):  # type: ignore[misc]
-    """vLLM's own, in a process that ends with the driver."""
+    """vLLM's IPC engine, in a process that ends with the driver."""
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
@@ -148,29 +148,32 @@ class IpcWeights(IPCWeightTransferEngine):  # type: ignore[misc]
 
 
 def gloo_group(info: NCCLWeightTransferInitInfo, rank: int) -> Any:
-    """A group beside all others, of the sender (rank 0) and the workers; returns when all have come."""
+    """A separate group of the sender (rank 0) and the workers; returns when all have joined."""
     timeout = timedelta(seconds=_GLOO_SECONDS)
     store = TCPStore(info.master_address, info.master_port, info.world_size, rank == 0, timeout)
     return dist.ProcessGroupGloo(store, rank, info.world_size, timeout)
 
 
 def _pack_tied_heads(model: torch.nn.Module) -> None:
-    """On a CPU each linear layer keeps a packed copy of its weights. vLLM 0.32 packs again what it reloaded, but a head
-    tied to the embedding is not reloaded itself and would go on with its old copy."""
+    """Repack heads that are tied to the embedding.
+
+    On a CPU, each linear layer keeps a packed copy of its weights. vLLM 0.32 repacks the layers that it reloads, but
+    does not reload a tied head, which would keep using its old copy.
+    """
     for module in model.modules():
         if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
             module.quant_method.process_weights_after_loading(module)
 
 
 def _begin_worker(vllm_config: Any) -> None:
-    """What a worker of ours does first."""
+    """Set up a worker process."""
     if current_platform.is_cpu() and vllm_config.model_config.enforce_eager:
-        torch._dynamo.config.disable = True  # vLLM's sampler would be compiled all the same, for seconds
+        torch._dynamo.config.disable = True  # else vLLM still compiles its sampler, which takes seconds
     _die_with(int(vllm_config.additional_config[DRIVER_PID]))
 
 
 def _die_with(driver: int) -> None:
-    """End this process, and the engine core above it, when the driver has died: vLLM itself does not. Linux only."""
+    """End this process and its parent, the engine core, when the driver dies; vLLM does not. Linux only."""
     if sys.platform != "linux":
         return
     handle = os.pidfd_open(driver)
@@ -186,15 +189,15 @@ def _die_with(driver: int) -> None:
 
 
 class WorkerExtension:
-    """What vLLM's workers can be asked beyond their own methods; named to vLLM as `worker_extension_cls`."""
+    """Methods that agentrl adds to vLLM's workers; passed to vLLM as `worker_extension_cls`."""
 
     def verify_weights(self, folder: str) -> str:
-        """Read a bundle whole, check it, and return its checksum."""
+        """Read a whole bundle, check it, and return its checksum."""
         return WeightBundle.open(Path(folder)).manifest.checksum
 
 
 class Counters(StatLoggerBase):  # type: ignore[misc]
-    """What vLLM says after every step, summed up."""
+    """Sums up the statistics that vLLM reports after every step."""
 
     def __init__(self) -> None:
         self.running = 0
@@ -206,7 +209,7 @@ class Counters(StatLoggerBase):  # type: ignore[misc]
         self._cleared = 0
 
     def cleared(self) -> None:
-        """The whole KV cache was dropped: vLLM will report all that ran as preempted, which they were not for room."""
+        """Note that all KV was dropped: vLLM will report running requests as preempted, though not for lack of room."""
         self._cleared += self.running
         self.running, self.kv_use = 0, 0.0
 
@@ -226,7 +229,7 @@ class Counters(StatLoggerBase):  # type: ignore[misc]
             self.preempted += iteration_stats.num_preempted_reqs - not_for_room
 
     def log_engine_initialized(self) -> None:
-        """Nothing to say."""
+        """Nothing to log."""
 
 
 for _kind, _engine in zip(BACKENDS, (BundledWeights, GlooWeights, NcclWeights, IpcWeights), strict=True):

@@ -1,4 +1,4 @@
-"""`env_factory`: from an environment's name to what makes it, in this process or in one of its own."""
+"""`env_factory`: the factory of a named environment, in this process or in its own."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,8 +12,8 @@ from agentrl.protocols import Env, Isolation
 def env_factory(
     name: str, isolation: Isolation | None = None, python: str | None = None, requires: Sequence[str] = ()
 ) -> Callable[[], Env]:
-    """What makes an environment of this name: one in a process of its own where `isolation` or the environment says
-    so, or where it has an interpreter of its own (`python`, `requires`).
+    """A factory of the environment `name`. It runs in its own process if `isolation` or the environment asks for that,
+    or if it has its own interpreter (`python`, `requires`).
 
     Raises:
         ConfigError: there is no such environment or interpreter.
@@ -22,7 +22,7 @@ def env_factory(
         found = find_interpreter(python, requires)
         preload = ProcessEnv(name, found).check()
         if preload:
-            ProcessEnv(name, found, preload).check()  # before the deadline of a reset counts
+            ProcessEnv(name, found, preload).check()  # so that no reset's deadline includes it
         return partial(ProcessEnv, name, found, preload)
     factory = plugins.load("envs", name)
     if (isolation or getattr(factory, "isolation", "thread")) == "process":

@@ -1,8 +1,8 @@
-"""Living environments: made, called under deadlines, reused, and given up when they hang.
+"""Hosts environments: makes them, calls them under deadlines, reuses them, and abandons them when they hang.
 
-A sync environment runs in a thread of its own unless it says `isolation = "inline"`; an async one runs on the event
-loop. A hung one is abandoned with its thread (a daemon): it costs its episode one deadline, and blocks nothing else.
-One that says `isolation = "process"` is a `ProcessEnv` here, and is killed at its deadline.
+A sync environment runs in its own thread unless it sets `isolation = "inline"`; an async one runs on the event loop. A
+hung environment is abandoned with its thread (a daemon): its episode loses one deadline, and nothing else is blocked.
+An environment with `isolation = "process"` is a `ProcessEnv` here, and is killed at its deadline.
 """
 
 import asyncio
@@ -34,13 +34,13 @@ class EnvDeadlines(Settings):
     step: float = Field(30.0, gt=0)
     """`Env.step` of an environment without tools."""
     tool: float = Field(60.0, gt=0)
-    """`Env.step` of an environment with tools: the call of one."""
+    """`Env.step` of an environment with tools: one tool call."""
     close: float = Field(5.0, gt=0)
     """`Env.close`."""
 
 
 class _Thread:
-    """Runs one call at a time on a daemon thread of its own, which starts with the first."""
+    """Runs one call at a time on its own daemon thread, which starts with the first call."""
 
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any] | None] | None] = (
@@ -70,7 +70,7 @@ class _Thread:
         return await future
 
     def stop_after(self, last: Callable[[], Any]) -> None:
-        """Run `last` when the call that is going on now (if ever) returns, then end, in the background."""
+        """Run `last` in the background as soon as the current call returns (if ever), then end the thread."""
         self._put(last, None)
         self._calls.put(None)
 
@@ -94,8 +94,8 @@ def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | Non
 class LiveEnv:
     """One environment instance and the thread it may need. `isolation`, where given, overrides the environment's own.
 
-    Raises `EnvError` for whatever the environment raises, with the author's own frame in its text, and
-    `DeadlineError` when it does not answer; after either, the instance is `broken` and never used again.
+    Raises `EnvError` for whatever the environment raises, with the innermost frame in its text, and `DeadlineError`
+    when the environment does not answer; after either, the instance is `broken` and never used again.
     """
 
     env: Env
@@ -108,16 +108,16 @@ class LiveEnv:
         isolation = chosen or getattr(self.env, "isolation", "thread")
         if isolation == "process":
             raise ConfigError(
-                f"{self._name} wants a process of its own, and was made in this one, as its factory does not say so: "
+                f"{self._name} needs its own process, but was made in this one, as its factory does not declare that: "
                 "write env.isolation=process in the config (or env.isolation=thread, if it may run here)"
             )
         inline = isolation == "inline" or inspect.iscoroutinefunction(self.env.step)
         self._thread = None if inline else _Thread(f"env-{type(self.env).__name__}")
         calls = (self.env.reset, self.env.step)
         self.answers_at_once = inline and not any(inspect.iscoroutinefunction(call) for call in calls)
-        """Whether its calls wait for nothing: it is sync, and runs on the event loop."""
+        """Whether its calls return without awaiting: it is sync, and runs on the event loop."""
         self.tools: Sequence[Mapping[str, Any]] = ()
-        """What the environment offers in this episode; known after `reset`."""
+        """The environment's tools in this episode; known after `reset`."""
 
     @property
     def system_prompt(self) -> str:
@@ -143,14 +143,14 @@ class LiveEnv:
         return result
 
     async def consult(self, player: ScriptedPlayer, rng: random.Random) -> str:
-        """What a scripted player would say here; it is called where the environment runs."""
+        """A scripted player's action; the player is called in the process where the environment runs."""
         if isinstance(self.env, ProcessEnv):
             return str(await self._call("step", self.deadlines.step, partial(self.env.consult, player, rng)))
         action = player(getattr(self.env, "unwrapped", self.env), rng)
         return await action if inspect.isawaitable(action) else action
 
     async def close(self) -> None:
-        """Close for good. What goes wrong here is logged: the instance's episodes are long over."""
+        """Close the instance. Errors are only logged, since its episodes are over."""
         if isinstance(self.env, ProcessEnv) and self._thread is not None:
             await self._end_process(self.env, self._thread)
             return
@@ -169,7 +169,7 @@ class LiveEnv:
         except RolloutError as error:
             logger.warning("%s", error)
         finally:
-            env.kill()  # a thread that waits for an answer gets the end of the stream, and goes on to the last call
+            env.kill()  # a thread that waits for an answer then reads the end of the stream, and makes its last call
             thread.stop_after(env.reap)
 
     @property
@@ -179,27 +179,27 @@ class LiveEnv:
     async def _call(self, phase: str, seconds: float, work: Callable[[], Any]) -> Any:
         try:
             result = None if self._thread else work()
-            if type(result) is tuple:  # an inline one has answered already; it could not have been interrupted
+            if type(result) is tuple:  # an inline environment has answered already, and could not be interrupted
                 return result
             with deadline("environment", phase, seconds):
                 if self._thread:
                     result = await self._thread.run(work)
                 return await result if inspect.isawaitable(result) else result
         except (DeadlineError, ConfigError, asyncio.CancelledError):
-            # It may still be inside the call. Wrong options are no failed episode: they end the run.
+            # The environment may still be inside the call. Wrong options end the run, not only the episode.
             self.broken = True
             raise
         except Exception as error:
             self.broken = True
             if isinstance(self.env, ProcessEnv) and isinstance(error, EnvError):
-                raise  # it says already what was raised over there
+                raise  # its text already has what the worker raised
             raise EnvError(f"{self._name}.{phase} raised {with_frame(error)}") from error
 
 
 class EnvHost:
     """Makes environments by name and keeps the idle ones for the next episode.
 
-    `isolation`, where given, overrides what the environments say; for "process" the factories make `ProcessEnv`s.
+    `isolation`, where given, overrides the environments' own; for "process" the factories make `ProcessEnv`s.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class EnvHost:
 
         Raises:
             EnvError: its constructor raised.
-            ConfigError: it wants a process of its own and is not made as a `ProcessEnv`.
+            ConfigError: it needs its own process and is not a `ProcessEnv`.
         """
         if self._idle[name]:
             return self._idle[name].pop()
@@ -226,7 +226,7 @@ class EnvHost:
         return LiveEnv(env, self._deadlines, isolation=self._isolation)
 
     async def release(self, name: str, env: LiveEnv) -> None:
-        """Keep a sound instance for the next episode; close a broken one."""
+        """Keep a working instance for the next episode; close a broken one."""
         if env.broken:
             await env.close()
         else:

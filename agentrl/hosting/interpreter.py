@@ -1,9 +1,9 @@
 """Interpreters for environments whose packages cannot be installed beside agentrl's.
 
-A worker process (`agentrl/hosting/process.py`) runs under any Python from 3.11 on that has pydantic and NumPy:
-agentrl itself comes from here, by a folder that holds a link to it and what it registers, and nothing else. What an
-environment `requires` is installed once into a virtual environment in the cache folder (`$XDG_CACHE_HOME/agentrl`, or
-`~/.cache/agentrl`), named by the hash of the requirements and the Python's version. It can be deleted at any time.
+A worker process (`agentrl/hosting/process.py`) runs under any Python from 3.11 on that has pydantic and NumPy. It
+imports this installation of agentrl, from a folder that holds only a link to it and its entry points. The packages that
+an environment `requires` are installed once into a virtual environment in the cache folder (`$XDG_CACHE_HOME/agentrl`,
+or `~/.cache/agentrl`), named by the hash of the requirements and the Python's version. It can be deleted at any time.
 """
 
 import fcntl
@@ -27,7 +27,7 @@ from agentrl.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 WORKER_NEEDS = ("numpy", "pydantic>=2.7")
-"""What the worker's modules import."""
+"""Packages that the worker's modules import."""
 INSTALL_SECONDS = 1800.0
 """How long an installation may take."""
 
@@ -39,8 +39,9 @@ _ABLE = "import sys; sys.path[:0] = [{path!r}]; import agentrl.hosting.process"
 def find_interpreter(python: str | None, requires: Sequence[str] = ()) -> str:
     """The path of a Python that can host a worker.
 
-    `python` is its path or name; with `requires` (as pip takes them; a folder is installed editable) a virtual
-    environment made from it, or from this Python, which takes minutes the first time and milliseconds later.
+    `python` is its path or name; by default this Python. With `requires` (in pip's syntax; a folder is installed as
+    editable) the result is that of a virtual environment based on it, which takes minutes the first time and
+    milliseconds later.
 
     Raises:
         ConfigError: there is no such Python, it is too old, lacks a package, or the installation fails.
@@ -63,7 +64,7 @@ def _check_able(python: str) -> None:
 
 @functools.cache
 def agentrl_alone() -> Path:
-    """A folder with agentrl and what it registers, to be put before the path of another interpreter."""
+    """A folder with only agentrl and its entry points, to put first on the path of another interpreter."""
     this = distribution("agentrl")
     files = {name: this.read_text(name) or "" for name in ("METADATA", "entry_points.txt")}
     package = Path(agentrl.__file__).parent
@@ -83,7 +84,7 @@ def agentrl_alone() -> Path:
 
 
 def _executable(python: str | None) -> str:
-    """An interpreter's absolute path. Not resolved: the link in a virtual environment is what makes it one."""
+    """An interpreter's absolute path, with links unresolved: a virtual environment's Python is known by its link."""
     found = shutil.which(Path(python or sys.executable).expanduser())
     if found is None:
         raise ConfigError(f"env.python: there is no executable {python!r}: give a path, or a name on the PATH")
@@ -95,20 +96,20 @@ def _version(python: str) -> str:
     asked = _run([python, "-c", _VERSION], "asking its version")
     words = asked.stdout.split()
     if asked.returncode or len(words) != 4:
-        raise ConfigError(f"env.python: {python} is no Python: {_last_lines(asked.stderr or asked.stdout, 3)}")
+        raise ConfigError(f"env.python: {python} is not a Python: {_last_lines(asked.stderr or asked.stdout, 3)}")
     if (int(words[1]), int(words[2])) < (3, 11):
         raise ConfigError(f"env.python: {python} is Python {'.'.join(words[1:])}; agentrl's worker needs 3.11 or later")
     return asked.stdout.strip()
 
 
 def _venv(base: str, requires: Sequence[str]) -> str:
-    """The Python of the virtual environment with these requirements, which is made if it is not there."""
+    """The Python of the virtual environment with these requirements, which is made if it does not exist."""
     wanted = sorted({*map(_absolute, requires), *WORKER_NEEDS})
     folder = _cache_folder() / "venvs" / _hash([_version(base), wanted])
     python = folder / "bin" / "python"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # of several processes one installs, and the others wait
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one process installs, and others wait for it
         if not ((folder / _COMPLETE).exists() and python.exists()):
             shutil.rmtree(folder, ignore_errors=True)
             logger.warning("installing %s into %s, once", " ".join(requires), folder)
@@ -140,7 +141,7 @@ def _install(base: str, folder: Path, wanted: Sequence[str]) -> None:
         done = _run(command, "installing", cwd=folder.parent)
         if done.returncode:
             raise ConfigError(
-                f"env.requires: {' '.join(wanted)} cannot be installed; `{' '.join(command)}` said:\n"
+                f"env.requires: {' '.join(wanted)} cannot be installed; `{' '.join(command)}` printed:\n"
                 f"{_last_lines(done.stderr or done.stdout, 12)}"
             )
 

@@ -1,17 +1,17 @@
-"""An environment in a process of its own: what `isolation = "process"` means.
+"""Environments in their own processes: `isolation = "process"`.
 
-`ProcessEnv` is the driver's end, a plain sync `Env`; `serve` is the worker's. One process holds one instance and plays
-one episode after the other, so it can be killed at any moment and nothing but its own episode is lost: a hang, a crash,
-a `sys.exit`, the memory killer. The environment travels by its address and is imported over there; what comes back is
-JSON and never pickle, so that an environment which is not trusted cannot make the driver run anything.
+`ProcessEnv` is the driver's end, a plain sync `Env`; `serve` is the worker's. A process holds one instance and plays
+one episode at a time. A hang, a crash, a `sys.exit` or the out-of-memory killer therefore costs only the current
+episode. The worker gets the environment's address and imports it. It answers in JSON, never pickle, so that an
+untrusted environment cannot make the driver run code.
 
-The worker's current folder is an empty one of its own, removed with it; what it writes to stdout and stderr is caught,
-and its last lines stand in the errors. It leads a process group of its own, and the group dies with the driver.
+The worker starts in its own empty folder, which is removed when it ends. Its stdout and stderr are captured, and error
+messages quote the last lines. It leads its own process group, which is killed when the driver dies.
 
 Workers are forked from one process, the fork server, which has imported agentrl and no environment: a start takes
-milliseconds, and a worker has only the memory that its environment adds. Each interpreter
-(`agentrl/hosting/interpreter.py`) has a fork server of its own. It imports the modules that the environment's factory
-names in `preload`: those that take seconds to import and survive a fork.
+milliseconds, and a worker needs only the memory that its environment adds. Each interpreter
+(`agentrl/hosting/interpreter.py`) has its own fork server. The fork server imports the modules that the environment's
+factory lists in `preload`: those that take seconds to import and survive a fork.
 """
 
 import asyncio
@@ -47,9 +47,9 @@ from agentrl.protocols import Env, ResetResult, ScriptedPlayer, StepResult
 logger = logging.getLogger(__name__)
 
 LARGEST_ANSWER = 64 << 20
-"""Bytes of one answer; a worker that sends more is ended."""
+"""Largest answer in bytes; a worker that sends more is killed."""
 _OUTPUT_KEPT = 1 << 20
-"""Bytes of output after which, at the next reset, what was caught is thrown away."""
+"""Bytes of captured output above which it is discarded at the next reset."""
 
 _START = """
 import sys
@@ -73,15 +73,15 @@ def with_frame(error: BaseException) -> str:
 
 
 class ProcessEnv:
-    """The environment of an address (a registered name or `package.module:Name`) in a worker process, which another
-    `python` than this one may run, forked from one that has imported `preload`.
+    """An environment in a worker process, given by its address (a registered name or `package.module:Name`).
 
-    The process starts with the first `reset` and serves until `close` or `kill`; after a crash or `close`, the next
+    `python` is the interpreter of the worker, by default this one; its fork server has imported `preload`. The process
+    starts with the first `reset` and serves until `close` or `kill`; after a crash or `close`, the next
     `reset` starts another. Calls block, so a `LiveEnv` makes them in a thread. `system_prompt` and `tools` are known
     after `reset`.
 
-    Raises `EnvError` for what the environment raises and for a process that dies, with its signal or exit status and
-    the last lines it wrote, and `ConfigError` for an unknown address or wrong options.
+    Raises `EnvError` if the environment raises or the process dies; its text has the signal or exit status and the last
+    lines of output. Raises `ConfigError` for an unknown address or wrong options.
     """
 
     isolation = "thread"
@@ -104,7 +104,7 @@ class ProcessEnv:
         return result
 
     def check(self) -> tuple[str, ...]:
-        """Find the environment over there without making it, and end the process; the modules to `preload`.
+        """Check in a worker that the environment can be found, without making it; return the modules to `preload`.
 
         Raises:
             ConfigError: there is no such environment.
@@ -116,23 +116,21 @@ class ProcessEnv:
             self.reap()
 
     def step(self, action: str) -> StepResult:
-        """Take the model's message."""
+        """Act on the model's message."""
         result: StepResult = _result(self._ask("step", action=action))
         return result
 
     def consult(self, player: ScriptedPlayer, rng: random.Random) -> str:
-        """What `player`, a function of a module, would say. It looks at the environment over there, with a copy of
-        `rng`.
-        """
+        """The action of `player`, a function of a module. It runs in the worker, with a copy of `rng`."""
         address = f"{player.__module__}:{getattr(player, '__qualname__', '?')}"
         if "<" in address or "?" in address:
             raise ConfigError(
-                f"{player!r} cannot be found by a worker process: a player is a function at the top of a module"
+                f"a worker process cannot import {player!r}: a player must be a function at the top level of a module"
             )
         return str(_result(self._ask("consult", player=address, state=rng.getstate())))
 
     def close(self) -> None:
-        """Let the environment close and end its process."""
+        """Close the environment and end its process."""
         try:
             if self._worker is not None:
                 self._ask("close")
@@ -140,21 +138,21 @@ class ProcessEnv:
             self.reap()
 
     def kill(self) -> None:
-        """End the process at once and for good, from any thread; a call that is going on raises `EnvError`."""
+        """Kill the process from any thread, and never start another; a call in progress raises `EnvError`."""
         self._killed = True
         worker = self._worker
         if worker is not None:
             worker.signal_group()
 
     def reap(self) -> None:
-        """Kill it, wait until it is gone, and remove its folder. For the thread that makes the calls."""
+        """Kill the process, wait for its end, and remove its folder. Only for the thread that makes the calls."""
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.end()
 
     @property
     def pid(self) -> int | None:
-        """The worker's process id, where one is running."""
+        """The worker's process id, or `None` if none is running."""
         return None if self._worker is None else self._worker.pid
 
     def _start(self, call: str) -> "_Worker":
@@ -189,13 +187,13 @@ class ProcessEnv:
 
 
 def _result(answer: Mapping[str, Any]) -> Any:
-    """What the method returned: a tuple where it was one; what it should not have returned, as text."""
+    """What the method returned: a tuple as a tuple, anything else as text."""
     return tuple(answer["tuple"]) if "tuple" in answer else answer.get("text")
 
 
 class _ForkServer:
-    """The process that the workers are forked from. It imports no environment, since not every package survives a fork,
-    and it reaps a worker only on request: until then no other process can get the worker's process id.
+    """The process that the workers are forked from. It imports no environment, since not every package survives a fork.
+    It reaps a worker only on request: until then no other process can get the worker's process id.
     """
 
     def __init__(self, python: str | None, preload: tuple[str, ...]) -> None:
@@ -239,7 +237,7 @@ class _ForkServer:
 
     @property
     def is_dead(self) -> bool:
-        """Whether somebody has killed it."""
+        """Whether the fork server has ended, for example because it was killed."""
         return self._process.poll() is not None
 
     def _call(self, request: Mapping[str, Any], *fds: int) -> int:
@@ -265,7 +263,7 @@ _fork_servers_lock = threading.Lock()
 
 
 def _fork_server(python: str | None, preload: tuple[str, ...]) -> _ForkServer:
-    """The one of this process (by its id, since this process may be a fork itself); another, where it has died."""
+    """This process's fork server (by process id, as this process may itself be a fork), or a new one if it has died."""
     with _fork_servers_lock:
         key = (os.getpid(), python, preload)
         found = _fork_servers.get(key)
@@ -293,23 +291,23 @@ class _Worker:
             raise
         finally:
             os.close(reads)
-        # Also at the driver's exit, and when a broken environment was forgotten.
+        # Also runs at the driver's exit, and when a broken environment is garbage-collected.
         self._end = weakref.finalize(self, _end, fork_server, self.pid, self.connection, lifeline, self._folder)
 
     def signal_group(self) -> None:
-        # The fork server reaps the process only on request; until then no other process can get its number.
+        # The fork server reaps the process only on request; until then no other process can get its id.
         if self._end.alive:
             _kill_group(self.pid)
 
     def end(self) -> str:
-        """Kill, reap and clean up; how it had ended by itself, or was ended."""
+        """Kill, reap and clean up; return how the process ended, by itself or by this kill."""
         status = self._end()
         return "is gone" if status is None else _how_it_ended(os.waitstatus_to_exitcode(status))
 
     def forget_old_output(self) -> None:
         path = self._folder / "output"
         if path.stat().st_size > _OUTPUT_KEPT:
-            os.truncate(path, 0)  # it is open for appending, so the next line begins the file
+            os.truncate(path, 0)  # it is open for appending, so the next line starts the file
 
     def last_output(self, lines: int = 16) -> str:
         try:
@@ -325,7 +323,7 @@ def _end(fork_server: _ForkServer, pid: int, connection: Connection, lifeline: i
     _kill_group(pid)
     try:
         return fork_server.end(pid)
-    except (OSError, EOFError):  # it has died, and the system reaps the worker
+    except (OSError, EOFError):  # the fork server has died, and the system reaps the worker
         return None
     finally:
         _clean_up(connection, lifeline, folder)
@@ -349,8 +347,8 @@ def _how_it_ended(status: int) -> str:
 
 
 def _path(python: str | None) -> list[str]:
-    """What stands first in a worker's `sys.path`: all of it as it is meant here, whatever its current folder is; for
-    another interpreter, agentrl and, where it is on the path here, the current folder.
+    """The first entries of a worker's `sys.path`: those of this process, as absolute paths. For another interpreter,
+    only agentrl, and the current folder if it is on the path here.
     """
     here = [str(Path(entry).absolute()) for entry in sys.path]
     return [str(agentrl_alone()), *({str(Path.cwd())} & set(here))] if python else here
@@ -360,16 +358,16 @@ def _path(python: str | None) -> list[str]:
 
 
 def preload(*modules: str) -> None:
-    """Import modules for all workers. One that cannot be imported is left to the worker that needs it, and says so."""
+    """Import modules for all workers. Failures are ignored here; a worker that needs the module reports them."""
     for name in modules:
         with suppress(Exception):
             importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # so that no collection in a worker writes to the memory that all share
+    gc.freeze()  # so that no garbage collection in a worker writes to the shared memory
 
 
 def run_fork_server(control: int, lifeline: int, rest_of_path: Sequence[str]) -> None:
-    """Fork workers and reap them, as the driver says, until it is gone. In a worker: serve its environment."""
+    """Fork and reap workers at the driver's request, until the driver is gone. In a worker: serve its environment."""
     os.set_inheritable(control, False)
     _die_with_the_driver(lifeline)
     with socket.socket(fileno=control) as channel:
@@ -387,7 +385,7 @@ def run_fork_server(control: int, lifeline: int, rest_of_path: Sequence[str]) ->
                 answer = os.fork()
                 if answer == 0:
                     break
-                # In the parent, so that the driver can kill the group as soon as it knows of it.
+                # In the parent too, so that the driver can kill the group as soon as it has the process id.
                 os.setpgid(answer, answer)
                 for fd in fds:
                     os.close(fd)
@@ -406,7 +404,7 @@ def _become_a_worker(request: Mapping[str, Any], fd: int, lifeline: int, output:
         os.dup2(output, standard)
     os.close(output)
     for stream in (sys.stdout, sys.stderr):
-        # Unbuffered, so that nothing is lost in a crash; and no text of a model is one that print refuses.
+        # Unbuffered, so that a crash loses nothing; with `backslashreplace`, so that print accepts any text of a model.
         cast(TextIOWrapper, stream).reconfigure(encoding="utf-8", errors="backslashreplace", write_through=True)
     os.environ.clear()
     os.environ.update(request["environment"])
@@ -420,10 +418,10 @@ def _become_a_worker(request: Mapping[str, Any], fd: int, lifeline: int, output:
 
 
 def serve(fd: int, address: str, scratch: str) -> None:
-    """Answer the calls of the driver until it goes away."""
+    """Answer the driver's calls until it disconnects."""
     faulthandler.enable()
-    # `fd` itself stays open to the very end of the process: when the driver reads the end of the stream, the exit
-    # status is settled, and killing what is left of the group cannot change it.
+    # `fd` itself stays open until the process ends. So when the driver reads the end of the stream, the exit status is
+    # fixed, and killing the rest of the group cannot change it.
     connection = Connection(os.dup(fd))
     host = _Hosted(address, scratch)
     with asyncio.Runner() as runner:
@@ -436,7 +434,7 @@ def serve(fd: int, address: str, scratch: str) -> None:
 
 
 class _Hosted:
-    """The instance of a worker process, made for the first call."""
+    """The instance of a worker process, made at the first call."""
 
     def __init__(self, address: str, scratch: str) -> None:
         self._address = address
@@ -445,7 +443,7 @@ class _Hosted:
         self._preload: list[str] = []
 
     def answer(self, runner: asyncio.Runner, request: dict[str, Any]) -> bytes:
-        """What a call gave, or what it raised, as JSON."""
+        """The result of a call, or its error, as JSON."""
         call = request.pop("call")
         try:
             result = self._call(call, request)
@@ -465,9 +463,9 @@ class _Hosted:
 
     def _call(self, call: str, arguments: dict[str, Any]) -> Any:
         if self._env is None:
-            if call == "close":  # it could not be made
+            if call == "close":  # there is none to close
                 return None
-            # The address may be a path from the driver's current folder; what it makes lives in the scratch folder.
+            # The address may be a path from the driver's current folder; the instance runs in the scratch folder.
             make = plugins.load("envs", self._address)
             if call == "check":
                 self._preload = list(getattr(make, "preload", ()))
@@ -496,7 +494,7 @@ def _text(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON does not know: scalars and arrays of NumPy."""
+    """Convert what JSON cannot represent: scalars and arrays of NumPy."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(
@@ -505,9 +503,9 @@ def _plain(value: Any) -> Any:
 
 
 def _die_with_the_driver(lifeline: int) -> None:
-    """Have this process and those it starts killed when the driver, which alone holds the pipe's other end, is gone."""
+    """Kill this process and those it starts when the driver is gone, which alone holds the pipe's other end."""
     if hasattr(fcntl, "F_SETSIG"):
-        # Linux: the kernel does it, however busy this process is (a regular expression may hold the interpreter).
+        # Linux: the kernel does it, even if this process is busy (a regular expression may hold the GIL).
         fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
         fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)

@@ -1,4 +1,4 @@
-"""Wrappers: an environment around an environment. `env.wrappers` lists them, each around those before it.
+"""Wrappers: environments around other environments. `env.wrappers` lists them, each around those before it.
 
     env:
       name: my_game
@@ -6,7 +6,7 @@
         - {name: action_format, pattern: "<action>(.*?)</action>"}
         - {name: time_limit, turns: 20}
 
-A wrapped environment has an address of its own, so it works over every transport (`scheme`, below). A package
+A wrapped environment has its own address, so it works over every transport (`scheme`, below). A package
 registers a wrapper in the entry-point group `agentrl.env_wrappers`: a class with a nested `Config`, called with its
 settings and the environment.
 """
@@ -29,22 +29,21 @@ _Result = TypeVar("_Result", ResetResult, StepResult)
 
 
 class Wrapper:
-    """An `Env` around another: override what you change. All else is the inner one's, sync or async as that is.
-
-    `began` and `stepped` get what the inner one answered, once it is there.
+    """An `Env` around another one: override what you change. All else is delegated to the inner environment, which may
+    be sync or async. `began` and `stepped` get its results.
     """
 
     def __init__(self, env: Env) -> None:
         self.env = env
 
     def __getattr__(self, name: str) -> Any:
-        if name == "env" or name.startswith("__"):  # asked before there is one, by what copies objects
+        if name == "env" or name.startswith("__"):  # copying looks these up before `env` is set
             raise AttributeError(name)
         return getattr(self.env, name)
 
     @property
     def isolation(self) -> str:
-        """The inner one's; one whose step is a coroutine runs on the loop, which is not to be seen from here."""
+        """The inner environment's; "inline" if its `step` is a coroutine function, which this `step` is not."""
         declared: str = getattr(self.env, "isolation", "thread")
         return "inline" if inspect.iscoroutinefunction(self.env.step) else declared
 
@@ -55,23 +54,23 @@ class Wrapper:
         return inner
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetResult | Awaitable[ResetResult]:
-        """Reset the inner one."""
+        """Reset the inner environment."""
         return _then(self.env.reset(seed=seed, options=options), self.began)
 
     def step(self, action: str) -> StepResult | Awaitable[StepResult]:
-        """Step the inner one."""
+        """Step the inner environment."""
         return _then(self.env.step(action), self.stepped)
 
     def close(self) -> None | Awaitable[None]:
-        """Close the inner one."""
+        """Close the inner environment."""
         return self.env.close()
 
     def began(self, result: ResetResult) -> ResetResult:
-        """What the reset gives, in place of `result`."""
+        """The result of the reset, in place of the inner environment's `result`."""
         return result
 
     def stepped(self, result: StepResult) -> StepResult:
-        """What the step gives, in place of `result`."""
+        """The result of the step, in place of the inner environment's `result`."""
         return result
 
 
@@ -90,29 +89,29 @@ class TimeLimit(Wrapper):
         self._left = 0
 
     def began(self, result: ResetResult) -> ResetResult:
-        """Count from the beginning."""
+        """Start the count again."""
         self._left = self._turns
         return result
 
     def stepped(self, result: StepResult) -> StepResult:
-        """Truncate, where the time is up and the episode has not ended by itself."""
+        """Truncate after the last step allowed, unless the episode has ended by itself."""
         observation, reward, terminated, truncated, info = result
         self._left -= 1
         return observation, reward, terminated, truncated or (self._left <= 0 and not terminated), info
 
 
 class ActionFormat(Wrapper):
-    """Takes the action out of a longer message; one without any is answered by a hint and costs a turn."""
+    """Extracts the action from a longer message. A message without one is answered by a hint and costs a turn."""
 
     class Config(Settings):
         """Settings of `action_format`."""
 
         pattern: str
-        """A regular expression; its last match in the message is the action: its first group, where it has one."""
+        """A regular expression. Its last match in the message is the action, or that match's first group, if any."""
         hint: str = ""
-        """Stands in the system prompt, and answers a message that does not match; by default it shows the pattern."""
+        """Part of the system prompt, and the answer to a message without a match; by default it shows the pattern."""
         penalty: float = Field(0.0, ge=0)
-        """What such a message costs."""
+        """How much reward a message without a match costs."""
 
         @field_validator("pattern")
         @classmethod
@@ -120,7 +119,7 @@ class ActionFormat(Wrapper):
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise ValueError(f"is no regular expression: {error}") from error
+                raise ValueError(f"is not a regular expression: {error}") from error
             return pattern
 
     def __init__(self, config: Config, env: Env) -> None:
@@ -132,11 +131,11 @@ class ActionFormat(Wrapper):
 
     @property
     def system_prompt(self) -> str:
-        """The inner one's, and the hint."""
+        """The inner environment's, with the hint."""
         return self._with_hint(str(getattr(self.env, "system_prompt", "") or ""))
 
     def began(self, result: ResetResult) -> ResetResult:
-        """Each agent gets the hint."""
+        """Add the hint to each agent's system prompt."""
         observation, info = result
         self._note_turn(info)
         prompts = info.get("system_prompts")
@@ -145,14 +144,14 @@ class ActionFormat(Wrapper):
         return observation, {**info, "system_prompts": {agent: self._with_hint(prompts[agent]) for agent in prompts}}
 
     def step(self, action: str) -> StepResult | Awaitable[StepResult]:
-        """Step with the action, or give the hint."""
+        """Step with the extracted action, or answer with the hint."""
         found = list(self._pattern.finditer(action))
         if not found:
             return self._hint, -self._penalty, False, False, dict(self._whose_turn)
         return super().step(found[-1][1 if self._pattern.groups else 0] or "")
 
     def stepped(self, result: StepResult) -> StepResult:
-        """Remember whose turn it is, to say it with a hint."""
+        """Remember whose turn it is, for the info of a hint."""
         self._note_turn(result[4])
         return result
 
@@ -165,13 +164,13 @@ class ActionFormat(Wrapper):
 
 @dataclass(frozen=True, slots=True)
 class Wrapped:
-    """Makes the environment `name` in its wrappers, which are written as JSON: it pickles as two texts."""
+    """A factory of the environment `name` in its wrappers, which are JSON text: it pickles as two strings."""
 
     name: str
     wrappers: str
 
     def __call__(self) -> Env:
-        """The environment."""
+        """Make the environment."""
         env: Env = plugins.load("envs", self.name)()
         for raw in json.loads(self.wrappers):
             env = wrapper(raw).make(env)
@@ -179,13 +178,13 @@ class Wrapped:
 
     @property
     def isolation(self) -> str:
-        """What the inner one asks for."""
+        """The inner environment's isolation."""
         declared: str = getattr(plugins.load("envs", self.name), "isolation", "thread")
         return declared
 
 
 def wrapper(raw: Any) -> Component:
-    """A wrapper as a config writes it: its name, or a mapping of name and settings.
+    """Read a wrapper from a config, which gives its name, or a mapping of name and settings.
 
     Raises:
         ConfigError: there is no such wrapper, or a setting is unknown or does not fit.
@@ -195,7 +194,7 @@ def wrapper(raw: Any) -> Component:
     settings = {"name": raw} if isinstance(raw, str) else dict(raw) if isinstance(raw, Mapping) else {}
     name = settings.pop("name", None)
     if not isinstance(name, str):
-        raise ConfigError(f"a wrapper is written {{name: time_limit, turns: 20}}, got {raw!r:.80}")
+        raise ConfigError(f"write a wrapper as {{name: time_limit, turns: 20}}, got {raw!r:.80}")
     try:
         factory = plugins.load("env_wrappers", name)
     except PluginError as error:
@@ -210,7 +209,7 @@ def wrapper(raw: Any) -> Component:
 
 
 def address(name: str, wrappers: Sequence[Component]) -> str:
-    """The address of the environment `name` in these wrappers; its own where there are none."""
+    """The address of the environment `name` in these wrappers; `name` itself if there are none."""
     if not wrappers:
         return name
     return f"wrapped:{json.dumps({'env': name, 'wrappers': [each.dump() for each in wrappers]})}"
@@ -220,7 +219,7 @@ def scheme(rest: str) -> Callable[[], Env]:
     """wrapped:{"env": "guess_number", "wrappers": [{"name": "time_limit", "turns": 3}]}: an environment in wrappers.
 
     Raises:
-        ConfigError: that is not the JSON of an environment and its wrappers.
+        ConfigError: `rest` is not the JSON of an environment and its wrappers.
         PluginError: there is no such environment.
     """
     try:
@@ -228,7 +227,7 @@ def scheme(rest: str) -> Callable[[], Env]:
             case {"env": str(name), "wrappers": [*wrappers]}:
                 pass
             case _:
-                raise ValueError('it has to have the keys "env" and "wrappers"')
+                raise ValueError('it must have the keys "env" and "wrappers"')
     except ValueError as error:
         raise ConfigError(
             f"'wrapped:{rest:.200}': {error}. Write 'wrapped:' and "
@@ -241,7 +240,7 @@ def scheme(rest: str) -> Callable[[], Env]:
 
 
 def _then(result: _Result | Awaitable[_Result], change: Callable[[_Result], _Result]) -> _Result | Awaitable[_Result]:
-    """`change` of what a method returned, when it is there."""
+    """Apply `change` to the result of a method, which is awaited first if it is an awaitable."""
     if isinstance(result, tuple):
         return change(result)
     return _later(result, change)

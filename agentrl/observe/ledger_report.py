@@ -1,4 +1,4 @@
-"""What a ledger says, in words and tables: the fates of a run, and why one task or episode was not trained."""
+"""Reports on a ledger, in words and tables: the fates in a run, and why a task or episode was or was not trained."""
 
 import json
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from agentrl.plugins import nearest
 from agentrl.rollout.ledger import EpisodeRecord, LedgerReader, Tally, TaskRecord
 
 _SAID = {
-    None: "is in play, or was when the run stopped",
+    None: "is running, or was when the run stopped",
     "trained": "was trained at step {step}",
     "filtered": "was filtered: {why}",
     "stale": "was stale: {why}",
@@ -25,7 +25,7 @@ _SAID = {
 class Explanation:
     """Everything the ledger knows of one task or episode.
 
-    `sentence` says why it was or was not trained. `episodes` are those of the task, or the plays of the one episode.
+    `sentence` says why it was or was not trained. `episodes` are those of the task, or all plays of the one episode.
     """
 
     id: str
@@ -35,10 +35,10 @@ class Explanation:
 
 
 def explain(ledger: LedgerReader, name: str) -> Explanation:
-    """Why a task ("train-000012", or its number, "12") or an episode ("train-000012/3/0") was or was not trained.
+    """Explain why a task ("train-000012", or "12") or an episode ("train-000012/3/0") was or was not trained.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: there is no such task or episode.
     """
     task = _find_task(ledger, name)
     if task is not None:
@@ -76,7 +76,7 @@ def fates_table(tasks: Sequence[Tally], episodes: Sequence[Tally]) -> Table:
 
 
 def reasons_table(tasks: Sequence[Tally], episodes: Sequence[Tally]) -> Table:
-    """The commonest reasons why tasks and episodes were not trained."""
+    """The most common reasons why tasks and episodes were not trained."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("what", no_wrap=True)
     table.add_column("count", justify="right")
@@ -89,7 +89,7 @@ def reasons_table(tasks: Sequence[Tally], episodes: Sequence[Tally]) -> Table:
 
 
 def details_table(explanation: Explanation) -> Table:
-    """What is known of the task."""
+    """A table of the task's details."""
     record = explanation.task
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     rows = {
@@ -104,7 +104,7 @@ def details_table(explanation: Explanation) -> Table:
 
 
 def episodes_table(explanation: Explanation) -> Table:
-    """What is known of its episodes."""
+    """A table of the explained episodes."""
     table = Table("episode", "launch", "fate", "step", "why", box=None, padding=(0, 2, 0, 0))
     for e in explanation.episodes:
         step = "" if e.step is None else str(e.step)
@@ -125,7 +125,7 @@ def tenths_of_percent(counts: Sequence[int]) -> list[int]:
 
 def _find_task(ledger: LedgerReader, name: str) -> TaskRecord | None:
     named = ledger.task_named(name)
-    if named is None and name.isdecimal() and len(name) < 19:  # more digits than a number in SQLite has
+    if named is None and name.isdecimal() and len(name) < 19:  # a longer number may not fit into SQLite's integers
         return ledger.task(int(name))
     return named
 

@@ -15,8 +15,10 @@ from agentrl.trajectory import Group, Score, Trajectory, staleness
 
 
 def rollout_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
-    """Metrics of the trajectories trained on at `step`. Staleness is in versions (its
-    histograms are shares of groups, by their oldest token, and of tokens), lengths in turns and tokens.
+    """Metrics of the trajectories trained on at `step`.
+
+    Staleness is in versions; its histograms are shares of groups (by their oldest token) and of tokens. Lengths are in
+    turns and tokens.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     scores = [score for group in groups for score in group.scores]
@@ -68,7 +70,7 @@ def success_rate(trajectories: Iterable[Trajectory]) -> float:
 
 
 class MetricsFile:
-    """`metrics.jsonl`: one JSON object a line, in order of steps. What was appended is on the disk."""
+    """`metrics.jsonl`: one JSON object per line, in order of steps. Every appended row is flushed to disk."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -81,21 +83,21 @@ class MetricsFile:
             os.fsync(file.fileno())
 
     def rows(self) -> list[dict[str, Any]]:
-        """All whole rows; a last line that a killed process left half written is not one."""
+        """All complete rows, without a last line that a killed process left incomplete."""
         if not self._path.exists():
             return []
         lines = self._path.read_text().split("\n")[:-1]
         return [json.loads(line) for line in lines]
 
     def values(self, name: str) -> dict[int, float]:
-        """What a metric was, by step."""
+        """The values of a metric, by step."""
         return {row["step"]: row[name] for row in self.rows() if name in row}
 
     def mend(self) -> None:
-        """Remove a line that was left half written, so that rows can follow."""
+        """Remove an incomplete last line, so that rows can follow."""
         write_whole(self._path, "".join(json.dumps(row) + "\n" for row in self.rows()))
 
     def rewind(self, step: int) -> None:
-        """Forget the rows of `step` and later, which are going to be done again."""
+        """Remove the rows of `step` and later, which will be repeated, except an evaluation at `step`."""
         rows = [row for row in self.rows() if row["step"] < step or (row["step"] == step and "eval/success" in row)]
         write_whole(self._path, "".join(json.dumps(row) + "\n" for row in rows))

@@ -1,4 +1,4 @@
-"""The terminal while a run goes on."""
+"""The terminal display of a run in progress."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -12,9 +12,9 @@ from rich.table import Table
 
 
 class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
-    """Step, reward, success, tokens a second, staleness, and what the time went into.
+    """Shows step, reward, success, tokens per second, staleness, and how the time was spent.
 
-    On a terminal it is redrawn in place; into a file or a pipe it writes one line a step.
+    On a terminal it is redrawn in place; to a file or a pipe it writes one line per step.
     """
 
     def __init__(self, console: Console, steps: int) -> None:
@@ -42,7 +42,7 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
             self._live.stop()
 
     def say(self, text: str) -> None:
-        """A line above the display."""
+        """Print a line above the display."""
         self._console.print(text, highlight=False, soft_wrap=self._live is None)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:

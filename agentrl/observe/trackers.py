@@ -1,4 +1,4 @@
-"""Trackers: TensorBoard, Weights & Biases, MLflow. Each is made with the run's folder, name and config."""
+"""Trackers: TensorBoard, Weights & Biases, MLflow. Each is made with the run's folder and config."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,7 +27,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """Weights & Biases; the project is `WANDB_PROJECT` or "agentrl", the run is named as its folder."""
+    """Weights & Biases; the project is `WANDB_PROJECT`, the run is named after its folder."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         try:
@@ -46,7 +46,7 @@ class Wandb:
 
 
 class MLflow:
-    """MLflow; the server is `MLFLOW_TRACKING_URI` or local files, the run is named as its folder."""
+    """MLflow; the server is `MLFLOW_TRACKING_URI` or local files, the run is named after its folder."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         try:

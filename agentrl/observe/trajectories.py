@@ -1,4 +1,4 @@
-"""Trajectories on disk: one Parquet file a step, one row a trajectory, exact tokens and readable text side by side."""
+"""Trajectories on disk: a Parquet file per step with a row per trajectory, both exact tokens and readable text."""
 
 import json
 from collections.abc import Iterable
@@ -41,18 +41,18 @@ SCHEMA = pa.schema(
         ("turns", pa.list_(_TURN)),
     ]
 )
-"""`info` and `parts` are JSON; `detail` is the limit, the error or the reason that the status carries."""
+"""`info` and `parts` are JSON; `detail` is the limit, the error or the reason in the status."""
 
 
 _ROWS_AT_A_TIME = 64
 
 
 def write_trajectories(path: Path, scored: Iterable[tuple[Trajectory, Score]]) -> None:
-    """Write (trajectory, score) pairs to `path`, whole or not at all."""
+    """Write (trajectory, score) pairs to `path`, all or none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished, pairs = path.with_suffix(".unfinished"), iter(scored)
     with pq.ParquetWriter(unfinished, SCHEMA, compression="zstd") as writer:
-        # A few at a time: while pyarrow looks at Python's values, no other thread can run.
+        # A few at a time: while pyarrow reads Python's values, no other thread can run.
         while rows := [_row(trajectory, score) for trajectory, score in islice(pairs, _ROWS_AT_A_TIME)]:
             writer.write_table(pa.Table.from_pylist(rows, schema=SCHEMA))
     unfinished.replace(path)

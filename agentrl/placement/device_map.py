@@ -1,13 +1,13 @@
-"""Placement: which devices the replicas of each role live on.
+"""Placement: which devices the replicas of each role run on.
 
     placement: auto                    # or colocated, disaggregated, local
     placement:
-      engine: 0-5                      # or lists by role; devices are numbered through over all nodes
+      engine: 0-5                      # or lists by role; devices are numbered consecutively over all nodes
       trainer: 6,7
 
-Roles on the same devices share them: both awake where memory holds both, else in turns
-(`agentrl/placement/time_share.py`). Everything here is pure; memory is counted in `agentrl/placement/footprint.py`, and
-`agentrl/planner` chooses.
+Roles on the same devices share them: both stay awake if memory holds both, else they take turns
+(`agentrl/placement/time_share.py`). Everything here is pure; `agentrl/placement/footprint.py` counts memory, and
+`agentrl/planner` chooses a map.
 """
 
 import re
@@ -26,10 +26,10 @@ Role = Literal["engine", "trainer"]
 
 
 def parse_devices(written: Any) -> tuple[int, ...]:
-    """`"0-3,6"` (or a number, or a list) as numbers of devices, in ascending order.
+    """`"0-3,6"` (or a number, or a list) as device numbers, in ascending order.
 
     Raises:
-        ValueError: it is no such list, or names a device twice.
+        ValueError: it is not such a list, or names a device twice.
     """
     if isinstance(written, list | tuple):
         written = ",".join(str(part) for part in written)
@@ -49,7 +49,7 @@ def parse_devices(written: Any) -> tuple[int, ...]:
 
 
 def format_devices(devices: Sequence[int]) -> str:
-    """Numbers of devices as `parse_devices` reads them."""
+    """Device numbers in the form that `parse_devices` reads."""
     runs: list[list[int]] = []
     for device in sorted(devices):
         if runs and runs[-1][1] == device - 1:
@@ -65,19 +65,19 @@ Devices = Annotated[
 
 
 class PlacementConfig(Settings):
-    """Where engine and trainer live."""
+    """Which devices engine and trainer run on."""
 
     name: Literal["auto", "colocated", "disaggregated", "local"] = "auto"
-    """`auto` takes the fastest that fits, `local` where there is no GPU. `colocated`: both on all devices;
-    `disaggregated`: each on its own; `local`: as their own settings say, on the first device."""
+    """`auto`: the fastest placement that fits, or `local` if there is no GPU. `colocated`: both on all devices;
+    `disaggregated`: each on its own devices; `local`: as their own settings say, on the first device."""
     engine: Devices | None = None
-    """Devices of the engine, such as `0-5`; then the trainer's are needed too."""
+    """Devices of the engine, such as `0-5`; the trainer's must then be listed too."""
     trainer: Devices | None = None
     """Devices of the trainer, such as `6,7`."""
     switch_seconds: float = Field(120.0, gt=0)
-    """How long engine or trainer may take to fall asleep, or to wake, where they take turns."""
+    """How long engine or trainer may take to go to sleep, or to wake, if they take turns."""
     assume: Assumptions = Assumptions()
-    """What `auto` and `agentrl plan` count with."""
+    """The assumptions of `auto` and `agentrl plan`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -89,7 +89,7 @@ class PlacementConfig(Settings):
     @model_validator(mode="after")
     def _a_mode_or_lists(self) -> Self:
         if self.lists and self.name != "auto":
-            raise ValueError(f"it is {self.name}, and lists devices: write a mode or lists, not both")
+            raise ValueError(f"the mode is {self.name}, but devices are listed too: write a mode or lists, not both")
         return self
 
     @property
@@ -111,7 +111,7 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """What a replica asks of a cluster: `gpus` is a fraction for each device that another role has a share of."""
+    """What a replica requests from a cluster: `gpus` counts a fraction for each device that it shares."""
 
     role: Role
     replica: int
@@ -122,7 +122,7 @@ class Bundle:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMap:
-    """Who lives where. `time_shared`: roles that share a device take turns, one asleep while the other works."""
+    """Which replica runs where. `time_shared`: roles on one device take turns; one sleeps while the other works."""
 
     mode: Mode
     inventory: Inventory
@@ -138,7 +138,7 @@ class DeviceMap:
         return tuple(sorted({device for replica in self.of(role) for device in replica.devices}))
 
     def on(self, device: int) -> tuple[Replica, ...]:
-        """The replicas that live on a device."""
+        """The replicas that run on a device."""
         return tuple(replica for replica in self.replicas if device in replica.devices)
 
     @property
@@ -147,12 +147,12 @@ class DeviceMap:
         return tuple(device for device in range(len(self.inventory)) if len({r.role for r in self.on(device)}) > 1)
 
     def tensor_parallel(self) -> int:
-        """Devices of each replica of the engine."""
+        """How many devices each replica of the engine has."""
         engines = self.of("engine")
         return len(engines[0].devices) if engines else 1
 
     def bundles(self) -> list[Bundle]:
-        """What to ask of a cluster for each replica; none where there are no GPUs."""
+        """What to request from a cluster for each replica; nothing if there are no GPUs."""
         if not self.inventory.kind.is_gpu:
             return []
         return [
@@ -161,7 +161,7 @@ class DeviceMap:
         ]
 
     def settings(self) -> dict[str, int]:
-        """What the map means for the components, as settings of a config."""
+        """The settings of the components that the map implies."""
         engines = {"cluster.engines": len(self.of("engine")), "engine.tensor_parallel": self.tensor_parallel()}
         trainer = {"trainer.world_size": len(self.of("trainer"))}
         known = {**(engines if self.of("engine") else {}), **(trainer if self.of("trainer") else {})}
@@ -179,9 +179,9 @@ class DeviceMap:
 
 @dataclass(frozen=True, slots=True)
 class PlacementRequest:
-    """What the components' settings ask for; 1 leaves the number to the placement.
+    """What the components' settings request; 1 leaves the number to the placement.
 
-    `has_engine`: false where the engine runs elsewhere. `trainer_grows`: whether the trainer can have several ranks.
+    `has_engine`: false if the engine runs elsewhere. `trainer_grows`: whether the trainer can have several ranks.
     `splits`: over how many devices one copy of the engine may be spread.
     """
 
@@ -197,14 +197,14 @@ def device_maps(config: PlacementConfig, request: PlacementRequest, inventory: I
     """All maps that a config allows, whether they fit into memory or not.
 
     Raises:
-        ConfigError: there is none, and why.
+        ConfigError: there is none; says why.
     """
     if config.lists:
         return _with_time_sharing(_listed(config.lists, request, inventory))
     if not inventory.kind.is_gpu and config.name in ("auto", "local"):
         return [_local(request, inventory)]
     if not inventory.kind.is_gpu:
-        raise ConfigError(f"placement: {config.name} needs GPUs, and there are none: write placement=local")
+        raise ConfigError(f"placement: {config.name} needs GPUs, but there are none: write placement=local")
     if config.name == "local" or len(inventory) == 1:
         local = _local(request, inventory)
         return _with_time_sharing(local) if config.name != "local" else [local]
@@ -232,17 +232,17 @@ def _requested(request: PlacementRequest) -> str:
 
 
 def _with_time_sharing(found: DeviceMap) -> list[DeviceMap]:
-    """Sharing with all awake, and in turns; where nothing is shared there is one way."""
+    """The map with all roles awake, and with roles in turns; only the first if no device is shared."""
     turns = DeviceMap(found.mode, found.inventory, found.replicas, time_shared=True)
     return [found, turns] if found.shared else [found]
 
 
 def _local(request: PlacementRequest, inventory: Inventory) -> DeviceMap:
-    """All replicas of all roles on device 0, which several GPUs for one replica cannot be."""
+    """All replicas of all roles on device 0, unless a role requests several GPUs."""
     if inventory.kind.is_gpu and (request.tensor_parallel > 1 or request.ranks > 1):
         raise ConfigError(
-            f"placement: local is one device, and {_requested(request)} ask for more: "
-            "write placement=auto, or leave them 1"
+            f"placement: local is one device, but {_requested(request)} request more: "
+            "write placement=auto, or leave them at 1"
         )
     engines = request.engines if request.has_engine else 0
     replicas = [Replica("engine", number, (0,), 0) for number in range(engines)]
@@ -268,7 +268,7 @@ def _colocated(request: PlacementRequest, inventory: Inventory, tensor_parallel:
 def _disaggregated(request: PlacementRequest, inventory: Inventory) -> Iterator[DeviceMap]:
     """The trainer on the last devices, the engine on those before."""
     total = len(inventory)
-    step = max(1, total // 16)  # finer splits differ by less than the prediction is good for
+    step = max(1, total // 16)  # finer splits differ by less than the prediction's error
     ranks = [request.ranks] if request.ranks > 1 or not request.trainer_grows else range(step, total, step)
     for trainers in ranks:
         for tensor_parallel in _splits(request, inventory):
@@ -308,10 +308,10 @@ def _chunks(role: Role, devices: Sequence[int], each: int, inventory: Inventory)
     """Replicas of `each` devices, in the order listed.
 
     Raises:
-        ConfigError: a device that is not there, too few devices, or a replica on two nodes.
+        ConfigError: a device does not exist, the devices make no whole replicas, or a replica is on two nodes.
     """
     if beyond := [device for device in devices if device >= len(inventory)]:
-        raise ConfigError(f"the {role} would live on device {beyond[0]}, and there are {len(inventory)}: {inventory}")
+        raise ConfigError(f"the {role} would run on device {beyond[0]}, and there are {len(inventory)}: {inventory}")
     if len(devices) % each:
         raise ConfigError(f"{len(devices)} devices make no whole replicas of {each}: engine.tensor_parallel={each}")
     replicas = []
@@ -320,8 +320,8 @@ def _chunks(role: Role, devices: Sequence[int], each: int, inventory: Inventory)
         nodes = {inventory.node(device) for device in own}
         if len(nodes) > 1:
             raise ConfigError(
-                f"{role} {number} would live on the devices {format_devices(own)} of {len(nodes)} nodes, and a replica "
-                f"has to be on one; a node has {inventory.per_node} devices"
+                f"{role} {number} would run on the devices {format_devices(own)} of {len(nodes)} nodes, but a replica "
+                f"must be on one; a node has {inventory.per_node} devices"
             )
         replicas.append(Replica(role, number, own, min(nodes)))
     return tuple(replicas)

@@ -1,6 +1,6 @@
-"""Devices: what one of a kind can do, and which there are on how many nodes.
+"""Devices: the capabilities of each kind, and how many of which kind there are on how many nodes.
 
-Figures of GPUs are those of their makers' data sheets: dense matrix products in bfloat16 (half of what is printed where
+Figures of GPUs are those of their makers' data sheets: dense matrix products in bfloat16 (half the printed figure if
 the sheet counts 2:4 sparsity), memory bandwidth, and the link to a neighbour, one way.
 """
 
@@ -18,8 +18,9 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class DeviceKind:
-    """One kind of device. Bytes, FLOP/s (in bfloat16, and in float32) and bytes/s, each way: `link` to another device
-    of the node, `network` to one of another node, `host_link` to the host's memory, of which it has `host_memory`.
+    """One kind of device, in bytes, FLOP/s (in bfloat16, and in float32) and bytes/s each way: `link` to another device
+    of the node, `network` to a device of another node, `host_link` to the host's memory. `host_memory` is its share of
+    that memory.
     """
 
     name: str
@@ -46,11 +47,12 @@ _GPUS = (
 GPUS = {kind.name: kind for kind in _GPUS}
 
 _CORE_FLOPS, _CORE_BANDWIDTH = 40e9, 8e9
-"""Of one CPU core, in float32: measured with torch on an AMD EPYC (a product of 1024 x 1024, and a sum of 256 MiB)."""
+"""FLOP/s in float32 and bytes/s of one CPU core, measured with torch on an AMD EPYC (a product of 1024 x 1024, and a
+sum of 256 MiB)."""
 
 
 def gpu_named(name: str) -> DeviceKind:
-    """The kind of GPU of this name, in any case.
+    """The kind of GPU with this name, in upper or lower case.
 
     Raises:
         ConfigError: it is not in the table.
@@ -61,7 +63,7 @@ def gpu_named(name: str) -> DeviceKind:
 
 
 def host(cores: int | None = None, memory: int | None = None) -> DeviceKind:
-    """The CPU of a machine as one device, by default of this one: all cores, all memory."""
+    """The CPU of a machine as one device; by default that of this machine, with all cores and all memory."""
     cores = cores or len(os.sched_getaffinity(0))
     memory = memory or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     bandwidth = cores * _CORE_BANDWIDTH
@@ -70,25 +72,25 @@ def host(cores: int | None = None, memory: int | None = None) -> DeviceKind:
 
 
 class Assumptions(Settings):
-    """Shares of a device's best that real programs reach."""
+    """Shares of a device's peak performance that real programs reach, and their overheads."""
 
     trainer_flops: float = Field(0.4, gt=0, le=1)
-    """Of FLOP/s, in training: PaLM reports 46 % (Chowdhery et al. 2022, arXiv 2204.02311), Megatron about 50 %."""
+    """Share of FLOP/s in training: PaLM reports 46 % (Chowdhery et al. 2022, arXiv 2204.02311), Megatron about 50 %."""
     engine_flops: float = Field(0.5, gt=0, le=1)
-    """Of FLOP/s, in prefilling: 40 to 70 % in Pope et al. 2022, arXiv 2211.05102."""
+    """Share of FLOP/s in prefilling: 40 to 70 % in Pope et al. 2022, arXiv 2211.05102."""
     engine_bandwidth: float = Field(0.7, gt=0, le=1)
-    """Of memory bandwidth, in decoding."""
+    """Share of memory bandwidth in decoding."""
     links: float = Field(0.7, gt=0, le=1)
-    """Of links between devices, nodes and hosts."""
+    """Share of the bandwidth of links between devices, nodes and hosts."""
     engine_step_seconds: float = Field(0.002, ge=0)
-    """What a step of the engine takes on a GPU beside its work: scheduling and launches."""
+    """Overhead of an engine step on a GPU: scheduling and launches."""
     all_reduce_seconds: float = Field(1e-5, ge=0)
-    """What a sum over the GPUs of one engine takes beside the bytes that travel; there are two in each layer."""
+    """Overhead of a sum over the GPUs of one engine, besides the transfer of bytes; each layer has two sums."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """`nodes` nodes with `per_node` devices of one kind each; devices are numbered through, from node 0 on."""
+    """`nodes` nodes with `per_node` devices of one kind each; devices are numbered consecutively from node 0 on."""
 
     kind: DeviceKind
     per_node: int = 1
@@ -98,7 +100,7 @@ class Inventory:
         return self.per_node * self.nodes
 
     def node(self, device: int) -> int:
-        """Where a device is."""
+        """The node of a device."""
         return device // self.per_node
 
     def __str__(self) -> str:
@@ -109,9 +111,9 @@ class Inventory:
 
 
 def visible() -> Inventory:
-    """The GPUs of this machine that this process may use, or its CPU where there are none.
+    """The GPUs of this machine that this process may use, or its CPU if there are none.
 
-    A GPU that is not in the table has the memory that it reports, and the speed of the slowest one in it.
+    Memory is as the GPUs report it. A GPU that is not in the table gets the speed of the slowest one in the table.
     """
     import torch
 

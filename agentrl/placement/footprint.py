@@ -1,7 +1,7 @@
-"""What a model takes of a device's memory, by the settings of trainer and engine: bytes, counted before anything runs.
+"""The memory that a model takes on a device, in bytes, by the settings of trainer and engine, before anything runs.
 
-N is a model's number of parameters, W the ranks of the trainer, c the bytes of a number that is computed with (4 in
-float32, 2 in bfloat16). What a trainer or an engine is like it says itself, by `layout()` of its `Config`.
+c is the bytes of a number in computations (4 in float32, 2 in bfloat16). Trainers and engines describe themselves by
+the method `layout()` of their `Config`.
 """
 
 from collections.abc import Mapping
@@ -16,23 +16,23 @@ Precision = Literal["float32", "bfloat16", "autocast"]
 """What a trainer computes in: `autocast` keeps float32 weights and casts them for each product."""
 
 USABLE = 0.95
-"""Share of a device's memory that is counted on: the rest is the driver's, and lost between blocks of the allocator."""
+"""Usable share of a device's memory: the rest is the driver's, or lost between blocks of the allocator."""
 
 _SAVED = {"float32": (24, 24, 8, 16), "bfloat16": (16, 14, 6, 8), "autocast": (26, 14, 6, 8)}
 """Bytes kept for the backward pass for each token, per hidden size, query size, key size and size of the MLP: counted
-from what autograd saves for a layer of transformers' Qwen3 (a test counts again). Compare 34 bytes per hidden size of a
+from what autograd saves for a layer of transformers' Qwen3 (a test recounts it). Compare 34 bytes per hidden size of a
 GPT layer: Korthikanti et al. 2022, arXiv 2205.05198, section 4."""
 _SAVED_OF_HEADS = 8, 4, 8
 """The same per query head, per key head, and per layer: statistics of softmax and norms."""
 _HEAD_BYTES = 12
-"""Bytes for each logit at the peak, where three of these are there in float32: logits, those over the temperature,
-their log softmax, its gradient. Measured from torch's allocator (a test measures again)."""
+"""Bytes for each logit at the peak, when three of these exist in float32: logits, logits over the temperature, their
+log softmax, its gradient. Measured from torch's allocator (a test measures it again)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
     """The shape of a dense decoder. `parameters` counts a tied weight once; `embedding` is one row of `hidden` for each
-    of `vocab` tokens; `blocks` are the parameters of all layers; `block` those of the largest.
+    of `vocab` tokens; `blocks` counts the parameters of all layers, `block` those of the largest layer.
     """
 
     name: str
@@ -54,20 +54,20 @@ class ModelFacts:
         return self.vocab * self.hidden
 
     def kv_bytes(self, number: int) -> int:
-        """Bytes of KV cache for each token, in numbers of `number` bytes."""
+        """Bytes of KV cache for each token, with `number` bytes for each number."""
         return 2 * self.layers * self.kv_heads * self.head_dim * number
 
 
 def model_facts(folder: Path) -> ModelFacts:
-    """The shape of the model in a Hugging Face folder, of which only `config.json` is read: no weights are made.
+    """The shape of the model in a Hugging Face folder. Only `config.json` is read; no weights are allocated.
 
     Raises:
-        ConfigError: there is no such model, or it is of a kind that cannot be counted here.
+        ConfigError: there is no such model, or models of its kind cannot be counted here.
     """
     from transformers import AutoConfig
 
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"model.name: {str(folder)!r} is no folder of a Hugging Face model: no config.json in it")
+        raise ConfigError(f"model.name: {str(folder)!r} is no Hugging Face model folder: no config.json in it")
     return facts_of(AutoConfig.from_pretrained(folder, local_files_only=True), str(folder))
 
 
@@ -75,7 +75,7 @@ def facts_of(config: Any, name: str) -> ModelFacts:
     """The shape of the model of a Hugging Face config.
 
     Raises:
-        ConfigError: it is of a kind that cannot be counted here.
+        ConfigError: models of its kind cannot be counted here.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -109,14 +109,14 @@ def _count(module: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TrainerLayout:
-    """How a trainer lies over its ranks.
+    """How a trainer is laid out over its ranks.
 
-    `shards`: what each rank holds only its part of, as in ZeRO (Rajbhandari et al. 2019, arXiv 1910.02054): 1 the
-    optimizer, 2 gradients too, 3 weights too. `keeps_gathered`: weights are whole from the first pass to the last.
+    `shards`: what is sharded over the ranks, as in ZeRO (Rajbhandari et al. 2019, arXiv 1910.02054): 1 the optimizer, 2
+    gradients too, 3 weights too. `keeps_gathered`: weights are whole from the first pass to the last.
     `accumulates_whole`: gradients of all weights are kept whole until the last micro-batch. `offload`: gradients and
-    optimizer, and weights that are sharded, lie in the host's memory. `grows`: whether there can be several ranks.
-    `lora_rank`: of low-rank updates, where only those are trained. `recompute`: activations are computed twice instead
-    of kept. `sleeps`: whether it can give its memory back on a GPU.
+    optimizer, and sharded weights, are in the host's memory. `grows`: whether there can be several ranks. `lora_rank`:
+    the rank of low-rank updates, if only those are trained. `recompute`: activations are computed twice instead of
+    kept. `sleeps`: whether it can release its memory on a GPU.
     """
 
     precision: Precision
@@ -135,18 +135,17 @@ class TrainerLayout:
 
     @property
     def number(self) -> int:
-        """Bytes of a number that is computed with."""
+        """Bytes of a number in computations."""
         return 4 if self.precision == "float32" else 2
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLayout:
-    """How an engine lies over its devices.
+    """How an engine is laid out over its devices.
 
-    `number`: bytes of each weight and each number of the KV cache. `fraction`: share of a device that it takes whatever
-    it needs, or None where it takes what it needs. `kv_bytes`: the size of its cache, where that is given. `splits`:
-    over how many devices a copy may be spread. `here`: false for one that another machine runs. `sleeps`: as
-    of a trainer.
+    `number`: bytes of each weight and each number of the KV cache. `fraction`: share of a device that it takes
+    regardless of need, or None if it takes what it needs. `kv_bytes`: the size of its cache, if set. `splits`: over how
+    many devices a copy may be spread. `here`: false if another machine runs the engine. `sleeps`: as for a trainer.
     """
 
     number: int = 4
@@ -164,7 +163,7 @@ class EngineLayout:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes on one device, by what they are for; and those that lie in its host's memory."""
+    """Bytes on one device, by use; and bytes in its host's memory."""
 
     parts: Mapping[str, int] = field(default_factory=dict)
     host: int = 0
@@ -176,10 +175,10 @@ class Footprint:
 
 
 def trainer_footprint(facts: ModelFacts, layout: TrainerLayout, ranks: int, micro_batches: float = 1) -> Footprint:
-    """What one rank of `ranks` holds while it trains, at its peak.
+    """The peak memory of one rank of `ranks` while it trains.
 
-    Weights, gradients and AdamW's two moments are float32: 4 + 4 + 8 bytes for each parameter that is trained, each
-    divided by the ranks where it is sharded.
+    Weights, gradients and AdamW's two moments are float32: 4 + 4 + 8 bytes for each trained parameter, each divided by
+    the ranks if it is sharded.
     """
     trained = _trained(facts, layout)
     part = {stage: ranks if layout.shards >= stage else 1 for stage in (1, 2, 3)}
@@ -211,8 +210,8 @@ def _trained(facts: ModelFacts, layout: TrainerLayout) -> int:
 
 
 def _gathered(facts: ModelFacts, layout: TrainerLayout) -> int:
-    """Weights beside those that a rank holds, as the products take them: casts, and where weights are sharded those of
-    two blocks (one is computed with, the next is on its way) and of what is in no block, with a block's gradient.
+    """Weights for the products, besides those that a rank holds: casts and, if weights are sharded, the weights of two
+    blocks (one in use, the next on its way) and of the parts outside blocks, with a block's gradient.
     """
     casts = 2 * facts.parameters if layout.precision == "autocast" else 0  # torch keeps them for the backward pass
     if layout.shards < 3:
@@ -225,10 +224,10 @@ def _gathered(facts: ModelFacts, layout: TrainerLayout) -> int:
 
 
 def activation_bytes(facts: ModelFacts, layout: TrainerLayout) -> int:
-    """What a micro-batch keeps for the backward pass.
+    """Bytes that a micro-batch keeps for the backward pass.
 
-    For each token and layer: linear in the sizes (`_SAVED`), and c for each place of a row, which is the attention's
-    mask. With `recompute` only the input of each layer is kept, and one layer whole at a time.
+    For each token and layer: linear in the sizes (`_SAVED`), plus c for each position of a row, for the attention mask.
+    With `recompute`, only the input of each layer is kept, plus everything of one layer at a time.
     """
     hidden, query, key, mlp = _SAVED[layout.precision]
     heads, kv_heads, norms = _SAVED_OF_HEADS
@@ -249,13 +248,13 @@ def activation_bytes(facts: ModelFacts, layout: TrainerLayout) -> int:
 def engine_footprint(
     facts: ModelFacts, layout: EngineLayout, devices: int, kind: DeviceKind, episode_tokens: int
 ) -> Footprint:
-    """What one replica holds on each of its `devices` when its cache is full.
+    """The memory of one replica on each of its `devices` when its cache is full.
 
     An engine that takes a `fraction` fills it with cache; one that takes what it needs has a cache of `max_batch`
     contexts of `episode_tokens`.
     """
     weights = layout.number * facts.parameters // devices
-    # The MLP's two inner values of a prefill, and the logits of a batch, as they are and in float32.
+    # The MLP's two inner values in a prefill, and the logits of a batch, which exist as computed and in float32.
     workspace = 2 * layout.number * layout.prefill_tokens * facts.mlp // devices
     workspace += (layout.number + 4) * layout.max_batch * facts.vocab
     token = kv_bytes_per_token(facts, layout, devices)
@@ -270,6 +269,6 @@ def engine_footprint(
 
 
 def kv_bytes_per_token(facts: ModelFacts, layout: EngineLayout, devices: int) -> int:
-    """Bytes of cache for each token on each device: heads of keys are dealt to the devices, at least one to each."""
+    """Bytes of cache for each token on each device: key heads are split over the devices, at least one for each."""
     heads = -(-facts.kv_heads // devices)
     return facts.kv_bytes(layout.number) // facts.kv_heads * heads

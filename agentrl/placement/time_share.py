@@ -21,11 +21,11 @@ from agentrl.flow import Flow, deadline
 
 State = Literal["generating", "training", "switching", "lost"]
 Free = Callable[[], Awaitable[int]]
-"""Asks the fullest of the shared devices how many bytes are free."""
+"""Returns how many bytes are free on the fullest of the shared devices."""
 
 
 async def free_on_cpu() -> int:
-    """The `Free` of this machine's own memory."""
+    """The `Free` of this machine's main memory."""
     found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())  # noqa: ASYNC240  no disk
     return int(found[1]) * 1024 if found else 0
 
@@ -38,14 +38,14 @@ async def free_on_gpus() -> int:
 
 
 class Sleeper(Protocol):
-    """What can give its memory back for a while. Both calls may be repeated, and change nothing then.
+    """An object that can release its memory for a while. Repeating either call changes nothing.
 
-    A sleeping engine answers no request: new requests wait, and those in flight go on when it wakes, from the same
-    token, with their KV recomputed. New weights can come meanwhile. A trainer that sleeps can be asked for its weights.
+    A sleeping engine answers no requests: new ones wait, and those in flight continue when it wakes, from the same
+    token, with their KV recomputed. It accepts new weights meanwhile. A sleeping trainer can still provide its weights.
     """
 
     async def sleep(self) -> None:
-        """Give back all memory that can be. Where this raises, it is awake as before.
+        """Release all memory that can be released. If this raises, the object is awake as before.
 
         Raises:
             ConfigError: it has no way to sleep here.
@@ -53,7 +53,7 @@ class Sleeper(Protocol):
         ...
 
     async def wake(self) -> None:
-        """Take the memory again; when this returns, it works. Where this raises, it is asleep as before."""
+        """Allocate the memory again; when this returns, the object works. If this raises, it is asleep as before."""
         ...
 
 
@@ -74,11 +74,11 @@ class DeviceSharing(Protocol):
 
 
 class NoSharing:
-    """The `DeviceSharing` of roles that have devices of their own, or memory for both."""
+    """The `DeviceSharing` of roles that have their own devices, or share devices with enough memory for both."""
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
-        """Nothing has to change."""
+        """Changes nothing."""
         yield
 
 
@@ -92,7 +92,7 @@ class Tenant:
 
 
 class TimeSharing:
-    """The `DeviceSharing` of engine and trainer that take turns; the engine is awake first, and the trainer asleep.
+    """The `DeviceSharing` of an engine and a trainer that take turns; at first the engine is awake, the trainer asleep.
 
     `seconds`: the deadline of each side's part in a switch. Switches must not overlap.
     """
@@ -106,10 +106,10 @@ class TimeSharing:
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
-        """The trainer is awake inside; the engine again after it, also when what was inside failed.
+        """The trainer is awake inside; afterwards the engine is awake again, also if the block failed.
 
         Raises:
-            TimeShareError: a switch failed; says what is awake.
+            TimeShareError: a switch failed; says which state they are in.
         """
         await self._switch(self._engine, self._trainer, "generating", "training")
         try:
@@ -138,7 +138,7 @@ class TimeSharing:
         self.state = after
 
     async def _undo(self, before: State, *calls: tuple[Tenant, Literal["sleep", "wake"]]) -> None:
-        """Bring back what it was before; where that fails too, all is lost."""
+        """Restore the state before the switch; if that fails too, the sharing is lost."""
         try:
             for turn, method in calls:
                 if not self._lost:
@@ -149,7 +149,7 @@ class TimeSharing:
             self.state = before
 
     def _with_state(self, error: TimeShareError) -> TimeShareError:
-        return TimeShareError(f"{error}. They are {self.state} now")
+        return TimeShareError(f"{error}. The state is {self.state} now")
 
     @property
     def _lost(self) -> bool:
@@ -160,15 +160,15 @@ class TimeSharing:
         if free < turn.needs:
             raise TimeShareError(
                 f"the {turn.name} needs {turn.needs / 2**30:.2f} GiB to wake, and {free / 2**30:.2f} are free on a "
-                "device that it shares: somebody else uses it, or what sleeps keeps more than was planned for. Lower "
+                "device that it shares: another process uses it, or the sleeping side keeps more than planned. Lower "
                 "engine.memory_fraction, or give them devices of their own (placement=disaggregated)"
             )
 
     async def _call(self, turn: Tenant, method: Literal["sleep", "wake"]) -> None:
-        """All replicas at the same time.
+        """Call `method` on all replicas at the same time.
 
         Raises:
-            TimeShareError: one failed, or did not answer in time; then it is lost.
+            TimeShareError: a replica failed, or did not answer in time; in the latter case the sharing is lost.
         """
         try:
             with deadline("engine", f"{turn.name}.{method}", self._seconds):

@@ -1,4 +1,4 @@
-"""What would fit, where what was wished for does not: changes of a config, tried on the same count of memory."""
+"""Advice for a config that does not fit: changes that would fit, checked with the same count of memory."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ from agentrl.simulate.stages import workload
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Settings to be replaced, as they are written, and what replaces them: None where it changes nothing."""
+    """New settings, as they are written, and the function that applies them: it returns None if nothing changes."""
 
     settings: tuple[str, ...]
     apply: Callable[[RunConfig], RunConfig | None]
@@ -33,7 +33,7 @@ class Change:
 
 
 def what_fits(config: RunConfig, inventory: Inventory, facts: ModelFacts, most: int = 4) -> list[str]:
-    """Changes of a config that fit, as overrides: each alone, else several at once, else other devices."""
+    """Changes that make a config fit, as overrides: single ones, else several together, else other devices."""
     changes = list(_changes(config, inventory))
     alone = [change for change in changes if _filled(change.apply(config), inventory, facts) <= 1]
     if alone:
@@ -45,7 +45,7 @@ def what_fits(config: RunConfig, inventory: Inventory, facts: ModelFacts, most: 
 def _together(
     config: RunConfig, inventory: Inventory, facts: ModelFacts, changes: list[Change]
 ) -> tuple[str, ...] | None:
-    """Changes of different settings, each time the one that saves most, until it fits; None where that ends before."""
+    """Changes of different settings, always the one that saves most, until the config fits; None if it never does."""
     taken: tuple[str, ...] = ()
     filled = _filled(config, inventory, facts)
     while filled > 1:
@@ -59,7 +59,7 @@ def _together(
 
 
 def _other_devices(config: RunConfig, inventory: Inventory, facts: ModelFacts) -> list[str]:
-    """More of the same kind, and as many of others."""
+    """More devices of the same kind, and as many of other kinds."""
     if not inventory.kind.is_gpu:
         return []
     more = [replace(inventory, per_node=count) for count in (2, 4, 8) if count > inventory.per_node]
@@ -68,9 +68,7 @@ def _other_devices(config: RunConfig, inventory: Inventory, facts: ModelFacts) -
 
 
 def _filled(config: RunConfig | None, inventory: Inventory, facts: ModelFacts) -> float:
-    """What the fullest device would hold on the best map, as a share of what can be counted on; at most 1 where all
-    fits.
-    """
+    """Memory use of the fullest device on the best map, as a share of its usable memory; at most 1 if all fits."""
     if config is None:
         return math.inf
     stages, work = stages_of(config, facts), workload(config.rollout, config.simulation)
@@ -110,7 +108,7 @@ def _changes(config: RunConfig, inventory: Inventory) -> Iterator[Change]:
 
 
 def _setting(section: str, **update: Any) -> Change:
-    """Other values in one section; nothing where it has no such setting, or takes no such value."""
+    """Other values in one section; no change if the section has no such setting, or rejects the value."""
 
     def apply(config: RunConfig) -> RunConfig | None:
         chosen: Component = getattr(config, section)
@@ -128,7 +126,7 @@ def _setting(section: str, **update: Any) -> Change:
 
 
 def _trainer(name: str, **update: Any) -> Change:
-    """Another trainer that can have several ranks, with all settings that both have."""
+    """Another trainer that can have several ranks, with all settings that both share."""
 
     def apply(config: RunConfig) -> RunConfig | None:
         factory = plugins.load("trainers", name)

@@ -1,4 +1,4 @@
-"""What is refused before a run starts, because it cannot be on this machine."""
+"""Refuses a run before it starts, if it cannot run on this machine."""
 
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
@@ -9,13 +9,13 @@ from agentrl.planner.run_facts import layouts, model_of, placement_request_of
 
 
 def check_placement(config: RunConfig, inventory: Inventory | None = None) -> None:
-    """Check a run on a cluster that is this machine, where everything is on the first device.
+    """Check a run whose cluster is this machine, with everything on the first device.
 
-    Only what is certain counts: weights of engines and trainer, gradients and optimizer. `agentrl plan` counts the rest
-    too. What does not say how it lies on devices is not counted.
+    Only certain needs are counted: weights of engines and trainer, gradients and optimizer. `agentrl plan` counts the
+    rest too. If engine or trainer has no `layout`, memory is not checked.
 
     Raises:
-        ConfigError: it cannot be; says what would fit.
+        ConfigError: the run is not possible; says what would fit.
     """
     if not getattr(config.cluster.factory, "one_device", False):
         return
@@ -41,6 +41,6 @@ def _check_memory(config: RunConfig, inventory: Inventory) -> None:
     if held > usable:
         listed = "\n".join(f"  {way}" for way in what_fits(config, inventory, facts))
         raise ConfigError(
-            f"weights, gradients and optimizer of {facts.name} need {held / GIB:.1f} GiB on {inventory}, where "
-            f"{usable / GIB:.1f} can be counted on. What would fit:\n{listed or '  a smaller model'}"
+            f"weights, gradients and optimizer of {facts.name} need {held / GIB:.1f} GiB on {inventory}, of which "
+            f"{usable / GIB:.1f} are usable. What would fit:\n{listed or '  a smaller model'}"
         )

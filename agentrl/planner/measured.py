@@ -1,7 +1,7 @@
-"""What an earlier run has measured, in the place of what is assumed: its episodes, and how fast its stages were.
+"""Replaces assumptions by an earlier run's measurements: its episodes, and the speed of its stages.
 
-A run says how many seconds each stage took on its devices, and the shape of its model how much work that was. Their
-ratio holds for the same kind of device under another model or another number of devices.
+A run records how many seconds each stage took on its devices; the shape of its model gives the amount of work. Their
+ratio holds for the same kind of device with another model or another number of devices.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ _NEEDED = ("seconds/rollout", "seconds/train", "seconds/weights", "sampled_token
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Means over the steps of a run; the first one, which starts everything, is left out where there are more."""
+    """Means over the steps of a run, without the first step, which starts everything, if there are more."""
 
     config: RunConfig
     steps: int
@@ -34,17 +34,17 @@ class Measured:
 
 
 def measured(folder: Path) -> Measured:
-    """What the run in this folder has measured.
+    """The measurements of the run in this folder.
 
     Raises:
-        ConfigError: it is no run, or has no step yet that says how long it took.
+        ConfigError: it is not a run, or no step has recorded its times yet.
     """
     if not (folder / "config.yaml").exists():
         raise ConfigError(f"--from: {str(folder)!r} holds no run (no config.yaml in it)")
     config = load_config(folder / "config.yaml").config
     rows = [row for row in MetricsFile(folder / "metrics.jsonl").rows() if all(key in row for key in _NEEDED)]
     if not rows:
-        raise ConfigError(f"--from: {folder} has no step in its metrics.jsonl that says {', '.join(_NEEDED)}")
+        raise ConfigError(f"--from: {folder} has no step in its metrics.jsonl with {', '.join(_NEEDED)}")
     rows = rows[1:] or rows
     means = {key: fmean(row[key] for row in rows) for key in _NEEDED}
     episodes = config.rollout.groups_per_step * config.rollout.group_size
@@ -61,7 +61,7 @@ def measured(folder: Path) -> Measured:
 def with_measured(config: RunConfig, found: Measured, inventory: Inventory) -> RunConfig:
     """The config with a run's episodes in its section `simulation`, and the run's speeds in `placement.assume`.
 
-    The run has to have been on devices of the inventory's kind: it cannot be seen whether it was.
+    The run must have been on devices of the inventory's kind, which cannot be checked.
 
     Raises:
         ConfigError: the run's own placement is not possible on such devices.
@@ -75,7 +75,7 @@ def with_measured(config: RunConfig, found: Measured, inventory: Inventory) -> R
             "links": was.links * stages.update_seconds(devices) / max(found.weights, 1e-6),
         }
     )
-    if found.config.rollout.max_staleness == 0:  # else the wait for groups is what overlaps have left of it
+    if found.config.rollout.max_staleness == 0:  # else rollouts overlap with training, and only the rest was measured
         factor = _seconds(found, stages, devices) / found.rollout
         assume = assume.model_copy(
             update={
@@ -93,7 +93,7 @@ def with_measured(config: RunConfig, found: Measured, inventory: Inventory) -> R
 
 
 def _episodes(work: Workload, config: RunConfig) -> dict[str, object]:
-    """The measured episodes as settings of the simulation: the observations that follow the first are the rest."""
+    """The measured episodes as settings of the simulation; tokens beyond the prompt are the later observations."""
     first = min(config.simulation.prompt_tokens, round(work.observed / 2)) or 1
     later = (work.observed - first) / max(1e-9, work.turns - 1) if work.turns > 1 else 1
     answer = Constant(value=work.sampled / work.turns)
@@ -106,7 +106,7 @@ def _episodes(work: Workload, config: RunConfig) -> dict[str, object]:
 
 
 def _seconds(found: Measured, stages: Stages, devices: DeviceMap) -> float:
-    """How long the run's rollout takes in the simulation, at the speeds that were assumed."""
+    """How long the run's rollout of one step takes in the simulation, at the assumed speeds."""
     simulation = found.config.simulation.model_copy(update=_episodes(found.work, found.config))
     simulation = stages.simulation(workload(found.config.rollout, simulation), devices, simulation)
     report = World(

@@ -1,4 +1,4 @@
-"""The memory of the devices of a map: who holds what at the fullest moment, and what does not fit."""
+"""The memory of the devices of a map: what each role holds at the peak, and what does not fit."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from agentrl.placement.footprint import USABLE, Footprint, engine_footprint, kv_
 from agentrl.simulate.stages import Stages, Workload
 
 ASLEEP = GIB
-"""What a process that sleeps keeps on a GPU: its context, and buffers of its libraries."""
+"""Bytes that a sleeping process keeps on a GPU: its context, and buffers of its libraries."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceLoad:
-    """A device's memory at its fullest, in bytes, by role and use; `limit` is what is counted on."""
+    """A device's peak memory, in bytes, by role and use; `limit` is its usable memory."""
 
     device: int
     awake: dict[str, Footprint]
@@ -25,7 +25,7 @@ class DeviceLoad:
 
 
 def problems(stages: Stages, work: Workload, devices: DeviceMap) -> Iterator[str]:
-    """What does not fit on a map, the worst device of each role first."""
+    """What does not fit on a map. Names only one overfull device and one overfull host."""
     fullest = sorted(loads(stages, work, devices), key=lambda load: load.limit - load.peak)
     for load in fullest:
         if load.peak > load.limit:
@@ -34,14 +34,14 @@ def problems(stages: Stages, work: Workload, devices: DeviceMap) -> Iterator[str
             yield (
                 f"{' and '.join(load.awake)} need {load.peak / GIB:.1f} GiB on device {load.device}"
                 f"{f' ({parts})' if len(load.awake) > 1 else ''}, which has {kind.memory / GIB:.1f} "
-                f"({load.limit / GIB:.1f} to be counted on)"
+                f"({load.limit / GIB:.1f} usable)"
             )
             break
     for load in fullest:
         if load.host > load.host_limit:
             yield (
-                f"the host's memory would hold {load.host / GIB:.1f} GiB of device {load.device}, and has "
-                f"{load.host_limit / GIB:.1f} for each"
+                f"the host's memory would hold {load.host / GIB:.1f} GiB of device {load.device}, but has only "
+                f"{load.host_limit / GIB:.1f} for each device"
             )
             break
     if devices.time_shared and not stages.engine.sleeps:
@@ -52,8 +52,8 @@ def problems(stages: Stages, work: Workload, devices: DeviceMap) -> Iterator[str
 
 
 def overfull(stages: Stages, work: Workload, devices: DeviceMap) -> float:
-    """What the fullest device or host would hold, as a share of what can be counted on; more than 1 also where nothing
-    is too full and something else does not fit.
+    """Memory use of the fullest device or host, as a share of its usable memory; also more than 1 if memory suffices
+    but something else does not fit.
     """
     shares = [max(load.peak / load.limit, load.host / load.host_limit) for load in loads(stages, work, devices)]
     return max(*shares, 1.0 + 1e-9) if any(problems(stages, work, devices)) else max(shares)
@@ -70,7 +70,7 @@ def _short_cache(stages: Stages, work: Workload, devices: DeviceMap) -> Iterator
     if tokens < longest:
         taken = (size.total - size.parts["kv cache"]) / GIB
         yield (
-            f"an engine's KV cache would hold {tokens} tokens beside {taken:.1f} GiB of weights and workspace, and one "
+            f"an engine's KV cache would hold {tokens} tokens beside {taken:.1f} GiB of weights and workspace, but one "
             f"context has up to {longest}"
         )
 
@@ -109,7 +109,7 @@ def loads(stages: Stages, work: Workload, devices: DeviceMap) -> tuple[DeviceLoa
 
 
 def _learners(stages: Stages, work: Workload, ranks: int) -> Footprint:
-    """The trainer at its peak, with what its helpers hold meanwhile on the same device."""
+    """The trainer at its peak, with the memory that reference and critic hold meanwhile on the same device."""
     whole = trainer_footprint(stages.facts, stages.trainer, ranks, stages.micro_batches(work, ranks))
     parts, host = dict(whole.parts), whole.host
     for helper, layout, kept in (

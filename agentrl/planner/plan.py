@@ -1,9 +1,9 @@
-"""The plan of a run before it starts: who lives on which device, whether it fits, how long a step takes, and why so.
+"""The plan of a run before it starts: what runs on which device, whether it fits, the time of a step, and the reasons.
 
     facts = model_of(config)
     plan = make_plan(config, Inventory(gpu_named("H100"), per_node=8), facts)
 
-Nothing is loaded: memory and times are counted from the model's shape, and the rollout is simulated.
+Nothing is loaded: memory and times are computed from the model's shape, and the rollout is simulated.
 """
 
 from dataclasses import dataclass, replace
@@ -21,9 +21,9 @@ from agentrl.simulate.stages import Stages, Workload, workload
 from agentrl.simulate.world import World
 
 _SIMULATED = 4
-"""Candidates that are simulated at most: those that are fastest by a rough count."""
+"""Most candidates to simulate: the fastest by a rough estimate."""
 _STEPS = 2
-"""Steps that are simulated beside those before the first one can be trained on (`rollout.max_staleness`)."""
+"""Steps to simulate after the first `rollout.max_staleness` ones, which do not count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +39,14 @@ class StepEstimate:
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
+        """Seconds of the whole step."""
         return self.rollout + self.train + self.switch + self.weights
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A map that was looked at: why it does not fit, or how long a step takes; `rough` is not simulated. `filled`: what
-    the fullest device would hold, as a share of what can be counted on.
+    """A map that was considered: why it does not fit, or how long a step takes; `rough` is not simulated. `filled`:
+    memory use of the fullest device, as a share of its usable memory.
     """
 
     devices: DeviceMap
@@ -58,7 +58,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The map that was chosen, the memory of its devices, its step, the reason, and all that was considered."""
+    """The chosen map, the memory of its devices, its step, the reason, and all maps that were considered."""
 
     facts: ModelFacts
     work: Workload
@@ -70,10 +70,10 @@ class Plan:
 
 
 def make_plan(config: RunConfig, inventory: Inventory, facts: ModelFacts) -> Plan:
-    """The fastest map of those that the config allows and that fit.
+    """The fastest map that the config allows and that fits.
 
     Raises:
-        ConfigError: none fits. Says what is missing where, and which settings would fit.
+        ConfigError: none fits; says what is missing where, and which settings would fit.
     """
     stages, work = stages_of(config, facts), workload(config.rollout, config.simulation)
     looked_at = [
@@ -123,7 +123,7 @@ def _rough(config: RunConfig, stages: Stages, work: Workload, devices: DeviceMap
 
 
 def _simulated(config: RunConfig, stages: Stages, work: Workload, found: Candidate) -> Candidate:
-    """A candidate whose step the scheduler has played."""
+    """The candidate with its step, simulated with the scheduler."""
     devices = found.devices
     simulation = stages.simulation(work, devices, config.simulation)
     bound = config.rollout.max_staleness
@@ -160,13 +160,13 @@ def _reason(config: RunConfig, simulated: list[Candidate], fitting: int, all_map
     if first is None or second is None:
         return "the only one that could be simulated"
     return (
-        f"the fastest of {fitting} maps that fit into memory ({all_maps} looked at): {first.seconds:.1f} s a step, "
-        f"where the next one ({simulated[1].devices}) takes {second.seconds:.1f} s"
+        f"the fastest of {fitting} maps that fit into memory ({all_maps} considered): {first.seconds:.1f} s a step; "
+        f"the next one ({simulated[1].devices}) takes {second.seconds:.1f} s"
     )
 
 
 def _refusal(config: RunConfig, inventory: Inventory, facts: ModelFacts, looked_at: list[Candidate]) -> str:
-    """What does not fit, on the map that lacks least, and what would."""
+    """The error message: what does not fit on the closest map, and what would."""
     closest = min(looked_at, key=lambda found: found.filled)
     listed = (
         "\n".join(f"  {way}" for way in what_fits(config, inventory, facts))
@@ -174,6 +174,6 @@ def _refusal(config: RunConfig, inventory: Inventory, facts: ModelFacts, looked_
     )
     mode = config.placement.name if not config.placement.lists else "its lists"
     return (
-        f"{facts.name} ({facts.parameters / 1e9:.2f} billion parameters) does not fit on {inventory} by "
+        f"{facts.name} ({facts.parameters / 1e9:.2f} billion parameters) does not fit on {inventory} with "
         f"placement={mode}. Closest is {closest.devices}: {'; '.join(closest.problems)}.\nWhat would fit:\n{listed}"
     )

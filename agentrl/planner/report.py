@@ -12,11 +12,11 @@ from agentrl.planner.memory import DeviceLoad
 from agentrl.planner.plan import Candidate, Plan
 
 _SHOWN = 8
-"""Candidates in the table at most."""
+"""Most candidates to show in the table."""
 
 
 def print_plan(plan: Plan, console: Console) -> None:
-    """The map, the memory of its devices, the step by stage, the reason, and what else was looked at."""
+    """Print the map, the memory of its devices, the step by stage, the reason, and the other candidates."""
     facts, work = plan.facts, plan.work
     console.print(
         f"[bold]{facts.name}[/bold]: {facts.parameters / 1e6:,.1f} million parameters, on {plan.devices.inventory}\n"
@@ -62,8 +62,8 @@ def _map(plan: Plan) -> Table:
 
 
 def _memory(loads: tuple[DeviceLoad, ...]) -> Table:
-    """Devices with the same load together: what each role holds while it is awake, and the fullest moment."""
-    table = _table("devices", "role", "GiB", "of it", title="\nmemory of each device")
+    """Devices grouped by equal load: what each role holds while it is awake, and the peak."""
+    table = _table("devices", "role", "GiB", "of which", title="\nmemory of each device")
     same: dict[tuple[int, ...], list[DeviceLoad]] = {}
     for load in loads:
         same.setdefault((load.peak, *(size.total for size in load.awake.values())), []).append(load)
@@ -71,9 +71,7 @@ def _memory(loads: tuple[DeviceLoad, ...]) -> Table:
         load, devices = alike[0], format_devices([load.device for load in alike])
         for role, footprint in load.awake.items():
             table.add_row(devices, role, f"{footprint.total / GIB:.2f}", _parts(footprint))
-        table.add_row(
-            devices, "at the fullest", f"{load.peak / GIB:.2f}", f"of {load.limit / GIB:.2f} to be counted on"
-        )
+        table.add_row(devices, "at the peak", f"{load.peak / GIB:.2f}", f"of {load.limit / GIB:.2f} usable")
         if load.host:
             table.add_row(
                 "", "in the host", f"{load.host / GIB:.2f}", f"of {load.host_limit / GIB:.2f} for each device"
@@ -88,7 +86,7 @@ def _parts(footprint: Footprint) -> str:
 def _step(plan: Plan) -> Table:
     step = plan.step
     table = _table("stage", "seconds", "share", title="\npredicted step")
-    stages = (("rollout (waited for)", step.rollout), ("train", step.train), ("switch", step.switch))
+    stages = (("rollout (waiting)", step.rollout), ("train", step.train), ("switch", step.switch))
     for name, seconds in (*stages, ("weights", step.weights), ("step", step.seconds)):
         table.add_row(name, f"{seconds:,.2f}", f"{seconds / step.seconds:.0%}")
     table.add_row("sampled", f"{step.tokens_per_second:,.0f}", "tokens/s")
@@ -97,7 +95,7 @@ def _step(plan: Plan) -> Table:
 
 
 def _considered(considered: tuple[Candidate, ...]) -> Table:
-    table = _table("map", "seconds a step", title="looked at")
+    table = _table("map", "seconds a step", title="considered")
     for found in considered[:_SHOWN]:
         table.add_row(str(found.devices), _verdict(found))
     if len(considered) > _SHOWN:
@@ -112,7 +110,7 @@ def _verdict(found: Candidate) -> str:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """The plan as plain data: bytes, seconds, numbers of devices."""
+    """The plan as plain data: bytes, seconds, device numbers."""
     step = plan.step
     return {
         "model": {"name": plan.facts.name, "parameters": plan.facts.parameters},

@@ -1,4 +1,4 @@
-"""What a run's config says of the things that a plan is made of: the model, the stages, what is wished for."""
+"""Reads from a run's config what a plan needs: the model, the stages, and the requested placement."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from agentrl.tiny_model import SIZES, model_config
 
 
 def model_of(config: RunConfig) -> ModelFacts:
-    """The shape of a run's model; of one that is randomly initialised, with the largest vocabulary that it can have.
+    """The shape of a run's model; a randomly initialised one counts with the largest vocabulary that it can have.
 
     Raises:
         ConfigError: there is no such model.
@@ -27,7 +27,7 @@ def stages_of(config: RunConfig, facts: ModelFacts) -> Stages:
     """The stages of a run.
 
     Raises:
-        ConfigError: its engine or trainer does not say how it lies on devices.
+        ConfigError: a component does not declare its layout on devices.
     """
     frozen = {route for route in config.env.agents.values() if isinstance(route, FrozenRoute)}
     engine, trainer = layouts(config)
@@ -36,25 +36,25 @@ def stages_of(config: RunConfig, facts: ModelFacts) -> Stages:
 
 
 def layouts(config: RunConfig) -> tuple[EngineLayout, TrainerLayout]:
-    """How engine and trainer lie on devices, as they say themselves."""
+    """The layouts on devices that engine and trainer declare."""
     return _layout_of("engine", config.engine), _layout_of("trainer", config.trainer)
 
 
 def _layout_of(section: str, chosen: Component | None) -> Any:
-    """What a component says of itself; None where there is none."""
+    """The layout that a component declares; None if there is no component."""
     if chosen is None:
         return None
     layout = getattr(chosen.settings, "layout", None)
     if layout is None:
         raise ConfigError(
-            f"{section} {chosen.name!r} does not say how it lies on devices, so nothing can be planned: give its "
-            "Config a method `layout`, as agentrl/placement/footprint.py says, or write placement=local"
+            f"{section} {chosen.name!r} does not declare its layout on devices, so nothing can be planned: give its "
+            "Config a method `layout`, as agentrl/placement/footprint.py describes, or write placement=local"
         )
     return layout()
 
 
 def placement_request_of(config: RunConfig) -> PlacementRequest:
-    """What the settings of cluster, engine and trainer ask of a placement."""
+    """What the settings of cluster, engine and trainer request of a placement."""
     engine, trainer = layouts(config)
     return PlacementRequest(
         engines=getattr(config.cluster.settings, "engines", 1),

@@ -23,9 +23,9 @@ class Evaluation:
     failed: tuple[Trajectory, ...]
 
     def metrics(self) -> dict[str, float]:
-        """Success, reward and turns of the episodes that came to an end, and how many did not."""
+        """Success, reward and turns of the scored episodes, and how many episodes failed."""
         played = [trajectory for trajectory, _ in self.scored]
-        values = [score.value for _, score in self.scored if score.parts]  # none, where every part compares members
+        values = [score.value for _, score in self.scored if score.parts]  # none, if every part compares members
         return {
             "eval/success": fmean(t.success for t in played) if played else float("nan"),
             "eval/reward": fmean(values) if values else float("nan"),
@@ -39,9 +39,9 @@ class Evaluation:
 async def play_all(
     runner: EnvEpisodeRunner, tasks: Iterable[Task], seed: int, live: int, turnstile: Turnstile | None = None
 ) -> list[Trajectory]:
-    """Play each task once, at most `live` at a time; in order of the tasks, one for each agent that is trained.
+    """Play each task once, at most `live` at a time. One trajectory for each trained agent, in order of the tasks.
 
-    Episodes begin through the turnstile, where there is one.
+    If there is a turnstile, each episode passes it before it begins.
     """
     slots = asyncio.Semaphore(live)
 
@@ -57,9 +57,9 @@ async def play_all(
 
 
 async def evaluate(rollouts: RolloutAssembly, tasks: int | None = None) -> Evaluation:
-    """Play the held-out tasks with the engine's present weights.
+    """Play the held-out tasks with the engine's current weights.
 
-    Each is played once, so what a reward says by comparing a group's members is no part of these scores.
+    Each task is played once, so the scores exclude reward parts that compare the members of a group.
     """
     config = rollouts.config
     source = task_source(config, "held-out")
@@ -76,7 +76,7 @@ async def evaluate(rollouts: RolloutAssembly, tasks: int | None = None) -> Evalu
 
 
 async def evaluate_run(run: Run, rollouts: RolloutAssembly, step: int) -> None:
-    """Evaluate the weights after `step` steps and write it down, unless it was before."""
+    """Evaluate the weights after `step` steps and record the result, unless that was done before."""
     if run.config.evaluation.tasks == 0 or run.evaluated(step):
         return
     run.begin_phase(step, "evaluation")

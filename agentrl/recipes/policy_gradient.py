@@ -32,7 +32,7 @@ class PolicyGradientSettings(Settings):
     """Settings of `recipe: policy_gradient`."""
 
     demonstrations: DemonstrationsConfig | None = None
-    """What the model imitates first, where it cannot yet do the task at all."""
+    """What the model imitates first, if it cannot do the task at all yet."""
 
 
 async def policy_gradient(run: Run, settings: PolicyGradientSettings) -> None:
@@ -86,9 +86,9 @@ def batch_of(groups: list[Group], algorithm: Algorithm, processing: BatchProcess
 def samples_of(
     groups: list[Group], algorithm: Algorithm, oldest_version: int, processing: BatchProcessing | None = None
 ) -> Iterator[TrainingSample]:
-    """The training samples of a batch of groups, each token with its trajectory's advantage, if it is fresh enough.
+    """The training samples of a batch of groups. Each token that is fresh enough has its trajectory's advantage.
 
-    An agent's episodes are compared with its own, where several are trained.
+    If several agents are trained, each agent's episodes are compared only with its own.
     """
     processing = processing or BatchProcessing(BatchProcessingConfig())
     parts = [of_agent for group in groups for of_agent in group.by_agent()]
@@ -101,7 +101,7 @@ def samples_of(
 
 
 class Stopwatch:
-    """Seconds by phase. `begins` is called with each as it begins."""
+    """Measures seconds by phase. `begins` is called with each phase's name when it begins."""
 
     def __init__(self, begins: Callable[[str], None] = lambda phase: None) -> None:
         self.seconds: dict[str, float] = {}
@@ -109,7 +109,7 @@ class Stopwatch:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Count what happens inside as `phase`."""
+        """Count the time of the block as `phase`."""
         self._begins(phase)
         started = elapsed()
         yield

@@ -24,10 +24,10 @@ Pair = tuple[IntArray, IntArray]
 
 
 class PreferenceCore:
-    """A sequence classifier with one output, and its optimizer. Its work is done in any one thread at a time.
+    """A sequence classifier with one output, and its optimizer. May be used from any thread, but one at a time.
 
     Raises:
-        ConfigError: there is no classifier over such a model, or its tokenizer has no token to pad with.
+        ConfigError: there is no classifier for such a model, or its tokenizer has no pad token.
     """
 
     def __init__(self, base: Path, config: PreferencesConfig, seed: int) -> None:
@@ -40,7 +40,7 @@ class PreferenceCore:
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=config.lr, weight_decay=0.0)
 
     def step(self, pairs: Sequence[Pair], warmth: float) -> dict[str, float]:
-        """One update at `warmth` (0 to 1) of the learning rate: the mean loss in nats and the accuracy before it.
+        """Make one update at `warmth` (0 to 1) of the learning rate; metrics: mean loss in nats and accuracy before it.
 
         Raises:
             TrainingError: the loss or the gradient is not finite; the weights are then as they were.
@@ -77,7 +77,7 @@ class PreferenceCore:
         return [pairs[start : start + size] for start in range(0, len(pairs), size)]
 
     def _scores(self, pairs: Sequence[Pair]) -> tuple[Tensor, Tensor]:
-        """The scores of the chosen and of the rejected, in one pass, so that what is random falls on both alike."""
+        """The scores of the chosen and the rejected, in one pass, so that randomness affects both alike."""
         sequences = [torch.tensor(ids, dtype=torch.long) for ids in (*(c for c, _ in pairs), *(r for _, r in pairs))]
         tokens_BT = pad_sequence(sequences, batch_first=True, padding_value=self._model.config.pad_token_id)
         lengths_B = torch.tensor([len(sequence) for sequence in sequences])
@@ -88,19 +88,19 @@ class PreferenceCore:
 
 
 def _load(base: Path, pad_token_id: int | None, seed: int) -> Any:
-    """The classifier over the body of the causal model in `base`, with a new output layer of this seed; no dropout."""
+    """The classifier over the body of the causal model in `base`, with a new output layer from `seed`; no dropout."""
     config = AutoConfig.from_pretrained(base, num_labels=1)
     config.pad_token_id = config.pad_token_id if config.pad_token_id is not None else pad_token_id
     if config.pad_token_id is None:
         raise ConfigError(f"the tokenizer of {base} has no pad token, which tells a classifier where a text ends")
     before = logging.get_verbosity()
-    logging.set_verbosity_error()  # that the output layer is new is what we want
+    logging.set_verbosity_error()  # no warning: a new output layer is what we want
     try:
         with torch.random.fork_rng(devices=[]):  # transformers draws new layers from torch's generator
             torch.default_generator.manual_seed(seed)
             model = AutoModelForSequenceClassification.from_pretrained(base, config=config, dtype=torch.float32)
     except ValueError as error:
-        raise ConfigError(f"no reward model can be made of {base}: {error}") from error
+        raise ConfigError(f"no reward model can be made from {base}: {error}") from error
     finally:
         logging.set_verbosity(before)
     return model.eval()

@@ -1,4 +1,4 @@
-"""`Preference`: of two conversations, the better and the worse; read from a file, or from what a run played."""
+"""`Preference`: a better and a worse conversation, read from a file or from the episodes of a run."""
 
 import json
 from collections import defaultdict
@@ -23,9 +23,9 @@ class PreferencesConfig(Settings):
     """A `.jsonl` or `.parquet` file of rows with `chosen` and `rejected` (lists of messages, or texts that answer a
     `prompt`), or the folder of a run: of two episodes of one task, the one with the higher score is preferred."""
     pairs_per_task: int = Field(8, gt=0)
-    """Most pairs of one task, where the folder of a run is read; drawn at random."""
+    """Most pairs of one task, drawn at random, if `path` is the folder of a run."""
     held_out: float = Field(0.1, ge=0, lt=1)
-    """Share of the pairs (of a run: of the tasks) that is not trained on, to measure by."""
+    """Share of the pairs (of a run: of the tasks) that is not trained on, but used to measure accuracy."""
     epochs: int = Field(1, gt=0)
     """Passes over the pairs."""
     pairs_per_step: int = Field(32, gt=0)
@@ -35,14 +35,14 @@ class PreferencesConfig(Settings):
     max_tokens: int = Field(2048, gt=0)
     """Pairs with a longer conversation are left out, and counted."""
     lr: float = Field(1e-4, gt=0)
-    """AdamW's learning rate, after a line up over the first tenth of the steps."""
+    """AdamW's learning rate, after a linear warm-up over the first tenth of the steps."""
     device: str = "auto"
     """A torch device, or "auto": the first GPU, else the CPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """Two conversations of one `task` (any name that pairs have in common that should not be split)."""
+    """Two conversations of one `task` (any name; `split` keeps pairs with the same name together)."""
 
     task: str
     chosen: tuple[Message, ...]
@@ -64,7 +64,7 @@ def read_preferences(config: PreferencesConfig, rng: Random) -> list[Preference]
     """All pairs of a file or a run, in an order that depends on `rng` alone.
 
     Raises:
-        ConfigError: there is no such file or run, a row is something else, or nothing in it is preferred to anything.
+        ConfigError: there is no such file or run, a row is malformed, or there are no pairs.
     """
     path = config.path
     if (path / "trajectories").is_dir():
@@ -82,7 +82,7 @@ def read_preferences(config: PreferencesConfig, rng: Random) -> list[Preference]
 
 
 def split(pairs: Sequence[Preference], held_out: float, rng: Random) -> tuple[list[Preference], list[Preference]]:
-    """(pairs to train on, pairs to measure by): no task is in both."""
+    """(pairs to train on, pairs to measure accuracy on): no task is in both."""
     tasks = sorted({pair.task for pair in pairs})
     rng.shuffle(tasks)
     measured = set(tasks[: round(held_out * len(tasks))])

@@ -2,8 +2,8 @@
 
     preferences ─▶ pairs ─▶ tokens ─▶ model(chosen), model(rejected) ─▶ -log sigmoid(difference) ─▶ AdamW
 
-It starts from the configured causal model (its body and its chat template; the output layer is new), and is left in the
-run's folder `reward_model`, which the reward `reward_model` takes.
+It starts from the configured causal model (its body and its chat template; the output layer is new), and is saved in
+the run's folder `reward_model`, which the reward `reward_model` loads.
 """
 
 import asyncio
@@ -29,11 +29,11 @@ class RewardModelSettings(Settings):
     """Settings of `recipe: reward_model`."""
 
     preferences: PreferencesConfig
-    """What is learned from."""
+    """The pairs to learn from."""
 
 
 async def reward_model(run: Run, settings: RewardModelSettings) -> None:
-    """The recipe. Each step's loss and accuracy, and the accuracy on pairs held out, are in the run's metrics.
+    """The recipe. The run's metrics have each step's loss and accuracy, and the accuracy on held-out pairs.
 
     Raises:
         ConfigError: there is nothing to train on.
@@ -68,7 +68,7 @@ async def _train(
     from agentrl.recipes.preference_core import PreferenceCore
 
     core = await asyncio.to_thread(PreferenceCore, base, config, run.config.seed)
-    run.metrics.rewind(0)  # of a run that was stopped: its training starts over
+    run.metrics.rewind(0)  # drop the metrics of a stopped run: its training starts over
     warm_up = max(1, len(batches) // 10)
     for step, batch in enumerate(batches):
         metrics = await asyncio.to_thread(core.step, batch, min(1.0, (step + 1) / warm_up))
@@ -86,7 +86,7 @@ async def _train(
 
 
 def _tokens(run: Run, base: Path, pairs: Sequence[Preference], config: PreferencesConfig) -> list["Pair"]:
-    """The tokens of each pair, by the model's chat template up to where the assistant would go on."""
+    """The tokens of each pair, by the model's chat template, up to where the assistant would continue."""
     renderer = TemplateRenderer.of_model(base)
     encoded = [
         (renderer.encode(renderer.text(pair.chosen, ())), renderer.encode(renderer.text(pair.rejected, ())))
@@ -101,7 +101,7 @@ def _tokens(run: Run, base: Path, pairs: Sequence[Preference], config: Preferenc
 
 
 def _batches(pairs: Sequence["Pair"], config: PreferencesConfig, rng: Random) -> Iterator[list["Pair"]]:
-    """Batches of all pairs, in another order in each epoch; the last of an epoch may be smaller."""
+    """Batches of all pairs, in a different order in each epoch; the last batch of an epoch may be smaller."""
     for _ in range(config.epochs):
         mixed = rng.sample(pairs, len(pairs))
         for start in range(0, len(mixed), config.pairs_per_step):

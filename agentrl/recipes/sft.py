@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on the play of a scripted player, and nothing else."""
+"""Supervised fine-tuning on the episodes of a scripted player, and nothing else."""
 
 from agentrl.protocols import Settings
 from agentrl.recipes.demonstrations import DemonstrationsConfig
@@ -10,7 +10,7 @@ class SftSettings(Settings):
     """Settings of `recipe: sft`."""
 
     demonstrations: DemonstrationsConfig
-    """What is imitated."""
+    """The episodes to imitate."""
 
 
 async def sft(run: Run, settings: SftSettings) -> None:

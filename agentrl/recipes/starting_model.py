@@ -1,4 +1,4 @@
-"""The model that a run starts from: a folder, or one that is randomly initialised; after its demonstrations, if any."""
+"""The model that a run starts from: a folder or a randomly initialised model, after its demonstrations, if any."""
 
 import json
 from pathlib import Path
@@ -24,9 +24,9 @@ async def starting_model(run: Run, demonstrations: DemonstrationsConfig | None) 
 
 
 async def base_model(run: Run) -> Path:
-    """The folder of the model to start from, which is made first where the config names a size and not a folder.
+    """The folder of the model to start from; if the config names a size instead of a folder, the model is made first.
 
-    One that is made learns its tokenizer from what the environment says, so that its words are single tokens.
+    Its tokenizer is then learned from the environment's texts, so that the environment's words are single tokens.
     """
     name = run.config.model.name
     if name not in SIZES:
@@ -40,7 +40,7 @@ async def base_model(run: Run) -> Path:
 
 
 async def opening_texts(config: RunConfig, episodes: int = 64) -> list[str]:
-    """What the environment says at the start of some episodes of the split "corpus"."""
+    """The environment's texts at the start of some episodes of the split "corpus"."""
     source = task_source(config, "corpus")
     texts: list[str] = []
     async with env_host(config) as envs:

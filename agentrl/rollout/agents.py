@@ -1,11 +1,11 @@
-"""Several agents in one environment: what it says about them, and who plays each.
+"""Several agents in one environment: the agents that its infos name, and the player of each.
 
-The environment's infos name the agents, whose turn it is, and what each has earned (`agentrl.protocols.Env`). In a
-config, `env.agents` says who plays which agent; the policy that is trained plays the others:
+The environment's infos name the agents, the agent whose turn it is, and each agent's reward (`agentrl.protocols.Env`).
+In a config, `env.agents` assigns players to agents; the trained policy plays all others:
 
     agents:
-      black: frozen                                      # the model that the run started with, as it was then
-      red: {name: frozen, refresh: 10}                   # the policy, as it was at the last version divisible by 10
+      black: frozen                                      # the model that the run started with, unchanged
+      red: {name: frozen, refresh: 10}                   # the policy at the last version divisible by 10
       blue: {name: scripted, player: my_game:careful}    # a function of the live environment
 """
 
@@ -21,11 +21,11 @@ from agentrl.errors import ConfigError, EnvError
 from agentrl.protocols import Settings
 
 ALONE = ("",)
-"""The agents of an environment that names none."""
+"""The agents of an environment that names none: a single one without a name."""
 
 
 class PolicyRoute(Settings):
-    """The policy that is trained."""
+    """The trained policy."""
 
     name: Literal["policy"] = "policy"
 
@@ -35,24 +35,24 @@ class FrozenRoute(Settings):
 
     name: Literal["frozen"] = "frozen"
     model: Path | None = None
-    """The folder of a Hugging Face model (a checkpoint is one); by default the model that the run started with."""
+    """The folder of a Hugging Face model (such as a checkpoint); by default the model that the run started with."""
     refresh: int = Field(0, ge=0)
-    """Take up the trained weights at every version divisible by this number; 0 never does."""
+    """Load the trained weights at every version divisible by this number; 0 means never."""
 
     @model_validator(mode="after")
     def _trained_weights_fit_the_trained_model(self) -> Self:
         if self.model is not None and self.refresh:
-            raise ValueError("refresh takes up the weights of the model that is trained: leave out model")
+            raise ValueError("refresh loads the weights of the trained model: leave out model")
         return self
 
 
 class ScriptedRoute(Settings):
-    """A function that looks at the live environment, as for demonstrations."""
+    """A function that reads the live environment, as for demonstrations."""
 
     name: Literal["scripted"] = "scripted"
     player: str
-    """`package.module:function`, called with (environment, random.Random), answering the next action. It looks at the
-    environment itself, so that has to run here, and not behind HTTP."""
+    """`package.module:function`, called with (environment, random.Random), returning the next action. It reads the
+    environment object itself, so the environment must run locally, not behind HTTP."""
 
 
 def _named(value: Any) -> Any:
@@ -60,14 +60,14 @@ def _named(value: Any) -> Any:
 
 
 AgentRoute = Annotated[PolicyRoute | FrozenRoute | ScriptedRoute, Field(discriminator="name"), BeforeValidator(_named)]
-"""Who plays an agent: `policy`, `frozen` or `scripted`."""
+"""The player of an agent: `policy`, `frozen` or `scripted`."""
 
 
 def agents_in(info: Mapping[str, Any]) -> Sequence[str]:
-    """The agents that the info of a reset names; `ALONE` where it names none.
+    """The agents that the info of a reset names; `ALONE` if it names none.
 
     Raises:
-        EnvError: they are no names.
+        EnvError: `info["agents"]` is not a list of different names.
     """
     agents = info.get("agents")
     if agents is None:
@@ -79,10 +79,10 @@ def agents_in(info: Mapping[str, Any]) -> Sequence[str]:
 
 
 def system_prompt_in(info: Mapping[str, Any], agent: str, shared: str) -> str:
-    """The agent's own system prompt, where the info of a reset has one, else the one that all share.
+    """The agent's own system prompt if the info of a reset has one, else the shared one.
 
     Raises:
-        EnvError: it is no text.
+        EnvError: the prompt is not a text.
     """
     prompts = info.get("system_prompts", {})
     prompt = prompts.get(agent, shared) if isinstance(prompts, Mapping) else None
@@ -92,10 +92,10 @@ def system_prompt_in(info: Mapping[str, Any], agent: str, shared: str) -> str:
 
 
 def next_agent(info: Mapping[str, Any], agents: Sequence[str]) -> str:
-    """Whose turn it is.
+    """The agent whose turn it is.
 
     Raises:
-        EnvError: the environment does not say, or names somebody else.
+        EnvError: the environment names no agent, or an unknown one.
     """
     if agents is ALONE:
         return ""
@@ -106,7 +106,7 @@ def next_agent(info: Mapping[str, Any], agents: Sequence[str]) -> str:
 
 
 def earnings(info: Mapping[str, Any], actor: str, reward: float, agents: Sequence[str]) -> Mapping[str, float]:
-    """What each agent earned in a step: `info["rewards"]`, and for the actor what the step returned.
+    """The reward of each agent in a step: `info["rewards"]`, and for the actor the reward that the step returned.
 
     Raises:
         EnvError: `info["rewards"]` holds something that is not a number, names an unknown agent, or gives the actor
@@ -126,7 +126,7 @@ def earnings(info: Mapping[str, Any], actor: str, reward: float, agents: Sequenc
 
 
 def success_of(info: Mapping[str, Any], agent: str) -> bool | None:
-    """Whether the agent has reached its goal, where the info says so: for all by one word, or by agent."""
+    """Whether the agent reached its goal: `info["success"]`, one value for all or one per agent; None if missing."""
     success = info.get("success")
     if isinstance(success, Mapping):
         success = success.get(agent)
@@ -134,16 +134,16 @@ def success_of(info: Mapping[str, Any], agent: str) -> bool | None:
 
 
 def check_routes(routed: Mapping[str, object], agents: Sequence[str]) -> None:
-    """Nothing, where each agent that is `routed` to another player plays, and the policy has one to play.
+    """Check that every agent in `routed` exists, and that at least one agent is left to the policy.
 
     Raises:
-        ConfigError: there is no such agent, or none is left.
+        ConfigError: an agent does not exist, or none is left.
     """
     if unknown := sorted(routed.keys() - set(agents)):
         there = f"its agents are {', '.join(agents)}" if agents is not ALONE else "it has no agents with names"
-        raise ConfigError(f"env.agents names {', '.join(unknown)}, whom the environment does not have: {there}")
+        raise ConfigError(f"env.agents names {', '.join(unknown)}, which the environment does not have: {there}")
     if len(routed) == len(agents):
-        raise ConfigError(f"env.agents leaves no agent to the policy: one of {', '.join(agents)} has to be `policy`")
+        raise ConfigError(f"env.agents leaves no agent to the policy: one of {', '.join(agents)} must be `policy`")
 
 
 def _is_pay(agent: object, paid: object, agents: Sequence[str]) -> bool:

@@ -1,7 +1,7 @@
-"""Whether what is trained on is like what is sampled.
+"""Whether trained episodes are as long as sampled ones.
 
-A rule that drops what is late trains on short episodes without a word. So the mean length of the trained episodes is
-held against the mean of all that were sampled, those that were cut off counting with what they had.
+A rule that drops late groups silently favours short episodes. So these metrics compare the mean length of the trained
+episodes with that of all sampled ones. A cancelled episode counts with its seconds so far, but not with its tokens.
 """
 
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ class _Mean:
         self.count += 1
 
     def over(self, other: "_Mean") -> float:
-        """This mean over the other; 1 while either has nothing to tell."""
+        """The ratio of this mean to the other; 1 while either total is zero."""
         if not self.total or not other.total:
             return 1.0
         return (self.total / self.count) / (other.total / other.count)
@@ -35,22 +35,22 @@ class Bias:
     _trained_tokens: _Mean = field(default_factory=_Mean)
 
     def sampled(self, trajectory: Trajectory) -> None:
-        """An episode came to its end."""
+        """Count an episode that has ended."""
         self._sampled_seconds.add(trajectory.seconds)
         self._sampled_tokens.add(trajectory.num_tokens)
 
     def cut(self, seconds: float) -> None:
-        """An episode was cancelled after so many seconds: it would have been at least as long."""
+        """Count an episode that was cancelled after `seconds`; it would have lasted at least as long."""
         self._sampled_seconds.add(seconds)
 
     def trained(self, group: Group) -> None:
-        """A group goes to the trainer."""
+        """Count the episodes of a group that goes to the trainer."""
         for trajectory in group.trajectories:
             self._trained_seconds.add(trajectory.seconds)
             self._trained_tokens.add(trajectory.num_tokens)
 
     def metrics(self) -> dict[str, float]:
-        """Trained over sampled mean length; 1 is unbiased, below 1 long episodes are missing."""
+        """Mean length of trained over that of sampled episodes: 1 is unbiased; below 1, long episodes are missing."""
         return {
             "bias/seconds": self._trained_seconds.over(self._sampled_seconds),
             "bias/tokens": self._trained_tokens.over(self._sampled_tokens),

@@ -1,9 +1,9 @@
-"""How many episodes may be in play: a controller that follows the engine, and the episode slots that it limits.
+"""How many episodes may run at once: a controller that follows the engine's load, and the slots that it limits.
 
-More live episodes than the engine can serve only wait, grow old and fill its KV cache; fewer leave it idle while
-environments think. So the limit grows gently while the engine has room, and shrinks at once under pressure. Where
-pressure was met is remembered, and not tried again for a while that doubles each time: that is what keeps it from
-oscillating. It counts episodes and never seconds, so it is the same under both clocks.
+With too many live episodes, some only wait, grow old and fill the engine's KV cache; with too few, the engine is idle
+while environments compute. So the limit grows slowly while the engine has room, and shrinks at once under pressure.
+After meeting pressure at some limit, the controller avoids that limit for a time that doubles each time, which keeps
+it from oscillating. It counts episodes, never seconds, so it behaves the same under both clocks.
 """
 
 import asyncio
@@ -19,8 +19,8 @@ _ROOMY = 0.80
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """What the engine is under: requests in its batch and before it, share of the KV cache in use, preemptions since
-    the observation before."""
+    """The engine's load: requests in its batch and waiting for it, share of the KV cache in use, preemptions since the
+    previous observation."""
 
     running: int
     waiting: int
@@ -29,21 +29,21 @@ class EngineLoad:
 
     @property
     def pressed(self) -> bool:
-        """Requests lose their KV, or soon will, or more of them wait than run."""
+        """Whether requests lose their KV or soon will, or more of them wait than run."""
         return self.preemptions > 0 or self.kv_use >= _FULL or self.waiting > self.running
 
     @property
     def roomy(self) -> bool:
-        """Hardly any request waits for the batch, and memory is left."""
+        """Whether hardly any request waits for the batch, and memory is left."""
         return self.waiting * 16 <= self.running and self.kv_use < _ROOMY and self.preemptions == 0
 
 
 @dataclass(frozen=True, slots=True)
 class ConcurrencyController:
-    """The controller's state; `observe` returns the next one.
+    """The controller's state; `observe` returns the next state.
 
-    `limit` lies in [`low`, `high`]. `met` is the limit at which the engine was last overloaded (`high` + 1: never). The
-    limit is capped at 7/8 of it, until the engine had room there for `patience` observations.
+    `limit` is in [`low`, `high`]. `met` is the limit at which the engine was last overloaded (`high` + 1: never). The
+    limit is capped at 7/8 of it until the engine has had room there for `patience` observations.
     """
 
     limit: int
@@ -55,16 +55,16 @@ class ConcurrencyController:
 
     @classmethod
     def between(cls, low: int, high: int) -> Self:
-        """A new controller, at `low`."""
+        """A new controller whose limit is `low`."""
         low = min(low, high)
         return cls(low, low, high, met=high + 1)
 
     def observe(self, load: EngineLoad, live: int) -> Self:
-        """The next state, after the engine was seen under `load` with `live` episodes in play."""
+        """The next state, after observing the engine's `load` with `live` episodes running."""
         if load.pressed:
             met = max(self.low, min(self.limit, live))
             return replace(self, limit=max(self.low, met * 3 // 4), met=met, patience=self.patience * 2, quiet=0)
-        if not load.roomy or live < self.limit:  # busy as it should be, or not limited by us
+        if not load.roomy or live < self.limit:  # busy enough, or not limited by us
             return self
         ceiling = self.high if self.met > self.high else max(self.low, self.met * 7 // 8)
         if self.limit < ceiling:
@@ -75,7 +75,7 @@ class ConcurrencyController:
 
 
 class EpisodeSlots:
-    """At most `limit` episodes in play. Earlier tickets go first; a lower limit ends no episode that plays."""
+    """Lets at most `limit` episodes run at once. Earlier tickets go first; a lower limit ends no running episode."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -108,17 +108,17 @@ class EpisodeSlots:
             if entry in self._waiting:
                 self._waiting.remove(entry)
                 heapify(self._waiting)
-            elif not entry[2].cancelled():  # the slot was granted at this very moment
+            elif not entry[2].cancelled():  # the slot was granted at the same moment
                 self.release()
             raise
 
     def release(self) -> None:
-        """A slot is free again."""
+        """Return a slot."""
         self.taken -= 1
         self.grant()
 
     def grant(self) -> None:
-        """Give free slots to the episodes that wait."""
+        """Give free slots to waiting episodes."""
         while self._waiting and self.taken < self.limit:
             _, _, slot = heappop(self._waiting)
             if not slot.done():

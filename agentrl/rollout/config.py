@@ -16,17 +16,17 @@ class Deadlines(EnvDeadlines):
     """Seconds of loop time that each phase may take before it counts as failed."""
 
     generate: float = Field(120.0, gt=0)
-    """One completion, with its wait for a place in the batch."""
+    """One completion, including its wait for a place in the batch."""
     train: float = Field(3600.0, gt=0)
-    """Whatever the trainer is asked for: a step, its weights, a checkpoint; what misses it ends the run."""
+    """One call of the trainer: a step, its weights, a checkpoint. A missed deadline ends the run."""
     reward: float = Field(60.0, gt=0)
-    """What one part of the reward says of one trajectory, or of one group."""
+    """One part of the reward scoring one trajectory, or one group."""
     episode: float = Field(900.0, gt=0)
     """A whole episode."""
     group: float = Field(7200.0, gt=0)
-    """A whole group, with all that is played again."""
+    """A whole group, including the episodes that are played again."""
     stall: float = Field(1200.0, gt=0)
-    """How long nothing at all may move before the run is ended; longer than any phase of an episode may take."""
+    """How long the run may make no progress at all before it is ended; must exceed every phase of an episode."""
 
     @model_validator(mode="after")
     def _a_stall_is_longer_than_a_phase(self) -> Self:
@@ -47,26 +47,27 @@ class RolloutConfig(Settings):
     """Episodes played beyond `group_size`: the first to finish make the group, the rest are cancelled. Hides slow and
     failing environments, and favours short episodes: watch the metric `bias/seconds`."""
     max_turns: int = Field(16, gt=0)
-    """Turns after which an episode is truncated, of all its agents together."""
+    """Turns, of all agents together, after which an episode is truncated."""
     context: Context = FULL
-    """What of its conversation the model is shown: `full`, `last_k`, `scratchpad` or `summary`
+    """The part of its conversation that the model sees: `full`, `last_k`, `scratchpad` or `summary`
     (`agentrl/rollout/context.py`)."""
     max_staleness: int = Field(0, ge=0)
     """How many versions older than the trained ones a token may be; 0 is synchronous training."""
     staleness_rule: StalenessRuleName = "deadline_first"
-    """Which groups are trained on next; `agentrl/rollout/staleness.py` says what each rule keeps and what it breaks."""
+    """Which groups are trained on next; `agentrl/rollout/staleness.py` lists the guarantees and costs of each rule."""
     max_live_episodes: int = Field(1024, gt=0)
-    """Most episodes in play at once; below it, the number follows the engine (`agentrl/rollout/concurrency.py`)."""
+    """Most episodes running at once; below this, the limit follows the engine's load
+    (`agentrl/rollout/concurrency.py`)."""
     min_live_episodes: int = Field(128, gt=0)
-    """Where that number starts, and what it never falls below."""
+    """Where that limit starts, and its lower bound."""
     retries: Retries = Retries()
     max_failed_tasks: int = Field(16, ge=0)
-    """Tasks that may fail for good before the run ends."""
+    """Tasks that may fail permanently before the run ends."""
     filter_zero_variance: bool = False
-    """Dynamic sampling (DAPO, arXiv 2503.14476): a group whose members all earned the same teaches nothing, and is
-    replaced by the next task."""
+    """Dynamic sampling (DAPO, arXiv 2503.14476): a group whose members all earned the same teaches nothing, so the
+    next task replaces it."""
     max_filtered_per_step: int = Field(256, ge=0)
-    """Groups that may be filtered for one batch before the run ends and says so."""
+    """Groups that may be filtered for one batch before the run ends with an error."""
     sampling: SamplingParams = SamplingParams()
     deadlines: Deadlines = Deadlines()
     rules: RulePoolConfig = RulePoolConfig()

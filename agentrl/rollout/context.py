@@ -1,13 +1,14 @@
-"""What of its conversation a model is shown: `rollout.context`.
+"""Which part of its conversation a model sees: `rollout.context`.
 
     context: full
     context: {name: last_k, turns: 3}
     context: {name: scratchpad}
     context: {name: summary, max_prompt_tokens: 2000}
 
-A conversation keeps its whole transcript, and a part that is shown. Here is decided what stays in that part; it always
-begins with the opening: the system message and the first observation. Where the part no longer extends the last prompt
-token for token, the conversation forks and a new training sample begins, so what is trained on is what was shown.
+A conversation keeps its whole transcript, of which the model sees a part. A context policy decides what stays in that
+part. It always begins with the opening: the system message and the first observation. If the part no longer extends
+the last prompt token for token, the conversation forks: a new training sample begins, so the model is trained on
+exactly what it saw.
 """
 
 import re
@@ -23,39 +24,39 @@ _PAD = re.compile(r"<scratchpad>.*?</scratchpad>", re.DOTALL)
 
 
 class ContextPolicy(Settings):
-    """What they share: everything is shown, and nothing is asked."""
+    """Base class of the context policies: shows everything and requests nothing."""
 
     name: str
 
     @property
     def instructions(self) -> str:
-        """What the system message says besides the environment's prompt."""
+        """Text that follows the environment's prompt in the system message."""
         return ""
 
     def keep(self, shown: Sequence[Message]) -> Sequence[Message]:
-        """What stays of the messages shown so far, the last of which is an answer; `shown` itself for all of them."""
+        """The messages to keep of those shown so far, which end with an answer; `shown` itself to keep all."""
         return shown
 
     def request(self, conversation: Conversation, coming: Sequence[Message]) -> str:
-        """What the model is asked before its next turn, which shows it the messages `coming`; mostly nothing."""
+        """A request to the model before its next turn, which adds the messages `coming`; usually empty."""
         return ""
 
 
 class Full(ContextPolicy):
-    """Everything is shown. The only one that never forks."""
+    """Shows everything. The only policy that causes no forks."""
 
     name: Literal["full"] = "full"
 
 
 class LastK(ContextPolicy):
-    """The opening and the last `turns` exchanges: what the model said, and what came back. Forks at each later turn."""
+    """Shows the opening and the last `turns` exchanges (an answer and its reply). Forks at each later turn."""
 
     name: Literal["last_k"] = "last_k"
     turns: int = Field(gt=0)
     """Exchanges to show."""
 
     def keep(self, shown: Sequence[Message]) -> Sequence[Message]:
-        """The opening, and from the k-th last answer on."""
+        """The opening, and everything from the k-th last answer on."""
         answers = [place for place, message in enumerate(shown) if message.role == "assistant"]
         if len(answers) <= self.turns:
             return shown
@@ -63,22 +64,22 @@ class LastK(ContextPolicy):
 
 
 class Scratchpad(ContextPolicy):
-    """The opening, the model's own scratchpad, and what came last. A pad stands until the model writes another."""
+    """Shows the opening, the model's own scratchpad and the newest message. A pad stays until the model replaces it."""
 
     name: Literal["scratchpad"] = "scratchpad"
     prompt: str = (
         "You will not see this conversation again, only its beginning, the newest message, and what you last wrote "
         "between <scratchpad> and </scratchpad>: note there what you need to remember."
     )
-    """Stands in the system message, for the model to know."""
+    """Added to the system message, to tell the model about the scratchpad."""
 
     @property
     def instructions(self) -> str:
-        """How to use the pad."""
+        """How to use the scratchpad."""
         return self.prompt
 
     def keep(self, shown: Sequence[Message]) -> Sequence[Message]:
-        """The opening, and the newest pad as the model's message; an empty one where it wrote none."""
+        """The opening, and the newest pad as the model's message; an empty pad if the model wrote none."""
         opening = _opening(shown)
         if len(opening) == len(shown):
             return shown
@@ -87,30 +88,31 @@ class Scratchpad(ContextPolicy):
 
 
 class Summary(ContextPolicy):
-    """The opening, the model's own summary, and what came after it.
+    """Shows the opening, the model's own summary, and everything after it.
 
-    When the next prompt would be longer than `max_prompt_tokens`, the model is asked for a summary of all before it.
-    That is a turn like any other, with exact tokens, trained like any other, and marked `info["context"] = "summary"`.
+    When the next prompt would be longer than `max_prompt_tokens`, the model must first summarise everything before it.
+    The summary is a turn like any other, with exact tokens, trained like any other, and marked
+    `info["context"] = "summary"`.
     """
 
     name: Literal["summary"] = "summary"
     max_prompt_tokens: int = Field(gt=0)
-    """Tokens of the longest prompt without a summary; one of opening, summary and newest message may have more."""
+    """Most tokens of a prompt before a summary is requested; opening, summary and newest message may have more."""
     prompt: str = (
         "Summarise what has happened so far and what you need to know to go on. From now on you will be shown the "
         "beginning and your summary instead of all this. Answer with the summary only."
     )
-    """What the model is asked."""
+    """The request for a summary."""
 
     def keep(self, shown: Sequence[Message]) -> Sequence[Message]:
-        """After a summary the opening and the summary, else everything."""
+        """The opening and the summary right after a summary, else everything."""
         if len(shown) > 1 and shown[-2] == Message("user", self.prompt):
             return [*_opening(shown), shown[-1]]
         return shown
 
     def request(self, conversation: Conversation, coming: Sequence[Message]) -> str:
-        """A summary, where there is something to summarise and the next prompt would be too long."""
-        begun = bool(conversation.shown)  # the first observation is still to come, else
+        """A request for a summary if there is something to summarise and the next prompt would be too long."""
+        begun = bool(conversation.shown)  # else the first observation has not been shown yet
         return self.prompt if begun and conversation.size(coming) > self.max_prompt_tokens else ""
 
 
@@ -129,6 +131,6 @@ def _named(value: Any) -> Any:
 
 
 Context = Annotated[Full | LastK | Scratchpad | Summary, Field(discriminator="name"), BeforeValidator(_named)]
-"""One of them, by its name."""
+"""A context policy, by its name."""
 
 FULL = Full()

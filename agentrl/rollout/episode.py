@@ -1,7 +1,7 @@
 """One episode: environment and agents take turns until one of them, or a limit, ends it.
 
-This is the one place where what goes wrong in a rollout becomes data: a `RolloutError` ends the episode as
-`Failed(layer, error)`. Anything else is a defect and surfaces.
+Only here do failures of a rollout become data: a `RolloutError` ends the episode as `Failed(layer, error)`. Any other
+exception is a defect and propagates.
 """
 
 import random
@@ -33,7 +33,7 @@ from agentrl.trajectory import Completion, Failed, Message, Status, Task, Termin
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """An episode to play. `seed` is of its sampling; its environment's is the task's, the same for a whole group."""
+    """An episode to play. `seed` is for sampling; the environment's seed is the task's, the same for a whole group."""
 
     id: str
     task: Task
@@ -42,11 +42,11 @@ class Episode:
 
 
 class Policy(Protocol):
-    """What answers in an episode: an engine, or a scripted player."""
+    """Produces the answers in an episode: an engine, or a scripted player."""
 
     @property
     def max_context(self) -> int:
-        """Tokens that prompt and answer may have together."""
+        """Most tokens that prompt and answer may have together."""
         ...
 
     async def answer(self, episode: Episode, turn: int, prompt: Prompt, env: LiveEnv) -> Completion:
@@ -64,7 +64,7 @@ class EnginePolicy:
 
     @property
     def max_context(self) -> int:
-        """The engine's."""
+        """The engine's limit."""
         return self.engine.max_context
 
     async def answer(self, episode: Episode, turn: int, prompt: Prompt, env: LiveEnv) -> Completion:
@@ -87,9 +87,9 @@ class EnginePolicy:
 
 @dataclass(frozen=True, slots=True)
 class ScriptedPolicy:
-    """`Policy` of a scripted player: its words as the tokens that a model would have sampled to say them.
+    """`Policy` of a scripted player: its text as the tokens that a model would have sampled to write it.
 
-    Where neither the player nor the environment waits for anything, the turnstile keeps the event loop going.
+    If neither the player nor the environment waits for anything, the turnstile keeps the event loop responsive.
     """
 
     player: ScriptedPlayer
@@ -98,7 +98,7 @@ class ScriptedPolicy:
     turnstile: Turnstile = field(default_factory=lambda: Turnstile(16))
 
     async def answer(self, episode: Episode, turn: int, prompt: Prompt, env: LiveEnv) -> Completion:
-        """The player's words; their logprobs are those of certainty."""
+        """The player's text as tokens, each with logprob 0 (certainty)."""
         await self.turnstile.passes()
         rng = random.Random(derive_seed(episode.seed, turn))
         words = await env.consult(self.player, rng)
@@ -108,7 +108,7 @@ class ScriptedPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """How an agent is played: who answers, in which tokens, what it is shown, and whether it is trained."""
+    """How an agent is played: its policy, its renderer, the context that it sees, and whether it is trained."""
 
     policy: Policy
     renderer: Renderer
@@ -132,7 +132,7 @@ class _Reply(NamedTuple):
 
 @dataclass(slots=True)
 class _AgentState:
-    """An agent in an episode, with its own view of it; `unanswered` are the messages it has not been shown yet."""
+    """An agent in an episode, with its own view of it; `unanswered` are the messages that it has not seen yet."""
 
     agent: str
     role: Role
@@ -143,14 +143,14 @@ class _AgentState:
     head_start: float = 0.0
 
     def earn(self, reward: float) -> None:
-        """Pay for the last turn, or before the first one."""
+        """Add `reward` to the last turn, or before the first turn to the head start."""
         if self.turns:
             self.turns[-1] = replace(self.turns[-1], reward=self.turns[-1].reward + reward)
         else:
             self.head_start += reward
 
     def mark_success(self, success: bool | None) -> None:
-        """What the episode's end says of this agent, in its own last turn."""
+        """Set `success` in the info of this agent's last turn; None removes it."""
         if self.turns:
             info = {key: value for key, value in self.turns[-1].info.items() if key != "success"}
             known = {} if success is None else {"success": success}
@@ -164,13 +164,13 @@ class _AgentState:
 
 @dataclass(slots=True)
 class _EpisodeState:
-    """What has happened in an episode so far. `answers` counts what was sampled, by whomever."""
+    """What has happened in an episode so far. `answers` counts the answers of all agents."""
 
     agents: dict[str, _AgentState] = field(default_factory=dict)
     answers: int = 0
 
     def settle(self, actor: str, reward: float, info: Mapping[str, Any]) -> None:
-        """Pay everybody for a step; the one who acted has been paid already."""
+        """Credit the other agents for a step (the actor's turn has its reward already), and mark each one's success."""
         for agent, earned in earnings(info, actor, reward, tuple(self.agents)).items():
             if agent != actor and earned:
                 self.agents[agent].earn(float(earned))
@@ -179,10 +179,10 @@ class _EpisodeState:
 
 
 class EpisodeRunner(Protocol):
-    """Plays episodes, whatever they are made of."""
+    """Plays episodes of any kind."""
 
     async def play(self, episode: Episode) -> Sequence[Trajectory]:
-        """Play `episode` to its end, whatever end that is: a trajectory for each agent that is trained, one at least.
+        """Play `episode` to its end, however it ends: a trajectory for each trained agent, at least one.
 
         All have the same status. Only cancellation and defects are raised.
         """
@@ -193,7 +193,7 @@ class EpisodeRunner(Protocol):
 class EnvEpisodeRunner:
     """`EpisodeRunner` of a policy and environments: the parts that all episodes share.
 
-    Where several agents play, `others` are those that the policy does not play. `max_turns` counts the turns of all.
+    `others` are the agents that the policy does not play. `max_turns` counts the turns of all agents together.
     """
 
     policy: Policy
@@ -205,7 +205,7 @@ class EnvEpisodeRunner:
     others: Mapping[str, Role] = field(default_factory=dict)
 
     async def play(self, episode: Episode) -> tuple[Trajectory, ...]:
-        """Play `episode` to its end, whatever end that is. Only wrong settings, cancellation and defects are raised."""
+        """Play `episode` to its end, however it ends. Only wrong settings, cancellation and defects are raised."""
         episode_state = _EpisodeState()
         started = now()
         try:
@@ -214,7 +214,7 @@ class EnvEpisodeRunner:
                 with deadline("environment", "episode", self.deadline):
                     status = await self._take_turns(episode, episode_state, env)
             finally:
-                # One that was left in the middle of an episode, but not of a call, is sound: the next resets it.
+                # An environment left in mid-episode, but not in mid-call, is reusable: the next episode resets it.
                 await self.envs.release(episode.task.env, env)
         except RolloutError as error:
             status = Failed(error.layer, str(error))
@@ -241,7 +241,7 @@ class EnvEpisodeRunner:
             reward, info = 0.0, {}
             try:
                 observation, reward, terminated, truncated, info = await env.step(reply.action)
-            finally:  # what the model reply is not lost if the environment fails
+            finally:  # the model's reply is kept even if the environment fails
                 state.turns.append(reply.turn(float(reward), info, now()))
             if state.agent:
                 episode_state.settle(state.agent, reward, info)
@@ -273,7 +273,7 @@ class EnvEpisodeRunner:
     async def _summarise(
         self, episode_state: _EpisodeState, state: _AgentState, env: LiveEnv, request: str
     ) -> Status | None:
-        """Ask for what the context policy wants to know first, in a turn of its own; a status where that cannot be."""
+        """Play the context policy's request as a turn of its own; returns a status if that ends the episode."""
         coming, state.unanswered = state.unanswered, [Message("user", request)]
         reply = await self._ask(episode_state, state, env)
         state.unanswered = coming
@@ -283,7 +283,7 @@ class EnvEpisodeRunner:
         return None
 
     async def _ask(self, episode_state: _EpisodeState, state: _AgentState, env: LiveEnv) -> _Reply | Status:
-        """The agent's answer to what it has not answered yet; a status where its context is full."""
+        """The agent's answer to its unanswered messages; a status if its context is full."""
         conversation, policy = state.conversation, state.role.policy
         kept = state.role.context.keep(conversation.shown)
         if kept is not conversation.shown:

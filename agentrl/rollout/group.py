@@ -1,8 +1,8 @@
-"""`GroupRunner`: plays the members of one group, again where they fail, until the group is complete.
+"""`GroupRunner`: plays the members of one group, with retries, until the group is complete.
 
-What may fail and be tried again is decided by whose fault it was (`rollout.retries`). A failed reward is asked again
-about the same trajectory (`agentrl/scoring/pipeline.py`); every other failure plays the member's episode again, with
-the same environment seed and new sampling.
+The layer at fault decides how many retries there are (`rollout.retries`). A failed reward is retried on the same
+trajectory (`agentrl/scoring/pipeline.py`); after any other failure the member's episode is played again, with the same
+environment seed and new sampling.
 """
 
 import asyncio
@@ -24,16 +24,16 @@ from agentrl.scoring.pipeline import RewardPipeline
 from agentrl.trajectory import Failed, Group, Score, Task, Trajectory
 
 _Scored = tuple[tuple[Trajectory, Score], ...]
-"""One episode: the trajectory of each agent that is trained, with its score."""
+"""One episode: the trajectory of each trained agent, with its score."""
 
 
 class MembersLostError(AgentRLError):
-    """More members of a group have spent their retries than it can spare. The scheduler makes a failed task of it."""
+    """More members of a group have spent their retries than it can spare. The scheduler fails the group's task."""
 
 
 @dataclass(eq=False, slots=True)
 class _GroupState:
-    """One group in play. `reserved_slots` are those that were reserved for it and that no member uses yet."""
+    """One running group. `reserved_slots` counts its reserved slots that no member uses yet."""
 
     ticket: Ticket
     number: int
@@ -47,7 +47,7 @@ class _GroupState:
 
 @dataclass(frozen=True, slots=True)
 class GroupRunner:
-    """What all groups of a run are played with. `episode_ended` is called whenever a slot has become free."""
+    """Plays the groups of a run. `episode_ended` is called whenever an episode has released its slot."""
 
     config: RolloutConfig
     runner: EpisodeRunner
@@ -63,7 +63,7 @@ class GroupRunner:
         """The group of `task`: the first `group_size` members to finish, in order of member.
 
         Raises:
-            MembersLostError: too many members have spent their retries, or the group its own.
+            MembersLostError: too many members have spent their retries, or scoring the group has.
         """
         state = _GroupState(ticket, number, task, Flow(task.id), reserved_slots)
         try:
@@ -85,7 +85,7 @@ class GroupRunner:
         return Group(task, trajectories, scores, ticket.admitted_version)
 
     async def _compared(self, group: Group) -> Group:
-        """The group with what the parts of the reward add that compare its members."""
+        """The group, with the scores of the reward parts that compare its members added."""
         scores = await self.reward.score_group(group.trajectories, group.scores, self._reward_failed)
         if failed := next((score.status for score in scores if isinstance(score.status, Failed)), None):
             raise MembersLostError(f"the group could not be scored: {failed.error}")
@@ -95,7 +95,7 @@ class GroupRunner:
         self.events.record("reward failed", trajectory_id)
 
     async def _play_member(self, state: _GroupState, member: int) -> None:
-        """Attempts, until one is played and scored, or the budget is spent; then see whether the group is decided."""
+        """Repeat attempts until one is played and scored or the retries are spent; then end the group if decided."""
         failures: Counter[Layer] = Counter()
         for attempt in count():
             outcome = await self._attempt(state, member, attempt)
@@ -103,10 +103,10 @@ class GroupRunner:
                 state.played[member] = outcome
                 break
             failures[outcome.layer] += 1
-            # A reward that failed has spent its budget already, on this very trajectory: see `RewardPipeline`.
+            # A failed reward has already spent its retries on this trajectory: see `RewardPipeline`.
             if outcome.layer == "reward" or failures[outcome.layer] > self.config.retries.of(outcome.layer):
                 state.lost.append(
-                    f"member {member} failed {failures.total()} times, at last by {outcome.layer}: {outcome.error}"
+                    f"member {member} failed {failures.total()} times, finally by {outcome.layer}: {outcome.error}"
                 )
                 break
             if outcome.layer == "engine":
@@ -144,7 +144,7 @@ class GroupRunner:
         return outcome
 
     async def _played(self, episode: Episode) -> Sequence[Trajectory]:
-        """The episode's trajectories. Its slot is free then, for another: a slow reward holds none."""
+        """The episode's trajectories. Releases its slot, so that a slow reward holds none."""
         try:
             return await self.runner.play(episode)
         finally:
@@ -152,7 +152,7 @@ class GroupRunner:
             self.episode_ended()
 
     async def _scored(self, trajectories: Sequence[Trajectory]) -> _Scored | Failed:
-        """An episode's trajectories with their scores, or why it cannot be trained on."""
+        """An episode's trajectories with their scores, or the failure that keeps it from training."""
         scored = []
         for trajectory in trajectories:
             if isinstance(trajectory.status, Failed):

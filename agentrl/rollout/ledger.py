@@ -1,21 +1,21 @@
-"""The ledger: every task and every episode has exactly one fate, written ahead to SQLite.
+"""The ledger: records exactly one fate of every task and every episode, in SQLite.
 
-The loop only appends operations to a queue. A thread of the ledger's own applies them, strictly in order, in
-transactions of some hundred, with a delay of a fraction of a second; `flush` waits until nothing is queued.
+The event loop only appends operations to a queue. The ledger's thread applies them strictly in order, in transactions
+of a few hundred, within a fraction of a second; `flush` waits until the queue is empty.
 
-Why a run that is killed at any moment and resumed trains on the same multiset of tasks as one that never was. Because
-order is kept, the killed process loses a *suffix* of its operations and nothing else: the file is what it was at some
-earlier moment. Of what may be lost,
+A run that is killed at any moment and resumed trains on the same multiset of tasks as an uninterrupted run. Because
+operations are applied in order, a killed process loses only a *suffix* of them: the file is in the state of some
+earlier moment. If one of these operations is lost:
 
-- an `admit` is repeated: the number is past `next_number`, so the resumed run admits the same task under it again;
-- a `begin` or `end` belongs to an episode that was in flight, and whose task is open in the file or not in it: it is
-  played again either way;
-- an `end_task` leaves its task open, which is played again and meets its fate then;
-- a `trained` was of a step whose weights are lost too: a checkpoint is written only after `sync`, so each step that
-  the newest one holds is in the file whole. `rewind` opens again what later steps trained.
+- `admit`: `next_number` has not passed the task's number, so the resumed run admits the same task under it again;
+- `begin` or `end`: the episode was in flight, and its task is open in the file or missing from it; either way the
+  episode is played again;
+- `end_task`: the task stays open, is played again and gets its fate then;
+- `trained`: the weights of that step are lost too, because a checkpoint is written only after `sync`. So the file holds
+  every step of the newest checkpoint in full. `rewind` reopens the tasks that later steps trained on.
 
-"On the file" means handed to the operating system: it survives the death of the process, not that of the machine.
-There too SQLite loses a suffix only, and `sync` sees to it that none reaches behind the newest checkpoint.
+An operation is "in the file" once the operating system has it: it survives a crash of the process, but not of the
+machine. A machine crash also loses only a suffix, and `sync` ensures that this begins after the newest checkpoint.
 """
 
 import json
@@ -32,17 +32,17 @@ from agentrl.trajectory import Task
 
 Fate = Literal["trained", "filtered", "stale", "cancelled", "failed"]
 
-# Not `fate IN (...)`: SQLite would build that list again for each row, at the cost of everything else together.
+# Not `fate IN (...)`: SQLite would rebuild that list for each row, which costs as much as everything else together.
 _IS_A_FATE = " OR ".join(f"fate = '{fate}'" for fate in get_args(Fate))
 _FORMAT = 2
-"""What `PRAGMA user_version` of a ledger says. Raise it when the schema changes."""
+"""The `PRAGMA user_version` of a ledger. Raise it when the schema changes."""
 _SCHEMA = f"""
 BEGIN IMMEDIATE;
 CREATE TABLE tasks (
     number INTEGER PRIMARY KEY,          -- index in the task source
     id TEXT NOT NULL UNIQUE,
     env TEXT NOT NULL,
-    seed TEXT NOT NULL,                  -- of any size
+    seed TEXT NOT NULL,                  -- an integer of any size
     options TEXT NOT NULL,               -- JSON
     admitted_version INTEGER NOT NULL,
     fate TEXT CHECK ({_IS_A_FATE}),
@@ -54,13 +54,13 @@ CREATE TABLE episodes (    -- TASKID/member/attempt
     task INTEGER NOT NULL,
     member INTEGER NOT NULL,
     attempt INTEGER NOT NULL,
-    launch INTEGER NOT NULL,             -- counts the starts of the run: a resumed one plays an episode again
+    launch INTEGER NOT NULL,             -- number of the run's start: a resumed run may play an episode again
     fate TEXT CHECK ({_IS_A_FATE}),
     step INTEGER,
     why TEXT,
     PRIMARY KEY (task, member, attempt, launch)
 ) WITHOUT ROWID;
--- A task's fate is that of its open episodes; those of a task that failed or was cancelled did not fail themselves.
+-- Open episodes get their task's fate, except that those of a failed task are cancelled: they did not fail themselves.
 CREATE TRIGGER settle_episodes AFTER UPDATE OF fate ON tasks WHEN NEW.fate IS NOT NULL BEGIN
     UPDATE episodes SET
         fate = CASE WHEN NEW.fate = 'failed' THEN 'cancelled' ELSE NEW.fate END,
@@ -72,7 +72,7 @@ PRAGMA user_version = {_FORMAT};
 COMMIT;
 """
 
-# The operations. Each row of each must change exactly one row of its table.
+# The operations. Each row applied must change exactly one row of its table.
 _ADMIT = (
     "INSERT INTO tasks (number, id, env, seed, options, admitted_version) VALUES (?, ?, ?, ?, ?, ?) "
     "ON CONFLICT (number) DO UPDATE SET admitted_version = excluded.admitted_version WHERE fate IS NULL"
@@ -102,7 +102,7 @@ _TALLY = {
 
 @dataclass(frozen=True, slots=True)
 class Fates:
-    """How many of something met each fate; `open` have none yet. All counts sum to `total`."""
+    """How many tasks or episodes have each fate; `open` ones have none yet. The counts sum to `total`."""
 
     total: int
     open: int
@@ -114,7 +114,7 @@ class Fates:
 
     @property
     def settled(self) -> bool:
-        """Whether everything has its fate, and exactly one."""
+        """Whether all have exactly one fate."""
         return self.open == 0 and self.total == (
             self.trained + self.filtered + self.stale + self.cancelled + self.failed
         )
@@ -122,7 +122,7 @@ class Fates:
 
 @dataclass(frozen=True, slots=True)
 class TaskRecord:
-    """What the ledger knows of a task. `fate` is None while it is open; `rewards` come with training or filtering."""
+    """The ledger's record of a task. `fate` is None while it is open; training and filtering set `rewards`."""
 
     number: int
     task: Task
@@ -135,7 +135,7 @@ class TaskRecord:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRecord:
-    """What the ledger knows of an episode, which each launch of the run may have played once."""
+    """The ledger's record of an episode in one launch of the run; each launch may have played it once."""
 
     member: int
     attempt: int
@@ -147,7 +147,7 @@ class EpisodeRecord:
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """`count` tasks or episodes that met `fate` (for the reason `why`, where that was asked for), and the id of one."""
+    """`count` tasks or episodes with this `fate` (and the reason `why`, if counted by reason), and the id of one."""
 
     fate: Fate | Literal["open"]
     why: str
@@ -156,7 +156,7 @@ class Tally:
 
 
 class LedgerReader:
-    """A ledger to read, also while a run writes it. A context manager."""
+    """Reads a ledger, also while a run writes it. A context manager."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
@@ -176,7 +176,7 @@ class LedgerReader:
         return int(self._rows("SELECT COALESCE(MAX(number), -1) + 1 FROM tasks").fetchone()[0])
 
     def outcomes(self) -> Iterator[tuple[int, Task, tuple[float, ...]]]:
-        """Number, task and rewards of the tasks trained on or filtered, by step, filtered ones first, by number."""
+        """Number, task and rewards of trained or filtered tasks: by step, then filtered ones first, then by number."""
         query = (
             f"SELECT {_TASK_COLUMNS} FROM tasks WHERE fate = 'trained' OR (fate = 'filtered' AND step IS NOT NULL) "
             "ORDER BY step, fate = 'trained', number"
@@ -193,30 +193,30 @@ class LedgerReader:
         return self._fates("episodes")
 
     def task(self, number: int) -> TaskRecord | None:
-        """What is known of the task of this index."""
+        """The record of the task with this index."""
         return self._task("number = ?", number)
 
     def task_named(self, task_id: str) -> TaskRecord | None:
-        """What is known of the task of this id."""
+        """The record of the task with this id."""
         return self._task("id = ?", task_id)
 
     def neighbours(self, task_id: str) -> list[str]:
-        """The ids of tasks just before and after `task_id` in order of the alphabet."""
+        """The ids of tasks just before and after `task_id` in alphabetical order."""
         before = self._rows("SELECT id FROM tasks WHERE id < ? ORDER BY id DESC LIMIT 2", task_id)
         after = self._rows("SELECT id FROM tasks WHERE id > ? ORDER BY id LIMIT 2", task_id)
         return [near for (near,) in [*list(before)[::-1], *after]]
 
     def episodes(self, number: int) -> list[EpisodeRecord]:
-        """The episodes of the task of this index, by member, attempt and launch."""
+        """The episodes of the task with this index, by member, attempt and launch."""
         query = "SELECT member, attempt, launch, fate, step, why FROM episodes WHERE task = ? ORDER BY 1, 2, 3"
         return [EpisodeRecord(*row) for row in self._rows(query, number)]
 
     def tallies(self, kind: Literal["tasks", "episodes"]) -> list[Tally]:
-        """How many tasks or episodes met each fate, with an example; the commonest first."""
+        """How many tasks or episodes have each fate, with an example; the most common fate first."""
         return [Tally(*row) for row in self._rows(_TALLY[kind].format(why="''"))]
 
     def reasons(self, kind: Literal["tasks", "episodes"], limit: int) -> list[Tally]:
-        """The commonest reasons why tasks or episodes met another fate than training."""
+        """The most common reasons for fates other than training."""
         rows = self._rows(_TALLY[kind].format(why="why"))
         return list(islice((Tally(*row) for row in rows if row[0] not in ("open", "trained")), limit))
 
@@ -239,13 +239,13 @@ class LedgerReader:
 
 
 class Ledger(LedgerReader):
-    """The fates of one run, in one file (or in ":memory:", without a thread). What writes only queues, and returns.
+    """The fates of one run, in one file (or in ":memory:", without a thread). Writing methods only queue and return.
 
-    Reading flushes first. When an operation cannot be applied, because what it is about has a fate already or does
-    not exist, nothing from its batch on is written, and the next call says so by a RuntimeError.
+    Reading flushes first. An operation fails if its task or episode has a fate already or does not exist. Then neither
+    its batch nor anything after it is written, and the next call raises a RuntimeError.
 
     Raises:
-        ConfigError: the file is no ledger of this version.
+        ConfigError: the file is not a ledger of this version.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -260,14 +260,14 @@ class Ledger(LedgerReader):
         """Write what is queued and close the file.
 
         Raises:
-            RuntimeError: an operation could not be applied, and no call has said so yet.
+            RuntimeError: an operation could not be applied, and no call has raised this yet.
         """
         if not self._in_memory:
-            super().close()  # first: the last one to close the file takes the log into it, and may not be a reader
+            super().close()  # first: the last connection to close merges the log into the file; a reader's cannot
         self._writer.close()
 
     def flush(self) -> None:
-        """Return when all that was called before is on the file. It takes its time: a real loop calls it in a thread.
+        """Return when all earlier operations are in the file. It blocks, so a real event loop calls it in a thread.
 
         Raises:
             RuntimeError: an operation could not be applied.
@@ -275,7 +275,7 @@ class Ledger(LedgerReader):
         self._writer.flush()
 
     def sync(self) -> None:
-        """`flush`, and wait until the disk holds it, so that it outlives the machine too.
+        """`flush`, and wait until the data is on disk, so that it survives a crash of the machine too.
 
         Raises:
             RuntimeError: an operation could not be applied.
@@ -283,10 +283,10 @@ class Ledger(LedgerReader):
         self._writer.sync()
 
     def admit(self, number: int, task: Task, version: int) -> None:
-        """A task's group is about to begin under `version`.
+        """Record that a task's group is about to begin under `version`.
 
         Raises:
-            ConfigError: its options would not be the same when they are read back.
+            ConfigError: the task's options would not be the same when read back.
         """
         try:
             options = json.dumps(dict(task.options))
@@ -294,43 +294,43 @@ class Ledger(LedgerReader):
             raise ConfigError(f"the options of task {task.id} are not JSON: {error}") from error
         if json.loads(options) != task.options:
             raise ConfigError(
-                f"the options of task {task.id} change when they are kept as JSON (write lists for tuples, and text "
-                f"for the keys of mappings): {task.options!r:.200}"
+                f"the options of task {task.id} change when stored as JSON (write lists instead of tuples, and text "
+                f"as keys of mappings): {task.options!r:.200}"
             )
         self._append(_ADMIT, (number, task.id, task.env, str(task.seed), options, version))
 
     def begin(self, number: int, member: int, attempt: int) -> None:
-        """An episode of task `number` is about to begin."""
+        """Record that an episode of task `number` is about to begin."""
         self._append(_BEGIN, (number, member, attempt, self._launch))
 
     def end(self, number: int, member: int, attempt: int, fate: Fate, why: str) -> None:
-        """An episode that will not be trained on met its fate."""
+        """Record the fate of an episode that will not be trained on."""
         self._append(_END, (fate, _storable(why), number, member, attempt, self._launch))
 
     def end_task(self, number: int, fate: Fate, why: str) -> None:
-        """A task met a fate other than training.
+        """Record a task's fate other than training.
 
-        Its episodes that are still open share it; those of one that failed are cancelled.
+        Its open episodes share the fate, except that those of a failed task are cancelled.
         """
         self._append(_END_TASK, (fate, _storable(why), number))
 
     def filtered(self, step: int, number: int, why: str, rewards: Sequence[float]) -> None:
-        """A task's group was played for the batch of `step`, and taught nothing. Its open episodes share the fate."""
+        """Record that a group played for the batch of `step` taught nothing. Its open episodes share the fate."""
         self._append(_FILTERED, (step, _storable(why), json.dumps([float(reward) for reward in rewards]), number))
 
     def trained(self, step: int, outcomes: Mapping[int, Sequence[float]]) -> None:
-        """The groups of these tasks, with their open episodes, go to the trainer as the batch of `step`.
+        """Record that these tasks' groups, with their open episodes, go to the trainer as the batch of `step`.
 
-        `outcomes` are the rewards of the members, by the task's number.
+        `outcomes` has the members' rewards by the task's number.
         """
         for number, rewards in outcomes.items():
             self._append(_TRAINED, (step, json.dumps([float(reward) for reward in rewards]), number))
 
     def rewind(self, step: int) -> list[tuple[int, Task]]:
-        """Take up a run whose weights are those before `step`: the open tasks as they were admitted, by number.
+        """Resume a run with the weights from before `step`: returns the open tasks as they were admitted, by number.
 
-        Tasks trained at `step` or later are open again, for their weights are lost. Episodes that were in flight, or
-        belong to a reopened task, are cancelled; their tasks are to be played again.
+        Tasks trained at `step` or later are reopened, because their weights are lost. Episodes in flight, and those of
+        reopened tasks, are cancelled; their tasks must be played again.
         """
         self.flush()
         with self._writer.transaction() as db:
@@ -355,7 +355,7 @@ def read_ledger(path: Path) -> LedgerReader:
     """Open a ledger for reading only.
 
     Raises:
-        ConfigError: it is not there, or no ledger of this version.
+        ConfigError: the file does not exist, or is not a ledger of this version.
     """
     if not path.exists():
         raise ConfigError(f"there is no ledger {path}")
@@ -368,7 +368,7 @@ def _connect(path: Path | str, mode: Literal["ro", "rwc"]) -> sqlite3.Connection
     try:
         written_as = db.execute("PRAGMA user_version").fetchone()[0]
         if mode == "rwc" and not db.execute("SELECT 1 FROM sqlite_master").fetchone():
-            # With a write-ahead log, readers never wait, and a commit outlives the process without a disk flush.
+            # With a write-ahead log, readers never wait, and a commit survives the process without a disk flush.
             db.execute("PRAGMA journal_mode=WAL")
             db.executescript(_SCHEMA)
         elif written_as != _FORMAT:
@@ -387,5 +387,5 @@ def _task_record(row: tuple[Any, ...]) -> TaskRecord:
 
 
 def _storable(why: str) -> str:
-    """Reasons quote environments and models, who may say anything: half characters, or megabytes."""
+    """Make a reason storable: it may quote environments and models, so hold half characters or megabytes."""
     return why[:2000].encode("utf-8", "replace").decode()

@@ -1,16 +1,17 @@
 """Messages to tokens by the model's own chat template, incrementally.
 
-The prompt of a turn is the prompt of the turn before, what the engine sampled, and the tokens of the *text that the
-template puts after it*. Sampled tokens are never re-tokenised. This is sound only while the template shows earlier
-turns exactly as the model saw and wrote them, and that is checked at every turn, on the template's own text:
+The prompt of a turn is the previous prompt, the tokens that the engine sampled, and the tokens of the *text that the
+template adds after them*. Sampled tokens are never re-tokenised. This is sound only while the template renders earlier
+turns exactly as the model saw and wrote them, which is checked at every turn on the template's own text:
 
     template(messages so far) must begin with  text the model saw + text the model wrote
 
-Where it does not (a template that strips earlier reasoning, say), the conversation forks: the whole prompt is
-tokenised again and a new training sample begins, which the caller counts.
+If it does not (for example, because the template strips earlier reasoning), the conversation forks: the whole prompt
+is tokenised again and a new training sample begins. The caller counts forks.
 
-This runs once a turn, on the event loop. The check renders all messages, some 2 microseconds for each; tokenising what
-is new is the other half, and is remembered: the members of a group open with the same words.
+This runs once a turn, on the event loop. Half of its time goes into the check, which renders all messages (about 2
+microseconds each). The other half goes into tokenising new text. The tokens are cached, because the members of a group
+begin with the same text.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,7 @@ from agentrl.trajectory import Completion, Message
 
 
 class Tokenizer(Protocol):
-    """What is used of a Hugging Face tokenizer."""
+    """The used part of a Hugging Face tokenizer's interface."""
 
     chat_template: Any
     eos_token_id: int | None
@@ -45,7 +46,7 @@ class _FastTokenizer:
         self.eos_token_id: int | None = tokenizer.eos_token_id
         self.apply_chat_template = tokenizer.apply_chat_template
         self._core = tokenizer.backend_tokenizer
-        self._core.no_truncation()  # the files of a tokenizer may ask for either
+        self._core.no_truncation()  # a tokenizer's files may enable either
         self._core.no_padding()
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -108,7 +109,7 @@ class TemplateRenderer:
         return rendered
 
     def encode(self, text: str) -> IntArray:
-        """Tokens of template text; its special tokens stand in it already."""
+        """The tokens of template text, which already contains its special tokens."""
         return self._encode(text)
 
     def decode(self, token_ids: IntArray) -> str:
@@ -116,12 +117,12 @@ class TemplateRenderer:
         return self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=False)
 
     def answer_ids(self, text: str) -> IntArray:
-        """The tokens a model would sample to say `text` and end its turn: for demonstrations."""
+        """The tokens a model would sample to write `text` and end its turn: for demonstrations."""
         return ints([*self.encode(text).tolist(), self._stop_token_ids[0]])
 
 
 class TemplateConversation:
-    """One agent's messages in an episode, and the text and tokens that the model saw and wrote, in step."""
+    """One agent's messages in an episode, kept in step with the text and tokens that the model read and wrote."""
 
     def __init__(self, renderer: TemplateRenderer, tools: Sequence[Mapping[str, Any]]) -> None:
         self._renderer = renderer
@@ -129,8 +130,8 @@ class TemplateConversation:
         self._messages: list[Message] = []
         self._shown: list[Message] = []
         self._template_messages: list[dict[str, str]] = []  # those that are shown
-        self._seen_text = ""  # the last prompt's text with the answer's behind it
-        self._seen_ids = GrowingInts()  # the last prompt's tokens with the answer's behind them
+        self._seen_text = ""  # the text of the last prompt and its answer
+        self._seen_ids = GrowingInts()  # the tokens of the last prompt and its answer
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -139,16 +140,16 @@ class TemplateConversation:
 
     @property
     def shown(self) -> Sequence[Message]:
-        """Those of the messages that the next prompt shows, with what is new then."""
+        """The earlier messages that the next prompt shows, before its new ones."""
         return self._shown
 
     def show(self, messages: Sequence[Message]) -> None:
-        """Show these from now on in place of those shown so far; `messages` keeps all."""
+        """Show these messages from now on instead of those shown so far; the property `messages` keeps all."""
         self._shown = list(messages)
         self._template_messages = [_as_dict(message) for message in messages]
 
     def size(self, messages: Sequence[Message]) -> int:
-        """Tokens that the prompt would have with `messages`."""
+        """How many tokens the prompt would have with `messages`."""
         _, new_ids, forked = self._next([*self._template_messages, *map(_as_dict, messages)])
         return len(new_ids) + (0 if forked else len(self._seen_ids))
 
@@ -162,21 +163,19 @@ class TemplateConversation:
         return Prompt(self._seen_ids.values, new_ids, forked)
 
     def _next(self, messages: list[dict[str, str]]) -> tuple[str, IntArray, bool]:
-        """The text of these messages, the tokens that it adds to those seen, and whether it is another one: then they
-        are all of its tokens.
-        """
+        """The text of these messages, its new tokens, and whether it forks; on a fork all of its tokens are new."""
         text = self._renderer.template_text(messages, self._tools)
         if not text.startswith(self._seen_text):
             return text, self._renderer.encode(text), True
         new_ids = self._renderer.encode(text[len(self._seen_text) :])
-        # The template writes the end of turn that the model has sampled already, unless it was cut short.
+        # The template writes the end of turn, which the model has sampled already unless its answer was cut short.
         last = self._seen_ids.last
         if last in self._renderer.stop_token_ids and len(new_ids) and new_ids[0] == last:
             new_ids = new_ids[1:]
         return text, new_ids, False
 
     def answer(self, completion: Completion) -> str:
-        """Append what was sampled; its text without the stop token is the assistant's message."""
+        """Append the sampled tokens; their text without the stop token is the assistant's message."""
         answer_ids = completion.token_ids
         if len(answer_ids) and int(answer_ids[-1]) in self._renderer.stop_token_ids:
             answer_ids = answer_ids[:-1]

@@ -1,4 +1,4 @@
-"""`Rollouts`: groups of episodes in flight, under the staleness rule, with nothing lost.
+"""`Rollouts`: runs groups of episodes under the staleness rule, and loses none.
 
     rule.admit ──▶ group ──▶ members: slot ─▶ play ─▶ score ─▶ (failed? again) ──▶ finished ──▶ rule.finish
         ▲            ▲                   │                                        (channel)           │
@@ -6,10 +6,10 @@
         │                                                                                             │
         └────────────── slots are free when the new weights are live ◀── trainer ◀── next_batch ◀─────┘
 
-A group is admitted when the rule has a slot for it *and* an episode slot is free: no ticket ages in a queue. Each
+A group is admitted when the rule has a slot for it *and* an episode slot is free, so no ticket ages in a queue. Each
 group is a task of the flow, each member a task of its group (`agentrl/rollout/group.py`). A group that loses too many
-members has failed: its task is replaced by the next one, and when more tasks fail than the run allows, the run ends
-and says why.
+members fails, and the next task replaces its task. If more tasks fail than the run allows, the run ends with an error
+that says why.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ from agentrl.trajectory import Group, Task, staleness
 
 
 class _Ended(NamedTuple):
-    """A group that was played; one that was given up has none, and only tells that something changed."""
+    """A group that has ended. `group` is None if it was given up; the entry then only signals the change."""
 
     ticket: Ticket
     number: int
@@ -42,12 +42,12 @@ class _Ended(NamedTuple):
 
 
 class Rollouts:
-    """Plays the groups of a run. An async context manager; leaving it cancels what still plays.
+    """Plays the groups of a run. An async context manager; leaving it cancels all running groups.
 
-    `pending` are tasks to play first, with their numbers (a resumed run's open ones), `next_number` is the first new
-    one, and `groups` how many groups the run still trains on: no more are ever wanted, so none is left over at its end.
-    The `engine` is asked for its load only. `rescue` is called when nothing moves any more, before the run is ended; it
-    returns whether it could do something.
+    `pending` are tasks to play first, with their numbers (the open tasks of a resumed run); `next_number` is the first
+    new number. `groups` is how many groups the run still trains on: no more are started, so none is left over at the
+    end. Of `engine`, only the statistics are used. `rescue` is called when nothing progresses any more, before the run
+    is ended; it returns whether it could help.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Rollouts:
         self._observe_at = 0
         self._failed_tasks = 0
         self._last_failures: deque[str] = deque(maxlen=5)
-        self._filtered: list[tuple[int, Group]] = []  # for the batch to come
+        self._filtered: list[tuple[int, Group]] = []  # for the next batch
         self.blocked = False
         """Whether `next_batch` is waiting."""
         self._curriculum = tasks if isinstance(tasks, Curriculum) else None
@@ -126,9 +126,9 @@ class Rollouts:
         """The groups of the next training step, in order of admission; waits for them.
 
         Raises:
-            RetriesExhaustedError: too many tasks failed for good.
+            RetriesExhaustedError: too many tasks failed.
             FilterBudgetError: too many groups taught nothing.
-            StallError: nothing has moved for too long.
+            StallError: nothing has progressed for too long.
             StalenessError: a token is older than the bound, under a rule that keeps it (a defect).
         """
         self.blocked = True
@@ -139,7 +139,7 @@ class Rollouts:
         step = self._rule.version
         self._report_outcomes(
             sorted(self._filtered, key=lambda played: played[0])
-        )  # in the order in which the ledger replays it
+        )  # in the order in which the ledger replays them
         self._report_outcomes(chosen)
         self._filtered = []
         for _, group in chosen:
@@ -152,9 +152,9 @@ class Rollouts:
 
     @asynccontextmanager
     async def new_weights(self, version: int) -> AsyncIterator[None]:
-        """Publish the weights of the last batch inside; after it, the engine samples under `version`.
+        """Publish the weights of the last batch inside; afterwards, the engine samples under `version`.
 
-        Entering waits while the staleness rule wants it (only `drain` does); leaving gives back the batch's slots.
+        Entering waits if the staleness rule requires it (only `drain` does); leaving frees the batch's slots.
         """
         self._absorb(self._finished.drain())
         while not self._rule.may_publish():
@@ -166,8 +166,8 @@ class Rollouts:
         self._admit()
 
     def metrics(self) -> dict[str, float]:
-        """What the scheduler has done so far: slots, time the trainer was blocked (in sum), bias, fates of groups; and
-        what scoring has cost since the last call, where a reward says so.
+        """Metrics of the scheduler so far: slots, total time the trainer was blocked, bias, failed tasks; and of
+        scoring since the last call, as the rewards report them.
         """
         return {
             "live_episodes": float(self._slots.taken),
@@ -183,7 +183,7 @@ class Rollouts:
         return max(0, step - self._config.max_staleness) if self._rule.masks else 0
 
     def _admit(self) -> None:
-        """Start groups while the rule has a slot and a slot is free."""
+        """Start groups while the rule has a slot and an episode slot is free."""
         members = self._config.group_size + self._config.extra_members
         while not self._closing and self._groups_left and self._slots.free and (ticket := self._rule.admit()):
             self._groups_left -= 1
@@ -207,7 +207,7 @@ class Rollouts:
             self._fail_task(ticket, number, task, str(error))
             group = None
         except Exception:
-            self._closing = True  # a defect, or wrong options: the flow ends with it, and nothing may start meanwhile
+            self._closing = True  # a defect, or wrong options: it ends the flow, and nothing may start meanwhile
             raise
         if group is not None and self._config.filter_zero_variance and not group.mixed:
             self._filter(ticket, number, group)
@@ -217,7 +217,7 @@ class Rollouts:
         await self._finished.put(_Ended(ticket, number, group))
 
     def _absorb(self, ended: Sequence[_Ended]) -> None:
-        """Take finished groups out of the channel."""
+        """Mark finished groups as ready."""
         for ticket, number, group in ended:
             if group is not None and self._playing.pop(ticket, None) is not None:
                 self._rule.finish(ticket)
@@ -231,11 +231,11 @@ class Rollouts:
         self._last_failures.append(f"{task.id}: {why}")
         too_many = self._failed_tasks - self._config.max_failed_tasks
         if too_many > 1:
-            return  # the run is ending of the one before
+            return  # the previous failure is already ending the run
         if too_many == 1:
             self._closing = True
             raise RetriesExhaustedError(
-                f"{self._failed_tasks} tasks failed for good, and rollout.max_failed_tasks allows "
+                f"{self._failed_tasks} tasks failed permanently, but rollout.max_failed_tasks allows only "
                 f"{self._config.max_failed_tasks}. The last ones:\n  " + "\n  ".join(self._last_failures)
             )
         self._replace(ticket)
@@ -249,8 +249,8 @@ class Rollouts:
         if len(self._filtered) > self._config.max_filtered_per_step:
             self._closing = True
             raise FilterBudgetError(
-                f"{len(self._filtered)} groups were filtered for one batch, and rollout.max_filtered_per_step allows "
-                f"{self._config.max_filtered_per_step}: all members of a group earn the same, the last time "
+                f"{len(self._filtered)} groups were filtered for one batch, but rollout.max_filtered_per_step allows "
+                f"only {self._config.max_filtered_per_step}: all members of a group earn the same, the last time "
                 f"{group.rewards_G[0]:g}. The tasks are too hard or too easy for this policy, or the reward is "
                 "constant: look at the run's trajectories/, choose other tasks, or leave rollout.filter_zero_variance "
                 "off"
@@ -258,13 +258,13 @@ class Rollouts:
         self._replace(ticket)
 
     def _replace(self, ticket: Ticket) -> None:
-        """A group will not be trained on: the next task takes its place."""
+        """Start the next task in place of a group that will not be trained on."""
         self._rule.forfeit(ticket)
         self._groups_left += 1
         self._admit()
 
     def _cancel_stale(self, ticket: Ticket) -> None:
-        """The rule has struck a ticket off: cancel its group, or forget it if it was finished."""
+        """Cancel the group of a ticket that the rule has given up, or drop it if it was finished."""
         if ticket in self._ready:
             number, _ = self._ready.pop(ticket)
         else:
@@ -287,7 +287,7 @@ class Rollouts:
         return self.blocked or self._slots.taken > 0
 
     def _episode_ended(self) -> None:
-        """A slot was released: look at the engine every so many times, and let new groups in."""
+        """After the release of a slot: now and then observe the engine's load, and admit new groups."""
         self._episodes_ended += 1
         if self._episodes_ended >= self._observe_at:
             self._observe_at = self._episodes_ended + max(8, self._controller.limit // 4)

@@ -1,4 +1,4 @@
-"""Seeds are derived, never drawn: from the run's seed and a path of what the seed is for."""
+"""Seeds are derived, never drawn: from the run's seed and a path that says what the seed is for."""
 
 import hashlib
 
@@ -13,11 +13,11 @@ def derive_seed(seed: int, *path: str | int) -> int:
 
 
 SPLITS = ("train", "held-out", "demonstrations", "corpus")
-"""What tasks are for. No seed is in two of them."""
+"""The purposes of tasks. No environment seed belongs to two splits."""
 
 
 def split_seed(seed: int, split: str, index: int) -> int:
-    """A 31-bit environment seed of one split; its remainder by the number of splits says which, so they never meet.
+    """A 31-bit environment seed of one split. Its remainder modulo the number of splits is the split, so none overlap.
 
     Raises:
         ValueError: there is no such split.

@@ -1,16 +1,16 @@
 """The staleness rules: which group may start, and which groups are trained on next.
 
-Pure objects: they know no task, no clock and no token, only tickets. All rules answer the same calls. A ticket is
-*playing* from `admit`, *ready* from `finish`, *training* from `select`, and gone at the `publish` after it, or at once
-by `forfeit`. With K = `max_staleness`: one admitted while version v is live has deadline step v + K. G is
+The rules are pure objects that handle only tickets, not tasks, clocks or tokens. All have the same interface. A ticket
+is *playing* from `admit`, *ready* from `finish`, *training* from `select`, and gone at the next `publish`, or at once
+by `forfeit`. With K = `max_staleness`, a ticket admitted while version v is live has the deadline step v + K. G is
 `groups_per_step`.
 
 `DeadlineFirst`, the default, keeps the bound, drops nothing, and waits least:
 
 - **admit**: at most (K + 1) G tickets exist at once.
-- **select**: step s takes G ready tickets, earliest deadline first. It waits exactly as long as every choice of G ready
-  ones would leave a deadline that can no longer be kept: after the choice, for every d >= s, at most (d - s) G tickets
-  with a deadline <= d may remain.
+- **select**: step s takes G ready tickets, earliest deadline first. It waits exactly while every choice of G ready
+  tickets would leave a deadline that can no longer be met: after the choice, for every d >= s, at most (d - s) G
+  tickets with a deadline <= d may remain.
 - **publish**: when version s + 1 is live, the trained tickets' slots are free.
 
 Theorem: no group is ever trained at a step after its deadline, so no token is older than K versions, and nothing is
@@ -18,19 +18,19 @@ dropped. Proof: a ticket admitted at v raises the counts only for d >= v + K, wh
 tickets exist in all; so after every admission at most (d - s + 1) G tickets have a deadline <= d, for every d >= s.
 Hence the G earliest of *all* tickets are always a legal choice, and a legal choice of ready ones exists at the latest
 when those are ready. Each choice leaves at most (d - s) G = (d - (s + 1) + 1) G for the next step. With d = s: none
-with deadline s remains after step s. It waits only when the bound would otherwise break: the least waiting there is.
+with deadline s remains after step s. The rule waits only when the bound would otherwise break: no rule can wait less.
 
-The others are what other systems do, as values of the same setting, for comparison:
+The other rules are values of the same setting, for comparison. Except `Mask`, they are what other systems do:
 
 - `Wait`: strictly in order of admission. Bounded; waits for every straggler.
-- `Gate` (AReaL, arXiv 2505.24298, eq. 3): at most (s + K + 1) G groups are ever admitted, finished ones are taken first
-  come, first served. Never waits for a straggler, which therefore may be older than the bound.
-- `Mask` (ours): admits as `Gate`, takes the earliest deadlines that are ready, and never waits; tokens that are older
-  than the bound carry no loss. Every group is trained on, no gradient comes from a token older than K; the price is the
-  first tokens of some stragglers.
-- `Drop` (verl, prime-rl): first come, first served; what is too old for the next step is given up and replaced.
-  Bounded, and biased towards short episodes.
-- `Drain`: new weights wait until nothing plays, and nothing starts meanwhile.
+- `Gate` (AReaL, arXiv 2505.24298, eq. 3): at most (s + K + 1) G groups are admitted in total by step s; finished groups
+  are taken first come, first served. Never waits for stragglers, which may therefore be older than the bound.
+- `Mask` (ours): admits as `Gate`, takes the ready tickets with the earliest deadlines, and never waits; tokens older
+  than the bound carry no loss. Every group is trained on, and no gradient comes from a token older than K versions; the
+  price is that the first tokens of some stragglers are not trained on.
+- `Drop` (verl, prime-rl): first come, first served; groups too old for the next step are given up and replaced.
+  Bounded, but biased towards short episodes.
+- `Drain`: new weights wait until no group is playing, and no group starts meanwhile.
 """
 
 from collections import Counter
@@ -45,7 +45,7 @@ StalenessRuleName = Literal["deadline_first", "wait", "gate", "mask", "drop", "d
 
 
 class Ticket(NamedTuple):
-    """The right of one group to exist. Ordered by deadline, then by admission."""
+    """Permission for one group to run. Ordered by deadline, then by admission."""
 
     deadline: int
     number: int
@@ -53,10 +53,11 @@ class Ticket(NamedTuple):
 
 
 class StalenessRule:
-    """The books that all rules keep. `version` is the live policy version, which is also the number of the next step.
+    """Base class of all rules: keeps track of the tickets. `version` is the live policy version, which is also the
+    number of the next step.
 
-    `bounded`: whether no group is ever trained at a step after its deadline. `masks`: whether tokens older than the
-    bound are to carry no loss.
+    `bounded`: whether no group is ever trained after its deadline. `masks`: whether tokens older than the bound carry
+    no loss.
     """
 
     bounded = True
@@ -72,7 +73,7 @@ class StalenessRule:
         self._playing: dict[Ticket, None] = {}  # in order of admission
         self._ready: dict[Ticket, None] = {}  # in order of finishing
         self._training: list[Ticket] = []
-        self._playing_until: Counter[int] = Counter()  # how many have which deadline
+        self._playing_until: Counter[int] = Counter()  # number of tickets by deadline
         self._ready_until: Counter[int] = Counter()
 
     @property
@@ -86,7 +87,7 @@ class StalenessRule:
         return self.version + bool(self._training)
 
     def admit(self) -> Ticket | None:
-        """A ticket for one more group, or `None` while there is no room."""
+        """A ticket for one more group, or `None` if there is no room."""
         if not self._has_room():
             return None
         ticket = Ticket(self.version + self.max_staleness, self._next_number, self.version)
@@ -96,23 +97,23 @@ class StalenessRule:
         return ticket
 
     def finish(self, ticket: Ticket) -> None:
-        """Its group has been played."""
+        """Record that the ticket's group has been played."""
         self._leave_play(ticket)
         self._ready[ticket] = None
         self._ready_until[ticket.deadline] += 1
 
     def forfeit(self, ticket: Ticket) -> None:
-        """Give back the slot of a playing group that will not be trained on."""
+        """Free the slot of a playing group that will not be trained on."""
         self._leave_play(ticket)
 
     def select(self) -> list[Ticket] | None:
-        """The tickets of the next step, or `None` when more must become ready before.
+        """The tickets of the next step, or `None` if more must become ready first.
 
         Raises:
-            StalenessError: the batch before is still being trained on.
+            StalenessError: the previous batch is still being trained on.
         """
         if self._training:
-            raise StalenessError("the batch before is still being trained on: publish its weights first")
+            raise StalenessError("the previous batch is still being trained on: publish its weights first")
         batch = self._choose() if len(self._ready) >= self.groups_per_step else None
         if batch is None:
             return None
@@ -127,16 +128,16 @@ class StalenessRule:
         return True
 
     def publish(self, version: int) -> list[Ticket]:
-        """`version` is live, the slots of the batch it was trained on are free. Returns the tickets given up as stale.
+        """Record that `version` is live; free the slots of its training batch. Returns tickets given up as stale.
 
         Raises:
-            StalenessError: a version was left out.
+            StalenessError: `version` does not directly follow the live version.
         """
         if version != self.version + 1:
             raise StalenessError(f"version {version} cannot follow version {self.version}")
         self.version = version
         self._training = []
-        del self._playing_until[version - 1], self._ready_until[version - 1]  # no group has that deadline any more
+        del self._playing_until[version - 1], self._ready_until[version - 1]  # no group has this deadline any more
         return self._give_up()
 
     def _leave_play(self, ticket: Ticket) -> None:
@@ -155,10 +156,10 @@ class StalenessRule:
 
 
 class DeadlineFirst(StalenessRule):
-    """Earliest deadline first, waiting only for what could not be trained in time otherwise."""
+    """Earliest deadline first; waits only if a group could not be trained in time otherwise."""
 
     def _choose(self) -> list[Ticket] | None:
-        left = 0  # with a deadline of at most d, after the earliest G ready ones are taken
+        left = 0  # tickets with a deadline of at most d that remain after the earliest G ready ones are taken
         taken = self.groups_per_step
         for d in range(self.version, self.version + self.max_staleness + 1):
             now_taken = min(taken, self._ready_until[d])
@@ -179,7 +180,7 @@ class Wait(StalenessRule):
 
 
 class Gate(StalenessRule):
-    """A count of admissions, and first come, first served. Not bounded."""
+    """Limits the number of admissions; first come, first served. Not bounded."""
 
     bounded = False
 
@@ -189,7 +190,7 @@ class Gate(StalenessRule):
         self._forfeited = 0
 
     def forfeit(self, ticket: Ticket) -> None:
-        """Its admission no longer counts."""
+        """As for every rule; the ticket's admission no longer counts."""
         super().forfeit(ticket)
         self._forfeited += 1
 
@@ -199,7 +200,7 @@ class Gate(StalenessRule):
 
 
 class Mask(Gate):
-    """The gate's admission, earliest deadline first of what is ready; late tokens carry no loss."""
+    """Admits as `Gate`; takes the earliest deadlines among the ready tickets; late tokens carry no loss."""
 
     masks = True
 
@@ -208,7 +209,7 @@ class Mask(Gate):
 
 
 class Drop(StalenessRule):
-    """First come, first served; what missed its deadline is given up."""
+    """First come, first served; gives up groups that missed their deadline."""
 
     def _give_up(self) -> list[Ticket]:
         late = [ticket for kept in (self._playing, self._ready) for ticket in kept if ticket.deadline < self.version]
@@ -219,14 +220,14 @@ class Drop(StalenessRule):
 
 
 class Drain(StalenessRule):
-    """New weights wait until nothing plays, and nothing starts while they wait."""
+    """New weights wait until no group is playing, and no group starts while they wait."""
 
     def __init__(self, *, max_staleness: int, groups_per_step: int, version: int = 0) -> None:
         super().__init__(max_staleness=max_staleness, groups_per_step=groups_per_step, version=version)
         self._draining = False
 
     def may_publish(self) -> bool:
-        """Only when nothing plays; having been asked, no more is admitted before `publish`."""
+        """Only when no group is playing; after a refusal, no group is admitted before `publish`."""
         self._draining = bool(self._playing)
         return not self._playing
 
@@ -247,4 +248,4 @@ STALENESS_RULES: dict[StalenessRuleName, Callable[..., StalenessRule]] = {
     "drop": Drop,
     "drain": Drain,
 }
-"""Each rule by the name it has in a config."""
+"""Each rule by its name in a config."""

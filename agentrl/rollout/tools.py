@@ -1,8 +1,8 @@
-"""Tools: a class's typed public methods as functions that a model may call, and the model's message read as calls.
+"""Tools: makes a class's typed public methods callable for a model, and parses the calls in the model's messages.
 
 The schema is OpenAI's ({"type": "function", "function": {"name", "description", "parameters"}}), the calls are those
 of the Hermes and Qwen chat templates (`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`), or plain JSON.
-What a model writes is never trusted: reading it raises nothing, and a bad call becomes a text that says what is wrong.
+Model output is never trusted: parsing it raises nothing, and a bad call becomes a text that says what is wrong.
 """
 
 import difflib
@@ -24,12 +24,12 @@ from agentrl.protocols import StepResult
 
 
 class ToolError(AgentRLError):
-    """What a tool tells the model when it cannot do what was asked. It is an observation, never a failed episode."""
+    """A tool's message to the model that it cannot do as asked. It becomes an observation, never a failed episode."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call as the model wrote it; neither the name nor the arguments are checked yet."""
+    """One call as the model wrote it; neither its name nor its arguments are checked yet."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -42,7 +42,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ParsedReply:
-    """A model's message: the text around its calls, the calls in order, and what was wrong with the malformed ones."""
+    """A model's message: the text around its calls, the calls in order, and what is wrong with the malformed ones."""
 
     text: str
     calls: tuple[ToolCall, ...] = ()
@@ -54,7 +54,7 @@ class ToolSpec:
     """One tool: its name, what it does, and the pydantic model its arguments must fit.
 
     `parameters` maps each Python parameter to its field in `arguments` (fields are numbered, so that a parameter may
-    have any name, `schema` or `copy` too).
+    have any name, even `schema` or `copy`).
     """
 
     name: str
@@ -73,12 +73,12 @@ class ToolSpec:
         }
 
     def validate(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments as keywords for the method; those not given are left to its own defaults.
+        """Arguments as keywords for the method; missing ones are left to the method's defaults.
 
-        Strict, as JSON is: a number is not read out of a string, nor an integer out of a boolean.
+        Strict, like JSON: a string is not converted to a number, nor a boolean to an integer.
 
         Raises:
-            ToolError: they do not fit; says which, and what the tool takes.
+            ToolError: an argument does not fit; says which, and what the tool takes.
         """
         try:
             fitted = self.arguments.model_validate_json(json.dumps(dict(arguments)), strict=True)
@@ -98,7 +98,7 @@ class ToolSpec:
 
 
 class _TerseJsonSchema(GenerateJsonSchema):
-    """Without the titles that pydantic derives from names: they cost prompt tokens and say nothing new."""
+    """Omits the titles that pydantic derives from names: they cost prompt tokens and add no information."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
@@ -107,7 +107,7 @@ class _TerseJsonSchema(GenerateJsonSchema):
 def tools_of(obj: object, *, base: type = object) -> tuple[ToolSpec, ...]:
     """The tools of a class or an instance: its public methods, in the order of their definition.
 
-    A method of `base` is no tool, nor is a name that starts with an underscore. Google-style `Args:` lines of the
+    Methods of `base` and names that start with an underscore are not tools. Google-style `Args:` lines of the
     docstring become the descriptions of the parameters.
 
     Raises:
@@ -125,10 +125,10 @@ def tools_of(obj: object, *, base: type = object) -> tuple[ToolSpec, ...]:
 
 
 def find_tool(specs: Sequence[ToolSpec], name: str) -> ToolSpec:
-    """The tool of that name.
+    """The tool with that name.
 
     Raises:
-        ToolError: there is none; names the nearest and lists all.
+        ToolError: there is none; suggests the nearest name and lists all.
     """
     by_name = {spec.name: spec for spec in specs}
     if name not in by_name:
@@ -137,18 +137,18 @@ def find_tool(specs: Sequence[ToolSpec], name: str) -> ToolSpec:
 
 
 def no_such_tool(name: str, known: Collection[str]) -> ToolError:
-    """What tells the model that there is no tool of that name: the nearest one, and all."""
+    """The error for an unknown tool name: suggests the nearest name and lists all."""
     near = difflib.get_close_matches(name[:64], known, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else "."
     return ToolError(f"there is no tool {name[:64]!r}{hint} Tools: {', '.join(known)}")
 
 
 def parse_tool_calls(text: str) -> ParsedReply:
-    """Read a model's message.
+    """Parse a model's message.
 
-    Calls stand in `<tool_call>` tags; without any tag, JSON objects with "name" and "arguments" (or "parameters")
-    count, bare, fenced, or in a list. `arguments` may be JSON inside a string. Raises nothing, whatever the text is;
-    after eight malformed calls the rest is not read.
+    Calls are in `<tool_call>` tags; without any tag, JSON objects with "name" and "arguments" (or "parameters") count
+    as calls, bare, fenced, or in a list. `arguments` may be JSON inside a string. Never raises, whatever the text is;
+    after eight malformed calls the rest is not parsed.
     """
     prose: list[str] = []
     calls: list[ToolCall] = []
@@ -167,16 +167,16 @@ def parse_tool_calls(text: str) -> ParsedReply:
 
 
 def how_to_call(tools: Sequence[Mapping[str, Any]]) -> str:
-    """What tells a model that wrote no call which tools (OpenAI-style schemas) there are, and how to call one."""
+    """Tells a model that wrote no call which tools (OpenAI-style schemas) there are, and how to call one."""
     names = ", ".join(str(tool["function"]["name"]) for tool in tools)
     example = ToolCall("...", {}).render().replace("{}", "{...}")
     return f"Call a tool ({names}) like this:\n{example}"
 
 
 def merged(results: Sequence[tuple[str, StepResult]]) -> StepResult:
-    """One step of all calls of a message, by the tool's name; with more than one, each line says which tool it is of.
+    """Combine the calls of a message, each with its tool's name, into one step; several get a line each, with the name.
 
-    Rewards are added, a call that ends the episode ends it, and of infos under one key the last counts.
+    Rewards are added, any call can end the episode, and for each info key the last value counts.
     """
     steps = [step for _, step in results]
     many = len(results) > 1
@@ -200,7 +200,7 @@ _EXAMPLE = '{"name": "...", "arguments": {...}}'
 
 @dataclass(frozen=True, slots=True)
 class _Malformed:
-    """What was meant as a call and is none; reading goes on at `resume`."""
+    """A failed attempt at a call; parsing continues at `resume`."""
 
     why: str
     resume: int = 0
@@ -216,7 +216,7 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-# Not strict: models write line breaks into strings as they are.
+# Not strict: models write unescaped line breaks into strings.
 _DECODER = json.JSONDecoder(strict=False, parse_constant=_no_constant)
 
 
@@ -255,7 +255,7 @@ def _tagged(text: str) -> Iterator[str | ToolCall | _Malformed]:
 
 
 def _next_call(text: str, start: int) -> int:
-    """Where reading goes on after a malformed tag: behind its end, or at the next beginning."""
+    """Where parsing continues after a malformed tag: after its end, or at the next opening tag."""
     found = _NEXT_CALL.search(text, start)
     return found.end() if found else len(text)
 
@@ -267,7 +267,7 @@ def _bare(text: str) -> Iterator[str | ToolCall | _Malformed]:
         found = _decode(text, start.start())
         if isinstance(found, _Malformed):
             at = max(found.resume, start.start() + 1)
-            # What parsed so far holds no call of its own; prose may well hold braces.
+            # The text parsed so far contains no call of its own; prose may well contain braces.
             yield found if _START_OF_CALL.match(text, start.start()) else text[start.start() : at]
         else:
             at = found.end
@@ -323,7 +323,7 @@ def _spec(cls: type, name: str) -> ToolSpec:
         if parameter.name not in hints:
             raise ConfigError(
                 f"{where}: parameter {parameter.name!r} has no type. A public method is a tool: write "
-                f"`{parameter.name}: int` (or another type), or name the method `_{name}` if it is none"
+                f"`{parameter.name}: int` (or another type), or name the method `_{name}` if it is no tool"
             )
         default: Any = ... if parameter.default is parameter.empty else parameter.default
         extra: dict[str, Any] = {"description": described[parameter.name]} if parameter.name in described else {}
@@ -342,7 +342,7 @@ _ARGUMENT = re.compile(r"^(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
 
 
 def _read_docstring(doc: str) -> tuple[str, dict[str, str]]:
-    """The text before the first section, and what the `Args:` section says of each parameter."""
+    """The text before the first section, and each parameter's description in the `Args:` section."""
     section = ""
     description: list[str] = []
     arguments: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""The last line: everything has a deadline, and still nothing moves. Say where, and end it."""
+"""The last line of defence: ends a run that makes no progress in spite of all deadlines, and says where it waits."""
 
 import asyncio
 from collections.abc import Callable, Hashable
@@ -10,12 +10,12 @@ from agentrl.flow import now, waits
 async def watch(
     seconds: float, progress: Callable[[], Hashable], busy: Callable[[], bool], rescue: Callable[[], bool]
 ) -> None:
-    """Look whether `progress()` changes while there is something to do; never returns.
+    """Watch whether `progress()` changes while `busy()`; never returns.
 
-    When it has not for `seconds` of loop time, `rescue()` is tried, which says whether it could do anything.
+    If it has not changed for `seconds` of loop time, call `rescue()`, which returns whether it could help.
 
     Raises:
-        StallError: it could not. Names every stage that is waited for, how many wait, and for how long.
+        StallError: `rescue()` could not help. Names every stage with waiting calls, how many wait, and for how long.
     """
     seen, since = progress(), now()
     while True:
@@ -38,5 +38,5 @@ def _describe(seconds: float) -> str:
     return (
         f"nothing has moved for {seconds:g} s (rollout.deadlines.stall). Waiting:\n"
         f"{stages or '  nothing outside: episodes wait for a slot, or the scheduler itself hangs'}\n"
-        "`agentrl ledger RUN` lists the open episodes; `agentrl train --resume RUN` takes them up again"
+        "`agentrl ledger RUN` lists the open episodes; `agentrl train --resume RUN` plays them again"
     )

@@ -1,6 +1,6 @@
-"""`WriteBehind`: statements that are queued by the loop and applied to SQLite by a thread.
+"""`WriteBehind`: the event loop queues statements, and a thread applies them to SQLite.
 
-The order is kept and transactions are whole, so a process that dies loses a suffix of what was queued, nothing else.
+Statements are applied in order and transactions are atomic, so a process that dies loses only a suffix of the queue.
 """
 
 import sqlite3
@@ -13,7 +13,7 @@ from operator import itemgetter
 from typing import NoReturn
 
 BATCH = 512
-"""Rows in one transaction: about a millisecond."""
+"""Rows in one transaction, which takes about a millisecond."""
 BACKLOG = 64 * 1024
 """Rows that may wait; appending more blocks until some are written."""
 PERIOD = 0.2
@@ -21,10 +21,11 @@ PERIOD = 0.2
 
 
 class WriteBehind:
-    """Applies rows to statements in the order they came, each of which must change exactly one row of its table.
+    """Executes statements with their rows in order; each row must change exactly one row of its table.
 
-    `db` is this object's alone, and closed by it; it was opened for use by several threads. Without a thread of its
-    own (`threaded=False`) it writes in its callers'. After a failure nothing more is written, and every call raises.
+    This object alone uses `db`, and closes it; `db` must be open for use by several threads. Without a thread of its
+    own (`threaded=False`) it writes in its callers' threads. After a failure nothing more is written, and every call
+    raises.
     """
 
     def __init__(self, db: sqlite3.Connection, *, threaded: bool = True) -> None:
@@ -53,7 +54,7 @@ class WriteBehind:
             self._hand_over()
 
     def flush(self) -> None:
-        """Return when all that was appended before is committed.
+        """Return when all rows appended before are committed.
 
         Raises:
             RuntimeError: a row could not be written.
@@ -63,7 +64,7 @@ class WriteBehind:
             self._fail(self._failure)
 
     def sync(self) -> None:
-        """`flush`, and wait until the disk holds it.
+        """`flush`, and wait until the data is on disk.
 
         Raises:
             RuntimeError: a row could not be written.
@@ -74,7 +75,7 @@ class WriteBehind:
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """The connection, between two batches: for statements of another kind."""
+        """The connection, in a transaction between two batches: for statements of other kinds."""
         with self._writing, self._db:
             self._db.execute("BEGIN IMMEDIATE")
             yield self._db
@@ -83,7 +84,7 @@ class WriteBehind:
         """Flush and close.
 
         Raises:
-            RuntimeError: a row could not be written, and no call has said so yet.
+            RuntimeError: a row could not be written, and no call has raised this yet.
         """
         if self._closing:
             return
@@ -116,8 +117,8 @@ class WriteBehind:
             self._write_queued()
 
     def _write_queued(self) -> None:
-        # Every writer takes the oldest first: after so many batches all that is queued now is committed. There is one
-        # more, so that a batch which another thread has taken is waited for.
+        # Every writer takes the oldest rows first, so after this many batches all rows queued now are committed. The
+        # extra batch waits for one that another thread has already taken.
         for _ in range(len(self._queue) // BATCH + 1):
             self._write_batch()
 

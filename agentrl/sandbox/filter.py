@@ -1,8 +1,8 @@
-"""Which system calls a program in a jail may make: a seccomp filter.
+"""A seccomp filter: which system calls a program in a jail may make.
 
-All but those that need privileges, reach other processes or the network, or are new or seldom enough that only an
-attack would miss them. What is refused gets an errno, so Python says `PermissionError`. It runs inside of jails too,
-so it needs nothing but the standard library.
+The filter refuses calls that need privileges, that reach other processes or the network, or that are so new or rare
+that only an attack would miss them. A refused call fails with an errno, so Python raises `PermissionError`. This module
+also runs inside jails, so it uses only the standard library.
 """
 
 import errno
@@ -35,10 +35,10 @@ _REFUSED: _Numbers = {
     "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setaffinity": (203, 122),
     "sched_setscheduler": (144, 119), "sched_setparam": (142, 118), "sched_setattr": (314, 274),
     "migrate_pages": (256, 238), "move_pages": (279, 239), "mbind": (237, 235), "set_mempolicy": (238, 237),
-    # the network; a pair of connected sockets is a pipe, and allowed
+    # the network; a pair of connected sockets is like a pipe, and is allowed
     "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201), "accept": (43, 202),
     "accept4": (288, 242),
-    # what would outlive the run, or hold memory that no limit counts
+    # objects that would outlive the run, or hold memory that no limit counts
     "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "semget": (64, 190), "semop": (65, 193),
     "semtimedop": (220, 192), "semctl": (66, 191), "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188),
     "msgctl": (71, 187), "mq_open": (240, 180), "mq_unlink": (241, 181), "memfd_create": (319, 279),
@@ -46,11 +46,11 @@ _REFUSED: _Numbers = {
 }  # fmt: skip
 
 _REFUSED_ALONE: _Numbers = {
-    # more processes, and those that there are
+    # starting processes, and reaching existing ones
     "fork": (57, None), "vfork": (58, None), "setsid": (112, 157), "setpgid": (109, 154), "tkill": (200, 130),
     "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240), "pidfd_open": (434, 434),
     "pidfd_send_signal": (424, 424),
-    # Landlock does not know about owners, modes and times of files
+    # Landlock does not control owners, modes and times of files
     "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "chown": (92, None), "fchown": (93, 55),
     "lchown": (94, None), "fchownat": (260, 54), "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7),
     "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16), "utime": (132, None),
@@ -63,12 +63,13 @@ _NUMBERS: _Numbers = {
 }  # fmt: skip
 
 _LAST = 450
-"""The newest call that this list was made with; those that came later do not exist here."""
+"""The newest call that this list covers; newer ones fail as if they did not exist."""
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _CLONE_NEW, _CLONE_THREAD, _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 0x7E020080, 0x10000, 1, 4
 _F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _FIOSETOWN, _SIOCSPGRP = 8, 10, 15, 0x8901, 0x8902
 
-# Classic BPF, of linux/filter.h and linux/seccomp.h: load a word, jump by it (so far if so, so far if not), return.
+# Classic BPF, of linux/filter.h and linux/seccomp.h: load a word, test it and jump (one offset if true, another if
+# false), return.
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _Code = list[tuple[int, int, int, int]]
@@ -79,26 +80,26 @@ def _refuse(error: int) -> _Code:
 
 
 def _argument(index: int) -> _Code:
-    """Load the lower half of an argument; all that are looked at are ints."""
+    """Load the lower half of an argument; all arguments tested here are ints."""
     return [(_LOAD, 0, 0, 16 + 8 * index)]
 
 
 def _unless(test: int, values: tuple[int, ...], verdict: _Code) -> _Code:
-    """Go on where the loaded word passes the test with one of `values`, else `verdict`, which is one instruction."""
+    """Continue if the loaded word passes the test with one of `values`, else apply `verdict`, a single instruction."""
     many = len(values)
     return [*((test, many - at, 0, value) for at, value in enumerate(values)), *verdict]
 
 
 def _where(test: int, values: tuple[int, ...], verdict: _Code) -> _Code:
-    """`verdict`, which is one instruction, where the loaded word passes the test with one of `values`."""
+    """Apply `verdict`, a single instruction, if the loaded word passes the test with one of `values`."""
     return [step for value in values for step in ((test, 0, 1, value), *verdict)]
 
 
 def seccomp_filter(alone: int = 0) -> bytes:
-    """The filter as the kernel takes it.
+    """The filter in the form that the kernel takes.
 
-    `alone` is for where no namespace holds a process: its number. There is then this one process, with as many threads
-    as it likes, which can signal itself only.
+    `alone` is the process id, for a process that no namespace confines. Such a process can start threads but no other
+    processes, and can signal only itself.
 
     Raises:
         OSError: the system calls of this machine's architecture are not listed here.
@@ -112,12 +113,12 @@ def seccomp_filter(alone: int = 0) -> bytes:
     about: dict[str, _Code] = {
         "clone3": _refuse(errno.ENOSYS),  # its flags are behind a pointer; the C library then uses clone
         "clone": [*_argument(0), *_where(_ANY_BIT, (_CLONE_NEW,), no)],
-        "prctl": [*_argument(0), *_where(_EQUAL, (_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE), no)],  # see and kill it
+        "prctl": [*_argument(0), *_where(_EQUAL, (_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE), no)],  # we see and kill it
         "socketpair": [
             *_argument(0), *_unless(_EQUAL, (1,), no),
             *_argument(1), *_unless(_EQUAL, (1, 0x80001, 0x801, 0x80801), no),
         ],
-        "prlimit64": [*_argument(0), *_unless(_EQUAL, (0, alone), no)],  # the server has the same user
+        "prlimit64": [*_argument(0), *_unless(_EQUAL, (0, alone), no)],  # the server runs as the same user
     }  # fmt: skip
     if alone:
         about["clone"] = [*_argument(0), *_unless(_ANY_BIT, (_CLONE_THREAD,), no)]

@@ -1,4 +1,4 @@
-"""A jail, seen from the driver: a process that runs one program after the other."""
+"""The driver's side of a jail: a process that runs one program after another."""
 
 import asyncio
 import json
@@ -20,13 +20,13 @@ from agentrl.sandbox.settings import SandboxConfig
 
 _START_SECONDS = 30.0
 _GRACE = 3.0
-"""Seconds after a run's wall limit within which its jail has to say so."""
+"""Seconds after a run's wall limit within which its jail must report that."""
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/ld.so.cache")
 _ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1",
 }  # fmt: skip
-"""All of it; the hash seed, so that a set has the same order in every run."""
+"""The whole environment. The hash seed gives a set the same order in every run."""
 _START = (
     "import sys; sys.path.insert(0, {source!r}); from agentrl.sandbox.server import main; del sys.path[0]; "
     "main{arguments!r}"
@@ -34,7 +34,7 @@ _START = (
 
 
 class JailError(Exception):
-    """A jail did not start, or is lost."""
+    """A jail did not start, or was lost."""
 
 
 class Jail:
@@ -61,10 +61,10 @@ class Jail:
 
     @classmethod
     async def start(cls, backend: str, config: SandboxConfig) -> Self:
-        """A jail that is ready.
+        """Start a jail and wait until it is ready.
 
         Raises:
-            JailError: the machine has not what `backend` takes, and what it lacks.
+            JailError: the machine does not support `backend`; says what it lacks.
         """
         jail = cls(backend, config)
         try:
@@ -83,7 +83,7 @@ class Jail:
         return jail
 
     async def run(self, order: Order) -> Outcome:
-        """Run one program. Cancelling kills the jail, and with it all that the program has started."""
+        """Run one program. Cancelling kills the jail and everything that the program has started."""
         try:
             async with asyncio.timeout(order.wall + _GRACE):
                 return await self._run(order)
@@ -109,7 +109,7 @@ class Jail:
         return reply
 
     def _last_words(self, error: Exception) -> str:
-        """Kill the jail, and say why."""
+        """Kill the jail, and return what went wrong."""
         if self.dead:
             return "the sandbox was closed during the run"
         self._errors.seek(0)
@@ -119,7 +119,7 @@ class Jail:
         return f"{type(error).__name__}: {error}; {how}"
 
     def kill(self) -> None:
-        """Kill the jail with all that is in it, and remove what it left. May be called again."""
+        """Kill the jail and everything in it, and remove its files. May be called more than once."""
         if self.dead:
             return
         self.dead = True

@@ -1,6 +1,6 @@
-"""The system calls of Linux that Python has no names for.
+"""Linux system calls that Python does not wrap.
 
-It runs inside of jails too, so it needs nothing but the standard library.
+This module also runs inside jails, so it uses only the standard library.
 """
 
 import ctypes
@@ -36,7 +36,7 @@ def _syscall(what: str, number: int, *arguments: object) -> int:
 
 
 def unshare(spaces: int) -> None:
-    """Leave the namespaces of these kinds for new ones."""
+    """Move to new namespaces of these kinds."""
     _checked("unshare", _libc.unshare(ctypes.c_int(spaces)))
 
 
@@ -47,7 +47,7 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = 
 
 
 def unmount(target: str) -> None:
-    """Detach what is mounted there."""
+    """Detach the mount at `target`."""
     _checked(f"umount {target}", _libc.umount2(target.encode(), ctypes.c_int(MNT_DETACH)))
 
 
@@ -59,7 +59,7 @@ def restrict_mounts(target: str, attributes: int) -> None:
 
 
 def pivot_root(new: str) -> None:
-    """Make the mount at `new` the root, and forget the old one."""
+    """Make the mount at `new` the root, and detach the old root."""
     os.chdir(new)
     _syscall("pivot_root", _NR[os.uname().machine]["pivot_root"], b".", b".")
     unmount(".")
@@ -67,7 +67,7 @@ def pivot_root(new: str) -> None:
 
 
 def map_to_self(uid: int, gid: int) -> None:
-    """In a new user namespace: the one user and the one group there are who they were outside."""
+    """In a new user namespace, map its only user and its only group to the same ids outside."""
     prctl(PR_SET_DUMPABLE, 1)  # a process that changed its user does not own its files in /proc
     with open("/proc/self/setgroups", "w") as file:
         file.write("deny")
@@ -83,14 +83,14 @@ def prctl(option: int, value: int) -> None:
 
 
 def drop_capabilities() -> None:
-    """Give up every capability, for good: with `PR_SET_NO_NEW_PRIVS`, no program that is started has more."""
+    """Give up all capabilities permanently: `PR_SET_NO_NEW_PRIVS` keeps programs started later from regaining any."""
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     header, none = struct.pack("Ii", 0x20080522, 0), struct.pack("IIIIII", *(0 for _ in range(6)))
     _syscall("capset", _NR[os.uname().machine]["capset"], header, none)
 
 
 def install_filter(program: bytes) -> None:
-    """Filter the system calls of this thread, and of all that it starts, by a program of `agentrl.sandbox.filter`."""
+    """Filter the system calls of this thread and everything it starts, by a program of `agentrl.sandbox.filter`."""
 
     class Program(ctypes.Structure):
         _fields_ = (("len", ctypes.c_ushort), ("filter", ctypes.c_char_p))
@@ -101,23 +101,24 @@ def install_filter(program: bytes) -> None:
 
 
 def landlock_version() -> int:
-    """The version of Landlock's interface, 0 where the kernel has none."""
+    """The version of Landlock's interface; 0 if the kernel has no Landlock."""
     version = _libc.syscall(ctypes.c_long(_NR_LANDLOCK_CREATE_RULESET), None, ctypes.c_size_t(0), ctypes.c_uint(1))
     return max(0, int(version))
 
 
 READ, WRITE = 0b1101, 0b10
-"""Of landlock(7): execute, read files and list folders; write to files that there are."""
+"""Rights of landlock(7): `READ` to execute and read files and list folders, `WRITE` to write to existing files."""
 _ALL_RIGHTS = (1 << 15) - 1
 _MAKE_CHAR, _MAKE_DIR, _MAKE_SOCK, _MAKE_BLOCK = 1 << 6, 1 << 7, 1 << 9, 1 << 11
 OWN = _ALL_RIGHTS & ~(_MAKE_CHAR | _MAKE_DIR | _MAKE_SOCK | _MAKE_BLOCK)
-"""Of landlock(7): everything with files, but no folders, devices and sockets."""
+"""Rights of landlock(7): everything with files, but no making of folders, devices or sockets."""
 
 
 def landlock(rights: dict[str, int]) -> None:
-    """Close the file system to this thread and to all that it starts, but for `rights` at paths.
+    """Deny this thread, and everything it starts, access to the file system, except for `rights` by path.
 
-    Needs version 3. From version 4 no TCP, from 6 no signals to those outside and no abstract sockets of theirs.
+    Needs Landlock version 3. Version 4 and later also deny TCP; version 6 and later also deny signals to outside
+    processes and connections to their abstract sockets.
     """
     version = landlock_version()
     files = _ALL_RIGHTS | (1 << 15 if version >= 5 else 0)  # ioctl on devices

@@ -1,6 +1,6 @@
-"""What the driver and a jail say to each other: an `Order` there, a dict of facts back, as JSON behind its length.
+"""Messages between driver and jail: an `Order` to the jail, a dict of results back, each as its length and JSON.
 
-It runs inside of jails too, so it needs nothing but the standard library.
+This module also runs inside jails, so it uses only the standard library.
 """
 
 import json
@@ -10,7 +10,7 @@ from typing import Any
 
 HEADER = struct.Struct("!I")
 LARGEST_MESSAGE = 256 << 20
-"""Bytes; what says that it is longer is no message."""
+"""Bytes; a header that states a longer message is invalid."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What came of a program."""
+"""The outcome of running a program."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,7 +8,7 @@ Limit = Literal["wall", "cpu", "memory", "disk", "output"]
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """It ended by itself. `exit` is its status, or minus the signal that ended it. `seconds` of wall time."""
+    """The program ended by itself. `exit` is its status, or minus the signal that ended it; `seconds` is wall time."""
 
     stdout: str
     stderr: str
@@ -18,7 +18,7 @@ class Ran:
 
 @dataclass(frozen=True, slots=True)
 class LimitHit:
-    """It was ended because it hit a limit; what it had written by then."""
+    """The program was ended because it hit a limit; `stdout` and `stderr` are what it had written by then."""
 
     which: Limit
     stdout: str = ""
@@ -28,7 +28,7 @@ class LimitHit:
 
 @dataclass(frozen=True, slots=True)
 class SandboxLost:
-    """The sandbox broke, and says nothing about the program: to be tried again, and never a score."""
+    """The sandbox failed, which says nothing about the program: retry it, and never score it."""
 
     error: str
 

@@ -1,4 +1,4 @@
-"""The sandbox: jails that are kept warm."""
+"""The sandbox: a pool of jails that are kept warm."""
 
 import asyncio
 import logging
@@ -15,7 +15,7 @@ from agentrl.sandbox.settings import SandboxConfig, SandboxLimits
 logger = logging.getLogger(__name__)
 
 BACKENDS = ("namespaces", "landlock")
-"""What isolates, the strongest first (docs/sandbox.md)."""
+"""The isolation backends, strongest first (docs/sandbox.md)."""
 
 _BREAKOUTS = """
 import ctypes, os, socket
@@ -43,9 +43,9 @@ print(*[name for name, attempt in attempts.items() if breaks_out(attempt)], sep=
 class Sandbox:
     """Runs untrusted Python programs.
 
-    Each run is a process of its own that was forked for it, in a fresh empty folder, and ends with all that it
-    started. An async context manager: entering chooses the strongest backend that this machine has, logs its name, and
-    tries whether it holds; leaving ends every run. It belongs to the event loop on which it was entered.
+    Each run is a newly forked process in a new, empty folder; when it ends, everything that it started is killed. An
+    async context manager: entering chooses the strongest backend that this machine supports, logs its name, and tests
+    that it isolates; leaving ends every run. It belongs to the event loop on which it was entered.
 
         async with Sandbox(SandboxConfig()) as sandbox:
             outcome = await sandbox.run("print(int(input()) ** 2)", stdin="12")  # Ran(stdout="144\\n", exit=0, ...)
@@ -54,7 +54,7 @@ class Sandbox:
     def __init__(self, config: SandboxConfig) -> None:
         self.config = config
         self.backend = ""
-        """Name of what isolates; known after entering."""
+        """Name of the isolation backend; known after entering."""
         self._idle: asyncio.LifoQueue[Jail | None] = asyncio.LifoQueue()
         self._jails: set[Jail] = set()
 
@@ -82,7 +82,7 @@ class Sandbox:
         self.backend = ""
 
     async def run(self, program: str, stdin: str = "", limits: SandboxLimits | None = None) -> Outcome:
-        """Run a program as a main module with this text on its stdin. It waits until a jail is free.
+        """Run a program as a main module with this text on its stdin. Waits until a jail is free.
 
         Cancelling kills the run. `limits` replace those of the config.
         """
@@ -99,11 +99,11 @@ class Sandbox:
         finally:
             if jail is not None and jail.dead:
                 self._jails.discard(jail)
-                jail = None  # who comes next starts a new one
+                jail = None  # the next run starts a new one
             self._idle.put_nowait(jail)
 
     async def run_all(self, programs: Sequence[tuple[str, str]], limits: SandboxLimits | None = None) -> list[Outcome]:
-        """What comes of each (program, stdin), as many at a time as there are jails."""
+        """The outcomes of all (program, stdin) pairs; as many run at a time as there are jails."""
         async with Flow("sandbox") as flow:
             runs = [flow.start(self.run(*each, limits), name=f"run-{at}") for at, each in enumerate(programs)]
         return [run.result() for run in runs]
@@ -114,7 +114,7 @@ class Sandbox:
         return jail
 
     async def _choose(self) -> Jail:
-        """The first jail, by the strongest backend that starts and holds."""
+        """Start the first jail, with the strongest backend that starts, and test its isolation."""
         wanted = BACKENDS if self.config.backend == "auto" else (self.config.backend,)
         lacks = []
         for self.backend in wanted:
@@ -124,20 +124,20 @@ class Sandbox:
                 lacks.append(f"{self.backend}: {error}")
                 continue
             await self._probe(jail)
-            weaker = f"; what is stronger does not work here: {'; '.join(lacks)}" if lacks else ""
+            weaker = f"; stronger backends do not work here: {'; '.join(lacks)}" if lacks else ""
             logger.log(logging.WARNING if lacks else logging.INFO, "the sandbox isolates by %s%s", self.backend, weaker)
             return jail
         self.backend = "unsafe" if self.config.allow_unsafe else ""
         if not self.backend:
             raise ConfigError(
                 f"this machine cannot isolate programs ({'; '.join(lacks)}). Allow user namespaces or Landlock there "
-                "(docs/sandbox.md), or write allow_unsafe: true, and programs can do all that you can"
+                "(docs/sandbox.md), or write allow_unsafe: true, which lets programs do everything that you can"
             )
         logger.warning("the sandbox does NOT isolate (allow_unsafe): %s", "; ".join(lacks))
         return await self._start()
 
     async def _probe(self, jail: Jail) -> None:
-        """Trust no kernel: try what must fail."""
+        """Test the isolation: attempt everything that must fail."""
         outcome = await jail.run(Order(_BREAKOUTS, "", **SandboxLimits().model_dump()))
         if not isinstance(outcome, Ran) or outcome.exit != 0 or outcome.stdout:
             raise ConfigError(f"the sandbox backend {self.backend} does not hold on this machine: {outcome}")

@@ -1,8 +1,8 @@
-"""The process that stays in a jail: it forks a child for each program, watches it, and says what came of it.
+"""The server of a jail: it forks a child for each program, watches it, and reports the outcome.
 
-`main` is what a bare interpreter calls (`agentrl.sandbox.jail`). In the server it never returns; in a child it leaves
-the stack, so that the program has all of it, and ends as any other interpreter ends. It needs nothing but the standard
-library.
+A bare interpreter calls `main` (`agentrl.sandbox.jail`). In the server, `main` serves forever. In a child, the server's
+frames return before the program runs, so that it has the whole stack, and the child exits as any interpreter does.
+This module uses only the standard library.
 """
 
 import atexit
@@ -30,7 +30,7 @@ from agentrl.sandbox.order import HEADER, LARGEST_MESSAGE, Order, pack
 from agentrl.sandbox.walls import WALLS, Walls
 
 TICK = 0.02
-"""Seconds between two looks at what a run has used."""
+"""Seconds between two checks of the resources that a run has used."""
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 _OPEN_FILES = 256
@@ -39,7 +39,7 @@ _READY = b"ready"
 
 def main(backend: str, readable: Sequence[str], scratch: str, preload: Sequence[str], paths: Sequence[str]) -> None:
     """Serve runs on the socket that is file descriptor 0 until its other end is closed."""
-    # The default of SIGINT, unlike Python's handler, is one that the first process of a namespace never sees.
+    # With the default action, unlike with Python's handler, SIGINT does not reach the first process of a namespace.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     walls = WALLS[backend](readable, scratch)
     channel = socket.socket(fileno=0)
@@ -53,13 +53,13 @@ def main(backend: str, readable: Sequence[str], scratch: str, preload: Sequence[
         channel.sendall(pack({"error": f"{type(error).__name__}: {error}"}))
         os._exit(1)
     gc.collect()
-    gc.freeze()  # a collection in a child does not touch, and so copy, what is there by now
+    gc.freeze()  # collections in a child then do not touch, and so copy, existing objects
     channel.sendall(pack({"ready": backend}))
     _play(_serve(channel, walls))
 
 
 def _serve(channel: socket.socket, walls: Walls) -> str:
-    """Take orders for ever. Returns in children only, the program to play."""
+    """Serve orders forever. Returns only in a child: the program to run."""
     while True:
         order = _receive(channel)
         folder = walls.begin(order)
@@ -91,7 +91,7 @@ def _exactly(channel: socket.socket, size: int) -> bytes:
     while size:
         part = channel.recv(min(size, 1 << 20))
         if not part:
-            os._exit(0)  # the driver is gone, or has no use for this jail any more
+            os._exit(0)  # the driver is gone, or has closed this jail
         parts.append(part)
         size -= len(part)
     return b"".join(parts)
@@ -118,7 +118,7 @@ class _Run:
         self.poll.register(self.ended, select.POLLIN)
 
     def to_its_end(self) -> dict[str, Any]:
-        """Attend the program until it ends or hits a limit; then kill what is left of it, and report."""
+        """Watch the program until it ends or hits a limit; then kill its remaining processes, and report."""
         next_look = self.begun
         while self.exit is None and not self.hit:
             for fd, _ in self.poll.poll(TICK * 1000):
@@ -129,7 +129,7 @@ class _Run:
         seconds = time.monotonic() - self.begun
         self.walls.kill(self.child)
         self._reap(wait=True)
-        for fd in (self.stdout, self.stderr):  # no process writes any more
+        for fd in (self.stdout, self.stderr):  # no process is left to write
             self._read(fd)
         for fd in {self.stdin, self.stdout, self.stderr, self.ended} - {-1}:
             os.close(fd)
@@ -141,7 +141,7 @@ class _Run:
     def _attend(self, fd: int) -> None:
         if fd == self.ended:
             self._reap()
-        elif fd == self.channel:  # the driver died, or gave this run up
+        elif fd == self.channel:  # the driver died, or cancelled this run
             self.walls.kill(self.child)
             self._reap(wait=True)
             self.walls.end(self.folder)
@@ -156,7 +156,7 @@ class _Run:
             self.input = self.input[os.write(self.stdin, self.input[: 1 << 16]) :]
         except BlockingIOError:
             return
-        except OSError:  # it does not want to read it
+        except OSError:  # the program has closed its stdin
             self.input = self.input[:0]
         if not self.input:
             self.poll.unregister(self.stdin)
@@ -178,18 +178,18 @@ class _Run:
                     return
 
     def _reap(self, wait: bool = False) -> None:
-        """Take note of all that have ended, or wait until all have."""
+        """Reap the children that have ended; with `wait`, wait until all have ended."""
         with suppress(ChildProcessError):
             while (ended := os.waitpid(-1, 0 if wait else os.WNOHANG))[0]:
                 if ended[0] == self.child:
                     self.exit = os.waitstatus_to_exitcode(ended[1])
 
     def _limit_hit(self) -> str:
-        """Which limit has been hit by now, or nothing."""
+        """The limit that has been hit by now, or an empty string."""
         order = self.order
         if time.monotonic() - self.begun >= order.wall:
             return "wall"
-        self._reap()  # orphans, which would count as processes
+        self._reap()  # dead orphans would count as processes
         pids = self.walls.processes(self.child)
         cpu, pages = _cpu_of_the_dead() - self.cpu_before, 0
         for pid in pids:
@@ -197,7 +197,7 @@ class _Run:
             cpu, pages = cpu + its_cpu, pages + its_pages
         if cpu >= order.cpu:
             return "cpu"
-        # Shared pages were counted for each who shares them, so now exactly, which takes longer.
+        # `pages` counts shared pages once for each process that shares them. The exact count takes longer.
         if pages * _PAGE > order.memory and sum(map(_memory_of, pids)) > order.memory:
             return "memory"
         return "disk" if self.walls.used(self.folder) > order.disk else ""
@@ -209,7 +209,7 @@ def _cpu_of_the_dead() -> float:
 
 
 def _used_by(pid: int) -> tuple[float, int]:
-    """CPU seconds, with those of children it has waited for, and resident pages: proc_pid_stat(5)."""
+    """CPU seconds, including those of children it has waited for, and resident pages: proc_pid_stat(5)."""
     with suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
         return sum(map(int, fields[11:15])) / _CLOCK_TICKS, int(fields[21])
@@ -217,14 +217,14 @@ def _used_by(pid: int) -> tuple[float, int]:
 
 
 def _memory_of(pid: int) -> int:
-    """Bytes, of shared pages its share."""
+    """Bytes of memory; of shared pages, its share."""
     with suppress(OSError), open(f"/proc/{pid}/smaps_rollup", "rb") as file:
         return next((int(line.split()[1]) << 10 for line in file if line.startswith(b"Pss:")), 0)
     return 0
 
 
 def _become(order: Order, walls: Walls, folder: str, pipes: tuple[int, int, int, int]) -> None:
-    """In the child: the program's place, and no way out of it. Nothing runs in a place that is not closed."""
+    """In the child: set up the program's folder, streams and limits, and confine it. If that fails, nothing is run."""
     *standard, say_ready = pipes
     try:
         os.setsid()
@@ -235,7 +235,7 @@ def _become(order: Order, walls: Walls, folder: str, pipes: tuple[int, int, int,
         os.chdir(folder)
         os.environ.update(HOME=folder, TMPDIR=folder)
         for limit, most in (
-            (resource.RLIMIT_CPU, int(order.cpu) + 1),  # for who is faster than the watch
+            (resource.RLIMIT_CPU, int(order.cpu) + 1),  # for programs faster than the checks
             (resource.RLIMIT_AS, order.memory), (resource.RLIMIT_FSIZE, order.disk),
             (resource.RLIMIT_NOFILE, _OPEN_FILES), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_MEMLOCK, 0),
             (resource.RLIMIT_MSGQUEUE, 0), (resource.RLIMIT_SIGPENDING, 128), (resource.RLIMIT_STACK, 8 << 20),
@@ -250,7 +250,7 @@ def _become(order: Order, walls: Walls, folder: str, pipes: tuple[int, int, int,
 
 
 def _play(program: str) -> None:
-    """In the child: run the program as the main module, and leave by the ways that Python has."""
+    """In the child: run the program as the main module, and exit as Python does."""
     module = types.ModuleType("__main__")
     module.__dict__.update(__file__="main.py", __builtins__=builtins)
     for name in [name for name in sys.modules if name.startswith("agentrl")]:
@@ -273,11 +273,11 @@ def _play(program: str) -> None:
         status = 1
         trace = error.__traceback__.tb_next if error.__traceback__ else None
         traceback.print_exception(type(error), error, trace)
-    # What an interpreter does at its end, but to take every object apart, which takes longer than most programs.
+    # What an interpreter does at exit, except freeing every object, which takes longer than most programs.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for written in (sys.stdout, sys.stderr, sys.__stdout__):
-        with suppress(Exception):  # whatever the program has put there
+        with suppress(Exception):  # the program may have put anything there
             written.flush()  # type: ignore[union-attr]
     os._exit(status)
 

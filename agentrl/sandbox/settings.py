@@ -9,18 +9,19 @@ from agentrl.protocols import Settings
 
 
 class SandboxLimits(Settings):
-    """What one run may use. What goes beyond is ended, or refused by the kernel, as each says."""
+    """What one run may use. Beyond a limit, the run is ended or the kernel refuses more, as each limit says."""
 
     wall: float = Field(10.0, gt=0)
     """Seconds from start to end."""
     cpu: float = Field(5.0, gt=0)
-    """Seconds of CPU time, of all its processes together."""
+    """Seconds of CPU time of all processes together; more end the run."""
     memory: int = Field(512 << 20, ge=32 << 20)
-    """Bytes: of address space for each process, which then gets a MemoryError; of memory for all, and more end them."""
+    """Bytes: of address space of each process, beyond which it gets a MemoryError; and of memory of all processes
+    together, beyond which the run is ended."""
     processes: int = Field(32, ge=1)
-    """Processes and threads at a time; more are refused. Where Landlock is the backend, it is one process."""
+    """Processes and threads at a time; more are refused. With the backend `landlock`, always one process."""
     disk: int = Field(64 << 20, ge=1 << 12)
-    """Bytes of files, which count as memory of the machine; more are refused."""
+    """Bytes of files, which `namespaces` keeps in memory. More are refused; with `landlock` they may end the run."""
     output: int = Field(1 << 20, ge=1, le=16 << 20)
     """Bytes of stdout and stderr together; more end the run."""
 
@@ -29,7 +30,7 @@ class SandboxConfig(Settings):
     """Settings of a sandbox."""
 
     size: int = Field(default_factory=lambda: len(os.sched_getaffinity(0)), ge=1)
-    """How many programs run at a time; by default as many as there are processors."""
+    """How many programs run at a time; by default one for each CPU."""
     limits: SandboxLimits = SandboxLimits()
     """What one run may use."""
     preload: tuple[str, ...] = ("collections", "heapq", "itertools", "json", "math", "random", "re", "string", "typing")
@@ -37,6 +38,6 @@ class SandboxConfig(Settings):
     paths: tuple[str, ...] = ()
     """Folders of Python packages that programs may read and import from, such as a site-packages."""
     backend: Literal["auto", "namespaces", "landlock"] = "auto"
-    """`namespaces`, `landlock`, or `auto`, the strongest of them that this machine has."""
+    """`namespaces`, `landlock`, or `auto`, the stronger of them that this machine supports."""
     allow_unsafe: bool = False
-    """Run programs without isolation where the machine has none. They can then do all that you can."""
+    """Run programs without isolation if the machine supports none. They can then do everything that you can."""

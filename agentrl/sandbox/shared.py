@@ -1,4 +1,4 @@
-"""One sandbox for all who want the same one: environments come by the hundred, and processors do not."""
+"""Shares one sandbox among all users of the same config: there are hundreds of environments, but few CPUs."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ _entries: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[SandboxConfig, _Entr
 
 
 async def borrow(config: SandboxConfig) -> Sandbox:
-    """The running loop's sandbox of this config, started at the first call. Each `borrow` needs a `give_back`.
+    """The running event loop's sandbox for this config, started at the first call. Each `borrow` needs a `give_back`.
 
     Raises:
         ConfigError: the machine cannot isolate.
@@ -34,7 +34,7 @@ async def borrow(config: SandboxConfig) -> Sandbox:
 
 
 async def give_back(sandbox: Sandbox) -> None:
-    """The last who gives it back ends it."""
+    """Return a borrowed sandbox. Returning it for the last time ends it."""
     entries = _entries.get(asyncio.get_running_loop(), {})
     entry = entries.get(sandbox.config)
     if entry is None or entry.sandbox is not sandbox:

@@ -1,6 +1,6 @@
-"""What holds a program: namespaces, or Landlock, or, on request, nothing.
+"""The walls that confine a program: namespaces, Landlock or, on request, nothing.
 
-Each keeps a server and the one program it runs at a time. It runs inside of jails, so it needs nothing but the
+Walls confine a server and the one program that it runs at a time. This module runs inside jails, so it uses only the
 standard library.
 """
 
@@ -24,19 +24,19 @@ FILES = 10_000
 
 
 class Walls(ABC):
-    """A server inside of walls calls `enter` once, then for each run `begin`, `confine` in its child, and `end`."""
+    """A server inside walls calls `enter` once, then for each run `begin`, `confine` in its child, and `end`."""
 
     def __init__(self, readable: Sequence[str], scratch: str) -> None:
-        """`readable`: what a program may read and execute. `scratch`: a folder of ours, until the server is ready."""
+        """`readable`: paths a program may read and execute. `scratch`: a folder, kept until the server is ready."""
         self.readable = readable
         self.scratch = scratch
 
     @abstractmethod
     def enter(self) -> None:
-        """Set up the walls around this process; it may be a child that returns.
+        """Set up the walls around this process. May fork, and return only in the child.
 
         Raises:
-            OSError: the machine has not what it takes.
+            OSError: the machine does not support them.
         """
 
     @abstractmethod
@@ -45,7 +45,7 @@ class Walls(ABC):
 
     @abstractmethod
     def confine(self, folder: str, order: Order) -> None:
-        """In the child: give up, for good, everything that a program shall not have."""
+        """In the child: permanently give up every right that a program must not have."""
 
     @abstractmethod
     def processes(self, child: int) -> Sequence[int]:
@@ -60,17 +60,17 @@ class Walls(ABC):
         """Remove the folder; no process of the run is left."""
 
     def used(self, folder: str) -> int:
-        """Bytes in the folder, where nothing else limits them, or more than any limit where it has too many files."""
+        """Bytes in the folder, if nothing else limits them; more than any limit if it has too many files."""
         return 0
 
 
 class Namespaces(Walls):
-    """A root of its own, read-only but for a small file system in memory; own processes, network, IPC, users."""
+    """Its own root, read-only except for a small file system in memory; its own processes, network, IPC and users."""
 
     _FOLDER = "/box"
 
     def enter(self) -> None:
-        """The process that returns is the first one of the new namespaces: when it ends, the kernel kills the rest."""
+        """Returns in the first process of the new namespaces: when that one ends, the kernel kills the rest."""
         os.umask(0o022)
         self._filter = seccomp_filter()
         root = os.geteuid() == 0
@@ -82,12 +82,12 @@ class Namespaces(Walls):
         _go_on_in_child()
         self._build_root()
         if root:
-            # The kernel does not hold root to RLIMIT_NPROC, and files of root would be its own.
+            # RLIMIT_NPROC does not apply to root, and files of root would belong to the program.
             uid = gid = _NOBODY
             os.setgroups([])
             os.setresgid(gid, gid, gid)
             os.setresuid(uid, uid, uid)
-        # A user namespace below: its mounts cannot be taken off, its processes are counted apart.
+        # In a nested user namespace, mounts cannot be removed, and processes are counted separately.
         kernel.unshare(kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS)
         kernel.map_to_self(uid, gid)
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
@@ -102,7 +102,7 @@ class Namespaces(Walls):
             _show(path, new)
         for path in ("/dev", "/proc", self._FOLDER):
             os.makedirs(new + path)
-        if not os.path.exists(f"{new}/tmp"):  # else something below it is to be readable
+        if not os.path.exists(f"{new}/tmp"):  # else a path below it must be readable
             os.symlink(self._FOLDER, f"{new}/tmp")
         os.symlink(self._FOLDER, f"{new}/dev/shm")
         for number, name in enumerate(("stdin", "stdout", "stderr")):
@@ -112,19 +112,19 @@ class Namespaces(Walls):
         kernel.restrict_mounts(new, kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NODEV)
         for device in _DEVICES:
             kernel.mount(device, new + device, flags=kernel.MS_BIND)
-        # Each sees the processes that it may trace, which are its own, and nothing else of the kernel's.
+        # Processes see only those that they may trace, which are their own, and nothing else of the kernel's.
         kernel.mount("proc", f"{new}/proc", "proc", quiet | kernel.MS_NOEXEC, "hidepid=invisible,subset=pid")
         kernel.pivot_root(new)
 
     def begin(self, order: Order) -> str:
-        """A file system in memory, with its own limits."""
+        """Mount a file system in memory, with its own limits."""
         sizes = f"mode=0700,size={order.disk},nr_inodes={FILES}"
         kernel.mount("tmpfs", self._FOLDER, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, sizes)
         return self._FOLDER
 
     def confine(self, folder: str, order: Order) -> None:
-        """No capability, a filter on system calls; the first to go when memory is short."""
-        resource.setrlimit(resource.RLIMIT_NPROC, (order.processes + 1,) * 2)  # with the server
+        """No capabilities, a system call filter, and the first to be killed when memory is short."""
+        resource.setrlimit(resource.RLIMIT_NPROC, (order.processes + 1,) * 2)  # including the server
         kernel.drop_capabilities()
         kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # else it could not open its own files in /proc
         with open("/proc/self/oom_score_adj", "w") as file:
@@ -132,7 +132,7 @@ class Namespaces(Walls):
         kernel.install_filter(self._filter)
 
     def processes(self, child: int) -> Sequence[int]:
-        """All that there are in the namespace, but the server."""
+        """All processes in the namespace except the server."""
         return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
 
     def kill(self, child: int) -> None:
@@ -141,26 +141,26 @@ class Namespaces(Walls):
             os.kill(-1, signal.SIGKILL)
 
     def end(self, folder: str) -> None:
-        """Forget the file system."""
+        """Unmount the file system."""
         kernel.unmount(folder)
 
 
 class Landlock(Walls):
-    """Landlock and a seccomp filter on a single process, which can open files in a few places only."""
+    """Landlock and a seccomp filter on a single process, which can open files only in a few places."""
 
     def enter(self) -> None:
-        """Nothing holds the server; Landlock has to be there."""
+        """Check that Landlock is available; the server itself is not confined."""
         if kernel.landlock_version() < 3:
-            raise OSError(f"Landlock has version {kernel.landlock_version()}, and 3 is needed (Linux 6.2)")
+            raise OSError(f"Landlock has version {kernel.landlock_version()}, but 3 is needed (Linux 6.2)")
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
 
     def begin(self, order: Order) -> str:
-        """A folder on the machine's disk."""
+        """Make a folder on the machine's disk."""
         os.mkdir(self.scratch, 0o700)
         return self.scratch
 
     def confine(self, folder: str, order: Order) -> None:
-        """No capability, few files, no other process, a filter on system calls; it dies with the server."""
+        """No capabilities, few files, no other process, a system call filter; it dies with the server."""
         kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         with open("/proc/self/oom_score_adj", "w") as file:
@@ -171,20 +171,20 @@ class Landlock(Walls):
         kernel.install_filter(seccomp_filter(alone=os.getpid()))
 
     def processes(self, child: int) -> Sequence[int]:
-        """The one that it is."""
+        """The single process."""
         return [child]
 
     def kill(self, child: int) -> None:
-        """The one that it is."""
+        """Kill the single process."""
         with suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
 
     def end(self, folder: str) -> None:
-        """Remove it."""
+        """Remove the folder."""
         shutil.rmtree(folder, ignore_errors=True)
 
     def used(self, folder: str) -> int:
-        """What the folder holds, as blocks on the disk. There are no folders in it, which could be deep."""
+        """Bytes of disk blocks in the folder. The program cannot make folders in it, so there is only one level."""
         blocks = 0
         with os.scandir(folder) as files:
             for number, file in enumerate(files):
@@ -196,17 +196,17 @@ class Landlock(Walls):
 
 
 class Nothing(Landlock):
-    """No walls: a process with limits, which can read and write whatever its user can."""
+    """No walls: a process with limits that can read and write everything that its user can."""
 
     def enter(self) -> None:
         """There is nothing to set up."""
 
     def confine(self, folder: str, order: Order) -> None:
-        """It dies with the server, and that is all."""
+        """The child dies with the server; nothing else confines it."""
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
 
     def kill(self, child: int) -> None:
-        """The process group; who left it stays."""
+        """Kill the process group; a process that left the group survives."""
         with suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)
 
@@ -216,17 +216,17 @@ WALLS: dict[str, type[Walls]] = {"namespaces": Namespaces, "landlock": Landlock,
 
 
 def _go_on_in_child() -> None:
-    """Fork, so that this is the first process of its namespace; the parent stays behind and ends when it ends."""
+    """Fork, and continue as the first process of the new namespace; the parent waits for it, and ends when it ends."""
     child = os.fork()
     if child == 0:
         return
-    os.closerange(0, 2)  # the channel: its end shall be seen when the server's is closed
+    os.closerange(0, 2)  # the channel too, so that the driver notices when the server closes it
     status = os.waitpid(child, 0)[1]
     os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
 
 
 def _show(path: str, root: str) -> None:
-    """Make a file or folder, or the link it is, appear at its own place below `root`."""
+    """Make a file, folder or symbolic link appear at the same path below `root`."""
     if not os.path.lexists(path) or os.path.lexists(root + path):
         return
     os.makedirs(os.path.dirname(root + path), exist_ok=True)

@@ -26,9 +26,9 @@ from agentrl.scoring.pipeline import RewardPipeline
 from agentrl.scoring.rule_pool import RulePool
 
 _PART: Mapping[str, Any] = {
-    "weight": (Annotated[float, Field(allow_inf_nan=False, description="What its score is multiplied by.")], 1.0),
+    "weight": (Annotated[float, Field(allow_inf_nan=False, description="Factor by which its score counts.")], 1.0),
     "as": (
-        Annotated[str | None, Field(min_length=1, description="What the part is called; by default as the reward.")],
+        Annotated[str | None, Field(min_length=1, description="Name of the part; by default the reward's name.")],
         None,
     ),
     "isolation": (
@@ -36,28 +36,28 @@ _PART: Mapping[str, Any] = {
         None,
     ),
 }
-"""Settings that a part has besides its own."""
+"""Settings that every part has besides its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardsConfig:
-    """The parts as they were written; `listed` says whether as a list."""
+    """The parts as written in the config; `listed` says whether as a list."""
 
     parts: tuple[Component, ...]
     listed: bool
 
     def dump(self) -> Any:
-        """As it is written in a config."""
+        """The section as it is written in a config."""
         written = [part.dump() for part in self.parts]
         return written if self.listed else written[0]
 
     def make(self, rules: RulePool, deadline: float, retries: Retries) -> RewardPipeline:
-        """The reward itself, not yet entered; `rules` are the processes that its rules run in."""
+        """The reward itself, not yet entered; its rules run in the processes of `rules`."""
         return RewardPipeline([_part(component) for component in self.parts], rules, deadline=deadline, retries=retries)
 
 
 def name_of(part: Component) -> str:
-    """What a part is called in metrics: its `as`, or the last piece of its name."""
+    """A part's name in metrics: its `as`, or the last component of its name."""
     given: str | None = getattr(part.settings, "as")
     return given or part.name.rpartition(":")[2]
 
@@ -67,21 +67,21 @@ def settings_of_part(name: str, factory: Any) -> type[Settings]:
     """The settings that a part of this reward takes: its own and those of every part.
 
     Raises:
-        ConfigError: it is no reward.
+        ConfigError: `factory` is not a reward, or has a setting that every part has.
     """
     if isinstance(factory, type):
         own: type[Settings] = getattr(factory, "Config", NoSettings)
     elif callable(factory):
         own = _of_function(name, factory)
     else:
-        raise ConfigError(f"the reward {name!r} is {factory!r:.80}; it has to be a class or a function of a trajectory")
+        raise ConfigError(f"the reward {name!r} is {factory!r:.80}; it must be a class or a function of a trajectory")
     if taken := sorted(_PART.keys() & own.model_fields.keys()):
-        raise ConfigError(f"the reward {name!r} has a setting {taken[0]!r}, which every part has: call it otherwise")
+        raise ConfigError(f"the reward {name!r} has a setting {taken[0]!r}, which every part has: rename it")
     return create_model(own.__qualname__, __base__=own, **_PART)
 
 
 def made(factory: Any, settings: Mapping[str, Any]) -> Any:
-    """A reward from its class or function with validated settings of its own, which are of its own class and pickle."""
+    """A reward from its class or function and its validated settings, put into its own settings class to pickle."""
     if not isinstance(factory, type):
         return partial(factory, **settings) if settings else factory
     return factory(factory.Config(**settings)) if hasattr(factory, "Config") else factory()
@@ -96,7 +96,7 @@ def _of_function(name: str, function: Callable[..., Any]) -> type[Settings]:
     if len(required) != 1:
         raise ConfigError(
             f"the reward {name!r} is a function of {len(required)} arguments; write f(trajectory) -> float, "
-            "and settings behind a star: f(trajectory, *, tolerance: float = 0.0)"
+            "and settings after a star: f(trajectory, *, tolerance: float = 0.0)"
         )
     hints = typing.get_type_hints(function, include_extras=True)
     fields: dict[str, Any] = {

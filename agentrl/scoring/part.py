@@ -1,4 +1,4 @@
-"""A part of a run's reward: a `Reward`, a `GroupReward`, a `Rule` or a plain function, asked in one way.
+"""A part of a run's reward: a `Reward`, a `GroupReward`, a `Rule` or a plain function, behind one interface.
 
 Sync code runs in a thread of its own unless `isolation` says otherwise; rules run in killable processes.
 """
@@ -20,15 +20,15 @@ from agentrl.scoring.rule_pool import RulePool
 from agentrl.trajectory import Failed, Score, Trajectory
 
 Ask = Callable[[Sequence[Trajectory]], Awaitable[list[Score]]]
-"""What a part says of a group, or of the one trajectory that is given to a part that scores one.
+"""Asks a part for the scores of a group, or of a single trajectory if the part scores those one by one.
 
-Raises `RewardError` where it returned something that is no score, and whatever the part itself raises.
+Raises `RewardError` if the part returned something other than a score, and whatever the part itself raises.
 """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RewardPart:
-    """A reward, what it is called, and how much it counts. `isolation` is where its sync code runs."""
+    """A reward with its name and weight. `isolation` is where its sync code runs."""
 
     reward: Any
     name: str
@@ -41,7 +41,7 @@ class RewardPart:
         return isinstance(self.reward, GroupReward)
 
     def asked_in(self, pool: RulePool) -> Ask:
-        """How it is asked, where `pool` has the processes; these import what it needs."""
+        """The function that asks it, with the processes of `pool`, which will import the modules it needs."""
         call = self._call(pool)
 
         async def ask_each(trajectories: Sequence[Trajectory]) -> list[Score]:
@@ -56,7 +56,7 @@ class RewardPart:
         return ask_together if self.compares else ask_each
 
     def _call(self, pool: RulePool) -> Callable[[Any], Awaitable[Any]]:
-        """Its function, made async by where it runs."""
+        """Its function, made async according to where it runs."""
         reward = self.reward
         if isinstance(reward, Rule):
             where: Isolation | None = getattr(reward, "isolation", None)
@@ -79,14 +79,14 @@ def _as_score(returned: Any) -> Score:
     wrong = [value for value in (score.value, *score.parts.values()) if not math.isfinite(value)]
     if wrong and not isinstance(score.status, Failed):
         raise RewardError(
-            f"the reward returned {'NaN' if math.isnan(wrong[0]) else wrong[0]}; a score and its parts are finite "
-            "numbers, and what cannot be scored is a RewardError or Score.failed(why)"
+            f"the reward returned {'NaN' if math.isnan(wrong[0]) else wrong[0]}; a score and its parts must be finite "
+            "numbers: if it cannot score, raise RewardError or return Score.failed(why)"
         )
     return score
 
 
 async def _evaluate(rule: Rule, pool: RulePool | None, trajectory: Trajectory) -> Any:
-    """A rule's verdict, in a process of the pool where there is one."""
+    """A rule's verdict, from a process of the pool if there is one."""
     content = rule.content(trajectory)
     return rule.evaluate(content) if pool is None else await pool.run(rule.evaluate, content)
 
@@ -96,14 +96,14 @@ async def _now(function: Callable[[Any], Any], argument: Any) -> Any:
 
 
 def _in_thread(function: Callable[[Any], Any], argument: Any) -> "asyncio.Future[Any]":
-    """In a daemon thread of its own: one that hangs is abandoned at its deadline, and blocks nothing else."""
+    """Call it in its own daemon thread: a call that hangs is abandoned at its deadline, and blocks nothing else."""
     future: Future[Any] = Future()
 
     def work() -> None:
         future.set_running_or_notify_cancel()
         try:
             result = function(argument)
-        except BaseException as error:  # handed to the caller
+        except BaseException as error:  # raised in the caller
             future.set_exception(error)
         else:
             future.set_result(result)

@@ -1,7 +1,7 @@
 """`RewardPipeline`: a run's reward, the weighted sum of named parts.
 
-Each part is asked within its deadline, and one that failed again, alone. This is where what goes wrong in a reward
-becomes data: a score that failed, and never a number.
+Each part is asked within its deadline, and only failed parts are retried. Only here do failures of a reward become
+data: a failed score, never a number.
 """
 
 import asyncio
@@ -17,23 +17,23 @@ from agentrl.scoring.rule_pool import RulePool
 from agentrl.trajectory import Failed, Score, Trajectory
 
 OnFailure = Callable[[str], None]
-"""Told the id of the (first) trajectory whenever a part failed and is asked again."""
+"""Called with the id of the (first) trajectory whenever a failed part is retried."""
 
 _ONCE = Retries(reward=0)
 
 
 def _ignore(trajectory_id: str) -> None:
-    """Failures are not counted."""
+    """Does not count failures."""
 
 
 class RewardPipeline:
-    """The parts of a run's reward. An async context manager: entering enters the parts that are such themselves.
+    """The parts of a run's reward. An async context manager: entering also enters the parts that are context managers.
 
-    `deadline`: seconds for each question to a part. `retries`: how often one that failed is asked again. `pool`: the
-    processes of rules.
+    `deadline`: seconds for each call of a part. `retries`: how often a failed part is retried. `pool`: the processes
+    that rules run in.
 
     Raises:
-        ValueError: there is no part, or two have one name.
+        ValueError: there is no part, or two have the same name.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class RewardPipeline:
 
     @staticmethod
     def of(reward: "Reward | GroupReward | RewardPipeline", deadline: float, retries: Retries) -> "RewardPipeline":
-        """`reward` itself, where it is one, or a pipeline with it as the only part."""
+        """`reward` itself if it is a pipeline, else a pipeline with it as the only part."""
         if isinstance(reward, RewardPipeline):
             return reward
         part = RewardPart(reward, getattr(reward, "__name__", type(reward).__name__))
@@ -72,7 +72,7 @@ class RewardPipeline:
         await self._open.__aexit__(*exc)
 
     async def score(self, trajectory: Trajectory, failed: OnFailure = _ignore) -> Score:
-        """What the parts that look at one trajectory say, together. All are asked at once.
+        """The sum of the parts that score single trajectories. All are asked at once.
 
         Raises:
             ConfigError: a part cannot work with such tasks at all.
@@ -83,7 +83,7 @@ class RewardPipeline:
     async def score_group(
         self, trajectories: Sequence[Trajectory], scores: Sequence[Score], failed: OnFailure = _ignore
     ) -> list[Score]:
-        """`scores`, which the members have already, with what the parts say that compare them.
+        """The members' `scores` so far, with those of the parts that compare members added.
 
         Raises:
             ConfigError: as `score`.
@@ -95,7 +95,7 @@ class RewardPipeline:
         return [total(self._grouped, of_member, base) for of_member, base in zip(by_member, scores, strict=True)]
 
     def metrics(self) -> dict[str, float]:
-        """What the parts say of their own work since the last call, by the part's name: `scoring/judge/cost`."""
+        """The parts' own metrics since the last call, by the part's name, such as `scoring/judge/cost`."""
         return {
             f"scoring/{part.name}/{name}": float(value)
             for part in self.parts
@@ -121,15 +121,15 @@ class RewardPipeline:
             raise
         except RewardError as error:
             failed = Score.failed(str(error))
-        except Exception as error:  # a reward is the user's code: whatever it raises is its failure
+        except Exception as error:  # a reward is the user's code: anything that it raises is its failure
             failed = Score.failed(f"{type(error).__name__}: {error}")
         return [failed] * len(trajectories)
 
 
 def total(parts: Sequence[RewardPart], scores: Sequence[Score], base: Score | None = None) -> Score:
-    """The weighted sum of what `parts` returned, added to `base`. `parts` of the score are unweighted, by their names.
+    """The weighted sum of the `scores` of `parts`, added to `base`. The sum's own `parts` are unweighted, by name.
 
-    What a part itself gives as parts stands beside it: `judge` and `judge/clarity`. When any failed, the sum has.
+    A part's own parts are listed beside it: `judge` and `judge/clarity`. If any score failed, so does the sum.
     """
     if base is not None and isinstance(base.status, Failed):
         return base
@@ -146,12 +146,12 @@ def total(parts: Sequence[RewardPart], scores: Sequence[Score], base: Score | No
 
 
 async def score_trajectory(reward: Reward | RewardPipeline, trajectory: Trajectory, seconds: float) -> Score:
-    """What a reward says within a deadline, asked once; what goes wrong is a failed score, never a number."""
+    """A reward's score within a deadline, without retries; a failure gives a failed score, never a number."""
     return await RewardPipeline.of(reward, seconds, _ONCE).score(trajectory)
 
 
 async def _all(asked: Iterable[Coroutine[Any, Any, list[Score]]]) -> list[list[Score]]:
-    """The answers, in order; of one question without a task of its own."""
+    """The answers, in order; a single question is awaited without a task of its own."""
     questions = list(asked)
     if len(questions) == 1:
         return [await questions[0]]

@@ -1,9 +1,9 @@
-"""`RulePool`: pure functions in processes that can be killed, and what they said before.
+"""`RulePool`: runs pure functions in processes that can be killed, and caches their results.
 
-A rule that hangs (a regular expression that backtracks for ever, a number of a billion digits) holds its process, and
-often the interpreter's lock: no signal and no thread ends it. So each call has a deadline, counted from when a process
-begins it, after which the process is killed and another one started (pebble's `ProcessPool`). A process that wants
-more memory than it may have gets a `MemoryError` in its rule.
+A rule that hangs (a regular expression that backtracks for ever, a number of a billion digits) blocks its process, and
+often holds the interpreter's lock, so no signal or thread can end it. Each call therefore has a deadline, counted from
+when a process begins it; a process that misses it is killed and replaced (pebble's `ProcessPool`). A rule that exceeds
+the memory limit of its process gets a `MemoryError`.
 """
 
 import asyncio
@@ -38,13 +38,13 @@ class RulePoolConfig(Settings):
     memory_mb: int = Field(4096, ge=512)
     """Address space of a process, in megabytes."""
     cache: int = Field(100_000, ge=0)
-    """Verdicts that are kept, so that the same content is not judged again."""
+    """Verdicts kept in memory, so that the same content is not judged again."""
 
 
 class RulePool:
     """Runs pure functions in killable processes. An async context manager; leaving it ends the processes.
 
-    A process imports the modules `imports` before its first deadline begins.
+    Each process imports the modules `imports` before its first deadline begins.
     """
 
     def __init__(self, config: RulePoolConfig | None = None, imports: Iterable[str] = ()) -> None:
@@ -53,7 +53,7 @@ class RulePool:
         self._pool: ProcessPool | None = None
         self._known: OrderedDict[bytes, Any] = OrderedDict()
         self.hits = 0
-        """Verdicts that were known already."""
+        """Verdicts that came from the cache."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -69,19 +69,19 @@ class RulePool:
         self._known.clear()
 
     async def run(self, function: Callable[[Any], Any], argument: Any, *, cached: bool = True) -> Any:
-        """`function(argument)`, both of which pickle; from what is known, if it was asked before and is `cached`.
+        """`function(argument)`, both of which must pickle; if `cached`, a repeated call is answered from the cache.
 
         Raises:
-            RewardError: it raised, missed the deadline or took its process down; or something does not pickle.
-            ConfigError: it raised that.
+            RewardError: the function raised, missed its deadline or took its process down; or pickling failed.
+            ConfigError: the function raised it.
         """
         name = getattr(function, "__qualname__", repr(function))
         try:
             call = pickle.dumps((function, argument))
         except Exception as error:  # pickle raises whatever the object's own code raises
             raise RewardError(
-                f"{name} cannot run in a process: {type(error).__name__}: {error}. What it is given and what it holds "
-                'must pickle; or let it run here with isolation: inline (or "thread")'
+                f"{name} cannot run in a process: {type(error).__name__}: {error}. Its argument and its own state must "
+                'pickle; or run it in this process with isolation: inline (or "thread")'
             ) from error
         key = blake2b(call, digest_size=16).digest()
         if cached and key in self._known:
@@ -96,7 +96,7 @@ class RulePool:
         return verdict
 
     async def ask(self, name: str, call: bytes) -> Any:
-        """What a pickled (function, argument) says, in a process, known before or not; `name` stands in errors.
+        """The result of a pickled (function, argument) from a process, without the cache; `name` is for errors.
 
         Raises:
             RewardError, ConfigError: as `run`.
@@ -113,16 +113,16 @@ class RulePool:
             raise RewardError(f"{name} took its process down (exit status {error.exitcode})") from error
         except MemoryError as error:
             raise RewardError(
-                f"{name} wanted more than {self._config.memory_mb} MB (rollout.rules.memory_mb)"
+                f"{name} needed more than {self._config.memory_mb} MB (rollout.rules.memory_mb)"
             ) from error
         except (ConfigError, RewardError):
             raise
-        except Exception as error:  # the rule's own
+        except Exception as error:  # the rule's own error
             raise RewardError(f"{name}: {type(error).__name__}: {error}") from error
 
     def _start(self) -> ProcessPool:
         context = multiprocessing.get_context("forkserver")  # a fork of a driver with threads could hang
-        context.set_forkserver_preload(self.imports)  # where this starts the server, a process has them when it begins
+        context.set_forkserver_preload(self.imports)  # if this starts the fork server, its processes have them at once
         return ProcessPool(
             max_workers=self._config.workers,
             initializer=_prepare,
@@ -132,12 +132,12 @@ class RulePool:
 
 
 _cpu_seconds = 0.0
-"""In a process: what a call may compute."""
+"""In a pool process: the CPU seconds that each call may use."""
 
 
 def _prepare(memory: int, cpu_seconds: float, path: list[str], imports: list[str]) -> None:
-    """Once in each process."""
-    global _cpu_seconds  # noqa: PLW0603  pebble's initializer has no other place to leave something
+    """Set up a pool process, once."""
+    global _cpu_seconds  # noqa: PLW0603  pebble's initializer has no other place to store something
     _cpu_seconds = cpu_seconds
     sys.path[:] = path
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver, not the terminal, ends the processes
@@ -149,7 +149,7 @@ def _prepare(memory: int, cpu_seconds: float, path: list[str], imports: list[str
 
 
 def _call(call: bytes) -> Any:
-    """One call. Should the driver be killed in the middle of it, the kernel ends it when it has computed too long."""
+    """Make one call. If the driver is killed during it, the kernel ends it once it has computed too long."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     most = math.ceil(used.ru_utime + used.ru_stime + _cpu_seconds) + 1
     _limit(resource.RLIMIT_CPU, most)

@@ -1,7 +1,7 @@
-"""Rules on workers of the cluster: each has a `RulePool` of one process on its machine.
+"""Runs rules on workers of the cluster; each worker has a `RulePool` of one process on its machine.
 
-The worker's pool kills what misses its deadline. A worker that dies itself, or gives no sign of life, is replaced, and
-the others go on meanwhile.
+The worker's pool kills a rule that misses its deadline. A worker that dies or stops responding is replaced while the
+others continue.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from agentrl.scoring.rule_pool import RulePool, RulePoolConfig
 
 
 class RuleWorker:
-    """The worker: judges what it is sent, one thing at a time."""
+    """The worker: runs the calls that it receives, one at a time."""
 
     def __init__(self, config: RulePoolConfig, imports: list[str], rank: int) -> None:
         self._loop = asyncio.Runner()
@@ -27,11 +27,11 @@ class RuleWorker:
         return self._loop.run(self._pool.ask(name, call))
 
     def idle(self) -> None:
-        """Returns when everything that was asked before is answered."""
+        """Return when all earlier calls have been answered."""
 
 
 class RuleWorkers(RulePool):
-    """A `RulePool` whose processes are those of `count` workers of the role "reward", which start with it."""
+    """A `RulePool` whose processes are those of `count` workers of the role "reward"; entering it starts them."""
 
     def __init__(
         self, start: StartWorker, count: int, config: RulePoolConfig | None = None, imports: Iterable[str] = ()
@@ -61,7 +61,7 @@ class RuleWorkers(RulePool):
         """See `RulePool.ask`.
 
         Raises:
-            RewardError: also where the worker has died.
+            RewardError: also if the worker has died.
         """
         rank, worker = await self._idle.get()
         try:
@@ -72,7 +72,7 @@ class RuleWorkers(RulePool):
             self._flow.start(self._return(rank, worker), name=str(rank))
 
     async def _return(self, rank: int, worker: Worker) -> None:
-        """The worker is idle once it has answered, which may take a whole deadline if the caller stopped waiting."""
+        """Mark the worker idle once it has answered, which takes up to a deadline if the caller stopped waiting."""
         try:
             await worker.call("idle")
             self._idle.put_nowait((rank, worker))

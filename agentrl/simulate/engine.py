@@ -1,12 +1,12 @@
-"""An engine that takes time and computes nothing: slots, batches that slow each other, a KV cache, versions.
+"""An engine that takes time but computes nothing: slots, a batch that slows down as it grows, a KV cache, versions.
 
-The law. All running requests advance together on one *token clock*, whose seconds pass at the rate
+All running requests advance together on one *token clock*. For each second of the event loop, it advances by
 
-    1 / (1 + slowdown * max(0, running - knee) / knee)        of the loop's seconds.
+    1 / (1 + slowdown * max(0, running - knee) / knee)        seconds.
 
-On that clock a request needs `prefill_seconds_per_token` for each prompt token that is not cached, and then
-`seconds_per_token` for each token it samples. So the only events are arrivals, ends, updates and a full KV cache: none
-per token, and one timer in all, however many requests run. What a request has sampled by now follows from the clock.
+On that clock, a request needs `prefill_seconds_per_token` for each prompt token that is not cached, and then
+`seconds_per_token` for each token it samples. So the only events are arrivals, ends, updates and a full KV cache. There
+are no events per token, and a single timer serves all requests. The clock gives what a request has sampled by now.
 """
 
 import asyncio
@@ -32,23 +32,23 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LengthOf = Callable[[GenerateRequest], int]
-"""How many tokens a request is answered with, the stop token among them."""
+"""The number of tokens in the answer to a request, including the stop token."""
 
 FILLER, END = 1, 0
-"""What answers are made of, and their last token where the request names no stop token."""
+"""The token that answers consist of, and their last token if the request names no stop token."""
 
-_EARLY = 1e-5  # seconds; a timer may fire a clock's resolution early, and what is due then must not wait for another
-_POPULATION = 1 << 14  # answer lengths drawn ahead: seeding a generator for every request would cost more than the rest
-_SESSIONS = 1 << 16  # finished sessions whose prefix is remembered when the cache has no limit: memory stays flat
+_EARLY = 1e-5  # seconds; a timer may fire early, by the clock's resolution, and must still handle what is due
+_POPULATION = 1 << 14  # answer lengths drawn in advance: seeding a generator per request would cost more than the rest
+_SESSIONS = 1 << 16  # finished sessions whose prefix is remembered when the cache has no limit, to bound memory
 
 
 @dataclass(slots=True, eq=False)
 class _Live:
-    """One request under way. `origin` is where on the token clock its token number 0 would lie."""
+    """One live request. `origin` is the time of its token number 0 on the token clock."""
 
     request: GenerateRequest
     prompt: int
-    wanted: int  # tokens of the answer, were it not for `max_tokens`
+    wanted: int  # tokens of the answer without the limit `max_tokens`
     length: int
     reason: FinishReason
     arrival: int
@@ -58,7 +58,7 @@ class _Live:
     finish: float = 0.0
     made: int = 0  # tokens sampled up to the last update or preemption
     kv_version: int = 0
-    splits: list[tuple[int, int]] = field(default_factory=list)  # (tokens sampled so far, the version they end)
+    splits: list[tuple[int, int]] = field(default_factory=list)  # (tokens sampled by then, version of the last ones)
 
     @property
     def urgency(self) -> tuple[int, int]:
@@ -68,45 +68,45 @@ class _Live:
 class SimulatedEngine:
     """An `Engine` on any loop's clock, cheap enough for millions of requests.
 
-    Ends, interruptions, updates and cancellation take effect at the very moment; a token that is due at the moment of
-    an update was sampled before it. A finished request leaves its KV for the next one of its session, until the space
-    is needed (least recently used first) or the weights change.
+    Ends, interruptions, updates and cancellations take effect immediately; a token that is due at the moment of an
+    update is sampled before it. A finished request leaves its KV for the next one of its session, until the space is
+    needed (least recently used first) or the weights change.
 
     Args:
         config: The settings.
-        length_of: The length of each answer; by default drawn from `answer_tokens` by the request's seed. With it,
-            an episode that is played again, or by another scheduler, gets the same lengths.
+        length_of: The length of each answer; by default drawn from `answer_tokens` by the request's seed. So an
+            episode that is played again, or under another scheduler, gets the same lengths.
     """
 
     class Config(Settings):
-        """What the engine is like. With all times 0 it is *instant*: it answers without waiting, and has no batch."""
+        """Settings of the simulated engine. With all times 0 it is *instant*: it answers at once, without a batch."""
 
         slots: int = Field(64, gt=0)
-        """Requests decoded at once; the others wait by (priority, arrival)."""
+        """Most requests decoded at once; the others wait, in order of priority and arrival."""
         seconds_per_token: float = Field(0.02, ge=0)
         """Seconds for each sampled token of each request, up to `knee` requests at once."""
         prefill_seconds_per_token: float = Field(0.0, ge=0)
         """Seconds for each prompt token that is not cached."""
         slowdown: float = Field(0.0, ge=0)
-        """How much slower everything is for each further `knee` requests: 1 means twice the seconds at 2 * knee."""
+        """How much all requests slow down for each further `knee` requests: 1 means twice the seconds at 2 * knee."""
         knee: int = Field(64, gt=0)
-        """Requests at once that do not slow each other."""
+        """Most requests at once that do not slow each other down."""
         answer_tokens: Latency = Constant(value=64)
-        """Tokens of an answer (rounded, at least 1); `max_tokens` of the request cuts it."""
+        """Tokens of an answer (rounded, at least 1); the request's `max_tokens` limits it."""
         max_context: int = Field(32768, gt=1)
         """Largest prompt plus completion, in tokens."""
         kv_tokens: int | None = Field(None, gt=1)
-        """Tokens that the KV cache holds; when it is full, the youngest of the least urgent requests is preempted."""
+        """Capacity of the KV cache in tokens; when it is full, the newest of the least urgent requests is preempted."""
         kv_on_update: Literal["recompute", "keep"] = "recompute"
-        """Whether live requests prefill their context again when the weights change."""
+        """Whether running requests prefill their context again after a weight update (`recompute`) or not (`keep`)."""
         lost: float = Field(0.0, ge=0, le=1)
-        """Share of requests that are never answered, by the request's seed. They hold no slot."""
+        """Share of requests that are never answered, drawn by the request's seed. They occupy no slot."""
         hangs_at: float | None = None
-        """Second of the loop's clock from which nothing advances any more, and the engine does not say so."""
+        """Second of the event loop's clock at which the engine silently stops working."""
         dies_at: float | None = None
-        """Second of the loop's clock from which everybody gets `EngineDeadError`."""
+        """Second of the event loop's clock from which all calls raise `EngineDeadError`."""
         seed: int = 0
-        """Of the population of answer lengths."""
+        """Seed of the answer lengths."""
 
         @model_validator(mode="after")
         def _cache_holds_a_request(self) -> Self:
@@ -131,9 +131,9 @@ class SimulatedEngine:
         self._resumed: dict[str, int] = {}  # tokens left of interrupted requests
         self._running: dict[_Live, None] = {}
         self._num_waiting = 0
-        self._waiting: list[tuple[int, int, _Live]] = []  # heaps; entries of who has left are dropped when they surface
+        self._waiting: list[tuple[int, int, _Live]] = []  # heaps; entries of ended requests are dropped at the top
         self._finishing: list[tuple[float, int, _Live]] = []
-        self._prompts = 0  # sums over the running, which give the KV they hold in one step: see `_held`
+        self._prompts = 0  # sums over running requests, which give their KV without a loop: see `_held`
         self._origins = 0.0
         self._cached: OrderedDict[str, int] = OrderedDict()
         self._cached_sum = 0
@@ -143,7 +143,7 @@ class SimulatedEngine:
         self._generated = self._prefilled = self._from_cache = self._preemptions = 0
         self._slot_seconds = 0.0
         self.cancelled_tokens = 0
-        """Tokens that were sampled for requests whose caller had gone: in no completion."""
+        """Tokens sampled for requests that were cancelled, or that died with the engine: in no completion."""
 
     @property
     def policy_version(self) -> int:
@@ -157,7 +157,7 @@ class SimulatedEngine:
 
     @property
     def slot_seconds(self) -> float:
-        """Seconds that slots were taken, summed over slots, up to now. Over `slots` times the time: utilisation."""
+        """Seconds that slots were occupied so far, summed over slots. Divided by `slots` times time: utilisation."""
         self._advance()
         return self._slot_seconds
 
@@ -212,7 +212,7 @@ class SimulatedEngine:
             del self._live[request.id]
 
     async def interrupt(self) -> None:
-        """See `Engine.interrupt`. A request that comes again under its id is answered with what was left of it."""
+        """See `Engine.interrupt`. A request that is sent again under its id gets the rest of its answer."""
         await self._reach()
         self._settle()
         for live in self._live.values():
@@ -221,10 +221,10 @@ class SimulatedEngine:
                 self._resumed[live.request.id] = live.wanted - made
                 self._end(live, made, "abort")
         self._settle()
-        await asyncio.sleep(0)  # the callers, who stand before us in the loop's queue, take their answers
+        await asyncio.sleep(0)  # the callers, which are ahead of us in the loop's queue, take their answers
 
     async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
-        """See `Engine.update_weights`: takes effect at once; `weights` are not looked at."""
+        """See `Engine.update_weights`: takes effect at once; `weights` is ignored."""
         await self._reach()
         if version <= self._version:
             raise EngineError(f"weights of version {version} after version {self._version}: versions only grow")
@@ -242,14 +242,14 @@ class SimulatedEngine:
             self._settle()
 
     async def sleep(self) -> None:
-        """See `Sleeper` (agentrl/placement/time_share.py): the token clock stands still."""
+        """See `Sleeper` (agentrl/placement/time_share.py): the token clock stops."""
         await self._reach()
         self._settle()
         self._state, self._rate = "asleep", 0.0
         self._arm()
 
     async def wake(self) -> None:
-        """See `Sleeper`: all KV is gone."""
+        """See `Sleeper`: all KV is lost."""
         await self._reach()
         self._advance()
         self._state = "alive"
@@ -281,7 +281,7 @@ class SimulatedEngine:
         if self._state == "hung":
             await self._loop.create_future()
 
-    # Time: the token clock is brought up to now before anything is decided, and one timer is set for what comes next.
+    # Time: the token clock is advanced to now before every decision, and a single timer is set for the next event.
 
     def _advance(self) -> None:
         if self._state in ("new", "dead"):
@@ -292,7 +292,7 @@ class SimulatedEngine:
         self._at = now
 
     def _settle(self) -> None:
-        """Everything that is due now happens, free slots are taken, and the timer is set."""
+        """Handle everything that is due now, fill free slots, and set the timer."""
         self._advance()
         while self._finishing and self._finishing[0][0] <= self._clock + _EARLY:
             live = heapq.heappop(self._finishing)[2]
@@ -316,7 +316,7 @@ class SimulatedEngine:
         if config.kv_tokens is not None and len(self._running) > 1:
             due = min(due, self._overflow_at())
         when = self._at + (due - self._clock) / self._rate
-        # A timer that is set too early looks again when it fires; that is cheaper than setting it again each time.
+        # A timer that fires too early sets a new one; that is cheaper than setting it again at each change.
         if self._timer is None or when < self._timer.when():
             if self._timer is not None:
                 self._timer.cancel()
@@ -339,7 +339,7 @@ class SimulatedEngine:
             if live.state == "ended":
                 continue
             self._leave(live, self._made(live))
-            if not live.done.done():  # else it is cancelled in this very moment: `_withdraw` will count it
+            if not live.done.done():  # else it was cancelled at this moment, and `_withdraw` will count it
                 self.cancelled_tokens += live.made
                 live.done.set_exception(EngineDeadError("the engine died, or was closed"))
         if self._timer is not None:
@@ -388,16 +388,16 @@ class SimulatedEngine:
         live.made = self._made(live)
         self._stop(live)
         self._queue(live)
-        self._sort_by_finish()  # its entry must go: it will get another one
+        self._sort_by_finish()  # removes its entry: it will get a new one
 
     def _end(self, live: _Live, tokens: int, reason: FinishReason) -> None:
-        """Answer a request with what it has."""
+        """Answer a request with the tokens it has."""
         was_running = live.state == "running"
         self._leave(live, tokens)
         if was_running:
             self._keep_cached(live, tokens)
         if live.done.done():
-            return  # cancelled in this very moment: `_withdraw` will count it
+            return  # it was cancelled at this moment, and `_withdraw` will count it
         last = _last_token(live.request, reason)
         if not live.splits:
             completion = _constant(tokens, last, self._version, reason)
@@ -406,7 +406,7 @@ class SimulatedEngine:
         live.done.set_result(completion)
 
     def _withdraw(self, live: _Live) -> None:
-        """Its caller has gone. If it had ended in the same moment, its answer was lost."""
+        """Remove a request whose caller was cancelled. If it ended at the same moment, its answer was lost."""
         if live.state == "ended":
             if live.done.cancelled() or live.done.exception() is None:
                 self.cancelled_tokens += live.made
@@ -427,13 +427,13 @@ class SimulatedEngine:
         self._generated += tokens
 
     def _stop(self, live: _Live) -> None:
-        self._evict()  # what the running held until now was not free for others
+        self._evict()  # before its KV is subtracted: until now, that space was in use
         del self._running[live]
         self._prompts -= live.prompt
         self._origins = self._origins - live.origin if self._running else 0.0
 
     def _made(self, live: _Live) -> int:
-        """Tokens sampled by now, of a request that has not ended (those of the ended are counted already)."""
+        """Tokens that a request has sampled by now; 0 if it has ended, as its tokens are counted already."""
         if live.state == "ended":
             return 0
         if live.state != "running":
@@ -447,8 +447,8 @@ class SimulatedEngine:
         self._finishing = [(live.finish, live.arrival, live) for live in self._running]
         heapq.heapify(self._finishing)
 
-    # The KV cache. A running request holds its prompt and what it has sampled; while it is being prefilled, less by the
-    # tokens that could have been sampled in what is left of that. So the sum grows evenly and is known without a loop.
+    # The KV cache. A running request holds its prompt and its sampled tokens; during its prefill, it holds less, by the
+    # tokens that could be sampled in the rest of the prefill. So the sum grows linearly and is known without a loop.
 
     def _held(self) -> float:
         if not self._running or self._config.seconds_per_token == 0:
@@ -456,21 +456,21 @@ class SimulatedEngine:
         return self._prompts + (len(self._running) * self._clock - self._origins) / self._config.seconds_per_token
 
     def _overflow_at(self) -> float:
-        """When, on the token clock, the running will hold all there is."""
+        """The time on the token clock at which the running requests will fill the cache."""
         capacity = self._config.kv_tokens
         if capacity is None or not self._running:
             return float("inf")
         return ((capacity - self._prompts) * self._config.seconds_per_token + self._origins) / len(self._running)
 
     def _fits(self, live: _Live) -> bool:
-        """Whether there is room for the request and one more token for each: else it would be preempted at once."""
+        """Whether there is room for the request and one more token per request: else it would be preempted at once."""
         capacity = self._config.kv_tokens
         if capacity is None or not self._running:
             return True
         return self._held() + live.prompt + live.made + len(self._running) + 1 <= capacity
 
     def _take_cached(self, live: _Live) -> int:
-        """How much of the context its session has left in the cache. That part belongs to the request from now on."""
+        """How much of its context the session left in the cache. From now on, that part belongs to the request."""
         session = live.request.session
         if not session or session not in self._cached:
             return 0
@@ -495,7 +495,7 @@ class SimulatedEngine:
             self._cached_sum -= self._cached.popitem(last=False)[1]
 
     def _recompute(self) -> None:
-        """The running lose their KV to new weights, and go on from the same token when it is computed again."""
+        """Drop the KV of running requests; each continues from the same token when its KV is computed again."""
         config = self._config
         for live in self._running:
             context = live.prompt + live.made
@@ -529,12 +529,12 @@ def _last_token(request: GenerateRequest, reason: FinishReason) -> int:
 
 @lru_cache(maxsize=1024)
 def _constant(tokens: int, last: int, version: int, reason: FinishReason) -> Completion:
-    """Most completions are alike, and values are frozen: they are shared."""
+    """A cached completion: most are equal, and because they are frozen, they can be shared."""
     return _with_versions(tokens, last, ((tokens, version),), reason)
 
 
 def _with_versions(tokens: int, last: int, splits: tuple[tuple[int, int], ...], reason: FinishReason) -> Completion:
-    """A completion whose tokens up to each split are of the split's version."""
+    """A completion whose tokens up to each split have the split's version."""
     token_ids, versions = np.full(tokens, FILLER, np.int32), np.empty(tokens, np.int32)
     token_ids[-1:] = last
     begin = 0

@@ -1,4 +1,4 @@
-"""Episodes as one span of time: for what only the scheduler decides, at a fraction of the cost of turns."""
+"""Episodes as one span of time, to study the scheduler alone at a fraction of the cost of turns."""
 
 import asyncio
 from collections.abc import Callable
@@ -21,9 +21,9 @@ _POPULATION = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class SpanEpisodeRunner:
-    """`EpisodeRunner` that only waits. Lengths are drawn ahead: seeding a generator for each would cost more.
+    """An `EpisodeRunner` that only waits. Lengths are drawn in advance: seeding a generator for each would cost more.
 
-    A trajectory has one token for each policy version that was live while it was played, so its staleness is exact.
+    A trajectory has one token for each policy version that was served while it was played, so its staleness is exact.
     """
 
     lengths: tuple[float, ...]

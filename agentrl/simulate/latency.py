@@ -1,8 +1,8 @@
-"""How long things take: distributions of seconds (or of tokens, or of turns), as settings.
+"""Distributions of durations in seconds (or of numbers of tokens or turns), as settings.
 
     step_seconds: {kind: lognormal, median: 2.0, sigma: 1.0, cap: 20.0}
 
-Each samples from the generator it is given, and from nothing else.
+Each draws only from the generator it is given.
 """
 
 import math
@@ -15,11 +15,11 @@ from agentrl.protocols import Settings
 
 
 class Constant(Settings):
-    """Always the same."""
+    """Always the same value."""
 
     kind: Literal["constant"] = "constant"
     value: float = Field(ge=0)
-    """What every sample is."""
+    """The value of every sample."""
 
     def sample(self, rng: Random) -> float:
         """One draw."""
@@ -27,7 +27,7 @@ class Constant(Settings):
 
 
 class Uniform(Settings):
-    """Evenly between two limits."""
+    """Uniform between two limits."""
 
     kind: Literal["uniform"] = "uniform"
     low: float = Field(ge=0)
@@ -47,7 +47,7 @@ class Uniform(Settings):
 
 
 class Normal(Settings):
-    """Around a mean. What would fall below the floor is the floor."""
+    """Normal around a mean. A sample below the floor is replaced by the floor."""
 
     kind: Literal["normal"] = "normal"
     mean: float = Field(ge=0)
@@ -72,7 +72,7 @@ class Lognormal(Settings):
     sigma: float = Field(ge=0)
     """Standard deviation of the logarithm."""
     cap: float | None = Field(None, gt=0)
-    """The largest sample; what would lie above it is the cap."""
+    """The largest sample; a larger one is replaced by the cap."""
 
     def sample(self, rng: Random) -> float:
         """One draw."""
@@ -87,9 +87,9 @@ class Pareto(Settings):
     minimum: float = Field(gt=0)
     """The smallest sample."""
     alpha: float = Field(gt=0)
-    """The smaller, the heavier the tail."""
+    """Exponent of the tail: the smaller, the heavier the tail."""
     cap: float | None = Field(None, gt=0)
-    """The largest sample; what would lie above it is the cap."""
+    """The largest sample; a larger one is replaced by the cap."""
 
     def sample(self, rng: Random) -> float:
         """One draw."""
@@ -98,7 +98,7 @@ class Pareto(Settings):
 
 
 Latency = Annotated[Constant | Uniform | Normal | Lognormal | Pareto, Field(discriminator="kind")]
-"""Any of them; `kind` says which."""
+"""Any of these distributions; `kind` selects which."""
 
 NO_TIME = Constant(value=0.0)
 

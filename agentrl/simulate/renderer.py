@@ -1,4 +1,4 @@
-"""A renderer for simulations: prompts have their lengths, and no content."""
+"""A renderer for simulations: prompts have lengths, but no content."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ from agentrl.trajectory import Completion, Message
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRenderer:
-    """`Renderer`: a prompt grows by `prompt_tokens` at first, by `observation_tokens` at each later turn."""
+    """A `Renderer` whose prompt grows by `prompt_tokens` at first, and by `observation_tokens` at each later turn."""
 
     prompt_tokens: int
     observation_tokens: int
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """The simulated engine's."""
+        """The simulated engine's stop token."""
         return (END,)
 
     def conversation(self, tools: Sequence[Mapping[str, Any]] = ()) -> "SimulatedConversation":
@@ -31,7 +31,7 @@ class SimulatedRenderer:
 
 
 class SimulatedConversation:
-    """One episode's lengths."""
+    """The lengths of one episode's prompts."""
 
     __slots__ = ("_length", "_renderer")
 
@@ -50,14 +50,14 @@ class SimulatedConversation:
         return ()
 
     def show(self, messages: Sequence[Message]) -> None:
-        """Prompts have their lengths, whatever is shown."""
+        """Has no effect: the length of a prompt does not depend on what is shown."""
 
     def size(self, messages: Sequence[Message]) -> int:
         """The length of the next prompt."""
         return self._length + self._grows_by
 
     def prompt(self, messages: Sequence[Message]) -> Prompt:
-        """The next prompt, by its length."""
+        """The next prompt, filled up to its length."""
         new = self._grows_by
         self._length += new
         return Prompt(_tokens(self._length), _tokens(new), False)

@@ -1,4 +1,4 @@
-"""What a simulation found, for the terminal."""
+"""Prints the results of a simulation to the terminal."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ _COLUMNS = 50
 
 
 def print_report(report: Report, bound: int, console: Console) -> None:
-    """Throughput, where the time went, staleness, bias and fates, and the timeline below them."""
+    """Print throughput, use of time, staleness, bias and fates, and the timeline below them."""
     facts = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     facts.add_column(style="bold")
     facts.add_column()
@@ -30,7 +30,7 @@ def _facts(report: Report, bound: int) -> list[tuple[str, str]]:
     return [
         ("throughput", f"{3600 * len(steps) / seconds:,.1f} steps/h   {report.episodes / seconds:,.2f} episodes/s   "
                        f"{report.tokens / seconds:,.0f} tokens/s"),
-        ("a step takes", f"{fmean(steps):,.1f} s on average, one in twenty over {late:,.1f} s"),
+        ("step time", f"{fmean(steps):,.1f} s on average, one in twenty over {late:,.1f} s"),
         ("trainer", f"busy {report.train_seconds / seconds:.1%}, "
                     f"waiting for groups {report.blocked_seconds / seconds:.1%}"),
         ("engine", f"{report.slot_utilisation:.1%} of its slots in use on average, "
@@ -60,9 +60,9 @@ def _fates(fates: Fates) -> str:
 def _timeline(report: Report) -> list[str]:
     moments = report.timeline
     rows: list[tuple[str, Callable[[Moment], float]]] = [
-        ("episodes in play", lambda m: m.live),
-        ("in the batch", lambda m: m.running),
-        ("before it", lambda m: m.waiting),
+        ("live episodes", lambda m: m.live),
+        ("running requests", lambda m: m.running),
+        ("waiting requests", lambda m: m.waiting),
         ("trainer busy", lambda m: m.training),
     ]
     lines = []
@@ -75,7 +75,7 @@ def _timeline(report: Report) -> list[str]:
 
 
 def _spark(values: Sequence[float], most: float) -> str:
-    """One character for each of `_COLUMNS` equal spans of time, the mean of its values."""
+    """One character for each of `_COLUMNS` equal spans of time, for the mean of its values."""
     spans = [values[i * len(values) // _COLUMNS : (i + 1) * len(values) // _COLUMNS] for i in range(_COLUMNS)]
     means = [fmean(span) if span else values[min(i * len(values) // _COLUMNS, len(values) - 1)]
              for i, span in enumerate(spans)]  # fmt: skip

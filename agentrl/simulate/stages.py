@@ -1,7 +1,7 @@
-"""How long each stage of a step takes on given devices: counted from the shape of the model, not run.
+"""Estimates how long each stage of a step takes on given devices, from the shape of the model, without running it.
 
-Three things are counted: products (FLOP over FLOP/s), memory that is read (bytes over bandwidth) and bytes that travel
-(over links), each at the share of the device's best that is assumed. The rollout itself is not a formula: its times go
+Three costs are counted: matrix products (FLOP over FLOP/s), memory reads (bytes over bandwidth) and transfers (bytes
+over link bandwidth), each at an assumed share of the device's peak. The rollout itself has no formula: its times go
 into a `World`, where the production scheduler plays it, so that batches, tails, staleness and overlap count.
 """
 
@@ -23,7 +23,7 @@ _OF_ALL_REPLICAS = ("groups_per_step", "max_live_episodes", "min_live_episodes")
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A step's work: episodes that are trained on, and mean tokens of one, by who made them."""
+    """A step's work: the episodes trained on, and the mean turns, sampled tokens and observed tokens of an episode."""
 
     episodes: int
     turns: float
@@ -42,7 +42,7 @@ class Workload:
 
 
 def workload(rollout: RolloutConfig, simulation: SimulationConfig) -> Workload:
-    """The mean of what the section `simulation` says of episodes, within the limits of `rollout`."""
+    """The mean workload that the section `simulation` describes, within the limits of `rollout`."""
     turns = _mean(simulation.env.turns, 1, rollout.max_turns)
     answer = _mean(simulation.engine.answer_tokens, 1, rollout.sampling.max_tokens)
     observed = simulation.prompt_tokens + (turns - 1) * simulation.observation_tokens
@@ -57,7 +57,7 @@ def _mean(latency: Latency, least: float, most: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class TrainSeconds:
-    """Of one step: products, bytes between ranks (both at the same time), and the optimizer after them."""
+    """Seconds of one training step: compute and communication, which overlap, and the optimizer after them."""
 
     compute: float
     communication: float
@@ -65,7 +65,7 @@ class TrainSeconds:
 
     @property
     def total(self) -> float:
-        """Transfers go on beside products, so the longer of the two counts."""
+        """Compute and communication overlap, so the longer of the two counts."""
         return max(self.compute, self.communication) + self.optimizer
 
 
@@ -80,13 +80,16 @@ class Stages:
     reference: TrainerLayout | None = None
     critic: TrainerLayout | None = None
     frozen: int = 0
-    """Engines beside each engine, of models that agents are played by that do not learn; taken to be of its size."""
+    """Engines beside each engine, for models of agents that do not learn; assumed to have the engine's size."""
 
     def train_flop(self, work: Workload) -> float:
-        """FLOP of a step: 2 for each weight and token forward, twice that backward (6 N in all: Kaplan et al. 2020,
-        arXiv 2001.08361), 4 for each layer, query size and place of a row in attention; the head at sampled tokens.
-        Recomputation is one more forward pass, and so are the old logprobs of all minibatches but the first. A
-        reference is one forward pass, a critic what the trainer is and one more, both with the trainer's head.
+        """FLOP of a step.
+
+        For each weight and token, the forward pass takes 2 and the backward pass twice that (6 N in all: Kaplan et al.
+        2020, arXiv 2001.08361). Attention adds 4 for each layer, query size and position of a row. The head counts only
+        at sampled tokens. Recomputation is one more forward pass, and so are the old logprobs of all minibatches except
+        the first. A reference takes one forward pass; a critic takes what the trainer does and one more forward pass.
+        Both are counted with the trainer's head.
         """
         facts, layout = self.facts, self.trainer
         attention = 4 * facts.layers * facts.heads * facts.head_dim * layout.row_tokens
@@ -122,8 +125,8 @@ class Stages:
         return max(1.0, tokens / self.trainer.micro_batch_tokens)
 
     def _traffic(self, micro_batches: float) -> float:
-        """Bytes that each rank gets from the others in a step: weights for each pass (ZeRO 3) or once after the update,
-        gradients once for each minibatch, in float32.
+        """Bytes that each rank receives from the others in a step: weights for each pass (ZeRO 3) or once after the
+        update, and gradients once for each minibatch, in float32.
         """
         facts, layout = self.facts, self.trainer
         if layout.shards < 3:
@@ -133,12 +136,12 @@ class Stages:
         return facts.parameters * (gathers * layout.number + 4 * layout.minibatches)
 
     def update_seconds(self, devices: DeviceMap) -> float:
-        """Seconds in which new weights travel: gathered in float32, cast, and sent to all engines at the same time."""
+        """Seconds to transfer new weights: gathered in float32, cast, and sent to all engines at the same time."""
         size = (4 + self.engine.number) * self.facts.parameters
         return size / (self._link(devices, everyone=True) * self.assume.links)
 
     def switch_seconds(self, devices: DeviceMap) -> float:
-        """Seconds of both switches of a step, where roles take turns: each moves what it holds to the host and back."""
+        """Seconds of both switches of a step, if roles take turns: each moves its state to host memory and back."""
         kind = devices.inventory.kind
         if not devices.time_shared or not kind.is_gpu:
             return 0.0
@@ -151,10 +154,11 @@ class Stages:
     def simulated_engine(
         self, work: Workload, devices: DeviceMap, base: SimulatedEngine.Config
     ) -> SimulatedEngine.Config:
-        """The engine as the simulator takes it: a step of B requests takes `fixed + B * each` seconds.
+        """The settings of the simulated engine: a step of B requests takes `fixed + B * each` seconds.
 
-        `fixed` reads the weights once, `each` reads a request's KV cache and multiplies by every weight: the roofline
-        of Pope et al. 2022, arXiv 2211.05102, with its two terms added, not the larger one taken.
+        `fixed` is the time to read the weights once; `each` is the time to read a request's KV cache and to multiply by
+        every weight. This is the roofline of Pope et al. 2022 (arXiv 2211.05102), except that its two terms are added
+        instead of taking the larger one.
         """
         facts, layout, kind = self.facts, self.engine, devices.inventory.kind
         split = devices.tensor_parallel()
@@ -182,8 +186,8 @@ class Stages:
                 "seconds_per_token": fixed + each,
                 "slowdown": slowdown,
                 "knee": 1,
-                # Prefills share the device with each other and with who decodes: so long that all of them together
-                # take the seconds that their products take, when so many requests run.
+                # Prefills share the device with each other and with decoding requests. Each takes so long that, with
+                # `live` requests running, all of them together take the seconds of their matrix products.
                 "prefill_seconds_per_token": prefill * live / (1 + slowdown * (live - 1)),
                 "max_context": min(longest, tokens) if bounded else longest,
                 "kv_tokens": tokens if bounded else None,
@@ -191,8 +195,8 @@ class Stages:
         )
 
     def simulation(self, work: Workload, devices: DeviceMap, base: SimulationConfig) -> SimulationConfig:
-        """The section `simulation` with the times of this map in the place of its own, and one of its engines: they are
-        alike, and `share` is the part of the rollouts that each has.
+        """The section `simulation` with the times of this map instead of its own, and with a single engine: all engines
+        are alike, and `share` gives the rollouts of each.
         """
         train = self.train(work, devices).total
         return base.model_copy(
@@ -219,7 +223,7 @@ class Stages:
 
     @staticmethod
     def _share(devices: DeviceMap, role: str) -> float:
-        """What a replica has of its device, which it shares with the others of its role."""
+        """A replica's share of its device, which other replicas of its role may use too."""
         replicas = [replica for replica in devices.replicas if replica.role == role]
         return 1 / sum(replicas[0].devices[0] in replica.devices for replica in replicas) if replicas else 1.0
 

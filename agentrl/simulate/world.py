@@ -1,7 +1,7 @@
 """`simulate`: the production scheduler on latency models, under the virtual clock.
 
-Everything between the trainer and the engine is what trains for real: `Rollouts`, the staleness rule, the router, the
-episode, the deadlines, the retries, the ledger. Only the ends are models: an engine and environments that take time and
+Everything between the trainer and the engine is the production code: `Rollouts`, the staleness rule, the router, the
+episode, the deadlines, the retries, the ledger. Only the ends are models: an engine and environments that take time but
 compute nothing, and a trainer that sleeps.
 """
 
@@ -39,19 +39,19 @@ from agentrl.trajectory import Group, Score, Trajectory
 from agentrl.weights.publisher import WeightUpdate
 
 _SAMPLES = 128
-"""Points of the timeline at most; when there are more, every other one is forgotten."""
+"""Most points of the timeline; when it is full, every other point is dropped."""
 
 
 class SimulationConfig(Settings):
-    """What stands for engine, environments and trainer when a run is simulated."""
+    """The models of engine, environments and trainer in a simulated run."""
 
     engine: SimulatedEngine.Config = SimulatedEngine.Config()
     engines: int = Field(1, ge=1)
     """Replicas of the engine."""
     env: SimulatedEnvs.Config = SimulatedEnvs.Config()
     episode_seconds: Latency | None = None
-    """When given, an episode is one span of so many seconds, and engine and environments are left out: for what only
-    the scheduler decides. Three times as fast to simulate."""
+    """If given, an episode is one span of this many seconds, without engine and environments, to study the scheduler
+    alone. Three times as fast to simulate."""
     prompt_tokens: int = Field(256, gt=0)
     """Tokens of the first prompt."""
     observation_tokens: int = Field(64, gt=0)
@@ -59,16 +59,16 @@ class SimulationConfig(Settings):
     train_seconds: Latency = Constant(value=30.0)
     """Seconds of a training step."""
     update_seconds: Latency = Constant(value=0.0)
-    """Seconds in which new weights travel to the engines."""
+    """Seconds to transfer new weights to the engines."""
     time_shared: bool = False
-    """The engines sleep while the trainer works, as where both sharing their devices."""
+    """Whether the engines sleep while the trainer works, as they do if both share devices."""
     switch_seconds: float = Field(0.0, ge=0)
-    """Seconds of a step in which they change places."""
+    """Seconds per step for both switches between engines and trainer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A point of the timeline: episodes in play, requests in the batch and before it, groups that are finished."""
+    """A point of the timeline: live episodes, running and waiting requests, and whether the trainer is busy."""
 
     second: float
     live: int
@@ -79,7 +79,7 @@ class Moment:
 
 @dataclass(slots=True)
 class Report:
-    """What a simulation found. Seconds are the virtual clock's, but for `cpu_seconds`, which it cost to simulate."""
+    """The results of a simulation. Seconds are virtual, except `cpu_seconds`, the CPU time that it took to simulate."""
 
     steps: int = 0
     seconds: float = 0.0
@@ -119,7 +119,7 @@ class ReturnReward:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """One simulation to run. `plan_of` and `length_of` replace what would be drawn from the settings."""
+    """One simulation to run. `plan_of` and `length_of` replace the draws from the settings."""
 
     rollout: RolloutConfig
     simulation: SimulationConfig
@@ -132,10 +132,10 @@ class World:
     ledger: Path | str = ":memory:"
     weight_update: WeightUpdate = "keep"
     goes_on: bool = False
-    """Stop after the last step as if there were more to come: with groups in play, whose fate stays open."""
+    """Stop after the last step as if more were to come: with live groups, whose fate stays open."""
 
     def run(self) -> Report:
-        """Simulate it to its end."""
+        """Run the simulation to its end."""
         started = time.process_time()
         with _rare_garbage_collection():
             report = run_virtual(self._main)
@@ -222,7 +222,7 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class _Mover:
-    """The `Sleeper` that stands for a trainer: half of what a step's switches take, each way."""
+    """The `Sleeper` that stands for a trainer: each way takes half of the time of a step's switches."""
 
     seconds: float
 
@@ -234,7 +234,7 @@ class _Mover:
 
 
 async def _free() -> int:
-    """A simulated device is never full: what does not fit was refused before."""
+    """A simulated device is never full: layouts that do not fit were rejected before."""
     return 0
 
 
@@ -249,7 +249,7 @@ def _count_staleness(report: Report, groups: list[Group], step: int) -> None:
 
 @contextmanager
 def _rare_garbage_collection() -> Iterator[None]:
-    """Cycles are few here and live objects many: looking for cycles as often as usual costs a fifth of the time."""
+    """Collect garbage less often: here are few cycles and many objects, and the default costs a fifth of the time."""
     thresholds = gc.get_threshold()
     gc.set_threshold(50_000, 50, 50)
     try:
@@ -260,7 +260,7 @@ def _rare_garbage_collection() -> Iterator[None]:
 
 @asynccontextmanager
 async def _sampled(report: Report, rollouts: Rollouts, router: Router) -> AsyncIterator[None]:
-    """Keep the timeline while it runs, at ever coarser intervals."""
+    """Record the timeline while the block runs, at ever longer intervals."""
 
     async def sample() -> None:
         interval = 1.0

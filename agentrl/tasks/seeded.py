@@ -11,9 +11,9 @@ from agentrl.trajectory import Task
 
 @dataclass(frozen=True, slots=True)
 class SeededTasks:
-    """`TaskSource`: one environment, and a seed of its own for each index.
+    """`TaskSource`: one environment, with a different seed for each index.
 
-    The same run seed gives the same tasks in every launch, and no seed of one split is one of another's.
+    The same run seed gives the same tasks in every launch, and no two splits share a seed.
     """
 
     settings: NoSettings

@@ -1,8 +1,8 @@
 """Published weights: a folder of safetensors files, the buckets, that any process of the machine can map.
 
-A bundle is written bucket by bucket under another name, hashed, and renamed when it is whole. Each reader checks
-every byte before use, and gets tensors that lie in the files: with files in shared memory, no copy is made on the way
-from the one who wrote them to the model that takes them up.
+A bundle is written bucket by bucket under a temporary name, hashed, and renamed when it is complete. Each reader checks
+every byte before use, and gets tensors that are mapped from the files: with files in shared memory, no copy is made
+between the writer and the model that loads them.
 """
 
 import errno
@@ -39,14 +39,14 @@ class Bucket(Settings):
 
 
 class Update(Settings):
-    """The files hold factors that are added to the weights in the folder `base`, each with a scale (`LowRank`)."""
+    """The files hold factors to be added to the weights in the folder `base`, each with a scale (`LowRank`)."""
 
     base: Path
     scales: dict[str, float]
 
 
 class Manifest(Settings):
-    """What a bundle is made of. `checksum` is over all else that is said here."""
+    """The contents of a bundle. `checksum` covers all other fields."""
 
     version: int
     buckets: tuple[Bucket, ...]
@@ -59,16 +59,16 @@ class Manifest(Settings):
         return sum(bucket.size for bucket in self.buckets)
 
     def sealed(self) -> "Manifest":
-        """The same with the right checksum."""
+        """A copy with the correct checksum."""
         payload = self.model_dump_json(exclude={"checksum"})
         return self.model_copy(update={"checksum": xxhash.xxh3_128_hexdigest(payload.encode())})
 
 
 class WeightBundle(Mapping[str, "Tensor"]):
-    """The weights of one version, by Hugging Face names, in files. Pickles as the folder's place and the manifest.
+    """The weights of one version, by Hugging Face names, in files. Pickles as the folder's path and the manifest.
 
-    Two are equal when they are of the same folder and checksum. Tensors stay valid when the folder is removed. Those of
-    a low-rank update are merged when they are asked for, and are in no file.
+    Bundles are equal if they have the same folder and checksum. Tensors stay valid after the folder is removed. The
+    weights of a low-rank update are merged on access, and are in no file.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
@@ -78,10 +78,10 @@ class WeightBundle(Mapping[str, "Tensor"]):
 
     @classmethod
     def open(cls, folder: Path) -> "WeightBundle":
-        """The bundle in a folder, every byte of it checked.
+        """The bundle in a folder, after every byte of it has been checked.
 
         Raises:
-            WeightsError: there is none, it is not whole, or it is damaged.
+            WeightsError: there is none, or it is incomplete or damaged.
         """
         bundle = cls.at(folder)
         bundle.verify()
@@ -116,14 +116,14 @@ class WeightBundle(Mapping[str, "Tensor"]):
                 raise WeightsError(f"published weights cannot be read, {path}: {error}") from error
             if found != bucket.checksum:
                 raise WeightsError(
-                    f"published weights are damaged: {path} has checksum {found}, published was {bucket.checksum}"
+                    f"published weights are damaged: {path} has checksum {found} instead of {bucket.checksum}"
                 )
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all weights; none of them is read.
+        """The shapes of all weights, without reading the weights.
 
         Raises:
-            WeightsError: the folder that they are an update of cannot be read here.
+            WeightsError: they are an update of a folder that cannot be read here.
         """
         update = self.manifest.update
         if update is None:
@@ -172,7 +172,7 @@ class WeightBundle(Mapping[str, "Tensor"]):
 
 
 class _Files(Mapping[str, "Tensor"]):
-    """The tensors in the files, mapped when they are asked for."""
+    """The tensors in the files, mapped on access."""
 
     def __init__(self, folder: Path, buckets: Iterable[Bucket]) -> None:
         self._paths = {name: folder / bucket.file for bucket in buckets for name in bucket.names}
@@ -189,7 +189,7 @@ class _Files(Mapping[str, "Tensor"]):
         return len(self._paths)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor, which is not read."""
+        """The shape of a tensor, without reading it."""
         return tuple(self._file_of(name).get_slice(name).get_shape())
 
     def _file_of(self, name: str) -> Any:
@@ -206,9 +206,9 @@ class _Files(Mapping[str, "Tensor"]):
 
 @dataclass(frozen=True, slots=True)
 class BundlePlace:
-    """Where a version is to be written, and into buckets of which size. It pickles: another process may write there.
+    """Where to write a version, and the size of its buckets. It pickles, so another process may write there.
 
-    As a context manager it is left empty when what happens inside goes wrong.
+    As a context manager, it removes what was written if the block raises.
     """
 
     folder: Path
@@ -216,15 +216,15 @@ class BundlePlace:
     bucket_bytes: int
 
     def write(self, weights: Mapping[str, "Tensor"]) -> WeightBundle:
-        """Write weights; the folder appears when they are all there.
+        """Write weights; the folder appears when it is complete.
 
-        Weights are asked for one after another and let go when they are written: where they are made on being asked
-        for, there is never more than a bucket of them at a time. Tied ones are written under each of their names.
+        Weights are read one after another and released when written: if they are made on access, memory never holds
+        more than a bucket of them. Tied weights are written under each of their names.
 
         Raises:
             OSError: they cannot be written.
         """
-        shutil.rmtree(self._unfinished, ignore_errors=True)  # of a process that died here
+        shutil.rmtree(self._unfinished, ignore_errors=True)  # left by a process that died here
         self._unfinished.mkdir()
         update = None
         if isinstance(weights, LowRank):
@@ -237,7 +237,7 @@ class BundlePlace:
         return self.finish(manifest)
 
     def put(self, file: str, content: bytes | memoryview) -> None:
-        """A file of a bundle that somebody else wrote, on another machine. When all are there, it is finished.
+        """Write a file of a bundle from another machine. When all files are there, call `finish`.
 
         Raises:
             OSError: it cannot be written.
@@ -246,7 +246,7 @@ class BundlePlace:
         (self._unfinished / file).write_bytes(content)
 
     def finish(self, manifest: Manifest) -> WeightBundle:
-        """The bundle of all files that are there: the folder appears. Each reader checks them."""
+        """Make a bundle of the files that are there: the folder appears. Each reader checks the files."""
         (self._unfinished / _MANIFEST).write_text(manifest.model_dump_json())
         self._unfinished.rename(self.folder)
         return WeightBundle(self.folder, manifest)
@@ -271,7 +271,7 @@ class BundlePlace:
         for name, weight in weights.items():
             tensor = weight.detach().contiguous()
             tied = any(tensor.data_ptr() == other.data_ptr() for other in batch.values())
-            batch[name] = tensor.clone() if tied else tensor  # safetensors refuses two names for one memory
+            batch[name] = tensor.clone() if tied else tensor  # safetensors refuses two names for the same memory
             size += tensor.nbytes
             if size >= self.bucket_bytes:
                 yield _write_bucket(self._unfinished / f"bucket-{count:05}.safetensors", batch)
@@ -295,13 +295,13 @@ def _write_bucket(path: Path, batch: Mapping[str, "Tensor"]) -> Bucket:
 
 
 def _file_checksum(path: Path) -> str:
-    """XXH3-128, which takes a fifth of the time of CRC-32 and is as fast as memory is read."""
+    """XXH3-128, which takes a fifth of the time of CRC-32 and is as fast as reading memory."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def shapes_of(weights: Mapping[str, "Tensor"]) -> dict[str, tuple[int, ...]]:
-    """Of all weights by their names; those of a bundle are not read."""
+    """The shapes of all weights by name; a bundle's weights are not read."""
     if isinstance(weights, WeightBundle):
         return weights.shapes()
     return {name: tuple(weight.shape) for name, weight in weights.items()}

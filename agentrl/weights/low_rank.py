@@ -1,4 +1,4 @@
-"""Weights that differ from a model folder by low-rank updates: what a trainer with LoRA publishes."""
+"""Weights that differ from a model folder by low-rank updates, as a LoRA trainer publishes them."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -26,9 +26,9 @@ class Factors(NamedTuple):
 class LowRank(Mapping[str, "Tensor"]):
     """All weights of a model by their Hugging Face names: those of the folder `base`, plus `factors`.
 
-    Read as a mapping, it gives the merged weights: each is read from the folder when it is asked for, and is float32
-    in the CPU's memory; those that `factors` does not name are the folder's own. Code that knows this class can use
-    the few numbers that change: only these are pickled. Factors are valid until the trainer's next step.
+    As a mapping, it gives the merged weights: each is read from the folder on access, as float32 in the CPU's memory;
+    weights that `factors` does not name are the folder's own. Code that knows this class can use the factors alone:
+    only they are pickled. Factors are valid until the trainer's next step.
     """
 
     base: Path

@@ -1,9 +1,10 @@
 """Weights from the trainer to the engines, by version, in two phases.
 
 The trainer's weights are written once, outside the processes that read them (`agentrl/weights/bundle.py`). Each engine
-then stages them: it opens and checks them, and serves on as before. Only when all have done so are they committed, on
-one engine after the other. What goes wrong before leaves the version before everywhere; an engine that fails to commit
-is dead and serves no request. Engines serve different versions only briefly, during a commit.
+then stages them: it opens and checks them while it still serves the old version. When all engines have done so, they
+commit the weights, one engine after the other. A failure before the commit leaves the old version on all engines; an
+engine that fails to commit is dead and serves no request. Engines serve different versions only briefly, during a
+commit.
 """
 
 import asyncio
@@ -38,32 +39,33 @@ class WeightsConfig(Settings):
     """How weights go from the trainer to the engines."""
 
     update: WeightUpdate = "keep"
-    """What happens to turns in flight when new weights come: they go on under the new ones (`keep`), they are ended and
-    sent again with the tokens they have (`abort_resume`), or they are waited for (`drain`)."""
+    """What happens to turns in flight when new weights arrive: they continue under the new weights (`keep`), are ended
+    and sent again with their tokens so far (`abort_resume`), or finish before the update (`drain`)."""
     deadline: float = Field(default=600.0, gt=0)
     """Seconds that each phase of an update, staging and committing, may take on an engine; an engine that misses it
     ends the run."""
 
     transport: Literal["auto", "shared_memory", "disk", "direct"] = "auto"
-    """Where they lie on the way: in this machine's memory, or on the disk of `folder`, which all machines must see.
-    `auto`: in memory, and on the disk when that is full. `direct`: nowhere, tensors are handed to engines here."""
+    """Where weights are stored on the way: in this machine's shared memory, or on the disk of `folder`, which all
+    machines must see. `auto`: in memory, or on the disk when memory is full. `direct`: nowhere, because engines in this
+    process get the tensors themselves."""
     folder: Path | None = None
-    """Of `transport: disk`; by default the folder of temporary files."""
+    """The folder for weights on disk; by default the one for temporary files."""
     bucket_mib: int = Field(default=64, ge=1)
-    """Size of the files that weights are cut into. No more than one of them is copied at a time."""
+    """MiB of each file that weights are split into. At most one of them is copied at a time."""
     attempts: int = Field(default=3, ge=1)
-    """How often a version is written and staged, before the run ends because it cannot be."""
+    """How many times writing and staging a version is tried before the run ends."""
 
     def parents(self) -> list[Path]:
-        """Where to write, and where to when that fails; none are needed for `direct`."""
-        disk = (self.folder or Path(tempfile.gettempdir())).absolute()  # others have another working directory
+        """Folders to write to, each if the one before fails; `direct` needs none."""
+        disk = (self.folder or Path(tempfile.gettempdir())).absolute()  # other processes have other working directories
         places = {"auto": [default_parent(), disk], "shared_memory": [SHARED_MEMORY], "disk": [disk], "direct": []}
         return places[self.transport]
 
 
 @runtime_checkable
 class SupportsWriteWeights(Protocol):
-    """A trainer that publishes where its weights are, so that they are not sent to this process first."""
+    """A trainer that writes its weights from where they are, so that they are not sent to this process first."""
 
     async def write_weights(self, place: BundlePlace) -> WeightBundle:
         """Write the weights now, by Hugging Face names, with `place.write`.
@@ -75,7 +77,7 @@ class SupportsWriteWeights(Protocol):
 
 
 async def write_weights(trainer: Trainer, place: BundlePlace) -> WeightBundle:
-    """The trainer's weights, written by itself, where it can, or here.
+    """The trainer's weights, written by the trainer itself if it can, else by this process.
 
     Raises:
         OSError: they cannot be written.
@@ -89,7 +91,7 @@ async def write_weights(trainer: Trainer, place: BundlePlace) -> WeightBundle:
 class Published:
     """A version that all engines serve.
 
-    `seconds` are of loop time, by phase: write (from the trainer's devices into the files), stage, commit.
+    `seconds` of loop time by phase: write (from the trainer's devices into the files), stage, commit.
     """
 
     version: int
@@ -105,7 +107,7 @@ class Published:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the time of what happens inside."""
+        """Count the time of the block as the phase `name`."""
         start = now()
         try:
             yield
@@ -114,9 +116,9 @@ class Published:
 
 
 class WeightPublisher:
-    """Brings the engine to the trainer's weights; an async context manager, at whose end nothing is left of them.
+    """Updates the engine to the trainer's weights. An async context manager; leaving it removes all published files.
 
-    Each of `followers` is an engine that takes up only the versions divisible by its number.
+    Each of `followers` is an engine that loads only the versions divisible by its number.
     """
 
     def __init__(
@@ -131,7 +133,7 @@ class WeightPublisher:
         self._deadline = self._config.deadline
         self._parents = self._config.parents()
         self._stores: list[WeightStore] = []
-        self._served: dict[int, Mapping[str, Tensor]] = {}  # by engine: for a replica of it that is restarted
+        self._served: dict[int, Mapping[str, Tensor]] = {}  # by engine, for its restarted replicas
 
     async def __aenter__(self) -> Self:
         return self
@@ -144,8 +146,8 @@ class WeightPublisher:
         """Publish the trainer's weights as `version`; returns when the engine samples under it.
 
         Raises:
-            WeightsError: they cannot be published. All engines serve the version before.
-            EngineDeadError: an engine died of it, and serves no request. All others serve the same version.
+            WeightsError: they cannot be published. All engines serve the previous version.
+            EngineDeadError: the update killed an engine, which serves no request. All others serve the same version.
             DeadlineError: an engine did not answer in time.
         """
         followers = [follower for follower, every in self._followers if version % every == 0]
@@ -159,7 +161,7 @@ class WeightPublisher:
         return published
 
     async def _staged(self, trainer: Trainer, version: int, engines: Sequence[Engine]) -> Published:
-        """Write the weights and stage them on all engines; where that fails, again, with new files."""
+        """Write the weights and stage them on all engines; after a failure, retry with new files."""
         published = Published(version, {})
         while True:
             published.attempts += 1
@@ -174,8 +176,8 @@ class WeightPublisher:
             except WeightsError as error:
                 if published.attempts >= self._config.attempts:
                     raise WeightsError(
-                        f"version {version} of the weights cannot be published, after {published.attempts} attempts "
-                        f"(weights.attempts); every engine serves the version before. The last one: {error}"
+                        f"version {version} of the weights could not be published after {published.attempts} attempts "
+                        f"(weights.attempts); every engine serves the previous version. The last error: {error}"
                     ) from error
 
     async def _stage_bundle(self, trainer: Trainer, published: Published, engines: Sequence[Engine]) -> None:

@@ -1,4 +1,4 @@
-"""Where published weights lie: a folder in shared memory or on a disk, which goes when its owner does."""
+"""Storage of published weights: a folder in shared memory or on a disk, which is removed when its owner ends."""
 
 import asyncio
 import fcntl
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 SHARED_MEMORY = Path("/dev/shm")
 BUCKET_BYTES = 64 << 20
 _PREFIX = "agentrl-weights-"
-# Reads until the pipe from the owner closes, whatever the owner died of, and then removes the folder; again where
-# somebody was still writing.
+# Reads until the pipe from the owner closes, however the owner ended, and then removes the folder; retries while a
+# process is still writing there.
 _REAPER = 'read -r _; for _ in 1 2 3 4 5; do rm -rf -- "$0" && break; sleep 0.2; done'
 
 
 class WeightStore:
-    """A folder for the bundles of one owner. `open` makes it, `close` removes it with all that is in it.
+    """A folder for the bundles of one owner. `open` creates it, `close` removes it with all its contents.
 
-    When the owner is killed, a shell that outlives it removes the folder at once; where that was killed too, the next
-    store in the same place does (`sweep`): an owner that lives holds a lock on its folder.
+    If the owner is killed, a shell that outlives it removes the folder at once. If the shell was killed too, the next
+    store in the same place removes it (`sweep`): a running owner holds a lock on its folder.
     """
 
     def __init__(self, folder: Path, lock: int, reaper: "subprocess.Popen[bytes]", bucket_bytes: int) -> None:
@@ -52,7 +52,7 @@ class WeightStore:
         hidden = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=parent))
         lock = os.open(hidden, os.O_RDONLY)
         fcntl.flock(lock, fcntl.LOCK_EX)
-        # It gets the name that others look for when it is locked already.
+        # The folder gets the name that `sweep` looks for only after it is locked.
         folder = hidden.rename(parent / hidden.name.removeprefix("."))
         command = ["/bin/sh", "-c", _REAPER, str(folder)]
         silent = subprocess.DEVNULL
@@ -69,25 +69,25 @@ class WeightStore:
             os.close(self._lock)
 
     def place(self, version: int) -> BundlePlace:
-        """Where to write a version; a new one each time."""
+        """Where to write a version; a new place each time."""
         return BundlePlace(self.folder / f"v{version}-{next(self._numbers)}", version, self._bucket_bytes)
 
     async def keep_only(self, kept: Iterable[Mapping[str, "Tensor"]]) -> None:
-        """Remove all other bundles. Who has opened one of them keeps it, and its memory, until it lets go."""
+        """Remove all other bundles. A process that has one open keeps it, and its memory, until it closes it."""
         folders = {bundle.folder for bundle in kept if isinstance(bundle, WeightBundle)}
         for folder in set(self.folder.iterdir()) - folders:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
 
 def default_parent() -> Path:
-    """Shared memory, where there is such a thing, else the folder of temporary files."""
+    """Shared memory if the machine has it, else the folder for temporary files."""
     return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
 
 
 def sweep(parent: Path) -> None:
     """Remove the stores in `parent` whose owners are dead: their locks are free."""
     for folder in parent.glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # it lives, or is another user's, or has just gone
+        with suppress(OSError):  # the owner is running or another user, or the folder has just been removed
             lock = os.open(folder, os.O_RDONLY)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -98,7 +98,7 @@ def sweep(parent: Path) -> None:
 
 @asynccontextmanager
 async def bundled(weights: Mapping[str, "Tensor"], version: int) -> AsyncIterator[WeightBundle]:
-    """The weights as a bundle: themselves, if they are one, else one that lasts as long as the block."""
+    """The weights as a bundle: unchanged if they are one, else written to a bundle that the block's end removes."""
     if isinstance(weights, WeightBundle):
         yield weights
         return

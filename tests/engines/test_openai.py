@@ -183,7 +183,7 @@ def test_an_answer_without_token_ids_and_logprobs_is_refused(answer: dict[str, S
 def test_weights_and_interrupts_are_refused_with_the_reason() -> None:
     async def main() -> None:
         async with scripted_server() as (_, url), engine_of(url) as engine:
-            with pytest.raises(EngineError, match="serves version 0 for ever"):
+            with pytest.raises(EngineError, match="always serves version 0"):
                 await engine.update_weights({}, 1)
             with pytest.raises(EngineError, match="cannot be interrupted"):
                 await engine.interrupt()

@@ -213,7 +213,7 @@ def test_a_single_turn_environment_shows_its_examples_and_weighs_its_rewards(env
         ("failing", ["1", "2", "3"], "the rubric failed: .*no idea"),
         ("count", ["boom"], "the environment failed: .*boom"),
         ("count", ["bang"], r"KeyError: 'bang' \(.*quests.py:\d+ in env_response\)"),
-        ("forgetful", ["1"], "shows the model another conversation"),
+        ("forgetful", ["1"], "does not continue the model's conversation"),
     ],
 )
 def test_what_fails_over_there_is_a_failed_episode_and_never_a_reward(env, kind, actions, said):

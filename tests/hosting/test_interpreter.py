@@ -116,7 +116,7 @@ def test_an_environment_that_is_not_over_there_is_said_before_anything_is_played
 def test_a_python_that_cannot_host_is_refused_and_says_what_to_install(tmp_path):
     with pytest.raises(ConfigError, match="no executable 'pithon'"):
         find_interpreter("pithon")
-    with pytest.raises(ConfigError, match="/bin/true is no Python"):
+    with pytest.raises(ConfigError, match="/bin/true is not a Python"):
         find_interpreter("/bin/true")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "empty"], check=True)
     with pytest.raises(ConfigError, match=r"(?s)No module named 'pydantic'.*-m pip install 'numpy' 'pydantic>=2.7'"):

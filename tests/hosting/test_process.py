@@ -293,7 +293,7 @@ def test_the_environment_says_where_it_runs_and_the_config_overrides_it():
     assert not isinstance(env_factory(HERE, "thread")(), ProcessEnv)
     assert isinstance(env_factory("frozen_lake", "process")(), ProcessEnv)
     assert not isinstance(env_factory("frozen_lake")(), ProcessEnv)
-    with pytest.raises(ConfigError, match="wants a process of its own"):
+    with pytest.raises(ConfigError, match="needs its own process"):
         LiveEnv(env_factory(HERE, "thread")(), EnvDeadlines())
     LiveEnv(env_factory(HERE, "thread")(), EnvDeadlines(), isolation="thread")
     with pytest.raises(ConfigError, match=r"env\.isolation"):

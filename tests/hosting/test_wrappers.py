@@ -168,8 +168,8 @@ def test_what_is_wrong_is_said_before_a_run_starts(tmp_path):
     for written, said in {
         "[time_limt]": "Did you mean 'time_limit'?",
         "[{name: time_limit, turn: 3}]": "Its settings are: turns",
-        "[{name: action_format, pattern: '(('}]": "is no regular expression",
-        "[3]": "a wrapper is written {name: time_limit, turns: 20}",
+        "[{name: action_format, pattern: '(('}]": "is not a regular expression",
+        "[3]": "write a wrapper as {name: time_limit, turns: 20}",
     }.items():
         with pytest.raises(ConfigError) as caught:
             load_config(config, [f"env.wrappers={written}"])

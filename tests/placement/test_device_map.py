@@ -110,7 +110,7 @@ def test_devices_are_numbered_through_over_nodes_and_lists_make_replicas() -> No
 @pytest.mark.parametrize(
     ("placement", "asked", "said"),
     [
-        (listed("6-9", "0"), PlacementRequest(tensor_parallel=4), "engine 0 would live on the devices 6-9 of 2 nodes"),
+        (listed("6-9", "0"), PlacementRequest(tensor_parallel=4), "engine 0 would run on the devices 6-9 of 2 nodes"),
         (listed("0-2", "8"), PlacementRequest(tensor_parallel=2), "3 devices make no whole replicas of 2"),
         (listed("0-3", "16"), PlacementRequest(), "device 16, and there are 16"),
         (listed("0-3", "8-11"), PlacementRequest(engines=2), "4 replicas, but cluster.engines=2"),

@@ -113,7 +113,7 @@ def test_a_wish_that_cannot_fit_is_refused_with_what_would(agentrl: Callable[...
     done = agentrl("plan", "examples/colocated_8gpu.yaml", "--gpus", "1", "--device", "L4")
     assert done.returncode == 2
     assert "GiB on device 0" in done.stderr
-    assert "which has 22.0 (20.9 to be counted on)" in done.stderr
+    assert "which has 22.0 (20.9 usable)" in done.stderr
     way = done.stderr.split("What would fit:\n")[1].splitlines()[0].split()
     assert planned(Inventory(gpu_named("L4")), "colocated_8gpu", *SMALL, *way).devices.mode == "local"
 
@@ -141,7 +141,7 @@ def test_a_folder_without_weights_is_planned_with_and_not_trained_on(
 ) -> None:
     done = agentrl("train", "examples/colocated_8gpu.yaml", f"run_dir={tmp_path / 'run'}", "env=frozen_lake")
     assert done.returncode == 2
-    assert "has the shape of a model and no weights" in done.stderr
+    assert "has the config of a model and no weights" in done.stderr
     assert not (tmp_path / "run").exists()
 
 

@@ -209,7 +209,7 @@ def test_an_agent_that_another_plays_is_not_trained_and_a_wrong_name_ends_the_ru
                 assert north.agent == "north"
                 assert {request.id.split("/")[1] for request in engine.requests} == {"north"}
             assert {request.id.split("/")[1] for request in other.requests} == {"south"}
-            with pytest.raises(ConfigError, match="names east, whom the environment does not have"):
+            with pytest.raises(ConfigError, match="names east, which the environment does not have"):
                 await player(engine, KuhnPoker, others={"east": frozen}).play(Episode("e", task, 0))
             everybody = {"north": frozen, "south": frozen}
             with pytest.raises(ConfigError, match="leaves no agent to the policy"):

@@ -437,7 +437,7 @@ def told() -> Ledger:
         ("2", "train-000002 was not trained: it was stale: too old"),
         ("3", "train-000003 was not trained: it was cancelled: the run ended"),
         ("4", "train-000004 was not trained: it failed: member 0 failed once"),
-        ("5", "train-000005 was not trained yet: it is in play, or was when the run stopped"),
+        ("5", "train-000005 was not trained yet: it is running, or was when the run stopped"),
         ("train-000000/0/0", "train-000000/0/0 was trained at step 4"),
         (
             "train-000000/1/0",
@@ -457,7 +457,7 @@ def told() -> Ledger:
             "train-000004/0/0 was not trained: it failed: engine: gone; its task failed: member 0 failed once",
         ),
         ("train-000004/1/0", "train-000004/1/0 was not trained: it was cancelled: its task: member 0 failed once"),
-        ("5/2/0", "5/2/0 was not trained yet: it is in play, or was when the run stopped"),
+        ("5/2/0", "5/2/0 was not trained yet: it is running, or was when the run stopped"),
     ],
 )
 def test_every_fate_is_explained_in_a_sentence(told, name, sentence):

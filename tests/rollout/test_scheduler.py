@@ -218,7 +218,7 @@ def test_too_many_failed_tasks_end_the_run_with_the_reason():
         World(config(retries=Retries(environment=0), max_failed_tasks=1), steps=5, env=AllAtOnce).run()
     with pytest.raises(RetriesExhaustedError, match="the lake is gone") as caught:
         World(config(retries=Retries(environment=0), max_failed_tasks=3), steps=5, env=Env).run()
-    assert "4 tasks failed for good" in str(caught.value)
+    assert "4 tasks failed permanently" in str(caught.value)
 
 
 def test_a_broken_reward_is_asked_again_about_the_same_trajectory_and_no_score_is_invented():

@@ -90,7 +90,7 @@ def test_a_wrong_setting_of_a_part_names_the_nearest_right_one_and_its_line(path
 
 
 def test_a_path_that_does_not_say_which_part_or_leaves_a_gap_is_refused(path):
-    assert "reward is a list here, so say which part" in problem(path, "reward.weight=2")
+    assert "reward is a list here, so name the part" in problem(path, "reward.weight=2")
     assert "0 is environment, 1 is tests.scoring.test_config:brevity" in problem(path, "reward.7.weight=2")
     assert "reward.2.name: missing (command line)" in problem(path, "reward.2.weight=2")
     assert "the list is empty" in problem(path, "reward=[]")

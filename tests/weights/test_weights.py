@@ -414,7 +414,7 @@ def test_a_fault_before_the_commit_is_tried_again_and_one_that_stays_leaves_the_
         async with cluster(lively_dir, shared_memory) as made:
             fault(name, made, 2, times=2)
             where = {"a byte": r"stage on engine \d of 2: ", "the sec": "stage on engine 1 of 2: "}
-            said = r"version 2 .* after 2 attempts .* the version before\. The last one: .*"
+            said = r"version 2 .* after 2 attempts .* the previous version\. The last error: .*"
             said += next((words for begin, words in where.items() if name.startswith(begin)), "writing into ")
             with pytest.raises(WeightsError, match=said):
                 await made.publish(2)
