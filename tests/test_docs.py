@@ -2,8 +2,10 @@
 
 import importlib.util
 import inspect
+import os
 import re
 import shlex
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -165,6 +167,7 @@ def load(name: str, path: Path) -> ModuleType:
     return module
 
 
+FILE_OF_BLOCK = re.compile(r"# (algorithm|test): (\S+\.py)\n")
 RUNNABLE = [
     (match[1], block)
     for doc in DOCS
@@ -185,6 +188,25 @@ def test_every_environment_shown_runs_and_keeps_the_contract(name: str, block: s
             check_env(env)
     finally:
         del sys.modules[module.__name__]
+
+
+@pytest.mark.slow
+def test_the_algorithm_shown_is_configurable_and_passes_the_test_that_is_shown_with_it(tmp_path: Path) -> None:
+    shown = [
+        match
+        for block in blocks(ROOT / "docs" / "your-algorithm.md", "python")
+        if (match := FILE_OF_BLOCK.match(block))
+    ]
+    assert [match[1] for match in shown] == ["algorithm", "test"]
+    for match in shown:
+        (tmp_path / match[2]).write_text(match.string)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout
+    named = [Path(sys.executable).with_name("agentrl"), "config", STAND_IN, "algorithm={}", "algorithm=spo:Spo"]
+    configured = subprocess.run(named, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert "epsilon" in configured.stdout, configured.stderr
 
 
 def test_the_rewards_shown_are_valid_and_keep_the_contract(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

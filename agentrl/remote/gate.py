@@ -38,7 +38,11 @@ def idle_timeout(seconds: float) -> type[asyncio.Protocol]:
 
 
 class RequestGate:
-    """Middleware that answers 401, 408 and 413: the application sees only authorized requests with complete bodies."""
+    """Middleware that answers 401, 403, 408 and 413: the application sees authorized requests with complete bodies.
+
+    A browser names the site of the page that sends a request (`Origin`), and requests of other sites are refused. A
+    server without a token trusts its machine, and otherwise any page that is open in a browser there could play.
+    """
 
     def __init__(self, app: ASGIApp, token: str | None, max_body_bytes: int, request_seconds: float) -> None:
         self._app = app
@@ -51,6 +55,10 @@ class RequestGate:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
+        origin = headers.get(b"origin")
+        if origin is not None and origin.rpartition(b"://")[2] != headers.get(b"host"):
+            await self._refuse(scope, receive, send, 403, "a web page of another site may not send requests")
+            return
         if self._expected is not None and scope["path"] not in OPEN_TO_ALL:
             given = headers.get(b"authorization", b"")
             if not hmac.compare_digest(given, self._expected):

@@ -445,6 +445,24 @@ def test_a_lost_socket_is_opened_again_and_the_step_happens_once(counting):
     asyncio.run(main(counting.url))
 
 
+@pytest.mark.parametrize(
+    ("origin", "status"), [("https://elsewhere.example", 403), ("null", 403), ("http://[", 403), ("", 200)]
+)
+def test_a_web_page_of_another_site_cannot_play(counting, origin: str, status: int) -> None:
+    async def work(ask: Plain) -> None:
+        headers = {"Origin": origin or ask.url}
+        assert (await ask("POST", "/sessions", headers=headers))[0] == status
+        async with aiohttp.ClientSession(headers=headers) as sockets:
+            if status == 200:
+                await (await sockets.ws_connect(f"{ask.url}/sessions/ws")).close()
+            else:
+                with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+                    await sockets.ws_connect(f"{ask.url}/sessions/ws")
+                assert refused.value.status == 403
+
+    plainly(counting.url, work)
+
+
 def test_metrics_and_health_and_the_schema_are_served():
     async def work(ask: Plain) -> None:
         at = await ask.open()
