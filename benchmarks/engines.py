@@ -3,8 +3,8 @@
     python benchmarks/engines.py [--batches 16 64 128] [--prompt 64] [--new 64]
 
 Both sample at temperature 1 without stop tokens. The episodes row plays several turns, each prompt extending the last,
-as a rollout does; `generate` computes every prompt again from its start. Figures of a busy machine mean little: the
-ratio is of medians over interleaved rounds.
+as a rollout does; `generate` computes every prompt again from its start. The figures of a busy machine mean little, so
+look at the ratio: it is of medians over interleaved rounds.
 """
 
 import argparse
@@ -110,8 +110,8 @@ def main() -> None:
         runner.run(engine.__aenter__())
         for name, work in works.items():
             ours, theirs = [], []
-            for _ in range(options.rounds + 1):  # the first warms up
-                # Another weight version: what the round before left in the cache must not help this one.
+            for _ in range(options.rounds + 1):  # the first is a warm-up
+                # A new weight version, so that the cache of the round before does not help this one.
                 runner.run(engine.update_weights(plain.state_dict(), engine.policy_version + 1))
                 ours.append(seconds(lambda work=work: runner.run(run_engine(engine, work))))  # type: ignore[misc]
                 theirs.append(seconds(lambda work=work: run_transformers(plain, work)))  # type: ignore[misc]

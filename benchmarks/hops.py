@@ -1,13 +1,13 @@
-"""How far it is from `main` to new weights in the engine: the hops of a training step, counted as it runs.
+"""Counts the hops from `main` to new weights in the engine, while training steps run.
 
     python benchmarks/hops.py [--root OTHER_CHECKOUT]
 
-A hop is a call from one class or module of ours into another, on the way from the command to the trainer's update of
-the weights and from there to the weights in the engine; calls inside a class or module are none, and both ways share
-their beginning. What `agentrl/flow` runs for others is counted apart: it carries calls, as asyncio does. Every call is
-recorded with who has made it, also across tasks and threads, while a small model trains three steps with the local
-engine. Printed: the hops, the files that they touch, and how many functions of ours are entered from one batch to the
-next, in how many files. `--root` counts in another checkout, to compare.
+A hop is a call from one of our classes or modules into another, on the paths from the command to the trainer's update
+of the weights and to the load of the weights in the engine. Calls inside a class or module do not count, and hops on
+both paths count once. The hops are also counted without `agentrl/flow`, which only passes calls on, as asyncio does.
+A small model trains three steps with the local engine, while every call is recorded with its caller, also across tasks
+and threads. The output is the hops, the files that they touch, and how many of our functions, in how many files, are
+entered from one batch to the next. `--root` counts in another checkout, to compare.
 """
 
 import argparse
@@ -38,25 +38,25 @@ OVERRIDES = (
 
 
 Unit = tuple[str, str]
-"""A file, and a class in it or nothing."""
+"""A file, and a class in it or an empty string."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of a function of ours, and the call that has made it."""
+    """A call of one of our functions, and the call that made it."""
 
     code: CodeType
     caller: "Call | None"
 
     @property
     def unit(self) -> Unit:
-        """Its file, and its class where it has one."""
+        """The function's file, and its class if it has one."""
         owner, dot, _ = self.code.co_qualname.partition(".")
         return self.code.co_filename, owner if dot and not self.code.co_qualname.startswith(f"{owner}.<") else ""
 
 
 class Recorder:
-    """Sees every call of a function under `root` in this process."""
+    """Records every call of a function under `root` in this process."""
 
     def __init__(self, root: Path) -> None:
         self._root = str(root) + "/"
@@ -81,7 +81,7 @@ class Recorder:
             self.steps[-1].add(code)
 
     def caller_of(self, frame: FrameType | None) -> Call | None:
-        """The call that a frame was called from: up its stack, or where its task or thread was begun."""
+        """The call that a frame was called from: up its stack, or where its task or thread was started."""
         while frame is not None:
             if frame in self._begun_by:
                 return self._begun_by[frame]
@@ -97,7 +97,7 @@ class Recorder:
         return asyncio.Task(coroutine, loop=loop, **options)
 
     def in_thread(self, begun_by: Call | None, work: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Run work of a pool as called by who has submitted it."""
+        """Run the work of a pool as if its submitter had called it."""
         self._thread.begun_by = begun_by
         return work(*args, **options)
 
@@ -110,7 +110,7 @@ class Recorder:
 
 
 def chain(call: Call | None, left_out: str) -> list[Unit]:
-    """The units on the way to a call, from the first, but for files with `left_out` in them; neighbours count once."""
+    """The units on the path to a call, without files that have `left_out` in their path; repeats count once."""
     units: list[Unit] = []
     while call is not None:
         if left_out not in call.unit[0] and (not units or units[-1] != call.unit):
@@ -120,13 +120,13 @@ def chain(call: Call | None, left_out: str) -> list[Unit]:
 
 
 def hops_of(recorder: Recorder, left_out: str = "\0") -> list[tuple[Unit, Unit]]:
-    """The hops of both ways, each once."""
+    """The hops of both paths, each once."""
     ways = [chain(calls[-1], left_out) for calls in recorder.found.values()]
     return list(dict.fromkeys(hop for way in ways for hop in pairwise(way)))
 
 
 def record(root: Path) -> Recorder:
-    """Train, and record."""
+    """Train, and record the calls."""
     sys.path.insert(0, str(root))
     from agentrl.cli import main
 

@@ -1,16 +1,16 @@
-"""What the ledger costs its caller, against writing each row at once, on the same operations in the same run.
+"""The cost of the ledger for its caller, compared with writing each row at once, for the same operations in one run.
 
     python benchmarks/ledger.py [--episodes 1000000] [--each 100000] [--rounds 8]
 
-Every 64 tasks of 8 episodes are admitted, begun and trained. In the first table the caller does nothing else, so the
-ledger's thread never keeps up, and the caller waits for the full queue: the worst case. CPU time is of all threads;
-"nothing" calls a ledger that does nothing, so its time is the benchmark's own.
+Tasks of 8 episodes are admitted, begun and trained, 64 tasks at a time. In the first table the caller does nothing
+else, so the ledger's thread cannot keep up, and the caller waits for the full queue: the worst case. CPU time is of all
+threads. "nothing" calls a ledger that does nothing, so its time is the benchmark's own.
 
-The second table is of a caller who begins an episode every 50 µs, more than a scheduler does, and computes in between.
-It "stood still" between two looks at the clock, of which there is one after each call and many in between. "a thread"
-does nothing either, beside a thread that computes for a millisecond after 512 episodes and never holds the interpreter:
-where cores are scarce, that alone stops the caller. The ways take turns, in rounds of a second, for a busy machine only
-ever adds: the best round says the most.
+In the second table the caller begins an episode every 50 µs, faster than a scheduler does, and computes in between. It
+"stood still" between two readings of the clock, which it reads after each call and many times in between. "a thread"
+does nothing either, but runs a thread that computes for a millisecond after every 512 episodes without holding the
+interpreter lock: with few cores, that alone stops the caller. The ways take turns, in rounds of a second. Other work on
+the machine only adds time, so the best round says the most.
 """
 
 import argparse
@@ -38,7 +38,7 @@ OPTIONS = {"size": 4, "slippery": False}
 
 
 class Writes(Protocol):
-    """What of a ledger is measured."""
+    """The methods of a ledger that are measured."""
 
     def admit(self, number: int, task: Task, version: int) -> None: ...
     def begin(self, number: int, member: int, attempt: int) -> None: ...
@@ -48,7 +48,7 @@ class Writes(Protocol):
 
 
 class Nothing:
-    """Takes every operation and does nothing."""
+    """Accepts every operation and does nothing."""
 
     def admit(self, number: int, task: Task, version: int) -> None: ...
     def begin(self, number: int, member: int, attempt: int) -> None: ...
@@ -58,7 +58,7 @@ class Nothing:
 
 
 class Thread(Nothing):
-    """Does nothing either, beside a thread that computes outside of the interpreter as long as the ledger's writes."""
+    """Does nothing either, but a thread computes without the interpreter lock, for as long as the ledger writes."""
 
     def __init__(self) -> None:
         self._begun = 0
@@ -86,7 +86,7 @@ class Thread(Nothing):
 
 
 class RowByRow:
-    """Each row in a transaction of its own, by the caller: what the ledger did first."""
+    """The caller writes each row in its own transaction, as the ledger did at first."""
 
     def __init__(self, path: Path) -> None:
         self._db = sqlite3.connect(path, isolation_level=None)
@@ -127,7 +127,7 @@ class RowByRow:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one way, in seconds; `grown` are resident bytes, more at the end than after the first tenth."""
+    """The cost of one way, in seconds. `grown`: growth in resident bytes from the first tenth to the end."""
 
     wall: float
     cpu: float
@@ -138,7 +138,7 @@ class Cost:
 
 
 class Stopwatch:
-    """How long its caller stood still: the longest time between two looks, and how often it was over 3 ms."""
+    """How long its caller stood still: the longest time between two readings, and how often it was over 3 ms."""
 
     def __init__(self) -> None:
         self.last, self.longest, self.stops = time.perf_counter(), 0.0, 0
@@ -179,7 +179,7 @@ def measure(ledger: Writes, episodes: int, pause: float) -> Cost:
 
 
 def cpu_seconds() -> float:
-    """Of this process, all threads, in user and system."""
+    """User and system CPU time of all threads of this process."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
@@ -190,7 +190,7 @@ def resident() -> int:
 
 
 def cost_table(folder: Path, episodes: int, each: int) -> Table:
-    """Each way at full speed."""
+    """The cost of each way at full speed."""
     table = Table("way", "episodes", "ops/s", "CPU µs/episode", "the caller's", "stood still ms", "file MB", "grown MB")
     spent: dict[str, float] = {}
     ways: list[tuple[str, Writes, int]] = [
@@ -218,7 +218,7 @@ def cost_table(folder: Path, episodes: int, each: int) -> Table:
 
 
 def stops_table(folder: Path, rounds: int) -> Table:
-    """How long a paced caller stood still, by way."""
+    """How long a paced caller stood still with each way."""
     table = Table("way", "best round: longest ms", "median round", "median round: times over 3 ms")
     costs: dict[str, list[Cost]] = {"nothing": [], "a thread": [], "row by row": [], "ledger": []}
     for number in range(rounds):
@@ -240,9 +240,9 @@ def stops_table(folder: Path, rounds: int) -> Table:
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--episodes", type=int, default=1_000_000, help="of the ledger at full speed")
+    arguments.add_argument("--episodes", type=int, default=1_000_000, help="episodes of the ledger at full speed")
     arguments.add_argument("--each", type=int, default=100_000, help="episodes of the other ways")
-    arguments.add_argument("--rounds", type=int, default=8, help="of the second table")
+    arguments.add_argument("--rounds", type=int, default=8, help="rounds of the second table")
     options = arguments.parse_args()
     console = Console(width=120)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,12 +1,12 @@
-"""How long the controller's event loop is away at most, while a step of so many tokens is played and made a batch.
+"""The longest gap of the controller's event loop while a step of many tokens is played and made into a batch.
 
     python benchmarks/loop_gap.py [--tokens 1000000 --tokens 10000000] [--live 1000]
 
-The real scheduler, renderer and ledger (on disk) play groups of 8 episodes of 20 turns, with about 50 new tokens of
-prompt and 100 sampled ones each. The engine is scripted: an answer takes lognormal(median 2 s, sigma 0.6). Then batch,
-shards for 8 ranks, trajectory file and metrics are made beside the loop, as a run does it. A task on the loop wakes up
-every 5 ms; a gap is how much later than that it does. Printed for each size, in milliseconds: the longest gap, the
-one that only a hundredth of the gaps exceed, and the longest of Python's collections of garbage, in the two halves.
+The real scheduler, renderer and ledger (on disk) play groups of 8 episodes of 20 turns, each with about 50 new prompt
+tokens and 100 sampled tokens. The engine is scripted: an answer takes lognormal(median 2 s, sigma 0.6). Then batch,
+shards for 8 ranks, trajectory file and metrics are made beside the loop, as in a run. A task on the loop wakes up every
+5 ms; a gap is its delay. The output for each size and each of the two halves, in milliseconds: the longest gap, the
+99th percentile of the gaps, and Python's longest garbage collection.
 """
 
 import argparse
@@ -57,13 +57,13 @@ class LongGame(Game):
     """A game of 20 turns that answers at once, on the loop."""
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Say something new."""
+        """Return something new."""
         said, reward, _, truncated, info = super().step(action)
         return said, reward, self._turn == TURNS, truncated, info
 
 
 class SlowEngine(MockEngine):
-    """Answers 100 tokens that no other answer has, after some seconds."""
+    """Answers with 100 random tokens, after some seconds."""
 
     max_context = 2 * MAX_CONTEXT
 
@@ -80,13 +80,13 @@ class SlowEngine(MockEngine):
 
 @dataclass
 class Gaps:
-    """How late the heartbeat was, and how long Python's collections of garbage took; in milliseconds."""
+    """How late the heartbeat was, and how long Python's garbage collections took, in milliseconds."""
 
     late: list[float] = field(default_factory=list)
     collections: list[float] = field(default_factory=lambda: [0.0])
 
     async def of(self, work: Awaitable[T]) -> T:
-        """Do the work beside the heartbeat."""
+        """Do the work while the heartbeat runs."""
         beating = asyncio.ensure_future(self._beat())
         with self._collections():
             result = await work
@@ -121,7 +121,7 @@ class Gaps:
 
 
 async def play(folder: Path, renderer: TemplateRenderer, tokens: int, live: int) -> list[Group]:
-    """The groups of a step."""
+    """Play the groups of a step."""
     engine = SlowEngine()
     config = RolloutConfig(
         groups_per_step=max(1, tokens // (EPISODE * MEMBERS)),
@@ -152,7 +152,7 @@ async def play(folder: Path, renderer: TemplateRenderer, tokens: int, live: int)
 
 
 async def write(folder: Path, groups: list[Group]) -> int:
-    """Batch, shards, file and metrics; the tokens of the batch."""
+    """Make batch, shards, file and metrics; returns the number of tokens of the batch."""
     make = partial(batch_of, groups, Grpo(Grpo.Config()), BatchProcessing(BatchProcessingConfig()), 0)
     batch = await asyncio.to_thread(make)
     await asyncio.to_thread(shard_batch, batch, PACKING, ranks=8)
@@ -163,7 +163,7 @@ async def write(folder: Path, groups: list[Group]) -> int:
 
 
 async def benchmark(folder: Path, renderer: TemplateRenderer, tokens: int, live: int) -> None:
-    """Print a row."""
+    """Measure a size, and print its row."""
     playing, writing = Gaps(), Gaps()
     spare_what_lives()
     begun = time.perf_counter(), time.process_time()
@@ -174,7 +174,7 @@ async def benchmark(folder: Path, renderer: TemplateRenderer, tokens: int, live:
 
 
 def measure(tokens: int, live: int) -> None:
-    """In a process of its own."""
+    """Measure a size; runs in its own process."""
     with tempfile.TemporaryDirectory() as folder:
         create_tiny_model(Path(folder) / "model")
         renderer = TemplateRenderer.of_model(Path(folder) / "model")
@@ -182,7 +182,7 @@ def measure(tokens: int, live: int) -> None:
 
 
 def main() -> None:
-    """Measure each size in a process of its own."""
+    """Measure each size in its own process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, action="append")
     parser.add_argument("--live", type=int, default=1000)

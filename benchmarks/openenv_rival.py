@@ -1,11 +1,11 @@
-"""The environment of `benchmarks/remote_env.py` under OpenEnv: its own server, and its own client.
+"""The environment of `benchmarks/remote_env.py` with OpenEnv's own server and client.
 
-Runs in an environment that holds `openenv==0.10.0` and not agentrl; `benchmarks/remote_env.py --openenv FOLDER` makes
-it and starts both. The environment is sync and of one class, as OpenEnv's guides write them, and says that sessions may
-be concurrent; the client keeps its connection from one episode to the next, which is the quicker way.
+Runs in a virtual environment that has `openenv==0.10.0` and not agentrl; `benchmarks/remote_env.py --openenv FOLDER`
+makes it and starts both. The environment is one sync class, as in OpenEnv's guides, and allows concurrent sessions. The
+client keeps its connection between episodes, which is faster.
 
     python openenv_rival.py serve             prints its address
-    python openenv_rival.py play URL SESSIONS SECONDS     prints what was measured, as JSON
+    python openenv_rival.py play URL SESSIONS SECONDS     prints the measurements as JSON
 """
 
 import asyncio
@@ -70,7 +70,7 @@ async def play(url: str, sessions: int, seconds: float) -> dict[str, float]:
                 done = (await client.step({"message": "go on"})).done
                 waits.append(time.perf_counter() - began)
 
-    for client in clients:  # one after the other: connecting is not measured, and all at once it refuses some
+    for client in clients:  # one by one: connecting is not measured, and the server refuses some of many at once
         await client.connect()
     async with asyncio.TaskGroup() as group:
         for seed, client in enumerate(clients):

@@ -1,16 +1,16 @@
-"""What the rollout code costs beside engine and environments, in CPU time, on a real clock.
+"""The CPU time of the rollout code itself, without engine and environments, on a real clock.
 
     python benchmarks/overhead.py [--repeats 3] [--live 16 256 1000 10000]
 
-*In process*: an instant engine and an instant environment, through the real scheduler, renderer and ledger (on disk),
-at many numbers of live episodes. *Over HTTP*: 256 trajectories of 8 turns against a server in another process that
-answers with token ids and logprobs, 32 requests at a time in order of arrival; beside them a bare client that does the
-same turns with nothing but aiohttp. In the zero model answers are instant. In the scaled one an answer takes
+*In process*: an instant engine and an instant environment, with the real scheduler, renderer and ledger (on disk), for
+several numbers of live episodes. *Over HTTP*: 256 trajectories of 8 turns against a server in another process, which
+answers with token ids and logprobs, 32 requests at a time in order of arrival; for comparison, a bare client that does
+the same turns with only aiohttp. In the zero model answers are instant. In the scaled model an answer takes
 (50 ms + 20 ms for each token) / 100, with tokens lognormal(median 140, sigma 0.6) in [70, 500], and the environment
 lognormal(median 0.5 s, sigma 1.5, at most 30 s) / 100. Efficiency is the lower bound of the makespan / the makespan:
-no schedule of these times is shorter than its longest trajectory, nor than all answers one after the other / 32.
+no schedule of these times is shorter than its longest trajectory, nor than the sum of all answers / 32.
 
-CPU time is of this process, all threads. Figures are medians; wall-clock times mean little on a machine that is shared.
+CPU time is of all threads of this process. Figures are medians; wall-clock times mean little on a shared machine.
 """
 
 import argparse
@@ -74,7 +74,7 @@ def env_seconds(random: Random) -> float:
 
 
 class MockEngine:
-    """Answers after `seconds` of the answer's length, `slots` requests at a time in order of arrival."""
+    """Answers after `seconds(length of the answer)`, `slots` requests at a time in order of arrival."""
 
     policy_version = 0
     max_context = MAX_CONTEXT
@@ -110,7 +110,7 @@ class MockEngine:
 
 
 class InstantEngine(MockEngine):
-    """Always says the same, in the loop's next iteration, so that all live episodes are in play at once."""
+    """Always gives the same answer, in the loop's next iteration, so that all live episodes advance together."""
 
     def __init__(self) -> None:
         super().__init__(1, lambda seed: (), lambda tokens: 0.0)
@@ -122,7 +122,7 @@ class InstantEngine(MockEngine):
 
 
 class Game:
-    """Opens alike for each member of a group, then says something new in each turn. Instant, on the loop."""
+    """Begins alike for each member of a group, then returns something new in each turn. Instant, on the loop."""
 
     isolation = "inline"
     system_prompt = "You play. Answer with what you want to do."
@@ -143,7 +143,7 @@ class Game:
 
 
 class SlowGame(Game):
-    """The same, whose steps take the time of the scaled model, each another."""
+    """The same, but each step takes a random time of the scaled model."""
 
     def __init__(self, random: Random) -> None:
         self._delays = random
@@ -188,7 +188,7 @@ async def measured(work: Awaitable[list[list[tuple[int, float]]]]) -> Measured:
 async def play(
     engine: Engine, game: Callable[[], Any], renderer: TemplateRenderer, trajectories: int, live: int
 ) -> list[list[tuple[int, float]]]:
-    """Play one batch through the real scheduler. The one place that knows how it is put together."""
+    """Play one batch with the real scheduler. Only this function knows how the parts fit together."""
     config = RolloutConfig(
         groups_per_step=trajectories // GROUP,
         group_size=GROUP,
@@ -223,7 +223,7 @@ async def play(
 
 
 async def play_bare(url: str, scaled: bool) -> list[list[tuple[int, float]]]:
-    """The same turns, with token ids of the right number and nothing around the client."""
+    """The same turns with the right number of token ids, by nothing but a client."""
     random = Random(0)
 
     async def trajectory(session: aiohttp.ClientSession, number: int) -> list[tuple[int, float]]:
@@ -268,7 +268,7 @@ async def server(scaled: bool) -> AsyncIterator[str]:
 
 
 async def in_process(renderer: TemplateRenderer, lives: Sequence[int], repeats: int) -> dict[int, float]:
-    """CPU-ms per turn by the number of episodes in play, of as many trajectories each; they take turns."""
+    """CPU-ms per turn by the number of live episodes, each over as many trajectories; the numbers take turns."""
     trajectories = max(1024, *lives)
     engine = InstantEngine()
     await play(engine, Game, renderer, 64, 64)
@@ -288,7 +288,7 @@ async def over_http(renderer: TemplateRenderer, scaled: bool, repeats: int) -> d
         return SlowGame(random) if scaled else Game()
 
     async with server(scaled) as url, OpenAIEngine(OpenAIEngine.Config(url=url)) as engine:
-        for repeat in range(repeats + 1):  # the first warms up
+        for repeat in range(repeats + 1):  # the first is a warm-up
             ours = await measured(play(engine, game, renderer, TRAJECTORIES, TRAJECTORIES))
             bare = await measured(play_bare(url, scaled))
             for name, run in zip(runs, (ours, bare), strict=True):

@@ -1,16 +1,16 @@
-"""What a step of a remote environment costs: steps a second, and CPU time of client and server, each its own process.
+"""The cost of a step of a remote environment: steps per second, and CPU time of client and server processes.
 
     python benchmarks/remote_env.py [--sessions 1 32 128 1024] [--seconds 3] [--rounds 3] [--openenv FOLDER]
 
-An environment that counts to 8 is played without pause in every session: what is measured is the way there and back.
+Every session plays an environment that counts to 8, without pause, so this measures the round trip.
 
-- "remote": `RemoteEnv` and `agentrl serve`, the environment inline;
-- "threads": the same, where each environment has a thread of its own, as those have that may block;
-- "http": a POST for each step, by aiohttp with a connection for each session (at most 128: more gain nothing);
-- "openenv": OpenEnv 0.10's own client and server (`benchmarks/openenv_rival.py`), in a virtual environment of their
-  own in FOLDER, which is made with uv where it is missing.
+- "remote": `RemoteEnv` and `agentrl serve`, with the environment inline;
+- "threads": the same, but each environment has its own thread, as an environment that may block does;
+- "http": a POST for each step, with aiohttp and a connection for each session (at most 128: more gain nothing);
+- "openenv": OpenEnv 0.10's own client and server (`benchmarks/openenv_rival.py`), in a virtual environment in FOLDER,
+  which uv makes if it is missing.
 
-The ways take turns, and the best round of each is shown: the machine may have other things to do.
+The ways take turns, and the table shows the best round of each, since the machine may do other work.
 """
 
 import argparse
@@ -51,7 +51,7 @@ class Counting(TextEnv):
     isolation = "inline"
 
     def start(self, seed: int, options: Mapping[str, Any]) -> str:
-        """Begin at nothing."""
+        """Begin at zero."""
         self.count = 0
         return f"counting from {seed}"
 
@@ -95,7 +95,7 @@ class PostEnv:
         return str(said["observation"]), 1.0, bool(said["terminated"]), False, {}
 
     async def close(self) -> None:
-        """Give the session back."""
+        """End the session."""
         async with self._http.delete(self._url + self._at):
             pass
 
@@ -107,7 +107,7 @@ def serve(pipe: Connection, factory: Callable[[], Env]) -> None:
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one run: steps a second; CPU milliseconds a step of client and server; milliseconds of a step; threads."""
+    """One run: steps per second; CPU milliseconds per step of client and server; milliseconds of a step; threads."""
 
     rate: float
     client: float
@@ -118,7 +118,7 @@ class Measured:
 
 
 def cpu_seconds(process: psutil.Process) -> float:
-    """Of all its threads."""
+    """CPU time of all threads of a process."""
     return sum(process.cpu_times()[:2])
 
 
@@ -154,20 +154,20 @@ async def measure(make: Callable[[], Env], sessions: int, seconds: float, server
 
 
 def percentiles(waits: list[float]) -> tuple[float, float]:
-    """The median and the slowest percent's milliseconds."""
+    """The median and the 99th percentile, in milliseconds."""
     waits = sorted(waits)
     return 1e3 * waits[len(waits) // 2], 1e3 * waits[int(len(waits) * 0.99)]
 
 
 async def by_http(url: str, sessions: int, seconds: float, server: psutil.Process) -> Measured:
-    """A POST for each step."""
+    """Measure a POST for each step."""
     connector = aiohttp.TCPConnector(limit=min(sessions, 128))
     async with aiohttp.ClientSession(connector=connector) as http:
         return await measure(lambda: PostEnv(url, http), sessions, seconds, server)
 
 
 def by_openenv(python: Path, url: str, sessions: int, seconds: float, server: psutil.Process) -> Measured:
-    """OpenEnv's own client."""
+    """Measure OpenEnv's own client."""
     with subprocess.Popen(
         [python, RIVAL, "play", url, str(sessions), str(seconds)], stdout=subprocess.PIPE, text=True
     ) as client:
@@ -195,7 +195,7 @@ RIVAL = Path(__file__).with_name("openenv_rival.py")
 
 
 def openenv_python(folder: Path) -> Path:
-    """The interpreter of a virtual environment with OpenEnv, made where it is missing.
+    """The interpreter of a virtual environment with OpenEnv, which is made if it is missing.
 
     Raises:
         OSError: there is no uv.
@@ -236,7 +236,7 @@ def theirs(python: Path) -> Iterator[tuple[str, psutil.Process]]:
 
 
 def main() -> None:
-    """Run it."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sessions", type=int, nargs="+", default=[1, 32, 128, 1024])
     parser.add_argument("--seconds", type=float, default=3.0)

@@ -1,10 +1,10 @@
-"""What other schedulers do, as small models: discrete events on a heap, the same drawn episodes for every rule.
+"""Small models of other schedulers: discrete events on a heap, with the same random episodes for every rule.
 
     python benchmarks/rivals.py [--settings gauss lognormal-1.0] [--seeds 5]
 
-A model keeps what decides throughput and staleness (who waits for whom) and leaves out what does not. Each is written
-in its rival's favour: no overhead, weights travel in no time, cancelling is instant. K is the bound on staleness, G the
-groups of a step. Versions count from 0; a group's version is that of the oldest first token among its members.
+A model keeps only what decides throughput and staleness: which part waits for which. Each favours its rival: no
+overhead, and weights and cancellations arrive at once. K is the bound on staleness, G the groups of a step. Versions
+count from 0; a group's version is that of the oldest first token among its members.
 """
 
 import argparse
@@ -24,12 +24,12 @@ from agentrl.rollout.seeds import derive_seed
 from agentrl.simulate.latency import NO_TIME, Latency, Lognormal, Normal
 
 Turns = tuple[tuple[int, float], ...]
-"""An episode: for each turn the tokens that are sampled and then the seconds of the environment."""
+"""An episode: for each turn, the number of sampled tokens and the seconds of the environment after them."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is to be played. Episodes depend on (seed, task, member) alone, so every rule meets the same population."""
+    """The episodes to play. They depend only on (seed, task, member), so every rule plays the same population."""
 
     name: str
     seed: int = 0
@@ -50,7 +50,7 @@ class Workload:
     """Requests that the engine decodes at once."""
     seconds_per_token: float = 0.02
     slowdown: float = 0.0
-    """As in `SimulatedEngine`: beyond `knee` requests at once, all are slower by this much for each further `knee`."""
+    """As in `SimulatedEngine`: beyond `knee` requests at once, each further `knee` slows all of them by this much."""
     knee: int = 64
 
     def turns(self, task: int, member: int) -> Turns:
@@ -58,7 +58,7 @@ class Workload:
         return _turns(self, task, member)
 
     def with_trouble(self, task: int, member: int) -> Turns:
-        """The same with its trouble: 600 s more in one turn, or a turn that takes for ever."""
+        """The same with its trouble: 600 s more in one turn, or a turn that never ends."""
         turns = self.turns(task, member)
         if not (self.fail_slow or self.hung):
             return turns
@@ -68,15 +68,15 @@ class Workload:
         return tuple((tokens, env + (late if i == unlucky else 0.0)) for i, (tokens, env) in enumerate(turns))
 
     def seconds(self, turns: Turns) -> float:
-        """How long an episode takes when nobody is in its way."""
+        """How long an episode takes without competition for the engine."""
         return sum(tokens * self.seconds_per_token + env for tokens, env in turns)
 
     def rate(self, running: int) -> float:
-        """How fast each of so many requests advances."""
+        """The speed of each of `running` requests."""
         return 1.0 / (1.0 + self.slowdown * max(0, running - self.knee) / self.knee)
 
     def mean_seconds(self) -> float:
-        """Mean `seconds` of the population, by a sample of its own."""
+        """Mean `seconds` of the population, estimated from a separate sample."""
         return _mean_seconds(self)
 
 
@@ -97,29 +97,29 @@ def _mean_seconds(w: Workload) -> float:
 
 @dataclass(frozen=True)
 class Result:
-    """What a rule achieved on a workload. `stalled_after`: steps done before it waited for ever, or None."""
+    """What a rule achieved on a workload. `stalled_after`: steps done before it stalled, or None."""
 
     rule: str
     seconds_per_step: float
     episodes_per_second: float
-    """Trained ones."""
+    """Only trained episodes count."""
     slot_utilisation: float
     """Share of the slots' time in which they decoded; NaN where the engine is instant."""
     largest_staleness: int
     """Versions between a trained group's oldest first token and the weights it trained."""
     discarded: float
-    """Share of the played seconds whose episodes were not trained on, of all those that ended or were given up."""
+    """Share of the played seconds that belong to episodes not trained on, among episodes that ended or were dropped."""
     duration_ratio: float
-    """Mean duration of trained episodes over that of the population: below 1, the short ones are favoured."""
+    """Mean duration of trained episodes / that of the population: below 1, short episodes are favoured."""
     stalled_after: int | None = None
 
 
-# The floor: episodes that are being played, on slots that share the engine's law, and a clock.
+# The floor: the running episodes, the slots of the engine with its slowdown, and a clock.
 
 
 @dataclass(eq=False, slots=True)
 class Episode:
-    """One episode in play. `turn` counts finished ones; `version` is that of its first token."""
+    """A running episode. `turn`: the number of finished turns. `version`: the version of its first token."""
 
     turns: Turns
     turn: int = 0
@@ -128,14 +128,14 @@ class Episode:
 
 
 class Floor:
-    """Plays episodes. `next` runs the clock to the next end of an episode, or to the next `alarm`, and returns it."""
+    """Plays episodes. `next` advances the clock to the next end of an episode or `alarm`, and returns it."""
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
         self.now = 0.0
         self.version = 0
         self.slot_seconds = 0.0
-        self._clock = 0.0  # seconds of a request that nobody slows
+        self._clock = 0.0  # seconds that a request would have advanced without slowdown
         self._count = 0
         self._running: dict[Episode, None] = {}
         self._decoding: list[tuple[float, int, Episode]] = []
@@ -144,7 +144,7 @@ class Floor:
         self._ended: deque[Episode] = deque()
 
     def play(self, episode: Episode) -> None:
-        """Begin its next turn."""
+        """Begin the episode's next turn."""
         if episode.turn == len(episode.turns):
             self._ended.append(episode)
         elif episode.turns[episode.turn][0] > 0:
@@ -154,19 +154,19 @@ class Floor:
             self._decoded(episode)
 
     def cancel(self, episode: Episode) -> None:
-        """It ends here, and its slot is free."""
+        """End an episode, and free its slot."""
         episode.live = False
         if self._running.pop(episode, episode) is None:
             self._fill()
 
     def alarm(self, seconds: float, what: object) -> None:
-        """`next` returns `what` in so many seconds."""
+        """Let `next` return `what` after `seconds`."""
         if seconds < math.inf:
             self._count += 1
             heapq.heappush(self._timers, (self.now + seconds, self._count, what))
 
     def next(self) -> object | None:
-        """The next episode that ended, or alarm that is due; None when nothing will ever happen again."""
+        """The next episode that ended, or alarm that is due; None if nothing will happen any more."""
         while True:
             if self._ended:
                 return self._ended.popleft()
@@ -223,26 +223,26 @@ class Group:
     ended: list[Episode] = field(default_factory=list)
 
     def begin(self, workload: Workload) -> Episode:
-        """Its next member."""
+        """Begin the next member."""
         episode = Episode(workload.with_trouble(self.task, self.begun))
         self.begun += 1
         self.playing[episode] = None
         return episode
 
     def end(self, episode: Episode) -> None:
-        """A member came to its end."""
+        """Record that a member ended."""
         del self.playing[episode]
         self.ended.append(episode)
 
     @property
     def version(self) -> int | None:
-        """Of the oldest first token."""
+        """The version of the oldest first token."""
         members = (*self.ended, *self.playing)
         return min((e.version for e in members if e.version is not None), default=None)
 
 
 class Books:
-    """What was trained on and what was thrown away, of one run."""
+    """Counts what one run trained on, and what it discarded."""
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
@@ -250,7 +250,7 @@ class Books:
         self.trained_seconds = self.lost_seconds = self.finished_at = 0.0
 
     def trained(self, groups: Sequence[Group], floor: Floor) -> None:
-        """A step on these groups has ended; `floor.version` is the version that it trained."""
+        """Count a finished step on these groups; `floor.version` is the version that it trained."""
         self.steps += 1
         self.finished_at = floor.now
         for group in groups:
@@ -260,7 +260,7 @@ class Books:
             self.trained_seconds += sum(self.workload.seconds(e.turns) for e in group.ended)
 
     def lost(self, episodes: Sequence[Episode]) -> None:
-        """These are not trained on. What they had played counts, by whole turns."""
+        """Count episodes that are not trained on, by their finished turns."""
         self.lost_seconds += sum(self.workload.seconds(e.turns[: e.turn]) for e in episodes)
 
     def result(self, rule: str, floor: Floor) -> Result:
@@ -279,11 +279,11 @@ class Books:
         )
 
 
-# Asynchronous rules: one loop, in which a rule decides what may start, what is trained on, and what is given up.
+# Asynchronous rules share one loop. A rule decides which groups start, which are trained on, and which are dropped.
 
 
 class Synchronous:
-    """K = 0: a batch is played, then trained on; nothing overlaps. Also what all rules are at K = 0."""
+    """K = 0: a batch is played, then trained on, without overlap. At K = 0 all rules do this."""
 
     name = "synchronous"
 
@@ -303,38 +303,39 @@ class Synchronous:
         return True
 
     def stale(self, run: "Run") -> list[Group]:
-        """The groups to give up now that a version is live."""
+        """The groups to drop now that a new version is live."""
         return []
 
 
 class Gate(Synchronous):
-    """AReaL (arXiv 2505.24298, eq. 3), SkyRL: at most (version + K + 1) G groups are ever admitted, which means that
-    (K + 1) G exist at once, since G are gone with each version; finished ones are trained on first come, first served.
-    A straggler holds nobody up and may be older than K.
+    """AReaL (arXiv 2505.24298, eq. 3), SkyRL: at most (version + K + 1) G groups are admitted in all.
+
+    So at most (K + 1) G exist at once, since each version uses up G. Finished groups are trained on first come, first
+    served. A straggler does not delay others, and may be older than K.
     """
 
     name = "gate"
 
 
 class Drop(Synchronous):
-    """prime-rl, verl: what is older than K at the next step is cancelled, and a new task takes its place."""
+    """prime-rl, verl: groups that are older than K at the next step are cancelled and replaced by new tasks."""
 
     name = "drop"
 
     def stale(self, run: "Run") -> list[Group]:
-        """Those that began more than K versions ago."""
+        """The groups that began more than K versions ago."""
         oldest = run.floor.version - self.bound
         known = ((group, group.version) for group in (*run.playing, *run.ready))
         return [group for group, version in known if version is not None and version < oldest]
 
 
 class Wait(Synchronous):
-    """Strictly in order of admission: whoever is late is waited for."""
+    """Strictly in order of admission: training waits for late groups."""
 
     name = "wait"
 
     def choose(self, run: "Run") -> list[Group] | None:
-        """The G oldest."""
+        """The G oldest groups, as soon as all of them have ended."""
         batch = sorted(run.ready, key=lambda group: group.task)[: run.G]
         late = len(batch) < run.G or any(group.task < batch[-1].task for group in run.playing)
         return None if late else batch
@@ -355,7 +356,7 @@ class Drain(Synchronous):
 
 
 class Run:
-    """A training run under a rule: the loop that all of them share."""
+    """A training run under a rule: the loop that all rules share."""
 
     def __init__(self, workload: Workload, rule: Synchronous) -> None:
         self.workload, self.rule, self.G = workload, rule, workload.groups_per_step
@@ -369,7 +370,7 @@ class Run:
         self._of: dict[Episode, Group] = {}
 
     def result(self) -> Result:
-        """Run all steps, or until nothing moves any more."""
+        """Run all steps, or until the run stalls."""
         self._decide()
         while self.books.steps < self.workload.steps and (event := self.floor.next()) is not None:
             if isinstance(event, Episode):
@@ -433,7 +434,7 @@ def synchronous(workload: Workload) -> Result:
 
 
 def _batches(name: str, workload: Workload, play_all: Callable[[Floor, list[Episode]], bool]) -> Result:
-    """Play a batch by `play_all` (which says whether it came to an end), train on it, and so on."""
+    """Play a batch with `play_all` (which returns whether it ended), train on it, and repeat."""
     floor, books = Floor(workload), Books(workload)
     for step in range(workload.steps):
         first = step * workload.groups_per_step
@@ -488,16 +489,17 @@ def workers(workload: Workload, count: int = 64) -> Result:
 
 @dataclass(eq=False, slots=True)
 class _Core:
-    """A worker with its ring: seats hold an episode and the request that is on its way for it."""
+    """A worker with its ring: each seat is an episode and its pending request."""
 
     seats: deque[tuple[Episode, Episode]] = field(default_factory=deque)
     stepping: Episode | None = None
 
 
 def ring(workload: Workload, size: int = 4, *, strict: bool = True) -> Result:
-    """SRL: a worker has `size` environments and visits them in a fixed order. It waits for the answer to the one it
-    is at, steps it (nothing else happens in the worker meanwhile), asks for its next answer, and goes on to the next.
-    Not `strict`: it takes whichever has its answer.
+    """SRL: a worker visits its `size` environments in a fixed order.
+
+    At each it waits for the environment's answer, steps it (and does nothing else meanwhile), requests the next answer,
+    and goes on. If not `strict`, it takes any environment that has its answer.
     """
 
     def play_all(floor: Floor, episodes: list[Episode]) -> bool:
@@ -547,11 +549,13 @@ def ring(workload: Workload, size: int = 4, *, strict: bool = True) -> Result:
 
 
 class GroupQueue:
-    """ROLL (roll/distributed/scheduler/rollout_scheduler.py): G + `extra_groups` teams of size + `extra_members`
-    environments. Each step opens one group for every team, `ahead` more of them at the start; an environment plays once
-    for each group of its team, in order (of two readings that we tried, the one nearer to the known figures). The first
-    `size` to end make the group; the rest play on for nothing, unless `cancel_losers`. A group opened more than `ahead`
-    steps ago expires. The trainer takes one group of each team, then the next of each.
+    """ROLL (roll/distributed/scheduler/rollout_scheduler.py): teams of environments, each with a queue of groups.
+
+    There are G + `extra_groups` teams of size + `extra_members` environments. Each step opens one group for every team;
+    the start opens `ahead` more. An environment plays once for each group of its team, in order (we tried two readings
+    of this; this one is nearer to the known figures). The first `size` episodes to end make the group; the others play
+    on for nothing, unless `cancel_losers`. A group opened more than `ahead` steps ago expires. The trainer takes one
+    group from each team, then the next from each.
     """
 
     def __init__(
@@ -576,7 +580,7 @@ class GroupQueue:
         self.name = f"group queue {teams}x({workload.group_size}+{extra_members}) K={ahead}{cancelled}"
 
     def result(self) -> Result:
-        """Run all steps, or until nothing moves any more."""
+        """Run all steps, or until the run stalls."""
         for _ in range(self.ahead):
             self._open_one_for_each()
         training: list[Group] = []
@@ -596,7 +600,7 @@ class GroupQueue:
         return self.books.result(self.name, self.floor)
 
     def _advance(self) -> list[Group]:
-        """The next step: what is too old expires, a group is opened for each team, and an empty batch waits."""
+        """Begin the next step: expire old groups, open a group for each team, and return an empty batch."""
         for groups in self.open:
             for opened, group in list(groups):
                 if self.floor.version - opened > self.ahead:
@@ -636,7 +640,7 @@ class GroupQueue:
         self._assign(team)
 
     def _release(self, group: Group) -> None:
-        """Nobody needs its players any more."""
+        """Cancel the group's remaining episodes, if `cancel_losers`."""
         if not self.cancel_losers:
             return
         for episode in list(group.playing):
@@ -676,17 +680,17 @@ def group_queue(
 
 
 def lower_bound(workload: Workload, max_staleness: int | None = None) -> float:
-    """Seconds that no schedule can beat which trains on the first `steps * G` tasks, in any order, dropping none.
+    """Fewest seconds of any schedule that trains on the first `steps * G` tasks, in any order, dropping none.
 
-    Trouble is left out: who plays a slow or hung episode again may be spared it.
+    Trouble is left out: a schedule that plays a slow or hung episode again may avoid it.
 
-    - Work: all tokens have been sampled, by an engine that advances at best by max over n <= slots of n * rate(n);
-      then a step must still be trained.
-    - Chain: the longest episode, alone, before a step is trained.
-    - Trainer: its steps follow each other, and the first waits for G groups: no sooner than the G-th quickest is ready.
-    - Staleness, where `max_staleness` = K is given: of the groups of the steps up to K + v, at least G begin when
-      version v is live, since (K + 1) G at most exist at once. So with L(v) the moment version v is live, and q the
-      time the G-th quickest group takes: L(v + K + 1) >= L(v) + q + train.
+    - Work: all tokens are sampled, by an engine whose best speed is the max over n <= slots of n * rate(n); then one
+      step must still be trained.
+    - Chain: the longest episode alone, then the training of one step.
+    - Trainer: its steps follow each other. The first waits for G groups, so at least for the G-th quickest group.
+    - Staleness, if `max_staleness` = K is given: of the groups of the steps up to K + v, at least G begin when version
+      v is live, since at most (K + 1) G exist at once. So with L(v) the time when version v goes live, and q the
+      duration of the G-th quickest group: L(v + K + 1) >= L(v) + q + train.
     """
     w, G = workload, workload.groups_per_step
     members = range(w.group_size)
@@ -707,7 +711,7 @@ def lower_bound(workload: Workload, max_staleness: int | None = None) -> float:
 
 
 def _balanced(workload: Workload, share: float = 1.0) -> Workload:
-    """With a trainer that takes `share` of what the engine needs, at its best, for a batch."""
+    """The workload with a trainer that takes `share` of the engine's best time for a batch."""
     fastest = max(n * workload.rate(n) for n in range(1, workload.slots + 1))
     batch = workload.groups_per_step * workload.group_size * workload.mean_seconds()
     return replace(workload, train_seconds=share * batch / fastest)
@@ -746,14 +750,14 @@ SETTINGS: dict[str, Callable[[int], Workload]] = {
     "hung": _gauss("gauss", hung=0.001),
     **{f"env-var-{sd}": _gauss(f"env-var-{sd}", sd=sd, train_seconds=0.0) for sd in (1, 3, 5, 10)},
     **_lognormals(),
-    # A batch that just fills the slots, so that every straggler empties the engine. Its shape and its 1.45 were fitted,
-    # so that the models give the figures known of the same rules elsewhere, whose exact setting is not known.
+    # A batch that just fills the slots, so that every straggler empties the engine. Its shape and the 1.45 were fitted
+    # so that the models give the known figures of the same rules, whose exact setting is not known.
     "lognormal-1.0 tight": _lognormal(
         "lognormal-1.0 tight", Lognormal(median=500, sigma=1.0, cap=5000), groups=8, size=8, share=1.45
     ),
     "long-decode": _long_decode,
 }
-"""Each setting by its name: a workload for a seed."""
+"""By name: the workload for a seed."""
 
 
 def rivals(bound: int) -> dict[str, Callable[[Workload], Result]]:
@@ -764,7 +768,7 @@ def rivals(bound: int) -> dict[str, Callable[[Workload], Result]]:
         "workers": workers,
         "ring": ring,
         "group queue": group_queue(ahead=bound),
-        # One in two would be a waste of its own.
+        # Groups of one get no spare member: half of all work would be wasted.
         "group queue, redundant": lambda w: group_queue(
             ahead=bound, extra_members=min(1, w.group_size - 1), extra_groups=w.groups_per_step // 8
         )(w),
@@ -775,7 +779,7 @@ def rivals(bound: int) -> dict[str, Callable[[Workload], Result]]:
 
 
 def mean(results: Sequence[Result]) -> Result:
-    """The mean over seeds; the largest staleness, and the first stall, of all."""
+    """The mean over seeds, with the largest staleness and the earliest stall of all."""
 
     def over(name: str) -> float:
         return statistics.fmean(getattr(result, name) for result in results)

@@ -1,9 +1,10 @@
-"""What the sandbox costs: a cold start, a run that finds a warm jail, and how many runs a second there are.
+"""The cost of the sandbox: a cold start, a run in a warm jail, and runs per second.
 
     python benchmarks/sandbox.py [--seconds 3] [--rounds 3] [--size 2]
 
-"plain" is a new Python for each program, without any isolation: what most would write first. "numpy" is a program that
-imports it, from a warm jail that has (`preload`), and from one that has not. The best of the rounds is shown.
+"plain" is a new Python for each program, without isolation: the obvious first solution. "numpy" is a program that
+imports numpy, in a warm jail that has not imported it yet, and in one that has (`preload`). The table shows the best
+round.
 """
 
 import argparse
@@ -30,7 +31,7 @@ Run = Callable[[], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Milliseconds until the first answer and of a run alone; runs a second; CPU ms of each; MiB of each jail."""
+    """Milliseconds to the first answer and of a run alone; runs per second; CPU ms per run; MiB per jail."""
 
     name: str
     cold: float
@@ -49,7 +50,7 @@ async def plain() -> None:
 
 
 async def measure(name: str, run: Run, begun: float, seconds: float, size: int) -> Row:
-    """`begun` is when whatever runs was started."""
+    """Measure `run`. `begun`: when the thing that it uses was started."""
     await run()
     cold = time.perf_counter() - begun
     count, begun = 0, time.perf_counter()
@@ -73,14 +74,14 @@ async def measure(name: str, run: Run, begun: float, seconds: float, size: int) 
 
 
 def cpu() -> float:
-    """CPU seconds of this process and of all that it has started, by now."""
+    """CPU seconds so far of this process and all its descendants."""
     me = psutil.Process()
     times = [process.cpu_times() for process in (me, *me.children(recursive=True))]
     return float(sum(each.user + each.system + each.children_user + each.children_system for each in times))
 
 
 def memory(jails: int) -> float:
-    """MiB that are one jail's own, with its share of what jails share."""
+    """MiB per jail: its own memory, and its share of the shared memory."""
     used = 0
     for process in psutil.Process().children(recursive=True):
         used += process.memory_full_info().pss
@@ -88,7 +89,7 @@ def memory(jails: int) -> float:
 
 
 async def sandboxed(name: str, config: SandboxConfig, program: str, seconds: float) -> Row:
-    """Rows of a sandbox."""
+    """The row of a sandbox."""
     begun = time.perf_counter()
     async with Sandbox(config) as sandbox:
 
@@ -113,7 +114,7 @@ async def rows(seconds: float, size: int) -> list[Row]:
 
 
 def best(rounds: Sequence[Sequence[Row]]) -> list[Row]:
-    """Of each row the best that was seen: other work on the machine only makes it worse."""
+    """The best of each figure of a row: other work on the machine only makes it worse."""
     return [
         Row(
             same[0].name,

@@ -1,14 +1,14 @@
-"""The production scheduler beside the rules of others: the same drawn episodes, five seeds, one run.
+"""Compares the production scheduler with the rules of others, on the same random episodes, with five seeds, in one run.
 
     python benchmarks/scheduler.py [--settings gauss lognormal-1.0] [--bounds 1 2 4] [--seeds 5] [--steps 50]
 
-`agentrl` is `Rollouts` itself on simulated engine and environments (`agentrl.simulate`), with its deadlines, retries
-and ledger; `agentrl mask` is the same under `rollout.staleness_rule=mask`, whose masked tokens count as discarded. The
-others are the models of `rivals.py`. Every run stops after its last step as if there were more to come, with groups in
-play. Three columns compare seconds a step, ours over theirs (below 1 ours is faster): `at K` with the same setting of
-the bound; `at kept` with ours set to the largest staleness that was really seen of the other, since a rule that does
-not keep its bound is only then compared with one that may do the same; `mask` is that rule at the same K. `at least` is
-the lower bound of any schedule that drops nothing and leaves nothing over.
+`agentrl` is `Rollouts` itself with a simulated engine and simulated environments (`agentrl.simulate`), with its
+deadlines, retries and ledger; `agentrl mask` is the same with `rollout.staleness_rule=mask`, whose masked tokens count
+as discarded. The others are the models of `rivals.py`. Every run stops after its last step as if more steps followed,
+so some groups are still running. Three columns give our seconds per step / theirs (below 1, ours is faster): `at K`,
+with the same bound; `at kept`, with our bound set to the largest staleness that the other rule reached, which is the
+fair comparison if that rule exceeds its bound; `mask`, with our mask rule at the same K. `at least` is the lower bound
+of any schedule that drops nothing and leaves nothing over.
 """
 
 import argparse
@@ -34,12 +34,12 @@ from agentrl.trajectory import Task
 WITHOUT_K = ("synchronous", "lockstep", "workers", "ring")
 PATIENCE = Deadlines(
     reset=100, step=60, generate=1e6, episode=2e6, group=1e7, stall=5e6
-)  # a step is late after four times its slowest
+)  # a step is late after four times the longest one
 
 
 @dataclass(frozen=True)
 class IndexedTasks:
-    """`TaskSource` whose seeds are the tasks' indices, by which the workload knows them."""
+    """`TaskSource` whose seeds are the tasks' indices, which the workload uses to find them."""
 
     def task(self, index: int) -> Task:
         return Task("simulated", index, {}, f"task-{index:06d}")
@@ -86,7 +86,7 @@ def world(workload: Workload, bound: int, rule: StalenessRuleName) -> World:
 
 
 def ours(workload: Workload, bound: int, rule: StalenessRuleName = "deadline_first") -> Result:
-    """What `Rollouts` achieves. What `mask` leaves out of the loss counts as discarded, by tokens."""
+    """The result of `Rollouts`. Tokens that `mask` leaves out of the loss count as discarded."""
     report = world(workload, bound, rule).run()
     fates, tokens = report.episode_fates, report.staleness_tokens
     masked = sum(count for age, count in tokens.items() if age > bound) / tokens.total()
@@ -102,7 +102,7 @@ def ours(workload: Workload, bound: int, rule: StalenessRuleName = "deadline_fir
 
 
 def rows(workloads: Sequence[Workload], bounds: Sequence[int]) -> Iterator[tuple[Result, float, Sequence[float]]]:
-    """(a rule's result, half its range over seeds, our seconds over its: at its K, at the bound it kept, by `mask`)."""
+    """(a rule's result, half its range over seeds, our seconds / its seconds: at K, at the bound kept, by `mask`)."""
 
     @cache
     def all_of_ours(bound: int, rule: StalenessRuleName = "deadline_first") -> tuple[Result, float]:
@@ -125,7 +125,7 @@ def rows(workloads: Sequence[Workload], bounds: Sequence[int]) -> Iterator[tuple
 
 
 def summary(results: Sequence[Result]) -> tuple[Result, float]:
-    """The mean over seeds, and half the range of its seconds a step."""
+    """The mean over seeds, and half the range of its seconds per step."""
     seconds = [result.seconds_per_step for result in results]
     return mean(results), (max(seconds) - min(seconds)) / 2
 

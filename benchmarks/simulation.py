@@ -1,10 +1,10 @@
-"""What an episode costs to simulate: a million spans, and episodes with turns on a simulated engine.
+"""The cost of simulating an episode: a million spans, and episodes with turns on a simulated engine.
 
     python benchmarks/simulation.py [--episodes 1000000] [--turned 100000]
 
-Both run the production scheduler under the virtual clock with a ledger on disk, on one core. Each is run twice with a
-tenth of the episodes, whose event hashes must be the same, and then whole; memory is the peak of the process so far, so
-that growth with the number of episodes shows.
+Both run the production scheduler under the virtual clock with a ledger on disk, on one core. Each runs twice with a
+tenth of the episodes, whose event hashes must be equal, and then with all. Memory is the peak of the process so far, so
+it shows whether memory grows with the number of episodes.
 """
 
 import argparse
@@ -33,7 +33,7 @@ TURNS = SimulationConfig(
 
 
 def simulate(simulation: SimulationConfig, episodes: int) -> tuple[Report, int]:
-    """The report of a run of so many episodes, and the peak memory of the process in MiB after it."""
+    """The report of a run of `episodes` episodes, and the peak memory of the process in MiB after it."""
     steps = max(1, episodes // (ROLLOUT.groups_per_step * ROLLOUT.group_size))
     with tempfile.TemporaryDirectory() as folder:
         report = World(ROLLOUT, simulation, steps, ledger=Path(folder) / "ledger.sqlite").run()

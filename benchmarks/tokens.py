@@ -1,14 +1,14 @@
-"""What a token costs in the controller, from an engine's answer to a batch, and how long it keeps the event loop.
+"""The cost of a token in the controller, from an engine's answer to a batch, and how long it blocks the event loop.
 
     python benchmarks/tokens.py [--tokens 1000000 --tokens 10000000]
 
-Episodes of 20 turns, each with 50 new tokens of prompt and 100 sampled ones, in groups of 8. Printed for each size:
+Episodes have 20 turns, each with 50 new prompt tokens and 100 sampled tokens, in groups of 8. The output for each size:
 
-- microseconds a token to make the turns (from the lists of an engine), to make the batch of them, and to cut it into
+- microseconds per token to make the turns (from the lists of an engine), to make the batch of them, and to cut it into
   shards for 8 ranks;
-- bytes a token: the growth of the process while the groups and their batch are alive;
-- the longest gap of the event loop, in milliseconds, while the batch is made and cut and the trajectories are written
-  in threads beside it, and what it would be on the loop itself.
+- bytes per token: the growth of the process while the groups and their batch exist;
+- the longest gap of the event loop, in milliseconds, while other threads make and cut the batch and write the
+  trajectories, and how long the gap would be if the loop itself did so.
 """
 
 import argparse
@@ -37,7 +37,7 @@ EPISODE = TURNS * (PROMPT + SAMPLED)
 
 
 def group_of(number: int, rng: random.Random) -> Group:
-    """A group as the scheduler would have it."""
+    """A group as the scheduler would return it."""
     task = Task("benchmark", number)
 
     def turn() -> Turn:
@@ -52,7 +52,7 @@ def group_of(number: int, rng: random.Random) -> Group:
 
 
 async def longest_gap(work: object) -> float:
-    """Milliseconds that the loop was away at most, while `work` ran in a thread."""
+    """The longest gap of the loop, in milliseconds, while `work` runs in a thread."""
     longest, last = 0.0, time.perf_counter()
     running = asyncio.ensure_future(asyncio.to_thread(work))  # type: ignore[arg-type]
     while not running.done():
@@ -63,10 +63,10 @@ async def longest_gap(work: object) -> float:
 
 
 def measure(tokens: int) -> None:
-    """Print a row."""
+    """Measure a size, and print its row."""
     process, rng = psutil.Process(), random.Random(0)
     algorithm, processing = Grpo(Grpo.Config()), BatchProcessing(BatchProcessingConfig())
-    batch_of([group_of(0, rng)], algorithm, processing, 0)  # what is imported and allocated once
+    batch_of([group_of(0, rng)], algorithm, processing, 0)  # warm-up: imports and one-time allocations
     before, begun = process.memory_info().rss, time.perf_counter()
     groups = [group_of(number, rng) for number in range(tokens // (EPISODE * MEMBERS))]
     made, count = time.perf_counter(), len(groups) * EPISODE * MEMBERS
@@ -97,7 +97,7 @@ def measure(tokens: int) -> None:
 
 
 def main() -> None:
-    """Measure each size in a process of its own."""
+    """Measure each size in its own process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, action="append")
     above = ("", "turns", "batch", "shards", "", "batch, ms", "of the loop", "files, ms", "of the loop")

@@ -1,12 +1,12 @@
-"""Seconds of a training step, tokens a second and model FLOP utilisation of each trainer, in one run.
+"""Seconds per training step, tokens per second and model FLOP utilisation of each trainer, in one run.
 
     python benchmarks/trainer.py [--device cpu|cuda] [--ranks 2] [--dtype float32|bfloat16] [--layers 8] [--hidden 256]
 
-Each trainer makes the same steps on the same batches, of a model made up from the sizes given. A step is one pass with
+Each trainer makes the same steps on the same batches, with a random model of the given sizes. A step is one pass with
 one update. The model's work is 6 N FLOPs for each token that is not padding (Kaplan et al. 2020, arXiv:2001.08361,
-section 2.1), where N are the parameters of the layers and the output head; attention is not counted, nor what is
-computed twice to save memory. The peak it is held against is `--peak` in FLOP/s for each rank, or that of a large
-product of matrices on the same device, with as many threads as a rank has. Figures are medians.
+section 2.1), where N is the number of parameters of the layers and the output head; attention and recomputation do not
+count. Utilisation is the share of a peak: `--peak` in FLOP/s for each rank, or else the speed of a large matrix product
+on the same device with as many threads as a rank has. Figures are medians.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def trainers(given: argparse.Namespace) -> dict[str, tuple[type[GroupTrainer], d
 
 
 def make_model(folder: Path, given: argparse.Namespace) -> int:
-    """Returns N."""
+    """Make the model; returns N."""
     config = Qwen3Config(
         vocab_size=VOCAB,
         hidden_size=given.hidden,
@@ -67,7 +67,7 @@ def make_model(folder: Path, given: argparse.Namespace) -> int:
 
 
 def peak_of(device: str, dtype: str) -> float:
-    """FLOP/s of a product of square matrices: the best of several."""
+    """FLOP/s of a product of square matrices: the best of ten."""
     size = 8192 if device == "cuda" else 1024
     a, b = (torch.randn(size, size, device=device, dtype=getattr(torch, dtype)) for _ in range(2))
     best = float("inf")
@@ -82,7 +82,7 @@ def peak_of(device: str, dtype: str) -> float:
 async def measure(
     kind: type[GroupTrainer], settings: Mapping[str, Any], model: Path, batches: list[TrainBatch], row_tokens: int
 ) -> tuple[float, list[Mapping[str, float]], list[float]]:
-    """Seconds to start, and of each step after the warm-up the metrics and the seconds."""
+    """Seconds to start, and the metrics and seconds of each step after the warm-up."""
     config = kind.Config(lr=1e-5, row_tokens=row_tokens, **settings)
     begin = time.perf_counter()
     metrics, seconds = [], []
@@ -106,8 +106,8 @@ def main() -> None:
     parser.add_argument("--row-tokens", type=int, default=128)
     parser.add_argument("--micro-batch-tokens", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--peak", type=float, help="FLOP/s of a device; else measured")
-    parser.add_argument("--only", nargs="*", help="names of trainers; else all")
+    parser.add_argument("--peak", type=float, help="FLOP/s of a device; by default measured")
+    parser.add_argument("--only", nargs="*", help="names of trainers; by default all")
     given = parser.parse_args()
     if given.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -1,11 +1,11 @@
-"""What a turn costs beside the model as its context grows: an early and a late turn with as many new tokens.
+"""The cost of a turn without the model as its context grows: an early and a late turn with equally many new tokens.
 
     python benchmarks/turns.py [--new 650] [--sessions 64] [--turns 80]
 
-Through `LocalEngine` with a model that computes nothing: microseconds from a request to its answer, which are the
-checks, copies and lookups of its prompt and the event loop. And on the way to an engine in an actor: microseconds to
-pickle and unpickle the request, and its bytes. Each once for requests that say how much of their prompt is known, as
-those of episodes do, and once for requests that do not. Medians over the sessions, which take turns.
+"local" is `LocalEngine` with a model that computes nothing: microseconds from a request to its answer, for the checks,
+copies and lookups of its prompt and for the event loop. "wire" is the way to an engine in an actor: microseconds to
+pickle and unpickle the request, and its bytes. Each is measured for requests that say how much of their prompt is
+known, as those of episodes do, and for requests that do not. Figures are medians over the sessions, which take turns.
 """
 
 import argparse
@@ -50,7 +50,7 @@ class InstantEngine(LocalEngine):
 
 
 class Wire:
-    """What `RayEngine` and its actor do with a request, without Ray between."""
+    """What `RayEngine` and its actor do with a request, but without Ray."""
 
     def __init__(self) -> None:
         self._here, self._there = SentPrompts(), HeldPrompts()
@@ -114,7 +114,7 @@ async def benchmark(sessions: int, turns: int, new: int) -> None:
 
 
 def main() -> None:
-    """Measure."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--new", type=int, default=650)
     parser.add_argument("--sessions", type=int, default=64)

@@ -1,11 +1,11 @@
-"""Seconds for each GiB of new weights, from a trainer to two engines, beside a plain copy of the same bytes.
+"""Seconds per GiB of new weights, from a trainer to two engines, compared with a plain copy of the same bytes.
 
     python benchmarks/weights.py [--engine local|vllm] [--mib 200] [--updates 20] [--transport shared_memory|disk]
 
-A made-up model of about `--mib` changes in every weight, and is published. After each update the checksums must be
-equal everywhere: those of the trainer, of the published files, which each engine has checked, and, for engines in this
-process, of what they sample from; and the two must answer alike. A copy goes into memory that is already there, and
-each update is measured beside one of its own. Figures are medians.
+Every weight of a random model of about `--mib` MiB changes, and the model is published. After each update the checksums
+must be equal everywhere: those of the trainer's weights, of the published files, which each engine has checked, and,
+for engines in this process, of the weights that they sample from. The two engines must also give the same answer. The
+plain copy goes into memory that is already allocated, and is repeated for each update. Figures are medians.
 """
 
 import argparse
@@ -34,7 +34,7 @@ GIB = 2**30
 
 
 class Source:
-    """A trainer as far as publishing goes: it has weights, which change. Tied ones have one name."""
+    """The part of a trainer that publishing needs: weights that change. Tied weights have one name."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._weights = {name: p.detach() for name, p in model.named_parameters()}
@@ -68,7 +68,7 @@ def make_model(folder: Path, mib: int) -> torch.nn.Module:
 
 
 async def assert_equal_everywhere(engines: list[Engine], source: Source, bundle: WeightBundle, number: int) -> None:
-    """The checksums, and an answer."""
+    """Compare the checksums, and an answer of each engine."""
     sums = {checksum(await source.weights()), checksum(WeightBundle.open(bundle.folder))}
     for engine in engines:
         if isinstance(engine, LocalEngine):
@@ -80,7 +80,7 @@ async def assert_equal_everywhere(engines: list[Engine], source: Source, bundle:
 
 
 async def measure(options: argparse.Namespace, folder: Path) -> list[dict[str, float]]:
-    """Seconds of each update, by phase, and of a copy beside it."""
+    """Seconds per GiB of each update, by phase, and of the copy beside it."""
     source = Source(make_model(folder, options.mib))
     weights = await source.weights()
     size = sum(weight.nbytes for weight in weights.values())
@@ -99,7 +99,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> list[dict[str, f
         config = WeightsConfig(transport=options.transport)
         publisher = WeightPublisher(engines[0], ((engines[1], 1),), config)
         await stack.enter_async_context(publisher)
-        for number in range(1, options.updates + 2):  # the first warms up
+        for number in range(1, options.updates + 2):  # the first is a warm-up
             source.step()
             start = time.perf_counter()
             for copy, weight in zip(copies, weights.values(), strict=True):

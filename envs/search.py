@@ -22,7 +22,7 @@ from agentrl.rollout.tools import ToolCall
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """A fact about each thing of a kind: its sentence ({0} the thing, {1} the other), and how questions call {1}."""
+    """A fact about each thing of a kind: its sentence ({0} the thing, {1} the other), and the phrase for {1}."""
 
     kind: str
     other: str

@@ -23,7 +23,7 @@ Cell = tuple[int, int]
 """(row, column); the room inside its walls begins at (0, 0)."""
 
 Pull = tuple[frozenset[Cell], Cell, str, int]
-"""The boxes and the player after the pull, the word that pushes the box back, and the player's steps before it."""
+"""The boxes and the player after a pull, the word that pushes the box back, and the player's steps before the pull."""
 
 MOVES: Mapping[str, Cell] = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
 """The legal words, and the step of each."""

@@ -32,7 +32,7 @@ CriterionName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]{0,47}
 class RubricJudge:
     """Scores each trajectory by criteria: the weighted mean of their levels, as a share of the highest (0 to 1).
 
-    The unweighted level of each criterion is a part of the score. Enters, fails and uses `client` as `JudgeEndpoint`.
+    The unweighted level of each criterion is a part of the score. Enters, fails and uses `client` like `JudgeEndpoint`.
     """
 
     class Config(EvidenceSettings):

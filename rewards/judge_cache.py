@@ -18,7 +18,7 @@ class VerdictCache:
     loop.
 
     Raises:
-        ConfigError: the file cannot be opened, or is something else.
+        ConfigError: the file cannot be opened, or is not a cache.
     """
 
     def __init__(self, path: Path | None) -> None:

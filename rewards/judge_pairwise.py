@@ -46,7 +46,7 @@ class PairwiseJudge:
     Each pair is judged in both orders, and a member gets the mean of both: 1 for a win, 0.5 for a tie. So a judge that
     always prefers the first text gives every member 0.5. Equal texts tie and are not judged. The score is the share of
     wins (`agentrl.rewards.judge_ranking.win_shares`). If one verdict fails, all scores of the group fail; on a retry
-    the other verdicts come from the cache. Enters, fails and uses `client` as `JudgeEndpoint`.
+    the other verdicts come from the cache. Enters, fails and uses `client` like `JudgeEndpoint`.
     """
 
     class Config(EvidenceSettings):

@@ -23,8 +23,9 @@ class Monitor:
     call could not be read. A message without any call is an event in which `message` holds.
 
     Parts: `violated` is 1 if the formula does not hold (its mean is the rate of violations, which a constraint of
-    `shaping` can bound). `progress` is 1 - d / d0, where d is the fewest further events after which the formula would
-    hold, and d0 the same at the start. The idea of rewards from a task's automaton: LCRL (arXiv:2209.10341).
+    `batch_processing` can bound). `progress` is 1 - d / d0, where d is the fewest further events after which the
+    formula would hold, and d0 the same at the start. The idea of rewards from a task's automaton: LCRL
+    (arXiv:2209.10341).
     """
 
     isolation: Literal["inline"] = "inline"

@@ -76,7 +76,7 @@ class RewardModel:
         """The model's score of the conversation.
 
         Raises:
-            RewardError: the conversation is longer than the model can read, or the output is not finite.
+            RewardError: the conversation is longer than the model can read, or the model failed.
         """
         if self._renderer is None or self._model is None:
             raise ConfigError("the reward model is not running: use it inside `async with reward:`")
@@ -100,7 +100,7 @@ class RewardModel:
         batch: list[_Waiting] = []
         while self._queue and not self._busy and len(batch) < self._config.batch:
             waiting = self._queue.popleft()
-            if not waiting.score.done():  # its trajectory may have been given up meanwhile
+            if not waiting.score.done():  # its trajectory may have been dropped meanwhile
                 batch.append(waiting)
         if not batch:
             return

@@ -6,6 +6,9 @@ from contextlib import suppress
 
 import psutil
 
+PATIENCE_SECONDS = 900.0
+"""How long a test waits for what has to happen in other processes. It is about whether, and not about how soon."""
+
 
 def is_alive(process: psutil.Process) -> bool:
     """Whether it has not ended. One that nobody has asked for its exit status yet has: where its parent is gone, that

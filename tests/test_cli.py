@@ -8,6 +8,7 @@ import pytest
 
 from agentrl.rollout.ledger import Ledger
 from agentrl.trajectory import Task
+from tests.processes import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parent.parent
 
@@ -21,7 +22,7 @@ def test_a_mistyped_setting_is_explained_exits_with_two_and_starts_nothing(tmp_p
         capture_output=True,
         text=True,
         cwd=ROOT,
-        timeout=120,
+        timeout=PATIENCE_SECONDS,
         check=False,
     )
     assert done.returncode == 2

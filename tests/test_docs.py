@@ -132,6 +132,13 @@ def test_the_page_of_commands_shows_every_subcommand() -> None:
     assert shown == set(subcommands(get_command(app)))
 
 
+@pytest.mark.parametrize("doc", sorted((ROOT / "docs").glob("*.md")), ids=lambda doc: doc.name)
+def test_every_page_begins_with_what_it_is_for(doc: Path) -> None:
+    title, first = [part for part in doc.read_text().split("\n\n") if part.strip()][:2]
+    assert title.startswith("# ")
+    assert re.match(r"This (page|tutorial) ", first), first
+
+
 @each_doc
 def test_every_make_target_named_exists(doc: Path) -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))

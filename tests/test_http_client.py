@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from agentrl.http_client import http_client
+from tests.processes import PATIENCE_SECONDS
 
 HALF = 100_000
 
@@ -62,7 +63,7 @@ async def serving(seconds: float = 0.0) -> AsyncIterator[Server]:
 
 async def at_most(server: Server, connections: int) -> None:
     """Wait until the server has no more connections than these: it learns of an end a moment later."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_SECONDS):
         while len(server.open) > connections:
             server.ended.clear()
             await server.ended.wait()

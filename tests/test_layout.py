@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import PATIENCE_SECONDS
+
 pytestmark = pytest.mark.xdist_group("layout")  # all look at the same sources, which are read once a process
 
 ROOT = Path(__file__).parent.parent
@@ -162,7 +164,9 @@ def test_importing_and_reading_a_config_load_no_torch_ray_or_vllm():
         "load_config(Path('examples/frozen_lake.yaml'))\n"
         f"print('a config', *sorted({heavy!r} & set(sys.modules)))"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60, cwd=ROOT)
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE_SECONDS, cwd=ROOT
+    )
     assert out.stdout.split("\n") == ["agentrl", "agentrl.protocols", "agentrl.cli", "agentrl.testing", "a config", ""]
 
 

@@ -1,4 +1,4 @@
-"""A batch cut into shards for the ranks of a trainer: as many micro-batches for each, and nearly the same work."""
+"""Cuts a batch into shards for a trainer's ranks, with equal numbers of micro-batches and nearly equal work."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,15 +15,15 @@ BatchShard = Sequence[Sequence[MicroBatch]]
 
 
 def shard_batch(batch: TrainBatch, settings: TrainerSettings, *, ranks: int, minibatches: int = 1) -> list[BatchShard]:
-    """Cut a batch into minibatches, these into rows and micro-batches, and give each rank its shard.
+    """Cut a batch into minibatches, these into rows and micro-batches, and divide them into a shard for each rank.
 
     In each minibatch every rank gets the same number of micro-batches; the tokens of two ranks differ by at most the
-    largest micro-batch. Micro-batches without a loss token are left out. One rank gets all, in order.
+    largest micro-batch. Micro-batches without a loss token are left out. A single rank gets all, in order.
 
     Raises:
-        ValueError: there is no loss token at all.
+        ValueError: the batch has no loss token.
     """
-    # The minibatches' rows are no longer than those of the whole batch would be.
+    # No row of a minibatch is longer than the rows of the whole batch would be.
     lengths = batch.lengths_M.tolist()
     row_tokens = max(row_length(row, lengths) for row in pack(lengths, settings.row_tokens))
     by_minibatch = [
@@ -37,10 +37,10 @@ def shard_batch(batch: TrainBatch, settings: TrainerSettings, *, ranks: int, min
 
 
 def minibatches_of(batch: TrainBatch, count: int) -> list[TrainBatch]:
-    """The samples, in their order, in `count` batches of nearly equal numbers of samples.
+    """Split the samples, in order, into `count` batches of nearly equal numbers of samples.
 
-    Neighbours stay together, so a group is split at most once per border. With fewer samples than `count` there is one
-    part per sample.
+    Neighbours stay together, so each border splits at most one group. With fewer samples than `count`, each sample is a
+    batch.
 
     Raises:
         ValueError: `count` is below 1.
@@ -52,9 +52,9 @@ def minibatches_of(batch: TrainBatch, count: int) -> list[TrainBatch]:
 
 
 def gather(batch: TrainBatch, shards: Sequence[BatchShard], predictions: Sequence[Sequence[FloatArray]]) -> FloatArray:
-    """What the ranks predicted for the loss tokens of each of their micro-batches, in the order of the batch; shape N.
+    """The ranks' predictions for the loss tokens, in the order of the batch; shape N.
 
-    The batch was sharded as one minibatch.
+    The batch must have been sharded as one minibatch.
     """
     gathered_N = np.zeros(batch.num_loss_tokens, np.float32)
     ends_M = np.cumsum(batch.loss_tokens_M).tolist()

@@ -17,12 +17,12 @@ from agentrl.errors import CheckpointError
 
 STATE_FILE = "trainer.pt"
 FORMAT = 1
-"""What the state file says of itself. Raise it when an older reader would misread the folder."""
+"""The version in the state file. Raise it when an older reader would misread the folder."""
 _MODEL_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", "config.json", "generation_config.json")
 
 
 def named_weights(model: Any) -> dict[str, Tensor]:
-    """The model's weights by their Hugging Face names, not copied; of tied weights the first name only."""
+    """The model's weights by their Hugging Face names, not copied; tied weights only under their first name."""
     weights: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, weight in model.state_dict().items():
@@ -34,9 +34,10 @@ def named_weights(model: Any) -> dict[str, Tensor]:
 
 @contextmanager
 def quiet(*, warnings: bool = True) -> Iterator[None]:
-    """Keep transformers from drawing over the run's own progress while it reads or writes a model, and DeepSpeed, which
-    it imports then where that is installed, from saying on stdout what it found. `warnings`: whether transformers may
-    say that weights are missing.
+    """Silence transformers and DeepSpeed while a model is read or written.
+
+    The progress bars of transformers would overwrite the run's own. Transformers also imports DeepSpeed, if it is
+    installed, and DeepSpeed prints what it found. `warnings`: whether transformers may warn of missing weights.
     """
     from transformers.utils import logging as of_transformers
 
@@ -69,14 +70,14 @@ def save_model(folder: Path, model: Any, origin: Path, weights: Mapping[str, Ten
 
 
 def save_state(folder: Path, state: Mapping[str, Any]) -> None:
-    """Write the state beside the weights: last of all, since it is what makes a checkpoint complete."""
+    """Write the state beside the weights. This comes last, since it marks the checkpoint as complete."""
     torch.save({"format": FORMAT, **state}, folder / STATE_FILE)
 
 
 def read_checkpoint(
     folder: Path, shapes: Mapping[str, torch.Size], *, weights_in: str = "."
 ) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
-    """The weights (of a folder in it) and the state of a checkpoint, on the CPU, if the weights have these shapes.
+    """Read the weights (from the folder `weights_in`) and the state of a checkpoint to the CPU; check the shapes.
 
     Raises:
         CheckpointError: the folder is missing, incomplete, damaged or of another model.
@@ -114,8 +115,8 @@ def read_checkpoint(
 
 
 def kept_by_another(folder: Path, trainer: str) -> CheckpointError:
-    """What to raise where the optimizer beside the weights was written by another kind of trainer."""
+    """The error for an optimizer state that another kind of trainer has saved."""
     return CheckpointError(
-        f"the optimizer in {folder} was not saved by the trainer {trainer!r}: go on with the one that saved it, or "
+        f"the optimizer in {folder} was not saved by the trainer {trainer!r}: use the one that saved it, or "
         f"start a new run from these weights by model={folder}"
     )

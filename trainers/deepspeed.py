@@ -1,4 +1,4 @@
-"""The trainer of many ranks by DeepSpeed's ZeRO."""
+"""The trainer for many ranks with DeepSpeed's ZeRO."""
 
 from dataclasses import replace
 from typing import ClassVar, Literal
@@ -11,19 +11,19 @@ from agentrl.trainers.settings import TrainerSettings
 
 
 class DeepSpeedTrainer(GroupTrainer):
-    """DeepSpeed over `world_size` ranks, each a worker of the cluster. Needs the extra `deepspeed`."""
+    """DeepSpeed on `world_size` ranks, each a worker of the cluster. Needs the extra `deepspeed`."""
 
     sharding: ClassVar[str] = "agentrl.trainers.zero_sharding:open_sharding"
 
     class Config(TrainerSettings):
-        """Everything a trainer has, and how it is sharded."""
+        """The settings of every trainer, and how this one is sharded."""
 
         world_size: int = Field(1, ge=1)
-        """Ranks: one device each."""
+        """Number of ranks, with one device each."""
         zero_stage: Literal[1, 2, 3] = 2
-        """What is in parts on the ranks: the optimizer (1), gradients too (2), weights too (3); arXiv:1910.02054."""
+        """What is sharded: the optimizer (1), also the gradients (2), also the weights (3); arXiv:1910.02054."""
         offload: bool = False
-        """Keep the optimizer (and with stage 3 the weights) in the CPU's memory, where the devices are GPUs."""
+        """Keep the optimizer (and with stage 3 the weights) in CPU memory, if the devices are GPUs."""
 
         def layout(self) -> TrainerLayout:
             """See `TrainerSettings.layout`."""
@@ -38,5 +38,5 @@ class DeepSpeedTrainer(GroupTrainer):
 
     @property
     def world_size(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return int(self.config.world_size)

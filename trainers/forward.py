@@ -1,4 +1,4 @@
-"""Packed rows through a Hugging Face model, to the logprobs or the values of the loss tokens alone.
+"""Runs packed rows through a Hugging Face model, for the logprobs or the values of the loss tokens only.
 
 Dimension suffixes: B rows, T columns, N loss tokens of the micro-batch, flattened in row order.
 """
@@ -19,7 +19,7 @@ from agentrl.trainers.packing import MicroBatch, lay
 class DeviceMicroBatch:
     """Rows as tensors on the device.
 
-    `attention_B1TT`: true where a row's token may look at a column: its own segment, up to itself.
+    `attention_B1TT`: true where a token may attend to a column: in its own segment, up to itself.
     `predictors_N`: for each loss token, the flat index into B * T of the token before it.
     """
 
@@ -35,7 +35,7 @@ class DeviceMicroBatch:
 
 
 def to_device(micro_batch: MicroBatch, device: torch.device) -> DeviceMicroBatch:
-    """Lay a micro-batch out, move it to a device and build its mask there."""
+    """Lay out a micro-batch, move it to a device and build its mask there."""
 
     def move(array: Any) -> Tensor:
         wide = array.astype(np.int64 if array.dtype == np.int32 else array.dtype)  # a copy; torch indexes with int64
@@ -60,20 +60,20 @@ def to_device(micro_batch: MicroBatch, device: torch.device) -> DeviceMicroBatch
 def token_logprobs(model: Any, rows: DeviceMicroBatch, temperature: float) -> Tensor:
     """log softmax(logits / temperature) of each loss token, float32, shape N.
 
-    The output head runs at the N positions that predict a loss token and nowhere else.
+    The output head runs only at the N positions that predict a loss token.
     """
     logits_NV = model.get_output_embeddings()(_before(model, rows)).float()
     return -cross_entropy(logits_NV / temperature, rows.targets_N, reduction="none")
 
 
 def token_values(model: Any, rows: DeviceMicroBatch) -> Tensor:
-    """What the model's head for values says before each loss token, float32, shape N."""
+    """The output of the model's value head before each loss token, float32, shape N."""
     values_N1: Tensor = model.score(_before(model, rows)).float()
     return values_N1[:, 0]
 
 
 def _before(model: Any, rows: DeviceMicroBatch) -> Tensor:
-    """The last hidden states of the tokens before the loss tokens, shape N and H."""
+    """The last hidden states of the tokens before the loss tokens, shape (N, H)."""
     hidden_BTH: Tensor = model.base_model(
         input_ids=rows.tokens_BT,
         attention_mask=rows.attention_B1TT,
@@ -84,26 +84,27 @@ def _before(model: Any, rows: DeviceMicroBatch) -> Tensor:
 
 
 def check_attention(model: Any) -> None:
-    """Refuse a model whose attention is not plain causal attention: the mask says which tokens may be seen, so a
-    sliding window would be lost.
+    """Refuse a model whose attention is not plain causal attention.
+
+    Our own mask would replace a sliding window.
 
     Raises:
-        ConfigError: so it is.
+        ConfigError: the model has another kind of attention.
     """
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"} or (not hasattr(config, "layer_types") and getattr(config, "sliding_window", None)):
         raise ConfigError(
             f"{type(model).__name__} has attention layers of the kinds {sorted(kinds)}, with a sliding window of "
-            f"{getattr(config, 'sliding_window', None)}; packed training knows full attention only"
+            f"{getattr(config, 'sliding_window', None)}; packed training supports full attention only"
         )
 
 
 def check_head(model: Any) -> None:
-    """Refuse a model whose logits are more than the output head over the last hidden state.
+    """Refuse a model whose logits are not just the output head over the last hidden state.
 
     Raises:
-        ConfigError: so it is.
+        ConfigError: the logits differ.
     """
     config = model.config.get_text_config()
     tokens_BT = torch.arange(8, device=model.device)[None] % config.vocab_size

@@ -1,4 +1,4 @@
-"""The trainer of many ranks by FSDP2: weights, gradients and optimizer in equal parts on each."""
+"""The trainer for many ranks with FSDP2: each rank has an equal part of weights, gradients and optimizer."""
 
 from dataclasses import replace
 from typing import ClassVar
@@ -11,20 +11,20 @@ from agentrl.trainers.settings import TrainerSettings
 
 
 class FsdpTrainer(GroupTrainer):
-    """PyTorch's `fully_shard` (FSDP2) over `world_size` ranks, each a worker of the cluster."""
+    """PyTorch's `fully_shard` (FSDP2) on `world_size` ranks, each a worker of the cluster."""
 
     sharding: ClassVar[str] = "agentrl.trainers.fsdp_sharding:open_sharding"
 
     class Config(TrainerSettings):
-        """Everything a trainer has, and how it is sharded."""
+        """The settings of every trainer, and how this one is sharded."""
 
         world_size: int = Field(1, ge=1)
-        """Ranks: one device each."""
+        """Number of ranks, with one device each."""
         reshard_after_forward: bool = True
-        """Give back the gathered weights of a layer after its forward pass, and gather them again for the backward
-        pass (ZeRO 3); otherwise they are kept until then (ZeRO 2): faster, and more memory."""
+        """Free a layer's gathered weights after its forward pass, and gather them again for the backward pass (ZeRO
+        3). Otherwise keep them until then (ZeRO 2), which is faster but takes more memory."""
         cpu_offload: bool = False
-        """Keep the shards and the optimizer in the CPU's memory, where the devices are GPUs."""
+        """Keep the shards and the optimizer in CPU memory, if the devices are GPUs."""
 
         def layout(self) -> TrainerLayout:
             """See `TrainerSettings.layout`. Weights are cast before they are gathered."""
@@ -41,5 +41,5 @@ class FsdpTrainer(GroupTrainer):
 
     @property
     def world_size(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return int(self.config.world_size)

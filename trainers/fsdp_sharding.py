@@ -1,4 +1,4 @@
-"""What a rank of `FsdpTrainer` computes, in torch."""
+"""The torch code of a rank of `FsdpTrainer`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ def open_sharding(spec: TrainerSpec, rank_info: RankInfo) -> "FullyShard":
 
 
 def _shard(model: Predictor, config: "FsdpTrainer.Config", device: torch.device, world_size: int) -> None:
-    """Each block of the model alone, and the rest (embeddings, head) together, so that tied weights stay tied."""
+    """Shard each block of the model alone, and the rest (embeddings, head) together, so that tied weights stay tied."""
     low = config.dtype == "bfloat16"
     options: dict[str, Any] = {
         "mesh": init_device_mesh(device.type, (world_size,)),
@@ -77,7 +77,7 @@ def _reshard(model: Predictor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FullyShard:
-    """`Sharding` by FSDP2. `home`: where its parts are while it is awake."""
+    """`Sharding` with FSDP2. `home`: the device of its shards while it is awake."""
 
     rank: int
     device: torch.device
@@ -89,7 +89,7 @@ class FullyShard:
     def predict(self, rows: DeviceMicroBatch) -> Tensor:
         """See `Sharding`."""
         predicted_N: Tensor = self.model(rows)
-        if not torch.is_grad_enabled():  # what is gathered is given back by the backward pass otherwise
+        if not torch.is_grad_enabled():  # otherwise the backward pass frees the gathered weights
             _reshard(self.model)
         return predicted_N
 
@@ -98,7 +98,7 @@ class FullyShard:
         self.optimizer.zero_grad(set_to_none=True)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Gradients are summed over the ranks after the last micro-batch only."""
+        """See `Sharding`. Gradients are summed over the ranks only after the last micro-batch."""
         cast(FSDPModule, self.model).set_requires_gradient_sync(last)
         loss.backward()  # type: ignore[no-untyped-call]
 
@@ -118,12 +118,12 @@ class FullyShard:
         return norm
 
     def weights(self) -> Mapping[str, Tensor]:
-        """All weights in the CPU's memory, on rank 0; the other ranks help, and return none."""
+        """All weights on rank 0, in CPU memory; the other ranks take part, but return none."""
         whole = self._whole()
         return self.trainable.weights(whole) if self.rank == 0 else {}
 
     def save(self, folder: Path, step: int) -> None:
-        """The weights as a Hugging Face folder by rank 0; the optimizer by all, each its shards."""
+        """Rank 0 writes the weights as a Hugging Face folder; each rank writes its shards of the optimizer."""
         whole = self._whole()
         if self.rank == 0:
             self.trainable.save(folder, whole)
@@ -134,7 +134,7 @@ class FullyShard:
         dist.barrier()
 
     def load(self, folder: Path) -> int:
-        """Any number of ranks can take up what any number has saved."""
+        """Any number of ranks can load what any number of ranks has saved."""
         saved, state = self.trainable.read(folder)
         if state["optimizer"] != _OPTIMIZER:
             raise kept_by_another(folder, "fsdp")
@@ -158,7 +158,7 @@ class FullyShard:
         dist.destroy_process_group()
 
     def _whole(self) -> dict[str, Tensor]:
-        """What trains, gathered one by one: rank 0 keeps it, in the CPU's memory."""
+        """The trainable tensors, gathered one by one; only rank 0 keeps them, in CPU memory."""
         whole: dict[str, Tensor] = {}
         for name, tensor in trainable_tensors(self.trainable).items():
             gathered = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""A trainer whose ranks are workers: it cuts each batch into shards for them, and restarts them when one has died."""
+"""A trainer whose ranks are workers: it cuts each batch into shards for them, and restarts them when one dies."""
 
 import asyncio
 import logging
@@ -28,25 +28,25 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _LEAVE_SECONDS = 5.0
-"""How long the ranks may take to leave each other and give back what they hold, before they are stopped."""
+"""How long the ranks may take to disconnect and free their memory before they are stopped."""
 
 
 class GroupTrainer:
-    """What all trainers have in common; implements `agentrl.protocols.Trainer`.
+    """The base of all trainers; implements `agentrl.protocols.Trainer`.
 
-    `sharding` names the function that makes a rank's `Sharding`, as "module:function": it loads torch, and is loaded
-    where the rank lives. The event loop goes on during a call, and a step that the ranks have begun is finished though
-    its caller is cancelled.
+    `sharding` names the function that makes a rank's `Sharding`, as "module:function". It needs torch, so only the
+    ranks import it. A call does not block the event loop. The ranks finish a step that they have begun, even if the
+    caller is cancelled.
 
-    `temperature` is the one the engine samples with: logprobs are of the distribution that was sampled from.
-    `total_steps` is what the schedule ends at. `model` is a Hugging Face folder. `start` says where the ranks live.
-    `role` is what they are called; with the `head` "value" the model is a critic, whose losses are of its values.
-    `recovery` says how often ranks are restarted, and from what.
+    `temperature` is the engine's sampling temperature: logprobs are of the distribution that was sampled from.
+    `total_steps` is the end of the learning rate schedule. `model` is a Hugging Face folder. `start` starts the ranks,
+    in this process or elsewhere. `role` is their name in messages. With the `head` "value" the model is a critic, whose
+    losses are of its values. `recovery` says how often ranks are restarted, and from what.
 
     Raises:
-        ConfigError: on entering: the model folder is missing or is of a kind that cannot be trained exactly.
-        WorkerDiedError: of any call: ranks have died more than `recovery.restarts` times, and no step was made between.
-        StallError: of any call: it has missed `recovery.deadline`.
+        ConfigError: on entering: the model folder is missing, or its model cannot be trained exactly.
+        WorkerDiedError: from any call: ranks have died more than `recovery.restarts` times without a step between.
+        StallError: from any call: it has missed `recovery.deadline`.
     """
 
     sharding: ClassVar[str]
@@ -78,7 +78,7 @@ class GroupTrainer:
 
     @property
     def world_size(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return 1
 
     async def __aenter__(self) -> Self:
@@ -94,7 +94,7 @@ class GroupTrainer:
         """One pass over the batch, in `minibatches` optimizer steps.
 
         Metrics: `loss` (summed token losses / normalizer), `grad_norm` (before clipping, largest of the minibatches),
-        `lr`, `loss_tokens`, `tokens` (without padding), `packing` (share of the rows that is no padding),
+        `lr`, `loss_tokens`, `tokens` (without padding), `packing` (share of the rows that is not padding),
         `logprob_gap_mean` and `logprob_gap_max` (|engine's - trainer's logprob|, in nats), the seconds of each phase
         and the means of the loss's own metrics.
 
@@ -114,7 +114,7 @@ class GroupTrainer:
         return metrics
 
     async def predict(self, batch: TrainBatch) -> FloatArray:
-        """What the model says of each loss token, in the order of the batch, shape N."""
+        """The model's logprob (a critic's value) of each loss token, in the order of the batch, shape N."""
 
         async def predict(ranks: WorkerGroup) -> FloatArray:
             shards = await asyncio.to_thread(shard_batch, batch, self.config, ranks=len(ranks))
@@ -124,14 +124,17 @@ class GroupTrainer:
         return await self._ask(predict)
 
     async def weights(self) -> Mapping[str, "Tensor"]:
-        """The float32 weights, whole; of tied weights the first name only. With one rank in this process not copied."""
+        """The whole float32 weights; tied weights only under their first name.
+
+        A single rank in this process returns the weights themselves, not a copy.
+        """
         weights: Mapping[str, Tensor] = (await self._ask(lambda ranks: ranks.all("weights")))[0]
         return weights
 
     async def write_weights(self, place: BundlePlace) -> WeightBundle:
-        """Rank 0 writes the weights, and nothing is sent here but where they are.
+        """Let rank 0 write the weights, and send here only where they are.
 
-        From a machine that does not see the place they are sent here all the same, and written here.
+        If rank 0's machine cannot reach the place, the weights are sent here and written here.
         """
         written: Mapping[str, Tensor] = (await self._ask(lambda ranks: ranks.all("write_weights", place)))[0]
         return written if isinstance(written, WeightBundle) else await asyncio.to_thread(place.write, written)
@@ -139,42 +142,42 @@ class GroupTrainer:
     async def save(self, folder: Path) -> None:
         """Write a Hugging Face folder with the tokenizer, and the optimizer's state and step beside it.
 
-        For all or nothing, write to a temporary folder and rename it. What a rank that died in it had
-        written is removed.
+        To save all or nothing, save to a temporary folder and rename it. The folder is removed before each attempt,
+        so nothing remains of a rank that died while it saved.
         """
 
         async def save(ranks: WorkerGroup) -> None:
             shutil.rmtree(folder, ignore_errors=True)
             await ranks.all("save", folder)
 
-        self._log.drop_saved()  # by the last checkpoint; of this one it is not known yet whether it will be whole
+        self._log.drop_saved()  # those in the last checkpoint only: this one may not become complete
         await self._ask(save)
 
     async def load(self, folder: Path) -> None:
-        """Take up exactly where `save` left off; settings (learning rate, decay, ...) stay those of this run.
+        """Continue exactly where `save` left off; settings (learning rate, decay, ...) stay those of this run.
 
         Raises:
             CheckpointError: the folder is missing or incomplete.
-            ValueError: it is not the run's newest checkpoint, which alone would be found again.
+            ValueError: it is not the run's newest checkpoint, the only one that a restart would find.
         """
         checkpoint = self._log.checked(folder)
         await self._ask(lambda ranks: ranks.all("load", folder))
         self._log.begin_at(checkpoint)
 
     async def sleep(self) -> None:
-        """All ranks give their devices' memory back (`Sleeper` of agentrl/placement/time_share.py)."""
+        """Free the memory of all ranks' devices (`Sleeper` of agentrl/placement/time_share.py)."""
         await self._ask(lambda ranks: ranks.all("sleep"))
 
     async def wake(self) -> None:
-        """They take it again."""
+        """Move all ranks' state back to their devices."""
         await self._ask(lambda ranks: ranks.all("wake"))
 
     async def free(self) -> int:
-        """Bytes that are free on the fullest of the ranks' devices."""
+        """Free bytes on the fullest of the ranks' devices."""
         return int(min(await self._ask(lambda ranks: ranks.all("free"))))
 
     async def _make(self, ranks: WorkerGroup, step: TrainingStep) -> Mapping[str, float]:
-        """Let the ranks make a step."""
+        """Make a step on the ranks."""
         batch, loss, normalizer = step
         shards = await asyncio.to_thread(
             shard_batch, batch, self.config, ranks=len(ranks), minibatches=self.config.minibatches
@@ -184,7 +187,7 @@ class GroupTrainer:
         return {**metrics[0], **_packing(shards)}
 
     async def _ask(self, call: Callable[[WorkerGroup], Awaitable[T]]) -> T:
-        """What the ranks answer, or those that take their place."""
+        """Make a call to the ranks, and return their answer. If ranks die, restart all of them and call again."""
         if not self._running:
             raise AgentRLError("the trainer is not running: use it inside `async with trainer:`")
         while True:
@@ -192,7 +195,7 @@ class GroupTrainer:
                 async with asyncio.timeout(self._recovery.deadline):
                     return await call(self._ranks or await self._begin())
             except WorkerDiedError as error:
-                if _is_cancelled():  # what ends the run may end the ranks too, and the death was seen first
+                if _is_cancelled():  # the ranks may have died because the run is ending
                     raise asyncio.CancelledError from error
                 if self._restarts_left == 0:
                     raise
@@ -206,7 +209,7 @@ class GroupTrainer:
                 ) from error
 
     async def _begin(self) -> WorkerGroup:
-        """Ranks in the state of the steps done."""
+        """Start ranks, and bring them to the state after the steps done."""
         ranks = await self._start(self._role, self._spec.make_rank, self.world_size)
         try:
             await ranks.all("open", len(ranks), await ranks.one("address"))
@@ -222,19 +225,19 @@ class GroupTrainer:
         return ranks
 
     async def _leave(self, error: BaseException | None) -> None:
-        """End the ranks. `error`: why, where there is a reason."""
+        """End the ranks. `error`: the reason, if there is one."""
         ranks, self._ranks = self._ranks, None
         if ranks is None:
             return
-        if not isinstance(error, WorkerDiedError):  # those who are left would wait for the dead one
-            with suppress(AgentRLError, TimeoutError):  # one that is stuck is stopped all the same
+        if not isinstance(error, WorkerDiedError):  # the remaining ranks would wait for the dead one
+            with suppress(AgentRLError, TimeoutError):  # a stuck rank is stopped below anyway
                 async with asyncio.timeout(_LEAVE_SECONDS):
                     await ranks.all("close")
         await ranks.stop()
 
 
 def _packing(shards: list[BatchShard]) -> dict[str, float]:
-    """What was computed, without padding, and its share of the rows."""
+    """The number of computed tokens without padding, and their share of the rows."""
     computed = [one for shard in shards for part in shard for one in part if one.counts]
     tokens = sum(int(one.samples.lengths_M.sum()) for one in computed)
     return {"tokens": float(tokens), "packing": tokens / sum(one.cost for one in computed)}
@@ -246,4 +249,4 @@ def _is_cancelled() -> bool:
 
 
 async def _nothing(ranks: WorkerGroup) -> None:
-    """Being there is all that is asked."""
+    """The call of `__aenter__`, which only needs the ranks to be running."""

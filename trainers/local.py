@@ -7,16 +7,16 @@ from agentrl.trainers.settings import TrainerSettings
 
 
 class LocalTrainer(GroupTrainer):
-    """Weights and optimizer on one device, by default of this process, in a thread of its own.
+    """Weights and optimizer on one device, by default in a thread of this process.
 
-    The same batches give bitwise the same weights on the same machine, as far as the device's kernels are
-    deterministic (those of a CPU are).
+    On the same machine the same batches give bitwise the same weights, if the device's kernels are deterministic (those
+    of a CPU are).
     """
 
     sharding: ClassVar[str] = "agentrl.trainers.one_device:open_sharding"
 
     class Config(TrainerSettings):
-        """Everything a trainer has, and where it computes."""
+        """The settings of every trainer, and the device."""
 
         device: str = "auto"
         """A torch device, or "auto": the first GPU, else the CPU."""

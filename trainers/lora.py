@@ -1,4 +1,4 @@
-"""LoRA: small adapters train beside a model that stays as it was (arXiv:2106.09685), by the library peft."""
+"""LoRA: trains small adapters beside a frozen model (arXiv:2106.09685), with the library peft."""
 
 import re
 from collections.abc import Mapping
@@ -25,9 +25,9 @@ _FACTOR = re.compile(r"(.+)\.lora_([AB])\.default\.weight")
 class Adapters:
     """`TrainableParameters`: low-rank adapters; the model that they were added to is frozen.
 
-    What is published is the folder that the model came from and the adapters (`LowRank`). A checkpoint is a Hugging
-    Face folder with the adapters merged into the weights, which any engine or trainer starts from, and in it the folder
-    `adapter`, which a resumed run takes up, as any program that uses peft can.
+    The published weights are the model's original folder and the adapters (`LowRank`). A checkpoint is a Hugging Face
+    folder with the adapters merged into the weights, from which any engine or trainer can start. A resumed run loads
+    its subfolder `adapter`, as can any program that uses peft.
     """
 
     model: Any
@@ -40,7 +40,7 @@ class Adapters:
         """Freeze a model that was loaded from the folder `origin`, and add adapters that change nothing yet.
 
         Raises:
-            ConfigError: peft is missing, the model has none of the targets, or the folder not their weights.
+            ConfigError: peft is missing, the model has none of the targets, or the folder lacks their weights.
         """
         try:
             from peft import LoraConfig, inject_adapter_in_model
@@ -68,7 +68,7 @@ class Adapters:
         pairs: dict[str, dict[str, Tensor]] = {}
         for name, tensor in whole.items():
             if (match := _FACTOR.fullmatch(name)) is None:
-                raise ConfigError(f"trainer.lora knows adapters of linear layers only, and {name} is none")
+                raise ConfigError(f"trainer.lora supports adapters of linear layers only, and {name} is not one")
             pairs.setdefault(f"{match[1]}.weight", {})[match[2]] = tensor.detach()
         scale = self.config.lora_alpha / self.config.r
         return {name: Factors(pair["A"], pair["B"], scale) for name, pair in pairs.items()}
@@ -93,7 +93,7 @@ class Adapters:
 
 
 def _begin(trained: Mapping[str, Tensor]) -> None:
-    """B is zero, A uniform within 1 / sqrt(inputs), as peft has it, but the same on every rank and in every run."""
+    """Set B to zero and A uniformly within 1 / sqrt(inputs), as peft does, but equally on all ranks and in all runs."""
     with torch.no_grad():
         for name, tensor in trained.items():
             if ".lora_B." in name:

@@ -1,6 +1,6 @@
-"""A Hugging Face model that is asked about tokens: packed rows in, one number for each loss token out.
+"""A Hugging Face model as a function of packed rows, with one output for each loss token.
 
-A policy says a token's logprob, a critic what reward is to be expected when it comes.
+The output is a policy's logprob of the token, or the reward that a critic expects before it.
 """
 
 from contextlib import nullcontext
@@ -18,9 +18,9 @@ from agentrl.trainers.trainable import AllWeights, TrainableParameters
 
 
 class Predictor(nn.Module):
-    """The model and how it is asked, as one module: what is called and sharded as a whole.
+    """The model and the computation of its outputs as one module, which is called and sharded as a whole.
 
-    `autocast`: compute matrix products in bfloat16, by weights that are float32.
+    `autocast`: compute matrix products in bfloat16, with float32 weights.
     """
 
     def __init__(self, model: Any, *, autocast: bool) -> None:
@@ -29,7 +29,7 @@ class Predictor(nn.Module):
         self.autocast = autocast
 
     def forward(self, rows: DeviceMicroBatch) -> Tensor:
-        """One number for each loss token, float32, shape N."""
+        """One output for each loss token, float32, shape N."""
         with torch.autocast(rows.tokens_BT.device.type, torch.bfloat16) if self.autocast else nullcontext():
             return self.say(rows)
 
@@ -39,7 +39,7 @@ class Predictor(nn.Module):
 
 
 class LogprobPredictor(Predictor):
-    """log softmax(logits / temperature) of each token, at the temperature that the model is sampled at."""
+    """log softmax(logits / temperature) of each token, at the sampling temperature."""
 
     def __init__(self, model: Any, temperature: float, *, autocast: bool) -> None:
         super().__init__(model, autocast=autocast)
@@ -51,7 +51,7 @@ class LogprobPredictor(Predictor):
 
 
 class ValuePredictor(Predictor):
-    """The value of each token: a linear head over what the model made of the tokens before it."""
+    """The value of each token: a linear head over the hidden state of the tokens before it."""
 
     def say(self, rows: DeviceMicroBatch) -> Tensor:
         """See `Predictor`."""
@@ -61,12 +61,12 @@ class ValuePredictor(Predictor):
 def load_model(
     spec: TrainerSpec, device: torch.device, *, autocast: bool = False
 ) -> tuple[Predictor, TrainableParameters]:
-    """The spec's model in float32, without dropout: as the policy that sampled; and what of it trains.
+    """Load the spec's model in float32 and without dropout, like the policy that sampled; and its trainable parameters.
 
-    A critic is the same model with a head of zeros in the place of the output head, so its first values are all zero.
+    A critic is the same model with a head of zeros in place of the output head, so its first values are all zero.
 
     Raises:
-        ConfigError: there is no model in the folder, or one that cannot be trainable exactly.
+        ConfigError: the folder has no model, or one that cannot be trained exactly.
     """
     from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
@@ -75,7 +75,7 @@ def load_model(
         raise ConfigError(f"{folder} is no Hugging Face model folder: there is no config.json in it")
     kind: Any = AutoModelForTokenClassification if valued else AutoModelForCausalLM
     options: dict[str, Any] = {"num_labels": 1} if valued else {}
-    with quiet(warnings=not valued):  # of the head, which is made here
+    with quiet(warnings=not valued):  # about the missing head, which is made here
         model = kind.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True, **options
         )

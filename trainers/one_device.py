@@ -1,4 +1,4 @@
-"""All weights on one device: the sharding that is none."""
+"""The trivial sharding: all weights on one device."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -95,7 +95,7 @@ class OneDevice:
         move(self.model, self.optimizer, self.device)
 
     def close(self) -> None:
-        """There are no others."""
+        """See `Sharding`. There are no other ranks."""
 
     def _whole(self) -> dict[str, Tensor]:
         return {name: tensor.detach() for name, tensor in trainable_tensors(self.trainable).items()}

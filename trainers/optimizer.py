@@ -1,4 +1,4 @@
-"""AdamW, and one step of it."""
+"""AdamW and its step."""
 
 import math
 from typing import Any
@@ -10,7 +10,7 @@ from agentrl.trainers.settings import TrainerSettings
 
 
 def adamw(module: nn.Module, settings: TrainerSettings, **kernel: bool) -> torch.optim.AdamW:
-    """AdamW over what trains: matrices decay, norms and biases do not. `kernel` says how torch computes it."""
+    """AdamW over the trainable parameters. Matrices decay, norms and biases do not. `kernel` chooses torch's kernel."""
     parameters = [p for p in module.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
@@ -21,18 +21,19 @@ def adamw(module: nn.Module, settings: TrainerSettings, **kernel: bool) -> torch
 
 
 def move(module: nn.Module, optimizer: torch.optim.AdamW, device: torch.device) -> None:
-    """Weights and moments to another device, without gradients. Counters of steps stay where the kernel has them."""
+    """Move weights and moments to another device; drop gradients. Step counters stay where the kernel keeps them."""
     optimizer.zero_grad(set_to_none=True)
     module.to(device)
     for state in optimizer.state.values():
         state.update({name: value.to(device) for name, value in state.items() if value.ndim})
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # what is free is for who shares the device
+        torch.cuda.empty_cache()  # others on the device can use the memory
 
 
 def apply(optimizer: torch.optim.AdamW, norm: float, lr: float, largest: float | None) -> None:
-    """One step, by gradients of this norm that are scaled down to the `largest`. A norm that is not finite changes no
-    weight, and the gradients are forgotten.
+    """One step, with gradients of norm `norm` scaled down to `largest` if they exceed it.
+
+    If the norm is not finite, no weight changes, and the gradients are dropped.
     """
     if not math.isfinite(norm):
         optimizer.zero_grad(set_to_none=True)

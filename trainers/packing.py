@@ -14,16 +14,16 @@ from agentrl.arrays import IntArray, MaskArray
 from agentrl.batch import TrainBatch
 
 Row = Sequence[int]
-"""The samples of a row, by their numbers in a batch, from its beginning to its end."""
+"""The samples of a row, by their numbers in a batch, from left to right."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Rows that one rank computes at once: they travel end to end, and are laid out where they are computed.
+    """Rows that one rank computes at once. They are sent as a flat list of samples and laid out on the rank.
 
-    `samples` are those of the rows, one row after another, with their `numbers_M` in the batch that was packed;
-    `row_samples_B`: how many each row has. One that does not count is computed all the same, with a weight of
-    zero: it keeps a rank that has nothing left to do in step with the others.
+    `samples`: the samples of the rows, row after row. `numbers_M`: their numbers in the packed batch. `row_samples_B`:
+    the number of samples in each row. If `counts` is false, the micro-batch is computed with a weight of zero: it keeps
+    a rank that has no work left in step with the others.
     """
 
     samples: TrainBatch
@@ -33,7 +33,7 @@ class MicroBatch:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows, and the tokens of the longest."""
+        """The number of rows, and the tokens of the longest one."""
         ends_B = np.cumsum(self.row_samples_B)
         row_tokens_B = np.add.reduceat(self.samples.lengths_M, ends_B - self.row_samples_B)
         return len(row_tokens_B), int(row_tokens_B.max())
@@ -49,7 +49,7 @@ class MicroBatch:
 class Rows:
     """The tokens of a micro-batch, laid out.
 
-    `segments_BT` are the samples' numbers in the batch, from 1 (0 is padding); attention stays inside a segment.
+    `segments_BT` are the samples' numbers in the batch plus 1 (0 is padding); attention stays inside a segment.
     `positions_BT` restarts at 0 with each segment. A token is predicted from the token before it in its segment, so
     the first token of a segment never carries loss.
     """
@@ -86,13 +86,15 @@ def pack(lengths: Sequence[int], row_tokens: int) -> list[Row]:
 
 
 def row_length(row: Row, lengths: Sequence[int]) -> int:
-    """The tokens of a row's samples."""
+    """Tokens of a row."""
     return sum(lengths[item] for item in row)
 
 
 def micro_batches(batch: TrainBatch, row_tokens: int, tokens: int, *, parts: int = 1) -> list[MicroBatch]:
-    """All samples of a batch, in rows of `row_tokens`, and these in micro-batches of at most `tokens` tokens each,
-    padding included, or of one row. For several `parts` they are small enough that each may have its share.
+    """Pack a batch into rows of `row_tokens`, and the rows into micro-batches.
+
+    A micro-batch has at most `tokens` tokens, padding included, or is a single row. For several `parts`, micro-batches
+    are small enough for each part to get its share.
 
     Raises:
         ValueError: `row_tokens` or `tokens` is below 1.
@@ -112,7 +114,7 @@ def micro_batches(batch: TrainBatch, row_tokens: int, tokens: int, *, parts: int
 
 
 def lay(micro_batch: MicroBatch) -> Rows:
-    """Lay the tokens of a micro-batch out in its rows. Padding has the token 0."""
+    """Lay out the tokens of a micro-batch in its rows. Padding is token 0."""
     samples, shape = micro_batch.samples, micro_batch.shape
     tokens_BT, loss_mask_BT = np.zeros(shape, np.int32), np.zeros(shape, np.bool_)
     positions_BT, segments_BT = np.zeros(shape, np.int32), np.zeros(shape, np.int32)

@@ -1,4 +1,4 @@
-"""The ranks of a trainer, as torch.distributed knows them."""
+"""The process group of a trainer's ranks in torch.distributed."""
 
 from datetime import timedelta
 
@@ -9,11 +9,11 @@ from torch import Tensor
 from agentrl.trainers.spec import RankInfo
 
 _PATIENCE = timedelta(minutes=10)
-"""How long a collective waits for a rank that does not come. A rank that died is noticed at once, by its worker."""
+"""How long a collective waits for a missing rank. The death of a rank is noticed at once, by its worker."""
 
 
 def join(rank_info: RankInfo) -> torch.device:
-    """Meet the other ranks; returns the device of this one: its GPU, or the CPU (by gloo)."""
+    """Join the other ranks; returns the device of this one: its GPU, or the CPU (with gloo)."""
     host, _, port = rank_info.address.rpartition(":")
     cuda = torch.cuda.is_available()
     if cuda:
@@ -38,7 +38,7 @@ def sum_of_ranks(values: Tensor) -> Tensor:
 
 
 def max_of_ranks(value: Tensor) -> Tensor:
-    """The largest of all ranks, the same on each. NaN stays NaN."""
+    """The largest value of all ranks, the same on each. NaN stays NaN."""
     gathered = [torch.empty_like(value) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, value.detach().contiguous())
     return torch.stack(gathered).max()

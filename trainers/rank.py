@@ -1,7 +1,8 @@
-"""One rank of a trainer, as a worker: the same steps, whatever way the weights lie over the ranks.
+"""One rank of a trainer, as a worker. Its steps are the same for every sharding.
 
-A step goes minibatch by minibatch. For each: the old logprobs (before the first update they are the new ones),
-micro-batches accumulated into the gradient of sum(token losses) / normalizer over all ranks, one update.
+A step first computes the old logprobs of all minibatches but the first, whose new logprobs are also the old ones. Then,
+for each minibatch, it accumulates micro-batches into the gradient of sum(token losses) / normalizer over all ranks, and
+updates the weights once.
 """
 
 import asyncio
@@ -32,7 +33,7 @@ from agentrl.weights.bundle import BundlePlace
 
 
 class TrainerRank:
-    """The worker of a rank. `open` comes first; all ranks make the same calls in the same order."""
+    """The worker of a rank. Call `open` first; make the same calls in the same order on all ranks."""
 
     def __init__(self, spec: TrainerSpec, rank: int) -> None:
         self._spec = spec
@@ -41,40 +42,40 @@ class TrainerRank:
         self._steps_done = 0
 
     def address(self) -> str:
-        """A free address of this machine."""
+        """A free address on this machine."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             return f"{own_address()}:{probe.getsockname()[1]}"
 
     def open(self, world_size: int, address: str) -> None:
-        """Meet the other ranks, load the model, make the optimizer."""
+        """Join the other ranks, load the model, make the optimizer."""
         make = resolve_name(self._spec.sharding)
         self._sharding = make(self._spec, RankInfo(self._rank, world_size, address))
 
     def close(self) -> None:
-        """Leave the other ranks, and hold the model no longer. All have to."""
+        """Leave the other ranks, and free the model. All ranks have to do so."""
         sharding, self._sharding = self._sharding, None
         if sharding is not None:
             sharding.close()
 
     @property
     def sharding(self) -> Sharding:
-        """What computes here."""
+        """This rank's sharding."""
         if self._sharding is None:
-            raise AgentRLError("this rank of the trainer has not met the others yet: call open first")
+            raise AgentRLError("this rank of the trainer has not joined the others yet: call open first")
         return self._sharding
 
     def step(self, shard: BatchShard, loss: Loss, normalizer: float, loss_tokens: int) -> Mapping[str, float]:
-        """One pass over this rank's shard. The metrics are of all ranks, but for the seconds, which are this one's."""
+        """One pass over this rank's shard. The metrics are of all ranks, except the seconds, which are of this one."""
         lr = learning_rate(self._spec.config, self._steps_done, self._spec.total_steps)
         tally = _Tally()
-        # Nothing is updated before the first minibatch: its logprobs are the old ones themselves.
+        # No update comes before the first minibatch, so its own logprobs are the old ones.
         olds: list[list[Tensor | None]] = [
             [None for _ in shard[0]],
             *(self._old_logprobs(micro_batches, tally) for micro_batches in shard[1:]),
         ]
         for micro_batches, old in zip(shard, olds, strict=True):
-            # Each minibatch is divided by an equal share, so a token weighs the same in whichever it falls.
+            # Each minibatch is divided by the same share of the normalizer, so a token weighs the same in each.
             self._accumulate(micro_batches, old, loss, normalizer / len(shard), tally)
             self._update(lr, tally)
         self._steps_done += 1
@@ -89,19 +90,19 @@ class TrainerRank:
         }
 
     def predict(self, shard: BatchShard) -> list[FloatArray]:
-        """What the model says of the loss tokens of each micro-batch. Nothing is kept for a backward pass."""
+        """The model's outputs for the loss tokens of each micro-batch. Nothing is kept for a backward pass."""
         with torch.no_grad():
             predictions = [self._predicted(one) for minibatch in shard for one in minibatch]
         return [numbers_N.float().cpu().numpy() for numbers_N in predictions]
 
     def weights(self) -> Mapping[str, Tensor]:
-        """All weights by Hugging Face names, whole, on rank 0; of tied weights the first name only."""
+        """All weights, whole, by Hugging Face names, on rank 0; tied weights only under their first name."""
         return self.sharding.weights()
 
     def write_weights(self, place: BundlePlace) -> Mapping[str, Tensor]:
-        """Publish the weights: all ranks gather them, the first one writes, where it can see the place.
+        """Publish the weights: all ranks gather them, and rank 0 writes them if it can reach the place.
 
-        Returns the bundle, or the weights themselves, which are then written by the caller; of other ranks nothing.
+        Returns the bundle, or else the weights themselves, for the caller to write. Other ranks return nothing.
         """
         weights = self.sharding.weights()
         if self._rank > 0:
@@ -113,19 +114,19 @@ class TrainerRank:
         self.sharding.save(folder, self._steps_done)
 
     def load(self, folder: Path) -> None:
-        """Take up what `save` wrote."""
+        """Load what `save` wrote."""
         self._steps_done = self.sharding.load(folder)
 
     def sleep(self) -> None:
-        """Give the device's memory back."""
+        """Free the device's memory."""
         self.sharding.sleep()
 
     def wake(self) -> None:
-        """Take it again."""
+        """Move everything back to the device."""
         self.sharding.wake()
 
     def free(self) -> int:
-        """Bytes that are free on this rank's device."""
+        """Free bytes on this rank's device."""
         on_gpu = self.sharding.device.type == "cuda"
         return asyncio.run(free_on_gpus() if on_gpu else free_on_cpu())
 
@@ -145,7 +146,7 @@ class TrainerRank:
         normalizer: float,
         tally: "_Tally",
     ) -> None:
-        """Sum the gradients of a minibatch: those of sum(token losses) / normalizer, however it is cut and sharded."""
+        """Sum the gradients of sum(token losses) / normalizer of a minibatch, however it is cut and sharded."""
         with tally.phase("forward_backward"):
             self.sharding.clear()
             for i, (micro_batch, old_N) in enumerate(zip(micro_batches, old, strict=True)):
@@ -162,7 +163,7 @@ class TrainerRank:
                 output = loss(logprobs_N, tokens)
                 weight = float(micro_batch.counts)
                 part = output.loss_N.sum() / normalizer * weight
-                # Times one; a loss that is not finite gets a gradient that is not either, which no update takes.
+                # The factor is 1. For a loss that is not finite it is NaN, and no update applies such a gradient.
                 self.sharding.backward(part * (1 + 0 * part.detach()), last=i == len(micro_batches) - 1)
                 tally.add(part.detach(), output.metrics, (before_N - rows.rollout_logprobs_N).abs(), weight)
 
@@ -179,7 +180,7 @@ class TrainerRank:
             tally.updated(loss, grad_norm)
 
     def _means(self, tally: "_Tally", loss_tokens: int) -> dict[str, float]:
-        """Each metric per loss token of all ranks."""
+        """The mean of each metric over the loss tokens of all ranks."""
         names = sorted(tally.sums)
         sums = self.sharding.sum(torch.stack([tally.sums[name] for name in names]))
         return {name: float(total) / loss_tokens for name, total in zip(names, sums, strict=True)}
@@ -187,7 +188,7 @@ class TrainerRank:
 
 @dataclass(slots=True)
 class _Tally:
-    """Sums of a step. `part` and `part_gap` are of this rank and the minibatch in hand, on the device."""
+    """Sums of a step. `part` and `part_gap` are of this rank and the current minibatch, on the device."""
 
     part: Tensor = field(default_factory=lambda: torch.zeros(()))
     part_gap: Tensor = field(default_factory=lambda: torch.zeros(()))
@@ -205,14 +206,14 @@ class _Tally:
             self.sums[name] = values_N.detach().sum() * weight + self.sums.get(name, 0.0)
 
     def updated(self, loss: float, grad_norm: float) -> None:
-        """A minibatch has been trained on."""
+        """Record that a minibatch has been trained on."""
         self.loss += loss
         self.grad_norm = max(self.grad_norm, grad_norm)
         self.part, self.part_gap = torch.zeros(()), torch.zeros(())
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the wall time of what happens inside."""
+        """Add the wall time of the block to the phase."""
         start = time.perf_counter()
         try:
             yield

@@ -1,4 +1,4 @@
-"""What a trainer is restarted from: a checkpoint, and the steps that it may not hold.
+"""What a trainer is restarted from: a checkpoint, and the steps since.
 
 step ──▶ log ──▶ a rank dies ──▶ new ranks ──▶ newest checkpoint ──▶ the steps of the log since, again
 """
@@ -14,7 +14,7 @@ from agentrl.protocols import LatestCheckpoint, Loss
 
 
 class TrainingStep(NamedTuple):
-    """What one step is made of."""
+    """The inputs of one step."""
 
     batch: TrainBatch
     loss: Loss
@@ -23,30 +23,30 @@ class TrainingStep(NamedTuple):
 
 @dataclass(slots=True)
 class ReplayLog:
-    """The steps done, as many as may be needed again."""
+    """The steps that a restart may have to repeat."""
 
     latest: LatestCheckpoint
     done: int = 0
-    """Steps that the trainer has made, those of its checkpoint included."""
+    """Steps that the trainer has done, including those of its checkpoint."""
     _loaded: tuple[int, Path] | None = None
     _steps: dict[int, TrainingStep] = field(default_factory=dict)  # by number
 
     def record(self, step: TrainingStep) -> None:
-        """A step has been made."""
+        """Record a step that has been done."""
         self._steps[self.done] = step
         self.done += 1
 
     def drop_saved(self) -> None:
-        """Forget what the newest checkpoint holds."""
+        """Drop the steps that the newest checkpoint includes."""
         newest = self.latest()
         saved = newest[0] if newest else 0
         self._steps = {number: step for number, step in self._steps.items() if number >= saved}
 
     def checked(self, folder: Path) -> tuple[int, Path]:
-        """The checkpoint in a folder, with the steps done by it.
+        """The checkpoint in a folder, with its number of steps done.
 
         Raises:
-            ValueError: it is not the run's newest, which alone would be found again.
+            ValueError: it is not the run's newest, the only one that a restart would find.
         """
         newest = self.latest()
         if newest is not None and newest[1] != folder:
@@ -54,21 +54,21 @@ class ReplayLog:
         return newest or (0, folder)
 
     def begin_at(self, checkpoint: tuple[int, Path]) -> None:
-        """The trainer has taken up a checkpoint."""
+        """Record that the trainer has loaded a checkpoint."""
         self._loaded = checkpoint
         self.done = checkpoint[0]
 
     def checkpoint(self) -> tuple[int, Path] | None:
-        """What new ranks begin with: the newest (steps done, checkpoint) of what they have done or taken up."""
+        """What new ranks load: the run's newest (steps done, checkpoint) if it has done steps, else the loaded one."""
         return (self.latest() if self.done else None) or self._loaded
 
     def since(self, number: int) -> Iterator[TrainingStep]:
         """The steps from this number on.
 
         Raises:
-            AgentRLError: one is not remembered.
+            AgentRLError: one of them is missing.
         """
         for missing in range(number, self.done):
             if missing not in self._steps:
-                raise AgentRLError(f"step {missing} is neither in the checkpoint of {number} steps nor remembered")
+                raise AgentRLError(f"step {missing} is neither in the checkpoint of {number} steps nor in the log")
             yield self._steps[missing]

@@ -1,4 +1,4 @@
-"""The learning rate of a step: a pure function, so that a resumed run needs no scheduler state but the step."""
+"""The learning rate of a step: a pure function, so the only scheduler state of a resumed run is the step."""
 
 import math
 

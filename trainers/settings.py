@@ -1,4 +1,4 @@
-"""Settings that every trainer has: the optimizer, its schedule, and how a batch is cut up."""
+"""The settings of every trainer: the optimizer, its schedule, and how a batch is cut up."""
 
 from typing import Annotated, Literal
 
@@ -9,7 +9,9 @@ from agentrl.protocols import Settings
 
 
 class LoraSettings(Settings):
-    """Small adapters train in place of the model's weights. They have no dropout: what trains is what sampled."""
+    """Train small adapters instead of the model's weights. They have no dropout: the policy that trains is the one
+    that samples.
+    """
 
     rank: Annotated[int, Field(ge=1)] = 16
     """The rank of each update."""
@@ -18,7 +20,8 @@ class LoraSettings(Settings):
     """An update is scaled by alpha / rank."""
 
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
-    """The layers that get adapters, by the names' ends, as [q_proj, v_proj]; or all linear ones but the head."""
+    """The layers that get adapters, by the ends of their names, as [q_proj, v_proj]; or all linear ones except the
+    head."""
 
 
 class TrainerSettings(Settings):
@@ -37,16 +40,16 @@ class TrainerSettings(Settings):
     """Decoupled weight decay, of matrices only: norms and biases are left alone."""
 
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
-    """Largest gradient norm that is applied; a larger one is scaled down. None: never."""
+    """Gradients with a larger norm than this are scaled down to it; null: never."""
 
     schedule: Literal["constant", "cosine"] = "constant"
     """The learning rate after the warm-up."""
 
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps over which the learning rate climbs in a line; the first step already has 1/warmup_steps of it."""
+    """Steps over which the learning rate rises linearly; the first step already has 1/warmup_steps of it."""
 
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """What the cosine ends at after the last step, as a share of `lr`."""
+    """The learning rate at the end of the cosine, as a share of `lr`."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the computation. Weights, gradients and optimizer are float32 either way."""
@@ -63,13 +66,13 @@ class TrainerSettings(Settings):
     """Optimizer steps per batch, each on its own part of the samples."""
 
     gradient_checkpointing: bool = False
-    """Compute activations twice instead of keeping them."""
+    """Recompute activations in the backward pass instead of keeping them."""
 
     lora: LoraSettings | None = None
-    """Train low-rank adapters, and leave the model's own weights as they are; `lora: {}` is rank 16 everywhere."""
+    """Train low-rank adapters, and freeze the model's own weights; `lora: {}` is rank 16 in all linear layers."""
 
     def layout(self) -> TrainerLayout:
-        """How it lies over its ranks, for those who count memory and time before it runs."""
+        """How the trainer is divided over its ranks, to estimate memory and time before a run."""
         return TrainerLayout(
             precision="float32" if self.dtype == "float32" else "autocast",
             row_tokens=self.row_tokens,

@@ -1,4 +1,4 @@
-"""How the weights of a trainer lie over its ranks: the seam behind `local`, `fsdp` and `deepspeed`."""
+"""How a trainer's weights are divided over its ranks: the interface behind `local`, `fsdp` and `deepspeed`."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +11,7 @@ from agentrl.trainers.forward import DeviceMicroBatch
 
 
 class Sharding(Protocol):
-    """How weights, gradients and optimizer lie over the ranks. All ranks make the same calls in the same order."""
+    """How weights, gradients and optimizer are divided over the ranks. All ranks get the same calls in one order."""
 
     @property
     def device(self) -> torch.device:
@@ -19,11 +19,11 @@ class Sharding(Protocol):
         ...
 
     def predict(self, rows: DeviceMicroBatch) -> Tensor:
-        """What the model says of the loss tokens, shape N (see `Predictor`); differentiable where gradients are on."""
+        """The model's outputs for the loss tokens, shape N (see `Predictor`); differentiable if gradients are on."""
         ...
 
     def clear(self) -> None:
-        """Forget all gradients."""
+        """Drop all gradients."""
         ...
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
@@ -35,19 +35,19 @@ class Sharding(Protocol):
         ...
 
     def max(self, value: Tensor) -> Tensor:
-        """The largest of all ranks, the same on each."""
+        """The largest value of all ranks, the same on each."""
         ...
 
     def update(self, lr: float, largest: float | None) -> float:
-        """One step of the optimizer, by gradients that are scaled down where their norm is above the `largest`.
+        """One step of the optimizer, with gradients scaled down to the norm `largest` if they exceed it.
 
-        Returns the norm of the whole gradient before that, the same on each rank. Where it is not finite, no weight
-        has been changed, and the gradients are forgotten.
+        Returns the norm of the whole gradient before scaling, the same on each rank. If it is not finite, no weight
+        changes, and the gradients are dropped.
         """
         ...
 
     def weights(self) -> Mapping[str, Tensor]:
-        """All weights by Hugging Face names, whole, on rank 0; of tied weights the first name only."""
+        """All weights, whole, by Hugging Face names, on rank 0; tied weights only under their first name."""
         ...
 
     def save(self, folder: Path, step: int) -> None:
@@ -55,15 +55,15 @@ class Sharding(Protocol):
         ...
 
     def load(self, folder: Path) -> int:
-        """Take up what `save` wrote; returns the step."""
+        """Load what `save` wrote; returns the step."""
         ...
 
     def sleep(self) -> None:
-        """Move all that is held to the CPU's memory; gradients are forgotten. Weights can still be asked for."""
+        """Move everything to CPU memory, and drop gradients. `weights` still works."""
         ...
 
     def wake(self) -> None:
-        """Move it back."""
+        """Move everything back."""
         ...
 
     def close(self) -> None:

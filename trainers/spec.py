@@ -1,4 +1,4 @@
-"""What the ranks of a trainer are made from. Nothing here loads torch: that is done where a rank lives."""
+"""The specification of a trainer's ranks. Nothing here imports torch; only the ranks do."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +11,15 @@ if TYPE_CHECKING:
     from agentrl.trainers.rank import TrainerRank
 
 Head = Literal["policy", "value"]
-"""What a model says of a token: its logprob, or the reward that is to be expected when all before it are there."""
+"""A model's output for a token: its logprob, or the reward that is expected after the tokens before it."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerSpec:
-    """What all ranks are made from. `sharding` is the "module:function" that makes a rank's `Sharding`
-    (`agentrl/trainers/sharding.py`); `head` says what the model is to say of a token.
+    """The specification that all ranks share.
+
+    `sharding` is the "module:function" that makes a rank's `Sharding` (`agentrl/trainers/sharding.py`); `head` says
+    what the model computes for a token.
     """
 
     sharding: str
@@ -28,14 +30,14 @@ class TrainerSpec:
     head: Head = "policy"
 
     def make_rank(self, rank: int) -> "TrainerRank":
-        """The worker of a rank, in the process that it works in."""
+        """Make the worker of a rank; runs in the worker's process."""
         made: TrainerRank = resolve_name("agentrl.trainers.rank:TrainerRank")(self, rank)
         return made
 
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """Where a rank stands among `world_size`; they meet at the `address`, "host:port" of rank 0."""
+    """A rank's number among `world_size` ranks, which meet at `address`, the "host:port" of rank 0."""
 
     rank: int
     world_size: int

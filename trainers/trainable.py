@@ -1,4 +1,4 @@
-"""What trains of a model, by name, and what becomes of it: weights for the engines, and what a checkpoint holds."""
+"""The trainable part of a model, by name, and how it becomes weights for the engines and checkpoints."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from agentrl.trainers.checkpoint import named_weights, read_checkpoint, save_mod
 
 
 class TrainableParameters(Protocol):
-    """The part of a model that trains. Made before its tensors are sharded over the ranks."""
+    """The trainable part of a model. Made before its tensors are sharded over the ranks."""
 
     @property
     def model(self) -> Any:
@@ -21,19 +21,19 @@ class TrainableParameters(Protocol):
 
     @property
     def shapes(self) -> Mapping[str, torch.Size]:
-        """The whole tensors' shapes by their names in the model's state; of tied ones the first name only."""
+        """Shapes of the whole tensors by their names in the model's state; tied ones only under their first name."""
         ...
 
     def weights(self, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """All weights of the model by their Hugging Face names, when `whole` are the tensors that train."""
+        """All weights of the model by their Hugging Face names, given the `whole` trainable tensors."""
         ...
 
     def save(self, folder: Path, whole: Mapping[str, Tensor]) -> None:
-        """Write a Hugging Face folder that any engine or trainer starts from, and what `read` needs."""
+        """Write a Hugging Face folder from which any engine or trainer can start, and what `read` needs."""
         ...
 
     def read(self, folder: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
-        """The whole tensors that `save` wrote, on the CPU, and the state beside them.
+        """The whole tensors that `save` wrote, on the CPU, and the state saved beside them.
 
         Raises:
             CheckpointError: the folder is missing, incomplete, damaged or of another model.
@@ -42,7 +42,7 @@ class TrainableParameters(Protocol):
 
 
 def trainable_tensors(trainable: TrainableParameters) -> dict[str, Tensor]:
-    """The tensors that train, as this rank has them now: whole, or its part of each."""
+    """The trainable tensors as this rank has them now: whole, or its part of each."""
     model = trainable.model
     everything = {**dict(model.named_buffers()), **dict(model.named_parameters(remove_duplicate=False))}
     return {name: everything[name] for name in trainable.shapes}

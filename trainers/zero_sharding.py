@@ -1,4 +1,4 @@
-"""What a rank of `DeepSpeedTrainer` computes, in torch and DeepSpeed."""
+"""The torch and DeepSpeed code of a rank of `DeepSpeedTrainer`."""
 
 import logging
 import math
@@ -30,7 +30,7 @@ _OPTIMIZER = "deepspeed"
 
 
 def open_sharding(spec: TrainerSpec, rank_info: RankInfo) -> "Zero":
-    """Load the model and give it to DeepSpeed."""
+    """Load the model and pass it to DeepSpeed."""
     config = cast("DeepSpeedTrainer.Config", spec.config)
     deepspeed = _deepspeed()
     device = join(rank_info)
@@ -42,7 +42,7 @@ def open_sharding(spec: TrainerSpec, rank_info: RankInfo) -> "Zero":
 
 
 def _deepspeed() -> Any:
-    """The library; an environment variable says what device it computes on."""
+    """Import the library; an environment variable chooses its device."""
     on_cpu = not torch.cuda.is_available()
     if on_cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
@@ -50,9 +50,9 @@ def _deepspeed() -> Any:
         import deepspeed
     except ImportError as error:
         raise ConfigError(f"trainer=deepspeed needs DeepSpeed ({error}): pip install 'agentrl[deepspeed]'") from error
-    deepspeed.utils.logger.setLevel(logging.ERROR)  # its warnings are about what is chosen here
-    warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # of names that DeepSpeed calls
-    if on_cpu:  # compiled for minutes at the first start, and used for inference only
+    deepspeed.utils.logger.setLevel(logging.ERROR)  # its warnings are about the choices made here
+    warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # about names that DeepSpeed uses
+    if on_cpu:  # takes minutes to compile at the first start, and is for inference only
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
@@ -76,7 +76,7 @@ def _settings(config: "DeepSpeedTrainer.Config") -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Zero:
-    """`Sharding` by DeepSpeed."""
+    """`Sharding` with DeepSpeed."""
 
     rank_info: RankInfo
     device: torch.device
@@ -93,7 +93,7 @@ class Zero:
         self.engine.optimizer.zero_grad(set_to_none=True)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """DeepSpeed averages over the ranks; the sum is wanted."""
+        """See `Sharding`. DeepSpeed averages over the ranks, so the loss is scaled to give the sum."""
         self.engine.set_gradient_accumulation_boundary(last)
         self.engine.backward(loss * self.rank_info.world_size, scale_wrt_gas=False)
 
@@ -106,19 +106,19 @@ class Zero:
         return max_of_ranks(value)
 
     def update(self, lr: float, largest: float | None) -> float:
-        """See `Sharding`. DeepSpeed scales by the same rule, and got the `largest` when it started."""
+        """See `Sharding`. DeepSpeed scales by the same rule, and got `largest` when it started."""
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
         self.engine.step()
         return float(self.engine.get_global_grad_norm()) if self.engine.was_step_applied() else math.nan
 
     def weights(self) -> Mapping[str, Tensor]:
-        """All weights in the CPU's memory, on rank 0; the other ranks help, and return none."""
+        """All weights on rank 0, in CPU memory; the other ranks take part, but return none."""
         whole = self._whole()
         return self.trainable.weights(whole) if self.rank_info.rank == 0 else {}
 
     def save(self, folder: Path, step: int) -> None:
-        """The weights as a Hugging Face folder by rank 0; the shards by all."""
+        """Rank 0 writes the weights as a Hugging Face folder; each rank writes its shards."""
         whole = self._whole()
         if self.rank_info.rank == 0:
             self.trainable.save(folder, whole)
@@ -129,13 +129,13 @@ class Zero:
         dist.barrier()
 
     def load(self, folder: Path) -> int:
-        """See `Sharding`. The number of ranks has to be the one that saved it."""
+        """See `Sharding`. Needs as many ranks as saved it."""
         _, state = self.trainable.read(folder)
         if state["optimizer"] != f"{_OPTIMIZER} of {self.rank_info.world_size} ranks":
             raise kept_by_another(folder, f"deepspeed with trainer.world_size={self.rank_info.world_size}")
         groups = self.engine.optimizer.param_groups
         settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-        self.engine.load_checkpoint(str(folder / _OPTIMIZER), tag="step", load_module_strict=False)  # frozen: not in it
+        self.engine.load_checkpoint(str(folder / _OPTIMIZER), tag="step", load_module_strict=False)  # no frozen ones
         for group, own in zip(self.engine.optimizer.param_groups, settings, strict=True):
             group.update(own)  # the settings are those of this run
         return int(state["step"])
@@ -144,7 +144,7 @@ class Zero:
         """See `Sharding`.
 
         Raises:
-            ConfigError: on a GPU: DeepSpeed can move what it holds, but cannot be asked for weights then.
+            ConfigError: on a GPU: DeepSpeed can move its state to the CPU, but cannot return weights then.
         """
         if self.device.type != "cpu":
             raise ConfigError(
@@ -163,7 +163,7 @@ class Zero:
         deepspeed.comm.destroy_process_group()
 
     def _whole(self) -> dict[str, Tensor]:
-        """What trains, gathered one by one: rank 0 keeps it, in the CPU's memory."""
+        """The trainable tensors, gathered one by one; only rank 0 keeps them, in CPU memory."""
         import deepspeed
 
         whole: dict[str, Tensor] = {}

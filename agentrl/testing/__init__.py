@@ -1,4 +1,4 @@
-"""What plug-in authors run on their own code: conformance checks and public fakes."""
+"""Conformance checks and public fakes for authors of plug-ins."""
 
 from agentrl.testing.engines import ScriptedEngine
 from agentrl.testing.envs import check_env

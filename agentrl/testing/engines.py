@@ -1,7 +1,7 @@
-"""A scripted engine: the public fake behind the `Engine` seam, for tests of everything above it.
+"""A scripted engine: the public fake of `Engine`, for tests of everything above it.
 
-It needs no torch and no model, waits only through the running loop's clock (so it works under a virtual one), and
-fails, hangs and dawdles on request.
+It needs no torch and no model, waits only by the running loop's clock (so it works under a virtual one), and fails,
+hangs and slows down on request.
 """
 
 import asyncio
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NextLogits = Callable[[Sequence[int]], Sequence[float]]
-"""The whole model: token ids so far to the logits of the next one."""
+"""The whole model: maps the token ids so far to the logits of the next one."""
 Reply = Callable[[GenerateRequest], Sequence[int]]
-"""What to answer to a request, as tokens."""
+"""Maps a request to the tokens of the answer."""
 NextToken = Callable[[GenerateRequest, Sequence[int]], tuple[int, float]]
-"""A request and what was sampled for it so far, to the next token and its logprob."""
+"""Maps a request and the tokens sampled for it so far to the next token and its logprob."""
 
 
 class ScriptedEngine:
@@ -42,7 +42,7 @@ class ScriptedEngine:
         max_batch: Requests served at once; the others wait by (priority, arrival).
         on_weights: Called by `update_weights`; what it returns, if anything, is the model from then on.
         prefill_seconds: Seconds of loop time before a request's first token.
-        seconds_per_token: Seconds of loop time for each token, asked again for each.
+        seconds_per_token: Seconds of loop time for each token; called for each.
         fail: The error to raise for a request instead of sampling, or None.
         hang: Whether a request never gets an answer. It keeps its place until it is cancelled or interrupted.
     """
@@ -141,7 +141,7 @@ class ScriptedEngine:
         """See `Engine.interrupt`: a request that hangs is ended as well."""
         self._check_running()
         self._end_all(_InterruptedError)
-        await asyncio.sleep(0)  # the callers, who stand before us in the loop's queue, take their answers
+        await asyncio.sleep(0)  # lets the callers, which come first in the loop's queue, get their answers
 
     async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
         """See `Engine.update_weights`: takes effect between two tokens."""
@@ -154,7 +154,7 @@ class ScriptedEngine:
         self._version = version
 
     def stats(self) -> EngineStats:
-        """What the engine is doing now. Each place is an equal share of the KV cache that it does not have."""
+        """What the engine is doing now. It has no KV cache: `kv_use` is the share of the places in use."""
         use = self._running / self._max_batch
         return EngineStats(self._running, len(self._waiting), self._generated, self._prefilled, 0, kv_use=use)
 
@@ -163,7 +163,7 @@ class ScriptedEngine:
             raise EngineDeadError(f"the engine is not running: {self._closed}")
 
     def _end_all(self, why: Callable[[], Exception]) -> None:
-        """Raise `why()` where each live request waits, or where it will wait next."""
+        """Raise `why()` in each live request, where it waits now or will wait next."""
         self._waiting.clear()
         for live in self._live.values():
             live.ended = why()
@@ -171,7 +171,7 @@ class ScriptedEngine:
                 live.waits_for.set_exception(live.ended)
 
     async def _wait(self, live: "_Live", seconds: float) -> None:
-        """Sleep, unless the request is ended meanwhile, or has been."""
+        """Sleep. If the request has been ended, or is ended meanwhile, raise its error."""
         if seconds <= 0:
             await asyncio.sleep(0)
         elif live.ended is None:
@@ -202,11 +202,11 @@ class ScriptedEngine:
                 self._waiting.remove(entry)
                 heapq.heapify(self._waiting)
             elif not place.cancelled() and place.exception() is None:
-                self._give_place()  # the place was given to us in the moment we were cancelled
+                self._give_place()  # we were given the place just as we were cancelled
             raise
 
     def _give_place(self) -> None:
-        """Hand a place to the next request; it never stays free while a request waits."""
+        """Pass a place to the next waiting request; if there is none, free it."""
         while self._waiting:
             _, _, place = heapq.heappop(self._waiting)
             if not place.done():
@@ -237,7 +237,7 @@ class ScriptedEngine:
 
 @dataclass(eq=False, slots=True)
 class _Live:
-    """A request under way. `waits_for` is what it sleeps on, `ended` why it may not go on."""
+    """A request under way. `waits_for`: the future that it sleeps on. `ended`: the error that ends it."""
 
     request: GenerateRequest
     max_new: int
@@ -252,7 +252,7 @@ class _Live:
 
 
 class _InterruptedError(Exception):
-    """The engine was told to interrupt."""
+    """The request was ended by `interrupt`."""
 
 
 def _wake(sleeper: asyncio.Future[None]) -> None:

@@ -1,11 +1,11 @@
-"""`check_env`: does an environment keep the contract of `agentrl.protocols.Env`? Plug-in authors run it on their own.
+"""`check_env`: tests an environment against the contract of `agentrl.protocols.Env`, for authors of plug-ins.
 
     def test_my_env_keeps_the_contract() -> None:
         check_env(MyEnv, options={"level": 3})
 
-The environment runs on a thread of its own with a deadline for every call, so one that hangs is found and not waited
-for. While a call runs, the global `random` and `numpy.random` are seeded from the turn, so that an environment that
-uses them is found by the one check that is about them; their states are put back afterwards.
+The environment runs in its own thread with a deadline for every call, so a hang is reported instead of blocking the
+test. While a call runs, the global `random` and `numpy.random` are seeded from the turn, so that only the check of
+global randomness reports an environment that uses them. Their states are restored afterwards.
 """
 
 import asyncio
@@ -35,11 +35,11 @@ from agentrl.rollout.agents import ALONE, agents_in, earnings, next_agent, succe
 from agentrl.rollout.tools import ToolCall
 
 INLINE_STEP = 0.05
-"""Seconds that the median step of an inline environment may take: all others stand still meanwhile."""
+"""Seconds that the median step of an inline environment may take: all other episodes wait meanwhile."""
 
 Actions = Sequence[str] | Callable[[Env, random.Random], str] | None
-"""Messages in order, or a scripted player, or `None`: the checker makes calls of the environment's tools, or says words
-that the environment itself has written."""
+"""Messages in order, or a scripted player, or `None`: the checker calls the environment's tools, or sends words that
+the environment itself has written."""
 
 GARBAGE = (
     "",
@@ -63,14 +63,14 @@ def check_env(
     max_turns: int = 32,
     gold: ScriptedPlayer | None = None,
 ) -> tuple[str, ...]:
-    """Play episodes and hold them against the contract.
+    """Play episodes and check them against the contract.
 
-    `make_env` is the class, or a function that makes a fresh instance; `deadline` is seconds per call. Where the
-    environment has a `reward_range`, (lowest, highest) of a single step, rewards are held against it. `gold` is a
-    player that has to succeed on every seed within `max_turns`; without one, where an episode of one message tells
-    the right one as `info["answer"]`, that has to succeed.
+    `make_env` is the class, or a function that makes a new instance; `deadline` is in seconds per call. If the
+    environment has a `reward_range`, (lowest, highest) of a single step, rewards are checked against it. `gold` is a
+    player that has to succeed on every seed within `max_turns`. Without one, if an episode of one message gives the
+    right answer as `info["answer"]`, that answer has to succeed.
 
-    Returns what keeps the contract and should be known all the same.
+    Returns remarks on what keeps the contract but is worth knowing.
 
     Raises:
         ConformanceError: lists everything found, each with what to write instead.
@@ -106,7 +106,7 @@ _UNTOLD = object()
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What a player can notice of a reset or a step."""
+    """What a player can see of a reset or a step."""
 
     observation: str
     reward: float = 0.0
@@ -124,7 +124,7 @@ class _Seen:
 
 @dataclass(frozen=True, slots=True)
 class _Script:
-    """One episode as it was first played: what was said, and what was seen (one more than said, the reset)."""
+    """One episode as it was first played: the actions, and what was seen (one more than actions: the reset)."""
 
     seed: int
     actions: tuple[str, ...]
@@ -163,11 +163,11 @@ class _Worker:
         future: Future[Any] = Future()
         self._calls.put((work, future))
         text = (
-            f"{phase} did not answer within {self._deadline:g} s. Give what it waits for a timeout of its own, or pass "
-            "a larger deadline to check_env"
+            f"{phase} did not answer within {self._deadline:g} s. Set a timeout for what it waits for, or pass a "
+            "larger deadline to check_env"
         )
         try:
-            # An awaitable is cancelled by the thread itself, a little earlier.
+            # The thread itself cancels an awaitable a little earlier.
             error = future.exception(timeout=self._deadline + min(0.5, self._deadline))
         except TimeoutError:
             raise _Hung("deadline", text) from None
@@ -296,8 +296,8 @@ class _Check:
                     raise
                 except _Broken as broken:
                     self.note(
-                        f"[garbage] the message {text!r:.60} is not answered: {broken}. Answer what cannot be used by "
-                        "an observation that says what is expected, with reward 0"
+                        f"[garbage] the message {text!r:.60} is not answered: {broken}. Answer a message that cannot "
+                        "be used with an observation that says what is expected, and reward 0"
                     )
 
     def _check_gold(self, scripts: Sequence[_Script]) -> None:
@@ -307,7 +307,7 @@ class _Check:
                 self._check_golden_play(script.seed, player)
 
     def _teller(self, script: _Script) -> ScriptedPlayer | None:
-        """Says what the environment has told to be right, if it has, and one message is all there is to say."""
+        """A player that gives the environment's own right answer, if it has one and the episode is one message."""
         answer = script.seen[-1].answer
         if answer is None and not self.remarks:
             self.remarks.append(
@@ -403,7 +403,7 @@ class _Subject:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        # A thread that hangs answers nothing any more.
+        # A thread that hangs takes no more calls.
         if kind is not _Hung:
             self.close("after an episode" if kind is None else "after a failure")
 
@@ -433,7 +433,7 @@ class _Subject:
         return seen
 
     def _of_agents(self, seen: _Seen, info: Mapping[str, Any]) -> _Seen:
-        """With what the info says of the one who acted, of what others earned, and of who is next."""
+        """Add what the info says of the acting agent, of the others' rewards, and of the next agent."""
         actor, rewards = self._actor, {}
         with _about_agents():
             if self._agents is not ALONE:
@@ -457,13 +457,13 @@ class _Subject:
                 return
 
     def steps(self, script: _Script, turns: int | None = None) -> Iterator[_Seen]:
-        """What is seen when the script's actions are said again."""
+        """Replay the script's actions; yields what is seen."""
         yield self.reset(script.seed)
         for action in script.actions[:turns]:
             yield self.step(action)
 
     def replay(self, script: _Script, turns: int | None = None) -> str:
-        """Play the script again and tell the first difference; empty where there is none."""
+        """Replay the script; returns the first difference, or an empty string."""
         for turn, seen in enumerate(self.steps(script, turns)):
             if seen != script.seen[turn]:
                 return _difference(script, turn, seen)
@@ -496,7 +496,7 @@ class _Subject:
 
 @contextmanager
 def _about_agents() -> Iterator[None]:
-    """What an info says wrongly of its agents is a finding."""
+    """An error of an info about its agents is a finding."""
     try:
         yield
     except EnvError as error:
@@ -604,14 +604,14 @@ def _tool_problem(tool: Any, names: set[str]) -> str:
         case _:
             return (
                 'a tool is {"type": "function", "function": {"name": ..., "description": ..., "parameters": '
-                '{"type": "object", "properties": {...}}}}; that is not what stands'
+                '{"type": "object", "properties": {...}}}}, unlike the one'
             )
     required: Any = rest.get("required", ())
     problem = ""
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
-        problem = "a name is up to 64 letters, digits, _ and -; that is not what stands"
+        problem = "a name is up to 64 letters, digits, _ and -, unlike the one"
     elif name in names:
-        problem = f"the name {name!r} stands a second time"
+        problem = f"the name {name!r} is used a second time"
     elif not set(required) <= set(properties):
         problem = '"required" names what is not in "properties"'
     elif not _is_json(tool):
@@ -640,7 +640,7 @@ def _plausible(env: Env, observation: str, rng: random.Random) -> str:
 
 
 def _example(shape: Any, rng: random.Random) -> Any:
-    """A value that fits the simple schemas; where it does not fit, the environment has to cope anyway."""
+    """A value that fits a simple schema. If it does not fit, the environment has to cope with that anyway."""
     match shape:
         case {"enum": [*values]}:
             return rng.choice(values)
@@ -656,13 +656,13 @@ def _example(shape: Any, rng: random.Random) -> Any:
 
 @lru_cache(maxsize=1024)
 def _first_draws(seed: int) -> tuple[int, bytes]:
-    """What the global generators give first after this seed. (Comparing their states takes ten times as long.)"""
+    """The first draws of the global generators after this seed. (Comparing their states takes ten times as long.)"""
     return random.Random(seed).getrandbits(64), np.random.RandomState(seed).bytes(8)
 
 
 @contextmanager
 def _global_rng_kept() -> Iterator[None]:
-    """Both global generators are afterwards as they were before."""
+    """Restore the states of both global generators afterwards."""
     python, numpy = random.getstate(), np.random.get_state(legacy=True)
     try:
         yield

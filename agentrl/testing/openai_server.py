@@ -1,6 +1,6 @@
-"""An OpenAI-compatible server over any `Engine`: the public fake behind `engine=openai`, and a way to share an engine.
+"""An OpenAI-compatible server over any `Engine`: the public fake for `engine=openai`, and a way to share an engine.
 
-It speaks the part of vLLM's `/v1/completions` that has to do with token ids.
+It implements the part of vLLM's `/v1/completions` that is about token ids.
 """
 
 from collections.abc import AsyncIterator
@@ -18,11 +18,11 @@ from agentrl.protocols import Engine, GenerateRequest, SamplingParams
 from agentrl.trajectory import Completion
 
 MODEL = "served"
-"""The name of the one model."""
+"""The name of the only model."""
 
 
 class _Body(BaseModel):
-    """What is read of a request; everything else is ignored."""
+    """The fields that are read of a request; others are ignored."""
 
     prompt: tuple[int, ...]
     max_tokens: int = 16
@@ -35,11 +35,11 @@ class _Body(BaseModel):
 
 @asynccontextmanager
 async def serve_engine(engine: Engine, *, port: int = 0, api_key: str | None = None) -> AsyncIterator[str]:
-    """Serve an entered `engine` on this machine, and yield the URL. Port 0 takes one that is free.
+    """Serve an entered `engine` on this machine, and yield the URL. Port 0 takes a free port.
 
-    A caller that hangs up cancels its request, as it does in vLLM.
+    A client that disconnects cancels its request, as in vLLM.
     """
-    # At the end, requests under way are not waited for (to aiohttp 0 seconds are for ever).
+    # The end does not wait for requests under way (for aiohttp, 0 seconds mean no limit).
     runner = web.AppRunner(
         openai_app(engine, api_key), handler_cancellation=True, shutdown_timeout=0.01, access_log=None
     )

@@ -1,4 +1,4 @@
-"""`check_reward`: the contract of a reward as a test, and trajectories to try one on."""
+"""`check_reward`: tests a reward against its contract; and trajectories to test one with."""
 
 import asyncio
 import copy
@@ -27,9 +27,9 @@ def trajectory(
     options: Mapping[str, Any] | None = None,
     id: str = "task/0/0",  # noqa: A002  as the field is called
 ) -> Trajectory:
-    """An episode in which the model said this, a message a turn, with the environment's answers and rewards (0).
+    """An episode with these messages of the model, one per turn, and the environment's answers and rewards (default 0).
 
-    The messages are tokenised byte by byte; the first observation is empty. With `observations`, they come as a tool's.
+    The messages are tokenised byte by byte; the first observation is empty. `observations` become messages of a tool.
     """
     texts = [replies] if isinstance(replies, str) else list(replies)
     messages, turns = [Message("user", "")], []
@@ -50,20 +50,20 @@ def check_reward(
     pure: bool | None = None,
     seconds: float = 10.0,
 ) -> None:
-    """Ask a reward about trajectories and hold it against the contract.
+    """Let a reward score trajectories, and check it against the contract.
 
-    `make_reward` is what makes it: a class without settings, or a function without arguments that returns it (for a
-    plain function `f`: `lambda: f`). It is entered and left, and asked about every trajectory one by one, again, and
-    about all at once. `pure` says that the same trajectory always gets the same score; a `Rule` always has to.
-    `seconds` is the deadline of one question. A reward may fail, by `RewardError` or `Score.failed`; it must not
-    answer with NaN, an infinity, a failed score that has a value, or another exception.
+    `make_reward` makes it: a class without settings, or a function without arguments that returns it (for a plain
+    function `f`: `lambda: f`). The reward is entered, scores all trajectories one by one, then again, then all at once,
+    and is left. `pure`: whether the same trajectory must always get the same score; by default only for a `Rule`.
+    `seconds` is the deadline of one call. A reward may fail with `RewardError` or `Score.failed`. It must not return
+    NaN, an infinity or a failed score with a value, nor raise another exception.
 
     Raises:
         ConformanceError: lists everything found, each with what to write instead.
     """
     if not trajectories:
         raise ConformanceError(
-            "check_reward needs one trajectory at least; agentrl.testing.rewards.trajectory makes one"
+            "check_reward needs at least one trajectory; agentrl.testing.rewards.trajectory makes one"
         )
     findings = asyncio.run(_findings(make_reward, list(trajectories), pure, seconds))
     if findings:
@@ -89,13 +89,13 @@ async def _findings(
     if played != kept:
         asker.findings.append("[pure] it changed a trajectory; make a new value instead")
     if pure or (pure is None and isinstance(reward, Rule)):
-        asker.hold("pure", alone, again, "asked twice about the same trajectory it said {0} and then {1}")
-        asker.hold("concurrent", alone, together, "asked about several at once it said {1}, and one by one {0}")
+        asker.hold("pure", alone, again, "two calls with the same trajectory returned {0} and then {1}")
+        asker.hold("concurrent", alone, together, "calls at the same time returned {1}, and one by one {0}")
     return asker.findings
 
 
 class _Asker:
-    """Asks, and notes what is not as it should be."""
+    """Calls the reward, and notes what breaks the contract."""
 
     def __init__(self, asked: Ask, seconds: float) -> None:
         self._asked = asked
@@ -126,7 +126,7 @@ class _Asker:
         return scores
 
     def hold(self, check: str, first: Sequence[object], second: Sequence[object], text: str) -> None:
-        """Both rounds have to be equal; failed scores hold NaN, so by how they are written."""
+        """Note where two rounds differ. They are compared by `repr`, since failed scores contain NaN."""
         for one, other in zip(first, second, strict=True):
             if repr(one) != repr(other):
                 self.findings.append(f"[{check}] " + text.format(_short(one), _short(other)))

@@ -8,7 +8,7 @@ END = "\x03"
 class ByteTokenizer:
     """One token per byte; `END` (byte 3) ends a turn. With it, `TemplateRenderer` runs without transformers.
 
-    `forgets_thoughts=True` behaves as templates that drop `<think>...</think>` from earlier assistant turns, which
+    `forgets_thoughts=True` behaves like templates that drop `<think>...</think>` from earlier assistant turns, which
     makes a conversation fork.
     """
 
@@ -42,6 +42,6 @@ class ByteTokenizer:
         return list(text.encode())
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
-        """Text; bytes that are no UTF-8 become the replacement character."""
+        """Text; bytes that are not UTF-8 become the replacement character."""
         kept = [i for i in token_ids if not (skip_special_tokens and i == self.eos_token_id)]
         return bytes(kept).decode(errors="replace")

@@ -1,6 +1,6 @@
-"""The contract of a trainer, as a check that its author runs: `asyncio.run(check_trainer(make, model, workspace))`.
+"""Tests a trainer against its contract, for the trainer's author: `asyncio.run(check_trainer(make, model, workspace))`.
 
-What a trainer computes is compared with a reference that is as plain as can be: one sample at a time, the whole
+The results of the trainer are compared with a reference that is as plain as possible: one sample at a time, the whole
 model, no packing, no accumulation. Dimension suffix: N loss tokens, flattened.
 """
 
@@ -25,16 +25,16 @@ from agentrl.weights.low_rank import Factors, LowRank
 from agentrl.weights.publisher import write_weights
 
 TOLERANCE = 1e-5
-"""Largest difference of a weight or a metric from the reference, absolute for weights, relative for metrics."""
+"""Largest allowed difference from the reference: absolute for weights, relative for metrics."""
 
 LOSS: Loss = partial(policy_gradient, clip_low=0.2, clip_high=0.28, dual_clip=3.0, importance_cap=1.2)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerCase:
-    """The settings that a check asks for: AdamW in float32 at a constant learning rate, decaying matrices only.
+    """The settings of a check: AdamW in float32 at a constant learning rate, with weight decay of matrices only.
 
-    `eps` is large, so that AdamW does not blow up rounding in gradients near zero.
+    `eps` is large, so that AdamW does not amplify rounding errors in gradients near zero.
     """
 
     lr: float = 3e-3
@@ -51,22 +51,22 @@ class TrainerCase:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Those of them that are fields of `TrainerSettings`."""
+        """The settings that are fields of `TrainerSettings`."""
         given = asdict(self)
         return {name: given[name] for name in given if name not in ("temperature", "total_steps")}
 
 
 MakeTrainer = Callable[[Path, TrainerCase], Trainer]
-"""A trainer of the model in a folder, with the settings of a case."""
+"""Makes a trainer of the model in a folder, with the settings of a case."""
 
 
 async def check_trainer(make_trainer: MakeTrainer, model: Path, workspace: Path) -> None:
-    """Check that a trainer does what the protocol says, to the number.
+    """Check that a trainer follows the protocol, and that its numbers are right.
 
     `model` is a Hugging Face folder with full attention and no dropout; `workspace` an empty folder to write into.
 
     Raises:
-        ConformanceError: it does not; says what differs.
+        ConformanceError: it does not; the message says what differs.
     """
     await check_equals_reference(make_trainer, model, TrainerCase())
     await check_equals_reference(make_trainer, model, TrainerCase(minibatches=3))
@@ -77,7 +77,7 @@ async def check_trainer(make_trainer: MakeTrainer, model: Path, workspace: Path)
 
 
 async def check_predicts(make_trainer: MakeTrainer, model: Path) -> None:
-    """A trainer that `SupportsPredict` says of each loss token what the plain reference says."""
+    """A trainer that `SupportsPredict` predicts the logprobs of the plain reference."""
     async with make_trainer(model, TrainerCase()) as trainer:
         if not isinstance(trainer, SupportsPredict):
             return
@@ -87,7 +87,7 @@ async def check_predicts(make_trainer: MakeTrainer, model: Path) -> None:
         predicted_N = await trainer.predict(batch)
     if predicted_N.shape != (batch.num_loss_tokens,):
         raise ConformanceError(
-            f"what is predicted has the shape {predicted_N.shape}, want one number for each of the "
+            f"the prediction has the shape {predicted_N.shape}, but should have one number for each of the "
             f"{batch.num_loss_tokens} loss tokens"
         )
     of_samples = np.split(predicted_N, np.cumsum(batch.loss_tokens_M)[:-1])
@@ -99,10 +99,10 @@ async def check_predicts(make_trainer: MakeTrainer, model: Path) -> None:
 
 
 async def check_lora(make_trainer: MakeTrainer, model: Path, workspace: Path) -> None:
-    """Check that a trainer with the setting `lora` trains adapters alone, and publishes the weights as `LowRank`.
+    """Check that a trainer with the setting `lora` trains only adapters, and publishes the weights as `LowRank`.
 
     Raises:
-        ConformanceError: it does not; says what differs.
+        ConformanceError: it does not; the message says what differs.
     """
     case = TrainerCase(lora={"rank": 4, "alpha": 8.0}, lr=1e-2)
     await check_equals_reference(make_trainer, model, case)
@@ -138,9 +138,9 @@ async def check_accumulation(make_trainer: MakeTrainer, model: Path) -> None:
 async def check_resume(
     make_trainer: MakeTrainer, model: Path, workspace: Path, case: TrainerCase = TrainerCase(minibatches=2)
 ) -> None:
-    """Save, load and go on: bitwise what it would have been without, and the folder is a model with a tokenizer.
+    """Saving, loading and going on is bitwise the same as going on, and the folder is a model with a tokenizer.
 
-    What it publishes are the same weights (`agentrl/weights/publisher.py`).
+    The published weights are the same too (`agentrl/weights/publisher.py`).
     """
     from transformers import AutoModelForCausalLM
 
@@ -170,7 +170,7 @@ async def check_resume(
 
 
 async def check_refuses_non_finite(make_trainer: MakeTrainer, model: Path, case: TrainerCase = TrainerCase()) -> None:
-    """A NaN in a loss token raises `TrainingError`, leaves the weights alone, and the next step does not notice."""
+    """A NaN in a loss token raises `TrainingError`, and changes neither the weights nor the next step."""
     (batch,) = random_batches(model, 1)
     broken = replace(batch, advantages_N=np.full_like(batch.advantages_N, np.nan))
     async with make_trainer(model, case) as trainer:
@@ -219,7 +219,7 @@ def random_batches(model: Path, count: int) -> list[TrainBatch]:
 
 @dataclass(slots=True)
 class _Reference:
-    """Plain torch: one sample at a time through the whole model; adapters by adding them to the weights."""
+    """Plain torch: one sample at a time through the whole model; adapters are added to the weights."""
 
     model: Any
     factors: Mapping[str, Factors]
@@ -254,7 +254,7 @@ class _Reference:
         return {name: own[name] + scale * B @ A for name, (A, B, scale) in self.factors.items()}
 
     def step(self, samples: Sequence[TrainingSample]) -> dict[str, float]:
-        """Train on the samples and return the metrics that a trainer must have too."""
+        """Train on the samples, and return the metrics that a trainer must report too."""
         normalizer = sum(sum(s.loss_mask) for s in samples) / self.case.minibatches
         with torch.no_grad():
             old = [self._logprobs(sample) for sample in samples]
@@ -290,7 +290,7 @@ class _Reference:
 
 
 def _factors(weights: Mapping[str, Tensor]) -> Mapping[str, Factors]:
-    """The adapters that a trainer has begun with, as parameters of one's own."""
+    """The trainer's initial adapters, copied as parameters."""
     if not isinstance(weights, LowRank) or not weights.factors:
         raise ConformanceError(f"with the setting lora, the weights are {type(weights).__name__} and no LowRank")
     return {
@@ -321,7 +321,7 @@ def _copy(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
 
 
 def _compare(got: Mapping[str, Tensor], want: Mapping[str, Tensor], tolerance: float, when: str) -> None:
-    """All of `got` is in `want` and equal; what `got` lacks of `want` is tied to something that it has."""
+    """Check that all of `got` is in `want` and equal, and that weights missing in `got` are tied to others in it."""
     if not got or not got.keys() <= want.keys():
         raise ConformanceError(f"{when}: unknown weights {sorted(got.keys() - want.keys())[:5]}")
     present = {want[name].data_ptr() for name in got}

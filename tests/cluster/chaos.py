@@ -22,11 +22,9 @@ import pytest
 from agentrl.rollout.ledger import read_ledger
 from agentrl.trajectory import Trajectory
 from tests.commands import ROOT, Command
-from tests.processes import is_alive, still_alive, title
+from tests.processes import PATIENCE_SECONDS, is_alive, still_alive, title
 
 RECOVERY_SECONDS = 60.0
-PATIENCE_SECONDS = 300.0
-"""Where it is about whether, and not about how soon: in CI, of whose machine nothing is known."""
 PHASES = {
     "idle": "idle",
     "generating": "rollout",
@@ -140,7 +138,7 @@ def two_nodes() -> Iterator[TwoNodes]:
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
         nodes = cluster.head_node, cluster.add_node(num_cpus=2)
         try:
-            subprocess.run([sys.executable, "-c", _USE_BOTH, cluster.address], check=True, timeout=120)
+            subprocess.run([sys.executable, "-c", _USE_BOTH, cluster.address], check=True, timeout=PATIENCE_SECONDS)
             yield TwoNodes(cluster.address, *(node.all_processes["raylet"][0].process.pid for node in nodes))
         finally:
             cluster.shutdown()
@@ -166,7 +164,7 @@ class Running:
     def __exit__(self, *exc: object) -> None:
         if self.process is not None:
             self.process.send_signal(signal.SIGKILL)  # all others end with it
-            self.process.wait(60)
+            self.process.wait(PATIENCE_SECONDS)
 
     def start(self) -> None:
         """Begin, or go on."""
@@ -312,7 +310,7 @@ def finish(run: Running) -> None:
 def finished(run: Running, steps: int) -> None:
     """Wait for its end, and see that every task and every episode has its fate, and none is lost."""
     assert run.process is not None
-    assert run.process.wait(180) == 0, run.log[-6000:]
+    assert run.process.wait(PATIENCE_SECONDS) == 0, run.log[-6000:]
     summary = json.loads((run.folder / "summary.json").read_text())
     assert summary["steps"] == steps
     assert summary["largest_staleness"] == 0

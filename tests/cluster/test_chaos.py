@@ -16,7 +16,6 @@ from rich.table import Table
 from tests.cluster.chaos import (
     COMPONENTS,
     HELPERS,
-    PATIENCE_SECONDS,
     PHASES,
     RECOVERY_SECONDS,
     Cell,
@@ -25,6 +24,7 @@ from tests.cluster.chaos import (
     nothing_is_lost,
     two_nodes,
 )
+from tests.processes import PATIENCE_SECONDS
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 OF_CI = [
@@ -43,7 +43,7 @@ def table() -> Iterator[Table]:
 
 def begin(run: Running) -> None:
     run.start()
-    run.wait_for("first step", lambda: run.steps() >= 1, 180)
+    run.wait_for("first step", lambda: run.steps() >= 1, PATIENCE_SECONDS)
 
 
 def play(faults: Iterable[Sequence[Cell]], run: Running, table: Table) -> None:
@@ -96,7 +96,7 @@ def test_a_run_whose_controller_is_killed_leaves_nothing_and_goes_on_when_it_is_
 ) -> None:
     with Running(tmp_path / "run") as run:
         run.start()
-        run.wait_for("first step", lambda: run.steps() >= 2, 180)
+        run.wait_for("first step", lambda: run.steps() >= 2, PATIENCE_SECONDS)
         run.seen += run.processes()
         assert run.process is not None
         with run.in_phase(phase):
@@ -105,7 +105,7 @@ def test_a_run_whose_controller_is_killed_leaves_nothing_and_goes_on_when_it_is_
         run.nothing_is_left()
         before = run.steps()
         run.start()
-        seconds = run.wait_for("steps of the resumed run", lambda: run.steps() >= before + 2, 180)
+        seconds = run.wait_for("steps of the resumed run", lambda: run.steps() >= before + 2, PATIENCE_SECONDS)
         table.add_row("controller", phase, "SIGKILL", f"{seconds:.1f} (resumed)")
         run.end()
         finish(run)
@@ -115,7 +115,7 @@ def test_a_run_whose_controller_is_killed_leaves_nothing_and_goes_on_when_it_is_
 def test_a_run_whose_controller_was_stopped_for_longer_than_a_lease_goes_on(tmp_path: Path, table: Table) -> None:
     with Running(tmp_path / "run") as run:
         run.start()
-        run.wait_for("first step", lambda: run.steps() >= 1, 180)
+        run.wait_for("first step", lambda: run.steps() >= 1, PATIENCE_SECONDS)
         assert run.process is not None
         for phase in PHASES:
             with run.in_phase(phase):

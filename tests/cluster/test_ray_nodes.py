@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.cluster.chaos import CONFIG, PHASES, Running, finish, finished, two_nodes
-from tests.processes import still_alive, title
+from tests.processes import PATIENCE_SECONDS, still_alive, title
 
 pytestmark = pytest.mark.slow
 STEPS = 12
@@ -34,7 +34,7 @@ def test_a_run_that_loses_a_node_in_the_middle_finishes(phase: str, kind: signal
     with two_nodes() as nodes:
         run.overrides = [f"steps={STEPS}", "cluster.env_workers=2", f"cluster.address={nodes.address}"]
         run.start()
-        run.wait_for("first step", lambda: run.steps() >= 2, 180)
+        run.wait_for("first step", lambda: run.steps() >= 2, PATIENCE_SECONDS)
         run.lose_node(nodes.beside, phase, kind)
         if kind is signal.SIGSTOP:  # what comes after is the same, so half of them are interrupted, and half are not
             run.stop()
@@ -80,7 +80,7 @@ def test_a_run_lives_on_the_devices_of_its_plan(run: Running, request: pytest.Fi
     ]
     run.start()
     assert run.process is not None
-    assert run.process.wait(180) == 0, run.log[-4000:]
+    assert run.process.wait(PATIENCE_SECONDS) == 0, run.log[-4000:]
     rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1]
     assert max(row["logprob_gap_max"] for row in rows) < 1e-4
@@ -94,7 +94,7 @@ def test_the_same_recipe_has_the_same_losses_to_the_bit_on_ray_as_in_one_process
         with Running(tmp_path / name, ["steps=3", "cluster.env_workers=0", *overrides], config) as run:
             run.start()
             assert run.process is not None
-            assert run.process.wait(180) == 0, run.log[-4000:]
+            assert run.process.wait(PATIENCE_SECONDS) == 0, run.log[-4000:]
             assert "died or was killed" not in run.log, "Ray took the end of a healthy run for a death"
             rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
         return [{key: row[key] for key in ("loss", "grad_norm", "reward", "logprob_gap_max")} for row in rows]

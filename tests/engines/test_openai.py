@@ -20,6 +20,7 @@ from agentrl.errors import ConfigError, EngineDeadError, EngineError
 from agentrl.protocols import GenerateRequest, SamplingParams
 from agentrl.testing import ScriptedEngine
 from agentrl.testing.openai_server import serve_engine
+from tests.processes import PATIENCE_SECONDS
 
 END = 0
 
@@ -262,4 +263,4 @@ def test_a_server_of_vllm_gives_what_the_local_engine_gives(tiny_model_dir: Path
         asyncio.run(main())
     finally:
         server.terminate()
-        server.wait(60)
+        server.wait(PATIENCE_SECONDS)

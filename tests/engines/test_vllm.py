@@ -16,7 +16,7 @@ from agentrl.engines.local import LocalEngine
 from agentrl.engines.vllm import VllmEngine
 from agentrl.errors import ConfigError, EngineError
 from agentrl.protocols import GenerateRequest, SamplingParams
-from tests.processes import still_alive
+from tests.processes import PATIENCE_SECONDS, still_alive
 
 SERVE = """
 import asyncio, sys
@@ -80,7 +80,7 @@ class Slow(VllmEngine):
 
     def _made(self) -> Any:
         self.starting.set()
-        assert self.may_start.wait(60), "nobody else was served while it started"
+        assert self.may_start.wait(PATIENCE_SECONDS), "nobody else was served while it started"
         return self.made
 
 

@@ -166,5 +166,5 @@ def test_packages_of_the_group_that_gymnasium_forgot_are_found(
     )
     check_env(plugins.load("envs", "gymnasium:Old/Lake-v0"), seeds=(0,))
     check_env(plugins.load("envs", "gymnasium:RootLake-v0"), seeds=(0,))
-    with pytest.raises(PluginError, match="could not register theirs: installed_gone"):
+    with pytest.raises(PluginError, match="failed to register theirs: installed_gone"):
         plugins.load("envs", "gymnasium:Old/Sea-v0")

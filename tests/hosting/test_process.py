@@ -237,7 +237,7 @@ def test_a_player_is_asked_where_the_environment_lives(odd_env):
         env = LiveEnv(ProcessEnv(HERE), EnvDeadlines())
         await env.reset(7, {})
         assert await env.consult(odd.player, random.Random(5)) == f"7 {random.Random(5).random()}"
-        with pytest.raises(ConfigError, match="at the top of a module"):
+        with pytest.raises(ConfigError, match="at the top level of a module"):
             await env.consult(lambda env, rng: "", random.Random(0))
         await env.close()
 

@@ -11,6 +11,7 @@ import pytest
 
 from agentrl.rollout.ledger import Ledger
 from tests.commands import Command
+from tests.processes import PATIENCE_SECONDS
 from tests.rollout.ledger_queries import trained_tasks
 
 ROOT = Path(__file__).parents[2]
@@ -117,7 +118,7 @@ def test_a_run_killed_at_any_moment_trains_the_same_tasks_as_one_that_was_not(tm
 def kill_during(command: Command, run: Path, *, steps: int, extra: float) -> None:
     """SIGKILL `extra` seconds after `metrics.jsonl` has a row of step `steps` - 1, if the run does not end before."""
     metrics = run / "metrics.jsonl"
-    limit = time.monotonic() + 120
+    limit = time.monotonic() + PATIENCE_SECONDS
     while command.poll() is None and time.monotonic() < limit:
         lines = metrics.read_text().splitlines() if metrics.exists() else []
         if any(f'"step": {steps - 1}, "reward"' in line for line in lines):
@@ -125,18 +126,18 @@ def kill_during(command: Command, run: Path, *, steps: int, extra: float) -> Non
         time.sleep(0.02)
     time.sleep(extra)
     command.send_signal(signal.SIGKILL)
-    command.wait(60)
+    command.wait(PATIENCE_SECONDS)
 
 
 @pytest.mark.slow
 def test_an_interrupted_run_says_how_to_go_on(tmp_path):
     command = start(*SMALL, "run_dir=run", "steps=1000", "evaluation.tasks=0", cwd=tmp_path)
     metrics = tmp_path / "run" / "metrics.jsonl"
-    limit = time.monotonic() + 120
+    limit = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < limit and not (metrics.exists() and '"reward"' in metrics.read_text()):
         time.sleep(0.05)
     command.send_signal(signal.SIGINT)
-    assert command.wait(120) == 130, command.output
+    assert command.wait(PATIENCE_SECONDS) == 130, command.output
     assert "--resume" in command.output
     assert "Traceback" not in command.output
 
@@ -146,7 +147,7 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path, agentrl):
     (tmp_path / "run" / "config.yaml").write_text("env: frozen_lake\n")
     again = agentrl("train", *SMALL, "run_dir=run", cwd=tmp_path)
     assert again.returncode == 2
-    assert "go on with it by `agentrl train --resume run`" in " ".join(again.stderr.split())
+    assert "resume it with `agentrl train --resume run`" in " ".join(again.stderr.split())
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.yaml"]
 
 

@@ -19,6 +19,7 @@ import pytest
 from agentrl.envs.base import TextEnv
 from agentrl.protocols import StepResult
 from agentrl.rollout.ledger import Ledger
+from tests.processes import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[2]
 STEPS = 6
@@ -131,7 +132,7 @@ def test_a_run_goes_on_while_one_server_stops_and_the_other_is_killed_and_no_ste
         wait_for(lambda: steps_done(run) >= stopped + 2, process)  # without it
         two.send_signal(signal.SIGCONT)
         one.kill()
-        output, _ = process.communicate(timeout=180)
+        output, _ = process.communicate(timeout=PATIENCE_SECONDS)
         assert process.returncode == 0, output
 
     summary = json.loads((run / "summary.json").read_text())

@@ -20,7 +20,7 @@ from agentrl.protocols import ResetResult, StepResult
 from agentrl.remote.env_worker import EnvWorker, env_workers
 from agentrl.remote.sessions import ServerLimits
 from tests.cluster.shared_ray import join_shared_ray
-from tests.processes import still_alive
+from tests.processes import PATIENCE_SECONDS, still_alive
 
 pytestmark = pytest.mark.slow
 LEASE = 2.0
@@ -79,7 +79,7 @@ def test_a_worker_that_dies_or_hangs_costs_its_episode_and_another_takes_its_pla
             with pytest.raises((EnvError, TimeoutError)):
                 async with asyncio.timeout(LEASE):
                     await first.step("on")
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(PATIENCE_SECONDS):
                 after = int((await second.reset(seed=1, options={}))[0])
             assert after not in (before, os.getpid())
             assert (await second.step("go"))[0] == f"{after} go"
@@ -104,7 +104,7 @@ def test_an_episode_does_not_wait_for_a_worker_on_a_machine_that_has_vanished(
             async with asyncio.timeout(3 * LEASE):
                 with pytest.raises(EnvError):
                     await env.step("on")
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(PATIENCE_SECONDS):
                 left.append(int((await env.reset(seed=1, options={}))[0]))
             assert (await env.step("go"))[0] == f"{left[1]} go"
             await env.close()
@@ -125,7 +125,7 @@ def test_workers_that_are_killed_again_and_again_end_nothing_while_episodes_begi
     async def main() -> None:
         async with env_workers(ProcessWorker.start, 1, worker_of(telling)) as make:
             for _ in range(4):
-                async with asyncio.timeout(60):
+                async with asyncio.timeout(PATIENCE_SECONDS):
                     pid = int((await make().reset(seed=1, options={}))[0])
                 os.kill(pid, signal.SIGKILL)
                 await asyncio.to_thread(_until_it_has_come, pid)

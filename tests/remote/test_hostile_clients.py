@@ -28,6 +28,7 @@ from agentrl.http_client import http_client
 from agentrl.protocols import StepResult
 from agentrl.remote.client import RemoteEnv
 from agentrl.remote.server import EnvServer
+from tests.processes import PATIENCE_SECONDS
 from tests.remote.served import served
 
 SESSIONS = 10_000
@@ -198,7 +199,7 @@ def test_requests_made_from_the_schema_find_nothing(tmp_path):
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=PATIENCE_SECONDS,
             check=False,
         )
     assert run.returncode == 0, run.stdout

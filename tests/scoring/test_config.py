@@ -105,7 +105,7 @@ def test_a_function_of_two_arguments_is_no_reward_and_the_error_says_how_to_writ
     said = problem(path, "reward=tests.scoring.test_config:two_arguments")
     assert "write f(trajectory) -> float" in said
     assert "Installed" not in said
-    assert "it has to be a class or a function" in problem(path, "reward=tests.scoring.test_config:BASE")
+    assert "it must be a class or a function" in problem(path, "reward=tests.scoring.test_config:BASE")
 
 
 def test_the_resolved_list_reads_back_to_itself(path, tmp_path):

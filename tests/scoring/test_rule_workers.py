@@ -17,7 +17,7 @@ from agentrl.flow import Flow
 from agentrl.scoring.rule_pool import RulePoolConfig
 from agentrl.scoring.rule_workers import RuleWorkers
 from tests.cluster.shared_ray import join_shared_ray
-from tests.processes import still_alive
+from tests.processes import PATIENCE_SECONDS, still_alive
 
 pytestmark = pytest.mark.slow
 LEASE = 2.0
@@ -58,7 +58,7 @@ def test_rules_on_workers_hang_and_die_for_themselves_only(start: StartWorker) -
             assert await pool.run(parent, 1, cached=False) in pids
             os.kill(pids[0], signal.SIGKILL)
             os.kill(pids[1], signal.SIGSTOP)
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(PATIENCE_SECONDS):
                 assert not {await ask(pool) for _ in range(4)} & set(pids)
             return pids
 

@@ -322,12 +322,12 @@ class Shared:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: Broken("random"), r"\[pure\] asked twice about the same trajectory"),
+        (lambda: Broken("random"), r"\[pure\] two calls with the same trajectory"),
         (lambda: Broken("nan"), r"\[value\] the reward returned NaN"),
         (lambda: Broken("key"), r"\[failure\] task/0/0: it raised KeyError.*raise RewardError"),
         (lambda: Broken("number"), r"\[failure\] task/0/0: a failed score has the value 0; write Score.failed"),
         (lambda: Broken("changes"), r"\[pure\] it changed a trajectory"),
-        (Shared, r"\[concurrent\] asked about several at once it said"),
+        (Shared, r"\[concurrent\] calls at the same time returned"),
     ],
 )
 def test_check_reward_finds_what_breaks_the_contract(make, said):

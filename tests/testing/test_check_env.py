@@ -261,7 +261,7 @@ BROKEN: list[tuple[str, Callable[[], Any], str]] = [
     ("tools", with_attribute("tools", "go"), "sequence of JSON schemas"),
     ("tools", with_attribute("tools", ["go"]), "a tool is"),
     ("tools", with_attribute("tools", [tool(name="go there")]), "a name is"),
-    ("tools", with_attribute("tools", [tool(), tool()]), "stands a second time"),
+    ("tools", with_attribute("tools", [tool(), tool()]), "is used a second time"),
     ("tools", with_attribute("tools", [tool(parameters={"properties": {}})]), "a tool is"),
     (
         "tools",
