@@ -11,6 +11,7 @@ runs/NAME/
   tensorboard/       event files
   reward_curve.png   when the run has ended
   status.json        the current step and phase, since when, and the process id
+  lock               held by the process that trains here, which it names
   summary.json       success before and after, steps, seconds, largest staleness, fates
 """
 
@@ -40,6 +41,7 @@ from agentrl.planner.check import check_placement
 from agentrl.protocols import Tracker
 from agentrl.rollout.agents import FrozenRoute
 from agentrl.rollout.ledger import Ledger
+from agentrl.run_lock import RunLock
 from agentrl.tiny_model import SIZES
 from agentrl.trajectory import Group
 
@@ -48,38 +50,44 @@ class Run:
     """A new or resumed run in its folder. A context manager.
 
     Raises:
-        ConfigError: the folder holds another run already, or no run to resume; there is no such model; the placement
-            is not possible; a tracker is not installed. Nothing has started then.
+        ConfigError: the folder holds another run already, or no run to resume; another process trains in it; there is
+            no such model; the placement is not possible; a tracker is not installed. Nothing has started then.
     """
 
     def __init__(self, loaded: LoadedConfig, console: Console, *, resume: bool = False) -> None:
         self.config = loaded.config
         self.folder = self.config.run_dir
         self.resumed = resume
+        self._check_folder()
+        check_model(self.config)
+        check_placement(self.config)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as opened:
+            opened.enter_context(RunLock(self.folder))
+            self._check_folder()  # another process may have started meanwhile, and ended
+            kept = self.config.checkpoint
+            self.checkpoints = Checkpoints(self.folder / "checkpoints", kept.keep, kept.keep_best if kept.best else 0)
+            self.ledger = Ledger(self.folder / "ledger.sqlite")
+            self.metrics = MetricsFile(self.folder / "metrics.jsonl")
+            if resume:
+                self.metrics.mend()
+            self.display = ProgressDisplay(console, self.config.steps)
+            self._settings = {key: str(value) for key, value, _ in loaded.rows()}
+            self._trackers: list[Tracker] = []
+            self._open = opened.pop_all()
+
+    def _check_folder(self) -> None:
         started = (self.folder / "config.yaml").exists()
-        if started and not resume:
+        if started and not self.resumed:
             raise ConfigError(
                 f"{self.folder} holds a run already: resume it with `agentrl train --resume {self.folder}`, "
                 "or write run_dir=ANOTHER for a new one"
             )
-        if resume and not started:
+        if self.resumed and not started:
             raise ConfigError(f"{self.folder} holds no run to resume (no config.yaml in it)")
-        check_model(self.config)
-        check_placement(self.config)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        kept = self.config.checkpoint
-        self.checkpoints = Checkpoints(self.folder / "checkpoints", kept.keep, kept.keep_best if kept.best else 0)
-        self.ledger = Ledger(self.folder / "ledger.sqlite")
-        self.metrics = MetricsFile(self.folder / "metrics.jsonl")
-        if resume:
-            self.metrics.mend()
-        self.display = ProgressDisplay(console, self.config.steps)
-        self._settings = {key: str(value) for key, value, _ in loaded.rows()}
-        self._trackers: list[Tracker] = []
-        self._open = ExitStack()
 
     def __enter__(self) -> Self:
-        with ExitStack() as opened:
+        with self._open as opened:
             opened.enter_context(self.ledger)
             for name in self.config.trackers:
                 tracker: Tracker = plugins.load("trackers", name)(self.folder, self._settings)

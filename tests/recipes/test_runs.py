@@ -130,12 +130,15 @@ def kill_during(command: Command, run: Path, *, steps: int, extra: float) -> Non
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_says_how_to_go_on(tmp_path):
+def test_a_second_process_is_refused_and_an_interrupted_run_says_how_to_go_on(tmp_path):
     command = start(*SMALL, "run_dir=run", "steps=1000", "evaluation.tasks=0", cwd=tmp_path)
     metrics = tmp_path / "run" / "metrics.jsonl"
     limit = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < limit and not (metrics.exists() and '"reward"' in metrics.read_text()):
         time.sleep(0.05)
+    second = Command("train", "--resume", "run", cwd=tmp_path, log=tmp_path / "second.log")
+    assert second.wait(PATIENCE_SECONDS) == 2
+    assert f"run is in use: process {command.pid} on" in second.output
     command.send_signal(signal.SIGINT)
     assert command.wait(PATIENCE_SECONDS) == 130, command.output
     assert "--resume" in command.output

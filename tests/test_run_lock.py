@@ -1,0 +1,68 @@
+"""One process at a time trains in the folder of a run."""
+
+import os
+import signal
+import subprocess
+import sys
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from agentrl.config import load_config
+from agentrl.errors import ConfigError
+from agentrl.rollout.ledger import read_ledger
+from agentrl.run import Run
+from agentrl.run_lock import RunLock
+
+HOLD = "import sys; from pathlib import Path; from agentrl.run_lock import RunLock\n" + (
+    "with RunLock(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+)
+
+
+def run_in(folder: Path, *, resume: bool) -> Run:
+    config = folder.with_suffix(".yaml")
+    config.write_text(f"env: frozen_lake\nrun_dir: {folder}\ntrackers: []\n")
+    return Run(load_config(config), Console(file=StringIO()), resume=resume)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_second_process_is_refused_told_who_trains_there_and_changes_nothing(tmp_path: Path, resume: bool) -> None:
+    folder = tmp_path / "run"
+    with run_in(folder, resume=False) as run:
+        run.metrics.append({"step": 0, "reward": 1.0})
+        before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+        message = f"in use: process {os.getpid()} on .*, since .* UTC, trains" if resume else "holds a run already"
+        with pytest.raises(ConfigError, match=message):
+            run_in(folder, resume=resume)
+        assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+        with read_ledger(folder / "ledger.sqlite") as ledger:  # readers need no lock
+            assert ledger.task_fates().total == 0
+    with run_in(folder, resume=True) as run:
+        assert len(run.metrics.rows()) == 1
+
+
+def test_a_run_whose_start_fails_frees_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: object) -> None:
+        raise RuntimeError("no disk")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("agentrl.run.Ledger", fails)
+        with pytest.raises(RuntimeError):
+            run_in(tmp_path / "run", resume=False)
+    with run_in(tmp_path / "run", resume=False):
+        pass
+
+
+def test_a_killed_process_frees_the_folder(tmp_path: Path) -> None:
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdin=pipe, stdout=pipe, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(ConfigError, match=f"in use: process {holder.pid} on"), RunLock(tmp_path):
+            pass
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+    with RunLock(tmp_path):
+        pass
