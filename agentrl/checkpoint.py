@@ -1,17 +1,22 @@
-"""Checkpoints: each is complete or absent, and only the newest and the best are kept."""
+"""Checkpoints: each is complete or absent, its bytes are checked, and only the newest and the best are kept."""
 
 import asyncio
+import json
 import math
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import xxhash
+
 from agentrl.durable import UNFINISHED, finish_folder, new_unfinished, remove_folder, unfinished
 from agentrl.errors import CheckpointError, ConfigError
 
+CHECKSUMS = "checksums.json"
+"""The file of a checkpoint that has the XXH3-128 of every other file."""
 _STATE = {".pt", ".distcp"}
 """Suffixes of the trainer's own files, which lie beside the model. Folders in a checkpoint are the trainer's too."""
 
@@ -82,9 +87,37 @@ class Checkpoints:
             shutil.rmtree(leftover)
         self.folder.mkdir(parents=True, exist_ok=True)
         await state.save(unfinished(final))
+        await asyncio.to_thread(_write_checksums, unfinished(final))
         await asyncio.to_thread(finish_folder, final)
         await asyncio.to_thread(self._thin_out, values or {})
         return final
+
+    def set_aside_damaged(self, announce: Callable[[str], None]) -> None:
+        """Rename the checkpoints whose files are not as they were written, so that a run resumes from a sound one.
+
+        Raises:
+            CheckpointError: no sound one is left.
+        """
+        damaged = {path: problem for path in self.all().values() if (problem := damage(path)) is not None}
+        if damaged and len(damaged) == len(self.all()):
+            listed = "; ".join(f"{path.name}: {problem}" for path, problem in damaged.items())
+            raise CheckpointError(
+                f"every checkpoint in {self.folder} is damaged ({listed}): restore one from a copy, or start a new run "
+                "with run_dir=ANOTHER"
+            )
+        for path, problem in damaged.items():
+            announce(f"{path} is damaged ({problem}); it is set aside as {_set_aside(path, 'damaged').name}")
+
+    def go_back_to(self, step: int) -> None:
+        """Rename the checkpoints after more than `step` steps, so that a run resumes from that of `step`.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        self.find(str(step), {})
+        for later, path in self.all().items():
+            if later > step:
+                _set_aside(path, "left")
 
     def _thin_out(self, values: Mapping[int, float]) -> None:
         newest = sorted(self.all())[-self.keep :]
@@ -92,6 +125,43 @@ class Checkpoints:
         for step, path in self.all().items():
             if step not in {*newest, *best}:
                 remove_folder(path)
+
+
+def damage(checkpoint: Path) -> str | None:
+    """The first file of a checkpoint that is missing or differs from what was written, in words; None if none does."""
+    try:
+        written: dict[str, str] = json.loads((checkpoint / CHECKSUMS).read_text())
+    except FileNotFoundError:
+        return f"{CHECKSUMS} is missing"
+    except ValueError:
+        return f"{CHECKSUMS} cannot be read"
+    for name, checksum in written.items():
+        path = checkpoint / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if _checksum(path) != checksum:
+            return f"{name} is not as it was written"
+    return None
+
+
+def _write_checksums(checkpoint: Path) -> None:
+    files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
+    checksums = {path.relative_to(checkpoint).as_posix(): _checksum(path) for path in files}
+    (checkpoint / CHECKSUMS).write_text(json.dumps(checksums, indent=2) + "\n")
+
+
+def _checksum(path: Path) -> str:
+    hashed = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(1 << 24):
+            hashed.update(block)
+    return hashed.hexdigest()
+
+
+def _set_aside(path: Path, why: str) -> Path:
+    """Rename a checkpoint to a name that no run resumes from, and that is free."""
+    names = (path.with_name(f"{why}-{path.name}{number}") for number in ("", *(f"-{n}" for n in range(2, 1000))))
+    return path.rename(next(name for name in names if not name.exists()))
 
 
 def export(checkpoint: Path, into: Path) -> None:
@@ -103,7 +173,11 @@ def export(checkpoint: Path, into: Path) -> None:
     """
     if into.exists():
         raise ConfigError(f"{into} exists already: name a new folder")
-    files = [path for path in sorted(checkpoint.iterdir()) if path.is_file() and path.suffix not in _STATE]
+    files = [
+        path
+        for path in sorted(checkpoint.iterdir())
+        if path.is_file() and path.suffix not in _STATE and path.name != CHECKSUMS
+    ]
     if "config.json" not in {path.name for path in files} or ".safetensors" not in {path.suffix for path in files}:
         raise CheckpointError(
             f"{checkpoint} holds no model: it has {', '.join(path.name for path in files) or 'no files'}, where "

@@ -73,8 +73,14 @@ def train(
             metavar="RUN|auto", help="Resume the run in this folder; auto: resume the run of CONFIG if it has begun."
         ),
     ] = None,
+    step: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Resume from the checkpoint after N steps; later ones are set aside."),
+    ] = None,
 ) -> None:
     """Train an agent: [bold]agentrl train examples/frozen_lake.yaml trainer.lr=1e-3[/bold]."""
+    if step is not None and resume is None:
+        raise ConfigError("--step chooses a checkpoint of a run to resume: add --resume RUN")
     if resume in (None, "auto"):
         if config is None:
             raise ConfigError("which run? Give a CONFIG file, or --resume RUN")
@@ -83,7 +89,7 @@ def train(
         # Without a CONFIG, the first free argument is an override of the run's own config.
         given = [*([str(config)] if config is not None else []), *(overrides or [])]
         loaded = load_config(_run_config(Path(resume)), [*given, f"run_dir={resume}"])
-    summary = _run(loaded, resume=_was_begun(loaded) if resume == "auto" else resume is not None)
+    summary = _run(loaded, resume=_was_begun(loaded) if resume == "auto" else resume is not None, step=step)
     if summary is not None:
         _print_summary(loaded.config.run_dir, summary)
 
@@ -113,11 +119,11 @@ def _run_config(folder: Path) -> Path:
     return path
 
 
-def _run(loaded: LoadedConfig, *, resume: bool) -> dict[str, Any] | None:
+def _run(loaded: LoadedConfig, *, resume: bool, step: int | None) -> dict[str, Any] | None:
     from agentrl.run import Run
 
     try:
-        with Run(loaded, console, resume=resume) as run:
+        with Run(loaded, console, resume=resume, step=step) as run:
             run_steadily(loaded.config.recipe.call(run))
     except KeyboardInterrupt:
         folder = loaded.config.run_dir

@@ -40,7 +40,7 @@ from agentrl.observe.trajectories import write_trajectories
 from agentrl.planner.check import check_placement
 from agentrl.protocols import Tracker
 from agentrl.rollout.agents import FrozenRoute
-from agentrl.rollout.ledger import Ledger
+from agentrl.rollout.ledger import Ledger, check_ledger
 from agentrl.run_lock import RunLock
 from agentrl.tiny_model import SIZES
 from agentrl.trajectory import Group
@@ -49,12 +49,18 @@ from agentrl.trajectory import Group
 class Run:
     """A new or resumed run in its folder. A context manager.
 
+    A resumed run continues from its newest checkpoint that is not damaged, or from the one after `step` steps.
+
     Raises:
-        ConfigError: the folder holds another run already, or no run to resume; another process trains in it; there is
-            no such model; the placement is not possible; a tracker is not installed. Nothing has started then.
+        CheckpointError: every checkpoint is damaged.
+        ConfigError: the folder holds another run already, or no run to resume; another process trains in it; its
+            ledger is missing or contradicts its checkpoint; there is no such checkpoint or model; the placement is not
+            possible; a tracker is not installed. Nothing has started then.
     """
 
-    def __init__(self, loaded: LoadedConfig, console: Console, *, resume: bool = False) -> None:
+    def __init__(
+        self, loaded: LoadedConfig, console: Console, *, resume: bool = False, step: int | None = None
+    ) -> None:
         self.config = loaded.config
         self.folder = self.config.run_dir
         self.resumed = resume
@@ -67,6 +73,8 @@ class Run:
             self._check_folder()  # another process may have started meanwhile, and ended
             kept = self.config.checkpoint
             self.checkpoints = Checkpoints(self.folder / "checkpoints", kept.keep, kept.keep_best if kept.best else 0)
+            if resume:
+                self._check_state(console, step)
             self.ledger = Ledger(self.folder / "ledger.sqlite")
             self.metrics = MetricsFile(self.folder / "metrics.jsonl")
             if resume:
@@ -75,6 +83,15 @@ class Run:
             self._settings = {key: str(value) for key, value, _ in loaded.rows()}
             self._trackers: list[Tracker] = []
             self._open = opened.pop_all()
+
+    def _check_state(self, console: Console, step: int | None) -> None:
+        """Let the run continue from its newest sound checkpoint, or from the one after `step` steps."""
+        self.checkpoints.set_aside_damaged(lambda text: console.print(text, highlight=False, soft_wrap=True))
+        if step is not None:
+            self.checkpoints.go_back_to(step)
+        newest = self.checkpoints.latest()
+        if newest is not None:
+            check_ledger(self.folder / "ledger.sqlite", newest[0])
 
     def _check_folder(self) -> None:
         started = (self.folder / "config.yaml").exists()

@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -21,17 +22,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl import durable
-from agentrl.checkpoint import Checkpoints, export
+from agentrl.checkpoint import CHECKSUMS, Checkpoints, damage, export
 from agentrl.config import load_config
 from agentrl.durable import finish_folder, remove_folder, unfinished, write_whole
 from agentrl.errors import CheckpointError, ConfigError
 from agentrl.observe.metrics import MetricsFile
-from agentrl.rollout.ledger import Ledger
+from agentrl.rollout.ledger import Ledger, check_ledger
 from agentrl.run import was_begun
 from agentrl.trainers.checkpoint import FORMAT, STATE_FILE, read_checkpoint, save_model, save_state
 from agentrl.trajectory import Task
 from tests.commands import Command
 from tests.processes import PATIENCE_SECONDS
+from tests.properties import examples
 
 ROOT = Path(__file__).parent.parent
 LAKE = ROOT / "examples" / "frozen_lake.yaml"
@@ -62,7 +64,8 @@ def whole(checkpoints: Checkpoints) -> list[int]:
     """The steps of all, each of which is as it was saved."""
     for step, path in checkpoints.all().items():
         there = sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
-        assert there == sorted(FILES), path
+        assert there == sorted([*FILES, CHECKSUMS]), path
+        assert damage(path) is None
         assert all((path / name).read_text() == f"{step} of {name}" for name in FILES)
     return sorted(checkpoints.all())
 
@@ -123,6 +126,97 @@ def test_a_save_that_is_killed_at_any_moment_leaves_whole_checkpoints_and_the_be
     assert latest == sorted(latest)
     assert latest.count(4) > 2 * len(FILES)  # it was killed in the middle of each file
     assert latest.count(5) > len(FILES)  # and of the removal of the old one
+
+
+# Damaged.
+
+
+def flip(path: Path, at: int = 0, size: int = 1) -> None:
+    """Change some bytes of a file."""
+    data = bytearray(path.read_bytes())
+    data[at : at + size] = bytes(byte ^ 0xFF for byte in data[at : at + size])
+    path.write_bytes(data)
+
+
+@examples(50)
+@given(
+    name=st.sampled_from([*FILES, CHECKSUMS]), at=st.integers(0, 10**6), way=st.sampled_from(["flip", "cut", "gone"])
+)
+def test_a_file_that_differs_by_one_byte_or_is_gone_is_damage(name: str, at: int, way: str) -> None:
+    with TemporaryDirectory() as folder:
+        saved = save(Checkpoints(Path(folder)), 1)
+        assert damage(saved) is None
+        path = saved / name
+        if way == "flip":
+            flip(path, at % path.stat().st_size)
+        elif way == "cut":
+            path.write_bytes(path.read_bytes()[: at % path.stat().st_size])
+        else:
+            path.unlink()
+        assert name in str(damage(saved)) or name == CHECKSUMS
+        assert damage(saved) is not None
+
+
+def test_damaged_checkpoints_are_set_aside_and_announced_and_the_newest_sound_one_is_the_latest(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    for step in (2, 4, 6):
+        flip(save(checkpoints, step) / FILES[1]) if step == 6 else save(checkpoints, step)
+    announced: list[str] = []
+    checkpoints.set_aside_damaged(announced.append)
+    assert checkpoints.latest() == (4, tmp_path / "step_000004")
+    (text,) = announced
+    assert "step_000006 is damaged (optimizer/0.distcp is not as it was written)" in text
+    assert (tmp_path / "damaged-step_000006" / FILES[0]).exists()
+    flip(save(checkpoints, 6) / FILES[0])  # the run has come there again
+    checkpoints.set_aside_damaged(announced.append)
+    assert "damaged-step_000006-2" in announced[-1]
+    for step in (2, 4):
+        flip(tmp_path / f"step_{step:06d}" / FILES[0])
+    with pytest.raises(CheckpointError, match=r"every checkpoint .* is damaged .*step_000002: .*run_dir=ANOTHER"):
+        checkpoints.set_aside_damaged(announced.append)
+
+
+def test_a_run_goes_back_to_an_earlier_checkpoint_and_keeps_the_later_ones_under_other_names(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    for step in (2, 4, 6):
+        save(checkpoints, step)
+    with pytest.raises(ConfigError, match="no checkpoint '3'; there is 2, 4, 6"):
+        checkpoints.go_back_to(3)
+    checkpoints.go_back_to(4)
+    assert checkpoints.latest() == (4, tmp_path / "step_000004")
+    assert (tmp_path / "left-step_000006").is_dir()
+
+
+def trained_through(path: Path, steps: int) -> None:
+    """A ledger with a trained task for each of so many steps."""
+    with Ledger(path) as ledger:
+        for step in range(steps):
+            ledger.admit(step, Task("lake", step, {}, f"train-{step:06d}"), step)
+            ledger.trained(step, {step: [1.0]})
+
+
+@pytest.mark.parametrize(
+    ("steps", "content", "problem"),
+    [
+        (3, None, "missing or empty"),
+        (3, b"", "missing or empty"),
+        (3, b"not a database, and longer than a header of one would be" * 9, "no ledger that can be read"),
+        (2, "ledger", "has the tasks of 2 steps, and the run has a checkpoint after 3 steps"),
+        (3, "ledger", None),
+        (4, "ledger", None),
+    ],
+)
+def test_a_missing_or_contradicting_ledger_is_refused(tmp_path, steps, content, problem):
+    path = tmp_path / "ledger.sqlite"
+    if content == "ledger":
+        trained_through(path, steps)
+    elif content is not None:
+        path.write_bytes(content)
+    if problem is None:
+        check_ledger(path, 3)
+        return
+    with pytest.raises(ConfigError, match=problem):
+        check_ledger(path, 3)
 
 
 def test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):

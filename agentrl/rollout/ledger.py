@@ -184,6 +184,11 @@ class LedgerReader:
         for record in map(_task_record, self._rows(query)):
             yield record.number, record.task, record.rewards
 
+    def trained_steps(self, before: int) -> int:
+        """How many of the first `before` steps have trained tasks."""
+        query = "SELECT COUNT(DISTINCT step) FROM tasks WHERE fate = 'trained' AND step < ?"
+        return int(self._rows(query, before).fetchone()[0])
+
     def task_fates(self) -> Fates:
         """The fates of all tasks."""
         return self._fates("tasks")
@@ -360,6 +365,25 @@ def read_ledger(path: Path) -> LedgerReader:
     if not path.exists():
         raise ConfigError(f"there is no ledger {path}")
     return LedgerReader(_connect(path, "ro"))
+
+
+def check_ledger(path: Path, steps: int) -> None:
+    """Check that a ledger has the tasks of all steps that a checkpoint includes.
+
+    Raises:
+        ConfigError: the file is missing, is not a ledger, or lacks some of these steps.
+    """
+    way_out = (
+        "Without it the run would train tasks twice: restore it from a copy, or start a new run with run_dir=ANOTHER"
+    )
+    if not path.exists() or path.stat().st_size == 0:
+        raise ConfigError(f"{path} is missing or empty, and the run has a checkpoint after {steps} steps. {way_out}")
+    with read_ledger(path) as ledger:
+        recorded = ledger.trained_steps(steps)
+    if recorded != steps:
+        raise ConfigError(
+            f"{path} has the tasks of {recorded} steps, and the run has a checkpoint after {steps} steps. {way_out}"
+        )
 
 
 def _connect(path: Path | str, mode: Literal["ro", "rwc"]) -> sqlite3.Connection:

@@ -115,6 +115,26 @@ def test_a_run_killed_at_any_moment_trains_the_same_tasks_as_one_that_was_not(tm
         assert killed["weights_sha256"] == whole["weights_sha256"]
 
 
+@pytest.mark.slow
+def test_a_run_whose_newest_checkpoint_or_ledger_is_damaged_says_so_and_trains_nothing_twice(tmp_path):
+    whole = train(*SMALL, "run_dir=run", "steps=3", "evaluation.tasks=0", "checkpoint.every=1", cwd=tmp_path)
+    weights = tmp_path / "run" / "checkpoints" / "step_000003" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-8192:-4096] = bytes(4096)
+    weights.write_bytes(content)
+    again = train("--resume", "run", cwd=tmp_path)
+    assert "step_000003 is damaged (model.safetensors is not as it was written)" in (tmp_path / "run.log").read_text()
+    back = train("--resume", "run", "--step", "2", cwd=tmp_path)
+    for resumed in (again, back):
+        assert resumed["weights_sha256"] == whole["weights_sha256"]
+        assert resumed["tasks"] == whole["tasks"]
+    for path in (tmp_path / "run").glob("ledger.sqlite*"):
+        path.unlink()
+    refused = start("--resume", "run", cwd=tmp_path)
+    assert refused.wait(PATIENCE_SECONDS) == 2
+    assert "ledger.sqlite is missing or empty" in refused.output
+
+
 def kill_during(command: Command, run: Path, *, steps: int, extra: float) -> None:
     """SIGKILL `extra` seconds after `metrics.jsonl` has a row of step `steps` - 1, if the run does not end before."""
     metrics = run / "metrics.jsonl"
