@@ -27,12 +27,15 @@ def test_every_setting_has_a_meaning() -> None:
     assert [row for row in rows if row.endswith("|  |")] == []
 
 
-@pytest.mark.parametrize("name", ["reward/a-part", "staleness/tokens/3", "critic/grad_norm", "critic/value", "loss"])
+@pytest.mark.parametrize(
+    "name",
+    ["reward/a-part", "reward/code/all_passed", "staleness/tokens/3", "critic/grad_norm", "critic/value", "loss"],
+)
 def test_names_with_a_part_have_the_meaning_of_their_pattern(name: str) -> None:
     assert meaning_of(name)
 
 
-@pytest.mark.parametrize("name", ["lost", "reward/", "reward/a/b", "eval", "eval/agents/black"])
+@pytest.mark.parametrize("name", ["lost", "reward/", "eval", "eval/agents/black", "staleness/tokens/1/2"])
 def test_a_name_that_is_none_has_no_meaning(name: str) -> None:
     assert meaning_of(name) is None
 

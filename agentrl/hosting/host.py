@@ -14,16 +14,18 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import Field
 
 from agentrl.errors import ConfigError, DeadlineError, EnvError, RolloutError
 from agentrl.flow import deadline
 from agentrl.hosting.process import ProcessEnv, with_frame
+from agentrl.hosting.replies import checked_prompt, checked_reset, checked_step, checked_tools
 from agentrl.protocols import Env, Isolation, ResetResult, ScriptedPlayer, Settings, StepResult
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class EnvDeadlines(Settings):
@@ -124,23 +126,24 @@ class LiveEnv:
         return str(getattr(self.env, "system_prompt", "") or "")
 
     async def reset(self, seed: int, options: Mapping[str, Any]) -> ResetResult:
-        result = await self._call("reset", self.deadlines.reset, partial(self.env.reset, seed=seed, options=options))
-        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], str)):
-            self.broken = True
-            raise EnvError(f"{self._name}.reset must return (observation: str, info: dict), got {result!r:.200}")
-        self.tools = tuple(getattr(self.env, "tools", ()))
+        reply = await self._call("reset", self.deadlines.reset, partial(self.env.reset, seed=seed, options=options))
+        result = self._checked(checked_reset, reply)
+        self.tools = self._checked(checked_tools, getattr(self.env, "tools", ()))
+        self._checked(checked_prompt, self.system_prompt)
         return result
 
     async def step(self, action: str) -> StepResult:
         phase, seconds = ("tool", self.deadlines.tool) if self.tools else ("step", self.deadlines.step)
-        result = await self._call(phase, seconds, partial(self.env.step, action))
-        if not (isinstance(result, tuple) and len(result) == 5 and isinstance(result[0], str)):
+        return self._checked(checked_step, await self._call(phase, seconds, partial(self.env.step, action)))
+
+    def _checked(self, check: Callable[[str, Any], T], reply: Any) -> T:
+        try:
+            return check(self._name, reply)
+        except Exception as error:
             self.broken = True
-            raise EnvError(
-                f"{self._name}.step must return (observation: str, reward: float, terminated: bool, truncated: bool, "
-                f"info: dict), got {result!r:.200}"
-            )
-        return result
+            if isinstance(error, EnvError):
+                raise
+            raise EnvError(f"{self._name} replied with what cannot be read: {with_frame(error)}") from error
 
     async def consult(self, player: ScriptedPlayer, rng: random.Random) -> str:
         """A scripted player's action; the player is called in the process where the environment runs."""

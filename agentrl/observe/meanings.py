@@ -11,7 +11,7 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
     "Rollouts: the episodes that the step was trained on": {
         "reward": "Mean score of the trajectories.",
         "reward_std": "Standard deviation of the scores. Without any, there is nothing to learn.",
-        "reward/<part>": "Mean of one part of the reward, unweighted.",
+        "reward/<part>": "Mean of one part of the reward, unweighted, or of a part of it (`reward/judge/clear`).",
         "reward_std/<part>": "Standard deviation of that part.",
         "success": "Share of successful episodes.",
         "turns": "Mean turns of an episode.",
@@ -120,6 +120,6 @@ def _exact() -> Mapping[str, str]:
 
 @cache
 def _patterns() -> tuple[tuple[re.Pattern[str], str], ...]:
-    return tuple(
-        (re.compile(re.sub(r"<\w+>", "[^/]+", name)), meaning) for name, meaning in _exact().items() if "<" in name
-    )
+    """The names with placeholders. A part of a reward may have parts of its own: `reward/code/all_passed`."""
+    written = {name: name.replace("<part>", ".+") for name in _exact() if "<" in name}
+    return tuple((re.compile(re.sub(r"<\w+>", "[^/]+", form)), _exact()[name]) for name, form in written.items())

@@ -1,6 +1,7 @@
 """Demonstrations: episodes of a scripted player, and a model that imitates them before reinforcement learning."""
 
 import asyncio
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean
@@ -12,13 +13,15 @@ from agentrl.algorithms.sft import Sft
 from agentrl.assembly import env_host, make_trainer, open_cluster, task_source
 from agentrl.batch import collate, to_samples
 from agentrl.config import RunConfig
-from agentrl.errors import EnvError
+from agentrl.errors import ConfigError, EnvError
 from agentrl.protocols import Settings
 from agentrl.recipes.evaluate import play_all
 from agentrl.rollout.episode import EnvEpisodeRunner, ScriptedPolicy
 from agentrl.rollout.renderer import TemplateRenderer
 from agentrl.run import Run
 from agentrl.trajectory import Trajectory
+
+logger = logging.getLogger(__name__)
 
 
 class DemonstrationsConfig(Settings):
@@ -34,16 +37,25 @@ class DemonstrationsConfig(Settings):
     """Passes over the episodes."""
     lr: float = Field(1e-3, gt=0)
     """Learning rate of the supervised steps; all other settings are the trainer's."""
+    successes_only: bool = False
+    """Imitate only the episodes that succeeded."""
 
 
 async def imitate(run: Run, demonstrations: DemonstrationsConfig, base: Path, into: Path) -> None:
     """Play the demonstrations, train on them from `base`, and save the model."""
     config = run.config
-    trajectories = await demonstrate(config, demonstrations, base)
+    played = await demonstrate(config, demonstrations, base)
+    succeeded = [trajectory for trajectory in played if trajectory.success]
+    trajectories = succeeded if demonstrations.successes_only else played
     run.display.say(
-        f"{_episodes(t for t in trajectories if t.success)} of {_episodes(trajectories)} episodes of "
-        f"{demonstrations.player} were successful; imitating all"
+        f"{_episodes(succeeded)} of {_episodes(played)} episodes of {demonstrations.player} were successful; imitating "
+        f"{'these' if demonstrations.successes_only else 'all'}"
     )
+    if not trajectories:
+        raise ConfigError(
+            f"no episode of {demonstrations.player} was successful, so recipe.demonstrations.successes_only leaves "
+            "nothing to imitate: choose another player, or imitate all"
+        )
     size = demonstrations.episodes_per_step
     batches = [trajectories[i : i + size] for i in range(0, len(trajectories), size)] * demonstrations.epochs
     algorithm = Sft()
@@ -63,10 +75,10 @@ async def imitate(run: Run, demonstrations: DemonstrationsConfig, base: Path, in
 
 
 async def demonstrate(config: RunConfig, demonstrations: DemonstrationsConfig, model: Path) -> list[Trajectory]:
-    """Episodes of the scripted player, as the tokens that `model` would read and write.
+    """Episodes of the scripted player, as the tokens that `model` would read and write. Failed ones are left out.
 
     Raises:
-        EnvError: an episode failed.
+        EnvError: more than `rollout.max_failed_tasks` episodes failed, or all.
     """
     renderer = await asyncio.to_thread(TemplateRenderer.of_model, model)
     policy = ScriptedPolicy(plugins.load("players", demonstrations.player), renderer)
@@ -75,12 +87,14 @@ async def demonstrate(config: RunConfig, demonstrations: DemonstrationsConfig, m
         runner = EnvEpisodeRunner(policy, renderer, envs, config.rollout.max_turns, config.rollout.deadlines.episode)
         tasks = [source.task(index) for index in range(demonstrations.episodes)]
         trajectories = await play_all(runner, tasks, config.seed, config.rollout.max_live_episodes, policy.turnstile)
+    whole = [trajectory for trajectory in trajectories if trajectory.trainable]
     failed = [trajectory for trajectory in trajectories if not trajectory.trainable]
     if failed:
-        raise EnvError(
-            f"{_episodes(failed)} of {_episodes(trajectories)} demonstrations failed, the first with {failed[0].status}"
-        )
-    return trajectories
+        text = f"{_episodes(failed)} of {len(tasks)} demonstrations failed, the first with {failed[0].status}"
+        if not whole or _episodes(failed) > config.rollout.max_failed_tasks:
+            raise EnvError(f"{text} (rollout.max_failed_tasks={config.rollout.max_failed_tasks})")
+        logger.warning("%s; they are left out", text)
+    return whole
 
 
 def _episodes(trajectories: Iterable[Trajectory]) -> int:

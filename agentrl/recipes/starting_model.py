@@ -1,14 +1,18 @@
 """The model that a run starts from: a folder or a randomly initialised model, after its demonstrations, if any."""
 
 import json
+import logging
 from pathlib import Path
 
 from agentrl.assembly import env_host, task_source
 from agentrl.config import RunConfig
 from agentrl.durable import finish_folder, new_unfinished
+from agentrl.errors import RolloutError
 from agentrl.recipes.demonstrations import DemonstrationsConfig, imitate
 from agentrl.run import Run
 from agentrl.tiny_model import SIZES, create_tiny_model
+
+logger = logging.getLogger(__name__)
 
 
 async def starting_model(run: Run, demonstrations: DemonstrationsConfig | None) -> Path:
@@ -40,13 +44,26 @@ async def base_model(run: Run) -> Path:
 
 
 async def opening_texts(config: RunConfig, episodes: int = 64) -> list[str]:
-    """The environment's texts at the start of some episodes of the split "corpus"."""
+    """The environment's texts at the start of some episodes of the split "corpus". Failed episodes are left out.
+
+    Raises:
+        RolloutError: all failed, or more than `rollout.max_failed_tasks` in a row.
+    """
     source = task_source(config, "corpus")
     texts: list[str] = []
+    in_a_row = 0
     async with env_host(config) as envs:
         for index in range(episodes):
             env = envs.acquire(config.env.name)
-            observation, _ = await env.reset(source.task(index).seed, config.env.options)
-            texts += [env.system_prompt, observation, *(json.dumps(tool) for tool in env.tools)]
-            await envs.release(config.env.name, env)
+            try:
+                observation, _ = await env.reset(source.task(index).seed, config.env.options)
+                texts += [env.system_prompt, observation, *(json.dumps(tool) for tool in env.tools)]
+                in_a_row = 0
+            except RolloutError as error:
+                in_a_row += 1
+                if in_a_row > config.rollout.max_failed_tasks or (index == episodes - 1 and not texts):
+                    raise
+                logger.warning("reading the environment's texts for the tokenizer: %s; it is left out", error)
+            finally:
+                await envs.release(config.env.name, env)
     return texts

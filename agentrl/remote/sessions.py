@@ -1,7 +1,6 @@
 """The sessions of a server: each has an environment, its last answer and an expiry time."""
 
 import asyncio
-import math
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -9,7 +8,6 @@ from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from pydantic import Field
-from pydantic_core import from_json, to_json
 
 from agentrl.errors import ConfigError, DeadlineError, EnvError
 from agentrl.flow import deadline, now
@@ -140,7 +138,7 @@ class Sessions:
             self.metrics.reset_seconds.observe(now() - started)
             return Began(
                 observation=observation,
-                info=_plain(info),
+                info=info,
                 system_prompt=session.env.system_prompt,
                 tools=[dict(tool) for tool in session.env.tools],
             )
@@ -156,16 +154,13 @@ class Sessions:
             started = now()
             observation, reward, terminated, truncated, info = await session.env.step(request.action)
             self.metrics.step_seconds.observe(now() - started)
-            if not math.isfinite(reward):
-                session.env.broken = True
-                raise EnvError(f"the reward is {reward!r}, and must be finite")
             session.playing = not (terminated or truncated)
             return Stepped(
                 observation=observation,
-                reward=float(reward),
-                terminated=bool(terminated),
-                truncated=bool(truncated),
-                info=_plain(info),
+                reward=reward,
+                terminated=terminated,
+                truncated=truncated,
+                info=info,
             )
 
         return await self._once(session_id, request.seq, ("step", request.action), go_on)
@@ -251,15 +246,3 @@ def _status_of(error: Exception) -> int:
     if isinstance(error, DeadlineError):
         return 504
     return 424 if isinstance(error, ConfigError) else 500
-
-
-def _plain(info: dict[str, Any]) -> dict[str, Any]:
-    """The info in types that JSON has: arrays become lists; other values without a JSON form become their `repr`."""
-    if not info:
-        return {}
-    plain: dict[str, Any] = from_json(to_json(info, fallback=_say, inf_nan_mode="constants"), allow_inf_nan=True)
-    return plain
-
-
-def _say(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else repr(value)

@@ -17,6 +17,7 @@ import queue
 import random
 import re
 import statistics
+import sys
 import threading
 import time
 import traceback
@@ -30,6 +31,7 @@ from typing import Any
 import numpy as np
 
 from agentrl.errors import ConformanceError, EnvError
+from agentrl.hosting.replies import checked_reset, checked_step
 from agentrl.protocols import Env, ScriptedPlayer
 from agentrl.rollout.agents import ALONE, agents_in, earnings, next_agent, success_of, system_prompt_in
 from agentrl.rollout.tools import ToolCall
@@ -45,7 +47,7 @@ GARBAGE = (
     "",
     " \n\t\r\n ",
     "x" * 100_000,
-    "é 漢字 🦆 \u202e\u0000 \ud800",
+    "é 漢字 🦆 \u202e\u0000 \uffff",
     '<tool_call>{"name": "',
     '<tool_call>{"name": "no_such_tool", "arguments": {"no_such_argument": null}}</tool_call>',
     '{"name": 5, "arguments": []}',
@@ -519,6 +521,7 @@ def _checked_reset(result: Any) -> _Seen:
     observation, info = result
     _check_observation("reset", observation)
     _check_info("reset", info)
+    _as_in_training(checked_reset, result)
     return _Seen(observation)
 
 
@@ -529,7 +532,7 @@ def _checked_step(result: Any) -> _Seen:
         )
     observation, reward, terminated, truncated, info = result
     _check_observation("step", observation)
-    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+    if isinstance(reward, bool) or not isinstance(reward, int | float) or not abs(reward) <= sys.float_info.max:
         raise _Broken("shape", f"step returned the reward {reward!r:.80}; return a finite float: `float(...)`")
     for name, flag in (("terminated", terminated), ("truncated", truncated)):
         if not isinstance(flag, bool):
@@ -537,7 +540,16 @@ def _checked_step(result: Any) -> _Seen:
                 "shape", f"step returned {name}={flag!r:.80} ({type(flag).__name__}); return a bool: `bool(...)`"
             )
     _check_info("step", info)
+    _as_in_training(checked_step, result)
     return _Seen(observation, float(reward), terminated, truncated, info.get("success"), info.get("answer", _UNTOLD))
+
+
+def _as_in_training(check: Callable[[str, Any], Any], reply: Any) -> None:
+    """A reply that training refuses is a finding."""
+    try:
+        check("the environment", reply)
+    except Exception as error:
+        raise _Broken("shape", str(error)) from error
 
 
 def _check_observation(phase: str, observation: Any) -> None:

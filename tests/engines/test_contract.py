@@ -547,7 +547,7 @@ def test_weights_that_change_in_mid_generation_change_every_token_after_and_none
     for request, completion in played:
         served.assert_true(request, completion)
         assert list(completion.policy_versions) == sorted(completion.policy_versions)
-    assert max(len(set(completion.policy_versions)) for _, completion in played) >= 3
+    assert max(len(set(completion.policy_versions)) for _, completion in played) > 1, "no update came in mid-generation"
 
 
 @owns_its_weights
@@ -569,7 +569,7 @@ def test_every_version_tag_is_exact(served: Served) -> None:
     played = served.run(main())
     for _, completion in played:
         assert completion.token_ids.tolist() == [sentinel(version) for version in completion.policy_versions.tolist()]
-    assert max(len(set(completion.policy_versions)) for _, completion in played) >= 3
+    assert max(len(set(completion.policy_versions)) for _, completion in played) > 1, "no update came in mid-generation"
 
 
 @owns_its_weights

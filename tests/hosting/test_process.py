@@ -206,7 +206,7 @@ def test_a_sound_process_plays_on_in_a_folder_of_its_own_and_is_closed_properly(
             env = envs.acquire(HERE)
             infos.append((await env.reset(seed, {}))[1])
             assert (await env.step("write"))[4] == {"seed": seed}
-            assert (await env.step("\ud800 é"))[0] == "\ud800 é"
+            assert (await env.step("漢 é"))[0] == "漢 é"
             await envs.release(HERE, env)
         assert len({info["pid"] for info in infos}) == 1
         assert (Path(infos[0]["folder"]) / "here.txt").exists()

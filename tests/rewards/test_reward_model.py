@@ -137,7 +137,7 @@ def test_a_separable_preference_is_learned_and_then_paid(tmp_path: Path, tiny_mo
             alone = [(await reward.score(trajectory(text))).value for text in texts]
             assert values == pytest.approx(alone, abs=1e-3)  # whoever shares a batch
             assert min(values[:20]) > max(values[20:])
-            with pytest.raises(RewardError, match="reads 2048"):
+            with pytest.raises(RewardError, match="reads at most 2048"):
                 await reward.score(trajectory("left " * 3000))
             lost = asyncio.ensure_future(reward.score(trajectory("up")))
             kept = asyncio.ensure_future(reward.score(trajectory("down")))

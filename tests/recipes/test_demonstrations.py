@@ -1,0 +1,74 @@
+"""Demonstrations and the tokenizer's texts: what fails is left out, up to a bound."""
+
+import asyncio
+import logging
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.config import RunConfig, load_config
+from agentrl.envs.base import TextEnv
+from agentrl.errors import DeadlineError, EnvError
+from agentrl.protocols import StepResult
+from agentrl.recipes.demonstrations import DemonstrationsConfig, demonstrate
+from agentrl.recipes.starting_model import opening_texts
+
+HERE = "tests.recipes.test_demonstrations"
+
+
+class Flaky(TextEnv):
+    """Hangs or fails in the share of resets that its options say, the same ones each time."""
+
+    system_prompt = "Say yes."
+
+    async def start(self, seed: int, options: Mapping[str, Any]) -> str:
+        if random.Random(seed).random() < options["hang"]:
+            await asyncio.sleep(1000)
+        return "Yes?"
+
+    async def step(self, action: str) -> StepResult:
+        return "Good.", 1.0, True, False, {"success": True}
+
+
+def say_yes(env: Flaky, rng: random.Random) -> str:
+    return "yes"
+
+
+def config_with(tmp_path: Path, hang: float, bound: int) -> RunConfig:
+    path = tmp_path / "run.yaml"
+    deadlines = "deadlines: {reset: 0.02}"
+    path.write_text(
+        f"env: {{name: '{HERE}:Flaky', options: {{hang: {hang}}}}}\nrollout: {{max_failed_tasks: {bound}, {deadlines}}}"
+    )
+    return load_config(path).config
+
+
+SHOWN = DemonstrationsConfig(player=f"{HERE}:say_yes", episodes=40)
+
+
+def test_demonstrations_that_fail_are_left_out_and_counted(
+    tmp_path: Path, tiny_model_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        played = asyncio.run(demonstrate(config_with(tmp_path, 0.2, 16), SHOWN, tiny_model_dir))
+    assert 20 < len(played) < 40
+    assert all(trajectory.success for trajectory in played)
+    assert f"{40 - len(played)} of 40 demonstrations failed" in caplog.text
+
+
+@pytest.mark.parametrize(("hang", "bound"), [(0.5, 2), (1.0, 1000)])
+def test_too_many_failed_demonstrations_end_the_run(
+    tmp_path: Path, tiny_model_dir: Path, hang: float, bound: int
+) -> None:
+    with pytest.raises(EnvError, match=rf"of 40 demonstrations failed, .*reset.* \(rollout.max_failed_tasks={bound}\)"):
+        asyncio.run(demonstrate(config_with(tmp_path, hang, bound), SHOWN, tiny_model_dir))
+
+
+def test_resets_that_hang_before_the_first_step_cost_their_texts_only(tmp_path: Path) -> None:
+    texts = asyncio.run(opening_texts(config_with(tmp_path, 0.3, 16), episodes=20))
+    assert 2 * 5 < len(texts) < 2 * 20
+    with pytest.raises(DeadlineError):
+        asyncio.run(opening_texts(config_with(tmp_path, 1.0, 3), episodes=20))
