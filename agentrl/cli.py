@@ -134,11 +134,16 @@ def _run(loaded: LoadedConfig, *, resume: bool, step: int | None) -> dict[str, A
     return summary
 
 
+def _interval(interval: list[float] | None) -> str:
+    return "" if interval is None else f" (95 % interval {interval[0]:.1%} to {interval[1]:.1%})"
+
+
 def _print_summary(folder: Path, summary: dict[str, Any]) -> None:
     if summary["success_before"] is not None:
         console.print(
-            f"\nheld-out success [bold]{summary['success_before']:.1%}[/bold] before reinforcement learning, "
-            f"[bold green]{summary['success_after']:.1%}[/bold green] after {summary['steps']} steps",
+            f"\nheld-out success [bold]{summary['success_before']:.1%}[/bold] before reinforcement learning"
+            f"{_interval(summary['success_before_interval'])}, [bold green]{summary['success_after']:.1%}[/bold green] "
+            f"after {summary['steps']} steps{_interval(summary['success_after_interval'])}",
             highlight=False,
         )
     console.print(

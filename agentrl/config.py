@@ -121,8 +121,8 @@ class EvaluationConfig(Settings):
     """Held-out tasks; 0 turns evaluation off."""
     every: int = Field(0, ge=0)
     """Also evaluate every so many steps; 0: only before and after."""
-    temperature: float = Field(1.0, ge=0)
-    """Sampling temperature of the evaluation."""
+    temperature: float | None = Field(None, ge=0)
+    """Sampling temperature of the evaluation; by default the run's (`rollout.sampling.temperature`)."""
 
 
 class CheckpointConfig(Settings):

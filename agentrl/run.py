@@ -157,8 +157,9 @@ class Run:
         for tracker in self._trackers:
             tracker.log(step, metrics)
         self.display.say(
-            f"held-out success after {step} steps: [bold]{metrics['eval/success']:.1%}[/bold] "
-            f"of {metrics['eval/episodes']:.0f} episodes ({metrics['eval/failed']:.0f} failed)"
+            f"held-out success after {step} steps: [bold]{metrics['eval/success']:.1%}[/bold] of "
+            f"{metrics['eval/episodes']:.0f} episodes (95 % interval {metrics['eval/success_low']:.1%} to "
+            f"{metrics['eval/success_high']:.1%}; {metrics['eval/failed']:.0f} failed)"
         )
 
     def record_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -182,11 +183,14 @@ class Run:
         """Draw the curve and write `summary.json`."""
         rows = self.metrics.rows()
         trained = [row for row in rows if "reward" in row]
-        success = [row["eval/success"] for row in rows if "eval/success" in row]
+        tested = [row for row in rows if "eval/success" in row]
+        before, after = (tested[0], tested[-1]) if tested else ({}, {})
         summary = {
             "steps": len(trained),
-            "success_before": success[0] if success else None,
-            "success_after": success[-1] if success else None,
+            "success_before": before.get("eval/success"),
+            "success_before_interval": _interval(before),
+            "success_after": after.get("eval/success"),
+            "success_after_interval": _interval(after),
             "seconds": sum(row["seconds"] for row in trained),
             "max_staleness": self.config.rollout.max_staleness,
             "largest_staleness": max((row["staleness/max"] for row in trained), default=0),
@@ -197,6 +201,11 @@ class Run:
         }
         await asyncio.to_thread(draw_curve, rows, self.folder / "reward_curve.png", self.folder.name)
         write_whole(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+
+
+def _interval(row: Mapping[str, float]) -> list[float] | None:
+    """The 95 % interval of an evaluation's success."""
+    return [row["eval/success_low"], row["eval/success_high"]] if "eval/success_low" in row else None
 
 
 def check_model(config: RunConfig) -> None:

@@ -65,7 +65,10 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
     },
     "Evaluation": {
         "eval/success": "Share of successful held-out episodes.",
+        "eval/success_low": "Lower end of its 95 % confidence interval (Wilson): of 200 episodes, some 6 points lower.",
+        "eval/success_high": "Upper end of that interval.",
         "eval/reward": "Mean score of the held-out episodes.",
+        "eval/reward_error": "Standard error of that mean.",
         "eval/turns": "Mean turns of a held-out episode.",
         "eval/episodes": "Held-out episodes that came to an end.",
         "eval/failed": "Held-out episodes that failed. They are not averaged in.",

@@ -1,6 +1,7 @@
 """The metrics of a step, and the file that they are written to."""
 
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -67,6 +68,22 @@ def by_agent(scored: Sequence[tuple[Trajectory, Score]]) -> dict[str, float]:
 def success_rate(trajectories: Iterable[Trajectory]) -> float:
     """Share of successful episodes."""
     return fmean(trajectory.success for trajectory in trajectories)
+
+
+def wilson_interval(successes: int, episodes: int) -> tuple[float, float]:
+    """The 95 % confidence interval of a success rate: the rates at which so many successes are not unusual.
+
+    E. B. Wilson, "Probable inference, the law of succession, and statistical inference" (1927); unlike the rate plus or
+    minus its standard error, it stays within [0, 1] and has a width where all or none succeed. NaN for no episodes.
+    """
+    if episodes == 0:
+        return math.nan, math.nan
+    z, rate = 1.959964, successes / episodes
+    centre = rate + z * z / (2 * episodes)
+    half_width = z * math.sqrt(rate * (1 - rate) / episodes + z * z / (4 * episodes * episodes))
+    scale = 1 + z * z / episodes
+    low, high = (centre - half_width) / scale, (centre + half_width) / scale
+    return max(0.0, min(low, rate)), min(1.0, max(high, rate))  # rounding must not leave out the rate itself
 
 
 class MetricsFile:

@@ -1,13 +1,14 @@
 """Evaluation: held-out tasks, played by the same code as training."""
 
 import asyncio
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, stdev
 
 from agentrl.assembly import RolloutAssembly, task_source
 from agentrl.flow import Flow, Turnstile, run_to_completion
-from agentrl.observe.metrics import by_agent
+from agentrl.observe.metrics import by_agent, wilson_interval
 from agentrl.observe.trajectories import write_trajectories
 from agentrl.rollout.episode import EnvEpisodeRunner, Episode
 from agentrl.rollout.seeds import derive_seed
@@ -25,10 +26,14 @@ class Evaluation:
     def metrics(self) -> dict[str, float]:
         """Success, reward and turns of the scored episodes, and how many episodes failed."""
         played = [trajectory for trajectory, _ in self.scored]
+        low, high = wilson_interval(sum(t.success for t in played), len(played))
         values = [score.value for _, score in self.scored if score.parts]  # none, if every part compares members
         return {
             "eval/success": fmean(t.success for t in played) if played else float("nan"),
+            "eval/success_low": low,
+            "eval/success_high": high,
             "eval/reward": fmean(values) if values else float("nan"),
+            "eval/reward_error": stdev(values) / math.sqrt(len(values)) if len(values) > 1 else float("nan"),
             "eval/turns": fmean(len(t.turns) for t in played) if played else float("nan"),
             "eval/episodes": float(len(played)),
             "eval/failed": float(len(self.failed)),
@@ -64,7 +69,8 @@ async def evaluate(rollouts: RolloutAssembly, tasks: int | None = None) -> Evalu
     config = rollouts.config
     source = task_source(config, "held-out")
     held_out = [source.task(index) for index in range(config.evaluation.tasks if tasks is None else tasks)]
-    runner = rollouts.at_temperature(config.evaluation.temperature)
+    temperature = config.evaluation.temperature
+    runner = rollouts.runner if temperature is None else rollouts.at_temperature(temperature)
     trajectories = await play_all(runner, held_out, config.seed, config.rollout.max_live_episodes)
     ended = [t for t in trajectories if not isinstance(t.status, Failed)]
     async with Flow("scoring") as flow:

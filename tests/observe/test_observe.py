@@ -6,12 +6,15 @@ from types import ModuleType, SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from agentrl.observe.curve import draw_curve
-from agentrl.observe.metrics import MetricsFile, rollout_metrics
+from agentrl.observe.metrics import MetricsFile, rollout_metrics, wilson_interval
 from agentrl.observe.trackers import MLflow, TensorBoard, Wandb
 from agentrl.observe.trajectories import write_trajectories
 from agentrl.trajectory import Completion, Group, Message, Score, Task, Terminated, Trajectory, Truncated, Turn
+from tests.properties import examples
 
 
 def trajectory(reward: float, versions: tuple[int, ...], *, forked: bool = False, success: bool = False) -> Trajectory:
@@ -107,3 +110,22 @@ def test_wandb_and_mlflow_are_told_name_config_and_metrics(tmp_path, monkeypatch
     assert "{'seed': '1'}" in said
     assert "({'reward': 0.25},), {'step': 3}" in said
     assert recorder.calls[-1][0] == last
+
+
+@pytest.mark.parametrize(
+    ("successes", "episodes", "low", "high"),
+    [(0, 10, 0.0, 0.2775), (5, 10, 0.2366, 0.7634), (174, 200, 0.8163, 0.9097)],
+)
+def test_the_interval_of_a_rate_is_wilson_s(successes: int, episodes: int, low: float, high: float) -> None:
+    assert wilson_interval(successes, episodes) == pytest.approx((low, high), abs=1e-4)
+
+
+@examples(100)
+@given(episodes=st.integers(1, 1000), share=st.floats(0, 1))
+def test_the_interval_holds_the_rate_stays_within_zero_and_one_and_narrows(episodes: int, share: float) -> None:
+    successes = round(share * episodes)
+    low, high = wilson_interval(successes, episodes)
+    assert 0 <= low <= successes / episodes <= high <= 1
+    narrower = wilson_interval(4 * successes, 4 * episodes)
+    assert narrower[1] - narrower[0] < high - low
+    assert wilson_interval(episodes - successes, episodes) == pytest.approx((1 - high, 1 - low))
