@@ -5,6 +5,7 @@
     │   └── PluginError            a plug-in cannot be found or loaded
     ├── RolloutError               an episode could not continue; becomes the trajectory's `Failed(layer, error)`
     │   ├── EnvError               reset, step or close raised, or broke the protocol
+    │   │   └── OutageError        the environment's server cannot be reached; episodes wait for it
     │   ├── EngineError            the engine refused a request
     │   │   └── EngineDeadError    the engine is not running, and answers no request
     │   ├── RewardError            the reward could not be computed
@@ -52,6 +53,10 @@ class EnvError(RolloutError):
     """The environment raised or broke the protocol."""
 
     layer: Layer = "environment"
+
+
+class OutageError(EnvError):
+    """No server of the environment can be reached. It may come back: episodes wait for it."""
 
 
 class EngineError(RolloutError):

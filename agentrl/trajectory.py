@@ -102,10 +102,11 @@ class Truncated:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The episode failed. A failure is never turned into a reward."""
+    """The episode failed. A failure is never turned into a reward. `outage`: its server could not be reached."""
 
     layer: Layer
     error: str
+    outage: bool = False
     name: ClassVar[str] = "failed"
 
 

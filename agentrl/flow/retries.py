@@ -10,9 +10,9 @@ class Retries(Settings):
     """How often one member of a group may fail, by the layer that failed, before the member is lost."""
 
     environment: int = Field(2, ge=0)
-    """Play the episode again, with the same environment seed and new sampling."""
+    """Play the episode again, with the same environment seed and new sampling, after a pause that doubles."""
     engine: int = Field(4, ge=0)
-    """The same, after a pause that doubles."""
+    """The same."""
     reward: int = Field(4, ge=0)
     """Ask the part of the reward that failed again about the same trajectory (or group), after a pause that doubles."""
     data: int = Field(0, ge=0)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from pydantic import Field
 
-from agentrl.errors import ConfigError, DeadlineError, EnvError, RolloutError
+from agentrl.errors import ConfigError, DeadlineError, EnvError, OutageError, RolloutError
 from agentrl.flow import deadline
 from agentrl.hosting.process import ProcessEnv, with_frame
 from agentrl.hosting.replies import checked_prompt, checked_reset, checked_step, checked_tools
@@ -194,7 +194,7 @@ class LiveEnv:
             raise
         except Exception as error:
             self.broken = True
-            if isinstance(self.env, ProcessEnv) and isinstance(error, EnvError):
+            if isinstance(error, OutageError) or (isinstance(self.env, ProcessEnv) and isinstance(error, EnvError)):
                 raise  # its text already has what the worker raised
             raise EnvError(f"{self._name}.{phase} raised {with_frame(error)}") from error
 

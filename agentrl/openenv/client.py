@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from agentrl.errors import ConfigError, EnvError
+from agentrl.errors import ConfigError, EnvError, OutageError
 from agentrl.flow import now
 from agentrl.openenv.socket import (
     SHUN_SECONDS,
@@ -112,7 +112,7 @@ class OpenEnv:
                     server.shunned_until = now() + SHUN_SECONDS
                     problems.append(str(error))
             if len(problems) == len(servers):
-                raise EnvError(f"no OpenEnv server can be used: {'; '.join(problems)}")
+                raise OutageError(f"no OpenEnv server can be used: {'; '.join(problems)}")
             with waiting_at(servers):
                 await asyncio.sleep(wait)
             wait = min(2 * wait, 1.0)

@@ -21,7 +21,7 @@ from websockets.frames import Frame, Opcode
 from websockets.protocol import State
 from websockets.uri import parse_uri
 
-from agentrl.errors import ConfigError, EnvError
+from agentrl.errors import ConfigError, EnvError, OutageError
 from agentrl.flow import Flow, now
 from agentrl.remote.protocol import SOCKET_PATH, TOKEN_VARIABLE, ReplyFrame, packed
 
@@ -40,7 +40,7 @@ _LEAST_FRAME = 1024
 _REPLIES: TypeAdapter[list[ReplyFrame]] = TypeAdapter(list[ReplyFrame])
 
 
-class UnreachableError(EnvError):
+class UnreachableError(OutageError):
     """This server cannot be used; another one might be."""
 
 

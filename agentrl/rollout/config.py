@@ -25,6 +25,9 @@ class Deadlines(EnvDeadlines):
     """A whole episode."""
     group: float = Field(7200.0, gt=0)
     """A whole group, including the episodes that are played again."""
+    outage: float = Field(600.0, ge=0)
+    """How long episodes wait for a server of environments that cannot be reached. Until then these failures count in no
+    retry budget, and the deadline of a group stands still."""
     stall: float = Field(1200.0, gt=0)
     """How long the run may make no progress at all before it is ended; must exceed every phase of an episode."""
 

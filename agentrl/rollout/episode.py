@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from agentrl.arrays import floats, ints
-from agentrl.errors import EngineError, RolloutError
+from agentrl.errors import EngineError, OutageError, RolloutError
 from agentrl.flow import Turnstile, deadline, now
 from agentrl.hosting.host import EnvHost, LiveEnv
 from agentrl.protocols import (
@@ -217,7 +217,7 @@ class EnvEpisodeRunner:
                 # An environment left in mid-episode, but not in mid-call, is reusable: the next episode resets it.
                 await self.envs.release(episode.task.env, env)
         except RolloutError as error:
-            status = Failed(error.layer, str(error))
+            status = Failed(error.layer, str(error), isinstance(error, OutageError))
         seconds = now() - started
         if not episode_state.agents:
             return (Trajectory(episode.id, episode.task, (), status, (), seconds),)

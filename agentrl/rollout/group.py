@@ -10,14 +10,16 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
+from random import Random
 
-from agentrl.errors import AgentRLError, Layer
+from agentrl.errors import AgentRLError, DeadlineError, Layer
 from agentrl.flow import EventLog, Flow, now
 from agentrl.rollout.bias import Bias
 from agentrl.rollout.concurrency import EpisodeSlots
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.episode import Episode, EpisodeRunner
 from agentrl.rollout.ledger import Ledger
+from agentrl.rollout.outage import LONGEST_PAUSE, Outages, jittered
 from agentrl.rollout.seeds import derive_seed
 from agentrl.rollout.staleness import Ticket
 from agentrl.scoring.pipeline import RewardPipeline
@@ -40,6 +42,9 @@ class _GroupState:
     task: Task
     flow: Flow
     reserved_slots: int
+    clock: asyncio.Timeout
+    began: float
+    outage_seconds: float  # of the run, when the group began
     attempts: dict[int, int] = field(default_factory=dict)  # the open attempt of each member
     played: dict[int, _Scored] = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)
@@ -58,14 +63,29 @@ class GroupRunner:
     bias: Bias
     seed: int
     episode_ended: Callable[[], None]
+    outages: Outages
 
     async def play(self, ticket: Ticket, number: int, task: Task, reserved_slots: int) -> Group:
         """The group of `task`: the first `group_size` members to finish, in order of member.
 
         Raises:
             MembersLostError: too many members have spent their retries, or scoring the group has.
+            DeadlineError: it took longer than `rollout.deadlines.group`, outages not counted.
         """
-        state = _GroupState(ticket, number, task, Flow(task.id), reserved_slots)
+        seconds = self.config.deadlines.group
+        try:
+            async with asyncio.timeout(seconds) as clock:
+                state = _GroupState(
+                    ticket, number, task, Flow(task.id), reserved_slots, clock, now(), self.outages.seconds
+                )
+                return await self._play(state)
+        except TimeoutError:
+            if not clock.expired():
+                raise
+            raise DeadlineError("environment", "group", seconds) from None
+
+    async def _play(self, state: _GroupState) -> Group:
+        ticket, number, task = state.ticket, state.number, state.task
         try:
             async with state.flow as members:
                 for member in range(self.config.group_size + self.config.extra_members):
@@ -97,11 +117,19 @@ class GroupRunner:
     async def _play_member(self, state: _GroupState, member: int) -> None:
         """Repeat attempts until one is played and scored or the retries are spent; then end the group if decided."""
         failures: Counter[Layer] = Counter()
+        in_outages = 0
+        rng = Random(derive_seed(self.seed, "pause", state.task.id, member))
         for attempt in count():
+            started = now()
             outcome = await self._attempt(state, member, attempt)
             if not isinstance(outcome, Failed):
                 state.played[member] = outcome
                 break
+            if self.outages.caused(outcome, started):
+                in_outages += 1
+                self._stop_the_clock(state)
+                await asyncio.sleep(min(jittered(in_outages, rng), LONGEST_PAUSE))
+                continue
             failures[outcome.layer] += 1
             # A failed reward has already spent its retries on this trajectory: see `RewardPipeline`.
             if outcome.layer == "reward" or failures[outcome.layer] > self.config.retries.of(outcome.layer):
@@ -109,11 +137,16 @@ class GroupRunner:
                     f"member {member} failed {failures.total()} times, finally by {outcome.layer}: {outcome.error}"
                 )
                 break
-            if outcome.layer == "engine":
-                await asyncio.sleep(self.config.retries.pause(failures["engine"]))
+            if outcome.layer in ("engine", "environment"):
+                await asyncio.sleep(jittered(failures[outcome.layer], rng))
         complete = len(state.played) == self.config.group_size
         if complete or len(state.lost) > self.config.extra_members:
             state.flow.cancel()
+
+    def _stop_the_clock(self, state: _GroupState) -> None:
+        """Give the group the time of the outages since it began."""
+        outages = self.outages.seconds - state.outage_seconds + LONGEST_PAUSE
+        state.clock.reschedule(state.began + self.config.deadlines.group + outages)
 
     async def _attempt(self, state: _GroupState, member: int, attempt: int) -> _Scored | Failed:
         if state.reserved_slots:

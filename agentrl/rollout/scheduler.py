@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager
 from typing import Any, NamedTuple, Self
 
 from agentrl.errors import DeadlineError, FilterBudgetError, RetriesExhaustedError, StalenessError
-from agentrl.flow import Channel, EventLog, Flow, deadline
+from agentrl.flow import Channel, EventLog, Flow
 from agentrl.protocols import Curriculum, Engine, GroupReward, Reward, TaskSource
 from agentrl.rollout.bias import Bias
 from agentrl.rollout.concurrency import ConcurrencyController, EngineLoad, EpisodeSlots
@@ -27,6 +27,7 @@ from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.episode import EpisodeRunner
 from agentrl.rollout.group import GroupRunner, MembersLostError
 from agentrl.rollout.ledger import Ledger
+from agentrl.rollout.outage import Outages
 from agentrl.rollout.staleness import STALENESS_RULES, Ticket
 from agentrl.rollout.watchdog import watch
 from agentrl.scoring.pipeline import RewardPipeline
@@ -106,6 +107,7 @@ class Rollouts:
             self._bias,
             seed,
             self._episode_ended,
+            Outages(config.deadlines.outage),
         )
 
     async def __aenter__(self) -> Self:
@@ -201,8 +203,7 @@ class Rollouts:
 
     async def _play_group(self, ticket: Ticket, number: int, task: Task, slots: int) -> None:
         try:
-            with deadline("environment", "group", self._config.deadlines.group):
-                group = await self._groups.play(ticket, number, task, slots)
+            group = await self._groups.play(ticket, number, task, slots)
         except (MembersLostError, DeadlineError) as error:
             self._fail_task(ticket, number, task, str(error))
             group = None

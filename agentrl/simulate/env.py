@@ -16,6 +16,8 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from agentrl.errors import OutageError
+from agentrl.flow import now
 from agentrl.protocols import ResetResult, Settings, StepResult
 from agentrl.rollout.seeds import derive_seed
 from agentrl.simulate.latency import NO_TIME, Constant, Latency
@@ -44,6 +46,19 @@ class _Members:
 
     next: int = 0
     again: list[tuple[int, int]] = field(default_factory=list)  # (member, attempt)
+
+
+class SimulatedOutage(Settings):
+    """A time in which the server of all environments cannot be reached. It has lost its episodes when it is back."""
+
+    at: float = Field(ge=0)
+    """When it begins, in seconds."""
+    seconds: float = Field(ge=0)
+    """How long it lasts; 0 is a crash of all live episodes."""
+
+    def hits(self, began: float, when: float) -> bool:
+        """Whether it breaks off an episode that began at `began` and is called at `when`."""
+        return began < self.at + self.seconds and when >= self.at
 
 
 class SimulatedEnvs:
@@ -86,6 +101,8 @@ class SimulatedEnvs:
         """Share of attempts in which each step takes `slow_drip_factor` times as long."""
         slow_drip_factor: float = Field(10.0, ge=1)
         """How many times as long each step of such an attempt takes."""
+        outages: tuple[SimulatedOutage, ...] = ()
+        """Times in which no environment can be reached: `[{at: 100, seconds: 20}]`."""
 
         @model_validator(mode="after")
         def _shares(self) -> Self:
@@ -177,6 +194,30 @@ class SimulatedEnvs:
             drawn -= share
         return Attempt(task_seed, member, number, plan)
 
+    def begin_if_reachable(self) -> float:
+        """The present time, of the virtual clock; 0 where there are no outages, and a loop is not needed.
+
+        Raises:
+            OutageError: the server of the environments does not answer.
+        """
+        if not self._config.outages:
+            return 0.0
+        self.check_reachable(now())
+        return now()
+
+    def check_reachable(self, began: float) -> None:
+        """Check that the server of the environments answers, and still has an episode that began at `began`.
+
+        Raises:
+            OutageError: it does not answer.
+            SimulatedCrashError: it has lost the episode.
+        """
+        for outage in self._config.outages:
+            if outage.hits(began, now()):
+                if now() < outage.at + outage.seconds:
+                    raise OutageError("the simulated server cannot be reached")
+                raise SimulatedCrashError("the simulated server has lost the episode")
+
     def seconds(self, attempt: "Attempt", turn: int) -> float:
         """Seconds that a step takes, including its trouble."""
         seconds = attempt.plan.step_seconds[turn]
@@ -212,11 +253,13 @@ class SimulatedEnv:
         self._envs = envs
         self._attempt: Attempt | None = None
         self._turn = 0
+        self._began = 0.0
         self._closed = False
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetResult | Awaitable[ResetResult]:
         """Begin the task's next episode."""
         self._break_off()
+        self._began = self._envs.begin_if_reachable()
         self._attempt = self._envs.begin(seed)
         self._turn = 0
         seconds = self._attempt.plan.reset_seconds
@@ -227,6 +270,7 @@ class SimulatedEnv:
         attempt = self._attempt
         if attempt is None:
             raise RuntimeError("the episode is over, or never began: call reset first")
+        self._envs.check_reachable(self._began)
         if attempt.trouble == "hung" and self._turn == attempt.trouble_turn:
             return self._hang()
         seconds = self._envs.seconds(attempt, self._turn)
@@ -271,4 +315,13 @@ class SimulatedEnv:
             self._envs.hanging -= 1
 
 
-__all__ = ["Attempt", "EpisodePlan", "EpisodePlanOf", "SimulatedCrashError", "SimulatedEnv", "SimulatedEnvs", "Trouble"]
+__all__ = [
+    "Attempt",
+    "EpisodePlan",
+    "EpisodePlanOf",
+    "SimulatedCrashError",
+    "SimulatedEnv",
+    "SimulatedEnvs",
+    "SimulatedOutage",
+    "Trouble",
+]

@@ -45,10 +45,10 @@ class Noted(TextEnv):
 
 
 @contextmanager
-def server(name: str, notes: Path) -> Iterator["subprocess.Popen[str]"]:
+def server(name: str, notes: Path, port: int = 0) -> Iterator["subprocess.Popen[str]"]:
     command = [sys.executable, "-c", "from agentrl.cli import main; main()", "serve"]
     with subprocess.Popen(
-        [*command, "file:tests/remote/test_chaos.py:Noted", "--port", "0"],
+        [*command, "file:tests/remote/test_chaos.py:Noted", "--port", str(port)],
         cwd=ROOT,
         env={**os.environ, "NOTES": str(notes), "SERVER": name},
         stdout=subprocess.PIPE,
@@ -66,7 +66,7 @@ def url_of(process: "subprocess.Popen[str]") -> str:
 
 
 @contextmanager
-def training(folder: Path, *urls: str) -> Iterator["subprocess.Popen[str]"]:
+def training(folder: Path, *urls: str, retries: int = 6) -> Iterator["subprocess.Popen[str]"]:
     settings = [
         f"env=remote:{','.join(urls)}",
         "model=tiny",
@@ -76,7 +76,8 @@ def training(folder: Path, *urls: str) -> Iterator["subprocess.Popen[str]"]:
         "rollout.sampling.max_tokens=4",
         "rollout.deadlines.reset=2",
         "rollout.deadlines.step=2",
-        "rollout.retries.environment=6",
+        f"rollout.retries.environment={retries}",
+        f"rollout.max_failed_tasks={retries}",
         "evaluation.tasks=0",
         "trackers=[]",
         "run_dir=run",
@@ -151,3 +152,22 @@ def test_a_run_goes_on_while_one_server_stops_and_the_other_is_killed_and_no_ste
         happened[episode].append(int(turn))
     for episode, turns in told.items():
         assert turns == happened[episode] == [1, 2, 3, 4]
+
+
+@pytest.mark.slow
+def test_a_run_waits_for_its_only_server_to_come_back_and_spends_no_retry(tmp_path):
+    with ExitStack() as stack:
+        first = stack.enter_context(server("first", tmp_path / "notes"))
+        url = url_of(first)
+        process = stack.enter_context(training(tmp_path, url, retries=0))
+        wait_for(lambda: steps_done(tmp_path / "run") >= 1, process)
+        first.kill()
+        first.wait()
+        time.sleep(3)  # the outage
+        stack.enter_context(server("second", tmp_path / "notes", port=int(url.rpartition(":")[2])))
+        output, _ = process.communicate(timeout=PATIENCE_SECONDS)
+        assert process.returncode == 0, output
+    assert "episodes wait for up to 600 s (rollout.deadlines.outage)" in output
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["tasks"]["trained"] == STEPS * 4
+    assert summary["tasks"]["failed"] == 0

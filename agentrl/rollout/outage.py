@@ -1,0 +1,51 @@
+"""`Outages`: the environments' server cannot be reached, and episodes wait for it instead of spending their retries.
+
+attempt ──▶ OutageError ──▶ pause, doubled, with jitter ──▶ attempt ...      for `rollout.deadlines.outage` at most
+"""
+
+import logging
+import math
+from dataclasses import dataclass
+from random import Random
+
+from agentrl.flow import now
+from agentrl.flow.retries import Retries
+from agentrl.trajectory import Failed
+
+logger = logging.getLogger(__name__)
+
+LONGEST_PAUSE = 10.0
+"""Seconds between two attempts of a member to reach the server."""
+_OVER_AFTER = 3 * LONGEST_PAUSE
+"""Seconds without an unreachable server after which an outage is over."""
+
+
+@dataclass(slots=True)
+class Outages:
+    """All outages of a run. `longest` is how many seconds one of them may take."""
+
+    longest: float
+    seconds: float = 0.0
+    """Seconds of all outages so far."""
+    _began: float = -math.inf
+    _last: float = -math.inf
+
+    def caused(self, failed: Failed, started: float) -> bool:
+        """Whether an outage failed an attempt that began at `started`: such a failure counts in no retry budget.
+
+        A server that is back has lost its sessions, so a failure of the environment also counts as caused by an outage
+        if the attempt began before the end of one.
+        """
+        if not failed.outage:
+            return failed.layer == "environment" and started <= self._last
+        if now() - self._last > _OVER_AFTER:
+            self._began = self._last = now()
+            logger.warning("%s; episodes wait for up to %g s (rollout.deadlines.outage)", failed.error, self.longest)
+        self.seconds += now() - self._last
+        self._last = now()
+        return now() - self._began <= self.longest
+
+
+def jittered(failures: int, rng: Random) -> float:
+    """Seconds to wait after the n-th failure in a row: doubled each time, and another for each member."""
+    return Retries.pause(failures) * rng.uniform(0.5, 1.0)
