@@ -23,7 +23,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console
 
@@ -36,6 +36,7 @@ from agentrl.flow import run_to_completion
 from agentrl.observe.curve import draw_curve
 from agentrl.observe.metrics import MetricsFile, rollout_metrics
 from agentrl.observe.progress import ProgressDisplay
+from agentrl.observe.silence import Silence, conditions
 from agentrl.observe.trajectories import write_trajectories
 from agentrl.planner.check import check_placement
 from agentrl.protocols import Tracker
@@ -82,6 +83,7 @@ class Run:
             self.display = ProgressDisplay(console, self.config.steps)
             self._settings = {key: str(value) for key, value, _ in loaded.rows()}
             self._trackers: list[Tracker] = []
+            self._silence = self._new_silence()
             self._open = opened.pop_all()
 
     def _check_state(self, console: Console, step: int | None) -> None:
@@ -118,6 +120,17 @@ class Run:
     def __exit__(self, *exc: object) -> None:
         self._open.close()
 
+    def _new_silence(self) -> Silence:
+        config = self.config
+        # With a critic, an episode is compared with what was expected of it, and not with its group.
+        compares_groups = config.rollout.group_size > 1 and not hasattr(config.algorithm.factory, "estimate")
+        sampling = config.rollout.sampling
+        return Silence(conditions(sampling.max_tokens, config.rollout.max_turns, compares_groups=compares_groups))
+
+    def _warn(self, row: Mapping[str, Any]) -> None:
+        for text in self._silence.read(row):
+            self.display.say(f"[yellow]warning:[/yellow] {text} (docs/why-it-does-not-learn.md)")
+
     def begin_phase(self, step: int, phase: str) -> None:
         """Record in `status.json` that `phase` of step `step` begins."""
         status = {"pid": os.getpid(), "step": step, "phase": phase, "since": datetime.now(UTC).isoformat()}
@@ -142,6 +155,7 @@ class Run:
         for tracker in self._trackers:
             tracker.log(step, metrics)
         self.display.step(step, metrics)
+        self._warn({"step": step, **metrics})
 
     def _write_rollouts(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
         """Write the trajectories of a step, and return its rollout metrics."""
@@ -161,6 +175,7 @@ class Run:
             f"{metrics['eval/episodes']:.0f} episodes (95 % interval {metrics['eval/success_low']:.1%} to "
             f"{metrics['eval/success_high']:.1%}; {metrics['eval/failed']:.0f} failed)"
         )
+        self._warn({"step": step, **metrics})
 
     def record_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of a step without rollouts."""
@@ -181,7 +196,7 @@ class Run:
 
     async def finish(self, weights_checksum: str) -> None:
         """Draw the curve and write `summary.json`."""
-        rows = self.metrics.rows()
+        rows, silence = self.metrics.rows(), self._new_silence()
         trained = [row for row in rows if "reward" in row]
         tested = [row for row in rows if "eval/success" in row]
         before, after = (tested[0], tested[-1]) if tested else ({}, {})
@@ -195,6 +210,7 @@ class Run:
             "max_staleness": self.config.rollout.max_staleness,
             "largest_staleness": max((row["staleness/max"] for row in trained), default=0),
             "largest_logprob_gap": max((row.get("logprob_gap_max", 0.0) for row in trained), default=0.0),
+            "warnings": [text for row in rows for text in silence.read(row)],
             "weights_sha256": weights_checksum,
             "tasks": asdict(self.ledger.task_fates()),
             "episodes": asdict(self.ledger.episode_fates()),

@@ -863,6 +863,8 @@ def test_the_death_of_its_processes_is_told_to_all_who_wait_and_who_come_later(k
             await engine.update_weights(keeping.truth.base, version)
 
     async def main() -> None:
+        for process in keeping.processes:
+            process.suspend()  # so that nothing is answered before they are killed
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(is_told(engine, keeping.request(prompt_of(10), 240), dead))
             tasks.create_task(update_fails(engine.policy_version + 1))

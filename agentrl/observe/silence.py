@@ -1,0 +1,87 @@
+"""Warnings about training that cannot succeed, from the metrics that a run writes: docs/why-it-does-not-learn.md."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Row = Mapping[str, Any]
+IN_A_ROW = 3
+"""Steps in a row after which a condition is no accident."""
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """A state of a step in which little can be learned, and what to do about it."""
+
+    holds: Callable[[Row], bool]
+    text: Callable[[Row], str]
+
+
+def conditions(max_tokens: int, max_turns: int, *, compares_groups: bool) -> Sequence[Condition]:
+    """The conditions to look for. `compares_groups`: the algorithm learns only from groups with different scores."""
+    found = [
+        Condition(
+            lambda row: row.get("cut_answers", 0.0) >= 0.5,
+            lambda row: (
+                f"{row['cut_answers']:.0%} of the answers were cut at rollout.sampling.max_tokens={max_tokens}: "
+                "raise it, or ask for shorter answers"
+            ),
+        ),
+        Condition(
+            lambda row: row.get("truncated", 0.0) >= 0.9,
+            lambda row: (
+                f"{row['truncated']:.0%} of the episodes were cut off, at rollout.max_turns={max_turns} or at the "
+                "engine's context: raise it, or end episodes earlier"
+            ),
+        ),
+        Condition(
+            lambda row: row.get("grad_norm") == 0.0,
+            lambda row: "the gradient was zero: the advantages of all tokens are zero, or clipped",
+        ),
+    ]
+    if compares_groups:
+        found.append(
+            Condition(
+                lambda row: row.get("mixed_groups") == 0.0,
+                lambda row: (
+                    f"all members of each group scored the same (mean reward {row['reward']:.3g}), so nothing can "
+                    "be learned: the tasks are too hard or too easy. Try other tasks, a larger rollout.group_size, or "
+                    "recipe.demonstrations"
+                ),
+            )
+        )
+    return found
+
+
+@dataclass(slots=True)
+class Silence:
+    """Reads the rows of `metrics.jsonl` in order; says each thing once, and again only after it has ended."""
+
+    conditions: Sequence[Condition]
+    _in_a_row: dict[int, int] = field(default_factory=dict)
+    _first: Row | None = None
+    _fell: bool = False
+
+    def read(self, row: Row) -> list[str]:
+        """The warnings that this row gives rise to."""
+        return self._of_evaluation(row) if "eval/success" in row else self._of_step(row)
+
+    def _of_step(self, row: Row) -> list[str]:
+        warnings = []
+        for number, condition in enumerate(self.conditions):
+            count = self._in_a_row[number] = self._in_a_row.get(number, 0) + 1 if condition.holds(row) else 0
+            if count == IN_A_ROW:
+                warnings.append(f"in {IN_A_ROW} steps in a row, up to step {row['step'] + 1}: {condition.text(row)}")
+        return warnings
+
+    def _of_evaluation(self, row: Row) -> list[str]:
+        if self._first is None:
+            self._first = row
+        below = row.get("eval/success_high", 1.0) < self._first.get("eval/success_low", 0.0)
+        is_new, self._fell = below and not self._fell, below
+        if not is_new:
+            return []
+        return [
+            f"after {row['step']} steps, held-out success ({row['eval/success']:.1%}) is below where training began "
+            f"({self._first['eval/success']:.1%}): lower trainer.lr, or look at the metrics kl, clipped_low and entropy"
+        ]

@@ -1,0 +1,73 @@
+"""Training that cannot succeed is not silent: each cause is named once, with what to change."""
+
+import asyncio
+import json
+import re
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from agentrl.config import load_config
+from agentrl.observe.silence import IN_A_ROW, Silence, conditions
+from agentrl.run import Run
+
+GOOD = {"reward": 0.5, "cut_answers": 0.1, "truncated": 0.2, "grad_norm": 1.0, "mixed_groups": 0.6}
+
+
+def silence(*, compares_groups: bool = True) -> Silence:
+    return Silence(conditions(max_tokens=3, max_turns=8, compares_groups=compares_groups))
+
+
+def warnings(reader: Silence, *rows: dict[str, Any]) -> list[str]:
+    return [text for step, row in enumerate(rows) for text in reader.read({"step": step, **row})]
+
+
+@pytest.mark.parametrize(
+    ("bad", "named"),
+    [
+        ({"cut_answers": 0.998}, "100% of the answers were cut at rollout.sampling.max_tokens=3: raise it"),
+        ({"truncated": 0.95}, "rollout.max_turns=8"),
+        ({"grad_norm": 0.0}, "the gradient was zero"),
+        ({"mixed_groups": 0.0}, "all members of each group scored the same .*rollout.group_size"),
+    ],
+)
+def test_a_condition_that_lasts_is_named_once_and_again_when_it_has_come_back(
+    bad: dict[str, float], named: str
+) -> None:
+    reader, row = silence(), {**GOOD, **bad}
+    assert warnings(reader, *[GOOD] * 5, *[row] * (IN_A_ROW - 1), GOOD, *[row] * (IN_A_ROW - 1), GOOD) == []
+    (first,) = warnings(reader, *[row] * 10)
+    assert re.search(named, first)
+    assert len(warnings(reader, GOOD, *[row] * 10)) == 1
+
+
+def test_groups_of_equal_scores_are_normal_with_a_critic() -> None:
+    assert warnings(silence(compares_groups=False), *[{**GOOD, "mixed_groups": 0.0}] * 10) == []
+
+
+def test_success_that_falls_below_where_training_began_is_named() -> None:
+    def tested(success: float, low: float, high: float) -> dict[str, float]:
+        return {"eval/success": success, "eval/success_low": low, "eval/success_high": high}
+
+    reader = silence()
+    assert warnings(reader, tested(0.52, 0.45, 0.59), tested(0.47, 0.40, 0.54)) == []  # within the noise
+    (text,) = warnings(reader, tested(0.0, 0.0, 0.02), tested(0.01, 0.0, 0.03))
+    assert "held-out success (0.0%) is below where training began (52.0%)" in text
+
+
+def test_a_run_prints_its_warnings_and_keeps_them_in_the_summary(tmp_path: Path) -> None:
+    path, printed = tmp_path / "run.yaml", StringIO()
+    sampling = "rollout: {sampling: {max_tokens: 3}}"
+    path.write_text(f"env: frozen_lake\nrun_dir: {tmp_path / 'run'}\ntrackers: []\n{sampling}\n")
+    with Run(load_config(path), Console(file=printed, width=500)) as run:
+        for step in range(IN_A_ROW):
+            row = {**GOOD, "cut_answers": 1.0, "success": 0.0, "seconds": 1.0, "staleness/max": 0.0}
+            run.metrics.append({"step": step, **row})
+            run._warn({"step": step, **row})
+        asyncio.run(run.finish("sum"))
+    assert "warning: in 3 steps in a row, up to step 3: 100% of the answers were cut" in printed.getvalue()
+    (kept,) = json.loads((tmp_path / "run" / "summary.json").read_text())["warnings"]
+    assert "rollout.sampling.max_tokens=3" in kept
