@@ -4,7 +4,10 @@ import asyncio
 import json
 import logging
 import os
+import signal
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -17,11 +20,12 @@ from rich.table import Table
 
 from agentrl import plugins
 from agentrl.config import LoadedConfig, load_config
-from agentrl.errors import AgentRLError, ConfigError, ConformanceError
+from agentrl.errors import AgentRLError, ConfigError, ConformanceError, StorageError
 from agentrl.flow import run_steadily
 from agentrl.observe import ledger_report
 from agentrl.protocols import Isolation
 from agentrl.rollout.ledger import LedgerReader, read_ledger
+from agentrl.storage import storage_problem
 from agentrl.tiny_model import SIZES, create_tiny_model
 from agentrl.trajectory import Trajectory
 
@@ -122,16 +126,45 @@ def _run_config(folder: Path) -> Path:
 def _run(loaded: LoadedConfig, *, resume: bool, step: int | None) -> dict[str, Any] | None:
     from agentrl.run import Run
 
+    folder = loaded.config.run_dir
     try:
-        with Run(loaded, console, resume=resume, step=step) as run:
+        with _terminated_as_by_ctrl_c() as status, Run(loaded, console, resume=resume, step=step) as run:
             run_steadily(loaded.config.recipe.call(run))
     except KeyboardInterrupt:
-        folder = loaded.config.run_dir
+        # A second Ctrl-C ends what is left at once, without a traceback: all is written.
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
         console.print(f"\nstopped; `agentrl train --resume {folder}` resumes from the last checkpoint", soft_wrap=True)
-        raise typer.Exit(130) from None
+        raise typer.Exit(status()) from None
+    except AgentRLError:
+        raise
+    except Exception as error:
+        problem = storage_problem(error)
+        if problem is None:
+            raise
+        raise StorageError(
+            f"the run in {folder} cannot be written: {problem}. Its checkpoints are whole: mend this, then "
+            f"`agentrl train --resume {folder}` resumes from the newest"
+        ) from error
     path = loaded.config.run_dir / "summary.json"
     summary: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
     return summary
+
+
+@contextmanager
+def _terminated_as_by_ctrl_c() -> Iterator[Callable[[], int]]:
+    """SIGTERM ends the block as Ctrl-C does. Yields what returns the exit status of the signal that did."""
+    status = 130
+
+    def end(number: int, frame: object) -> None:
+        nonlocal status
+        status = 128 + number
+        signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield lambda: status
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _interval(interval: list[float] | None) -> str:

@@ -19,6 +19,7 @@
     ├── WorkerDiedError            a worker of the cluster died, and its state is lost
     ├── WeightsError               new weights could not be published; the engines still serve the old ones
     ├── CheckpointError            a checkpoint is missing, incomplete or of another run
+    ├── StorageError               a run's files cannot be written: the disk is full, read-only, ...
     └── ConformanceError           `agentrl.testing` found that a plug-in breaks its contract
 
 A failed rollout is data, not a crash: `RolloutError` is caught in one place (`rollout/episode.py`), where it becomes
@@ -128,6 +129,10 @@ class WeightsError(AgentRLError):
 
 class CheckpointError(AgentRLError):
     """A checkpoint cannot be used."""
+
+
+class StorageError(AgentRLError):
+    """The files of a run cannot be read or written. Says which, and how to continue."""
 
 
 class ConformanceError(AgentRLError):

@@ -150,6 +150,19 @@ def kill_during(command: Command, run: Path, *, steps: int, extra: float) -> Non
 
 
 @pytest.mark.slow
+def test_sigterm_ends_a_run_as_ctrl_c_does(tmp_path):
+    command = start(*SMALL, "run_dir=run", "steps=1000", "evaluation.tasks=0", cwd=tmp_path)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    limit = time.monotonic() + PATIENCE_SECONDS
+    while time.monotonic() < limit and not (metrics.exists() and '"reward"' in metrics.read_text()):
+        time.sleep(0.05)
+    command.send_signal(signal.SIGTERM)
+    assert command.wait(PATIENCE_SECONDS) == 128 + signal.SIGTERM, command.output
+    assert "agentrl train --resume run" in command.output
+    assert "Traceback" not in command.output
+
+
+@pytest.mark.slow
 def test_a_second_process_is_refused_and_an_interrupted_run_says_how_to_go_on(tmp_path):
     command = start(*SMALL, "run_dir=run", "steps=1000", "evaluation.tasks=0", cwd=tmp_path)
     metrics = tmp_path / "run" / "metrics.jsonl"
