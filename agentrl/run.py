@@ -178,7 +178,8 @@ class Run:
         self._warn({"step": step, **metrics})
 
     def record_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of a step without rollouts."""
+        """Record metrics without rollouts: of demonstrations, or of a step of another recipe."""
+        self._warn({"step": step, **metrics})
         self.metrics.append({"step": step, **metrics})
         for tracker in self._trackers:
             tracker.log(step, metrics)

@@ -157,13 +157,17 @@ class LiveEnv:
         if isinstance(self.env, ProcessEnv) and self._thread is not None:
             await self._end_process(self.env, self._thread)
             return
-        if self._thread is not None:
+        if self._thread is not None and not inspect.iscoroutinefunction(self.env.close):
             self._thread.stop_after(self.env.close)
             return
+        thread, self._thread = self._thread, None
         try:
-            await self._call("close", self.deadlines.close, self.env.close)
+            await self._call("close", self.deadlines.close, self.env.close)  # an async one runs on the event loop
         except RolloutError as error:
             logger.warning("%s", error)
+        finally:
+            if thread is not None:
+                thread.stop_after(lambda: None)
 
     async def _end_process(self, env: ProcessEnv, thread: _Thread) -> None:
         try:
@@ -236,7 +240,7 @@ class EnvHost:
             self._idle[name].append(env)
 
     async def close(self) -> None:
-        """Close every idle instance."""
-        for envs in self._idle.values():
-            while envs:
-                await envs.pop().close()
+        """Close every idle instance, all at once: one that hangs costs its deadline and not its neighbours'."""
+        idle = [env for envs in self._idle.values() for env in envs]
+        self._idle = {name: [] for name in self._idle}
+        await asyncio.gather(*[env.close() for env in idle])

@@ -123,8 +123,10 @@ def _venv(base: str, requires: Sequence[str]) -> str:
 
 
 def _absolute(requirement: str) -> str:
+    """A requirement that is written as a path, such as `.`, as seen from the current folder."""
     path = Path(requirement).expanduser()
-    return str(path.resolve()) if path.exists() and os.sep in requirement else requirement
+    is_path = os.sep in requirement or requirement in (os.curdir, os.pardir)
+    return str(path.resolve()) if is_path and path.exists() else requirement
 
 
 def _install(base: str, folder: Path, wanted: Sequence[str]) -> None:

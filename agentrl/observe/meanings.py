@@ -54,6 +54,7 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "nll": "Mean negative log-likelihood of a token that is imitated, in nats.",
         "constraints/rate/<part>": "Mean cost of a constraint in the batch (`batch_processing.constraints`).",
         "constraints/multiplier/<part>": "The constraint's Lagrange multiplier.",
+        "demonstrations/success": "Share of the scripted player's episodes that succeeded, before the first step.",
         "accuracy": "`recipe: reward_model`: share of the pairs whose chosen conversation scores higher.",
     },
     "The critic (`algorithm: ppo`)": {

@@ -61,9 +61,11 @@ class Silence:
     _in_a_row: dict[int, int] = field(default_factory=dict)
     _first: Row | None = None
     _fell: bool = False
+    _player: float = 0.0
 
     def read(self, row: Row) -> list[str]:
         """The warnings that this row gives rise to."""
+        self._player = row.get("demonstrations/success", self._player)
         return self._of_evaluation(row) if "eval/success" in row else self._of_step(row)
 
     def _of_step(self, row: Row) -> list[str]:
@@ -75,13 +77,21 @@ class Silence:
         return warnings
 
     def _of_evaluation(self, row: Row) -> list[str]:
+        warnings = []
         if self._first is None:
             self._first = row
+            if row.get("eval/success_high", 1.0) < self._player / 2:
+                warnings.append(
+                    f"the model that imitated succeeds in {row['eval/success']:.1%} of the held-out tasks, and its "
+                    f"player in {self._player:.1%}: raise recipe.demonstrations.episodes, epochs or lr, or take a "
+                    "player that uses only what the model sees"
+                )
         below = row.get("eval/success_high", 1.0) < self._first.get("eval/success_low", 0.0)
         is_new, self._fell = below and not self._fell, below
-        if not is_new:
-            return []
-        return [
-            f"after {row['step']} steps, held-out success ({row['eval/success']:.1%}) is below where training began "
-            f"({self._first['eval/success']:.1%}): lower trainer.lr, or look at the metrics kl, clipped_low and entropy"
-        ]
+        if is_new:
+            warnings.append(
+                f"after {row['step']} steps, held-out success ({row['eval/success']:.1%}) is below where training "
+                f"began ({self._first['eval/success']:.1%}): lower trainer.lr, or look at the metrics kl, clipped_low "
+                "and entropy"
+            )
+        return warnings

@@ -51,6 +51,7 @@ async def imitate(run: Run, demonstrations: DemonstrationsConfig, base: Path, in
         f"{_episodes(succeeded)} of {_episodes(played)} episodes of {demonstrations.player} were successful; imitating "
         f"{'these' if demonstrations.successes_only else 'all'}"
     )
+    run.record_metrics(0, {"demonstrations/success": _episodes(succeeded) / _episodes(played)})
     if not trajectories:
         raise ConfigError(
             f"no episode of {demonstrations.player} was successful, so recipe.demonstrations.successes_only leaves "

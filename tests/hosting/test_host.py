@@ -1,13 +1,18 @@
 """Environments in threads: what blocks, hangs or breaks costs its own episode only. Real time, short deadlines."""
 
 import asyncio
+import math
 import threading
 import time
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import pytest
 
 from agentrl.errors import DeadlineError, EnvError
+from agentrl.flow import now, run_virtual
 from agentrl.hosting.host import EnvDeadlines, EnvHost
+from agentrl.protocols import Isolation
 
 
 class Blocking:
@@ -110,3 +115,49 @@ def test_what_an_env_does_wrong_is_said_with_its_own_frame(options, said):
         await env.close()
 
     asyncio.run(main())
+
+
+class SlowToClose:
+    """Its step is sync, its close async, and hangs where the options say so."""
+
+    closed: ClassVar[list[int]] = []
+
+    def reset(self, *, seed: int, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        self.seed, self.hangs = seed, bool(options.get("hangs"))
+        return "go", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return "over", 0.0, True, False, {}
+
+    async def close(self) -> None:
+        await asyncio.sleep(math.inf if self.hangs else 0)
+        self.closed.append(self.seed)
+
+
+@pytest.mark.parametrize("isolation", ["thread", "inline"])
+def test_an_async_close_beside_a_sync_step_is_awaited(isolation: Isolation) -> None:
+    async def main() -> None:
+        envs = EnvHost({"slow": SlowToClose}, EnvDeadlines(), isolation)
+        live = envs.acquire("slow")
+        await live.reset(7, {})
+        await envs.release("slow", live)
+        await envs.close()
+
+    SlowToClose.closed.clear()
+    asyncio.run(main())
+    assert SlowToClose.closed == [7]
+
+
+def test_closes_that_hang_take_one_deadline_together() -> None:
+    async def main() -> float:
+        envs = EnvHost({"slow": SlowToClose}, EnvDeadlines(close=5.0), "inline")
+        live = [envs.acquire("slow") for _ in range(8)]
+        for number, env in enumerate(live):
+            await env.reset(number, {"hangs": True})
+        for env in live:
+            await envs.release("slow", env)
+        began = now()
+        await envs.close()
+        return now() - began
+
+    assert run_virtual(main) == pytest.approx(5.0)

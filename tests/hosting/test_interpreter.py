@@ -171,3 +171,13 @@ def test_what_cannot_be_installed_ends_with_the_installer_s_words_and_leaves_not
         find_interpreter(None, ["/nowhere/x.whl"])
     left = [path for path in (cache / "agentrl" / "venvs").iterdir() if not (path / ".complete").exists()]
     assert [path.suffix for path in left if path.is_dir()] == []
+
+
+@pytest.mark.parametrize("written", [".", "..", "./package", "package/"])
+def test_a_folder_is_required_from_the_current_one(
+    written: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "package").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert interpreter._absolute(written) == str((tmp_path / written).resolve())
+    assert interpreter._absolute("package") == "package", "a package's name is no folder, though there is one"

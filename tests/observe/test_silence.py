@@ -49,13 +49,20 @@ def test_groups_of_equal_scores_are_normal_with_a_critic() -> None:
 
 
 def test_success_that_falls_below_where_training_began_is_named() -> None:
-    def tested(success: float, low: float, high: float) -> dict[str, float]:
-        return {"eval/success": success, "eval/success_low": low, "eval/success_high": high}
-
     reader = silence()
-    assert warnings(reader, tested(0.52, 0.45, 0.59), tested(0.47, 0.40, 0.54)) == []  # within the noise
-    (text,) = warnings(reader, tested(0.0, 0.0, 0.02), tested(0.01, 0.0, 0.03))
+    assert warnings(reader, evaluated(0.52, 0.45, 0.59), evaluated(0.47, 0.40, 0.54)) == []  # within the noise
+    (text,) = warnings(reader, evaluated(0.0, 0.0, 0.02), evaluated(0.01, 0.0, 0.03))
     assert "held-out success (0.0%) is below where training began (52.0%)" in text
+
+
+def evaluated(success: float, low: float, high: float) -> dict[str, float]:
+    return {"eval/success": success, "eval/success_low": low, "eval/success_high": high}
+
+
+@pytest.mark.parametrize(("success", "high", "warned"), [(0.01, 0.04, True), (0.08, 0.12, False)])
+def test_imitation_far_below_its_player_is_named(success: float, high: float, warned: bool) -> None:
+    texts = warnings(silence(), {"demonstrations/success": 0.13}, evaluated(success, 0.0, high))
+    assert [bool(re.search(r"succeeds in 1.0% .*player in 13.0%", text)) for text in texts] == [True] * warned
 
 
 def test_a_run_prints_its_warnings_and_keeps_them_in_the_summary(tmp_path: Path) -> None:
