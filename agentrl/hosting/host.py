@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from pydantic import Field
 
 from agentrl.errors import ConfigError, DeadlineError, EnvError, OutageError, RolloutError
-from agentrl.flow import deadline
+from agentrl.flow import Flow, deadline
 from agentrl.hosting.process import ProcessEnv, with_frame
 from agentrl.hosting.replies import checked_prompt, checked_reset, checked_step, checked_tools
 from agentrl.protocols import Env, Isolation, ResetResult, ScriptedPlayer, Settings, StepResult
@@ -243,4 +243,6 @@ class EnvHost:
         """Close every idle instance, all at once: one that hangs costs its deadline and not its neighbours'."""
         idle = [env for envs in self._idle.values() for env in envs]
         self._idle = {name: [] for name in self._idle}
-        await asyncio.gather(*[env.close() for env in idle])
+        async with Flow("environments.close") as flow:
+            for number, env in enumerate(idle):
+                flow.start(env.close(), name=str(number))
