@@ -80,7 +80,7 @@ class Slow(VllmEngine):
 
     def _made(self) -> Any:
         self.starting.set()
-        assert self.may_start.wait(PATIENCE_SECONDS), "nobody else was served while it started"
+        assert self.may_start.wait(PATIENCE_SECONDS), "no other caller was served while it started"
         return self.made
 
 
@@ -114,7 +114,7 @@ def test_a_real_start_that_is_given_up_leaves_no_process(tiny_model_dir: Path) -
                 async with asyncio.timeout(1):
                     await VllmEngine(config(), tiny_model_dir).__aenter__()
             ticking.cancel()
-        assert max(gaps) < 3, "nobody else was served while it started"
+        assert max(gaps) < 3, "no other caller was served while it started"
 
     before = psutil.Process().children(recursive=True)
     asyncio.run(asyncio.wait_for(main(), 200))

@@ -32,6 +32,15 @@ def start(*arguments: str, cwd: Path) -> Command:
     return Command("train", *arguments, cwd=cwd, log=cwd / "run.log")
 
 
+def wait_for_a_step(command: Command, metrics: Path) -> None:
+    """Return when the run has recorded a step."""
+    limit = time.monotonic() + PATIENCE_SECONDS
+    while not (metrics.exists() and '"reward"' in metrics.read_text()):
+        assert command.poll() is None, command.output
+        assert time.monotonic() < limit, command.output
+        time.sleep(0.05)
+
+
 def train(*arguments: str, cwd: Path) -> dict:
     command = start(*arguments, cwd=cwd)
     assert command.wait(300) == 0, command.output
@@ -152,10 +161,7 @@ def kill_during(command: Command, run: Path, *, steps: int, extra: float) -> Non
 @pytest.mark.slow
 def test_sigterm_ends_a_run_as_ctrl_c_does(tmp_path):
     command = start(*SMALL, "run_dir=run", "steps=1000", "evaluation.tasks=0", cwd=tmp_path)
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    limit = time.monotonic() + PATIENCE_SECONDS
-    while time.monotonic() < limit and not (metrics.exists() and '"reward"' in metrics.read_text()):
-        time.sleep(0.05)
+    wait_for_a_step(command, tmp_path / "run" / "metrics.jsonl")
     command.send_signal(signal.SIGTERM)
     assert command.wait(PATIENCE_SECONDS) == 128 + signal.SIGTERM, command.output
     assert "agentrl train --resume run" in command.output
@@ -165,10 +171,7 @@ def test_sigterm_ends_a_run_as_ctrl_c_does(tmp_path):
 @pytest.mark.slow
 def test_a_second_process_is_refused_and_an_interrupted_run_says_how_to_go_on(tmp_path):
     command = start(*SMALL, "run_dir=run", "steps=1000", "evaluation.tasks=0", cwd=tmp_path)
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    limit = time.monotonic() + PATIENCE_SECONDS
-    while time.monotonic() < limit and not (metrics.exists() and '"reward"' in metrics.read_text()):
-        time.sleep(0.05)
+    wait_for_a_step(command, tmp_path / "run" / "metrics.jsonl")
     second = Command("train", "--resume", "run", cwd=tmp_path, log=tmp_path / "second.log")
     assert second.wait(PATIENCE_SECONDS) == 2
     assert f"run is in use: process {command.pid} on" in second.output
