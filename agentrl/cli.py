@@ -369,10 +369,17 @@ def serve(  # noqa: PLR0917  typer calls it by name
     request_seconds: Annotated[float, typer.Option(min=0.1, help="How long a client may take for a request.")] = 30.0,
     call_seconds: Annotated[float, typer.Option(min=0.1, help="The longest reset or step.")] = 60.0,
     drain_seconds: Annotated[float, typer.Option(min=0, help="How long episodes may continue after SIGTERM.")] = 60.0,
+    options: Annotated[
+        str, typer.Option(help="Options of every episode, as YAML; clients cannot choose others for these.")
+    ] = "{}",
+    allow_options: Annotated[
+        str, typer.Option(metavar="NAME,...", help="Options that clients may set although they can choose code.")
+    ] = "",
     python: EnvPython = None,
     requires: EnvRequires = None,
 ) -> None:
     """Serve an environment over HTTP to runs elsewhere, which set [bold]env=http://HOST:PORT[/bold]."""
+    from agentrl.hosting.client_options import ClientOptions
     from agentrl.hosting.factory import env_factory
     from agentrl.openenv.server import add_openenv
     from agentrl.remote.server import EnvServer
@@ -396,6 +403,9 @@ def serve(  # noqa: PLR0917  typer calls it by name
         ),
         on_start=lambda url: console.print(f"{name} at {url}", highlight=False, soft_wrap=True),
         protocols=(add_openenv,),
+        options=ClientOptions.Config(
+            fixed=_options(options), allowed=tuple(name.strip() for name in allow_options.split(",") if name.strip())
+        ),
     )
     server.run()
 
@@ -429,8 +439,6 @@ def check_environment(
     requires: EnvRequires = None,
 ) -> None:
     """Check that an environment keeps the contract: API, determinism, no leaks, closing, reward for right answers."""
-    import yaml
-
     from agentrl.hosting.factory import env_factory
     from agentrl.testing import check_env
 
@@ -442,13 +450,26 @@ def check_environment(
         player = partial(_consult, player)
     try:
         # The first call in another interpreter also imports its packages.
-        remarks = check_env(make, options=yaml.safe_load(options), gold=player, deadline=60.0 if foreign else 5.0)
+        remarks = check_env(make, options=_options(options), gold=player, deadline=60.0 if foreign else 5.0)
     except ConformanceError as error:
         console.print(f"[red]{name} breaks the contract:[/red]\n{escape(str(error))}", highlight=False)
         raise typer.Exit(1) from error
     console.print(f"[green]{name} keeps the contract[/green]")
     for remark in remarks:
         console.print(escape(remark), highlight=False)
+
+
+def _options(text: str) -> dict[str, Any]:
+    """The options of `reset`, from a command line."""
+    import yaml
+
+    try:
+        options = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--options {text!r} is not YAML: {error}") from error
+    if not isinstance(options, dict) or not all(isinstance(name, str) for name in options):
+        raise ConfigError(f"--options {text!r} is not a mapping: write --options '{{level: 2}}'")
+    return options
 
 
 def _consult(player: Any, env: Any, rng: Any) -> str:
@@ -495,8 +516,6 @@ def play(  # noqa: PLR0917  typer calls it by name
     requires: EnvRequires = None,
 ) -> None:
     """Play an environment in the terminal; shows the system prompt, tools and observations the model would see."""
-    import yaml
-
     from agentrl.play import play as play_episode
 
     asyncio.run(
@@ -504,7 +523,7 @@ def play(  # noqa: PLR0917  typer calls it by name
             name,
             console,
             seed=seed,
-            options=yaml.safe_load(options),
+            options=_options(options),
             player=plugins.load("players", player) if player else None,
             person=person,
             max_turns=max_turns,

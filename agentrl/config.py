@@ -25,6 +25,7 @@ from pydantic import (
 
 from agentrl import plugins
 from agentrl.algorithms.batch_processing import BatchProcessingConfig
+from agentrl.credentials import refuse_credentials, without_credentials
 from agentrl.errors import ConfigError
 from agentrl.hosting.wrappers import wrapper
 from agentrl.placement.device_map import PlacementConfig
@@ -237,6 +238,7 @@ class _Source:
     origins: dict[str, str] = field(default_factory=dict)
 
     def set(self, path: Sequence[str], value: Any, origin: str) -> None:
+        refuse_credentials(value, f"{'.'.join(path)} ({origin})")
         if path == ("reward",) and isinstance(value, list | str):
             self._forget("reward", keep_one=isinstance(value, str))
         if path == ("reward",) and isinstance(value, list) and value:
@@ -294,7 +296,8 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> LoadedConfig:
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key:
-            raise ConfigError(f"cannot read the override {override!r}: write key=value, such as trainer.lr=1e-3")
+            shown = without_credentials(override)
+            raise ConfigError(f"cannot read the override {shown!r}: write key=value, such as trainer.lr=1e-3")
         source.set(tuple(key.split(".")), _scalar(text), "command line")
     return validate_config(source.values, source.origins)
 
@@ -345,6 +348,7 @@ def validate_config(values: Mapping[str, Any], origins: Mapping[str, str] | None
         ConfigError: something is wrong. Names every problem.
     """
     origins = origins or {}
+    refuse_credentials(values, "")
     sections = dict(values)
     problems: list[str] = []
     for section in (*COMPONENTS, "reward"):

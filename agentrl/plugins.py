@@ -26,6 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from agentrl.credentials import refuse_credentials
 from agentrl.errors import PluginError
 from agentrl.protocols import Env, Settings
 
@@ -115,7 +116,10 @@ def load(kind: str, name: str) -> Any:
 
     Raises:
         PluginError: there is no such plug-in, or its import failed.
+        ConfigError: an environment's address contains credentials.
     """
+    if kind == "envs":
+        refuse_credentials(name, "env")
     if ":" in name:
         scheme, _, rest = name.partition(":")
         schemes = _registered("env_schemes") if kind == "envs" else {}

@@ -26,6 +26,14 @@ class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
+@dataclass(frozen=True, slots=True)
+class OwnerOnly:
+    """Marks an option of an environment that can decide what code runs: `Annotated[str, OwnerOnly()]`.
+
+    Clients of a served environment may not set it (`agentrl/hosting/client_options.py`).
+    """
+
+
 Isolation = Literal["inline", "thread", "process"]
 """Where an environment or a reward runs: on the event loop, in a thread, in a process."""
 ResetResult = tuple[str, dict[str, Any]]

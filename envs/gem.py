@@ -4,14 +4,14 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from agentrl.envs.base import TextEnv, read_options
 from agentrl.envs.foreign import GlobalRng, check_known, load_package
 from agentrl.errors import ConfigError, EnvError
-from agentrl.protocols import Env, Settings, StepResult
+from agentrl.protocols import Env, OwnerOnly, Settings, StepResult
 
 
 def scheme(rest: str) -> Callable[[], Env]:
@@ -37,7 +37,7 @@ class Gem(TextEnv):
     class Options(Settings):
         """What `reset(options=...)` takes."""
 
-        kwargs: dict[str, Any] = Field(default_factory=dict)
+        kwargs: Annotated[dict[str, Any], OwnerOnly()] = Field(default_factory=dict)
         """Keyword arguments of `gem.make`."""
 
     def __init__(self, name: str) -> None:

@@ -18,7 +18,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Annotated, Any
 
 import gymnasium
 import numpy as np
@@ -29,7 +29,7 @@ from agentrl.envs import minigrid
 from agentrl.envs.base import TextEnv, read_options
 from agentrl.envs.foreign import silenced
 from agentrl.errors import ConfigError, EnvError, PluginError
-from agentrl.protocols import Env, Settings, StepResult
+from agentrl.protocols import Env, OwnerOnly, Settings, StepResult
 
 GymEnv = gymnasium.Env[Any, Any]
 MAX_NUMBERS = 256
@@ -145,9 +145,9 @@ class GymnasiumText(TextEnv):
     class Options(Settings):
         """What `reset(options=...)` takes."""
 
-        id: str
+        id: Annotated[str, OwnerOnly()]
         """A registered Gymnasium id, such as "FrozenLake-v1" ("package:Name-v0" imports `package` first)."""
-        kwargs: dict[str, Any] = Field(default_factory=dict)
+        kwargs: Annotated[dict[str, Any], OwnerOnly()] = Field(default_factory=dict)
         """Keyword arguments of `gymnasium.make`."""
         actions: tuple[str, ...] = ()
         """A word for each action, in the order of the action space. Default: known games have words, others numbers."""

@@ -8,13 +8,13 @@ import inspect
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from agentrl.envs.base import ToolEnv, ToolResult, plays, read_options
 from agentrl.errors import EnvError
-from agentrl.protocols import Settings
+from agentrl.protocols import OwnerOnly, Settings
 from agentrl.rollout.tools import ToolCall
 from agentrl.sandbox.outcome import LimitHit, Ran, SandboxLost
 from agentrl.sandbox.pool import Sandbox
@@ -61,9 +61,9 @@ class PythonTool(ToolEnv):
 
         level: int = Field(1, ge=1, le=5)
         """Difficulty of the question."""
-        limits: SandboxLimits = SandboxLimits(wall=10.0, cpu=5.0)
+        limits: Annotated[SandboxLimits, OwnerOnly()] = SandboxLimits(wall=10.0, cpu=5.0)
         """Limits of a run: the program and the earlier ones that it repeats."""
-        allow_unsafe: bool = False
+        allow_unsafe: Annotated[bool, OwnerOnly()] = False
         """Run programs without isolation if the machine offers none. They can then do everything that you can."""
 
     def __init__(self) -> None:

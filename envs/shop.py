@@ -8,12 +8,12 @@ import random
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, ImportString
 
 from agentrl.envs.base import ToolEnv, ToolError, ToolResult, plays, read_options
-from agentrl.protocols import Settings
+from agentrl.protocols import OwnerOnly, Settings
 from agentrl.rollout.tools import ToolCall
 
 AREAS = ("centre", "harbour", "old town", "university")
@@ -101,7 +101,7 @@ class Shop(ToolEnv):
         level: int = Field(1, ge=1, le=5)
         """The user has `level` + 1 wishes; the house has 4 * `level` + 4 rooms. From level 3 on, a room that would fit
         is taken."""
-        user: ImportString[User] = Field(default=scripted_user)
+        user: Annotated[ImportString[User], OwnerOnly()] = Field(default=scripted_user)
         """The `User` that answers `ask_user`, or its address as `package.module:name`."""
 
     def start(self, seed: int, options: Mapping[str, Any]) -> str:

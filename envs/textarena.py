@@ -12,14 +12,14 @@ import random
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from agentrl.envs.base import TextEnv, read_options
 from agentrl.envs.foreign import GlobalRng, check_known, load_package
 from agentrl.errors import ConfigError, EnvError
-from agentrl.protocols import Env, ResetResult, Settings, StepResult
+from agentrl.protocols import Env, OwnerOnly, ResetResult, Settings, StepResult
 
 MOST_PLAYERS = 8
 MOST_REPLIES = 400
@@ -54,13 +54,13 @@ class TextArena(TextEnv):
     class Options(Settings):
         """What `reset(options=...)` takes."""
 
-        kwargs: dict[str, Any] = Field(default_factory=dict)
+        kwargs: Annotated[dict[str, Any], OwnerOnly()] = Field(default_factory=dict)
         """Keyword arguments of `textarena.make`."""
         players: int = Field(0, ge=0, le=MOST_PLAYERS)
         """Number of players, opponents included; 0 is the fewest that the game allows."""
         seat: int = Field(0, ge=0)
         """Which player is the model's; 0 moves first in most games."""
-        opponent: str = "random"
+        opponent: Annotated[str, OwnerOnly()] = "random"
         """"random", "first", "package.module:name" of a function, or "agent": all are agents; `seat` is ignored."""
 
     def __init__(self, name: str) -> None:

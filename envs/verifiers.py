@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
@@ -27,7 +27,7 @@ from agentrl.envs.base import TextEnv, read_options
 from agentrl.envs.callback import Ask, Asked, CallbackEnv, line, opening, tenths
 from agentrl.envs.verifiers_v1 import TasksetFactory
 from agentrl.errors import ConfigError, EnvError, PluginError
-from agentrl.protocols import Env, Settings, StepResult
+from agentrl.protocols import Env, OwnerOnly, Settings, StepResult
 from agentrl.rollout.seeds import SPLITS
 
 _LIMITS = ("max_turns_reached", "max_total_completion_tokens_reached", "prompt_too_long", "timeout_reached")
@@ -81,7 +81,7 @@ class Verifiers(TextEnv):
     class Options(Settings):
         """What `reset(options=...)` takes."""
 
-        args: dict[str, Any] = Field(default_factory=dict)
+        args: Annotated[dict[str, Any], OwnerOnly()] = Field(default_factory=dict)
         """Arguments of `load_environment`."""
         success_at: float = 1.0
         """Lowest reward that counts as a success."""

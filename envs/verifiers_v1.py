@@ -13,14 +13,14 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field
 
 from agentrl.envs.base import TextEnv, read_options
 from agentrl.envs.callback import Ask, Asked, CallbackEnv, line, opening, tenths
 from agentrl.errors import ConfigError, EnvError
-from agentrl.protocols import Env, Settings, StepResult
+from agentrl.protocols import Env, OwnerOnly, Settings, StepResult
 from agentrl.rollout.seeds import SPLITS
 from agentrl.rollout.tools import ParsedReply
 
@@ -53,11 +53,11 @@ class VerifiersTaskset(TextEnv):
     class Options(Settings):
         """What `reset(options=...)` takes."""
 
-        args: dict[str, Any] = Field(default_factory=dict)
+        args: Annotated[dict[str, Any], OwnerOnly()] = Field(default_factory=dict)
         """Settings of the taskset (`env.taskset` of verifiers)."""
-        harness: str = "null"
+        harness: Annotated[str, OwnerOnly()] = "null"
         """The program that owns the loop."""
-        agent: dict[str, Any] = Field(default_factory=dict)
+        agent: Annotated[dict[str, Any], OwnerOnly()] = Field(default_factory=dict)
         """Other settings of the agent, such as `max_turns`."""
         size: int = Field(1000, gt=0)
         """How many tasks of an endless taskset to use."""

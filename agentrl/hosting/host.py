@@ -22,6 +22,7 @@ from agentrl.errors import ConfigError, DeadlineError, EnvError, OutageError, Ro
 from agentrl.flow import Flow, deadline
 from agentrl.hosting.process import ProcessEnv, with_frame
 from agentrl.hosting.replies import checked_prompt, checked_reset, checked_step, checked_tools
+from agentrl.hosting.wrappers import Wrapper
 from agentrl.protocols import Env, Isolation, ResetResult, ScriptedPlayer, Settings, StepResult
 
 logger = logging.getLogger(__name__)
@@ -115,7 +116,8 @@ class LiveEnv:
             )
         inline = isolation == "inline" or inspect.iscoroutinefunction(self.env.step)
         self._thread = None if inline else _Thread(f"env-{type(self.env).__name__}")
-        calls = (self.env.reset, self.env.step)
+        inner = self.env.unwrapped if isinstance(self.env, Wrapper) else self.env
+        calls = (self.env.reset, self.env.step, inner.reset, inner.step)
         self.answers_at_once = inline and not any(inspect.iscoroutinefunction(call) for call in calls)
         """Whether its calls return without awaiting: it is sync, and runs on the event loop."""
         self.tools: Sequence[Mapping[str, Any]] = ()
@@ -181,7 +183,9 @@ class LiveEnv:
 
     @property
     def _name(self) -> str:
-        return self.env.address if isinstance(self.env, ProcessEnv) else type(self.env).__name__
+        if isinstance(self.env, ProcessEnv):
+            return self.env.name
+        return type(self.env.unwrapped if isinstance(self.env, Wrapper) else self.env).__name__
 
     async def _call(self, phase: str, seconds: float, work: Callable[[], Any]) -> Any:
         try:

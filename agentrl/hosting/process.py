@@ -42,6 +42,7 @@ from typing import Any, NoReturn, cast
 from agentrl import plugins
 from agentrl.errors import ConfigError, EnvError
 from agentrl.hosting.interpreter import agentrl_alone, environment
+from agentrl.hosting.wrappers import inner_name
 from agentrl.protocols import Env, ResetResult, ScriptedPlayer, StepResult
 
 logger = logging.getLogger(__name__)
@@ -88,6 +89,8 @@ class ProcessEnv:
 
     def __init__(self, address: str, python: str | None = None, preload: tuple[str, ...] = ()) -> None:
         self.address = address
+        self.name = inner_name(address)
+        """The environment's name, without its wrappers: for messages."""
         self.python = python
         self.preload = preload
         self.system_prompt = ""
@@ -160,17 +163,17 @@ class ProcessEnv:
             self._worker = _Worker(self.address, self.python, self.preload)
         if self._killed:  # while the process was starting
             self.reap()
-            raise EnvError(f"{self.address}.{call}: its process was killed")
+            raise EnvError(f"{self.name}.{call}: its process was killed")
         return self._worker
 
     def _ask(self, call: str, **arguments: Any) -> dict[str, Any]:
         worker = self._worker
         if worker is None:
-            raise EnvError(f"{self.address}.{call}: its process is not running; call reset first")
+            raise EnvError(f"{self.name}.{call}: its process is not running; call reset first")
         try:
             message = json.dumps({"call": call, **arguments}).encode()
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"{self.address}.{call}: the options of a process must be plain JSON: {error}") from error
+            raise ConfigError(f"{self.name}.{call}: the options of a process must be plain JSON: {error}") from error
         try:
             worker.connection.send_bytes(message)
             answer: dict[str, Any] = json.loads(worker.connection.recv_bytes(LARGEST_ANSWER))
@@ -178,11 +181,11 @@ class ProcessEnv:
             output, how = worker.last_output(), worker.end()
             self._worker = None
             why = how if isinstance(error, EOFError | ConnectionError) else f"its answer cannot be read: {error!r}"
-            raise EnvError(f"{self.address}.{call}: the process of the environment {why}{output}") from error
+            raise EnvError(f"{self.name}.{call}: the process of the environment {why}{output}") from error
         if "error" in answer:
             if answer.get("config"):
                 raise ConfigError(str(answer["error"]))
-            raise EnvError(f"{self.address}.{call} raised {answer['error']}{worker.last_output()}")
+            raise EnvError(f"{self.name}.{call} raised {answer['error']}{worker.last_output()}")
         return answer
 
 

@@ -182,6 +182,12 @@ class Wrapped:
         declared: str = getattr(plugins.load("envs", self.name), "isolation", "thread")
         return declared
 
+    @property
+    def preload(self) -> Sequence[str]:
+        """The modules that the inner environment's worker processes should have imported."""
+        declared: Sequence[str] = getattr(plugins.load("envs", self.name), "preload", ())
+        return declared
+
 
 def wrapper(raw: Any) -> Component:
     """Read a wrapper from a config, which gives its name, or a mapping of name and settings.
@@ -213,6 +219,17 @@ def address(name: str, wrappers: Sequence[Component]) -> str:
     if not wrappers:
         return name
     return f"wrapped:{json.dumps({'env': name, 'wrappers': [each.dump() for each in wrappers]})}"
+
+
+def inner_name(address: str) -> str:
+    """The name of the environment at an address, without its wrappers."""
+    kind, _, rest = address.partition(":")
+    if kind != "wrapped":
+        return address
+    try:
+        return inner_name(json.loads(rest)["env"])
+    except (ValueError, LookupError, TypeError):
+        return address  # `scheme` says what is wrong with it
 
 
 def scheme(rest: str) -> Callable[[], Env]:

@@ -2,8 +2,10 @@
 
 import asyncio
 import hmac
+import ipaddress
 from collections.abc import Awaitable, Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -41,7 +43,9 @@ class RequestGate:
     """Middleware that answers 401, 403, 408 and 413: the application sees authorized requests with complete bodies.
 
     A browser names the site of the page that sends a request (`Origin`), and requests of other sites are refused. A
-    server without a token trusts its machine, and otherwise any page that is open in a browser there could play.
+    server without a token trusts its machine, and otherwise any page that is open in a browser there could play. The
+    name of a page's own site may lead here too (DNS rebinding), so without a token `Host` must be an address or
+    localhost.
     """
 
     def __init__(self, app: ASGIApp, token: str | None, max_body_bytes: int, request_seconds: float) -> None:
@@ -55,6 +59,10 @@ class RequestGate:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
+        if self._expected is None and not _is_address(headers.get(b"host", b"")):
+            detail = "a server without a token must be called by its IP address or as localhost"
+            await self._refuse(scope, receive, send, 403, detail)
+            return
         origin = headers.get(b"origin")
         if origin is not None and origin.rpartition(b"://")[2] != headers.get(b"host"):
             await self._refuse(scope, receive, send, 403, "a web page of another site may not send requests")
@@ -104,6 +112,17 @@ class RequestGate:
             await send({"type": "websocket.close", "code": 1008})  # not accepted yet, so the answer is 403
             return
         await JSONResponse({"detail": detail}, status, {"Connection": "close"})(scope, receive, send)
+
+
+def _is_address(host: bytes) -> bool:
+    """Whether a `Host` header is empty, an IP address or localhost: no name that someone else could point here."""
+    try:
+        name = (urlsplit(b"//" + host).hostname or b"").decode("ascii")
+        if name not in ("", "localhost"):
+            ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _again(body: bytes, receive: Receive) -> Callable[[], Awaitable[Message]]:

@@ -187,7 +187,10 @@ async def _connect(url: str, token: str | None) -> "_Line":
         if isinstance(error, InvalidStatus):
             status = error.response.status_code
             if status in (401, 403):
-                raise ConfigError(f"{url} rejects the token: set {TOKEN_VARIABLE} to the server's token") from error
+                raise ConfigError(
+                    f"{url} rejects the token: set {TOKEN_VARIABLE} to the server's token; without one, call it by "
+                    "its IP address or as localhost"
+                ) from error
             raise _LostError(f"it answers {status} where {SOCKET_PATH} should be: is it `agentrl serve`?") from error
         if isinstance(error, InvalidHandshake | OSError):
             raise _LostError(f"it has no WebSocket at {SOCKET_PATH}: {error}") from error

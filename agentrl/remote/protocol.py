@@ -23,6 +23,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
 
+from agentrl.credentials import refuse_credentials
 from agentrl.errors import ConfigError
 
 SOCKET_PATH = "/sessions/ws"
@@ -198,9 +199,10 @@ def server_url(url: str, like: str) -> str:
     """The address of a server, without trailing slashes.
 
     Raises:
-        ConfigError: `url` is not an address; the message asks for one `like` this.
+        ConfigError: `url` is not an address (the message asks for one `like` this), or contains credentials.
     """
     url = url.strip().rstrip("/")
+    refuse_credentials(url, "the address of a server")
     scheme, _, rest = url.partition("://")
     if scheme not in ("http", "https") or not rest:
         raise ConfigError(f"{url!r} is not the address of a server: write {like}")

@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 
 from agentrl.errors import ConfigError
 from agentrl.flow import Flow, now
+from agentrl.hosting.client_options import SAFE_OPTIONS, ClientOptions, for_clients
 from agentrl.hosting.host import EnvDeadlines, EnvHost
 from agentrl.hosting.process import ProcessEnv
 from agentrl.protocols import Env, Isolation
@@ -36,6 +37,7 @@ class EnvServer(uvicorn.Server):
     SIGTERM and SIGINT drain the server: no session or episode begins any more, and the server ends when the running
     episodes have ended, or after `limits.drain_seconds`. A second signal ends it immediately. `on_start` is called with
     the address. `protocols` are served beside the server's own, for example `agentrl.openenv.server.add_openenv`.
+    `options` says which options clients may choose; None: all, because the clients may run code here anyway.
 
     Raises:
         ConfigError: other machines could reach the server, and there is no token.
@@ -53,6 +55,7 @@ class EnvServer(uvicorn.Server):
         isolation: Isolation | None = None,
         on_start: Callable[[str], None] = lambda url: None,
         protocols: Sequence[AddRoutes] = (),
+        options: ClientOptions.Config | None = SAFE_OPTIONS,
     ) -> None:
         if not token and host not in ("127.0.0.1", "::1", "localhost"):
             raise ConfigError(
@@ -62,8 +65,10 @@ class EnvServer(uvicorn.Server):
         self.limits = limits or ServerLimits()
         seconds = self.limits.call_seconds
         deadlines = EnvDeadlines(reset=seconds, step=seconds, tool=seconds)
-        host_of_envs = EnvHost({name: factory}, deadlines, isolation)
         in_processes = getattr(factory, "func", factory) is ProcessEnv
+        if options is not None:
+            factory = for_clients(factory, options)
+        host_of_envs = EnvHost({name: factory}, deadlines, isolation)
         self.sessions = Sessions(host_of_envs, name, self.limits, in_processes=in_processes)
         self._drain_until: float | None = None
         self._on_start = on_start

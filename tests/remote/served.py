@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from agentrl.hosting.client_options import SAFE_OPTIONS, ClientOptions
 from agentrl.openenv.server import add_openenv
 from agentrl.protocols import Env
 from agentrl.remote.server import EnvServer
@@ -25,10 +26,17 @@ class _QuickServer(EnvServer):
 
 @contextmanager
 def served(
-    factory: Callable[[], Env], *, name: str = "environment", token: str | None = None, **limits: Any
+    factory: Callable[[], Env],
+    *,
+    name: str = "environment",
+    token: str | None = None,
+    options: ClientOptions.Config | None = SAFE_OPTIONS,
+    **limits: Any,
 ) -> Iterator[EnvServer]:
     """The server while it listens; `limits` are those of `ServerLimits`."""
-    server = _QuickServer(factory, name=name, token=token, limits=ServerLimits(**limits), protocols=(add_openenv,))
+    server = _QuickServer(
+        factory, name=name, token=token, limits=ServerLimits(**limits), protocols=(add_openenv,), options=options
+    )
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

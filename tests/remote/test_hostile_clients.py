@@ -61,8 +61,8 @@ def answer_of(client: socket.socket) -> bytes:
 
 HALVES = {
     "silence": b"",
-    "half a head": b"POST /sessions HTTP/1.1\r\nHost: x\r\nX-Endless: " + b"a" * 500,
-    "half a handshake": b"GET /sessions/ws HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\n",
+    "half a head": b"POST /sessions HTTP/1.1\r\nHost: localhost\r\nX-Endless: " + b"a" * 500,
+    "half a handshake": b"GET /sessions/ws HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\n",
 }
 
 
@@ -71,10 +71,10 @@ def test_connections_that_ask_nothing_or_half_of_it_are_closed_and_others_served
     with served(Echo, drain_seconds=0, request_seconds=0.3) as server:
         url = server.url
         waiting = {name: connected(url, data) for name, data in HALVES.items()}
-        body = connected(url, b"POST /sessions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+        body = connected(url, b"POST /sessions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
         kept = connected(url)
         for _ in range(6):  # a slow client that does ask
-            kept.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            kept.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert kept.recv(65536).startswith(b"HTTP/1.1 200")
             time.sleep(0.15)
         kept.close()
@@ -86,7 +86,7 @@ def test_connections_that_ask_nothing_or_half_of_it_are_closed_and_others_served
 
 def test_a_head_without_end_is_refused_and_not_remembered():
     with served(Echo, drain_seconds=0) as server:
-        client = connected(server.url, b"GET /health HTTP/1.1\r\nHost: x\r\n")
+        client = connected(server.url, b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
         head = b"".join(f"X-{number}: {'a' * 1000}\r\n".encode() for number in range(10_000))
         with client, pytest.raises(ConnectionError):  # the answer is 400; it may be lost with what nobody reads
             client.sendall(head)

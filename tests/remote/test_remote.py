@@ -247,6 +247,25 @@ def test_who_has_no_token_gets_nothing():
         plainly(server.url, work)
 
 
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("evil.example", 403),
+        ("127.0.0.1.evil.example:8800", 403),
+        ("[::1", 403),
+        ("localhost:8800", 200),
+        ("LOCALHOST", 200),
+        ("[::1]:8800", 200),
+        ("10.1.2.3", 200),
+    ],
+)
+def test_without_a_token_a_name_that_was_made_to_lead_here_is_refused(counting, host: str, status: int) -> None:
+    async def work(ask: Plain) -> None:
+        assert (await ask("POST", "/sessions", headers={"Host": host}))[0] == status
+
+    plainly(counting.url, work)
+
+
 def test_others_are_not_let_in_without_a_token():
     with pytest.raises(ConfigError, match="token"):
         EnvServer(Counting, host="0.0.0.0")

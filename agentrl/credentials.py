@@ -1,0 +1,45 @@
+"""Credentials do not belong into addresses: those are written into `config.yaml`, logs, errors and trackers."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from agentrl.errors import ConfigError
+
+_IN_ADDRESS = re.compile(
+    r"(?P<start>\b(?:https?|wss?)://)[^/\s?#@]+@"  # https://TOKEN@host
+    r"|(?P<other>\b[a-z][\w+.-]*://)[^/\s?#@:]*:[^/\s?#@]+@"  # postgres://user:password@host, but not ssh://git@host
+    r"|(?P<query>://\S*?[?&][^=&\s]*(?:key|token|secret|passw|signature|credential|auth)[^=&\s]*=)[^&\s]+",
+    re.IGNORECASE,
+)
+
+
+def refuse_credentials(value: Any, where: str) -> None:
+    """Check that no text in `value` is an address with a user's name, a password or a key in it.
+
+    Raises:
+        ConfigError: one is. The message names `where` it was written, and does not repeat it.
+    """
+    match value:
+        case str() if _IN_ADDRESS.search(value):
+            raise ConfigError(
+                f"{where}: the address {without_credentials(value)!r} contains credentials, which would be written "
+                "into config.yaml and logs. Put them into an environment variable (docs/security.md#keys lists them)"
+            )
+        case Mapping():
+            for key, part in value.items():
+                refuse_credentials(part, f"{where}.{key}" if where else str(key))
+        case list() | tuple():
+            for part in value:
+                refuse_credentials(part, where)
+
+
+def without_credentials(text: str) -> str:
+    """The text, with *** in place of the credentials in its addresses."""
+    return _IN_ADDRESS.sub(_masked, text)
+
+
+def _masked(found: re.Match[str]) -> str:
+    if found["query"] is not None:
+        return f"{found['query']}***"
+    return f"{found['start'] or found['other']}***@"
