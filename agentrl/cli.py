@@ -365,6 +365,9 @@ def serve(  # noqa: PLR0917  typer calls it by name
         Isolation | None, typer.Option(help="Where each session's environment runs; by default where it declares.")
     ] = None,
     idle_seconds: Annotated[float, typer.Option(min=0.1, help="When a session without requests expires.")] = 900.0,
+    reconnect_seconds: Annotated[
+        float, typer.Option(min=0.1, help="When the sessions of a client whose connection is gone expire.")
+    ] = 60.0,
     max_body_bytes: Annotated[int, typer.Option(min=1024, help="The longest message accepted.")] = 1 << 20,
     request_seconds: Annotated[float, typer.Option(min=0.1, help="How long a client may take for a request.")] = 30.0,
     call_seconds: Annotated[float, typer.Option(min=0.1, help="The longest reset or step.")] = 60.0,
@@ -396,6 +399,7 @@ def serve(  # noqa: PLR0917  typer calls it by name
             max_sessions=max_sessions,
             max_processes=max_processes,
             idle_seconds=idle_seconds,
+            reconnect_seconds=reconnect_seconds,
             max_body_bytes=max_body_bytes,
             request_seconds=request_seconds,
             call_seconds=call_seconds,

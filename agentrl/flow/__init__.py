@@ -6,6 +6,7 @@ from agentrl.flow.completion import run_to_completion
 from agentrl.flow.deadline import PendingWait, deadline, waits
 from agentrl.flow.event_log import EventLog
 from agentrl.flow.flow import Flow
+from agentrl.flow.notice_board import Notice, notice, notices
 from agentrl.flow.retries import Retries
 from agentrl.flow.steady_loop import (
     SteadyLoop,
@@ -23,6 +24,7 @@ __all__ = [
     "ChannelStats",
     "EventLog",
     "Flow",
+    "Notice",
     "PendingWait",
     "Retries",
     "SteadyLoop",
@@ -33,6 +35,8 @@ __all__ = [
     "deadline",
     "elapsed",
     "loop_metrics",
+    "notice",
+    "notices",
     "now",
     "run_steadily",
     "run_to_completion",

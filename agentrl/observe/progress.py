@@ -5,16 +5,19 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
+
+from agentrl.flow import notices
 
 
 class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
-    """Shows step, reward, success, tokens per second, staleness, and how the time was spent.
+    """Shows step, reward, success, tokens per second, staleness, how the time was spent, and what episodes wait for.
 
-    On a terminal it is redrawn in place; to a file or a pipe it writes one line per step.
+    On a terminal it is redrawn in place; to a file or a pipe it writes one line per step, and waits are in the log.
     """
 
     def __init__(self, console: Console, steps: int) -> None:
@@ -28,7 +31,10 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
             console=console,
         )
         self._task = self._bar.add_task("training", total=steps)
-        self._live = Live(self._bar, console=console, refresh_per_second=4) if console.is_terminal else None
+        self._last_step: RenderableType = ""
+        self._live = None
+        if console.is_terminal:
+            self._live = Live(get_renderable=self._shown, console=console, refresh_per_second=4)
 
     def __enter__(self) -> Self:
         if self._live is not None:
@@ -56,7 +62,13 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         for name in shown:
             table.add_column(name, justify="right")
         table.add_row(*shown.values())
-        self._live.update(Group(self._bar, table))
+        self._last_step = table
+        self._live.refresh()
+
+    def _shown(self) -> RenderableType:
+        """What the terminal shows now; called by the thread that redraws it."""
+        waits = [Text(f"waiting: {each}", style="yellow") for each in notices()]
+        return Group(self._bar, *([self._last_step] if self._last_step else []), *waits)
 
 
 def _cells(metrics: Mapping[str, float]) -> dict[str, str]:

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 from agentrl.errors import ConfigError, EnvError, OutageError
-from agentrl.flow import now
+from agentrl.flow import notice, now
 from agentrl.openenv.socket import (
     SHUN_SECONDS,
     TOKEN_VARIABLE,
@@ -24,6 +24,7 @@ from agentrl.openenv.socket import (
 )
 from agentrl.openenv.text import action_from, has_tools, how_to_act, text_from, tools_from, what_is_wrong
 from agentrl.protocols import Env, ResetResult, StepResult
+from agentrl.remote.client import FULL_SECONDS
 from agentrl.remote.protocol import server_url
 from agentrl.rollout.tools import ToolCall, ToolError, how_to_call, merged, parse_tool_calls
 
@@ -97,7 +98,7 @@ class OpenEnv:
 
     async def _begin_somewhere(self, data: Mapping[str, Any]) -> ResetResult:
         servers = [server_at(url, self._token) for url in self._urls]
-        wait = 0.05
+        began, wait = now(), 0.05
         while True:
             problems = []
             for server in sorted(servers, key=lambda server: server.load):
@@ -113,7 +114,10 @@ class OpenEnv:
                     problems.append(str(error))
             if len(problems) == len(servers):
                 raise OutageError(f"no OpenEnv server can be used: {'; '.join(problems)}")
-            with waiting_at(servers):
+            full = f"all OpenEnv servers are full ({', '.join(self._urls)})"
+            if now() - began >= FULL_SECONDS:
+                raise OutageError(full)
+            with waiting_at(servers), notice(full):
                 await asyncio.sleep(wait)
             wait = min(2 * wait, 1.0)
 

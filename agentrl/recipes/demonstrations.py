@@ -87,7 +87,7 @@ async def demonstrate(config: RunConfig, demonstrations: DemonstrationsConfig, m
     async with env_host(config) as envs:
         runner = EnvEpisodeRunner(policy, renderer, envs, config.rollout.max_turns, config.rollout.deadlines.episode)
         tasks = [source.task(index) for index in range(demonstrations.episodes)]
-        trajectories = await play_all(runner, tasks, config.seed, config.rollout.max_live_episodes, policy.turnstile)
+        trajectories = await play_all(runner, tasks, config, policy.turnstile)
     whole = [trajectory for trajectory in trajectories if trajectory.trainable]
     failed = [trajectory for trajectory in trajectories if not trajectory.trainable]
     if failed:

@@ -4,13 +4,16 @@ import asyncio
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from random import Random
 from statistics import fmean, stdev
 
 from agentrl.assembly import RolloutAssembly, task_source
-from agentrl.flow import Flow, Turnstile, run_to_completion
+from agentrl.config import RunConfig
+from agentrl.flow import Flow, Turnstile, now, run_to_completion
 from agentrl.observe.metrics import by_agent, wilson_interval
 from agentrl.observe.trajectories import write_trajectories
 from agentrl.rollout.episode import EnvEpisodeRunner, Episode
+from agentrl.rollout.outage import Outages
 from agentrl.rollout.seeds import derive_seed
 from agentrl.run import Run
 from agentrl.trajectory import Failed, Score, Task, Trajectory
@@ -42,19 +45,34 @@ class Evaluation:
 
 
 async def play_all(
-    runner: EnvEpisodeRunner, tasks: Iterable[Task], seed: int, live: int, turnstile: Turnstile | None = None
+    runner: EnvEpisodeRunner, tasks: Iterable[Task], config: RunConfig, turnstile: Turnstile | None = None
 ) -> list[Trajectory]:
-    """Play each task once, at most `live` at a time. One trajectory for each trained agent, in order of the tasks.
+    """Play each task once, at most `rollout.max_live_episodes` at a time. One trajectory for each trained agent, in
+    order of the tasks.
 
-    If there is a turnstile, each episode passes it before it begins.
+    An episode that fails is not played again, unless the environments' server could not be reached: it waits for up to
+    `rollout.deadlines.outage`. If there is a turnstile, each episode passes it before it begins.
     """
-    slots = asyncio.Semaphore(live)
+    slots = asyncio.Semaphore(config.rollout.max_live_episodes)
+    outages = Outages(config.rollout.deadlines.outage)
 
     async def play(task: Task) -> tuple[Trajectory, ...]:
+        episode = Episode(task.id, task, derive_seed(config.seed, "sampling", task.id))
+        rng = Random(derive_seed(config.seed, "pause", task.id))
         async with slots:
-            if turnstile is not None:
-                await turnstile.passes()
-            return await runner.play(Episode(task.id, task, derive_seed(seed, "sampling", task.id)))
+            failures = 0
+            while True:
+                if turnstile is not None:
+                    await turnstile.passes()
+                started = now()
+                played = await runner.play(episode)
+                failed = next((one.status for one in played if isinstance(one.status, Failed)), None)
+                if failed is None:
+                    outages.episode_ended()
+                if failed is None or not outages.caused(failed, started):
+                    return played
+                failures += 1
+                await outages.pause(failures, rng)
 
     async with Flow("evaluation") as flow:
         playing = [flow.start(play(task), name=task.id) for task in tasks]
@@ -71,7 +89,7 @@ async def evaluate(rollouts: RolloutAssembly, tasks: int | None = None) -> Evalu
     held_out = [source.task(index) for index in range(config.evaluation.tasks if tasks is None else tasks)]
     temperature = config.evaluation.temperature
     runner = rollouts.runner if temperature is None else rollouts.at_temperature(temperature)
-    trajectories = await play_all(runner, held_out, config.seed, config.rollout.max_live_episodes)
+    trajectories = await play_all(runner, held_out, config)
     ended = [t for t in trajectories if not isinstance(t.status, Failed)]
     async with Flow("scoring") as flow:
         asked = [flow.start(rollouts.reward.score(trajectory), name=trajectory.id) for trajectory in ended]

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from agentrl.errors import ConfigError, EnvError
+from agentrl.flow import notice, now
 from agentrl.protocols import Env, ResetResult, StepResult
 from agentrl.remote.link import Link, UnreachableError, link_to
 from agentrl.remote.protocol import TOKEN_VARIABLE, Began, Opened, ReplyFrame, Stepped, server_url
@@ -17,6 +18,8 @@ _Answer = TypeVar("_Answer", Opened, Began, Stepped)
 _OPENED: TypeAdapter[Opened] = TypeAdapter(Opened)
 _BEGAN: TypeAdapter[Began] = TypeAdapter(Began)
 _STEPPED: TypeAdapter[Stepped] = TypeAdapter(Stepped)
+FULL_SECONDS = 10.0
+"""How long a reset waits for a full server; then the episode waits outside of the deadline, as in an outage."""
 _ADDRESS = "http://host:port, as `agentrl serve` prints it"
 
 
@@ -24,7 +27,7 @@ class RemoteEnv:
     """An environment on one of the servers at `urls`: the one with the fewest sessions of this process.
 
     The first `reset` opens a session, which serves all episodes of this instance. If the session has expired or its
-    server is draining, `reset` opens another. If all servers are full, `reset` retries until the caller's deadline.
+    server is draining, `reset` opens another. If all servers are full, `reset` retries for `FULL_SECONDS`.
 
     Raises:
         ConfigError: an address or the token is wrong.
@@ -76,6 +79,8 @@ class RemoteEnv:
         lease.seq += 1
         action = action.encode(errors="replace").decode()  # half of a surrogate pair cannot be sent
         reply = await lease.link.ask("step", session=lease.session, seq=lease.seq, action=action)
+        if reply.status == 404 and lease.link.connections > lease.connections:
+            raise UnreachableError(f"{lease.link.url} was gone for a while, and has lost the sessions of before")
         stepped = _read(_STEPPED, reply)
         return stepped.observation, stepped.reward, stepped.terminated, stepped.truncated, stepped.info
 
@@ -127,11 +132,14 @@ class _Lease:
 
     link: Link
     session: str
+    connections: int
+    """`Link.connections` when the session was opened."""
     seq: int = 0
 
 
 async def _open(links: Sequence[Link]) -> _Lease:
-    """Open a session at the least loaded server that has room; wait if all servers that answer are full."""
+    """Open a session at the least loaded server that has room; wait for some time if all that answer are full."""
+    began = now()
     while True:
         wait: float | None = None
         problems = []
@@ -143,8 +151,9 @@ async def _open(links: Sequence[Link]) -> _Lease:
                 if reply.status == 200:
                     opened: Opened = _read(_OPENED, reply)
                     link.max_bytes = opened.max_body_bytes
+                    link.reconnect_seconds = opened.reconnect_seconds
                     leased = True
-                    return _Lease(link, opened.session)
+                    return _Lease(link, opened.session, link.connections)
             except EnvError as error:
                 problems.append(str(error))
                 continue
@@ -156,7 +165,11 @@ async def _open(links: Sequence[Link]) -> _Lease:
             wait = min(reply.retry_after or 1.0, wait or 60.0)
         if wait is None:
             raise UnreachableError(f"no server can be used: {'; '.join(problems)}")
-        await asyncio.sleep(wait)
+        full = f"all servers of the environment are full ({', '.join(link.url for link in links)})"
+        if now() - began >= FULL_SECONDS:
+            raise UnreachableError(full)
+        with notice(full):
+            await asyncio.sleep(wait)
 
 
 def _read(shape: TypeAdapter[_Answer], reply: ReplyFrame) -> _Answer:

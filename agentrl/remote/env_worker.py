@@ -16,7 +16,7 @@ from typing import Any
 
 from agentrl.cluster.workers import StartWorker, Worker, start_another
 from agentrl.errors import WorkerDiedError
-from agentrl.flow import Flow
+from agentrl.flow import Flow, notice, now
 from agentrl.protocols import Env, ResetResult
 from agentrl.remote.client import RemoteEnv
 from agentrl.remote.link import UnreachableError, end_link
@@ -29,6 +29,9 @@ MakeEnvs = Callable[[], Callable[[], Env]]
 """Called on the worker: finds an environment there and returns its factory."""
 _PAUSE_SECONDS = 0.2
 """Pause before the next attempt to reset: the death of a worker may not have been noticed yet."""
+_PATIENCE_SECONDS = 10.0
+"""How long a reset waits for a worker; less than the deadline of a reset."""
+_ALL_DEAD = "the workers of the environments are starting again"
 _ATTEMPTS = 3
 """The run fails when this many workers of a rank die with no episode begun in between."""
 
@@ -88,16 +91,28 @@ class _WorkerEnv(RemoteEnv):
 
     async def servers(self) -> Sequence[str]:
         """The workers that are alive; waits for the first."""
-        return await self._pool.servers()
+        try:
+            with notice(_ALL_DEAD):
+                async with asyncio.timeout(_PATIENCE_SECONDS):
+                    return await self._pool.servers()
+        except TimeoutError:
+            raise UnreachableError(_ALL_DEAD) from None
 
     async def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetResult:
-        """Begin an episode; if its worker dies meanwhile, retry on another until the caller's deadline."""
+        """Begin an episode; if its worker dies meanwhile, retry on another.
+
+        Raises:
+            UnreachableError: no worker could be used for some time; the episode waits as in an outage.
+        """
+        began = now()
         while True:
             try:
                 begun = await super().reset(seed=seed, options=options)
                 self._pool.works()
                 return begun
             except UnreachableError:
+                if now() - began >= _PATIENCE_SECONDS:
+                    raise
                 await asyncio.sleep(_PAUSE_SECONDS)
 
 

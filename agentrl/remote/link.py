@@ -7,6 +7,7 @@ loop are sent as one frame at its end. A `Link` stands for a server: when its li
 
 import asyncio
 import itertools
+import secrets
 import ssl
 from collections.abc import Mapping
 from typing import Any
@@ -49,12 +50,18 @@ class _LostError(Exception):
 
 
 class Link:
-    """A server, and the line to it. `sessions` counts this process's sessions on it."""
+    """A server, and the line to it. `sessions` counts this process's sessions on it, `connections` the lines so far.
+
+    The server keeps sessions for `reconnect_seconds` after a line broke. So while there are any, a new line is opened
+    at once, and not at the next request: all episodes may be waiting for the model.
+    """
 
     def __init__(self, url: str, token: str | None) -> None:
         self.url = url
         self.sessions = 0
+        self.connections = 0
         self.max_bytes = _LEAST_FRAME
+        self.reconnect_seconds = 0.0
         self._asking = 0  # requests that are not answered yet
         self._in_doubt = False  # whether the last request ended without an answer
         self._rests_until = 0.0
@@ -62,7 +69,9 @@ class Link:
         self._line: _Line | None = None
         self._connecting = asyncio.Lock()
         self._opening: asyncio.Task[_Line] | None = None
+        self._reopening: asyncio.Task[None] | None = None
         self._has_ended = False
+        self._name = secrets.token_urlsafe(16)
         self._numbers = itertools.count(1)
 
     @property
@@ -117,8 +126,9 @@ class Link:
     def end(self) -> None:
         """Treat the server as gone: pending and later calls fail immediately."""
         self._has_ended = True
-        if self._opening is not None:
-            self._opening.cancel()
+        for task in (self._opening, self._reopening):
+            if task is not None:
+                task.cancel()
         if self._line is not None:
             self._line.abort()
 
@@ -133,10 +143,28 @@ class Link:
     async def _opened(self) -> "_Line":
         if not self._has_ended:
             async with Flow("connection") as flow:
-                self._opening = flow.start(_connect(self.url, self._token), name=self.url)
+                self._opening = flow.start(_connect(self.url, self._token, self._name), name=self.url)
             if not self._opening.cancelled():
-                return self._opening.result()
+                line = self._opening.result()
+                self.connections += 1
+                line.ended.add_done_callback(self._reopen)
+                return line
         raise _LostError("its server is gone")
+
+    def _reopen(self, ended: asyncio.Future[None]) -> None:
+        """Open another line in place of one that has ended, if there are sessions to keep."""
+        if self.sessions and not self._has_ended and (self._reopening is None or self._reopening.done()):
+            self._reopening = ended.get_loop().create_task(self._opened_again(), name=f"reopen {self.url}")
+
+    async def _opened_again(self) -> None:
+        until, pause = now() + self.reconnect_seconds, 0.05
+        while self.sessions and now() < until:
+            try:
+                await self._connected()
+                return
+            except (_LostError, ConfigError):  # the next request tries again, and says what is wrong
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, 5.0)
 
 
 _links: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, str | None], Link]] = WeakKeyDictionary()
@@ -160,7 +188,7 @@ def _encoded(number: int, op: str, what: Mapping[str, Any]) -> bytes:
     return to_json({"id": number, "op": op, **what}, inf_nan_mode="constants")
 
 
-async def _connect(url: str, token: str | None) -> "_Line":
+async def _connect(url: str, token: str | None, name: str) -> "_Line":
     """Open a line.
 
     Raises:
@@ -169,7 +197,7 @@ async def _connect(url: str, token: str | None) -> "_Line":
     """
     address = urlsplit(url)
     secure = address.scheme == "https"
-    uri = parse_uri(f"{'wss' if secure else 'ws'}{url.removeprefix(address.scheme)}{SOCKET_PATH}")
+    uri = parse_uri(f"{'wss' if secure else 'ws'}{url.removeprefix(address.scheme)}{SOCKET_PATH}?client={name}")
     loop = asyncio.get_running_loop()
     try:
         _, line = await loop.create_connection(

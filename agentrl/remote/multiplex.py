@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import secrets
 from typing import Any
 
 from fastapi import WebSocket, WebSocketDisconnect
@@ -40,6 +41,7 @@ class Multiplexed:
 
     def __init__(self, client: WebSocket, sessions: Sessions, flow: Flow) -> None:
         self._client = client
+        self._name = client.query_params.get("client", "")[:64] or secrets.token_urlsafe(16)
         self._sessions = sessions
         self._flow = flow
         self._room = asyncio.Semaphore(2 * sessions.limits.max_sessions)
@@ -48,6 +50,10 @@ class Multiplexed:
     async def serve(self) -> None:
         """Answer requests until the client disconnects."""
         await self._client.accept()
+        with self._sessions.connected(self._name):
+            await self._converse()
+
+    async def _converse(self) -> None:
         while True:
             message = await self._client.receive()
             if message["type"] == "websocket.disconnect":
@@ -77,13 +83,13 @@ class Multiplexed:
 
     async def _do(self, frame: Frame) -> Opened | Began | Stepped | dict[str, Any]:
         if isinstance(frame, OpenFrame):
-            return await self._sessions.open()
+            return await self._sessions.open(self._name)
         if isinstance(frame, CloseFrame):
             await self._sessions.close(frame.session)
             return {}
         if isinstance(frame, ResetFrame):
-            return await self._sessions.reset(frame.session, frame)
-        return await self._sessions.step(frame.session, frame)
+            return await self._sessions.reset(frame.session, frame, self._name)
+        return await self._sessions.step(frame.session, frame, self._name)
 
     def _refused(self, request: int | None, refusal: Refusal) -> bytes:
         self._sessions.metrics.refused.labels(refusal.status).inc()

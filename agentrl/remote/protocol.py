@@ -11,6 +11,9 @@ The WebSocket /sessions/ws offers the same for many sessions at once. In both di
 [{"id": 5, "op": "step", "session": .., "seq": .., "action": ..}, ..] is answered by [{"id": 5, "status": 200, "body":
 {..}}], in any order and in any frames. A server that owes many answers stops reading. (/ws is OpenEnv's.)
 
+The sessions used over a WebSocket end when the client has had none for `reconnect_seconds`. A client that reconnects
+says so by the same text of its choice: /sessions/ws?client=TEXT.
+
 `seq` counts the resets and steps of a session from 1. Repeating the last number with the same content repeats the
 answer and has no other effect, so a client can resend a request that was lost.
 
@@ -90,6 +93,8 @@ class Opened:
     """The session expires after this time without a request."""
     max_body_bytes: int
     """The longest message, and the longest frame, that the server accepts."""
+    reconnect_seconds: float = 0.0
+    """The sessions of a client without a WebSocket expire after this time, if it had one."""
 
 
 @dataclass(frozen=True, slots=True)

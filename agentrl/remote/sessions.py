@@ -2,11 +2,13 @@
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+import prometheus_client as prometheus
 from pydantic import Field
 
 from agentrl.errors import ConfigError, DeadlineError, EnvError
@@ -27,6 +29,8 @@ class ServerLimits(Settings):
     """The same limit when each session runs in its own process (`isolation = "process"`); the lower one applies."""
     idle_seconds: float = Field(900.0, gt=0)
     """A session without requests expires after this time."""
+    reconnect_seconds: float = Field(60.0, gt=0)
+    """The sessions of a client expire when its WebSocket has been gone for this time; clients reconnect meanwhile."""
     max_body_bytes: int = Field(1 << 20, ge=1024)
     """The longest request."""
     request_seconds: float = Field(30.0, gt=0)
@@ -44,6 +48,8 @@ class _Session:
     id: str
     env: LiveEnv
     used: float
+    client: str | None
+    """Whose WebSocket it was used over last, if any."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     seq: int = 0
     asked: tuple[Any, ...] = ()
@@ -56,12 +62,16 @@ class Metrics:
     """The metrics at `/metrics`, in a separate registry."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self.sessions = Gauge("agentrl_env_sessions", "Sessions that are open", registry=self.registry)
-        self.seconds = Histogram("agentrl_env_seconds", "Time in the environment", ["call"], registry=self.registry)
-        self.repeated = Counter("agentrl_env_repeated", "Requests answered a second time", registry=self.registry)
-        self.expired = Counter("agentrl_env_expired", "Sessions that expired", registry=self.registry)
-        self.refused = Counter(
+        self.registry = prometheus.CollectorRegistry()
+        self.sessions = prometheus.Gauge("agentrl_env_sessions", "Sessions that are open", registry=self.registry)
+        self.seconds = prometheus.Histogram(
+            "agentrl_env_seconds", "Time in the environment", ["call"], registry=self.registry
+        )
+        self.repeated = prometheus.Counter(
+            "agentrl_env_repeated", "Requests answered a second time", registry=self.registry
+        )
+        self.expired = prometheus.Counter("agentrl_env_expired", "Sessions that expired", registry=self.registry)
+        self.refused = prometheus.Counter(
             "agentrl_env_refused", "Requests not answered with 200", ["status"], registry=self.registry
         )
         self.reset_seconds = self.seconds.labels("reset")
@@ -87,6 +97,8 @@ class Sessions:
         self._name = name
         self._sessions: dict[str, _Session] = {}
         self._opening = 0
+        self._sockets: Counter[str] = Counter()
+        self._gone_since: dict[str, float] = {}
 
     def __len__(self) -> int:
         return len(self._sessions) + self._opening
@@ -104,8 +116,21 @@ class Sessions:
         """Whether an episode or a call is running."""
         return any(session.playing or session.lock.locked() for session in self._sessions.values())
 
-    async def open(self) -> Opened:
-        """Open a session."""
+    @contextmanager
+    def connected(self, client: str) -> Iterator[None]:
+        """Inside the block, a WebSocket of this client is open, so its sessions are kept."""
+        self._sockets[client] += 1
+        self._gone_since.pop(client, None)
+        try:
+            yield
+        finally:
+            self._sockets[client] -= 1
+            if self._sockets[client] == 0:
+                del self._sockets[client]
+                self._gone_since[client] = now()
+
+    async def open(self, client: str | None = None) -> Opened:
+        """Open a session, over a WebSocket of `client` or by plain HTTP."""
         self._refuse_if_draining()
         if len(self) >= self.limits.max_sessions:
             raise Refusal(429, f"{len(self)} sessions are open; {self._full}", self.limits.retry_seconds)
@@ -120,14 +145,14 @@ class Sessions:
             raise Refusal(500, str(error)) from error
         finally:
             self._opening -= 1
-        session = _Session(secrets.token_urlsafe(24), env, now())
+        session = _Session(secrets.token_urlsafe(24), env, now(), client)
+        self._note_client(session, client)
         self._sessions[session.id] = session
         self.metrics.sessions.set(len(self._sessions))
-        return Opened(
-            session=session.id, idle_seconds=self.limits.idle_seconds, max_body_bytes=self.limits.max_body_bytes
-        )
+        limits = self.limits
+        return Opened(session.id, limits.idle_seconds, limits.max_body_bytes, limits.reconnect_seconds)
 
-    async def reset(self, session_id: str, request: Reset) -> Began:
+    async def reset(self, session_id: str, request: Reset, client: str | None = None) -> Began:
         """Begin an episode; a repeated request gets the first answer."""
 
         async def begin(session: _Session) -> Began:
@@ -143,9 +168,9 @@ class Sessions:
                 tools=[dict(tool) for tool in session.env.tools],
             )
 
-        return await self._once(session_id, request.seq, ("reset", request.seed, request.options), begin)
+        return await self._once(session_id, client, request.seq, ("reset", request.seed, request.options), begin)
 
-    async def step(self, session_id: str, request: Step) -> Stepped:
+    async def step(self, session_id: str, request: Step, client: str | None = None) -> Stepped:
         """Take a step with the model's message; a repeated request gets the first answer."""
 
         async def go_on(session: _Session) -> Stepped:
@@ -163,25 +188,33 @@ class Sessions:
                 info=info,
             )
 
-        return await self._once(session_id, request.seq, ("step", request.action), go_on)
+        return await self._once(session_id, client, request.seq, ("step", request.action), go_on)
 
     async def close(self, session_id: str) -> None:
         """End a session; its environment is reused by the next one."""
         await self._end(self._find(session_id))
 
     async def expire(self) -> None:
-        """End the sessions that were idle too long; while draining, also those without an episode."""
-        idle_since = now() - self.limits.idle_seconds
+        """End the sessions that were idle too long or whose client is gone; while draining, also those without an
+        episode.
+        """
         for session in list(self._sessions.values()):
-            lapsed = session.used <= idle_since or (self.draining and not session.playing)
-            if lapsed and not session.lock.locked():
+            if self._has_lapsed(session) and not session.lock.locked():
                 self.metrics.expired.inc()
                 await self._end(session)
+        living = {session.client for session in self._sessions.values()}
+        self._gone_since = {client: since for client, since in self._gone_since.items() if client in living}
+
+    def _has_lapsed(self, session: _Session) -> bool:
+        if session.used <= now() - self.limits.idle_seconds or (self.draining and not session.playing):
+            return True
+        gone_since = self._gone_since.get(session.client or "")
+        return gone_since is not None and max(gone_since, session.used) <= now() - self.limits.reconnect_seconds
 
     async def sweep(self) -> None:
         """Call `expire` regularly until cancelled."""
         while True:
-            await asyncio.sleep(min(1.0, self.limits.idle_seconds / 4))
+            await asyncio.sleep(min(1.0, self.limits.idle_seconds / 4, self.limits.reconnect_seconds / 4))
             await self.expire()
 
     async def end_all(self) -> None:
@@ -201,7 +234,12 @@ class Sessions:
         return session
 
     async def _once(
-        self, session_id: str, seq: int, asked: tuple[Any, ...], work: Callable[[_Session], Awaitable[Answer]]
+        self,
+        session_id: str,
+        client: str | None,
+        seq: int,
+        asked: tuple[Any, ...],
+        work: Callable[[_Session], Awaitable[Answer]],
     ) -> Answer:
         """Do the work of request `seq`, or repeat its answer if it was done. A session runs one call at a time."""
         session = self._find(session_id)
@@ -209,6 +247,7 @@ class Sessions:
             if session.gone:
                 self._find(session_id)  # raises 404
             session.used = now()
+            self._note_client(session, client)
             if seq == session.seq and asked == session.asked:
                 self.metrics.repeated.inc()
                 answer: Answer = session.answer
@@ -230,6 +269,12 @@ class Sessions:
                     await self._end(session)
             session.seq, session.asked, session.answer = seq, asked, answer
             return answer
+
+    def _note_client(self, session: _Session, client: str | None) -> None:
+        """Note whose session it is. The client may have gone while it waited for the answer."""
+        session.client = client
+        if client is not None and client not in self._sockets:
+            self._gone_since.setdefault(client, now())
 
     async def _end(self, session: _Session) -> None:
         if session.gone:

@@ -123,12 +123,13 @@ class GroupRunner:
             started = now()
             outcome = await self._attempt(state, member, attempt)
             if not isinstance(outcome, Failed):
+                self.outages.episode_ended()
                 state.played[member] = outcome
                 break
             if self.outages.caused(outcome, started):
                 in_outages += 1
                 self._stop_the_clock(state)
-                await asyncio.sleep(min(jittered(in_outages, rng), LONGEST_PAUSE))
+                await self.outages.pause(in_outages, rng)
                 continue
             failures[outcome.layer] += 1
             # A failed reward has already spent its retries on this trajectory: see `RewardPipeline`.

@@ -1,14 +1,15 @@
-"""`Outages`: the environments' server cannot be reached, and episodes wait for it instead of spending their retries.
+"""`Outages`: the environments' server cannot be used, and episodes wait for it instead of spending their retries.
 
 attempt ──▶ OutageError ──▶ pause, doubled, with jitter ──▶ attempt ...      for `rollout.deadlines.outage` at most
 """
 
+import asyncio
 import logging
 import math
 from dataclasses import dataclass
 from random import Random
 
-from agentrl.flow import now
+from agentrl.flow import notice, now
 from agentrl.flow.retries import Retries
 from agentrl.trajectory import Failed
 
@@ -17,7 +18,7 @@ logger = logging.getLogger(__name__)
 LONGEST_PAUSE = 10.0
 """Seconds between two attempts of a member to reach the server."""
 _OVER_AFTER = 3 * LONGEST_PAUSE
-"""Seconds without an unreachable server after which an outage is over."""
+"""Seconds without a failed attempt after which an outage is over."""
 
 
 @dataclass(slots=True)
@@ -29,6 +30,7 @@ class Outages:
     """Seconds of all outages so far."""
     _began: float = -math.inf
     _last: float = -math.inf
+    _why: str = ""
 
     def caused(self, failed: Failed, started: float) -> bool:
         """Whether an outage failed an attempt that began at `started`: such a failure counts in no retry budget.
@@ -41,9 +43,20 @@ class Outages:
         if now() - self._last > _OVER_AFTER:
             self._began = self._last = now()
             logger.warning("%s; episodes wait for up to %g s (rollout.deadlines.outage)", failed.error, self.longest)
+        self._why = failed.error
         self.seconds += now() - self._last
         self._last = now()
         return now() - self._began <= self.longest
+
+    def episode_ended(self) -> None:
+        """Record that an episode was played to its end: the server works, if not for all, and the wait begins again."""
+        if self._began > -math.inf:
+            self._began = now()
+
+    async def pause(self, failures: int, rng: Random) -> None:
+        """Wait after the n-th attempt in a row that an outage has failed."""
+        with notice(self._why):
+            await asyncio.sleep(min(jittered(failures, rng), LONGEST_PAUSE))
 
 
 def jittered(failures: int, rng: Random) -> float:
