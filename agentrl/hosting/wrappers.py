@@ -250,7 +250,9 @@ def scheme(rest: str) -> Callable[[], Env]:
             f"'wrapped:{rest:.200}': {error}. Write 'wrapped:' and "
             '{"env": "guess_number", "wrappers": [{"name": "time_limit", "turns": 3}]}'
         ) from error
-    plugins.load("envs", name)
+    found = plugins.load("envs", name)
+    if isinstance(found, plugins.FileEnv):  # the environment may be made in another folder
+        name = f"file:{found.path}:{found.attribute}"
     for raw in wrappers:
         wrapper(raw)
     return Wrapped(name, json.dumps(wrappers))

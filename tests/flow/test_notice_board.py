@@ -10,7 +10,6 @@ from rich.console import Console
 from agentrl.flow import notice, notices, run_virtual
 from agentrl.observe.progress import ProgressDisplay
 
-
 METRICS = {
     "seconds": 2.0,
     "reward": 0.5,
