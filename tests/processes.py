@@ -1,5 +1,6 @@
 """Which processes have ended."""
 
+import ipaddress
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -29,6 +30,19 @@ def still_alive(processes: Iterable[psutil.Process | int], seconds: float) -> li
     while (waiting := [process for process in waiting if is_alive(process)]) and time.monotonic() < limit:
         time.sleep(0.005)
     return [title(process) for process in waiting]
+
+
+def open_to_others(processes: Iterable[psutil.Process]) -> list[str]:
+    """The sockets of these processes on which other machines could reach them: not on the loopback interface."""
+    found = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            for socket in process.net_connections("inet"):
+                address = ipaddress.ip_address(socket.laddr.ip)
+                address = getattr(address, "ipv4_mapped", None) or address
+                if socket.status == psutil.CONN_LISTEN and not address.is_loopback:
+                    found.append(f"{socket.laddr.ip}:{socket.laddr.port} of {title(process)}")
+    return found
 
 
 def title(process: psutil.Process) -> str:

@@ -212,7 +212,8 @@ class GroupTrainer:
         """Start ranks, and bring them to the state after the steps done."""
         ranks = await self._start(self._role, self._spec.make_rank, self.world_size)
         try:
-            await ranks.all("open", len(ranks), await ranks.one("address"))
+            one_machine = len(set(await ranks.all("machine"))) == 1
+            await ranks.all("open", len(ranks), await ranks.one("reserve", one_machine))
         except BaseException:
             await ranks.stop()
             raise

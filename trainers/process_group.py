@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from agentrl.cluster.workers import LOOPBACK, stay_on_loopback
 from agentrl.trainers.spec import RankInfo
 
 _PATIENCE = timedelta(minutes=10)
@@ -15,11 +16,22 @@ _PATIENCE = timedelta(minutes=10)
 def join(rank_info: RankInfo) -> torch.device:
     """Join the other ranks; returns the device of this one: its GPU, or the CPU (with gloo)."""
     host, _, port = rank_info.address.rpartition(":")
+    if host == LOOPBACK:
+        stay_on_loopback()
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(rank_info.rank % torch.cuda.device_count())
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    store = dist.TCPStore(host, int(port), rank_info.world_size, is_master=rank_info.rank == 0, timeout=_PATIENCE)  # type: ignore[attr-defined]
+    meeting = rank_info.meeting
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        host,
+        int(port),
+        rank_info.world_size,
+        is_master=meeting is not None,
+        timeout=_PATIENCE,
+        # A store that makes its socket itself listens on all interfaces.
+        master_listen_fd=None if meeting is None else meeting.detach(),
+    )
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
         store=store,

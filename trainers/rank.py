@@ -10,7 +10,7 @@ import math
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from pkgutil import resolve_name
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from agentrl.arrays import FloatArray
-from agentrl.cluster.workers import own_address
+from agentrl.cluster.workers import LOOPBACK, own_address
 from agentrl.errors import AgentRLError, TrainingError
 from agentrl.placement.time_share import free_on_cpu, free_on_gpus
 from agentrl.protocols import Loss, LossTokens
@@ -39,18 +39,26 @@ class TrainerRank:
         self._spec = spec
         self._rank = rank
         self._sharding: Sharding | None = None
+        self._meeting: socket.socket | None = None
         self._steps_done = 0
 
-    def address(self) -> str:
-        """A free address on this machine."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return f"{own_address()}:{probe.getsockname()[1]}"
+    def machine(self) -> str:
+        """A name of this machine: the same for ranks that can meet on the loopback interface."""
+        return f"{socket.gethostname()} {own_address()}"
+
+    def reserve(self, loopback: bool) -> str:
+        """Reserve an address on which the ranks can meet: of the loopback interface if they share a machine."""
+        host = LOOPBACK if loopback else own_address()
+        self._meeting = socket.socket()
+        self._meeting.bind((host, 0))
+        return f"{host}:{self._meeting.getsockname()[1]}"
 
     def open(self, world_size: int, address: str) -> None:
         """Join the other ranks, load the model, make the optimizer."""
         make = resolve_name(self._spec.sharding)
-        self._sharding = make(self._spec, RankInfo(self._rank, world_size, address))
+        meeting, self._meeting = self._meeting, None
+        with meeting or nullcontext():  # a rank that is alone on its device does not use it
+            self._sharding = make(self._spec, RankInfo(self._rank, world_size, address, meeting))
 
     def close(self) -> None:
         """Leave the other ranks, and free the model. All ranks have to do so."""

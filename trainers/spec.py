@@ -1,5 +1,6 @@
 """The specification of a trainer's ranks. Nothing here imports torch; only the ranks do."""
 
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
@@ -42,3 +43,5 @@ class RankInfo:
     rank: int
     world_size: int
     address: str
+    meeting: socket.socket | None = None
+    """On rank 0: the socket that is bound to `address`."""

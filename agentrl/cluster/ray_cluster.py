@@ -3,7 +3,7 @@
 import logging
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -97,13 +97,15 @@ def join_ray(address: str = "", **options: Any) -> None:
         if address:
             ray.init(address, log_to_driver=False, **options)
         else:
-            with _inherited_path():
+            with _inherited({"PYTHONPATH": _python_path(), _SPANS_MACHINES: "0"}), _on_loopback():
                 ray.init("local", log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR, **options)
             _end_agents_with_us()
     except ConnectionError as error:
         raise ConfigError(f"no Ray cluster at {address!r} (cluster.address): {error}") from error
 
 
+_SPANS_MACHINES = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Ray's variable: whether other machines may join. Elsewhere than on these systems they may by default."""
 _REAPER = """
 read -r _
 while readlink "/proc/$1/exe"; do sleep 0.2; done >/dev/null 2>&1
@@ -133,15 +135,38 @@ def _end_agents_with_us() -> None:
     os.close(reading)
 
 
+def _python_path() -> str:
+    """Where Ray's processes find the same modules as this one: a user's environments, rewards and players."""
+    return os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
+
+
 @contextmanager
-def _inherited_path() -> Iterator[None]:
-    """Processes started in the block find the same modules as this one: a user's environments, rewards and players."""
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
+def _inherited(variables: Mapping[str, str]) -> Iterator[None]:
+    """Processes that are started in the block have these environment variables."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """A Ray that is started in the block takes the loopback address for its own, and so listens there only.
+
+    Ray does this on macOS and Windows; on Linux it listens on all interfaces. It reads the variable that turns this on
+    when it is imported, which may have happened already.
+    """
+    from ray._private import ray_constants
+
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before

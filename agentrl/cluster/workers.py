@@ -8,6 +8,7 @@ sign of life, and after `lease` seconds without one (it was suspended, or its ma
 
 import asyncio
 import logging
+import os
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -237,6 +238,20 @@ async def under_lease(answer: "asyncio.Future[Any]", sign_of_life: Callable[[], 
     while not (await asyncio.wait({answer}, timeout=lease / 3))[0]:
         await sign_of_life()
     return answer.result()
+
+
+LOOPBACK = "127.0.0.1"
+"""The address that only processes of the same machine can reach."""
+
+
+def stay_on_loopback() -> None:
+    """Let gloo and NCCL listen on the loopback interface only, in this process and those that it starts.
+
+    By default they use the interface of this machine's name. A choice of the user is kept.
+    """
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    for library in ("GLOO", "NCCL"):
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", loopback)
 
 
 def own_address() -> str:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 from pydantic import Field
 
 from agentrl.arrays import floats, ints
+from agentrl.cluster.workers import LOOPBACK, stay_on_loopback
 from agentrl.engines.admission import KvOnUpdate, max_new_tokens
 from agentrl.errors import ConfigError, EngineDeadError, EngineError, WeightsError
 from agentrl.placement.footprint import EngineLayout
@@ -286,6 +287,8 @@ class VllmEngine:
         # vLLM reads these when it is imported, here and in its processes. Values that the user has set are kept.
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        os.environ.setdefault("VLLM_HOST_IP", LOOPBACK)  # all its processes are on this machine
+        stay_on_loopback()
         if self._config.weight_transfer == "ipc":  # CUDA memory handles are pickled for the workers
             os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
         try:

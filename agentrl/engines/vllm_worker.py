@@ -7,6 +7,7 @@ vLLM's worker processes, where the import registers the weight transfer backends
 import os
 import select
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -150,7 +151,14 @@ class IpcWeights(IPCWeightTransferEngine):  # type: ignore[misc]
 def gloo_group(info: NCCLWeightTransferInitInfo, rank: int) -> Any:
     """A separate group of the sender (rank 0) and the workers; returns when all have joined."""
     timeout = timedelta(seconds=_GLOO_SECONDS)
-    store = TCPStore(info.master_address, info.master_port, info.world_size, rank == 0, timeout)
+    place = (info.master_address, info.master_port)
+    if rank == 0:
+        with socket.socket() as meeting:  # a store that makes its socket itself listens on all interfaces
+            meeting.bind(place)
+            listener = meeting.detach()
+        store = TCPStore(*place, info.world_size, is_master=True, timeout=timeout, master_listen_fd=listener)
+    else:
+        store = TCPStore(*place, info.world_size, is_master=False, timeout=timeout)
     return dist.ProcessGroupGloo(store, rank, info.world_size, timeout)
 
 

@@ -35,7 +35,10 @@ class Summing:
     def __init__(self) -> None:
         self.learned: list[int] = []
 
-    def address(self) -> str:
+    def machine(self) -> str:
+        return "this one"
+
+    def reserve(self, loopback: bool) -> str:
         return "here"
 
     def open(self, world_size: int, address: str) -> None:

@@ -16,7 +16,7 @@ from agentrl.engines.local import LocalEngine
 from agentrl.engines.vllm import VllmEngine
 from agentrl.errors import ConfigError, EngineError
 from agentrl.protocols import GenerateRequest, SamplingParams
-from tests.processes import PATIENCE_SECONDS, still_alive
+from tests.processes import PATIENCE_SECONDS, open_to_others, still_alive
 
 SERVE = """
 import asyncio, sys
@@ -141,6 +141,7 @@ def test_no_process_outlives_a_killed_driver(tiny_model_dir: Path, tmp_path: Pat
         assert driver.stdout.readline() == "ready\n"
         children = psutil.Process(driver.pid).children(recursive=True)
         assert len(children) >= 2
+        assert open_to_others([psutil.Process(driver.pid), *children]) == []
         driver.kill()
         driver.wait()
     assert still_alive(children, 60) == []

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -29,6 +30,7 @@ from agentrl.trainers.deepspeed import DeepSpeedTrainer
 from agentrl.trainers.fsdp import FsdpTrainer
 from agentrl.trainers.group import GroupTrainer
 from agentrl.trainers.local import LocalTrainer
+from tests.processes import open_to_others
 
 pytestmark = pytest.mark.slow
 RANKS = 2
@@ -138,6 +140,21 @@ def test_a_trainer_of_two_ranks_keeps_the_contract(
     name: str, processes: Processes, shallow_model_dir: Path, tmp_path: Path
 ) -> None:
     asyncio.run(check_trainer(make_trainer(*KINDS[name], start=processes), shallow_model_dir, tmp_path))
+
+
+@pytest.mark.parametrize("name", ["fsdp", "deepspeed, ZeRO 2"])
+def test_ranks_of_one_machine_listen_on_its_loopback_interface_only(
+    name: str, processes: Processes, shallow_model_dir: Path
+) -> None:
+    async def main() -> None:
+        make = make_trainer(*KINDS[name], start=processes)
+        async with make(shallow_model_dir, TrainerCase()) as trainer:
+            await trainer.free()
+            ranks = psutil.Process().children(recursive=True)
+            assert len(ranks) >= RANKS
+            assert open_to_others(ranks) == []
+
+    asyncio.run(main())
 
 
 def test_deepspeed_keeps_what_of_the_contract_no_other_test_shows(
