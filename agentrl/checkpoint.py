@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -107,6 +108,26 @@ class Checkpoints:
             )
         for path, problem in damaged.items():
             announce(f"{path} is damaged ({problem}); it is set aside as {_set_aside(path, 'damaged').name}")
+
+    def check_origin(self) -> None:
+        """Check that the checkpoints are this run's own: reading the optimizer of some trainers can run code.
+
+        Raises:
+            CheckpointError: one lies outside of the run's folder, by a link, or belongs to another user.
+        """
+        run, me = self.folder.parent.resolve(), os.geteuid()
+        for checkpoint in self.all().values():
+            for path in (checkpoint, *checkpoint.rglob("*")):
+                foreign = None
+                if not path.resolve().is_relative_to(run):
+                    foreign = f"leads to {path.resolve()}, outside of the run's folder"
+                elif me != 0 and path.lstat().st_uid != me:
+                    foreign = "belongs to another user"
+                if foreign:
+                    raise CheckpointError(
+                        f"{path} {foreign}. Reading a checkpoint can run code that is hidden in it: if you trust its "
+                        "author, write checkpoint.allow_foreign=true"
+                    )
 
     def go_back_to(self, step: int) -> None:
         """Rename the checkpoints after more than `step` steps, so that a run resumes from that of `step`.

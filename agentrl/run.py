@@ -88,6 +88,8 @@ class Run:
 
     def _check_state(self, console: Console, step: int | None) -> None:
         """Let the run continue from its newest sound checkpoint, or from the one after `step` steps."""
+        if not self.config.checkpoint.allow_foreign:
+            self.checkpoints.check_origin()
         self.checkpoints.set_aside_damaged(lambda text: console.print(text, highlight=False, soft_wrap=True))
         if step is not None:
             self.checkpoints.go_back_to(step)

@@ -471,3 +471,25 @@ def test_one_command_begins_a_run_goes_on_after_a_kill_and_keeps_its_best(tmp_pa
     assert set(checkpoints.all()) == {best, 4}
     assert agentrl("export", str(run), str(tmp_path / "best"), "--step", "best").returncode == 0
     assert (tmp_path / "best" / "tokenizer.json").exists()
+
+
+def test_a_checkpoint_from_elsewhere_is_refused_unless_the_user_trusts_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints")
+    own = save(checkpoints, 1)
+    checkpoints.check_origin()
+    elsewhere = save(Checkpoints(tmp_path / "downloads"), 2)
+    linked = checkpoints.folder / "step_000002"
+    linked.symlink_to(elsewhere)
+    with pytest.raises(CheckpointError, match=r"step_000002 leads to .*downloads.*checkpoint.allow_foreign=true"):
+        checkpoints.check_origin()
+    linked.unlink()
+    shutil.rmtree(own / "optimizer")
+    (own / "optimizer").symlink_to(elsewhere / "optimizer")
+    with pytest.raises(CheckpointError, match="optimizer leads to"):
+        checkpoints.check_origin()
+    (own / "optimizer").unlink()
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(CheckpointError, match="belongs to another user"):
+        checkpoints.check_origin()
