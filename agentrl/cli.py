@@ -22,6 +22,7 @@ from agentrl import plugins
 from agentrl.config import LoadedConfig, load_config
 from agentrl.errors import AgentRLError, ConfigError, ConformanceError, StorageError
 from agentrl.flow import run_steadily
+from agentrl.hosting.interpreter import cache_folder
 from agentrl.observe import ledger_report
 from agentrl.protocols import Isolation
 from agentrl.rollout.ledger import LedgerReader, read_ledger
@@ -57,6 +58,8 @@ def main() -> None:
     errors = Console(stderr=True)
     # As `python -m` does, so that `module:Name` finds a plug-in in the current folder.
     sys.path.insert(0, "")
+    # PyTorch makes this folder when it is imported, and otherwise in the folder for temporary files.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "torchinductor"))
     try:
         app()
     except ConfigError as error:

@@ -12,6 +12,7 @@ runs/NAME/
   reward_curve.png   when the run has ended
   status.json        the current step and phase, since when, and the process id
   lock               held by the process that trains here, which it names
+  tmp/               temporary files of the process that trains here, and of those that it has started
   summary.json       success before and after, steps, seconds, largest staleness, fates
 """
 
@@ -43,6 +44,7 @@ from agentrl.protocols import Tracker
 from agentrl.rollout.agents import FrozenRoute
 from agentrl.rollout.ledger import Ledger, check_ledger
 from agentrl.run_lock import RunLock
+from agentrl.run_temp import RunTemp
 from agentrl.tiny_model import SIZES
 from agentrl.trajectory import Group
 
@@ -72,6 +74,7 @@ class Run:
         with ExitStack() as opened:
             opened.enter_context(RunLock(self.folder))
             self._check_folder()  # another process may have started meanwhile, and ended
+            opened.enter_context(RunTemp(self.folder))
             kept = self.config.checkpoint
             self.checkpoints = Checkpoints(self.folder / "checkpoints", kept.keep, kept.keep_best if kept.best else 0)
             if resume:

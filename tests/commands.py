@@ -92,7 +92,11 @@ class Command:
 def _forking() -> "subprocess.Popen[str]":
     """What has imported it, and ends with this process."""
     pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, "-c", FORKING], cwd=ROOT, stdin=pipe, stdout=pipe, text=True)
+    # PyTorch makes a folder for temporary files when it is imported here, which is none of a test's own.
+    variables = {name: value for name, value in os.environ.items() if name != "TMPDIR"}
+    return subprocess.Popen(
+        [sys.executable, "-c", FORKING], cwd=ROOT, stdin=pipe, stdout=pipe, text=True, env=variables
+    )
 
 
 def _ask(**asked: Any) -> Any:

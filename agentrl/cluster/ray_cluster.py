@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
@@ -98,6 +99,7 @@ def join_ray(address: str = "", **options: Any) -> None:
             ray.init(address, log_to_driver=False, **options)
         else:
             with _inherited({"PYTHONPATH": _python_path(), _SPANS_MACHINES: "0"}), _on_loopback():
+                options["_temp_dir"] = str(Path(tempfile.gettempdir(), "ray"))
                 ray.init("local", log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR, **options)
             _end_agents_with_us()
     except ConnectionError as error:

@@ -68,7 +68,7 @@ def agentrl_alone() -> Path:
     this = distribution("agentrl")
     files = {name: this.read_text(name) or "" for name in ("METADATA", "entry_points.txt")}
     package = Path(agentrl.__file__).parent
-    folder = _cache_folder() / "sources" / _hash([str(package), files])
+    folder = cache_folder() / "sources" / _hash([str(package), files])
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         unfinished = Path(tempfile.mkdtemp(dir=folder.parent))
@@ -105,7 +105,7 @@ def _version(python: str) -> str:
 def _venv(base: str, requires: Sequence[str]) -> str:
     """The Python of the virtual environment with these requirements, which is made if it does not exist."""
     wanted = sorted({*map(_absolute, requires), *WORKER_NEEDS})
-    folder = _cache_folder() / "venvs" / _hash([_version(base), wanted])
+    folder = cache_folder() / "venvs" / _hash([_version(base), wanted])
     python = folder / "bin" / "python"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_suffix(".lock").open("w") as lock:
@@ -169,7 +169,8 @@ def environment(python: str | None = None) -> dict[str, str]:
     return kept
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
+    """Where agentrl keeps what it can make again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "agentrl"
 
 

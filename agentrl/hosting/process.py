@@ -279,7 +279,7 @@ class _Worker:
     """A running process, the driver's end of its socket, its scratch folder and its output."""
 
     def __init__(self, address: str, python: str | None, preload: tuple[str, ...]) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="agentrl-env-"))
+        self._folder = Path(tempfile.mkdtemp(prefix="agentrl-env-")).resolve()
         scratch = self._folder / "scratch"
         scratch.mkdir()
         mine, theirs = socket.socketpair()

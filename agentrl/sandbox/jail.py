@@ -46,7 +46,7 @@ class Jail:
         self._writer: asyncio.StreamWriter | None = None
         ours, theirs = socket.socketpair()
         self._socket = ours
-        self._scratch = tempfile.mkdtemp(prefix="agentrl-jail-")
+        self._scratch = os.path.realpath(tempfile.mkdtemp(prefix="agentrl-jail-"))
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  closed by `kill`
         python = os.path.realpath(sys.executable)
         readable = (*_SYSTEM, sys.base_prefix, sys.base_exec_prefix, *config.paths)

@@ -6,12 +6,13 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
 import pyarrow.parquet as pq
 import pytest
 
 from agentrl.rollout.ledger import Ledger
 from tests.commands import Command
-from tests.processes import PATIENCE_SECONDS
+from tests.processes import PATIENCE_SECONDS, still_alive
 from tests.rollout.ledger_queries import trained_tasks
 
 ROOT = Path(__file__).parents[2]
@@ -98,12 +99,18 @@ def test_two_runs_with_one_seed_end_in_the_same_weights_and_another_seed_in_othe
     ("bound", "kills"),
     [
         pytest.param(0, 3, marks=pytest.mark.slow),
-        pytest.param(0, 5, marks=pytest.mark.long),
-        pytest.param(1, 5, marks=pytest.mark.long),
+        pytest.param(0, 12, marks=pytest.mark.long),
+        pytest.param(1, 12, marks=pytest.mark.long),
     ],
 )
-def test_a_run_killed_at_any_moment_trains_the_same_tasks_as_one_that_was_not(tmp_path, bound, kills):
-    settings = [*SMALL, "run_dir=run", f"rollout.max_staleness={bound}"]
+def test_a_run_killed_at_any_moment_trains_the_same_tasks_as_one_that_was_not_and_leaves_nothing(
+    tmp_path, monkeypatch, bound, kills
+):
+    steps = max(6, kills + 2)
+    settings = [*SMALL, "run_dir=run", f"steps={steps}", f"rollout.max_staleness={bound}", "env.isolation=process"]
+    settings += ["checkpoint.every=1"]
+    outside = folder(tmp_path, "outside")
+    monkeypatch.setenv("TMPDIR", str(outside))
     whole = train(*settings, cwd=folder(tmp_path, "whole"))
     killed_in = folder(tmp_path, "killed")
     rng = random.Random(bound)
@@ -113,12 +120,14 @@ def test_a_run_killed_at_any_moment_trains_the_same_tasks_as_one_that_was_not(tm
         kill_during(command, killed_in / "run", steps=kill + 1, extra=rng.uniform(0, 0.4))
         arguments = ["--resume", "run"]
     killed = train("--resume", "run", cwd=killed_in)
+    assert list(outside.iterdir()) == []
+    assert not (killed_in / "run" / "tmp").exists()
     with Ledger(tmp_path / "whole" / "run" / "ledger.sqlite") as a, Ledger(killed_in / "run" / "ledger.sqlite") as b:
         assert trained_tasks(a) == trained_tasks(b)
         assert b.task_fates().settled
         assert b.episode_fates().settled
     rows = [json.loads(line) for line in (killed_in / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows if "reward" in row] == list(range(6))
+    assert [row["step"] for row in rows if "reward" in row] == list(range(steps))
     if bound == 0:
         # At staleness 0 even the weights are those of the run that nobody killed.
         assert killed["weights_sha256"] == whole["weights_sha256"]
@@ -145,7 +154,9 @@ def test_a_run_whose_newest_checkpoint_or_ledger_is_damaged_says_so_and_trains_n
 
 
 def kill_during(command: Command, run: Path, *, steps: int, extra: float) -> None:
-    """SIGKILL `extra` seconds after `metrics.jsonl` has a row of step `steps` - 1, if the run does not end before."""
+    """SIGKILL `extra` seconds after `metrics.jsonl` has a row of step `steps` - 1, if the run does not end before. All
+    that it has started ends with it.
+    """
     metrics = run / "metrics.jsonl"
     limit = time.monotonic() + PATIENCE_SECONDS
     while command.poll() is None and time.monotonic() < limit:
@@ -154,8 +165,10 @@ def kill_during(command: Command, run: Path, *, steps: int, extra: float) -> Non
             break
         time.sleep(0.02)
     time.sleep(extra)
+    started = psutil.Process(command.pid).children(recursive=True) if command.poll() is None else []
     command.send_signal(signal.SIGKILL)
     command.wait(PATIENCE_SECONDS)
+    assert still_alive(started, PATIENCE_SECONDS) == []
 
 
 @pytest.mark.slow
