@@ -50,7 +50,9 @@ test: install
 	$(PYTEST) $(MARKED) --hypothesis-profile=full -m "(vllm or slow or hypothesis) and not long and not chaos"
 
 chaos: install
-	$(BIN)/python -m pytest -o addopts="-q -s --import-mode=importlib --strict-markers --strict-config" -m chaos tests/cluster/test_chaos.py tests/cluster/test_ray_nodes.py
+	$(BIN)/python -m pytest -o addopts="-q -s --import-mode=importlib --strict-markers --strict-config" -m "chaos or (slow and not long)" \
+	    tests/cluster/test_chaos.py tests/cluster/test_ray_nodes.py tests/recipes/test_faults.py tests/recipes/test_runs.py \
+	    tests/remote/test_chaos.py
 
 long: install
 	$(PYTEST) $(MARKED) -m long

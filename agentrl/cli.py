@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from agentrl import plugins
+from agentrl.checkpoint import Checkpoints
 from agentrl.config import LoadedConfig, load_config
 from agentrl.errors import AgentRLError, ConfigError, ConformanceError, StorageError
 from agentrl.flow import run_steadily
@@ -67,6 +68,12 @@ def main() -> None:
         sys.exit(2)
     except AgentRLError as error:
         errors.print(f"[red]{type(error).__name__}:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
+        sys.exit(1)
+    except Exception as error:
+        problem = storage_problem(error)
+        if problem is None:
+            raise
+        errors.print(f"[red]StorageError:[/red] {escape(problem)}", highlight=False, soft_wrap=True)
         sys.exit(1)
 
 
@@ -136,7 +143,7 @@ def _run(loaded: LoadedConfig, *, resume: bool, step: int | None) -> dict[str, A
     except KeyboardInterrupt:
         # A second Ctrl-C ends what is left at once, without a traceback: all is written.
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-        console.print(f"\nstopped; `agentrl train --resume {folder}` resumes from the last checkpoint", soft_wrap=True)
+        console.print(f"\nstopped; {_how_to_go_on(folder)}", soft_wrap=True)
         raise typer.Exit(status()) from None
     except AgentRLError:
         raise
@@ -145,12 +152,21 @@ def _run(loaded: LoadedConfig, *, resume: bool, step: int | None) -> dict[str, A
         if problem is None:
             raise
         raise StorageError(
-            f"the run in {folder} cannot be written: {problem}. Its checkpoints are whole: mend this, then "
-            f"`agentrl train --resume {folder}` resumes from the newest"
+            f"the run in {folder} cannot be read or written: {problem}. Mend this; then {_how_to_go_on(folder)}"
         ) from error
     path = loaded.config.run_dir / "summary.json"
     summary: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
     return summary
+
+
+def _how_to_go_on(folder: Path) -> str:
+    """What of a run that has ended is saved, and the command that continues it."""
+    with suppress(OSError):
+        if newest := Checkpoints(folder / "checkpoints").latest():
+            return f"`agentrl train --resume {folder}` resumes from the checkpoint after step {newest[0]}"
+    if (folder / "config.yaml").exists():
+        return f"`agentrl train --resume {folder}` begins again, since no checkpoint was saved"
+    return "start it again, since nothing was saved"
 
 
 @contextmanager

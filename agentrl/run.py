@@ -18,9 +18,10 @@ runs/NAME/
 
 import asyncio
 import json
+import logging
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -48,6 +49,8 @@ from agentrl.run_temp import RunTemp
 from agentrl.tiny_model import SIZES
 from agentrl.trajectory import Group
 
+logger = logging.getLogger(__name__)
+
 
 class Run:
     """A new or resumed run in its folder. A context manager.
@@ -70,7 +73,13 @@ class Run:
         self._check_folder()
         check_model(self.config)
         check_placement(self.config)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"run_dir: the folder {self.folder} cannot be made: {error.strerror}") from error
+        for path in (self.folder / "checkpoints", self.folder / "trajectories"):
+            if path.exists() and not path.is_dir():
+                raise ConfigError(f"{path} is a file, where the run keeps a folder: move it away")
         with ExitStack() as opened:
             opened.enter_context(RunLock(self.folder))
             self._check_folder()  # another process may have started meanwhile, and ended
@@ -195,6 +204,21 @@ class Run:
         await asyncio.to_thread(self.ledger.sync)
         best = self.config.checkpoint.best
         await self.checkpoints.save(step, state, self.metrics.values(best) if best else None)
+
+    @asynccontextmanager
+    async def saved_if_stopped(self, step: int, state: Savable) -> AsyncIterator[None]:
+        """If the run is stopped in the block, save the state after `step` steps, which the block leaves alone."""
+        try:
+            yield
+        except asyncio.CancelledError:
+            newest = self.checkpoints.latest()
+            if step > (newest[0] if newest else 0):
+                self.display.say(f"stopping: saving the state after {step} steps; a second Ctrl-C stops at once")
+                try:
+                    await self.save_checkpoint(step, state)
+                except Exception:  # what stops the run may be why
+                    logger.warning("the state after %d steps cannot be saved", step, exc_info=True)
+            raise
 
     def evaluated(self, step: int) -> bool:
         """Whether the weights after `step` steps have been evaluated already (by an earlier launch)."""

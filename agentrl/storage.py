@@ -12,6 +12,7 @@ _REASONS = {
     errno.EACCES: "permission is denied",
     errno.EPERM: "it is not permitted",
     errno.EIO: "the disk cannot be read or written",
+    errno.EEXIST: "a file is where a folder should be",
     errno.ENOTDIR: "a file is where a folder should be",
     errno.EISDIR: "a folder is where a file should be",
 }
@@ -24,6 +25,8 @@ _TEXTS = {
     "inline_container.cc": _FULL,
     "attempt to write a readonly database": "the file system is read-only",
     "unable to open database file": "permission is denied",
+    "malformed": "the ledger is damaged",
+    "not a database": "the ledger is damaged",
     "disk i/o error": "the disk cannot be read or written",
 }
 """What the errors of SQLite, safetensors and torch say."""

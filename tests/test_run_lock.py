@@ -1,5 +1,6 @@
 """One process at a time trains in the folder of a run."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -41,6 +42,33 @@ def test_a_second_process_is_refused_told_who_trains_there_and_changes_nothing(t
             assert ledger.task_fates().total == 0
     with run_in(folder, resume=True) as run:
         assert len(run.metrics.rows()) == 1
+
+
+def test_a_run_that_is_stopped_between_two_steps_saves_the_last_and_one_that_was_just_saved_does_not(
+    tmp_path: Path,
+) -> None:
+    class Weights:
+        async def save(self, folder: Path) -> None:
+            await asyncio.to_thread(folder.mkdir)
+
+    async def stopped_after(run: Run, step: int) -> None:
+        stopping = asyncio.get_running_loop().create_future()
+
+        async def plays() -> None:
+            async with run.saved_if_stopped(step, Weights()):
+                stopping.set_result(None)
+                await asyncio.sleep(3600)
+
+        async with asyncio.TaskGroup() as group:
+            playing = group.create_task(plays())
+            await stopping
+            playing.cancel()
+        assert playing.cancelled()
+
+    with run_in(tmp_path / "run", resume=False) as run:
+        for step, saved in ((0, []), (3, [3]), (3, [3]), (5, [3, 5])):
+            asyncio.run(stopped_after(run, step))
+            assert sorted(run.checkpoints.all()) == saved
 
 
 def test_a_run_whose_start_fails_frees_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,19 +2,23 @@
 
 import errno
 import os
+import re
 import resource
 import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from agentrl.errors import WeightsError
+from agentrl.errors import ConfigError, WeightsError
+from agentrl.rollout.ledger import Ledger, check_ledger
 from agentrl.storage import storage_problem
+from agentrl.trajectory import Task
 from tests.processes import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[1]
@@ -80,5 +84,54 @@ def test_a_run_whose_files_become_too_large_says_so_in_a_sentence(tmp_path: Path
     )
     assert ended.returncode == 1
     assert "Traceback" not in ended.stderr
-    assert "the run in run cannot be written:" in ended.stderr
-    assert "agentrl train --resume run" in ended.stderr
+    assert "the run in run cannot be read or written:" in ended.stderr
+    assert "agentrl train --resume run` begins again" in " ".join(ended.stderr.split()) or size > 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda run: (run / "metrics.jsonl").write_text('{"step": 0}\n{"ste\n{"step": 1}\n'), r"line 2 of .*metrics"),
+        (lambda run: (run / "metrics.jsonl").write_bytes(b'{"step": 0}\n{"\xff": 1}\n'), r"line 2 of .*metrics"),
+        (lambda run: (run / "metrics.jsonl").mkdir(), "a folder is where a file should be"),
+        (lambda run: (run / "checkpoints").touch(), "checkpoints is a file, where the run keeps a folder"),
+        (lambda run: (run / "config.yaml").write_text("env: [\n"), "is not YAML"),
+    ],
+    ids=["half a line", "half a character", "folder for file", "file for folder", "config"],
+)
+def test_what_is_damaged_in_a_run_s_folder_is_named_without_a_traceback(
+    agentrl: Callable[..., Any], tmp_path: Path, spoil: Callable[[Path], object], says: str
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text("env: frozen_lake\nmodel: tiny\nsteps: 1\ntrackers: []\nrun_dir: run\n")
+    spoil(run)
+    ended = agentrl("train", "--resume", "run", cwd=tmp_path)
+    assert ended.returncode in (1, 2)
+    assert re.search(says, " ".join(ended.stderr.split()))
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_of_the_config(agentrl: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    lake = str(ROOT / "examples" / "frozen_lake.yaml")
+    for folder in ("file", "file/run"):
+        ended = agentrl("train", lake, f"run_dir={folder}", cwd=tmp_path)
+        assert ended.returncode == 2
+        assert f"the folder {folder} cannot be made" in " ".join(ended.stderr.split())
+
+
+def test_a_damaged_page_of_the_ledger_is_refused_where_it_is_read(agentrl: Callable[..., Any], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text("env: frozen_lake\n")
+    with Ledger(run / "ledger.sqlite") as ledger:
+        for number in range(500):
+            ledger.admit(number, Task("frozen_lake", number, id=str(number)), 0)
+    pages = bytearray((run / "ledger.sqlite").read_bytes())
+    pages[4096:16384] = b"\x5a" * 12288
+    (run / "ledger.sqlite").write_bytes(pages)
+    with pytest.raises(ConfigError, match=r"ledger.sqlite is damaged .* restore it from a copy"):
+        check_ledger(run / "ledger.sqlite", 1)
+    read = agentrl("ledger", "run", cwd=tmp_path)
+    assert read.returncode == 1
+    assert "the ledger is damaged" in " ".join(read.stderr.split())

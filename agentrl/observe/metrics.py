@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from agentrl.durable import write_whole
+from agentrl.errors import StorageError
 from agentrl.trajectory import Group, Score, Trajectory, staleness
 
 
@@ -100,11 +101,25 @@ class MetricsFile:
             os.fsync(file.fileno())
 
     def rows(self) -> list[dict[str, Any]]:
-        """All complete rows, without a last line that a killed process left incomplete."""
+        """All complete rows, without a last line that a killed process left incomplete.
+
+        Raises:
+            StorageError: a line is not a row.
+        """
         if not self._path.exists():
             return []
-        lines = self._path.read_text().split("\n")[:-1]
-        return [json.loads(line) for line in lines]
+        lines = self._path.read_text(errors="replace").split("\n")[:-1]
+        return [self._row(number, line) for number, line in enumerate(lines, 1)]
+
+    def _row(self, number: int, line: str) -> dict[str, Any]:
+        try:
+            row: dict[str, Any] = json.loads(line)
+            row["step"]
+        except (ValueError, LookupError, TypeError) as error:
+            raise StorageError(
+                f"line {number} of {self._path} is damaged: {line!r:.80}. Remove the line, and lose its metrics"
+            ) from error
+        return row
 
     def values(self, name: str) -> dict[int, float]:
         """The values of a metric, by step."""

@@ -49,7 +49,8 @@ async def policy_gradient(run: Run, settings: PolicyGradientSettings) -> None:
             for step in range(start, config.steps):
                 clock = Stopwatch(partial(run.begin_phase, step))
                 with clock("rollout"):
-                    groups = await rollouts.next_batch()
+                    async with run.saved_if_stopped(step, parts):
+                        groups = await rollouts.next_batch()
                 with clock("train"):
                     make = partial(batch_of, groups, algorithm, processing, rollouts.oldest_version(step))
                     batch = await asyncio.to_thread(make)  # millions of tokens take long

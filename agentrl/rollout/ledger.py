@@ -230,6 +230,14 @@ class LedgerReader:
         query = "SELECT id || '/' || member || '/' || attempt FROM (SELECT * FROM episodes WHERE fate IS NULL LIMIT ?) "
         return [name for (name,) in self._rows(query + "AS e JOIN tasks ON number = e.task", limit)]
 
+    def damage(self) -> str | None:
+        """What is wrong with the file's pages and indices, or None."""
+        try:
+            (found,) = self._rows("PRAGMA quick_check(1)").fetchone()
+        except sqlite3.DatabaseError as error:
+            return str(error)
+        return None if found == "ok" else " ".join(str(found).split())
+
     def _task(self, where: str, value: int | str) -> TaskRecord | None:
         row = self._rows(f"SELECT {_TASK_COLUMNS} FROM tasks WHERE {where}", value).fetchone()
         return _task_record(row) if row is not None else None
@@ -371,7 +379,7 @@ def check_ledger(path: Path, steps: int) -> None:
     """Check that a ledger has the tasks of all steps that a checkpoint includes.
 
     Raises:
-        ConfigError: the file is missing, is not a ledger, or lacks some of these steps.
+        ConfigError: the file is missing or damaged, is not a ledger, or lacks some of these steps.
     """
     way_out = (
         "Without it the run would train tasks twice: restore it from a copy, or start a new run with run_dir=ANOTHER"
@@ -379,6 +387,8 @@ def check_ledger(path: Path, steps: int) -> None:
     if not path.exists() or path.stat().st_size == 0:
         raise ConfigError(f"{path} is missing or empty, and the run has a checkpoint after {steps} steps. {way_out}")
     with read_ledger(path) as ledger:
+        if (damage := ledger.damage()) is not None:
+            raise ConfigError(f"{path} is damaged ({damage}). {way_out}")
         recorded = ledger.trained_steps(steps)
     if recorded != steps:
         raise ConfigError(

@@ -154,8 +154,11 @@ def test_a_run_goes_on_while_one_server_stops_and_the_other_is_killed_and_no_ste
         assert turns == happened[episode] == [1, 2, 3, 4]
 
 
-@pytest.mark.slow
-def test_a_run_waits_for_its_only_server_to_come_back_and_spends_no_retry(tmp_path):
+@pytest.mark.parametrize(
+    "seconds",
+    [pytest.param(0, marks=pytest.mark.slow), *(pytest.param(s, marks=pytest.mark.chaos) for s in (1, 20, 120))],
+)
+def test_a_run_waits_for_its_only_server_to_come_back_and_spends_no_retry(tmp_path, seconds):
     with ExitStack() as stack:
         first = stack.enter_context(server("first", tmp_path / "notes"))
         url = url_of(first)
@@ -166,6 +169,7 @@ def test_a_run_waits_for_its_only_server_to_come_back_and_spends_no_retry(tmp_pa
         assert process.stdout is not None
         waits = "episodes wait for up to 600 s (rollout.deadlines.outage)"
         assert any(waits in line for line in process.stdout), "the run ended without waiting"
+        time.sleep(seconds)
         stack.enter_context(server("second", tmp_path / "notes", port=int(url.rpartition(":")[2])))
         output, _ = process.communicate(timeout=PATIENCE_SECONDS)
         assert process.returncode == 0, output
