@@ -472,8 +472,9 @@ def check_environment(
     if foreign and player:
         player = partial(_consult, player)
     try:
-        # The first call in another interpreter also imports its packages.
-        remarks = check_env(make, options=_options(options), gold=player, deadline=60.0 if foreign else 5.0)
+        # The first call in another interpreter also imports its packages; a full server is waited for.
+        patient = foreign or "://" in name
+        remarks = check_env(make, options=_options(options), gold=player, deadline=60.0 if patient else 5.0)
     except ConformanceError as error:
         console.print(f"[red]{name} breaks the contract:[/red]\n{escape(str(error))}", highlight=False)
         raise typer.Exit(1) from error

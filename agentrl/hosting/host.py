@@ -122,16 +122,18 @@ class LiveEnv:
         """Whether its calls return without awaiting: it is sync, and runs on the event loop."""
         self.tools: Sequence[Mapping[str, Any]] = ()
         """The environment's tools in this episode; known after `reset`."""
-
-    @property
-    def system_prompt(self) -> str:
-        return str(getattr(self.env, "system_prompt", "") or "")
+        self.system_prompt = ""
+        """The environment's system prompt in this episode; known after `reset`."""
 
     async def reset(self, seed: int, options: Mapping[str, Any]) -> ResetResult:
+        if seed < 0:
+            raise ConfigError(f"the seed of an episode is 0 or more, got {seed}")
         reply = await self._call("reset", self.deadlines.reset, partial(self.env.reset, seed=seed, options=options))
         result = self._checked(checked_reset, reply)
-        self.tools = self._checked(checked_tools, getattr(self.env, "tools", ()))
-        self._checked(checked_prompt, self.system_prompt)
+        self.tools = self._checked(lambda name, env: checked_tools(name, getattr(env, "tools", ())), self.env)
+        self.system_prompt = self._checked(
+            lambda name, env: checked_prompt(name, getattr(env, "system_prompt", "")), self.env
+        )
         return result
 
     async def step(self, action: str) -> StepResult:

@@ -18,7 +18,7 @@ with the answer; only `POST /mcp` (JSON-RPC) has sessions. The versions differ i
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from agentrl.remote.protocol import Whole
 
@@ -82,6 +82,21 @@ class CallToolObservation(_Strict):
     done: bool = False
     reward: float | None = None
     metadata: dict[str, Any] = {}
+
+
+class ListToolsObservation(_Strict):
+    """The list of the tools."""
+
+    tools: list[dict[str, Any]]
+    done: bool = False
+    reward: float | None = None
+    metadata: dict[str, Any] = {}
+
+
+TOOL_OBSERVATION: TypeAdapter[CallToolObservation | ListToolsObservation | MessageObservation] = TypeAdapter(
+    CallToolObservation | ListToolsObservation | MessageObservation
+)
+"""Whatever an environment with tools may answer: it takes calls, requests for the list, and whole messages."""
 
 
 class State(BaseModel):

@@ -20,12 +20,12 @@ from agentrl.openenv.protocol import (
     FULL,
     INVALID_JSON,
     SESSION_ERROR,
+    TOOL_OBSERVATION,
     UNKNOWN_TYPE,
     VALIDATION_ERROR,
     Action,
     Answer,
     CallToolAction,
-    CallToolObservation,
     ListToolsAction,
     MessageAction,
     MessageObservation,
@@ -93,7 +93,7 @@ def _add_descriptions(app: FastAPI, openenv_sessions: OpenEnvSessions, name: str
         tools = bool((await openenv_sessions.about()).tools)
         return Schemas(
             action=(CallToolAction if tools else MessageAction).model_json_schema(),
-            observation=(CallToolObservation if tools else MessageObservation).model_json_schema(),
+            observation=TOOL_OBSERVATION.json_schema() if tools else MessageObservation.model_json_schema(),
             reset_observation=MessageObservation.model_json_schema(),
             state=State.model_json_schema(),
         )

@@ -72,7 +72,7 @@ class Reset(_Message):
 
     seq: Whole = Field(ge=1)
     """One more than the `seq` of the session's last reset or step."""
-    seed: Whole
+    seed: Whole = Field(ge=0)
     options: dict[str, Any] = {}
 
 

@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from agentrl.errors import ConformanceError, EnvError
+from agentrl.errors import ConfigError, ConformanceError, EnvError, OutageError
 from agentrl.hosting.replies import checked_reset, checked_step
 from agentrl.protocols import Env, ScriptedPlayer
 from agentrl.rollout.agents import ALONE, agents_in, earnings, next_agent, success_of, system_prompt_in
@@ -76,6 +76,8 @@ def check_env(
 
     Raises:
         ConformanceError: lists everything found, each with what to write instead.
+        ConfigError: the environment does not accept the options.
+        OutageError: the environment's server cannot be reached, or is full.
     """
     if not callable(make_env):
         raise ConformanceError(
@@ -484,8 +486,8 @@ class _Subject:
         np.random.seed(seed)
         try:
             return self._check.worker.call(phase, work)
-        except _Broken:
-            raise
+        except (_Broken, OutageError, ConfigError):
+            raise  # the last two are about the server or the options, and not about the environment
         except Exception as error:
             where = "" if phase != "step" else f" (turn {self._turn})"
             frame = traceback.extract_tb(error.__traceback__)[-1]

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.errors import ConformanceError, EnvError
-from agentrl.hosting.host import EnvDeadlines, EnvHost
+from agentrl.errors import ConfigError, ConformanceError, EnvError
+from agentrl.hosting.host import EnvDeadlines, EnvHost, LiveEnv
 from agentrl.hosting.process import ProcessEnv
 from agentrl.hosting.replies import checked_reset, checked_step
 from agentrl.openenv.client import OpenEnv
@@ -136,6 +136,39 @@ def test_a_reply_that_cannot_be_used_fails_its_episode_and_the_next_one_is_playe
         assert info["a"] == [0, 1]
         await envs.release("odd", live)
         await envs.close()
+
+    asyncio.run(main())
+
+
+def test_a_negative_seed_is_refused_over_every_transport(factory: Callable[[], Env]) -> None:
+    async def main() -> None:
+        envs = EnvHost({"odd": factory}, EnvDeadlines())
+        live = envs.acquire("odd")
+        with pytest.raises(ConfigError, match="0 or more, got -1"):
+            await live.reset(-1, {})
+        assert (await live.reset(2, {}))[0] == "begin"
+        await envs.release("odd", live)
+        await envs.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("attribute", ["tools", "system_prompt"])
+def test_an_attribute_that_raises_fails_its_episode(attribute: str) -> None:
+    def raises(env: Env) -> Any:
+        raise KeyError("not loaded")
+
+    class Raises(Odd):
+        """Cannot say what it offers."""
+
+    setattr(Raises, attribute, property(raises))
+
+    async def main() -> None:
+        live = LiveEnv(Raises(), EnvDeadlines())
+        with pytest.raises(EnvError, match="Raises replied with what cannot be read: KeyError"):
+            await live.reset(1, {})
+        assert live.broken
+        await live.close()
 
     asyncio.run(main())
 

@@ -160,14 +160,22 @@ async def called(url: str, *, production: bool) -> list[Any]:
         return [names, problem, total, last.observation.result["data"], last.reward, last.done]
 
 
-def graded(url: str, actions: list[str]) -> dict[str, str]:
+EVERY_KIND: list[dict[str, Any]] = [
+    {"message": "I do not know yet."},
+    {"type": "list_tools"},
+    {"type": "call_tool", "tool_name": "add", "arguments": {"a": 2, "b": 3}},
+    {"type": "call_tool", "tool_name": "no_such_tool", "arguments": {}},
+    {"type": "call_tool", "tool_name": "submit", "arguments": {"answer": 1}},
+]
+
+
+def graded(url: str, moves: list[dict[str, Any]]) -> dict[str, str]:
     """0.10's own graders of a running environment."""
     from openenv.validation.graders.runtime import basic
     from openenv.validation.runtime.collector import collect_runtime_evidence
     from openenv.validation.runtime.contracts import RuntimePlan
 
     reset = {"episode_id": "graded", "seed": 3, "options": {}}
-    moves = [{"message": action} for action in actions]
     plan = RuntimePlan.model_validate({"plan_schema_version": "1", "reset": reset, "actions": moves})
     evidence = collect_runtime_evidence(url, plan, episode_timeout_s=20)
     manifest = SimpleNamespace(reward=SimpleNamespace(range=(0.0, 1.0)))
@@ -196,7 +204,10 @@ def main() -> None:
     }
     told["validated"] = {name: [result.exit_code, result.output] for name, result in validated.items()}
     told["version"] = version(ours["package"])
-    told["graded"] = graded(ours["guess"], ours["actions"]["3"]) if ours["graders"] else {}
+    told["graded"] = {}
+    if ours["graders"]:
+        guesses = [{"message": action} for action in ours["actions"]["3"]]
+        told["graded"] = {"guess": graded(ours["guess"], guesses), "calculator": graded(ours["calculator"], EVERY_KIND)}
     print(json.dumps(told), flush=True)
     sys.stdin.read()
 

@@ -7,13 +7,16 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
-from agentrl.errors import ConformanceError
+from agentrl.envs.guess_number import GuessNumber
+from agentrl.errors import ConfigError, ConformanceError, OutageError
 from agentrl.protocols import ResetResult, StepResult
+from agentrl.remote.client import RemoteEnv
 from agentrl.testing import check_env
 from agentrl.testing import envs as testing_envs
 
@@ -409,3 +412,10 @@ def test_a_player_that_should_succeed_has_to() -> None:
         with pytest.raises(ConformanceError, match=said) as error:
             check_env(Door, gold=player, max_turns=turns)
         assert set(re.findall(r"\d+\. \[(\w+)\]", str(error.value))) == {"gold"}
+
+
+def test_wrong_options_and_servers_that_cannot_be_used_are_no_fault_of_the_environment() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'high'"):
+        check_env(GuessNumber, options={"hihg": 9})
+    with pytest.raises(OutageError, match="cannot be used"):
+        check_env(partial(RemoteEnv, ["http://127.0.0.1:9"]))
