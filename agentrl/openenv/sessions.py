@@ -66,7 +66,9 @@ class OpenEnvSession:
     async def act(self, action: Action) -> Answer:
         """Take a step: list the tools, call one, or send a message."""
         if isinstance(action, ListToolsAction):
-            return _answer_of({"tools": [tool_entry(tool, "input_schema") for tool in (await self.look()).tools]}, {})
+            tools = [tool_entry(tool, "input_schema") for tool in (await self.look()).tools]
+            self._count_step()
+            return _answer_of({"tools": tools}, {}, 0.0)
         if isinstance(action, CallToolAction):
             stepped = await self.call(action.tool_name, action.arguments)
             result = tool_result(stepped.observation, "is_error")
@@ -105,8 +107,12 @@ class OpenEnvSession:
                 raise Refusal(409, "no episode is being played: reset first")
             stepped = await self._sessions.step(self._session, Step(seq=self._seq + 1, action=message))
             self._seq += 1
-            self.state = State(episode_id=self.state.episode_id, step_count=self.state.step_count + 1)
+            self._count_step()
             return stepped
+
+    def _count_step(self) -> None:
+        """Count a step of the episode. OpenEnv counts every step message, also one that asks for the tools."""
+        self.state = State(episode_id=self.state.episode_id, step_count=self.state.step_count + 1)
 
 
 class OpenEnvSessions:
