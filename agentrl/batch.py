@@ -128,6 +128,22 @@ class TrainBatch:
         )
 
 
+def equal_parts(loss_tokens_M: Sequence[int] | IntArray, count: int) -> list[int]:
+    """Split samples, in order, into at most `count` parts of nearly equal numbers of loss tokens; the parts' sizes.
+
+    A part has at least one sample. Each border is the one nearest to where an exact split would be.
+    """
+    ends_M = np.cumsum(loss_tokens_M)
+    count = min(count, len(ends_M))
+    borders = [0]
+    for part in range(1, count):
+        wanted = ends_M[-1] * part / count
+        after = int(np.searchsorted(ends_M, wanted)) + 1
+        nearest = min((after - 1, after), key=lambda border: abs((ends_M[border - 1] if border else 0) - wanted))
+        borders.append(min(max(nearest, borders[-1] + 1), len(ends_M) - (count - part)))
+    return [last - first for first, last in pairwise([*borders, len(ends_M)])]
+
+
 def to_samples(trajectory: Trajectory, advantage: float, *, oldest_version: int = 0) -> list[TrainingSample]:
     """Lay a trajectory's turns end to end; each fork starts a new sample. Every sampled token gets `advantage`.
 

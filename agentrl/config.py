@@ -192,6 +192,16 @@ class RunConfig(Settings):
     """Where metrics go besides `metrics.jsonl`: tensorboard, wandb, mlflow, or your own."""
 
     @model_validator(mode="after")
+    def _members_have_others_to_be_compared_with(self) -> Self:
+        if self.rollout.group_size == 1 and getattr(self.algorithm.factory, "compares_members", False):
+            raise ValueError(
+                f"rollout.group_size is 1, and the algorithm {self.algorithm.name!r} compares the members of a group: "
+                "all advantages would be 0, and nothing would be learned. Set rollout.group_size to 2 or more (8 is "
+                "usual), or choose algorithm=ppo, whose critic needs no group"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _a_resumed_run_meets_the_same_opponents(self) -> Self:
         for agent, route in self.env.agents.items():
             if isinstance(route, FrozenRoute) and route.refresh and self.checkpoint.every % route.refresh:

@@ -6,6 +6,7 @@ before anything starts. Dimension suffixes: N loss tokens of a micro-batch, flat
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, runtime_checkable
@@ -122,6 +123,10 @@ class GenerateRequest:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_ids", ints(self.prompt_ids))
+        try:
+            object.__setattr__(self, "seed", index(self.seed))
+        except TypeError:
+            raise TypeError(f"the seed of a request is an integer, got {self.seed!r}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,7 +366,8 @@ class Algorithm(Protocol):
     """An advantage and a loss.
 
     If its attribute `uses_reference` is true, it gets a reference: the model with which the run began, whose logprobs
-    are `LossTokens.reference_logprobs_N`.
+    are `LossTokens.reference_logprobs_N`. If its class attribute `compares_members` is true, a config with groups of a
+    single member is refused.
     """
 
     def advantages(self, group: Group) -> Sequence[float]:

@@ -36,7 +36,7 @@ class Call(Settings):
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments by name."""
     returns: Any
-    """The expected result. Floats are compared to nine digits; a tuple equals a list."""
+    """The expected result. Floats are compared to nine digits; a tuple equals a list, and True does not equal 1."""
 
 
 Test = InOut | Call | str
@@ -170,7 +170,10 @@ def _equal(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(_equal, one, other))
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, bool) or isinstance(other, bool):  # Python's True equals 1
+        return one is other
     if isinstance(one, float) or isinstance(other, float):
         numbers = isinstance(one, int | float) and isinstance(other, int | float)
-        return numbers and math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-9)
+        close = 1e-9 if other == 0 else 0.0  # what is computed is rarely 0 itself
+        return numbers and math.isclose(one, other, rel_tol=1e-9, abs_tol=close)
     return bool(one == other)

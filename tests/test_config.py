@@ -161,3 +161,11 @@ def test_a_config_names_where_its_tasks_come_from(path):
     assert source.task(5) == Task("frozen_lake", seeded.seed, {"size": 6, "level": 4}, seeded.id)
     assert "tasks.levle: no such setting" in problem(path, f"tasks={Levels.__module__}:Levels", "tasks.levle=3")
     assert "no task source named 'seedd'. Did you mean 'seeded'?" in problem(path, "tasks=seedd")
+
+
+def test_groups_of_one_are_refused_where_members_are_compared(path: Path) -> None:
+    assert "compares the members of a group" in problem(path, "rollout.group_size=1")
+    assert "filters every group of one member" in problem(
+        path, "rollout.group_size=1", "algorithm=ppo", "rollout.filter_zero_variance=true"
+    )
+    assert load_config(path, ["rollout.group_size=1", "algorithm=ppo"]).config.rollout.group_size == 1

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from agentrl.arrays import FloatArray
-from agentrl.batch import TrainBatch
+from agentrl.batch import TrainBatch, equal_parts
 from agentrl.trainers.packing import MicroBatch, micro_batches, pack, row_length
 from agentrl.trainers.settings import TrainerSettings
 
@@ -37,7 +37,7 @@ def shard_batch(batch: TrainBatch, settings: TrainerSettings, *, ranks: int, min
 
 
 def minibatches_of(batch: TrainBatch, count: int) -> list[TrainBatch]:
-    """Split the samples, in order, into `count` batches of nearly equal numbers of samples.
+    """Split the samples, in order, into `count` batches of nearly equal numbers of loss tokens.
 
     Neighbours stay together, so each border splits at most one group. With fewer samples than `count`, each sample is a
     batch.
@@ -47,8 +47,7 @@ def minibatches_of(batch: TrainBatch, count: int) -> list[TrainBatch]:
     """
     if count < 1:
         raise ValueError(f"a batch splits into 1 or more minibatches, got {count}")
-    parts = np.array_split(np.arange(batch.num_samples), min(count, batch.num_samples))
-    return batch.split([len(part) for part in parts])
+    return batch.split(equal_parts(batch.loss_tokens_M, count))
 
 
 def gather(batch: TrainBatch, shards: Sequence[BatchShard], predictions: Sequence[Sequence[FloatArray]]) -> FloatArray:

@@ -33,6 +33,9 @@ class Grpo:
         advantage: Literal["group_std", "group_mean", "leave_one_out"] = "group_std"
         """What a reward is compared with; see `agentrl.algorithms.advantages`."""
 
+    compares_members = True
+    """See `Algorithm`."""
+
     def __init__(self, config: Config | None = None) -> None:
         self.config = config or Grpo.Config()
 

@@ -29,7 +29,7 @@ def policy_gradient(
       engine sampled with other numerics or older weights: the decoupled objective of AReaL (arXiv:2505.24298),
       equation 5, with a truncated weight. `None` leaves w = 1.
 
-    Metrics: `clipped_low`, `clipped_high` (share of tokens whose gradient the clip cut), `ratio`,
+    Metrics: `clipped_low`, `clipped_high`, `clipped_dual` (shares of tokens whose gradient a clip cut), `ratio`,
     `importance_weight` (before the cap), `importance_truncated`, `entropy` (-logprob of the sampled token, an
     unbiased estimate under the policy that sampled) and `kl` (of old to new, the k3 estimate: ratio - 1 - log ratio).
     """
@@ -48,6 +48,7 @@ def policy_gradient(
         metrics={
             "clipped_low": ((ratio_N < 1 - clip_low) & (gain_N < 0)).float(),
             "clipped_high": ((ratio_N > 1 + clip_high) & (gain_N > 0)).float(),
+            "clipped_dual": ((ratio_N > (math.inf if dual_clip is None else dual_clip)) & (gain_N < 0)).float(),
             "ratio": ratio_N,
             "importance_weight": weight_N,
             "importance_truncated": (weight_N > cap).float(),
@@ -57,12 +58,25 @@ def policy_gradient(
     )
 
 
+def policy_weight(logprobs_N: Tensor, tokens: LossTokens, importance_cap: float | None) -> Tensor:
+    """p / q of each token, without gradient: the policy p that is trained over the policy q that sampled the token.
+
+    The terms below are expectations over tokens of p. Their tokens come from q: an older policy, where the tokens are
+    stale or a minibatch of the step was trained on already, or the same policy with the engine's numerics. The factor
+    from the engine to the beginning of the step is truncated as in `policy_gradient`; with no `importance_cap` it is 1.
+    """
+    ratio_N = (logprobs_N.detach() - tokens.old_logprobs_N).exp()
+    if importance_cap is None:
+        return ratio_N
+    return ratio_N * (tokens.old_logprobs_N - tokens.rollout_logprobs_N).exp().clamp(max=importance_cap)
+
+
 def negative_entropy(logprobs_N: Tensor) -> Tensor:
     """A term per sampled token whose expected gradient is that of the policy's negative entropy, -H.
 
     H = -E[log p], so grad H = -E[log p * grad log p] (the score has mean zero): log p (without gradient) times log p,
-    for tokens that the policy sampled itself. Its value means nothing; the entropy is in the metrics. As a bonus in
-    policy gradients: A3C (arXiv:1602.01783), section 4.
+    for tokens that the policy sampled itself; others are weighted (`policy_weight`). Its value means nothing; the
+    entropy is in the metrics. As a bonus in policy gradients: A3C (arXiv:1602.01783), section 4.
     """
     return logprobs_N.detach() * logprobs_N
 
@@ -71,7 +85,8 @@ def reference_penalty(logprobs_N: Tensor, reference_logprobs_N: Tensor) -> Tenso
     """(log p - log q)^2 / 2 of each sampled token: a term whose expected gradient is that of KL(p || q).
 
     The gradient of KL is E[(log p - log q) * grad log p] (the score has mean zero), for tokens that the policy sampled
-    itself. The k3 estimate as a loss would have another gradient: arXiv:2510.01555, section 4.
+    itself; others are weighted (`policy_weight`). The k3 estimate as a loss would have another gradient:
+    arXiv:2510.01555, section 4.
     """
     return 0.5 * (logprobs_N - reference_logprobs_N).square()
 

@@ -42,7 +42,7 @@ class PolicyLoss(Settings):
 
     def losses(self, logprobs_N: "Tensor", tokens: LossTokens) -> LossOutput:
         """The loss of each token: clipped policy gradient, entropy bonus and KL penalty."""
-        from agentrl.algorithms.losses import k3, negative_entropy, policy_gradient, reference_penalty
+        from agentrl.algorithms.losses import k3, negative_entropy, policy_gradient, policy_weight, reference_penalty
 
         output = policy_gradient(
             logprobs_N,
@@ -54,9 +54,11 @@ class PolicyLoss(Settings):
         )
         loss_N, metrics = output.loss_N, dict(output.metrics)
         if self.entropy_bonus:
-            loss_N = loss_N + self.entropy_bonus * negative_entropy(logprobs_N)
+            weight_N = policy_weight(logprobs_N, tokens, self.importance_cap)
+            loss_N = loss_N + self.entropy_bonus * weight_N * negative_entropy(logprobs_N)
         if self.kl:
-            loss_N = loss_N + self.kl * reference_penalty(logprobs_N, tokens.reference_logprobs_N)
+            weight_N = policy_weight(logprobs_N, tokens, self.importance_cap)
+            loss_N = loss_N + self.kl * weight_N * reference_penalty(logprobs_N, tokens.reference_logprobs_N)
             metrics["reference_kl"] = k3(logprobs_N.detach(), tokens.reference_logprobs_N)
         return replace(output, loss_N=loss_N, metrics=metrics)
 

@@ -48,9 +48,11 @@ class Sampler:
         x = keys_R[:, None] + self._counters_V  # wraps around, as splitmix64 requires
         x.bitwise_xor_((x >> 30).bitwise_and_((1 << 34) - 1)).mul_(_signed(_MIX_1))
         x.bitwise_xor_((x >> 27).bitwise_and_((1 << 37) - 1)).mul_(_signed(_MIX_2))
-        # the top 23 bits as a float strictly inside (0, 1): half a step from either end, so the logarithms stay finite
-        uniform = (x >> 41).bitwise_and_((1 << 23) - 1).to(torch.float32).add_(0.5).mul_(2.0**-23)
-        return uniform.log_().neg_().log_().neg_()
+        # The top 50 bits as a float strictly inside (0, 1): half a step from either end, so the logarithms stay finite.
+        # A token of probability p is drawn by an exponential variate below about p: fewer bits, or float32, would have
+        # no such values for p below 1e-7. So log1p is taken in float64, and only its logarithm in float32.
+        uniform = (x >> 14).bitwise_and_((1 << 50) - 1).to(torch.float64).add_(0.5).mul_(-(2.0**-50))
+        return uniform.log1p_().neg_().float().log_().neg_()
 
     def sample(self, logits_RV: Tensor, temperature_R: Tensor, keys_R: Tensor | None) -> tuple[Tensor, Tensor]:
         """Tokens and their logprobs.

@@ -46,6 +46,7 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "ratio": "Mean of exp(logprob - old logprob).",
         "clipped_low": "Share of the tokens whose gradient the lower clip cut.",
         "clipped_high": "Share of the tokens whose gradient the upper clip cut.",
+        "clipped_dual": "Share of the tokens whose gradient `algorithm.dual_clip` cut.",
         "kl": "KL divergence of old from new policy per token, in nats (k3). 0 in a step's first minibatch.",
         "reference_kl": "KL divergence of the policy from the reference model, per token (k3 estimate), in nats.",
         "entropy": "Mean of -logprob of the sampled tokens: the policy's entropy per token, in nats.",

@@ -75,6 +75,15 @@ class RolloutConfig(Settings):
     deadlines: Deadlines = Deadlines()
     rules: RulePoolConfig = RulePoolConfig()
 
+    @model_validator(mode="after")
+    def _a_group_of_one_does_not_vary(self) -> Self:
+        if self.filter_zero_variance and self.group_size == 1:
+            raise ValueError(
+                "filter_zero_variance filters every group of one member: set group_size to 2 or more, or leave "
+                "filter_zero_variance out"
+            )
+        return self
+
     @field_validator("sampling")
     @classmethod
     def _training_samples_are_not_greedy(cls, sampling: SamplingParams) -> SamplingParams:

@@ -17,7 +17,7 @@ from torch.func import functional_call
 
 from agentrl.algorithms.losses import policy_gradient
 from agentrl.arrays import FloatArray, floats, ints, mask
-from agentrl.batch import TrainBatch, TrainingSample, collate
+from agentrl.batch import TrainBatch, TrainingSample, collate, equal_parts
 from agentrl.errors import ConformanceError, TrainingError
 from agentrl.protocols import Loss, LossTokens, SupportsPredict, Trainer
 from agentrl.weights.bundle import BundlePlace
@@ -261,7 +261,8 @@ class _Reference:
         rollout = [_at_loss(sample, sample.rollout_logprobs) for sample in samples]
         gaps = torch.cat([(a - b).abs() for a, b in zip(old, rollout, strict=True)])
         losses, norms = [], []
-        for part in np.array_split(np.arange(len(samples)), self.case.minibatches):
+        sizes = equal_parts([sum(sample.loss_mask) for sample in samples], self.case.minibatches)
+        for part in np.split(np.arange(len(samples)), np.cumsum(sizes)[:-1]):
             self.optimizer.zero_grad()
             loss = torch.zeros(())
             for i in part:

@@ -28,8 +28,8 @@ class Numeric(AnswerRule):
 
         tolerance: float = Field(1e-6, ge=0)
         """Largest difference, as a share of the larger number."""
-        absolute: float = Field(1e-9, ge=0)
-        """A difference that is always allowed."""
+        absolute: float = Field(0.0, ge=0)
+        """A difference that is always allowed, however small the right number is."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -52,10 +52,13 @@ def last_number(text: str) -> float | None:
     if found is None:
         return None
     value = float(found[0].replace(",", "").replace("\u2212", "-"))
-    return value / 100 if text[found.end() :].lstrip()[:1] == "%" else value
+    follows = text[found.end() : found.end() + 20].lstrip().removeprefix("\\")  # LaTeX writes \%
+    return value / 100 if follows[:1] == "%" else value
 
 
 def _number(gold: Any) -> float:
+    if isinstance(gold, bool):
+        raise ValueError("the rule `numeric` needs a number, and not a truth value")
     value = last_number(gold) if isinstance(gold, str) else float(gold)
     if value is None or not math.isfinite(value):
         raise ValueError("the rule `numeric` needs a number")

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from agentrl.algorithms.advantages import group_mean, group_std, leave_one_out
 from agentrl.algorithms.grpo import Grpo
-from agentrl.algorithms.losses import cross_entropy, negative_entropy, policy_gradient
+from agentrl.algorithms.losses import cross_entropy, negative_entropy, policy_gradient, reference_penalty
 from agentrl.algorithms.sft import Sft
 from agentrl.batch import TrainBatch, TrainingSample, collate
 from agentrl.protocols import LossTokens
@@ -131,6 +131,8 @@ def test_the_policy_gradient_by_hand() -> None:
     assert output.metrics["kl"].tolist()[:2] == pytest.approx([0.0, 0.5 - log(1.5)])
     dual = policy_gradient(logprobs, tokens_of(old, old, advantages), **CLIP, dual_clip=3.0)
     assert dual.loss_N.tolist() == pytest.approx([-2.0, -2.56, 1.6, 3.0, -1.0, 3.0])
+    assert dual.metrics["clipped_dual"].tolist() == [0, 0, 0, 0, 0, 1]
+    assert output.metrics["clipped_dual"].tolist() == [0] * 6
 
 
 def test_the_importance_weight_is_truncated_and_carries_no_gradient() -> None:
@@ -266,3 +268,24 @@ def test_an_entropy_bonus_raises_the_probability_of_what_is_unlikely() -> None:
     (gradient,) = torch.autograd.grad(output.loss_N.sum(), logits)
     assert gradient[0] > 0 > gradient[2]
     assert Grpo(Grpo.Config()).loss(logprobs[sampled], tokens).loss_N.abs().sum() == 0
+
+
+@pytest.mark.parametrize("term", ["entropy_bonus", "kl"])
+def test_the_extra_terms_are_right_in_expectation_for_tokens_that_an_older_policy_sampled(term: str) -> None:
+    """The sum over all tokens of q * loss has the gradient of the policy's own entropy, or KL, whatever q is."""
+    logits = torch.tensor([0.3, -1.0, 2.0, 0.1], dtype=torch.float64, requires_grad=True)
+    logprobs = torch.log_softmax(logits, -1)
+    began = torch.log_softmax(torch.tensor([0.2, 0.4, 1.0, -0.3], dtype=torch.float64), -1)  # at the step's beginning
+    sampled = torch.log_softmax(torch.tensor([0.9, -0.2, 0.5, 0.3], dtype=torch.float64), -1)  # of the engine
+    reference = torch.log_softmax(torch.tensor([-0.5, 0.6, 0.1, 0.8], dtype=torch.float64), -1)
+    tokens = LossTokens(began, sampled, reference, torch.zeros(4), torch.zeros(4))
+    settings = Grpo.Config.model_validate({term: 1.0, "importance_cap": 100.0})
+    losses = Grpo(settings).loss(logprobs, tokens).loss_N
+    exact = logprobs if term == "entropy_bonus" else logprobs - reference
+    (expected,) = torch.autograd.grad((logprobs.exp() * exact).sum(), logits, retain_graph=True)
+    (estimated,) = torch.autograd.grad((sampled.exp() * losses).sum(), logits, retain_graph=True)
+    torch.testing.assert_close(estimated, expected)
+    # Without the weight it is another gradient.
+    plain = negative_entropy(logprobs) if term == "entropy_bonus" else reference_penalty(logprobs, reference)
+    (unweighted,) = torch.autograd.grad((sampled.exp() * plain).sum(), logits)
+    assert float((unweighted - expected).norm() / expected.norm()) > 0.2

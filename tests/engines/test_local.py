@@ -396,6 +396,53 @@ def test_noise_is_a_function_of_seed_and_position_alone(rows: list[tuple[int, in
     assert bool(torch.isfinite(together).all())
 
 
+def tail_counts(draws: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """How often each token was drawn, and its probability: two common tokens, and tails from 1e-3 down to 1e-7."""
+    tails = [10.0**-power for power in range(3, 8) for _ in range(4)]
+    probabilities = np.array([0.6, 0.4 - sum(tails), *tails])
+    sampler = Sampler(len(probabilities), torch.device("cpu"))
+    logits = torch.from_numpy(np.log(probabilities)).float()
+    counts = np.zeros(len(probabilities), dtype=np.int64)
+    rows = 1 << 16
+    for first in range(0, draws, rows):
+        positions = np.arange(first, min(first + rows, draws), dtype=np.uint64)
+        keys = noise_keys(np.full(len(positions), seed, np.uint64), positions)
+        ones = torch.ones(len(positions))
+        drawn, _ = sampler.sample(logits.expand(len(positions), -1), ones, torch.from_numpy(keys))
+        counts += np.bincount(drawn.numpy(), minlength=len(counts))
+    return counts, probabilities
+
+
+@pytest.mark.long
+def test_a_million_draws_have_the_probabilities_of_the_logits_down_to_the_tails() -> None:
+    draws = 1 << 20
+    counts, probabilities = (np.add.reduceat(part, [0, 1, 2, 6, 10, 14, 18]) for part in tail_counts(draws, 1))
+    expected = probabilities * draws
+    often = expected > 5
+    statistic = ((counts - expected)[often] ** 2 / expected[often]).sum()
+    assert statistic < 30, (counts, expected)  # six degrees of freedom: beyond 30 once in 25,000 runs
+    assert (counts[~often] <= 8).all(), (counts, expected)
+
+
+def test_the_noise_draws_tokens_that_are_rarer_than_float32_can_tell() -> None:
+    """The winner's exponential variate is about as small as its probability, so values down to 1e-8 must occur."""
+    sampler = Sampler(1 << 16, torch.device("cpu"))
+    keys = noise_keys(np.arange(64, dtype=np.uint64), np.zeros(64, np.uint64))
+    exponential = torch.exp(-sampler.gumbel(torch.from_numpy(keys)).double())
+    below = [int((exponential < bound).sum()) for bound in (1e-5, 1e-6, 3e-7)]
+    expected = [exponential.numel() * bound for bound in (1e-5, 1e-6, 3e-7)]  # 42, 4.2, 1.3
+    assert abs(below[0] - expected[0]) < 5 * expected[0] ** 0.5
+    assert 0 < below[1] < 16
+    assert len(torch.unique(exponential[exponential < 1e-5])) == below[0], "they lie on no grid"
+
+
+def test_a_seed_that_is_no_integer_is_refused_when_the_request_is_made() -> None:
+    for seed in (1.5, "7", None):
+        with pytest.raises(TypeError, match="the seed of a request is an integer"):
+            GenerateRequest("a", [1], SamplingParams(), seed=seed)
+    assert GenerateRequest("a", [1], SamplingParams(), seed=np.int64(7)).seed == 7
+
+
 def test_the_noise_is_gumbel_and_independent_over_seeds_positions_and_tokens() -> None:
     sampler = Sampler(64, torch.device("cpu"))
     seeds, positions = (a.reshape(-1).astype(np.uint64) for a in np.meshgrid(np.arange(64), np.arange(64)))

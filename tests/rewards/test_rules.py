@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from agentrl.errors import ConfigError, RewardError
 from agentrl.plugins import load
+from agentrl.rewards.code_tests import _equal
 from agentrl.rewards.rules.numeric import last_number
 from agentrl.rollout.tools import ToolCall
 from agentrl.scoring.config import made
@@ -50,6 +51,10 @@ def judge(name: str, answer: str | list[str], gold: object = None, **settings: o
         ("numeric", "5-3", 3, {}, 1),
         ("numeric", "it is -3e-2", -0.03, {}, 1),
         ("numeric", "none", 0, {}, 0),
+        ("numeric", r"it is $7\%$", 7, {}, 0),
+        ("numeric", r"it is $7\%$", 0.07, {}, 1),
+        ("numeric", "0", 5e-10, {}, 0),
+        ("numeric", "0.0", 0, {}, 1),
         ("numeric", "1e999", 5, {}, 0),
         ("choice", "I think the answer is (C), not A.", "C", {}, 1),
         ("choice", "A cat. Answer: B", "b", {}, 1),
@@ -88,12 +93,31 @@ def test_a_rule_tells_right_from_wrong(name, answer, gold, settings, value):
         (r"$\{2, 1\}$", r"\{1,2\}", 1),
         ("The answer is 41", "42", 0),
         ("no idea", "42", 0),
+        ("$5 = 7$", "7", 0),
+        ("$1 = 7 = 7$", "7", 0),
+        ("$3 + 4 = 7$", "7", 1),
+        ("$x = 7$", "7", 1),
+        ("$7 = x$", "x = 7", 1),
+        (r"$7\%$", "7", 0),
+        (r"$700\%$", "7", 0),
+        ("7%", "0.07", 1),
+        (r"$7\%$", r"$7\%$", 1),
+        ("$7$", r"$7\%$", 0),
+        ("$[7,7]$", "7", 0),
+        (r"$\{7\}$", "7", 0),
+        ("$[7,8]$", "[7,8]", 1),
+        ("True", "1", 0),
     ],
 )
 def test_mathematics_is_held_against_mathematics(answer, gold, value):
     assert judge("math", answer, gold) == value
     with pytest.raises(ConfigError, match="no mathematics"):
         judge("math", "1", "$ $")
+
+
+def test_a_truth_value_is_no_right_number():
+    with pytest.raises(ConfigError, match="truth value"):
+        judge("numeric", "1", True)
 
 
 @pytest.mark.parametrize("name", ["exact", "numeric", "choice", "math", "regex", "json_schema"])
@@ -242,3 +266,22 @@ def test_the_built_in_rewards_keep_the_contract(name):
     factory = load("rewards", name)
     played = [trajectory(text, options={"answer": "4"}) for text in ("4", "5", "<think>4</think>", "")]
     check_reward(lambda: factory(factory.Config()), played)
+
+
+@pytest.mark.parametrize(
+    ("returned", "expected", "equal"),
+    [
+        (True, 1, False),
+        (1, True, False),
+        ([True], [1], False),
+        (True, True, True),
+        (1, 1.0, True),
+        (0, 5e-10, False),
+        (1e-12, 0.0, True),
+        (0.1 + 0.2, 0.3, True),
+        ((1, 2), [1, 2], False),
+        ([1, 2], (1, 2), True),
+    ],
+)
+def test_the_result_of_a_program_is_compared_by_kind_and_to_nine_digits(returned, expected, equal):
+    assert _equal(returned, expected) is equal

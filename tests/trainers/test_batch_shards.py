@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.batch import TrainBatch, collate
+from agentrl.batch import TrainBatch, collate, equal_parts
 from agentrl.testing.trainers import random_samples
 from agentrl.trainers.batch_shards import gather, minibatches_of, shard_batch
 from agentrl.trainers.settings import TrainerSettings
@@ -73,9 +73,27 @@ def test_minibatches_partition_the_samples_in_order(seed, samples, count):
     batch = batch_of(seed, samples)
     parts = minibatches_of(batch, count)
     assert len(parts) == min(count, samples)
-    sizes = [part.num_samples for part in parts]
-    assert max(sizes) - min(sizes) <= 1
+    assert all(part.num_samples for part in parts)
     assert np.array_equal(np.concatenate([part.tokens_S for part in parts]), batch.tokens_S)
+
+
+@given(loss_tokens=st.lists(st.integers(1, 200), min_size=1, max_size=60), count=st.integers(1, 8))
+def test_minibatches_have_as_many_loss_tokens_as_whole_samples_allow(loss_tokens, count):
+    sizes = equal_parts(loss_tokens, count)
+    assert sum(sizes) == len(loss_tokens)
+    assert len(sizes) == min(count, len(loss_tokens))
+    assert min(sizes) >= 1
+    by_part = [sum(part) for part in np.split(np.array(loss_tokens), np.cumsum(sizes)[:-1])]
+    exact = sum(loss_tokens) / len(sizes)
+    # Each border is at most half a sample off, unless a part would have had no sample.
+    assert max(abs(tokens - exact) for tokens in by_part) <= max(loss_tokens) * len(sizes)
+
+
+def test_a_long_sample_beside_short_ones_is_half_of_the_batch():
+    assert equal_parts([2, 2, 40, 38, 2], 2) == [3, 2]
+    assert equal_parts([80, 1, 1], 2) == [1, 2]
+    assert equal_parts([1, 1, 80], 2) == [2, 1]
+    assert equal_parts([5], 4) == [1]
 
 
 def test_no_minibatches_at_all_are_refused():
