@@ -9,6 +9,7 @@
     │   ├── EngineError            the engine refused a request
     │   │   └── EngineDeadError    the engine is not running, and answers no request
     │   ├── RewardError            the reward could not be computed
+    │   │   └── RuleLimitError     the judged content used up a rule's CPU time or memory, and counts as wrong
     │   └── DeadlineError          something outside did not answer in time
     ├── RetriesExhaustedError      too many tasks failed after all retries; training on the rest would be biased
     ├── FilterBudgetError          too many groups had no variance (dynamic sampling): the tasks do not suit the policy
@@ -74,6 +75,10 @@ class RewardError(RolloutError):
     """A reward could not be computed. It is never replaced by a number."""
 
     layer: Layer = "reward"
+
+
+class RuleLimitError(RewardError):
+    """The judged content used up the CPU time or the memory of a rule. It counts as wrong, and is not judged again."""
 
 
 class DeadlineError(RolloutError):

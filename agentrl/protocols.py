@@ -309,9 +309,10 @@ class GroupReward(Protocol):
 class Rule(Protocol):
     """A reward that is a pure function of a part of the trajectory.
 
-    `evaluate` runs in a process that is killed at the deadline `rollout.rules.deadline`, and verdicts are cached by
-    content. A rule that always answers in microseconds may set `isolation = "inline"` to run on the event loop. The
-    modules in its optional attribute `imports` are imported before a deadline begins.
+    `evaluate` runs in a process with limits (`rollout.rules`), and verdicts are cached by content. Content that uses up
+    the CPU time or the memory gets the optional attribute `wrong` as its verdict, by default 0. A rule that always
+    answers in microseconds may set `isolation = "inline"` to run on the event loop. The modules in its optional
+    attribute `imports` are imported before the limits apply.
     """
 
     def content(self, trajectory: Trajectory) -> Any:

@@ -175,5 +175,8 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, float) or isinstance(other, float):
         numbers = isinstance(one, int | float) and isinstance(other, int | float)
         close = 1e-9 if other == 0 else 0.0  # what is computed is rarely 0 itself
-        return numbers and math.isclose(one, other, rel_tol=1e-9, abs_tol=close)
+        try:
+            return numbers and math.isclose(one, other, rel_tol=1e-9, abs_tol=close)
+        except OverflowError:  # an integer that is larger than any float
+            return False
     return bool(one == other)

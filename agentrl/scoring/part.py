@@ -5,6 +5,7 @@ Sync code runs in a thread of its own unless `isolation` says otherwise; rules r
 
 import asyncio
 import inspect
+import logging
 import math
 import threading
 from collections.abc import Awaitable, Callable, Sequence
@@ -14,10 +15,12 @@ from functools import partial
 from numbers import Real
 from typing import Any, cast
 
-from agentrl.errors import RewardError
+from agentrl.errors import RewardError, RuleLimitError
 from agentrl.protocols import GroupReward, Isolation, Rule
 from agentrl.scoring.rule_pool import RulePool
 from agentrl.trajectory import Failed, Score, Trajectory
+
+logger = logging.getLogger(__name__)
 
 Ask = Callable[[Sequence[Trajectory]], Awaitable[list[Score]]]
 """Asks a part for the scores of a group, or of a single trajectory if the part scores those one by one.
@@ -88,7 +91,13 @@ def _as_score(returned: Any) -> Score:
 async def _evaluate(rule: Rule, pool: RulePool | None, trajectory: Trajectory) -> Any:
     """A rule's verdict, from a process of the pool if there is one."""
     content = rule.content(trajectory)
-    return rule.evaluate(content) if pool is None else await pool.run(rule.evaluate, content)
+    if pool is None:
+        return rule.evaluate(content)
+    try:
+        return await pool.run(rule.evaluate, content)
+    except RuleLimitError as error:
+        logger.info("%s: its content is judged wrong", error)
+        return float(getattr(rule, "wrong", 0.0))
 
 
 async def _now(function: Callable[[Any], Any], argument: Any) -> Any:

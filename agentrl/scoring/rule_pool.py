@@ -1,9 +1,12 @@
 """`RulePool`: runs pure functions in processes that can be killed, and caches their results.
 
 A rule that hangs (a regular expression that backtracks for ever, a number of a billion digits) blocks its process, and
-often holds the interpreter's lock, so no signal or thread can end it. Each call therefore has a deadline, counted from
-when a process begins it; a process that misses it is killed and replaced (pebble's `ProcessPool`). A rule that exceeds
-the memory limit of its process gets a `MemoryError`.
+often holds the interpreter's lock, so that no handler or thread can end it. Each call therefore has limits:
+
+- CPU time and memory. Only what is judged can use them up, so that is a verdict: `RuleLimitError`, and the content is
+  wrong. The kernel ends a process that has computed for too long; it is replaced (pebble's `ProcessPool`).
+- A deadline on the clock, counted from when a process begins it. One that is missed without the CPU time having been
+  used is the machine's fault, and a failure: the rule is asked again, so that a busy machine never makes a zero.
 """
 
 import asyncio
@@ -24,7 +27,7 @@ from typing import Any, Self
 from pebble import ProcessExpired, ProcessPool
 from pydantic import Field
 
-from agentrl.errors import ConfigError, RewardError
+from agentrl.errors import ConfigError, RewardError, RuleLimitError
 from agentrl.protocols import Settings
 
 
@@ -33,10 +36,13 @@ class RulePoolConfig(Settings):
 
     workers: int = Field(2, gt=0)
     """Processes; they start when the first rule needs one."""
-    deadline: float = Field(5.0, gt=0)
-    """Seconds for one verdict, after which its process is killed."""
+    cpu_seconds: float = Field(5.0, gt=0)
+    """CPU seconds for one verdict. Content that takes more is wrong."""
+    deadline: float = Field(40.0, gt=0)
+    """Seconds for one verdict, after which its process is killed and the rule is asked again. It must be well above
+    `cpu_seconds`, since a busy machine gives a rule its CPU time later."""
     memory_mb: int = Field(4096, ge=512)
-    """Address space of a process, in megabytes."""
+    """Address space of a process, in megabytes. Content that takes more is wrong."""
     cache: int = Field(100_000, ge=0)
     """Verdicts kept in memory, so that the same content is not judged again."""
 
@@ -72,6 +78,7 @@ class RulePool:
         """`function(argument)`, both of which must pickle; if `cached`, a repeated call is answered from the cache.
 
         Raises:
+            RuleLimitError: the function used up its CPU time or memory.
             RewardError: the function raised, missed its deadline or took its process down; or pickling failed.
             ConfigError: the function raised it.
         """
@@ -110,9 +117,13 @@ class RulePool:
                 "its process was killed"
             ) from error
         except ProcessExpired as error:
+            if -error.exitcode in (signal.SIGPROF, signal.SIGXCPU):
+                raise RuleLimitError(
+                    f"{name} computed for more than {self._config.cpu_seconds:g} s (rollout.rules.cpu_seconds)"
+                ) from error
             raise RewardError(f"{name} took its process down (exit status {error.exitcode})") from error
         except MemoryError as error:
-            raise RewardError(
+            raise RuleLimitError(
                 f"{name} needed more than {self._config.memory_mb} MB (rollout.rules.memory_mb)"
             ) from error
         except (ConfigError, RewardError):
@@ -126,7 +137,7 @@ class RulePool:
         return ProcessPool(
             max_workers=self._config.workers,
             initializer=_prepare,
-            initargs=[self._config.memory_mb << 20, self._config.deadline, list(sys.path), self.imports],
+            initargs=[self._config.memory_mb << 20, self._config.cpu_seconds, list(sys.path), self.imports],
             context=context,
         )
 
@@ -149,12 +160,16 @@ def _prepare(memory: int, cpu_seconds: float, path: list[str], imports: list[str
 
 
 def _call(call: bytes) -> Any:
-    """Make one call. If the driver is killed during it, the kernel ends it once it has computed too long."""
+    """Make one call. The kernel ends this process once it has computed too long, also if the driver is gone."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     most = math.ceil(used.ru_utime + used.ru_stime + _cpu_seconds) + 1
-    _limit(resource.RLIMIT_CPU, most)
+    _limit(resource.RLIMIT_CPU, most)  # in case that a rule handles the timer's signal
     function, argument = pickle.loads(call)
-    return function(argument)
+    signal.setitimer(signal.ITIMER_PROF, _cpu_seconds)  # SIGPROF, whose default action ends the process
+    try:
+        return function(argument)
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def _limit(what: int, value: int) -> None:

@@ -77,7 +77,8 @@ async def _findings(
     reward = make_reward()
     part = RewardPart(reward, "reward")
     kept = copy.deepcopy(played)
-    pool = RulePool(RulePoolConfig(deadline=seconds, workers=1, cache=0))
+    # In training, a rule that computes for too long says "wrong"; here it is a finding.
+    pool = RulePool(RulePoolConfig(deadline=seconds, cpu_seconds=10 * seconds, workers=1, cache=0))
     asker = _Asker(part.asked_in(pool), seconds)
     async with RewardPipeline([part], pool, deadline=seconds):
         groups = [played] if part.compares else [[one] for one in played]

@@ -12,7 +12,7 @@ import pytest
 from agentrl.cluster.processes import ProcessWorker
 from agentrl.cluster.ray_actors import RayWorkers
 from agentrl.cluster.workers import Make, StartWorker, Worker
-from agentrl.errors import RewardError, WorkerDiedError
+from agentrl.errors import RewardError, RuleLimitError, WorkerDiedError
 from agentrl.flow import Flow
 from agentrl.scoring.rule_pool import RulePoolConfig
 from agentrl.scoring.rule_workers import RuleWorkers
@@ -20,7 +20,7 @@ from tests.cluster.shared_ray import join_shared_ray
 from tests.processes import PATIENCE_SECONDS, still_alive
 
 pytestmark = pytest.mark.slow
-LEASE = 2.0
+LEASE = 10.0  # a busy machine starves a process for seconds
 
 
 def double(number: int) -> int:
@@ -47,12 +47,12 @@ def start(request: pytest.FixtureRequest) -> StartWorker:
 
 def test_rules_on_workers_hang_and_die_for_themselves_only(start: StartWorker) -> None:
     async def main() -> list[int]:
-        config = RulePoolConfig(deadline=3.0)
+        config = RulePoolConfig(cpu_seconds=1.0, deadline=PATIENCE_SECONDS)
         async with RuleWorkers(start, 2, config, [__name__]) as pool:
             async with Flow("test") as flow:
                 doubled = [flow.start(pool.run(double, number), name=str(number)) for number in range(20)]
             assert [task.result() for task in doubled] == [2 * number for number in range(20)]
-            with pytest.raises(RewardError, match=r"hang did not answer within 3 s"):
+            with pytest.raises(RuleLimitError, match=r"hang computed for more than 1 s"):
                 await pool.run(hang, 0)
             pids = [worker.pid for worker in pool._workers.values()]
             assert await pool.run(parent, 1, cached=False) in pids
