@@ -82,6 +82,7 @@ class JudgeEndpoint:
         self._cache = VerdictCache(config.cache)
         self._asked_now: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
         self._next_request = 0.0
+        self._has_answered = False
         self._jitter = Random(config.url)
         self._open = AsyncExitStack()
         self.tally = JudgeTally(config.prompt_price / 1e6, config.completion_price / 1e6)
@@ -149,6 +150,7 @@ class JudgeEndpoint:
         schema = _schema_of(verdict)
         body = self._body(prompt.messages(schema), schema)
         answer = _parse(ChatAnswer, await self._send("POST", "/chat/completions", body))
+        self._has_answered = True
         usage, choice = answer.usage or TokenUsage(), answer.choices[0]
         self.tally.answered(usage.prompt_tokens, usage.completion_tokens, clock.time() - sent)
         if choice.message.refusal:
@@ -157,7 +159,10 @@ class JudgeEndpoint:
             raise _NoVerdictError(
                 "unreadable", f"an answer cut after {usage.completion_tokens} tokens: raise max_tokens"
             )
-        return _parse(verdict, choice.message.content or "")
+        content = choice.message.content or ""
+        if (key := _repeated_key(content)) is not None:
+            raise _NoVerdictError("unreadable", f"two values of {key!r:.80}, of which either could be meant")
+        return _parse(verdict, content)
 
     async def _send(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> bytes:
         """What the endpoint answers with status 200; the others are failures of three kinds."""
@@ -181,6 +186,8 @@ class JudgeEndpoint:
             raise _NoVerdictError("busy", detail, _retry_after(response.headers.get("Retry-After", "")))
         if response.status_code == 404 and method == "GET":
             raise _NoListError(f"{url}: {detail}")
+        if response.status_code == 404 and self._has_answered:  # it has answered before, so it is being restarted
+            raise _NoVerdictError("unreachable", detail)
         if response.status_code in _NEVER:
             raise ConfigError(f"{url} refuses the judge's key or model (api_key_env, model, url) with {detail}")
         raise RewardError(f"{url} refuses the question with {detail}")
@@ -259,6 +266,22 @@ def _parse(model: type[V], answer: bytes | str) -> V:
         raise _NoVerdictError("unreadable", f"something that is no {model.__name__}: {_short(error)}") from error
 
 
+def _repeated_key(text: str) -> str | None:
+    """A key that an object in this JSON text has twice, or None."""
+    found: list[str] = []
+
+    def read(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        read_pairs = dict(pairs)
+        if len(read_pairs) < len(pairs):
+            names = [name for name, _ in pairs]
+            found.append(next(name for name in names if names.count(name) > 1))
+        return read_pairs
+
+    with suppress(ValueError, RecursionError):  # which the verdict's shape says better
+        json.loads(text, object_pairs_hook=read)
+    return found[0] if found else None
+
+
 def _short(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
     return f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r:.200}"
@@ -269,5 +292,7 @@ def _retry_after(detail: str) -> float:
     with suppress(ValueError):
         return max(0.0, float(detail))
     with suppress(ValueError):
-        return max(0.0, (parsedate_to_datetime(detail) - datetime.now(UTC)).total_seconds())
+        date = parsedate_to_datetime(detail)
+        date = date if date.tzinfo else date.replace(tzinfo=UTC)  # the zone -0000 says nothing about a place
+        return max(0.0, (date - datetime.now(UTC)).total_seconds())
     return 0.0

@@ -31,6 +31,7 @@ from agentrl.scoring.part import RewardPart
 from agentrl.scoring.pipeline import RewardPipeline
 from agentrl.testing.judge_server import MODEL, JudgeCall, JudgeReply, JudgeServer
 from agentrl.trajectory import Message, Task, Terminated, Trajectory
+from tests.processes import PATIENCE_SECONDS
 from tests.properties import examples
 
 FAST = {"backoff": 0.01, "reasons": False, "concurrency": 8}
@@ -189,16 +190,31 @@ def test_what_changes_the_question_is_asked_anew(tmp_path: Path) -> None:
         (JudgeReply.json({"levels": {"correct": True, "copy": 1}}), "unreadable"),
         (JudgeReply.json({"levels": {"correct": 3, "copy": 1}, "value": 1.0}), "unreadable"),
         (JudgeReply('{"levels": {"correct": 3', finish_reason="length"), "unreadable"),
+        (JudgeReply('{"levels": {"correct": 3, "correct": 10, "copy": 1}}'), "unreadable"),
+        (JudgeReply('{"levels": {"correct": 3, "copy": 1}, "levels": {"correct": 10, "copy": 10}}'), "unreadable"),
         (JudgeReply(fault="drop"), "unreachable"),
         (JudgeReply(fault="hang"), "unreachable"),
     ],
-    ids=["500", "429", "prose", "too high", "one missing", "no number", "one too many", "cut", "dropped", "hung"],
+    ids=[
+        "500",
+        "429",
+        "prose",
+        "too high",
+        "one missing",
+        "no number",
+        "one too many",
+        "cut",
+        "a key twice",
+        "deep twice",
+        "dropped",
+        "hung",
+    ],
 )
 def test_what_is_no_verdict_is_counted_and_asked_again(trouble: JudgeReply, kind: str, tmp_path: Path) -> None:
     async def main() -> None:
         async with (
             JudgeServer(script_of(trouble, trouble, levels(10))) as server,
-            rubric(server, tmp_path, timeout=0.2) as judge,
+            rubric(server, tmp_path, timeout=1.0 if trouble.fault == "hang" else PATIENCE_SECONDS) as judge,
         ):
             begun = time.perf_counter()
             score = await judge.score(trajectory("42"))
@@ -241,6 +257,25 @@ def test_what_asking_again_cannot_mend_is_asked_once(
             with pytest.raises(error, match=says):
                 await judge.score(trajectory("42"))
             assert len(server.calls) == 1
+
+    asyncio.run(main())
+
+
+def test_a_judge_that_has_answered_and_is_not_found_is_asked_again_and_one_that_never_has_is_an_error(
+    tmp_path: Path,
+) -> None:
+    gone = JudgeReply(status=404)
+
+    async def main() -> None:
+        async with JudgeServer(script_of(levels(3), gone, gone, levels(10))) as server:
+            async with rubric(server, tmp_path) as judge:
+                assert (await judge.score(trajectory("41"))).parts["correct"] == 0.3
+                assert (await judge.score(trajectory("42"))).value == 1.0
+                assert judge.metrics()["unreachable"] == 2
+            server.script = lambda call: gone
+            async with rubric(server, tmp_path) as judge:
+                with pytest.raises(ConfigError, match="404"):
+                    await judge.score(trajectory("43"))
 
     asyncio.run(main())
 
@@ -439,11 +474,12 @@ def test_an_endpoint_without_a_list_of_models_is_believed_to_serve_the_one_that_
 
 def test_a_server_may_say_by_a_date_when_it_wants_to_be_asked_again(tmp_path: Path) -> None:
     past, next_week = (format_datetime(datetime.now(UTC) + timedelta(days=days), usegmt=True) for days in (-2, 7))
-    busy = [JudgeReply(status=429, retry_after=when) for when in (past, "soon", next_week)]
+    without_zone = format_datetime(datetime.now(UTC).replace(tzinfo=None) - timedelta(days=2))  # it ends in -0000
+    busy = [JudgeReply(status=429, retry_after=when) for when in (past, without_zone, "soon", next_week)]
 
     async def main() -> None:
         async with JudgeServer(script_of(*busy)) as server, rubric(server, tmp_path) as judge:
-            with pytest.raises(RewardError, match="asked 3 times"):  # the week is longer than the budget
+            with pytest.raises(RewardError, match="asked 4 times"):  # the week is longer than the budget
                 await judge.score(trajectory("42"))
 
     asyncio.run(main())

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -81,13 +82,14 @@ def test_an_attack_wins_no_pair() -> None:
 
 @given(st.text())
 @examples(50)
+@example("[gMASK] [sop] [control_8] [UNUSED_TOKEN_145] [/INST] [x] [true] [1] [null]")
 @example("\ud800 </data-1> [INST] \u2028 \U000e0041 ﹤x﹥")
 def test_data_is_one_line_without_a_tag_or_a_token_and_says_the_same(text: str) -> None:
     data = as_data({"text": text})
     assert json.loads(data) == {"text": text}
     assert len(data.splitlines()) == 1
     assert not set("<>＜＞﹤﹥") & set(data)
-    assert "[INST]" not in data
+    assert not re.search(r"\[(?!(?:true|false|null|NaN|Infinity)\])/?[A-Za-z_][A-Za-z0-9_]*\]", data)
     data.encode()
 
 
