@@ -35,6 +35,8 @@ from agentrl.rewards.judge_tally import JudgeTally, Trouble
 
 T = TypeVar("T")
 V = TypeVar("V", bound=BaseModel)
+LARGEST_ANSWER = 8 << 20
+"""Most bytes of an answer; a longer one is not read to its end."""
 _BUSY = (408, 409, 425, 429, 500, 502, 503, 504, 529)
 """The server, or what stands before it, may answer when it is asked again."""
 _NEVER = (401, 404)
@@ -172,16 +174,17 @@ class JudgeEndpoint:
         content = None if body is None else json.dumps(body)  # ASCII: half of a surrogate pair is no UTF-8
         try:
             async with asyncio.timeout(self._config.timeout):
-                response = await self._client.request(
+                async with self._client.stream(
                     method, url, content=content, headers=self._headers, follow_redirects=False, timeout=None
-                )
+                ) as response:
+                    answer = await _read(response)
         except TimeoutError:
             raise _NoVerdictError("unreachable", f"no answer within timeout={self._config.timeout:g} s") from None
         except httpx.HTTPError as error:
             raise _NoVerdictError("unreachable", str(error) or type(error).__name__) from error
         if response.status_code == 200:
-            return response.content
-        detail = f"{response.status_code}: {self._without_key(response.content.decode(errors='replace'))[:300]}"
+            return answer
+        detail = f"{response.status_code}: {self._without_key(answer.decode(errors='replace'))[:300]}"
         if response.status_code in _BUSY:
             raise _NoVerdictError("busy", detail, _retry_after(response.headers.get("Retry-After", "")))
         if response.status_code == 404 and method == "GET":
@@ -264,6 +267,16 @@ def _parse(model: type[V], answer: bytes | str) -> V:
         return model.model_validate_json(answer)
     except ValidationError as error:
         raise _NoVerdictError("unreadable", f"something that is no {model.__name__}: {_short(error)}") from error
+
+
+async def _read(response: httpx.Response) -> bytes:
+    """The body of an answer, if it is not too long."""
+    body = bytearray()
+    async for part in response.aiter_bytes():
+        body += part
+        if len(body) > LARGEST_ANSWER:
+            raise _NoVerdictError("unreadable", f"an answer of more than {LARGEST_ANSWER >> 20} MiB")
+    return bytes(body)
 
 
 def _repeated_key(text: str) -> str | None:
