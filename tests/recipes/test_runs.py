@@ -96,18 +96,19 @@ def test_two_runs_with_one_seed_end_in_the_same_weights_and_another_seed_in_othe
 
 
 @pytest.mark.parametrize(
-    ("bound", "kills"),
+    ("bound", "kills", "isolation"),
     [
-        pytest.param(0, 3, marks=pytest.mark.slow),
-        pytest.param(0, 12, marks=pytest.mark.long),
-        pytest.param(1, 12, marks=pytest.mark.long),
+        pytest.param(0, 3, "inline", marks=pytest.mark.slow),
+        pytest.param(0, 12, "inline", marks=pytest.mark.long),
+        pytest.param(0, 12, "process", marks=pytest.mark.long),
+        pytest.param(1, 12, "process", marks=pytest.mark.long),
     ],
 )
 def test_a_run_killed_at_any_moment_trains_the_same_tasks_as_one_that_was_not_and_leaves_nothing(
-    tmp_path, monkeypatch, bound, kills
+    tmp_path, monkeypatch, bound, kills, isolation
 ):
     steps = max(6, kills + 2)
-    settings = [*SMALL, "run_dir=run", f"steps={steps}", f"rollout.max_staleness={bound}", "env.isolation=process"]
+    settings = [*SMALL, "run_dir=run", f"steps={steps}", f"rollout.max_staleness={bound}", f"env.isolation={isolation}"]
     settings += ["checkpoint.every=1"]
     outside = folder(tmp_path, "outside")
     monkeypatch.setenv("TMPDIR", str(outside))
@@ -128,8 +129,9 @@ def test_a_run_killed_at_any_moment_trains_the_same_tasks_as_one_that_was_not_an
         assert b.episode_fates().settled
     rows = [json.loads(line) for line in (killed_in / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "reward" in row] == list(range(steps))
-    if bound == 0:
-        # At staleness 0 even the weights are those of the run that nobody killed.
+    if bound == 0 and isolation == "inline":
+        # At staleness 0 even the weights are those of the run that nobody killed. (Replies of processes come at any
+        # time, and the last bits of a logprob depend on which requests the engine answers together.)
         assert killed["weights_sha256"] == whole["weights_sha256"]
 
 
