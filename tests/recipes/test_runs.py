@@ -130,8 +130,8 @@ def test_a_run_killed_at_any_moment_trains_the_same_tasks_as_one_that_was_not_an
     rows = [json.loads(line) for line in (killed_in / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "reward" in row] == list(range(steps))
     if bound == 0 and isolation == "inline":
-        # At staleness 0 even the weights are those of the run that nobody killed. (Replies of processes come at any
-        # time, and the last bits of a logprob depend on which requests the engine answers together.)
+        # At staleness 0 the weights are those of the run that was not killed, too. Environments in processes answer at
+        # any time, so the engine batches their requests differently, which changes the last bits of logprobs.
         assert killed["weights_sha256"] == whole["weights_sha256"]
 
 
