@@ -1,6 +1,8 @@
 """Which processes have ended."""
 
 import ipaddress
+import shutil
+import subprocess
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -50,3 +52,10 @@ def title(process: psutil.Process) -> str:
     with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
         return " ".join(process.cmdline()) or process.name()
     return ""
+
+
+def can_mount() -> bool:
+    """Whether this user may mount a file system in a namespace of its own, as tests of full disks do."""
+    if shutil.which("unshare") is None:
+        return False
+    return subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode == 0

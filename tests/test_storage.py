@@ -19,7 +19,7 @@ from agentrl.errors import ConfigError, WeightsError
 from agentrl.rollout.ledger import Ledger, check_ledger
 from agentrl.storage import storage_problem
 from agentrl.trajectory import Task
-from tests.processes import PATIENCE_SECONDS
+from tests.processes import PATIENCE_SECONDS, can_mount
 
 ROOT = Path(__file__).parents[1]
 LIMIT = 1 << 16
@@ -68,6 +68,26 @@ def test_the_cause_is_found_in_groups_and_behind_other_errors() -> None:
     assert storage_problem(group) == "no space is left on the disk (/runs/a/metrics.jsonl)"
     assert storage_problem(WeightsError("damaged")) is None
     assert storage_problem(OSError(errno.ECONNREFUSED, "refused")) is None
+
+
+ON_A_FULL_DISK = """
+mount -t tmpfs -o size=1m none disk
+"$PYTHON" -c "from agentrl.rollout.ledger import Ledger; Ledger('disk/ledger.sqlite').close()"
+touch disk/config.yaml
+dd if=/dev/zero of=disk/filler bs=4k 2> /dev/null
+exec "$PYTHON" -c "from agentrl.cli import main; main()" ledger disk
+"""
+
+
+@pytest.mark.skipif(not can_mount(), reason="this machine does not let a user mount a disk")
+def test_a_ledger_that_a_full_disk_keeps_from_being_opened_is_not_called_damaged(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    ended = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", ON_A_FULL_DISK],
+        cwd=tmp_path, env={**os.environ, "PYTHON": sys.executable}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 1
+    assert "no space is left on the disk" in ended.stderr
 
 
 @pytest.mark.slow

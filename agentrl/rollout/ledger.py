@@ -28,6 +28,7 @@ from typing import Any, Literal, Self, get_args
 
 from agentrl.errors import ConfigError
 from agentrl.rollout.write_behind import WriteBehind
+from agentrl.storage import storage_problem
 from agentrl.trajectory import Task
 
 Fate = Literal["trained", "filtered", "stale", "cancelled", "failed"]
@@ -410,6 +411,8 @@ def _connect(path: Path | str, mode: Literal["ro", "rwc"]) -> sqlite3.Connection
         db.execute("PRAGMA synchronous=NORMAL")
     except (sqlite3.DatabaseError, ConfigError) as error:
         db.close()
+        if isinstance(error, sqlite3.OperationalError) and storage_problem(error) is not None:
+            raise  # of the disk, which says nothing about the ledger
         raise ConfigError(f"{path} is no ledger that can be read: {error}") from error
     return db
 

@@ -20,7 +20,7 @@ from agentrl.envs.base import TextEnv
 from agentrl.protocols import StepResult
 from agentrl.rollout.ledger import read_ledger
 from tests.commands import ROOT, Command
-from tests.processes import PATIENCE_SECONDS
+from tests.processes import PATIENCE_SECONDS, can_mount
 
 SMALL = [
     "model=tiny",
@@ -100,12 +100,6 @@ rm -rf run/tmp
 cp -r run after
 """
 """Goes on with a run on a disk with so much room; then makes room, and goes on again."""
-
-
-def can_mount() -> bool:
-    if shutil.which("unshare") is None:
-        return False
-    return subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode == 0
 
 
 @pytest.fixture(scope="module")
