@@ -38,6 +38,10 @@ _REFUSED: _Numbers = {
     # the network; a pair of connected sockets is like a pipe, and is allowed
     "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201), "accept": (43, 202),
     "accept4": (288, 242),
+    # what makes sockets hold more than a pipe: larger buffers, and other sockets that are under way in them
+    "setsockopt": (54, 208), "sendmsg": (46, 211), "sendmmsg": (307, 269),
+    # what the machine, or its user, has only so many of
+    "io_setup": (206, 0), "inotify_init": (253, None), "inotify_init1": (294, 26),
     # objects that would outlive the run, or hold memory that no limit counts
     "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "semget": (64, 190), "semop": (65, 193),
     "semtimedop": (220, 192), "semctl": (66, 191), "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188),
@@ -60,12 +64,14 @@ _REFUSED_ALONE: _Numbers = {
 _NUMBERS: _Numbers = {
     **_REFUSED, **_REFUSED_ALONE, "clone": (56, 220), "clone3": (435, 435), "socketpair": (53, 199), "kill": (62, 129),
     "tgkill": (234, 131), "prlimit64": (302, 261), "fcntl": (72, 25), "ioctl": (16, 29), "prctl": (157, 167),
+    "rt_sigaction": (13, 134),
 }  # fmt: skip
 
 _LAST = 450
 """The newest call that this list covers; newer ones fail as if they did not exist."""
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-_CLONE_NEW, _CLONE_THREAD, _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 0x7E020080, 0x10000, 1, 4
+_CLONE_NEW, _CLONE_THREAD, _CLONE_FILES, _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 0x7E020080, 0x10000, 0x400, 1, 4
+_SIGCHLD = 17
 _F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _FIOSETOWN, _SIOCSPGRP = 8, 10, 15, 0x8901, 0x8902
 
 # Classic BPF, of linux/filter.h and linux/seccomp.h: load a word, test it and jump (one offset if true, another if
@@ -84,6 +90,10 @@ def _argument(index: int) -> _Code:
     return [(_LOAD, 0, 0, 16 + 8 * index)]
 
 
+def _upper_half(index: int) -> _Code:
+    return [(_LOAD, 0, 0, 16 + 8 * index + 4)]
+
+
 def _unless(test: int, values: tuple[int, ...], verdict: _Code) -> _Code:
     """Continue if the loaded word passes the test with one of `values`, else apply `verdict`, a single instruction."""
     many = len(values)
@@ -95,11 +105,11 @@ def _where(test: int, values: tuple[int, ...], verdict: _Code) -> _Code:
     return [step for value in values for step in ((test, 0, 1, value), *verdict)]
 
 
-def seccomp_filter(alone: int = 0) -> bytes:
+def seccomp_filter(alone: int = 0, metered: bool = False) -> bytes:
     """The filter in the form that the kernel takes.
 
     `alone` is the process id, for a process that no namespace confines. Such a process can start threads but no other
-    processes, and can signal only itself.
+    processes, and can signal only itself. `metered`: a control group counts the CPU time of all processes.
 
     Raises:
         OSError: the system calls of this machine's architecture are not listed here.
@@ -112,7 +122,11 @@ def seccomp_filter(alone: int = 0) -> bytes:
     # A pair of stream sockets only: a datagram socket can send to a name.
     about: dict[str, _Code] = {
         "clone3": _refuse(errno.ENOSYS),  # its flags are behind a pointer; the C library then uses clone
-        "clone": [*_argument(0), *_where(_ANY_BIT, (_CLONE_NEW,), no)],
+        # A thread with files of its own would hide them from those who count the sockets of its process.
+        "clone": [
+            *_argument(0), *_where(_ANY_BIT, (_CLONE_NEW,), no),
+            (_ANY_BIT, 0, 2, _CLONE_THREAD), (_ANY_BIT, 1, 0, _CLONE_FILES), *no,
+        ],
         "prctl": [*_argument(0), *_where(_EQUAL, (_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE), no)],  # we see and kill it
         "socketpair": [
             *_argument(0), *_unless(_EQUAL, (1,), no),
@@ -120,8 +134,15 @@ def seccomp_filter(alone: int = 0) -> bytes:
         ],
         "prlimit64": [*_argument(0), *_unless(_EQUAL, (0, alone), no)],  # the server runs as the same user
     }  # fmt: skip
+    if not alone and not metered:
+        # With SIGCHLD ignored, children end unnoticed, and their CPU time is lost: it keeps its default action. Asking
+        # for the action (a null pointer, of two words) is answered, and so are all other signals.
+        about["rt_sigaction"] = [
+            *_argument(0), (_EQUAL, 0, 5, _SIGCHLD), *_argument(1), (_EQUAL, 0, 2, 0), *_upper_half(1),
+            (_EQUAL, 1, 0, 0), *_refuse(0),
+        ]  # fmt: skip
     if alone:
-        about["clone"] = [*_argument(0), *_unless(_ANY_BIT, (_CLONE_THREAD,), no)]
+        about["clone"] += [*_argument(0), *_unless(_ANY_BIT, (_CLONE_THREAD,), no)]
         about |= {name: [*_argument(0), *_unless(_EQUAL, (alone,), no)] for name in ("kill", "tgkill")}
         about["fcntl"] = [*_argument(1), *_where(_EQUAL, (_F_SETOWN, _F_SETSIG, _F_SETOWN_EX), no)]
         about["ioctl"] = [*_argument(1), *_where(_EQUAL, (_FIOSETOWN, _SIOCSPGRP), no)]

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, Self
 
 import agentrl
-from agentrl.sandbox.order import HEADER, LARGEST_MESSAGE, Order
+from agentrl.sandbox import cgroup
+from agentrl.sandbox.order import DONE, HEADER, LARGEST_MESSAGE, Order
 from agentrl.sandbox.outcome import LimitHit, Outcome, Ran, SandboxLost
 from agentrl.sandbox.settings import SandboxConfig
 
@@ -29,7 +30,7 @@ _ENVIRONMENT = {
 """The whole environment. The hash seed gives a set the same order in every run."""
 _START = (
     "import sys; sys.path.insert(0, {source!r}); from agentrl.sandbox.server import main; del sys.path[0]; "
-    "main{arguments!r}"
+    "main(**{arguments!r})"
 )
 
 
@@ -38,7 +39,7 @@ class JailError(Exception):
 
 
 class Jail:
-    """One process, which forks a child for every program. Made by `start`; after a `SandboxLost` it is `dead`."""
+    """A process that forks another for every program. Made by `start`; after a `SandboxLost` it is `dead`."""
 
     def __init__(self, backend: str, config: SandboxConfig) -> None:
         self.dead = False
@@ -50,7 +51,11 @@ class Jail:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  closed by `kill`
         python = os.path.realpath(sys.executable)
         readable = (*_SYSTEM, sys.base_prefix, sys.base_exec_prefix, *config.paths)
-        arguments = (backend, readable, self._scratch, config.preload, config.paths)
+        self._group = cgroup.make(os.path.basename(self._scratch))
+        arguments = {
+            "backend": backend, "readable": readable, "scratch": self._scratch, "preload": config.preload,
+            "paths": config.paths, "group": self._group,
+        }  # fmt: skip
         code = _START.format(source=str(Path(agentrl.__file__).parent.parent), arguments=arguments)
         self._process = subprocess.Popen(
             [python, "-s", "-S", "-P", "-c", code],
@@ -98,6 +103,7 @@ class Jail:
         self._writer.write(order.pack())
         await self._writer.drain()
         reply = await self._receive()
+        await self._reader.readexactly(len(DONE))
         wrote = {"stdout": reply["stdout"], "stderr": reply["stderr"], "seconds": reply["seconds"]}
         return LimitHit(reply["hit"], **wrote) if reply["hit"] else Ran(exit=reply["exit"], **wrote)
 
@@ -129,5 +135,6 @@ class Jail:
             self._writer.close()
         self._socket.close()
         self._errors.close()
+        cgroup.remove(self._group)
         with suppress(OSError, RecursionError):
             shutil.rmtree(self._scratch)

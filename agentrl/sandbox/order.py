@@ -1,5 +1,7 @@
 """Messages between driver and jail: an `Order` to the jail, a dict of results back, each as its length and JSON.
 
+`DONE` follows the results, once nothing of the run is left.
+
 This module also runs inside jails, so it uses only the standard library.
 """
 
@@ -9,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 HEADER = struct.Struct("!I")
+DONE = b"."
 LARGEST_MESSAGE = 256 << 20
 """Bytes; a header that states a longer message is invalid."""
 

@@ -1,7 +1,13 @@
-"""The server of a jail: it forks a child for each program, watches it, and reports the outcome.
+"""The server of a jail: for each program it forks a supervisor, which forks the program, watches it and reports.
 
-A bare interpreter calls `main` (`agentrl.sandbox.jail`). In the server, `main` serves forever. In a child, the server's
-frames return before the program runs, so that it has the whole stack, and the child exits as any interpreter does.
+    driver --- channel ---> server -- fork --> supervisor -- fork --> program
+                            reads nothing      reads the order        runs it
+
+A program inherits the memory of the processes that it was forked from, and can search it. So the server never reads
+what others have sent or written: only the supervisor does, and it ends with its program.
+
+A bare interpreter calls `main` (`agentrl.sandbox.jail`). In the server, `main` serves forever. In a program's process,
+all these frames return before the program runs, so that it has the whole stack, and it exits as any interpreter does.
 This module uses only the standard library.
 """
 
@@ -26,22 +32,33 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from agentrl.sandbox.order import HEADER, LARGEST_MESSAGE, Order, pack
+from agentrl.sandbox.cgroup import ControlGroup
+from agentrl.sandbox.order import DONE, HEADER, LARGEST_MESSAGE, Order, pack
 from agentrl.sandbox.walls import WALLS, Walls
 
 TICK = 0.02
 """Seconds between two checks of the resources that a run has used."""
+_SOCKET_BYTES = 320 << 10
+"""What a socket may hold: Linux's default of 208 KiB, and the last message. Programs may not raise it."""
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 _OPEN_FILES = 256
 _READY = b"ready"
 
 
-def main(backend: str, readable: Sequence[str], scratch: str, preload: Sequence[str], paths: Sequence[str]) -> None:
+def main(
+    *,
+    backend: str,
+    readable: Sequence[str],
+    scratch: str,
+    preload: Sequence[str],
+    paths: Sequence[str],
+    group: Sequence[str],
+) -> None:
     """Serve runs on the socket that is file descriptor 0 until its other end is closed."""
     # With the default action, unlike with Python's handler, SIGINT does not reach the first process of a namespace.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    walls = WALLS[backend](readable, scratch)
+    walls = WALLS[backend](readable, scratch, ControlGroup(group))
     channel = socket.socket(fileno=0)
     try:
         walls.enter()
@@ -59,24 +76,47 @@ def main(backend: str, readable: Sequence[str], scratch: str, preload: Sequence[
 
 
 def _serve(channel: socket.socket, walls: Walls) -> str:
-    """Serve orders forever. Returns only in a child: the program to run."""
-    while True:
-        order = _receive(channel)
-        folder = walls.begin(order)
-        (stdin, feed), (stdout, to_stdout), (stderr, to_stderr), (ready, say_ready) = (os.pipe() for _ in range(4))
-        child = os.fork()
-        if child == 0:
-            _become(order, walls, folder, (stdin, to_stdout, to_stderr, say_ready))
-            return order.program
-        for fd in (stdin, to_stdout, to_stderr, say_ready):
-            os.close(fd)
-        with open(ready, "rb") as pipe:
-            if (word := pipe.read()) != _READY:
-                sys.exit(f"a child could not be confined: {word.decode(errors='replace') or 'it died'}")
-        run = _Run(order, walls, folder, child, (channel.fileno(), feed, stdout, stderr))
-        report = run.to_its_end()
-        walls.end(folder)
-        channel.sendall(pack(report))
+    """Serve orders until the channel is closed. Returns only in a program's process: the program."""
+    while _more(channel):
+        supervisor = os.fork()
+        if supervisor == 0:
+            return _supervise(channel, walls)
+        if status := os.waitstatus_to_exitcode(os.waitpid(supervisor, 0)[1]):
+            sys.exit(f"a supervisor ended with {status}")
+        with suppress(ConnectionError):
+            channel.sendall(DONE)
+    walls.group.remove()
+    os._exit(0)
+
+
+def _more(channel: socket.socket) -> bool:
+    """Wait for the next order, and leave it to be read; False if the driver is gone, or has closed this jail."""
+    with suppress(ConnectionError):
+        return bool(channel.recv(1, socket.MSG_PEEK))
+    return False
+
+
+def _supervise(channel: socket.socket, walls: Walls) -> str:
+    """Serve one order and exit. Returns only in the program's process: the program."""
+    walls.enclose()
+    order = _receive(channel)
+    walls.group.begin(order)
+    folder = walls.begin(order)
+    (stdin, feed), (stdout, to_stdout), (stderr, to_stderr), (ready, say_ready) = (os.pipe() for _ in range(4))
+    child = os.fork()
+    if child == 0:
+        _become(order, walls, folder, (stdin, to_stdout, to_stderr, say_ready))
+        return order.program
+    for fd in (stdin, to_stdout, to_stderr, say_ready):
+        os.close(fd)
+    with open(ready, "rb") as pipe:
+        if (word := pipe.read()) != _READY:
+            sys.exit(f"a child could not be confined: {word.decode(errors='replace') or 'it died'}")
+    run = _Run(order, walls, folder, child, (channel.fileno(), feed, stdout, stderr))
+    report = run.to_its_end()
+    walls.end(folder)
+    channel.sendall(pack(report))
+    os._exit(0)
 
 
 def _receive(channel: socket.socket) -> Order:
@@ -106,7 +146,6 @@ class _Run:
         self.exit: int | None = None
         self.hit = ""
         self.begun = time.monotonic()
-        self.cpu_before = _cpu_of_the_dead()
         self.input = memoryview(order.stdin.encode(errors="replace"))
         self.output = {self.stdout: bytearray(), self.stderr: bytearray()}
         self.poll = select.poll()
@@ -133,8 +172,7 @@ class _Run:
             self._read(fd)
         for fd in {self.stdin, self.stdout, self.stderr, self.ended} - {-1}:
             os.close(fd)
-        if not self.hit and _cpu_of_the_dead() - self.cpu_before >= self.order.cpu:
-            self.hit = "cpu"
+        self.hit = self.hit or self._limit_hit_by_the_dead()
         stdout, stderr = (self.output[fd].decode(errors="replace") for fd in (self.stdout, self.stderr))
         return {"hit": self.hit, "exit": self.exit, "stdout": stdout, "stderr": stderr, "seconds": seconds}
 
@@ -191,21 +229,43 @@ class _Run:
             return "wall"
         self._reap()  # dead orphans would count as processes
         pids = self.walls.processes(self.child)
-        cpu, pages = _cpu_of_the_dead() - self.cpu_before, 0
+        cpu, pages = _cpu_of_the_dead(), 0
         for pid in pids:
             its_cpu, its_pages = _used_by(pid)
             cpu, pages = cpu + its_cpu, pages + its_pages
         if cpu >= order.cpu:
             return "cpu"
+        buffers = 0 if self.walls.group else _buffers_of(pids)
         # `pages` counts shared pages once for each process that shares them. The exact count takes longer.
-        if pages * _PAGE > order.memory and sum(map(_memory_of, pids)) > order.memory:
+        if pages * _PAGE + buffers > order.memory and sum(map(_memory_of, pids)) + buffers > order.memory:
             return "memory"
-        return "disk" if self.walls.used(self.folder) > order.disk else ""
+        if self.walls.used(self.folder) > order.disk:
+            return "disk"
+        return self._limit_hit_by_the_dead()
+
+    def _limit_hit_by_the_dead(self) -> str:
+        """The limit that all processes have hit together, those included that have ended."""
+        if _cpu_of_the_dead() >= self.order.cpu:
+            return "cpu"
+        return self.walls.group.limit_hit()
 
 
 def _cpu_of_the_dead() -> float:
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
+
+
+def _buffers_of(pids: Sequence[int]) -> int:
+    """Bytes that the buffers of these processes' sockets may hold. Others than pairs of sockets cannot be made."""
+    sockets = set()
+    for pid in pids:
+        with suppress(OSError):
+            folder = f"/proc/{pid}/fd"
+            for name in os.listdir(folder):
+                with suppress(OSError):
+                    if (target := os.readlink(f"{folder}/{name}")).startswith("socket:"):
+                        sockets.add(target)
+    return len(sockets) * _SOCKET_BYTES
 
 
 def _used_by(pid: int) -> tuple[float, int]:
@@ -228,6 +288,7 @@ def _become(order: Order, walls: Walls, folder: str, pipes: tuple[int, int, int,
     *standard, say_ready = pipes
     try:
         os.setsid()
+        walls.group.join()
         for to, fd in enumerate(standard):
             os.dup2(fd, to)
         say_ready = os.dup2(say_ready, 3)

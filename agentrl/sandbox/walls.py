@@ -1,6 +1,6 @@
 """The walls that confine a program: namespaces, Landlock or, on request, nothing.
 
-Walls confine a server and the one program that it runs at a time. This module runs inside jails, so it uses only the
+Walls confine a server, and around each program its supervisor. This module runs inside jails, so it uses only the
 standard library.
 """
 
@@ -13,23 +13,27 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from agentrl.sandbox import kernel
+from agentrl.sandbox.cgroup import ControlGroup
 from agentrl.sandbox.filter import seccomp_filter
 from agentrl.sandbox.order import Order
 
 _NOBODY = 65534
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _SMALL = "mode=0755,size=1m,nr_inodes=2k"
+_OURS = 3
+"""Processes that count as those of a program, though they are ours: the server, the supervisor and its parent."""
 FILES = 10_000
 """How many files and folders a run may have."""
 
 
 class Walls(ABC):
-    """A server inside walls calls `enter` once, then for each run `begin`, `confine` in its child, and `end`."""
+    """A server calls `enter`; for each run, a supervisor `enclose`, `begin`, `confine` in its child, and `end`."""
 
-    def __init__(self, readable: Sequence[str], scratch: str) -> None:
+    def __init__(self, readable: Sequence[str], scratch: str, group: ControlGroup) -> None:
         """`readable`: paths a program may read and execute. `scratch`: a folder, kept until the server is ready."""
         self.readable = readable
         self.scratch = scratch
+        self.group = group
 
     @abstractmethod
     def enter(self) -> None:
@@ -38,6 +42,10 @@ class Walls(ABC):
         Raises:
             OSError: the machine does not support them.
         """
+
+    def enclose(self) -> None:
+        """In the supervisor: end with the server. May fork, and return only in the child."""
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
 
     @abstractmethod
     def begin(self, order: Order) -> str:
@@ -72,14 +80,14 @@ class Namespaces(Walls):
     def enter(self) -> None:
         """Returns in the first process of the new namespaces: when that one ends, the kernel kills the rest."""
         os.umask(0o022)
-        self._filter = seccomp_filter()
+        self._filter = seccomp_filter(metered=bool(self.group))
         root = os.geteuid() == 0
         uid, gid = os.geteuid(), os.getegid()
         spaces = kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC
         kernel.unshare(spaces | kernel.CLONE_NEWUTS | kernel.CLONE_NEWCGROUP | (0 if root else kernel.CLONE_NEWUSER))
         if not root:
             kernel.map_to_self(uid, gid)
-        _go_on_in_child()
+        _go_on_in_child(self.group)
         self._build_root()
         if root:
             # RLIMIT_NPROC does not apply to root, and files of root would belong to the program.
@@ -112,9 +120,16 @@ class Namespaces(Walls):
         kernel.restrict_mounts(new, kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NODEV)
         for device in _DEVICES:
             kernel.mount(device, new + device, flags=kernel.MS_BIND)
-        # Processes see only those that they may trace, which are their own, and nothing else of the kernel's.
-        kernel.mount("proc", f"{new}/proc", "proc", quiet | kernel.MS_NOEXEC, "hidepid=invisible,subset=pid")
+        _mount_proc(f"{new}/proc")
         kernel.pivot_root(new)
+
+    def enclose(self) -> None:
+        """Returns in the first process of a process namespace within that of the server: programs see only this one."""
+        kernel.unshare(kernel.CLONE_NEWPID | kernel.CLONE_NEWNS)
+        super().enclose()
+        _go_on_in_child()
+        super().enclose()
+        _mount_proc("/proc")
 
     def begin(self, order: Order) -> str:
         """Mount a file system in memory, with its own limits."""
@@ -124,7 +139,7 @@ class Namespaces(Walls):
 
     def confine(self, folder: str, order: Order) -> None:
         """No capabilities, a system call filter, and the first to be killed when memory is short."""
-        resource.setrlimit(resource.RLIMIT_NPROC, (order.processes + 1,) * 2)  # including the server
+        resource.setrlimit(resource.RLIMIT_NPROC, (order.processes + _OURS,) * 2)
         kernel.drop_capabilities()
         kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # else it could not open its own files in /proc
         with open("/proc/self/oom_score_adj", "w") as file:
@@ -132,7 +147,7 @@ class Namespaces(Walls):
         kernel.install_filter(self._filter)
 
     def processes(self, child: int) -> Sequence[int]:
-        """All processes in the namespace except the server."""
+        """All processes in the namespace except the supervisor."""
         return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
 
     def kill(self, child: int) -> None:
@@ -215,14 +230,25 @@ WALLS: dict[str, type[Walls]] = {"namespaces": Namespaces, "landlock": Landlock,
 """The strongest first."""
 
 
-def _go_on_in_child() -> None:
-    """Fork, and continue as the first process of the new namespace; the parent waits for it, and ends when it ends."""
+def _go_on_in_child(group: ControlGroup | None = None) -> None:
+    """Fork, and continue as the first process of the new namespace.
+
+    The parent waits for it, removes the control group, and ends as it has ended.
+    """
     child = os.fork()
     if child == 0:
         return
-    os.closerange(0, 2)  # the channel too, so that the driver notices when the server closes it
+    os.closerange(0, 2)  # the channel too, so that the driver notices when the child closes it
     status = os.waitpid(child, 0)[1]
+    if group:
+        group.remove()
     os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+
+
+def _mount_proc(path: str) -> None:
+    """Processes see only those that they may trace, which are their own, and nothing else of the kernel's."""
+    flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
+    kernel.mount("proc", path, "proc", flags, "hidepid=invisible,subset=pid")
 
 
 def _show(path: str, root: str) -> None:

