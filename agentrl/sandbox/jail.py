@@ -87,6 +87,11 @@ class Jail:
         os.rmdir(jail._scratch)
         return jail
 
+    @property
+    def metered(self) -> bool:
+        """Whether a control group counts what its programs use."""
+        return bool(self._group)
+
     async def run(self, order: Order) -> Outcome:
         """Run one program. Cancelling kills the jail and everything that the program has started."""
         try:

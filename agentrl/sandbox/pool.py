@@ -125,7 +125,9 @@ class Sandbox:
                 continue
             await self._probe(jail)
             weaker = f"; stronger backends do not work here: {'; '.join(lacks)}" if lacks else ""
-            logger.log(logging.WARNING if lacks else logging.INFO, "the sandbox isolates by %s%s", self.backend, weaker)
+            counted = "a control group" if jail.metered else "looking at its processes (no control group can be made)"
+            level = logging.WARNING if lacks else logging.INFO
+            logger.log(level, "the sandbox isolates by %s, and counts by %s%s", self.backend, counted, weaker)
             return jail
         self.backend = "unsafe" if self.config.allow_unsafe else ""
         if not self.backend:
