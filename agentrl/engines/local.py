@@ -5,9 +5,9 @@ the same batches in every run. Weights change only between steps.
 """
 
 import asyncio
-import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self
 
@@ -15,7 +15,7 @@ from pydantic import Field
 
 from agentrl.arrays import floats, ints
 from agentrl.engines.admission import KvOnUpdate, max_new_tokens
-from agentrl.engines.slots import Place, SlotTable, SlotTokens
+from agentrl.engines.slots import Hold, Place, PrefixHashes, SlotTable, SlotTokens, prefix_hashes
 from agentrl.errors import ConfigError, EngineDeadError, EngineError
 from agentrl.flow import computes_by_design
 from agentrl.placement.footprint import EngineLayout
@@ -32,6 +32,10 @@ _STEP_TOKENS = 4096
 """Most new tokens per step: bounds its memory and how long callers wait. A longer prompt takes several steps."""
 _QUIET_YIELDS = 4
 _MAX_YIELDS = 64
+_PREFILL_SHARE = 8
+"""A decoding step costs a slot about as much as so many tokens of a prefill."""
+_MEMORY_OF_REQUESTS = 256
+"""How many requests the share of later turns is averaged over, roughly."""
 
 
 @dataclass(eq=False, slots=True)
@@ -52,9 +56,12 @@ class _Live:
     stale: bool = False
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    hashes: PrefixHashes | None = None
+    parks_seen: int = -1
 
-    def __lt__(self, other: "_Live") -> bool:
-        return (self.request.priority, self.arrival) < (other.request.priority, other.arrival)
+    def order(self) -> tuple[int, int]:
+        """Which request comes first: by priority, then by arrival."""
+        return self.request.priority, self.arrival
 
     def take(self, place: Place) -> None:
         """Occupy a slot."""
@@ -113,7 +120,8 @@ class LocalEngine:
         self._wake = asyncio.Event()
         self._awake = asyncio.Event()
         self._awake.set()
-        self._arrivals = 0
+        self._arrivals = self._steps = 0
+        self._later_turns = 0.0  # share of requests that are not the first turn of their session
         self._generated = self._prefilled = self._cached = 0
 
     @property
@@ -158,8 +166,9 @@ class LocalEngine:
         )
         live = _Live(request, self._arrivals, asyncio.get_running_loop().create_future(), max_new)
         self._arrivals += 1
+        self._later_turns += ((request.known > 0) - self._later_turns) / min(self._arrivals, _MEMORY_OF_REQUESTS)
         self._live_ids.add(request.id)
-        heapq.heappush(self._waiting, live)
+        self._waiting.append(live)
         self._wake.set()
         try:
             return await live.future
@@ -288,36 +297,51 @@ class LocalEngine:
                 return
 
     def _admit(self) -> None:
-        """Give slots to waiting requests, by priority and arrival.
+        """Give slots to waiting requests, by priority; among equals, first to those that extend a parked slot.
 
-        Requests that extend a parked slot take that one first; then the others take an empty slot, or else the slot
-        parked longest ago.
+        The others take an empty slot, or else, by arrival, the slot parked longest ago that is no longer held. So with
+        more episodes than slots, some episodes play to their end, instead of all evicting each other at every turn.
         """
         for live in [live for live in self._running.values() if live.future.done()]:
             self._release(live)  # cancelled, but its caller has not run since
-        admitted: list[_Live] = []
-        while self._waiting and len(admitted) < self._slots.available:
-            live = heapq.heappop(self._waiting)
-            if not live.future.done():
-                admitted.append(live)
-        strangers = []
-        for live in admitted:
-            request = live.request
-            place = self._slots.take_known(request.prompt_ids, request.session, request.known)
-            place = place or self._slots.take_extended(request.prompt_ids)
-            if place is None:
-                strangers.append(live)
-            else:
-                live.take(place)
-                self._cached += live.cached
-        for live in strangers:
-            live.take(self._slots.take_any(live.request.prompt_ids))
-        for live in admitted:
+        if not self._slots.available:
+            return
+        waiting = sorted((live for live in self._waiting if not live.future.done()), key=_Live.order)
+        for priority, equals in groupby(waiting, lambda live: live.request.priority):
+            if self._slots.available:
+                self._admit_equals(list(equals), Hold(self._steps, priority))
+        self._waiting = [live for live in waiting if live.slot < 0]
+
+    def _admit_equals(self, equals: list[_Live], now: Hold) -> None:
+        strangers = [live for live in equals if not self._extend_parked(live)]
+        room = self._slots.not_held(now)
+        if not room and not self._running:
+            room = 1  # a slot is held for a request that may never come
+        for live in strangers[:room]:
+            live.take(self._slots.take_any(live.request.prompt_ids, now))
             self._running[live.slot] = live
+
+    def _extend_parked(self, live: _Live) -> bool:
+        """Let a request take the parked slot that it extends, if there is one."""
+        request = live.request
+        place = self._slots.take_known(request.prompt_ids, request.session, request.known)
+        if place is None and live.parks_seen < self._slots.parks:
+            live.parks_seen = self._slots.parks
+            if live.hashes is None:
+                live.hashes = prefix_hashes(request.prompt_ids)
+            place = self._slots.take_extended(request.prompt_ids, live.hashes)
+        if place is None:
+            return False
+        live.take(place)
+        live.hashes = None
+        self._cached += live.cached
+        self._running[live.slot] = live
+        return True
 
     def _step(self, model: "PackedModel") -> int:
         """Compute tokens without KV, sample where a sequence is complete, and return how many requests ended."""
         computes_by_design()
+        self._steps += 1
         rows = self._schedule()
         sampled = iter(model.step(list(rows.values())))
         finished = 0
@@ -335,7 +359,7 @@ class LocalEngine:
 
         pending = {live: len(live.tokens) - live.cached for live in self._running.values()}
         order = [live for live, count in pending.items() if count == 1]
-        order += sorted(live for live, count in pending.items() if count > 1)
+        order += sorted((live for live, count in pending.items() if count > 1), key=_Live.order)
         budget = max(_STEP_TOKENS, len(order))
         rows: dict[_Live, StepRow] = {}
         for live in order:
@@ -376,12 +400,15 @@ class LocalEngine:
             self._release(live)
         elif live.slot < 0 and live in self._waiting:
             self._waiting.remove(live)
-            heapq.heapify(self._waiting)
 
     def _release(self, live: _Live) -> None:
         del self._running[live.slot]
         reusable = self._config.prefix_cache and not live.stale
-        self._slots.park(live.slot, live.tokens, live.cached if reusable else 0, live.request.session)
+        # Held until that has cost, at most, what computing its prefix again would (the ski rental rule), and less if
+        # requests rarely have a next turn.
+        steps = round(self._later_turns * live.cached / _PREFILL_SHARE)
+        hold = Hold(self._steps + steps, live.request.priority)
+        self._slots.park(live.slot, live.tokens, live.cached if reusable else 0, live.request.session, hold)
 
     def _check_newer(self, version: int) -> None:
         self._entered()

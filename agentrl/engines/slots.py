@@ -4,6 +4,8 @@ A slot holds the KV of one token sequence. When a request finishes, its slot is 
 of the same episode extends exactly these tokens and takes over the slot, so only its new tokens are computed. A
 request that states how much of its prompt is known finds its slot by session, at a cost that grows only with its new
 tokens; any other request finds its slot by its tokens. This module does only bookkeeping: it has no tensors.
+
+A parked slot is held for a while for the request that will extend it: others may take it only after that.
 """
 
 from collections import OrderedDict
@@ -15,6 +17,7 @@ import numpy.typing as npt
 from agentrl.arrays import GrowingInts, IntArray
 
 Slot = int
+PrefixHashes = npt.NDArray[np.uint64]
 
 _BASE = 0x9E3779B97F4A7C15  # odd, so that its powers never vanish modulo 2**64
 _MODULUS = 1 << 64
@@ -36,7 +39,7 @@ class SlotTokens(GrowingInts):
         if length < self._hashed:
             self._digest = self._hashed = 0
         if length > self._hashed:
-            of_new = int(_prefix_hashes(self.values[self._hashed : length])[-1])
+            of_new = int(prefix_hashes(self.values[self._hashed : length])[-1])
             self._digest = (self._digest + pow(_BASE, self._hashed, _MODULUS) * of_new) % _MODULUS
             self._hashed = length
         return self._digest
@@ -52,11 +55,26 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
+class Hold:
+    """Until when a slot is held, on any clock that only grows, but not against requests that are more urgent."""
+
+    until: int = 0
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class _Parked:
     tokens: SlotTokens
     cached: int
     session: str
     key: tuple[int, int]
+    hold: Hold
+
+    def is_held(self, against: Hold) -> bool:
+        return self.hold.until > against.until and self.hold.priority <= against.priority
+
+
+_NO_HOLD = Hold()
 
 
 class SlotTable:
@@ -68,11 +86,17 @@ class SlotTable:
         self._by_session: dict[str, Slot] = {}
         self._by_key: dict[tuple[int, int], list[Slot]] = {}
         self._lengths: dict[int, int] = {}
+        self.parks = 0
+        """How many slots have been parked so far: a prompt that extended none can extend one only after another."""
 
     @property
     def available(self) -> int:
         """How many slots a request can choose from."""
         return len(self._empty) + len(self._parked)
+
+    def not_held(self, against: Hold) -> int:
+        """How many slots are empty, or parked and no longer held against a request of this time and priority."""
+        return len(self._empty) + sum(not parked.is_held(against) for parked in self._parked.values())
 
     def known(self, prompt: IntArray, session: str, known: int) -> int:
         """`known` if the session's parked slot has exactly that many tokens and the prompt begins with them, else 0."""
@@ -87,35 +111,40 @@ class SlotTable:
         parked.tokens.append(prompt[known:])
         return Place(slot, parked.cached, parked.tokens)
 
-    def take_extended(self, prompt: IntArray) -> Place | None:
-        """Take the parked slot with the longest sequence that `prompt` extends, of any session."""
+    def take_extended(self, prompt: IntArray, hashes: PrefixHashes | None = None) -> Place | None:
+        """Take the parked slot with the longest sequence that `prompt` extends, of any session.
+
+        `hashes`: what `prefix_hashes` returns for the prompt, if it is known.
+        """
         if not self._parked:
             return None
-        prefix_hashes = _prefix_hashes(prompt)
+        prefixes = prefix_hashes(prompt) if hashes is None else hashes
         for length in sorted(self._lengths, reverse=True):
             if length >= len(prompt):  # at least one token must be computed, for its logits
                 continue
-            for slot in self._by_key.get((length, int(prefix_hashes[length - 1])), ()):
+            for slot in self._by_key.get((length, int(prefixes[length - 1])), ()):
                 if np.array_equal(self._parked[slot].tokens.values[:length], prompt[:length]):
                     self._unpark(slot)
                     return Place(slot, length, SlotTokens(prompt))
         return None
 
-    def take_any(self, prompt: IntArray) -> Place:
-        """Take an empty slot, else the one parked longest ago, whose tokens are forgotten."""
+    def take_any(self, prompt: IntArray, against: Hold = _NO_HOLD) -> Place:
+        """Take an empty slot, else the one parked longest ago, if possible one not held; its tokens are forgotten."""
         if self._empty:
             slot = self._empty.pop()
         else:
-            slot = next(iter(self._parked))
+            free = (slot for slot, parked in self._parked.items() if not parked.is_held(against))
+            slot = next(free, next(iter(self._parked)))
             self._unpark(slot)
         return Place(slot, 0, SlotTokens(prompt))
 
-    def park(self, slot: Slot, tokens: SlotTokens, cached: int, session: str = "") -> None:
+    def park(self, slot: Slot, tokens: SlotTokens, cached: int, session: str = "", hold: Hold = _NO_HOLD) -> None:
         """Release a slot that holds the KV of the first `cached` of `tokens`."""
         if not cached:
             self._empty.append(slot)
             return
-        parked = _Parked(tokens, cached, session, (cached, tokens.digest(cached)))
+        self.parks += 1
+        parked = _Parked(tokens, cached, session, (cached, tokens.digest(cached)), hold)
         self._parked[slot] = parked
         if session:
             self._by_session[session] = slot
@@ -167,10 +196,10 @@ class _Powers:
 _powers = _Powers()
 
 
-def _prefix_hashes(tokens: IntArray) -> npt.NDArray[np.uint64]:
+def prefix_hashes(tokens: IntArray) -> PrefixHashes:
     """A polynomial hash of every prefix in one pass, so that a lookup costs O(tokens), not O(tokens x slots)."""
     values = tokens.astype(np.uint64) + np.uint64(1)
     return np.cumsum(values * _powers.first(len(tokens)), dtype=np.uint64)
 
 
-__all__ = ["Place", "Slot", "SlotTable", "SlotTokens"]
+__all__ = ["Hold", "Place", "PrefixHashes", "Slot", "SlotTable", "SlotTokens", "prefix_hashes"]

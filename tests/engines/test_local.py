@@ -74,6 +74,35 @@ def test_each_sibling_of_a_group_finds_its_own_episode_again(shallow_model_dir: 
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(
+    ("sessions", "pause"),
+    [(False, 0), (True, 0), (True, 12)],
+    ids=["found by tokens", "found by session", "back after others were served"],
+)
+def test_with_fewer_slots_than_episodes_later_turns_still_find_their_prefix(
+    shallow_model_dir: Path, sessions: bool, pause: int
+) -> None:
+    async def episode(engine: LocalEngine, number: int) -> None:
+        prompt, known = list(range(10, 150 + number)), 0
+        for turn in range(6):
+            told = {"session": f"e{number}", "known": known} if sessions else {}
+            completion = await engine.generate(replace(request(f"{number}.{turn}", prompt, 4, number), **told))
+            known = len(prompt) + len(completion.token_ids)
+            prompt += [*completion.token_ids, 11, 12]
+            for _ in range(pause):
+                await asyncio.sleep(0)
+
+    async def main() -> None:
+        async with engine_of(shallow_model_dir) as engine:
+            async with asyncio.TaskGroup() as tasks:
+                for number in range(12):
+                    tasks.create_task(episode(engine, number))
+            stats = engine.stats()
+        assert stats.cached_tokens > 1.5 * stats.prefilled_tokens, stats
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("off", ["by config", "by new weights"])
 def test_no_kv_is_reused_when_it_must_not_be(shallow_model_dir: Path, off: str) -> None:
     async def main() -> None:
@@ -362,7 +391,8 @@ def test_a_late_turn_costs_the_engine_what_an_early_one_does(shallow_model_dir: 
         return counting
 
     monkeypatch.setattr(SlotTokens, "append", counted("copied", SlotTokens.append, lambda self, values: len(values)))
-    monkeypatch.setattr(slots, "_prefix_hashes", counted("hashed", slots._prefix_hashes, len))
+    monkeypatch.setattr(slots, "prefix_hashes", counted("hashed", slots.prefix_hashes, len))
+    monkeypatch.setattr(local, "prefix_hashes", slots.prefix_hashes)
     checked = counted("checked", local.max_new_tokens, lambda asked, **given: len(asked.prompt_ids) - given["checked"])
     monkeypatch.setattr(local, "max_new_tokens", checked)
 
