@@ -38,7 +38,8 @@ class PolicyLoss(Settings):
 
     normalizer: Literal["tokens"] | Annotated[float, Field(gt=0)] = "tokens"
     """Divisor of the summed token losses of a batch: its loss tokens, or a constant (Dr. GRPO: the trajectories of a
-    batch times the most tokens a trajectory may have), which favours no length."""
+    batch times the most tokens a trajectory may have), which favours no length. `tokens` is biased by 0.04 of the
+    gradient with one group of 8 in a batch, by 0.0004 with 16; a constant is not."""
 
     def losses(self, logprobs_N: "Tensor", tokens: LossTokens) -> LossOutput:
         """The loss of each token: clipped policy gradient, entropy bonus and KL penalty."""

@@ -30,7 +30,8 @@ class Ppo:
         """Lambda: 1 uses the reward itself, which the critic cannot bias; 0 the critic's value one token later."""
 
         whiten: bool = True
-        """Give the advantages of a batch the mean 0 and the standard deviation 1."""
+        """Give the advantages of a batch the mean 0 and the standard deviation 1. Biased by 0.26 of the gradient with 2
+        loss tokens in a batch, by 0.005 with 128."""
 
         value_clip: Annotated[float, Field(gt=0)] | None = None
         """How far a value may move from the old one before the loss stops pushing it; none: no limit."""
