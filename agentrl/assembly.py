@@ -204,7 +204,7 @@ async def env_host(config: RunConfig, cluster: Cluster | None = None) -> AsyncIt
 @asynccontextmanager
 async def _rollouts_on(placed: PlacedCluster, model: Path) -> AsyncIterator[RolloutAssembly]:
     config, cluster = placed.config, placed.cluster
-    renderer = TemplateRenderer.of_model(model)
+    renderer = TemplateRenderer.of_model(model, config.model)
     async with (
         env_host(config, cluster) as envs,  # first, so that their errors come before a model is loaded
         _router(config, cluster, model) as engine,

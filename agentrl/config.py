@@ -33,6 +33,7 @@ from agentrl.plugins import Component
 from agentrl.protocols import ActorCritic, Isolation, Settings, SupportsPredict
 from agentrl.rollout.agents import AgentRoute, FrozenRoute
 from agentrl.rollout.config import RolloutConfig
+from agentrl.rollout.renderer import RendererConfig
 from agentrl.scoring.config import RewardsConfig, name_of, settings_of_part
 from agentrl.simulate.world import SimulationConfig
 from agentrl.weights.publisher import WeightsConfig
@@ -108,8 +109,8 @@ class EnvConfig(Settings):
         return self.python is not None or bool(self.requires)
 
 
-class ModelConfig(Settings):
-    """Which model to train."""
+class ModelConfig(RendererConfig):
+    """Which model to train, and how its conversations become tokens."""
 
     name: str = "tiny"
     """The folder of a Hugging Face model, or `tiny` or `small`, which are randomly initialised at the start."""

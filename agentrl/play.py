@@ -15,7 +15,7 @@ from agentrl.hosting.host import EnvDeadlines, EnvHost, LiveEnv
 from agentrl.protocols import ScriptedPlayer
 from agentrl.rollout.agents import ALONE, agents_in, earnings, next_agent, system_prompt_in
 from agentrl.rollout.seeds import derive_seed
-from agentrl.rollout.tools import ToolCall
+from agentrl.trajectory import ToolCall
 
 
 async def play(

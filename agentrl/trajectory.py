@@ -4,6 +4,7 @@ Each stage takes values and returns new ones; no field starts as `None` to be fi
 running event loop's clock. Dimension suffixes: G members of a group.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -30,11 +31,33 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call as the model wrote it; neither its name nor its arguments are checked yet. `id`: if it has one."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    id: str = ""
+
+    def render(self) -> str:
+        """The call in the canonical form, that of the Hermes and Qwen chat templates, whatever the model's own is."""
+        body = json.dumps({"name": self.name, "arguments": dict(self.arguments)}, ensure_ascii=False, allow_nan=False)
+        return f"<tool_call>\n{body}\n</tool_call>"
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
-    """One message of the conversation, as text. Tool calls stand in `content` as the model wrote them."""
+    """One message of the conversation, as text.
+
+    An answer has its `reasoning` and its `tool_calls` apart from `content`, if the model's renderer tells them from the
+    rest; else they stand in `content` as the model wrote them. A tool's result names its call (`tool_call_id`, `name`).
+    """
 
     role: Role
     content: str
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

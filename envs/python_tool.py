@@ -15,7 +15,7 @@ from pydantic import Field
 from agentrl.envs.base import ToolEnv, ToolResult, plays, read_options
 from agentrl.errors import EnvError
 from agentrl.protocols import OwnerOnly, Settings
-from agentrl.rollout.tools import ToolCall
+from agentrl.trajectory import ToolCall
 from agentrl.sandbox.outcome import LimitHit, Ran, SandboxLost
 from agentrl.sandbox.pool import Sandbox
 from agentrl.sandbox.settings import SandboxConfig, SandboxLimits

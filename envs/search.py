@@ -17,7 +17,7 @@ from pydantic import Field
 from agentrl.envs.base import ToolEnv, ToolError, ToolResult, plays, read_options
 from agentrl.errors import EnvError
 from agentrl.protocols import Settings
-from agentrl.rollout.tools import ToolCall
+from agentrl.trajectory import ToolCall
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from pydantic import Field, ImportString
 
 from agentrl.envs.base import ToolEnv, ToolError, ToolResult, plays, read_options
 from agentrl.protocols import OwnerOnly, Settings
-from agentrl.rollout.tools import ToolCall
+from agentrl.trajectory import ToolCall
 
 AREAS = ("centre", "harbour", "old town", "university")
 

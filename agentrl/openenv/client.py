@@ -26,7 +26,8 @@ from agentrl.openenv.text import action_from, has_tools, how_to_act, text_from, 
 from agentrl.protocols import Env, ResetResult, StepResult
 from agentrl.remote.client import FULL_SECONDS
 from agentrl.remote.protocol import server_url
-from agentrl.rollout.tools import ToolCall, ToolError, how_to_call, merged, parse_tool_calls
+from agentrl.rollout.tools import ToolError, how_to_call, merged, parse_tool_calls
+from agentrl.trajectory import ToolCall
 
 _ADDRESS = "openenv:http://host:port"
 

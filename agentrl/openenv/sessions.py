@@ -16,7 +16,7 @@ from agentrl.openenv.protocol import (
 )
 from agentrl.remote.protocol import Began, Refusal, Reset, Step, Stepped
 from agentrl.remote.sessions import Sessions
-from agentrl.rollout.tools import ToolCall
+from agentrl.trajectory import ToolCall
 
 
 class OpenEnvSession:

@@ -81,7 +81,7 @@ async def demonstrate(config: RunConfig, demonstrations: DemonstrationsConfig, m
     Raises:
         EnvError: more than `rollout.max_failed_tasks` episodes failed, or all.
     """
-    renderer = await asyncio.to_thread(TemplateRenderer.of_model, model)
+    renderer = await asyncio.to_thread(TemplateRenderer.of_model, model, config.model)
     policy = ScriptedPolicy(plugins.load("players", demonstrations.player), renderer)
     source = task_source(config, "demonstrations")
     async with env_host(config) as envs:

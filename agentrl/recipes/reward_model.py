@@ -87,7 +87,7 @@ async def _train(
 
 def _tokens(run: Run, base: Path, pairs: Sequence[Preference], config: PreferencesConfig) -> list["Pair"]:
     """The tokens of each pair, by the model's chat template, up to where the assistant would continue."""
-    renderer = TemplateRenderer.of_model(base)
+    renderer = TemplateRenderer.of_model(base, run.config.model)
     encoded = [
         (renderer.encode(renderer.text(pair.chosen, ())), renderer.encode(renderer.text(pair.rejected, ())))
         for pair in pairs

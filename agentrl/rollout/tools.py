@@ -21,23 +21,11 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.protocols import StepResult
+from agentrl.trajectory import ToolCall
 
 
 class ToolError(AgentRLError):
     """A tool's message to the model that it cannot do as asked. It becomes an observation, never a failed episode."""
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """One call as the model wrote it; neither its name nor its arguments are checked yet."""
-
-    name: str
-    arguments: Mapping[str, Any]
-
-    def render(self) -> str:
-        """The call as the Hermes and Qwen chat templates write it; `parse_tool_calls` reads it back unchanged."""
-        body = json.dumps({"name": self.name, "arguments": dict(self.arguments)}, ensure_ascii=False, allow_nan=False)
-        return f"{_OPEN}\n{body}\n{_CLOSE}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from agentrl.errors import ConfigError, ConformanceError, EnvError, OutageError
 from agentrl.hosting.replies import checked_reset, checked_step
 from agentrl.protocols import Env, ScriptedPlayer
 from agentrl.rollout.agents import ALONE, agents_in, earnings, next_agent, success_of, system_prompt_in
-from agentrl.rollout.tools import ToolCall
+from agentrl.trajectory import ToolCall
 
 INLINE_STEP = 0.05
 """Seconds that the median step of an inline environment may take: all other episodes wait meanwhile."""

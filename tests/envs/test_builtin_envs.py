@@ -18,8 +18,8 @@ from agentrl.envs.sokoban import MOVES, Sokoban
 from agentrl.envs.text_maze import TextMaze
 from agentrl.errors import ConfigError, EnvError
 from agentrl.protocols import StepResult
-from agentrl.rollout.tools import ToolCall
 from agentrl.testing import check_env
+from agentrl.trajectory import ToolCall
 from tests.properties import examples
 
 Player = Callable[[Any, random.Random], str]

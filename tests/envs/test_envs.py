@@ -20,8 +20,8 @@ from agentrl.envs.guess_number import GuessNumber
 from agentrl.envs.guess_number import weak_player as guess_player
 from agentrl.errors import ConfigError, EnvError
 from agentrl.protocols import Env
-from agentrl.rollout.tools import ToolCall
 from agentrl.testing import check_env
+from agentrl.trajectory import ToolCall
 from tests.properties import examples
 
 

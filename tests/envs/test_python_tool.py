@@ -14,12 +14,12 @@ from agentrl.envs import python_tool
 from agentrl.envs.python_tool import LONGEST, PythonTool, make_problem, strong_player, weak_player
 from agentrl.errors import ConfigError, EnvError
 from agentrl.protocols import StepResult
-from agentrl.rollout.tools import ToolCall
 from agentrl.sandbox.outcome import Outcome, SandboxLost
 from agentrl.sandbox.pool import Sandbox
 from agentrl.sandbox.settings import SandboxConfig
 from agentrl.sandbox.shared import borrow, give_back
 from agentrl.testing import check_env
+from agentrl.trajectory import ToolCall
 from tests.processes import still_alive
 
 _REAL_RUN = Sandbox.run

@@ -15,8 +15,8 @@ from agentrl.envs.callback import tenths
 from agentrl.errors import ConfigError, EnvError, PluginError
 from agentrl.protocols import Env
 from agentrl.rollout.seeds import SPLITS, split_seed
-from agentrl.rollout.tools import ToolCall
 from agentrl.testing import check_env
+from agentrl.trajectory import ToolCall
 from tests.processes import still_alive
 
 QUESTS = '''

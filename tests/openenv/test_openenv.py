@@ -30,7 +30,8 @@ from agentrl.protocols import Env, StepResult
 from agentrl.remote.protocol import Refusal
 from agentrl.remote.server import EnvServer
 from agentrl.remote.sessions import ServerLimits, Sessions
-from agentrl.rollout.tools import ToolCall, ToolError
+from agentrl.rollout.tools import ToolError
+from agentrl.trajectory import ToolCall
 from tests.properties import examples
 from tests.remote.served import served
 

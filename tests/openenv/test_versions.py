@@ -19,7 +19,7 @@ from agentrl.errors import DeadlineError, EnvError
 from agentrl.hosting.host import EnvDeadlines, LiveEnv
 from agentrl.hosting.interpreter import environment, find_interpreter
 from agentrl.openenv.client import openenv
-from agentrl.rollout.tools import ToolCall
+from agentrl.trajectory import ToolCall
 from tests.remote.served import served
 
 pytestmark = pytest.mark.slow

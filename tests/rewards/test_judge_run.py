@@ -15,9 +15,9 @@ from rich.console import Console
 
 from agentrl.config import load_config
 from agentrl.envs.base import ToolEnv, ToolResult
-from agentrl.rollout.tools import ToolCall
 from agentrl.run import Run
 from agentrl.testing.judge_server import JudgeCall, JudgeReply, JudgeServer
+from agentrl.trajectory import ToolCall
 
 STEPS = 2
 LEVELS = {"brief": 3, "bold": 8}

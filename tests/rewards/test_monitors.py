@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from agentrl.rewards.ltl import accepts, advance, automaton, parse, state_of
 from agentrl.rewards.monitor import Monitor
-from agentrl.rollout.tools import ToolCall
 from agentrl.testing import check_reward
 from agentrl.testing.rewards import trajectory
-from agentrl.trajectory import Score
+from agentrl.trajectory import Score, ToolCall
 
 Trace = tuple[frozenset[str], ...]
 Meaning = Callable[[Trace], bool]

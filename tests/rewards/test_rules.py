@@ -14,14 +14,13 @@ from agentrl.errors import ConfigError, RewardError, RuleLimitError
 from agentrl.plugins import load
 from agentrl.rewards.code_tests import _equal
 from agentrl.rewards.rules.numeric import last_number
-from agentrl.rollout.tools import ToolCall
 from agentrl.scoring.config import made
 from agentrl.scoring.part import RewardPart
 from agentrl.scoring.pipeline import RewardPipeline
 from agentrl.scoring.rule_pool import RulePool, RulePoolConfig
 from agentrl.testing import check_reward
 from agentrl.testing.rewards import trajectory
-from agentrl.trajectory import Score, Trajectory
+from agentrl.trajectory import Score, ToolCall, Trajectory
 from tests.processes import PATIENCE_SECONDS, still_alive, title
 
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from agentrl.errors import ConfigError
-from agentrl.rollout.renderer import TemplateRenderer
+from agentrl.rollout.renderer import RendererConfig, TemplateRenderer
 from agentrl.testing.tokenizer import END, ByteTokenizer
 from agentrl.tiny_model import create_tiny_model
 from agentrl.trajectory import Completion, Message
@@ -37,9 +37,9 @@ def test_each_prompt_extends_the_last_one_and_its_answer_token_for_token(turns, 
     assert list(whole[: len(history)]) == history
 
 
-def test_a_template_that_drops_thoughts_forks_the_conversation():
+def test_as_the_template_has_it_a_conversation_forks_where_earlier_thoughts_are_dropped():
     tokenizer = ByteTokenizer(forgets_thoughts=True)
-    conversation = TemplateRenderer(tokenizer).conversation()
+    conversation = TemplateRenderer(tokenizer, RendererConfig(history="template")).conversation()
     conversation.prompt([Message("user", "a")])
     conversation.answer(said(tokenizer.encode("<think>hm</think>b" + END), stopped=True))
     prompt = conversation.prompt([Message("user", "c")])

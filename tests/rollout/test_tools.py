@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 
 from agentrl.errors import ConfigError
-from agentrl.rollout.tools import ToolCall, ToolError, ToolSpec, find_tool, parse_tool_calls, tools_of
+from agentrl.rollout.tools import ToolError, ToolSpec, find_tool, parse_tool_calls, tools_of
+from agentrl.trajectory import ToolCall
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),

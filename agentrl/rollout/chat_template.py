@@ -1,0 +1,313 @@
+"""A model's chat template: what it can express, and what it writes after an answer.
+
+A template renders a whole conversation. A conversation that extends needs only what is new: the text that the template
+writes after an answer, from the end of the answer's turn to where the next answer begins. `ChatTemplate` gets it by
+rendering a short conversation with a mark for the answer, followed by the new messages:
+
+    <user>U<end><assistant>MARK<end>  <user>new message<end><assistant>
+    |----------- opening ----------|  |------------ added ------------|
+
+The opening is found when the template is loaded, once for answers that a user's message follows and once for calls that
+a tool's result follows. What a template does to earlier answers (many strip their reasoning) does not matter: it never
+sees them.
+
+Templates refuse different things. The rules for that, which `messages_of` applies:
+
+- no system role: the system message begins the next user message, followed by an empty line;
+- no tools: their definitions follow the system message, and how to call them (`describe`);
+- no tool results: a result is a user message, between `<tool_response>` and `</tool_response>`;
+- no two user messages in a row: they are joined by an empty line;
+- no text but in parts: a content is a list of one text.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+from agentrl.errors import ConfigError
+from agentrl.trajectory import Message, ToolCall
+
+_MARK, _NEW_MARK, _NAME_MARK = "xqAnswerMark", "xqMessageMark", "xq_tool_mark"
+_CALL_ID = "call00001"
+"""Nine letters and digits, as Mistral's templates require."""
+_PROBE_TOOL: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": _NAME_MARK,
+        "description": "A probe.",
+        "parameters": {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]},
+    },
+}
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+
+Json = dict[str, Any]
+Render = Callable[[list[Json], list[Json] | None, bool], str]
+"""Renders messages and tools as text, with or without the beginning of an answer at the end."""
+Kind = Literal["user", "tool"]
+"""What follows an answer: a message of the user, or the result of a tool."""
+
+
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """What a template can express."""
+
+    system: bool = True
+    tools: bool = True
+    calls: bool = True
+    """It renders calls; else they stand in the answer's content, in the canonical form."""
+    results: bool = True
+    repeated_users: bool = True
+    parts: bool = False
+    """Contents are lists of parts."""
+    json_arguments: bool = False
+    """The arguments of calls are JSON in a text."""
+    reasoning_key: str = ""
+    """The key of an assistant message that the template reads its reasoning from; empty if it reads none."""
+
+
+class _Continuation(NamedTuple):
+    """The text up to the end of the answer's turn; and what ends that turn, which is empty if the next header does."""
+
+    opening: str
+    closing: str
+
+
+class ChatTemplate:
+    """A chat template: renders conversations, and what is new in them.
+
+    Raises:
+        ConfigError: the template cannot render a user's message, or cannot go on after an answer.
+    """
+
+    def __init__(self, render: Render, *, stops: Sequence[str] = (), specials: Sequence[str] = ()) -> None:
+        """`stops`: texts of the tokens that are known to end an answer. `specials`: texts of all special tokens."""
+        self._render = render
+        self._special = re.compile("|".join(map(re.escape, sorted(specials, key=len, reverse=True))) or r"(?!)")
+        self._abilities = self._probe()
+        self.stops = list(stops)
+        """Texts of the tokens that end an answer: the known ones, and those that the template writes there."""
+        self._continuations = self._find_continuations()
+
+    @property
+    def abilities(self) -> Abilities:
+        """What the template can express."""
+        return self._abilities
+
+    def text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
+        """The text of a whole conversation, up to where the assistant begins to write.
+
+        Raises:
+            ConfigError: the template refuses it.
+        """
+        shown = [dict(tool) for tool in tools] if self._abilities.tools else []
+        try:
+            return self._render(self.messages_of(messages, tools), shown or None, True)
+        except Exception as error:  # templates raise what they like
+            roles = ", ".join(message.role for message in messages)
+            raise ConfigError(
+                f"the chat template refuses a conversation of {roles}: {type(error).__name__}: {error}. Give another "
+                "template, in a file that model.chat_template names"
+            ) from error
+
+    def added(self, messages: Sequence[Message]) -> str:
+        """The text after an answer's end of turn: `messages`, and where the next answer begins.
+
+        Raises:
+            ConfigError: the template refuses it, or renders the beginning of a conversation differently now.
+        """
+        new = self.messages_of(messages, ())
+        kind = _kind_of(new)
+        text = self._try([*self._base(kind, new[0].get("name", ""), self._abilities), *new])
+        for last in (False, True):
+            opening = self._continuations[kind].opening.replace(_NAME_MARK, new[0].get("name", ""))
+            if isinstance(text, str) and text.startswith(opening):
+                return text[len(opening) :]
+            if not last:
+                self._continuations = self._find_continuations()  # some templates write today's date
+        raise ConfigError(
+            "the chat template cannot go on after an answer: "
+            f"{text if isinstance(text, Exception) else opening!r:.500}. Write model.history=template, or give another "
+            "template in a file that model.chat_template names"
+        )
+
+    def closing(self, messages: Sequence[Message]) -> str:
+        """What ends the turn of an answer that was cut short, before `messages`."""
+        return self._continuations[_kind_of(self.messages_of(messages, ()))].closing
+
+    def messages_of(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Json]:
+        """Messages as this template takes them; `tools` are described if it takes none."""
+        can, found = self._abilities, list[Json]()
+        if tools and not can.tools:
+            first = messages[0].content if messages and messages[0].role == "system" else ""
+            said = "\n\n".join(filter(None, (first, describe(tools))))
+            messages = [Message("system", said), *messages[bool(first) :]]
+        for message in messages:
+            one = _as_json(message, can)
+            joins = found and one["role"] == found[-1]["role"] == "user"
+            if joins and (message.role == "system" or found[-1].pop("folded", False) or not can.repeated_users):
+                one = {"role": "user", "content": f"{found.pop()['content']}\n\n{one['content']}"}
+            if message.role == "system" and not can.system:
+                one["folded"] = True
+            found.append(one)
+        return [_in_parts(one, can) for one in found]
+
+    # How it is found out what the template can do
+
+    def _probe(self) -> Abilities:
+        user = {"role": "user", "content": _MARK}
+        can = next((can for can in (Abilities(), Abilities(parts=True)) if self._shows(_MARK, [user], can)), None)
+        if can is None:
+            said = self._try([user])
+            raise ConfigError(
+                "the chat template cannot render a user's message: "
+                f"{said if isinstance(said, Exception) else 'it leaves it out'}. Give another template, in a file that "
+                "model.chat_template names"
+            )
+        mark = {"content": _NEW_MARK}
+        can = replace(
+            can,
+            system=self._shows(_NEW_MARK, [{"role": "system", **mark}, user], can),
+            tools=self._shows(_NAME_MARK, [user], can, [dict(_PROBE_TOOL)]),
+            repeated_users=self._shows(_NEW_MARK, [user, {"role": "user", **mark}], can),
+            reasoning_key=next(
+                (
+                    key
+                    for key in _REASONING_KEYS
+                    if self._shows(_NEW_MARK, [user, {"role": "assistant", "content": "a", key: _NEW_MARK}], can)
+                ),
+                "",
+            ),
+        )
+        for form in (can, replace(can, json_arguments=True), replace(can, calls=False)):
+            result = [*self._base("tool", _NAME_MARK, form), _new("tool")]
+            if self._shows(_MARK, result, form) and self._shows(_NEW_MARK, result, form):
+                return form
+        return replace(can, calls=False, results=False)
+
+    def _shows(self, mark: str, messages: list[Json], can: Abilities, tools: list[Json] | None = None) -> bool:
+        text = self._try([_in_parts(message, can) for message in messages], tools)
+        return isinstance(text, str) and mark in text
+
+    def _try(self, messages: list[Json], tools: list[Json] | None = None, add: bool = True) -> str | Exception:
+        try:
+            return self._render(messages, tools, add)
+        except Exception as error:  # templates raise what they like
+            return error
+
+    @staticmethod
+    def _base(kind: Kind, name: str, can: Abilities) -> list[Json]:
+        """The short conversation that new messages are rendered after; `name`: that of the tool which is called."""
+        answer = Message("assistant", _MARK)
+        if kind == "tool" and can.calls:
+            answer = Message("assistant", "", tool_calls=(ToolCall(name, {"text": _MARK}, _CALL_ID),))
+        return [_in_parts(_as_json(message, can), can) for message in (Message("user", "U"), answer)]
+
+    def _find_continuations(self) -> dict[Kind, _Continuation]:
+        user = self._continuation("user", self.stops)
+        if not self._abilities.results:
+            return {"user": user}
+        return {"user": user, "tool": self._continuation("tool", [*filter(None, [user.closing]), *self.stops])}
+
+    def _continuation(self, kind: Kind, ends: Sequence[str]) -> _Continuation:
+        """`ends`: texts that may end the answer's turn, the likeliest first."""
+        base = self._base(kind, _NAME_MARK, self._abilities)
+        text = self._try([*base, _in_parts(_new(kind), self._abilities)])
+        alone = self._try(base, None, False)
+        if isinstance(text, Exception) or _NEW_MARK not in text or _MARK not in text:
+            raise ConfigError(
+                f"the chat template cannot go on after an answer with a message of the {kind}: "
+                f"{text if isinstance(text, Exception) else 'it leaves out one of them'}. Give another template, in a "
+                "file that model.chat_template names"
+            )
+        answered = text.rfind(_MARK, 0, text.find(_NEW_MARK)) + len(_MARK)
+        between = text[answered : text.find(_NEW_MARK)]
+        tail = alone[alone.rfind(_MARK) + len(_MARK) :] if isinstance(alone, str) and _MARK in alone else ""
+        closing = self._closing(between, tail, ends, at_once=kind == "user")
+        if closing:
+            end = between.find(closing) + len(closing)
+            if not any(stop in tail for stop in self.stops):
+                self._add_stop(closing)
+            return _Continuation(text[: answered + end], between[:end] if kind == "user" else closing)
+        # The header of the next message ends the turn, so the model writes that header to end it.
+        end = len(tail) if tail and between.startswith(tail) else 0
+        header = self._special.match(between, end)
+        if header:
+            self._add_stop(header[0])
+        return _Continuation(text[: answered + end], "")
+
+    def _closing(self, between: str, tail: str, ends: Sequence[str], *, at_once: bool) -> str:
+        """The token between answer and new message that ends the turn, as text: it is there if nothing follows, too.
+
+        `tail`: the text after the answer if nothing follows. `at_once`: it comes at once and not after a call's end.
+        """
+        if not tail.strip():
+            return ""
+        known = next((end for end in ends if end in between and end in tail), "")
+        if known:
+            return known
+        if at_once:
+            first = self._special.match(between.lstrip())
+            return first[0] if first else ""
+        there = [special for special in self._special.findall(tail) if special in between]
+        return there[-1] if there else next((end for end in ends if end in between), "")
+
+    def _add_stop(self, text: str) -> None:
+        if text not in self.stops:
+            self.stops.append(text)
+
+
+def describe(tools: Sequence[Mapping[str, Any]]) -> str:
+    """The definitions of tools as text, for templates that have no place for them."""
+    listed = "\n".join(json.dumps(dict(tool), ensure_ascii=False) for tool in tools)
+    return (
+        f"# Tools\n\nYou may call these functions:\n<tools>\n{listed}\n</tools>\n\nFor each call, write a JSON object "
+        'with its name and arguments between tags:\n<tool_call>\n{"name": <name>, "arguments": <object>}\n</tool_call>'
+    )
+
+
+def _kind_of(new: Sequence[Json]) -> Kind:
+    return "tool" if new[0]["role"] == "tool" else "user"
+
+
+def _new(kind: Kind) -> Json:
+    if kind == "user":
+        return {"role": "user", "content": _NEW_MARK}
+    return {"role": "tool", "content": _NEW_MARK, "tool_call_id": _CALL_ID, "name": _NAME_MARK}
+
+
+def _as_json(message: Message, can: Abilities) -> Json:
+    if message.role == "tool" and not can.results:
+        return {"role": "user", "content": f"<tool_response>\n{message.content}\n</tool_response>"}
+    if message.role == "system" and not can.system:
+        return {"role": "user", "content": message.content}
+    one: Json = {"role": message.role, "content": message.content}
+    if message.role == "tool":
+        one |= {"tool_call_id": message.tool_call_id or _CALL_ID, "name": message.name or "tool"}
+    if message.reasoning and can.reasoning_key:
+        one[can.reasoning_key] = message.reasoning
+    if message.tool_calls and can.calls:
+        one["tool_calls"] = [
+            {
+                "type": "function",
+                "id": call.id or _CALL_ID,
+                "function": {
+                    "name": call.name,
+                    "arguments": json.dumps(dict(call.arguments), ensure_ascii=False)
+                    if can.json_arguments
+                    else dict(call.arguments),
+                },
+            }
+            for call in message.tool_calls
+        ]
+    elif message.tool_calls:
+        one["content"] = "\n".join(filter(None, (message.content, *(call.render() for call in message.tool_calls))))
+    return one
+
+
+def _in_parts(one: Json, can: Abilities) -> Json:
+    one = {key: value for key, value in one.items() if key != "folded"}
+    if can.parts and isinstance(one["content"], str):
+        one["content"] = [{"type": "text", "text": one["content"]}]
+    return one

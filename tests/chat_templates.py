@@ -1,0 +1,42 @@
+"""The chat templates that TRL ships, each with a tokenizer of bytes that knows the template's special tokens."""
+
+import re
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+_SPECIAL = re.compile(
+    r"<\|[^|<>\n'\"]+\|>|<｜[^｜<>\n]+｜>|<(?:start|end)_of_(?:turn|utterance)>|<\|[a-z_\"]+>|<[a-z_\"]+\|>|</?s>"
+)
+_ENDS = (
+    "<|return|>", "<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<turn|>", "<|end|>", "<|END_OF_TURN_TOKEN|>",
+    "<｜end▁of▁sentence｜>", "<|user|>", "<end_of_utterance>", "</s>",
+)  # fmt: skip
+"""Texts of eos tokens: a tokenizer has the first of them that its template writes."""
+
+
+def templates() -> dict[str, str]:
+    """All templates, by name. `make install` installs TRL, without what it depends on."""
+    trl = find_spec("trl")
+    assert trl is not None, "TRL is missing, whose chat templates are tested: make install"
+    folder = Path(str(trl.origin)).parent / "chat_templates"
+    return {file.stem: file.read_text() for file in sorted(folder.glob("*.jinja"))}
+
+
+@cache
+def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
+    """A tokenizer of bytes with this template."""
+    template = templates()[name]
+    specials = set(_SPECIAL.findall(template))
+    end = next((end for end in _ENDS if end in specials), "</s>")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens([AddedToken(text, special=True) for text in sorted({*specials, end, "<bos>"})])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=end, bos_token="<bos>")
+    tokenizer.chat_template = template
+    return tokenizer
