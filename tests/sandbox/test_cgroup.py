@@ -18,17 +18,6 @@ from tests.processes import PATIENCE_SECONDS
 ORDER = Order("", "", **SandboxLimits(cpu=1, memory=64 << 20, disk=1 << 20).model_dump())
 
 
-def left() -> list[str]:
-    """Control groups of jails of this machine."""
-    return [
-        os.path.join(base, name)
-        for bases in cgroup._bases()
-        for base in bases
-        for name in os.listdir(base)
-        if name.startswith("agentrl-jail-")
-    ]
-
-
 @pytest.fixture
 def unified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that looks like version 2 of the interface, with the group of this process in it."""
@@ -94,16 +83,17 @@ def test_without_a_group_nothing_is_counted() -> None:
 def test_no_group_is_left_by_a_sandbox_that_ends_in_a_run_or_whose_driver_is_killed(backend: str) -> None:
     config = SandboxConfig(backend=backend, size=1)  # type: ignore[arg-type]
 
-    async def main() -> list[str]:
+    async def main() -> tuple[str, ...]:
         async with Sandbox(config) as sandbox:
             await sandbox.run("print(1)")
-            return left()
+            (jail,) = sandbox._jails
+            assert all(map(os.path.isdir, jail._group))
+            return jail._group
 
-    before = set(left())
-    mine = set(asyncio.run(main())) - before
+    mine = asyncio.run(main())
     if not mine:
         pytest.skip("this machine does not let its user make a control group")
-    assert not mine & set(left())
+    assert not any(map(os.path.exists, mine))
     code = f"""
 import asyncio
 from agentrl.sandbox.pool import Sandbox
