@@ -31,8 +31,8 @@ from pydantic import ValidationError
 
 from agentrl.errors import ConfigError, EnvError
 from agentrl.protocols import Env, ResetResult, Settings, StepResult
-from agentrl.trajectory import ToolCall
 from agentrl.rollout.tools import ToolError, ToolSpec, find_tool, how_to_call, merged, parse_tool_calls, tools_of
+from agentrl.trajectory import ToolCall
 
 __all__ = ["TextEnv", "ToolEnv", "ToolError", "ToolResult", "plays", "read_options"]
 

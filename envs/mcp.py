@@ -42,8 +42,8 @@ from agentrl.envs.base import ToolEnv, ToolError, ToolResult, read_options
 from agentrl.envs.foreign import load_package
 from agentrl.errors import ConfigError, EnvError, PluginError
 from agentrl.protocols import Env, ResetResult, Settings, StepResult
-from agentrl.trajectory import ToolCall
 from agentrl.rollout.tools import no_such_tool
+from agentrl.trajectory import ToolCall
 
 Schema = Mapping[str, Any]
 

@@ -15,11 +15,11 @@ from pydantic import Field
 from agentrl.envs.base import ToolEnv, ToolResult, plays, read_options
 from agentrl.errors import EnvError
 from agentrl.protocols import OwnerOnly, Settings
-from agentrl.trajectory import ToolCall
 from agentrl.sandbox.outcome import LimitHit, Ran, SandboxLost
 from agentrl.sandbox.pool import Sandbox
 from agentrl.sandbox.settings import SandboxConfig, SandboxLimits
 from agentrl.sandbox.shared import borrow, give_back
+from agentrl.trajectory import ToolCall
 
 LONGEST = 2000
 """Characters of a program's output that the model is shown."""

@@ -11,9 +11,8 @@ from pydantic import field_validator
 from agentrl.protocols import Settings
 from agentrl.rewards.ltl import Automaton, automaton
 from agentrl.rewards.rules.tool_use import exchanges, refused
-from agentrl.trajectory import ToolCall
 from agentrl.rollout.tools import parse_tool_calls
-from agentrl.trajectory import Score, Trajectory
+from agentrl.trajectory import Score, ToolCall, Trajectory
 
 
 class Monitor:
