@@ -45,7 +45,7 @@ from agentrl.remote.env_worker import EnvWorker, env_workers
 from agentrl.remote.sessions import ServerLimits
 from agentrl.rollout.agents import FrozenRoute, ScriptedRoute
 from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner, Role, ScriptedPolicy
-from agentrl.rollout.renderer import TemplateRenderer
+from agentrl.rollout.renderer import RendererConfig, TemplateRenderer, renderer_of
 from agentrl.rollout.scheduler import Rollouts
 from agentrl.run import Run
 from agentrl.scoring.pipeline import RewardPipeline
@@ -204,7 +204,7 @@ async def env_host(config: RunConfig, cluster: Cluster | None = None) -> AsyncIt
 @asynccontextmanager
 async def _rollouts_on(placed: PlacedCluster, model: Path) -> AsyncIterator[RolloutAssembly]:
     config, cluster = placed.config, placed.cluster
-    renderer = TemplateRenderer.of_model(model, config.model)
+    renderer = renderer_of(model, config.model)
     async with (
         env_host(config, cluster) as envs,  # first, so that their errors come before a model is loaded
         _router(config, cluster, model) as engine,
@@ -263,7 +263,7 @@ def _other_roles(
             policy = ScriptedPolicy(plugins.load("players", route.player), renderer)
             roles[agent] = Role(policy, renderer, trained=False)
         elif isinstance(route, FrozenRoute):
-            own = renderer if route.model is None else TemplateRenderer.of_model(route.model)
+            own = renderer if route.model is None else renderer_of(route.model, RendererConfig())
             served = _policy(config, frozen[route], own, config.rollout.sampling)
             roles[agent] = Role(served, own, config.rollout.context, trained=False)
     return roles

@@ -36,6 +36,7 @@ GROUPS = (
     "env_wrappers",
     "rewards",
     "engines",
+    "renderers",
     "trainers",
     "algorithms",
     "recipes",

@@ -48,8 +48,9 @@ class ToolCall:
 class Message:
     """One message of the conversation, as text.
 
-    An answer has its `reasoning` and its `tool_calls` apart from `content`, if the model's renderer tells them from the
-    rest; else they stand in `content` as the model wrote them. A tool's result names its call (`tool_call_id`, `name`).
+    The `content` of an answer is what its environment gets: its calls stand there in the canonical form, and its
+    reasoning does not. If the renderer tells them apart, they are in `reasoning` (of so many tokens) and `tool_calls`
+    too. A tool's result names the call that it answers (`tool_call_id`, `name`).
     """
 
     role: Role
@@ -58,6 +59,14 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
     name: str = ""
+    reasoning_tokens: int = 0
+
+    @property
+    def said(self) -> str:
+        """The content without its calls."""
+        if not self.tool_calls:
+            return self.content
+        return self.content.removesuffix("\n".join(call.render() for call in self.tool_calls)).removesuffix("\n")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,12 +10,30 @@ from transformers import PreTrainedTokenizerFast
 
 _SPECIAL = re.compile(
     r"<\|[^|<>\n'\"]+\|>|<｜[^｜<>\n]+｜>|<(?:start|end)_of_(?:turn|utterance)>|<\|[a-z_\"]+>|<[a-z_\"]+\|>|</?s>"
+    r"|</?(?:tool_call|tool_response|think|arg_key|arg_value)>"
 )
 _ENDS = (
     "<|return|>", "<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<turn|>", "<|end|>", "<|END_OF_TURN_TOKEN|>",
     "<｜end▁of▁sentence｜>", "<|user|>", "<end_of_utterance>", "</s>",
 )  # fmt: skip
 """Texts of eos tokens: a tokenizer has the first of them that its template writes."""
+
+
+_MORE = {
+    "<|im_end|>": (
+        "<|endoftext|>", "<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>",
+        "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<image>", "<img>", "</img>",
+    ),
+    "<|observation|>": ("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "/nothink"),
+    "<turn|>": ("<eos>", "<pad>", "<|image|>", "<image|>", "<|image>"),
+    "<|channel|>": ("<|constrain|>", "<|endoftext|>", "<|startoftext|>"),
+}  # fmt: skip
+"""Tokens that the tokenizers of some families have besides those which their templates write."""
+_PLAIN = frozenset(
+    ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>",
+     "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+)  # fmt: skip
+"""Single tokens, but no special ones."""
 
 
 def templates() -> dict[str, str]:
@@ -36,7 +54,11 @@ def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
     core = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
-    core.add_special_tokens([AddedToken(text, special=True) for text in sorted({*specials, end, "<bos>"})])
+    more = {text for key, texts in _MORE.items() if key in template for text in texts}
+    core.add_special_tokens(
+        [AddedToken(text, special=True) for text in sorted({*specials, *more, end, "<bos>"} - _PLAIN)]
+    )
+    core.add_tokens([AddedToken(text, special=False, normalized=False) for text in sorted((specials | more) & _PLAIN)])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=end, bos_token="<bos>")
     tokenizer.chat_template = template
     return tokenizer

@@ -18,6 +18,8 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "sampled_tokens": "Tokens that the engine sampled.",
         "prompt_tokens": "Tokens of the prompts, each counted once: of a turn only what is new since the turn before.",
         "forked_turns": "Turns whose prompt does not continue the tokens of the turn before: a new sample begins.",
+        "reasoning/tokens": "Sampled tokens of reasoning, without its marks. Only where there is any.",
+        "reasoning/cut": "Share of answers that were cut within their reasoning. Only where there is any.",
         "cut_answers": "Share of answers cut at `rollout.sampling.max_tokens`, or at the end of the context.",
         "truncated": "Share of episodes that were cut off, mostly at `rollout.max_turns`.",
         "mixed_groups": "Share of groups whose members scored differently. Only these teach anything.",

@@ -46,12 +46,33 @@ def rollout_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
         "prompt_tokens": float(sum(len(turn.prompt_ids) for turn in turns)),
         "forked_turns": float(sum(turn.forked for turn in turns)),
         "cut_answers": lengths["length"] / max(1, len(turns)),
+        **_reasoning(trajectories),
         "truncated": fmean(trajectory.status.name == "truncated" for trajectory in trajectories),
         "mixed_groups": fmean(group.mixed for group in groups),
         "staleness/max": float(max(ages_of_tokens, default=0)),
         "staleness/mean": step - float(versions_T.mean()) if len(versions_T) else 0.0,
         **{f"staleness/groups/{age}": count / len(groups) for age, count in sorted(ages_of_groups.items())},
         **{f"staleness/tokens/{age}": count / len(versions_T) for age, count in sorted(ages_of_tokens.items())},
+    }
+
+
+def _reasoning(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """How much of the answers is reasoning, and how many ended within it; nothing if there is none."""
+    thought = [
+        (message, turn)
+        for trajectory in trajectories
+        for message, turn in zip(
+            (message for message in trajectory.messages if message.role == "assistant"), trajectory.turns, strict=False
+        )
+        if message.reasoning
+    ]
+    if not thought:
+        return {}
+    answers = sum(len(trajectory.turns) for trajectory in trajectories)
+    cut = sum(turn.completion.finish_reason == "length" and not message.content for message, turn in thought)
+    return {
+        "reasoning/tokens": float(sum(message.reasoning_tokens for message, _ in thought)),
+        "reasoning/cut": cut / answers,
     }
 
 

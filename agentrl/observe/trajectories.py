@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pyarrow.parquet as pq
 
 from agentrl.trajectory import Score, Trajectory
 
-_MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
+_MESSAGE = pa.struct([(name, pa.string()) for name in ("role", "content", "reasoning", "tool_calls", "tool_call_id")])
 _TURN = pa.struct(
     [
         ("prompt_ids", pa.list_(pa.int32())),
@@ -41,7 +42,7 @@ SCHEMA = pa.schema(
         ("turns", pa.list_(_TURN)),
     ]
 )
-"""`info` and `parts` are JSON; `detail` is the limit, the error or the reason in the status."""
+"""`info`, `parts` and `tool_calls` are JSON; `detail` is the limit, the error or the reason in the status."""
 
 
 _ROWS_AT_A_TIME = 64
@@ -71,7 +72,16 @@ def _row(trajectory: Trajectory, score: Score) -> dict[str, object]:
         "success": trajectory.success,
         "score": score.value,
         "parts": json.dumps(dict(score.parts)),
-        "messages": [{"role": message.role, "content": message.content} for message in trajectory.messages],
+        "messages": [
+            {
+                "role": message.role,
+                "content": message.content,
+                "reasoning": message.reasoning,
+                "tool_calls": json.dumps([asdict(call) for call in message.tool_calls]) if message.tool_calls else "",
+                "tool_call_id": message.tool_call_id,
+            }
+            for message in trajectory.messages
+        ],
         "turns": [
             {
                 "prompt_ids": turn.prompt_ids,

@@ -17,7 +17,7 @@ from agentrl.errors import ConfigError, EnvError
 from agentrl.protocols import Settings
 from agentrl.recipes.evaluate import play_all
 from agentrl.rollout.episode import EnvEpisodeRunner, ScriptedPolicy
-from agentrl.rollout.renderer import TemplateRenderer
+from agentrl.rollout.renderer import renderer_of
 from agentrl.run import Run
 from agentrl.trajectory import Trajectory
 
@@ -81,7 +81,7 @@ async def demonstrate(config: RunConfig, demonstrations: DemonstrationsConfig, m
     Raises:
         EnvError: more than `rollout.max_failed_tasks` episodes failed, or all.
     """
-    renderer = await asyncio.to_thread(TemplateRenderer.of_model, model, config.model)
+    renderer = await asyncio.to_thread(renderer_of, model, config.model)
     policy = ScriptedPolicy(plugins.load("players", demonstrations.player), renderer)
     source = task_source(config, "demonstrations")
     async with env_host(config) as envs:

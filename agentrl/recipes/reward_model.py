@@ -17,7 +17,7 @@ from agentrl.errors import ConfigError
 from agentrl.protocols import Settings
 from agentrl.recipes.preferences import Preference, PreferencesConfig, read_preferences, split
 from agentrl.recipes.starting_model import base_model
-from agentrl.rollout.renderer import TemplateRenderer
+from agentrl.rollout.renderer import renderer_of
 from agentrl.rollout.seeds import derive_seed
 from agentrl.run import Run
 
@@ -87,7 +87,7 @@ async def _train(
 
 def _tokens(run: Run, base: Path, pairs: Sequence[Preference], config: PreferencesConfig) -> list["Pair"]:
     """The tokens of each pair, by the model's chat template, up to where the assistant would continue."""
-    renderer = TemplateRenderer.of_model(base, run.config.model)
+    renderer = renderer_of(base, run.config.model)
     encoded = [
         (renderer.encode(renderer.text(pair.chosen, ())), renderer.encode(renderer.text(pair.rejected, ())))
         for pair in pairs

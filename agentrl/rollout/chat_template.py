@@ -81,11 +81,17 @@ class ChatTemplate:
         ConfigError: the template cannot render a user's message, or cannot go on after an answer.
     """
 
-    def __init__(self, render: Render, *, stops: Sequence[str] = (), specials: Sequence[str] = ()) -> None:
-        """`stops`: texts of the tokens that are known to end an answer. `specials`: texts of all special tokens."""
+    def __init__(
+        self, render: Render, *, stops: Sequence[str] = (), specials: Sequence[str] = (), own_tools: bool = True
+    ) -> None:
+        """`stops`: texts of the tokens that are known to end an answer. `specials`: texts of all special tokens.
+
+        Without `own_tools`, tools are described, called and answered in text, though the template has a place for them.
+        """
         self._render = render
         self._special = re.compile("|".join(map(re.escape, sorted(specials, key=len, reverse=True))) or r"(?!)")
-        self._abilities = self._probe()
+        can = self._probe()
+        self._abilities = can if own_tools else replace(can, tools=False, calls=False, results=False)
         self.stops = list(stops)
         """Texts of the tokens that end an answer: the known ones, and those that the template writes there."""
         self._continuations = self._find_continuations()
@@ -131,6 +137,19 @@ class ChatTemplate:
             f"{text if isinstance(text, Exception) else opening!r:.500}. Write model.history=template, or give another "
             "template in a file that model.chat_template names"
         )
+
+    def call(self, call: ToolCall) -> tuple[str, str]:
+        """A prompt and the answer to it that makes a call, with what ends it; empty if the template writes no calls."""
+        base = self._base("user", "", self._abilities)[:1]
+        answer = _in_parts(_as_json(Message("assistant", "", tool_calls=(call,)), self._abilities), self._abilities)
+        text = self._try([*base, answer], None, False)
+        if not self._abilities.calls or isinstance(text, Exception):
+            return "", ""
+        # Some prompts begin the reasoning, which a call without reasoning does not.
+        prompts = [prompt for add in (True, False) if isinstance(prompt := self._try(base, None, add), str)]
+        begun = next((prompt for prompt in prompts if text.startswith(prompt)), "")
+        ends = [at + len(stop) for stop in self.stops if (at := text.find(stop, len(begun))) >= 0]
+        return begun, text[len(begun) : min(ends, default=len(text))]
 
     def closing(self, messages: Sequence[Message]) -> str:
         """What ends the turn of an answer that was cut short, before `messages`."""
@@ -208,10 +227,11 @@ class ChatTemplate:
         user = self._continuation("user", self.stops)
         if not self._abilities.results:
             return {"user": user}
-        return {"user": user, "tool": self._continuation("tool", [*filter(None, [user.closing]), *self.stops])}
+        # Where the next header ends an answer, it ends calls too.
+        return {"user": user, "tool": self._continuation("tool", [user.closing, *self.stops] if user.closing else [])}
 
     def _continuation(self, kind: Kind, ends: Sequence[str]) -> _Continuation:
-        """`ends`: texts that may end the answer's turn, the likeliest first."""
+        """`ends`: texts that may end the answer's turn, the likeliest first; none if the next header ends it."""
         base = self._base(kind, _NAME_MARK, self._abilities)
         text = self._try([*base, _in_parts(_new(kind), self._abilities)])
         alone = self._try(base, None, False)
@@ -224,7 +244,7 @@ class ChatTemplate:
         answered = text.rfind(_MARK, 0, text.find(_NEW_MARK)) + len(_MARK)
         between = text[answered : text.find(_NEW_MARK)]
         tail = alone[alone.rfind(_MARK) + len(_MARK) :] if isinstance(alone, str) and _MARK in alone else ""
-        closing = self._closing(between, tail, ends, at_once=kind == "user")
+        closing = self._closing(between, tail, ends, at_once=kind == "user") if ends or kind == "user" else ""
         if closing:
             end = between.find(closing) + len(closing)
             if not any(stop in tail for stop in self.stops):
@@ -282,7 +302,7 @@ def _as_json(message: Message, can: Abilities) -> Json:
         return {"role": "user", "content": f"<tool_response>\n{message.content}\n</tool_response>"}
     if message.role == "system" and not can.system:
         return {"role": "user", "content": message.content}
-    one: Json = {"role": message.role, "content": message.content}
+    one: Json = {"role": message.role, "content": message.said}
     if message.role == "tool":
         one |= {"tool_call_id": message.tool_call_id or _CALL_ID, "name": message.name or "tool"}
     if message.reasoning and can.reasoning_key:
@@ -302,7 +322,7 @@ def _as_json(message: Message, can: Abilities) -> Json:
             for call in message.tool_calls
         ]
     elif message.tool_calls:
-        one["content"] = "\n".join(filter(None, (message.content, *(call.render() for call in message.tool_calls))))
+        one["content"] = "\n".join(filter(None, (message.said, *(call.render() for call in message.tool_calls))))
     return one
 
 

@@ -14,6 +14,7 @@ the same text.
 """
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -22,11 +23,32 @@ from typing import Any, Literal, Protocol
 
 from pydantic import Field
 
+from agentrl import plugins
 from agentrl.arrays import GrowingInts, IntArray, ints
 from agentrl.errors import ConfigError
 from agentrl.protocols import Prompt, Settings
 from agentrl.rollout.chat_template import ChatTemplate
-from agentrl.trajectory import Completion, Message
+from agentrl.rollout.family import (
+    Family,
+    family_named,
+    find_family,
+    library_reader,
+    named_reader,
+    names,
+    reading_family,
+)
+from agentrl.rollout.reading import (
+    ReadCalls,
+    Reading,
+    canonical,
+    marks_in,
+    of_schema,
+    reads_canonically,
+    without_reasoning,
+)
+from agentrl.trajectory import Completion, Message, ToolCall
+
+logger = logging.getLogger(__name__)
 
 
 class RendererConfig(Settings):
@@ -36,6 +58,17 @@ class RendererConfig(Settings):
     """`extend` shows the model all that it has written, reasoning included, and renders only what is new. `template`
     renders the whole conversation at every turn, as the model's chat template does: if that strips earlier reasoning,
     the conversation forks at every turn, and every prompt is computed again."""
+    renderer: str = "auto"
+    """Whose rules are used. `template`: those of the model's chat template. A family of the library `renderers`, by
+    its name (such as `qwen3`, `glm-4.5`, `gpt-oss`). `auto`: those of the family that writes the same tokens as the
+    template, if there is one, else the template's. Or another renderer, by the name of its plug-in or
+    `package.module:Name`."""
+    tool_format: str = "auto"
+    """How calls of tools are read. `auto`: as the family or the template writes them. `canonical`: tools are described
+    in the system message, and called as `<tool_call>{"name": ..., "arguments": ...}</tool_call>`. Or a parser of the
+    library `renderers`: `qwen3`, `qwen3.5`, `glm`, `deepseek-v3`."""
+    show_reasoning: bool = False
+    """Leave reasoning in what environments and rewards get."""
     chat_template: Path | None = None
     """File of a chat template (Jinja) to use instead of the model's own."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -62,6 +95,10 @@ class _FastTokenizer:
         self.chat_template = tokenizer.chat_template
         self.eos_token_id: int | None = tokenizer.eos_token_id
         self.apply_chat_template = tokenizer.apply_chat_template
+        self.response_schema = getattr(tokenizer, "response_schema", None)
+        self.parse_response = getattr(tokenizer, "parse_response", None)
+        self.convert_tokens_to_ids = tokenizer.convert_tokens_to_ids
+        self.unk_token_id = tokenizer.unk_token_id
         self._core = tokenizer.backend_tokenizer
         self.added_tokens_decoder = tokenizer.added_tokens_decoder
         self._core.no_truncation()  # a tokenizer's files may enable either
@@ -77,14 +114,22 @@ class _FastTokenizer:
 
 
 class TemplateRenderer:
-    """`Renderer` over a tokenizer with a chat template. `stops`: tokens that end an answer, besides the eos token.
+    """`Renderer` over a tokenizer with a chat template.
+
+    `stops`: tokens that end an answer, besides the eos token. `family`: rules that come before the template's.
 
     Raises:
         ConfigError: the tokenizer has no chat template, or no token that ends an assistant turn; or the template cannot
             render a conversation.
     """
 
-    def __init__(self, tokenizer: Tokenizer, config: RendererConfig | None = None, stops: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        config: RendererConfig | None = None,
+        stops: Sequence[int] = (),
+        family: Family | None = None,
+    ) -> None:
         self.config = config or RendererConfig()
         if not tokenizer.chat_template and self.config.chat_template is None:
             raise ConfigError(
@@ -92,6 +137,7 @@ class TemplateRenderer:
                 "chat_template.jinja to the model's folder"
             )
         known = [*([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]), *stops]
+        known += family.stop_token_ids if family is not None else ()
         self._tokenizer = tokenizer
         self._encode = lru_cache(maxsize=1024)(
             lambda text: ints(tokenizer.encode(text, add_special_tokens=False)),
@@ -101,8 +147,19 @@ class TemplateRenderer:
             self._variables["chat_template"] = _read(self.config.chat_template)
         specials = {i: str(token) for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
         self._template = ChatTemplate(
-            self._render, stops=[self._text_of(i) for i in known], specials=list(specials.values())
+            self._render,
+            stops=[self._text_of(i) for i in known],
+            specials=list(specials.values()),
+            own_tools=self.config.tool_format != "canonical",
         )
+        self._family = family if self.config.tool_format == "auto" else None
+        self._warned = False
+        self._marks = marks_in(str(self._variables.get("chat_template", tokenizer.chat_template)))
+        self._read_calls = call_reader(tokenizer, self._template, self.config.tool_format)
+        self._reader = None
+        if self._read_calls is None and self._family is None:
+            prompt, written = self._template.call(PROBE_CALL)
+            self._reader = reading_family(tokenizer, prompt, written, PROBE_CALL)
         derived = [i for i, text in specials.items() if text in self._template.stops]
         self._stop_token_ids = tuple(dict.fromkeys([*known, *derived]))
         if not self._stop_token_ids:
@@ -120,9 +177,11 @@ class TemplateRenderer:
         """The renderer of the Hugging Face model in `folder`."""
         from transformers import AutoTokenizer
 
+        config = config or RendererConfig()
         tokenizer = AutoTokenizer.from_pretrained(folder)
         has_core = tokenizer.is_fast and not tokenizer.clean_up_tokenization_spaces
-        return TemplateRenderer(_FastTokenizer(tokenizer) if has_core else tokenizer, config, _stops_of(folder))
+        family = _family_of(tokenizer, config)
+        return TemplateRenderer(_FastTokenizer(tokenizer) if has_core else tokenizer, config, _stops_of(folder), family)
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -134,9 +193,69 @@ class TemplateRenderer:
         """The chat template."""
         return self._template
 
+    @property
+    def family(self) -> str:
+        """The family whose rules are used; empty if they are the template's."""
+        return "" if self._family is None else self._family.name
+
     def conversation(self, tools: Sequence[Mapping[str, Any]] = ()) -> "TemplateConversation":
         """A new, empty conversation."""
+        if tools and (self._family or self._reader or self._read_calls) is None and not self._warned:
+            self._warned = True
+            logger.warning(
+                "the model's chat template writes calls of tools as %.300r, which no tool format reads, so only calls "
+                "in the canonical form are understood. Write model.tool_format=canonical: tools are then described in "
+                'the system message, and called as <tool_call>{"name": ..., "arguments": ...}</tool_call>. Or name a '
+                "renderer of yours in model.renderer",
+                self._template.call(PROBE_CALL)[1],
+            )
         return TemplateConversation(self, tools)
+
+    def whole(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> IntArray:
+        """The tokens of a whole conversation, up to where the assistant begins to write."""
+        if self._family is not None:
+            return self._family.whole(messages, tools)
+        return self.encode(self.text(messages, tools))
+
+    def added(
+        self,
+        prompt_ids: IntArray,
+        answer_ids: IntArray,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+    ) -> IntArray:
+        """The tokens that follow an answer: `messages`, and where the next answer begins.
+
+        `prompt_ids`: the end of the prompt, from the answer before. An answer that was cut short gets its end of turn,
+        and before that the end of its reasoning, if it was cut within that.
+        """
+        if self._family is not None:
+            added = self._family.added(prompt_ids, answer_ids, messages, tools)
+            if added is not None:
+                return added
+        text = self._template.added(messages)
+        last = int(answer_ids[-1]) if len(answer_ids) else -1
+        if last not in self._stop_token_ids:
+            thinks = self._marks is not None and self.read(prompt_ids, answer_ids, ()).cut
+            thought = self._marks.end if self._marks is not None and thinks else ""
+            return self.encode(thought + self._template.closing(messages) + text)
+        new_ids = self.encode(text)
+        return new_ids[1:] if len(new_ids) and new_ids[0] == last else new_ids
+
+    def read(self, prompt_ids: IntArray, answer_ids: IntArray, tools: Sequence[Mapping[str, Any]]) -> Reading:
+        """An answer, taken apart; its last token may be the stop token. Never raises, whatever the tokens are."""
+        reader = self._family or self._reader
+        if reader is not None:
+            return reader.read(prompt_ids, answer_ids, tools)
+        if len(answer_ids) and int(answer_ids[-1]) in self._stop_token_ids:
+            answer_ids = answer_ids[:-1]
+        text = self.decode(answer_ids)
+        before = self.decode(prompt_ids[-_TAIL:]) if self._marks is not None else ""
+        thought = without_reasoning(text, self._marks, before)
+        if not tools or thought.cut or self._read_calls is None:
+            return thought
+        found = self._read_calls(thought.content, tools)
+        return replace(found, reasoning=thought.reasoning or found.reasoning)
 
     def text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
         """The template's text of `messages`, up to where the assistant begins to write."""
@@ -160,6 +279,11 @@ class TemplateRenderer:
         )
         return text
 
+    def answer_text(self, answer_ids: IntArray) -> str:
+        """The text of an answer without its stop token."""
+        stopped = len(answer_ids) and int(answer_ids[-1]) in self._stop_token_ids
+        return self.decode(answer_ids[:-1] if stopped else answer_ids)
+
     def _text_of(self, token_id: int) -> str:
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
@@ -174,8 +298,9 @@ class TemplateConversation:
         self._messages: list[Message] = []
         self._shown: list[Message] = []
         self._answered = False  # what is shown ends with the answer that the seen tokens end with
-        self._seen_text = ""  # the text of the last prompt and its answer; not kept while the conversation extends
+        self._seen_text = ""  # the text of the last prompt and its answer, with `history: template`
         self._seen_ids = GrowingInts()  # the tokens of the last prompt and its answer
+        self._prompt_ids = self._answer_ids = ints(())  # the new part of the last prompt, and the last answer
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -206,25 +331,23 @@ class TemplateConversation:
         if forked:
             self._seen_ids = GrowingInts()
         self._seen_ids.append(new_ids)
+        self._prompt_ids = new_ids
         return Prompt(self._seen_ids.values, new_ids, forked)
 
     def _next(self, messages: Sequence[Message]) -> tuple[str, IntArray, bool]:
-        """The text of the prompt, its new tokens, and whether it forks; on a fork all of its tokens are new."""
-        if self._extends and self._answered and messages:
-            return "", self._added(messages), False
-        text = self._renderer.text([*self._shown, *messages], self._tools)
-        seen = self._seen_text if self._seen_text or not len(self._seen_ids) else None
-        if seen is None or not text.startswith(seen):
-            return text, self._renderer.encode(text), True
-        return text, self._without_stop(self._renderer.encode(text[len(seen) :])), False
+        """The text of the prompt, its new tokens, and whether it forks; on a fork all of its tokens are new.
 
-    def _added(self, messages: Sequence[Message]) -> IntArray:
-        """The tokens of what follows the last answer. An answer that was cut short has its end of turn added."""
-        template = self._renderer.template
-        text = template.added(messages)
-        if self._seen_ids.last in self._renderer.stop_token_ids:
-            return self._without_stop(self._renderer.encode(text))
-        return self._renderer.encode(template.closing(messages) + text)
+        Without `history: template` there is no text.
+        """
+        if self._extends:
+            if self._answered and messages:
+                return "", self._renderer.added(self._prompt_ids, self._answer_ids, messages, self._tools), False
+            whole = self._renderer.whole([*self._shown, *messages], self._tools)
+            return "", whole, len(self._seen_ids) > 0
+        text = self._renderer.text([*self._shown, *messages], self._tools)
+        if not text.startswith(self._seen_text):
+            return text, self._renderer.encode(text), True
+        return text, self._without_stop(self._renderer.encode(text[len(self._seen_text) :])), False
 
     def _without_stop(self, new_ids: IntArray) -> IntArray:
         """New tokens without the end of turn that the template writes, if the model has sampled it already."""
@@ -233,16 +356,20 @@ class TemplateConversation:
         return new_ids[1:] if repeated else new_ids
 
     def answer(self, completion: Completion) -> str:
-        """Append the sampled tokens; their text without the stop token is the assistant's message."""
-        answer_ids = completion.token_ids
-        if len(answer_ids) and int(answer_ids[-1]) in self._renderer.stop_token_ids:
-            answer_ids = answer_ids[:-1]
-        text = self._renderer.decode(answer_ids)
-        self._append([Message("assistant", text)])
+        """Append the sampled tokens, and return what the environment gets: the answer, without reasoning."""
+        self._answer_ids = completion.token_ids
+        text = self._renderer.answer_text(completion.token_ids)
+        reading = self._renderer.read(self._prompt_ids, completion.token_ids, self._tools)
+        action = text if self._renderer.config.show_reasoning else reading.action
+        thought = len(self._renderer.encode(reading.reasoning)) if reading.reasoning else 0
+        calls = () if self._renderer.config.show_reasoning or reading.malformed else reading.calls
+        self._append(
+            [Message("assistant", action, reasoning=reading.reasoning, tool_calls=calls, reasoning_tokens=thought)]
+        )
         self._seen_text += text
         self._seen_ids.append(completion.token_ids)
         self._answered = True
-        return text
+        return action
 
     def _linked(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Messages whose results of tools name the call that they answer: the first of the last answer."""
@@ -260,6 +387,54 @@ class TemplateConversation:
     def _append(self, messages: Sequence[Message]) -> None:
         self._messages += messages
         self._shown += messages
+
+
+def renderer_of(folder: Path, config: RendererConfig) -> TemplateRenderer:
+    """The renderer of the model in `folder`, as its settings choose it.
+
+    A plug-in of the group `agentrl.renderers` is a function of the folder and the settings.
+
+    Raises:
+        ConfigError: the settings do not fit the model.
+        PluginError: there is no such renderer.
+    """
+    if config.renderer in ("auto", "template", *names()):
+        return TemplateRenderer.of_model(folder, config)
+    renderer: TemplateRenderer = plugins.load("renderers", config.renderer)(folder, config)
+    return renderer
+
+
+def by_template(folder: Path, config: RendererConfig) -> TemplateRenderer:
+    """The plug-in `template`: the rules of the model's own chat template."""
+    return TemplateRenderer.of_model(folder, config.model_copy(update={"renderer": "template"}))
+
+
+PROBE_CALL = ToolCall("find_it", {"text": "a b", "count": 3})
+_TAIL = 64
+"""How many tokens before an answer are looked at, to see whether its reasoning begins there."""
+
+
+def call_reader(tokenizer: Any, template: ChatTemplate, wanted: str) -> ReadCalls | None:
+    """What reads the calls that a template writes, or the format that is `wanted`; None if nothing does.
+
+    Raises:
+        ConfigError: there is no such format.
+    """
+    written = template.call(PROBE_CALL)[1]
+    if wanted == "canonical" or (wanted == "auto" and (not written or reads_canonically(written, PROBE_CALL))):
+        return canonical
+    if wanted == "auto" and getattr(tokenizer, "response_schema", None):
+        return of_schema(tokenizer.parse_response)
+    return library_reader(tokenizer, written, PROBE_CALL) if wanted == "auto" else named_reader(tokenizer, wanted)
+
+
+def _family_of(tokenizer: Any, config: RendererConfig) -> Family | None:
+    """The family that the settings name, or that is recognised."""
+    variables = dict(config.chat_template_kwargs)
+    if config.renderer == "auto" and config.history == "extend" and config.tool_format == "auto":
+        own = {} if config.chat_template is None else {"chat_template": _read(config.chat_template)}
+        return find_family(tokenizer, variables, own)
+    return None if config.renderer in ("auto", "template") else family_named(config.renderer, tokenizer, variables)
 
 
 def _read(file: Path) -> str:

@@ -1,0 +1,252 @@
+"""Model families that the library `renderers` knows: their own rules for prompts, answers and calls.
+
+A model is recognised by what its chat template writes: a family's rules must give the very same tokens for a few
+conversations. So a folder with any name is recognised, a fine-tuned model too, and one whose template was changed is
+not. Models that are not recognised are rendered by their template (`agentrl.rollout.chat_template`).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import redirect_stdout, suppress
+from io import StringIO
+from typing import Any
+
+from agentrl.arrays import IntArray, ints
+from agentrl.errors import ConfigError
+from agentrl.rollout.reading import ReadCalls, Reading, Tools, as_declared, call_of
+from agentrl.trajectory import Message, ToolCall
+
+_TOOL: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "string"}, "c": {"type": "array"}},
+            "required": ["a", "b"],
+        },
+    },
+}
+_CALL = {
+    "type": "function",
+    "id": "call00001",
+    "function": {"name": "add", "arguments": {"a": 1, "b": "x y", "c": [1, {"d": True}]}},
+}
+_USER, _ANSWER = {"role": "user", "content": "U u?"}, {"role": "assistant", "content": "A a."}
+_PROBES: Sequence[tuple[list[dict[str, Any]], list[dict[str, Any]] | None]] = (
+    ([{"role": "system", "content": "S s."}, _USER], None),
+    ([_USER, _ANSWER, {"role": "user", "content": "V v."}], None),
+    (
+        [
+            {"role": "system", "content": "S s."},
+            _USER,
+            {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+            {"role": "tool", "content": "R r", "tool_call_id": "call00001", "name": "add"},
+        ],
+        [dict(_TOOL)],
+    ),
+    ([_USER, {**_ANSWER, "reasoning_content": "T t."}, {"role": "user", "content": "V v."}], None),
+)
+"""Conversations that tell the families apart: a system message, a second turn, a call with its result, reasoning."""
+
+
+class Family:
+    """The rules of one model family. `name` is that of the library."""
+
+    def __init__(self, name: str, rules: Any) -> None:
+        self.name = name
+        self._rules = rules
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer."""
+        return tuple(self._rules.get_stop_token_ids())
+
+    def whole(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> IntArray:
+        """The tokens of a whole conversation, up to where the assistant begins to write."""
+        return ints(
+            self._rules.render_ids(list(map(_as_json, messages)), tools=_given(tools), add_generation_prompt=True)
+        )
+
+    def added(
+        self,
+        prompt_ids: IntArray,
+        answer_ids: IntArray,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+    ) -> IntArray | None:
+        """The tokens that follow an answer: `messages`, and where the next answer begins.
+
+        `prompt_ids`: the end of the prompt, from the answer before. None if the family has no rule for these messages.
+        """
+        seen = [*prompt_ids.tolist(), *answer_ids.tolist()]
+        given = list(map(_as_json, messages))
+        extended = self._rules.bridge_to_next_turn(prompt_ids.tolist(), answer_ids.tolist(), given, tools=_given(tools))
+        if extended is None or list(extended.token_ids[: len(seen)]) != seen:
+            return None
+        return ints(extended.token_ids[len(seen) :])
+
+    def read(self, prompt_ids: IntArray, answer_ids: IntArray, tools: Sequence[Mapping[str, Any]]) -> Reading:
+        """An answer, taken apart. Never raises, whatever the tokens are."""
+        found = self._rules.parse_response(answer_ids.tolist(), tools=_given(tools), prompt_ids=prompt_ids.tolist())
+        calls, malformed = _calls_in(found.tool_calls)
+        cut = found.reasoning_complete is False
+        thought = found.reasoning_content or ""
+        return Reading(found.content.lstrip("\n") if thought else found.content, thought, calls, malformed, cut)
+
+
+def find_family(tokenizer: Any, variables: Mapping[str, Any], own: Mapping[str, Any]) -> Family | None:
+    """The family whose rules give the same tokens as the chat template; None if there is none.
+
+    `variables`: those of the template, which the family must have too. `own`: another template than the tokenizer's.
+    """
+    wanted = [_by_template(tokenizer, messages, tools, {**variables, **own}) for messages, tools in _PROBES]
+    if wanted[0] is None and wanted[1] is None:
+        return None
+    for name in names():
+        rules = _rules(name, tokenizer, variables)
+        if rules is not None and _same(rules, wanted):
+            return Family(name, _rules(name, tokenizer, variables, thinking_retention="all") or rules)
+    return None
+
+
+def family_named(name: str, tokenizer: Any, variables: Mapping[str, Any]) -> Family:
+    """The family with that name.
+
+    Raises:
+        ConfigError: the tokenizer lacks a token that it needs, or it has none of these variables.
+    """
+    try:
+        return Family(name, _made(name, tokenizer, variables, thinking_retention="all"))
+    except (AssertionError, TypeError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"model.renderer={name} does not fit this model: {error}. Write model.renderer=auto, or template"
+        ) from error
+
+
+def names() -> Iterator[str]:
+    """The families that the library knows."""
+    from renderers.base import RENDERER_REGISTRY, _populate_registry
+
+    _populate_registry()
+    return (name for name in RENDERER_REGISTRY if name != "default")
+
+
+def named_reader(tokenizer: Any, name: str) -> ReadCalls:
+    """Reads calls by a parser of the library.
+
+    Raises:
+        ConfigError: there is none with that name.
+    """
+    from renderers.parsers import TOOL_PARSERS
+
+    if name not in TOOL_PARSERS:
+        known = ", ".join(("auto", "canonical", *TOOL_PARSERS))
+        raise ConfigError(f"model.tool_format: there is no format {name!r}. Formats: {known}")
+    parser = TOOL_PARSERS[name](tokenizer)
+
+    def read(text: str, tools: Tools) -> Reading:
+        left, found = parser.extract(list(tokenizer.encode(text, add_special_tokens=False)))
+        calls, malformed = _calls_in(found)
+        calls = tuple(as_declared(call, tools) for call in calls)
+        said = tokenizer.decode(list(left), skip_special_tokens=False).strip()
+        return Reading(said, calls=calls, malformed=malformed)
+
+    return read
+
+
+def library_reader(tokenizer: Any, written: str, call: ToolCall) -> ReadCalls | None:
+    """The parser of the library that reads this call where a template has written it; None if none does."""
+    from renderers.parsers import TOOL_PARSERS
+
+    for name in TOOL_PARSERS:
+        with suppress(Exception):  # its tokens are missing, or the text is of another form
+            read = named_reader(tokenizer, name)
+            if [(one.name, dict(one.arguments)) for one in read(written, ()).calls] == [(call.name, call.arguments)]:
+                return read
+    return None
+
+
+def reading_family(tokenizer: Any, prompt: str, written: str, call: ToolCall) -> Family | None:
+    """The family that reads this call where a template has written it after `prompt`, though it writes otherwise."""
+    before, answer = (ints(tokenizer.encode(text, add_special_tokens=False)) for text in (prompt, written))
+    for name in names():
+        rules = _rules(name, tokenizer, {})
+        if rules is None:
+            continue
+        with suppress(Exception):  # the answer is of another form
+            found = Family(name, rules).read(before, answer, ())
+            if [(one.name, dict(one.arguments)) for one in found.calls] == [(call.name, call.arguments)]:
+                return Family(name, rules)
+    return None
+
+
+def _calls_in(found: Sequence[Any]) -> tuple[tuple[ToolCall, ...], tuple[str, ...]]:
+    """The calls among what a parser has found, and the texts of those that cannot be read."""
+    calls, malformed = [], []
+    for number, one in enumerate(found):
+        call = call_of(one.name, one.arguments, number, one.id) if one.name else None
+        # "Invalid JSON" with arguments are texts between tags.
+        if call is not None and str(one.status) in ("ok", "unknown_tool", "invalid_json"):
+            calls.append(call)
+        else:
+            malformed.append(one.raw)
+    return tuple(calls), tuple(malformed)
+
+
+def _made(name: str, tokenizer: Any, variables: Mapping[str, Any], **more: Any) -> Any:
+    from renderers.base import RENDERER_REGISTRY, merge_chat_template_kwargs
+    from renderers.configs import _config_class_for
+
+    config = merge_chat_template_kwargs(_config_class_for(name)(**more), variables)
+    return RENDERER_REGISTRY[name](tokenizer, config)
+
+
+def _rules(name: str, tokenizer: Any, variables: Mapping[str, Any], **more: Any) -> Any | None:
+    """The rules of a family, if the tokenizer has the tokens that they need."""
+    with redirect_stdout(StringIO()), suppress(Exception):
+        return _made(name, tokenizer, variables, **more)
+    return None
+
+
+def _same(rules: Any, wanted: Sequence[list[int] | None]) -> bool:
+    for (messages, tools), ids in zip(_PROBES, wanted, strict=True):
+        if ids is None:
+            continue
+        try:
+            if list(rules.render_ids(messages, tools=tools, add_generation_prompt=True)) != ids:
+                return False
+        except Exception:  # it refuses what the template renders
+            return False
+    return True
+
+
+def _by_template(
+    tokenizer: Any, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, variables: Mapping[str, Any]
+) -> list[int] | None:
+    try:
+        text = tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=True, **variables
+        )
+    except Exception:  # templates raise what they like
+        return None
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    return ids
+
+
+def _given(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
+    return [dict(tool) for tool in tools] or None
+
+
+def _as_json(message: Message) -> dict[str, Any]:
+    one: dict[str, Any] = {"role": message.role, "content": message.said}
+    if message.reasoning:
+        one["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        one["tool_calls"] = [
+            {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": dict(call.arguments)}}
+            for call in message.tool_calls
+        ]
+    if message.role == "tool":
+        one |= {"tool_call_id": message.tool_call_id or "call00000", "name": message.name or "tool"}
+    return one
