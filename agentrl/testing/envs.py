@@ -136,9 +136,13 @@ class _Script:
 
 
 class _Worker:
-    """A daemon thread with an event loop, which runs one call at a time."""
+    """A daemon thread with an event loop, which runs one call at a time.
+
+    `blocked_seconds`: how long the last call kept its event loop from serving others. What it awaited does not count.
+    """
 
     def __init__(self, deadline: float) -> None:
+        self.blocked_seconds = 0.0
         self._deadline = deadline
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         threading.Thread(target=self._serve, name="check_env", daemon=True).start()
@@ -148,8 +152,14 @@ class _Worker:
             while (call := self._calls.get()) is not None:
                 work, future = call
                 try:
+                    began = time.perf_counter()
                     result = work()
-                    future.set_result(runner.run(self._await(result)) if inspect.isawaitable(result) else result)
+                    self.blocked_seconds = time.perf_counter() - began
+                    if inspect.isawaitable(result):
+                        computed = time.thread_time()
+                        result = runner.run(self._await(result))
+                        self.blocked_seconds += time.thread_time() - computed
+                    future.set_result(result)
                 except BaseException as error:
                     future.set_exception(error)
 
@@ -425,9 +435,8 @@ class _Subject:
 
     def step(self, action: str) -> _Seen:
         self._turn += 1
-        started = time.perf_counter()
         result = self._call("step", lambda: self.env.step(action))
-        self._check.step_seconds.append(time.perf_counter() - started)
+        self._check.step_seconds.append(self._check.worker.blocked_seconds)
         seen = self._of_agents(_checked_step(result), result[4])
         low, high = getattr(self.env, "reward_range", (-math.inf, math.inf))
         if not low <= seen.reward <= high:

@@ -323,6 +323,17 @@ def test_an_inline_environment_that_blocks_is_found_and_the_same_in_a_thread_is_
     check_env(InThread, seeds=(0,), actions=["yes"])
 
 
+def test_an_inline_environment_that_awaits_something_slow_blocks_nothing() -> None:
+    class Waits(Sound):
+        isolation = "inline"
+
+        async def step(self, action: str) -> StepResult:  # type: ignore[override]
+            await asyncio.sleep(2 * testing_envs.INLINE_STEP)
+            return super().step(action)
+
+    check_env(Waits, seeds=(0,), actions=["yes"])
+
+
 @pytest.mark.parametrize("actions", [None, ["yes", "no", "yes"], lambda env, rng: rng.choice(["yes", "no"])])
 def test_a_sound_environment_passes_with_any_kind_of_actions(actions: Any) -> None:
     check_env(Sound, actions=actions, options={"level": 1})
