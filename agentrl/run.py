@@ -139,7 +139,9 @@ class Run:
         # With a critic, an episode is compared with what was expected of it, and not with its group.
         compares_groups = config.rollout.group_size > 1 and not hasattr(config.algorithm.factory, "estimate")
         sampling = config.rollout.sampling
-        return Silence(conditions(sampling.max_tokens, config.rollout.max_turns, compares_groups=compares_groups))
+        extends = config.model.history == "extend"
+        max_turns = config.rollout.max_turns
+        return Silence(conditions(sampling.max_tokens, max_turns, compares_groups=compares_groups, extends=extends))
 
     def _warn(self, row: Mapping[str, Any]) -> None:
         for text in self._silence.read(row):

@@ -17,6 +17,7 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "turns": "Mean turns of an episode.",
         "sampled_tokens": "Tokens that the engine sampled.",
         "prompt_tokens": "Tokens of the prompts, each counted once: of a turn only what is new since the turn before.",
+        "forked_share": "Share of the turns after the first that forked.",
         "forked_turns": "Turns whose prompt does not continue the tokens of the turn before: a new sample begins.",
         "reasoning/tokens": "Sampled tokens of reasoning, without its marks. Only where there is any.",
         "reasoning/cut": "Share of answers that were cut within their reasoning. Only where there is any.",

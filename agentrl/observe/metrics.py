@@ -45,6 +45,7 @@ def rollout_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
         "sampled_tokens": float(sum(trajectory.num_tokens for trajectory in trajectories)),
         "prompt_tokens": float(sum(len(turn.prompt_ids) for turn in turns)),
         "forked_turns": float(sum(turn.forked for turn in turns)),
+        "forked_share": sum(turn.forked for turn in turns) / max(1, len(turns) - len(trajectories)),
         "cut_answers": lengths["length"] / max(1, len(turns)),
         **_reasoning(trajectories),
         "truncated": fmean(trajectory.status.name == "truncated" for trajectory in trajectories),

@@ -17,8 +17,12 @@ class Condition:
     text: Callable[[Row], str]
 
 
-def conditions(max_tokens: int, max_turns: int, *, compares_groups: bool) -> Sequence[Condition]:
-    """The conditions to look for. `compares_groups`: the algorithm learns only from groups with different scores."""
+def conditions(max_tokens: int, max_turns: int, *, compares_groups: bool, extends: bool = True) -> Sequence[Condition]:
+    """The conditions to look for.
+
+    `compares_groups`: the algorithm learns only from groups with different scores. `extends`: a conversation forks only
+    where it is meant to (`model.history`).
+    """
     found = [
         Condition(
             lambda row: row.get("cut_answers", 0.0) >= 0.5,
@@ -39,6 +43,16 @@ def conditions(max_tokens: int, max_turns: int, *, compares_groups: bool) -> Seq
             lambda row: "the gradient was zero: the advantages of all tokens are zero, or clipped",
         ),
     ]
+    if not extends:
+        found.append(
+            Condition(
+                lambda row: row.get("forked_share", 0.0) >= 0.1,
+                lambda row: (
+                    f"{row['forked_share']:.0%} of the later turns forked: the chat template changes earlier turns, so "
+                    "whole prompts are computed again, and samples are many and short. Write model.history=extend"
+                ),
+            )
+        )
     if compares_groups:
         found.append(
             Condition(

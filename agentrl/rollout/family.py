@@ -12,7 +12,7 @@ from typing import Any
 
 from agentrl.arrays import IntArray, ints
 from agentrl.errors import ConfigError
-from agentrl.rollout.reading import ReadCalls, Reading, Tools, as_declared, call_of
+from agentrl.rollout.reading import Reading, call_of
 from agentrl.trajectory import Message, ToolCall
 
 _TOOL: Mapping[str, Any] = {
@@ -89,7 +89,7 @@ class Family:
     def read(self, prompt_ids: IntArray, answer_ids: IntArray, tools: Sequence[Mapping[str, Any]]) -> Reading:
         """An answer, taken apart. Never raises, whatever the tokens are."""
         found = self._rules.parse_response(answer_ids.tolist(), tools=_given(tools), prompt_ids=prompt_ids.tolist())
-        calls, malformed = _calls_in(found.tool_calls)
+        calls, malformed = calls_in(found.tool_calls)
         cut = found.reasoning_complete is False
         thought = found.reasoning_content or ""
         return Reading(found.content.lstrip("\n") if thought else found.content, thought, calls, malformed, cut)
@@ -132,41 +132,6 @@ def names() -> Iterator[str]:
     return (name for name in RENDERER_REGISTRY if name != "default")
 
 
-def named_reader(tokenizer: Any, name: str) -> ReadCalls:
-    """Reads calls by a parser of the library.
-
-    Raises:
-        ConfigError: there is none with that name.
-    """
-    from renderers.parsers import TOOL_PARSERS
-
-    if name not in TOOL_PARSERS:
-        known = ", ".join(("auto", "canonical", *TOOL_PARSERS))
-        raise ConfigError(f"model.tool_format: there is no format {name!r}. Formats: {known}")
-    parser = TOOL_PARSERS[name](tokenizer)
-
-    def read(text: str, tools: Tools) -> Reading:
-        left, found = parser.extract(list(tokenizer.encode(text, add_special_tokens=False)))
-        calls, malformed = _calls_in(found)
-        calls = tuple(as_declared(call, tools) for call in calls)
-        said = tokenizer.decode(list(left), skip_special_tokens=False).strip()
-        return Reading(said, calls=calls, malformed=malformed)
-
-    return read
-
-
-def library_reader(tokenizer: Any, written: str, call: ToolCall) -> ReadCalls | None:
-    """The parser of the library that reads this call where a template has written it; None if none does."""
-    from renderers.parsers import TOOL_PARSERS
-
-    for name in TOOL_PARSERS:
-        with suppress(Exception):  # its tokens are missing, or the text is of another form
-            read = named_reader(tokenizer, name)
-            if [(one.name, dict(one.arguments)) for one in read(written, ()).calls] == [(call.name, call.arguments)]:
-                return read
-    return None
-
-
 def reading_family(tokenizer: Any, prompt: str, written: str, call: ToolCall) -> Family | None:
     """The family that reads this call where a template has written it after `prompt`, though it writes otherwise."""
     before, answer = (ints(tokenizer.encode(text, add_special_tokens=False)) for text in (prompt, written))
@@ -181,7 +146,7 @@ def reading_family(tokenizer: Any, prompt: str, written: str, call: ToolCall) ->
     return None
 
 
-def _calls_in(found: Sequence[Any]) -> tuple[tuple[ToolCall, ...], tuple[str, ...]]:
+def calls_in(found: Sequence[Any]) -> tuple[tuple[ToolCall, ...], tuple[str, ...]]:
     """The calls among what a parser has found, and the texts of those that cannot be read."""
     calls, malformed = [], []
     for number, one in enumerate(found):

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from agentrl.rollout.tools import parse_tool_calls
 from agentrl.trajectory import ToolCall
 
 
@@ -26,6 +25,7 @@ MARKS = (
     Marks("[THINK]", "[/THINK]"),
     Marks("<|START_THINKING|>", "<|END_THINKING|>"),
     Marks("<seed:think>", "</seed:think>"),
+    Marks("<mm:think>", "</mm:think>"),
     Marks("◁think▷", "◁/think▷"),
     Marks("<|channel>thought\n", "<channel|>"),
 )
@@ -81,19 +81,6 @@ ReadCalls = Callable[[str, Tools], Reading]
 """Takes the calls of these tools out of an answer's text."""
 
 
-def canonical(text: str, tools: Tools) -> Reading:
-    """Calls in the canonical form stay where they are: the environment reads them there."""
-    return Reading(text)
-
-
-def reads_canonically(text: str, call: ToolCall) -> bool:
-    """Whether a text holds this call, and no other, in a form that the environment reads by itself."""
-    found = parse_tool_calls(text)
-    return not found.errors and [(one.name, dict(one.arguments)) for one in found.calls] == [
-        (call.name, call.arguments)
-    ]
-
-
 def call_of(name: str, arguments: Any, number: int, given: str | None = None) -> ToolCall | None:
     """A call as a parser of others has found it, arguments as a mapping or as JSON; None if they are neither."""
     if isinstance(arguments, str):
@@ -123,30 +110,3 @@ def as_declared(call: ToolCall, tools: Tools) -> ToolCall:
         for name, value in call.arguments.items()
     }
     return ToolCall(call.name, arguments, call.id)
-
-
-def of_schema(parse: Callable[[str], Mapping[str, Any]]) -> ReadCalls:
-    """Reads by the response schema of a tokenizer (transformers' `parse_response`)."""
-
-    def read(text: str, tools: Tools) -> Reading:
-        try:
-            found = parse(text)
-        except Exception:  # the schema's expressions fit a whole answer or none
-            return Reading("", malformed=(text,))
-        calls: list[ToolCall] = []
-        malformed: list[str] = []
-        for number, one in enumerate(_sequence(found.get("tool_calls"))):
-            function = one.get("function", one)
-            call = call_of(str(function.get("name", "")), function.get("arguments"), number, one.get("id"))
-            if call is None:
-                malformed.append(json.dumps(one, default=str))
-            else:
-                calls.append(call)
-        reasoning = found.get("reasoning_content") or found.get("thinking") or ""
-        return Reading(str(found.get("content") or ""), str(reasoning), tuple(calls), tuple(malformed))
-
-    return read
-
-
-def _sequence(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, list | tuple) else ()

@@ -28,25 +28,10 @@ from agentrl.arrays import GrowingInts, IntArray, ints
 from agentrl.errors import ConfigError
 from agentrl.protocols import Prompt, Settings
 from agentrl.rollout.chat_template import ChatTemplate
-from agentrl.rollout.family import (
-    Family,
-    family_named,
-    find_family,
-    library_reader,
-    named_reader,
-    names,
-    reading_family,
-)
-from agentrl.rollout.reading import (
-    ReadCalls,
-    Reading,
-    canonical,
-    marks_in,
-    of_schema,
-    reads_canonically,
-    without_reasoning,
-)
-from agentrl.trajectory import Completion, Message, ToolCall
+from agentrl.rollout.family import Family, family_named, find_family, names, reading_family
+from agentrl.rollout.reading import Reading, marks_in, without_reasoning
+from agentrl.rollout.tool_formats import PROBE_CALL, call_reader, slow_call_reader
+from agentrl.trajectory import Completion, Message
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +51,7 @@ class RendererConfig(Settings):
     tool_format: str = "auto"
     """How calls of tools are read. `auto`: as the family or the template writes them. `canonical`: tools are described
     in the system message, and called as `<tool_call>{"name": ..., "arguments": ...}</tool_call>`. Or a parser of the
-    library `renderers`: `qwen3`, `qwen3.5`, `glm`, `deepseek-v3`."""
+    library `renderers` (`qwen3`, `qwen3.5`, `glm`, `deepseek-v3`) or, where it is installed, of vLLM."""
     show_reasoning: bool = False
     """Leave reasoning in what environments and rewards get."""
     chat_template: Path | None = None
@@ -97,6 +82,7 @@ class _FastTokenizer:
         self.apply_chat_template = tokenizer.apply_chat_template
         self.response_schema = getattr(tokenizer, "response_schema", None)
         self.parse_response = getattr(tokenizer, "parse_response", None)
+        self.whole = tokenizer
         self.convert_tokens_to_ids = tokenizer.convert_tokens_to_ids
         self.unk_token_id = tokenizer.unk_token_id
         self._core = tokenizer.backend_tokenizer
@@ -153,7 +139,7 @@ class TemplateRenderer:
             own_tools=self.config.tool_format != "canonical",
         )
         self._family = family if self.config.tool_format == "auto" else None
-        self._warned = False
+        self._searched = False  # for what reads calls, everywhere
         self._marks = marks_in(str(self._variables.get("chat_template", tokenizer.chat_template)))
         self._read_calls = call_reader(tokenizer, self._template, self.config.tool_format)
         self._reader = None
@@ -200,8 +186,15 @@ class TemplateRenderer:
 
     def conversation(self, tools: Sequence[Mapping[str, Any]] = ()) -> "TemplateConversation":
         """A new, empty conversation."""
-        if tools and (self._family or self._reader or self._read_calls) is None and not self._warned:
-            self._warned = True
+        if tools and (self._family or self._reader or self._read_calls) is None and not self._searched:
+            self._searched = True
+            self._search_reader()
+        return TemplateConversation(self, tools)
+
+    def _search_reader(self) -> None:
+        """Look among the parsers of vLLM for one that reads the calls which the template writes, or warn."""
+        self._read_calls = slow_call_reader(getattr(self._tokenizer, "whole", self._tokenizer), self._template)
+        if self._read_calls is None:
             logger.warning(
                 "the model's chat template writes calls of tools as %.300r, which no tool format reads, so only calls "
                 "in the canonical form are understood. Write model.tool_format=canonical: tools are then described in "
@@ -209,11 +202,10 @@ class TemplateRenderer:
                 "renderer of yours in model.renderer",
                 self._template.call(PROBE_CALL)[1],
             )
-        return TemplateConversation(self, tools)
 
     def whole(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> IntArray:
         """The tokens of a whole conversation, up to where the assistant begins to write."""
-        if self._family is not None:
+        if self._family is not None and (self._template.abilities.tools or not tools):
             return self._family.whole(messages, tools)
         return self.encode(self.text(messages, tools))
 
@@ -409,23 +401,8 @@ def by_template(folder: Path, config: RendererConfig) -> TemplateRenderer:
     return TemplateRenderer.of_model(folder, config.model_copy(update={"renderer": "template"}))
 
 
-PROBE_CALL = ToolCall("find_it", {"text": "a b", "count": 3})
 _TAIL = 64
 """How many tokens before an answer are looked at, to see whether its reasoning begins there."""
-
-
-def call_reader(tokenizer: Any, template: ChatTemplate, wanted: str) -> ReadCalls | None:
-    """What reads the calls that a template writes, or the format that is `wanted`; None if nothing does.
-
-    Raises:
-        ConfigError: there is no such format.
-    """
-    written = template.call(PROBE_CALL)[1]
-    if wanted == "canonical" or (wanted == "auto" and (not written or reads_canonically(written, PROBE_CALL))):
-        return canonical
-    if wanted == "auto" and getattr(tokenizer, "response_schema", None):
-        return of_schema(tokenizer.parse_response)
-    return library_reader(tokenizer, written, PROBE_CALL) if wanted == "auto" else named_reader(tokenizer, wanted)
 
 
 def _family_of(tokenizer: Any, config: RendererConfig) -> Family | None:

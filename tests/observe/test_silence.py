@@ -48,6 +48,14 @@ def test_groups_of_equal_scores_are_normal_with_a_critic() -> None:
     assert warnings(silence(compares_groups=False), *[{**GOOD, "mixed_groups": 0.0}] * 10) == []
 
 
+def test_conversations_that_fork_are_named_unless_they_are_meant_to() -> None:
+    forks = [{**GOOD, "forked_share": 0.98}] * 10
+    assert warnings(silence(), *forks) == []  # a context policy forgets messages
+    (text,) = warnings(Silence(conditions(3, 8, compares_groups=True, extends=False)), *forks)
+    assert "98% of the later turns forked" in text
+    assert "model.history=extend" in text
+
+
 def test_success_that_falls_below_where_training_began_is_named() -> None:
     reader = silence()
     assert warnings(reader, evaluated(0.52, 0.45, 0.59), evaluated(0.47, 0.40, 0.54)) == []  # within the noise

@@ -8,6 +8,7 @@ import pytest
 
 from agentrl.arrays import ints
 from agentrl.errors import ConfigError
+from agentrl.rollout import renderer as renderer_module
 from agentrl.rollout.chat_template import ChatTemplate, describe
 from agentrl.rollout.renderer import RendererConfig, TemplateRenderer
 from agentrl.testing.tokenizer import END, ByteTokenizer
@@ -30,6 +31,12 @@ KINDS = ("plain", "tools", "reasoning", "both")
 NOT_FORKING = {"plain": 38, "tools": 33, "reasoning": 34, "both": 32}
 """How many of the 72 templates render a whole conversation of eight turns as it was seen and written, by its kind."""
 TURNS = 8
+
+
+@pytest.fixture(autouse=True)
+def _without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importing its parsers takes seconds."""
+    monkeypatch.setattr(renderer_module, "slow_call_reader", lambda *_: None)
 
 
 def said(kind: str, turn: int) -> str:

@@ -1,0 +1,77 @@
+"""Calls of tools read by the parsers of vLLM, where it is installed: some fifty syntaxes.
+
+They are the last resort, because importing them takes seconds.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from typing import Any
+
+from agentrl.rollout.reading import ReadCalls, Reading, Tools, as_declared, call_of
+from agentrl.trajectory import ToolCall
+
+
+def parser_names() -> list[str]:
+    """The names of the parsers; none if vLLM is not installed, or has none where they are looked for."""
+    if find_spec("vllm") is None:
+        return []
+    try:
+        from vllm.tool_parsers import ToolParserManager
+    except ImportError:
+        return []
+    return sorted({*ToolParserManager.tool_parsers, *ToolParserManager.lazy_parsers})
+
+
+def vllm_reader(tokenizer: Any, name: str) -> ReadCalls:
+    """Reads calls by the parser with this name. `tokenizer`: the Hugging Face tokenizer."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.tool_parsers import ToolParserManager
+
+    kind = ToolParserManager.get_tool_parser(name)
+
+    def read(text: str, tools: Tools) -> Reading:
+        request = ChatCompletionRequest(messages=[], model="", tools=[dict(tool) for tool in tools])
+        with _silence():
+            found = kind(tokenizer).extract_tool_calls(text, request)
+        if not found.tools_called:
+            return Reading(text)
+        calls, malformed = [], []
+        for number, one in enumerate(found.tool_calls):
+            call = call_of(one.function.name, one.function.arguments, number)
+            if call is None:
+                malformed.append(f"{one.function.name} {one.function.arguments}")
+            else:
+                calls.append(as_declared(call, tools))
+        return Reading((found.content or "").strip(), calls=tuple(calls), malformed=tuple(malformed))
+
+    return read
+
+
+def find_vllm_reader(tokenizer: Any, written: str, call: ToolCall, tools: Tools) -> ReadCalls | None:
+    """The first parser that reads this call where a template has written it; None if none does."""
+    for name in parser_names():
+        with suppress(Exception):  # its tokens are missing, or the text is of another form
+            read = vllm_reader(tokenizer, name)
+            found = read(written, tools)
+            if [(one.name, dict(one.arguments)) for one in found.calls] == [(call.name, call.arguments)]:
+                return read
+    return None
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """The parsers log what they cannot read, with tracebacks."""
+    logger = logging.getLogger("vllm")
+    before, logger.disabled = logger.disabled, True
+    children = [one for name, one in logging.root.manager.loggerDict.items() if name.startswith("vllm.tool_parsers")]
+    levels = [(one, one.level) for one in children if isinstance(one, logging.Logger)]
+    for one, _ in levels:
+        one.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.disabled = before
+        for one, level in levels:
+            one.setLevel(level)
