@@ -5,6 +5,7 @@ conversations. So a folder with any name is recognised, a fine-tuned model too, 
 not. Models that are not recognised are rendered by their template (`agentrl.rollout.chat_template`).
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from io import StringIO
@@ -189,14 +190,27 @@ def _same(rules: Any, wanted: Sequence[list[int] | None]) -> bool:
 def _by_template(
     tokenizer: Any, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, variables: Mapping[str, Any]
 ) -> list[int] | None:
-    try:
-        text = tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=True, **variables
-        )
-    except Exception:  # templates raise what they like
-        return None
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
-    return ids
+    for form in (
+        messages,
+        list(map(_with_json_arguments, messages)),
+    ):  # templates take arguments in one form or the other
+        with suppress(Exception):  # templates raise what they like
+            text = tokenizer.apply_chat_template(
+                form, tools=tools, tokenize=False, add_generation_prompt=True, **variables
+            )
+            ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+            return ids
+    return None
+
+
+def _with_json_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    if "tool_calls" not in message:
+        return message
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
 
 
 def _given(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:

@@ -1,0 +1,74 @@
+"""Conversations of real models: their own tokenizers and templates, recognised or not. `make long` fetches them."""
+
+from pathlib import Path
+
+import pytest
+
+from agentrl.rollout.renderer import RendererConfig, TemplateRenderer, renderer_of
+from agentrl.rollout.tools import parse_tool_calls
+from agentrl.trajectory import Completion, Message, ToolCall
+from tests.real_tokenizers import fetch, model_folder
+from tests.rollout.test_chat_templates import ADD, KINDS, said
+
+FAMILIES = {
+    "qwen-2.5": "", "qwen-3": "qwen3", "qwen-3.5": "qwen3.5", "qwen-3.6": "qwen3.5", "qwq-32b": "", "deepseek-v3": "",
+    "deepseek-v3.1": "", "deepseek-r1": "", "deepseek-r1-distill-llama-8b": "", "glm-4-32b-0414": "",
+    "glm-4.5v": "", "glm-4.7-flash": "glm-5", "glm-5": "glm-5", "glm-5.1": "glm-5.1", "minimax": "",
+    "minimax-m1-40k": "", "minimax-m3": "",
+}  # fmt: skip
+"""Models of the package that have a chat template, and the family of the library that each is recognised as.
+
+The library's rules for DeepSeek-R1 begin reasoning after the result of a tool, which its template does not.
+"""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fetch(tmp_path_factory.mktemp("package"))
+
+
+def played(renderer: TemplateRenderer, kind: str) -> list[int]:
+    """The tokens of six turns; checks that none forks and that each observation is there."""
+    tools = [ADD] if kind in ("tools", "both") else []
+    conversation = renderer.conversation(tools)
+    news, seen = [Message("system", "You play."), Message("user", "Begin now.")], list[int]()
+    for turn in range(6):
+        prompt = conversation.prompt(news)
+        assert not prompt.forked
+        assert prompt.ids.tolist() == [*seen, *prompt.new_ids.tolist()]
+        assert all(message.content.strip() in renderer.decode(prompt.new_ids) for message in news)
+        answer = [*renderer.encode(said(kind, turn)).tolist(), renderer.stop_token_ids[0]]
+        conversation.answer(Completion(answer, [0.0] * len(answer), [0] * len(answer), "stop"))
+        seen = [*prompt.ids.tolist(), *answer]
+        news = [Message("tool" if tools else "user", f"Ergebnis {turn}: é, 你好\n")]
+    return seen
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_real_model_extends_and_its_family_writes_what_its_template_writes(
+    name: str, data: Path, tmp_path: Path
+) -> None:
+    folder = model_folder(data, name, tmp_path / name)
+    renderer = renderer_of(folder, RendererConfig())
+    by_template = renderer_of(folder, RendererConfig(renderer="template"))
+    assert renderer.family == FAMILIES[name]
+    for kind in KINDS:
+        assert played(renderer, kind) == played(by_template, kind)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_calls_of_a_real_model_reach_the_environment(name: str, data: Path, tmp_path: Path) -> None:
+    renderer = renderer_of(model_folder(data, name, tmp_path / name), RendererConfig())
+    call = ToolCall("add", {"a": 1, "b": 2})
+    written = renderer.template.call(call)[1] or call.render()
+    for stop in renderer.template.stops:
+        written = written.removesuffix(stop)
+    conversation = renderer.conversation([ADD])
+    prompt = renderer.decode(conversation.prompt([Message("user", "Begin now.")]).ids).rstrip()
+    if prompt.endswith("<think>") and "</think>" not in written:
+        written = f"</think>{written}"
+    answer = [*renderer.encode(written).tolist(), renderer.stop_token_ids[0]]
+    action = conversation.answer(Completion(answer, [0.0] * len(answer), [0] * len(answer), "stop"))
+    assert [(one.name, dict(one.arguments)) for one in parse_tool_calls(action).calls] == [("add", {"a": 1, "b": 2})]
