@@ -153,7 +153,6 @@ class TemplateRenderer:
                 "nothing would end an assistant turn: the model's tokenizer has no eos token, and its chat template "
                 "writes no special token after an answer. Add `eos_token` to tokenizer_config.json"
             )
-
         closing = self.encode(self._template.closing([Message("user", "")])).tolist()
         ends = bool(closing) and closing[-1] in self._stop_token_ids
         self._end_of_turn = closing if ends else [self._stop_token_ids[0]]
@@ -236,14 +235,18 @@ class TemplateRenderer:
 
     def read(self, prompt_ids: IntArray, answer_ids: IntArray, tools: Sequence[Mapping[str, Any]]) -> Reading:
         """An answer, taken apart; its last token may be the stop token. Never raises, whatever the tokens are."""
+        try:
+            return self._read(prompt_ids, answer_ids, tools)
+        except Exception:  # the parsers of others have not seen everything that a model can write
+            logger.debug("an answer could not be taken apart", exc_info=True)
+            return Reading(self.answer_text(answer_ids))
+
+    def _read(self, prompt_ids: IntArray, answer_ids: IntArray, tools: Sequence[Mapping[str, Any]]) -> Reading:
         reader = self._family or self._reader
         if reader is not None:
             return reader.read(prompt_ids, answer_ids, tools)
-        if len(answer_ids) and int(answer_ids[-1]) in self._stop_token_ids:
-            answer_ids = answer_ids[:-1]
-        text = self.decode(answer_ids)
         before = self.decode(prompt_ids[-_TAIL:]) if self._marks is not None else ""
-        thought = without_reasoning(text, self._marks, before)
+        thought = without_reasoning(self.answer_text(answer_ids), self._marks, before)
         if not tools or thought.cut or self._read_calls is None:
             return thought
         found = self._read_calls(thought.content, tools)
@@ -350,11 +353,12 @@ class TemplateConversation:
     def answer(self, completion: Completion) -> str:
         """Append the sampled tokens, and return what the environment gets: the answer, without reasoning."""
         self._answer_ids = completion.token_ids
-        text = self._renderer.answer_text(completion.token_ids)
         reading = self._renderer.read(self._prompt_ids, completion.token_ids, self._tools)
-        action = text if self._renderer.config.show_reasoning else reading.action
         thought = len(self._renderer.encode(reading.reasoning)) if reading.reasoning else 0
-        calls = () if self._renderer.config.show_reasoning or reading.malformed else reading.calls
+        shows = self._renderer.config.show_reasoning
+        text = self._renderer.answer_text(completion.token_ids) if shows or not self._extends else ""
+        action = text if shows else reading.action
+        calls = () if shows or reading.malformed else reading.calls
         self._append(
             [Message("assistant", action, reasoning=reading.reasoning, tool_calls=calls, reasoning_tokens=thought)]
         )

@@ -176,6 +176,16 @@ def test_any_tokens_at_all_are_read_without_an_exception(ids: list[int], name: s
     assert isinstance(one.read(ints(()), ints(tokens), [FIND]), Reading)
 
 
+def test_a_parser_that_fails_leaves_the_answer_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = renderer("qwen3")
+
+    def fails(*_: object) -> Reading:
+        raise IndexError("nothing there")
+
+    monkeypatch.setattr(one._family, "read", fails)
+    assert answered(one, "left", [FIND])[0] == "left"
+
+
 def test_texts_between_tags_are_texts_where_the_tool_declares_them() -> None:
     call = as_declared(ToolCall("find", {"text": 12, "count": 3, "more": True}, "x"), [FIND])
     assert call == ToolCall("find", {"text": "12", "count": 3, "more": True}, "x")
