@@ -128,12 +128,12 @@ while len(set(ray.get([where.remote() for _ in range(4)]))) < 2:
 
 
 @contextmanager
-def two_nodes() -> Iterator[TwoNodes]:
-    """Two nodes on this machine, where one that says nothing for some seconds is taken for dead."""
+def two_nodes(*, hangs: bool = False) -> Iterator[TwoNodes]:
+    """Two nodes on this machine. If one `hangs`, it is taken for dead after some seconds, as busy ones may be too."""
     from ray.cluster_utils import Cluster
 
     with pytest.MonkeyPatch.context() as patched:
-        for name, value in _HEALTH_CHECKS.items():
+        for name, value in _HEALTH_CHECKS.items() if hangs else ():
             patched.setenv(name, value)
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
         nodes = cluster.head_node, cluster.add_node(num_cpus=2)

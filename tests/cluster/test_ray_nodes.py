@@ -31,7 +31,7 @@ def run(tmp_path: Path) -> Iterator[Running]:
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_run_that_loses_a_node_in_the_middle_finishes(phase: str, kind: signal.Signals, run: Running) -> None:
-    with two_nodes() as nodes:
+    with two_nodes(hangs=kind is signal.SIGSTOP) as nodes:
         run.overrides = [f"steps={STEPS}", "cluster.env_workers=2", f"cluster.address={nodes.address}"]
         run.start()
         run.wait_for("first step", lambda: run.steps() >= 2, PATIENCE_SECONDS)
