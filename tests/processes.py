@@ -1,11 +1,14 @@
 """Which processes have ended."""
 
 import ipaddress
+import os
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 
@@ -20,6 +23,25 @@ def is_alive(process: psutil.Process) -> bool:
     with suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
+
+
+def hit(pid: int, number: signal.Signals) -> None:
+    """Send a signal that kills or stops, and wait until each thread has done so: until then, some may answer."""
+    os.kill(pid, number)
+    wait_for_signal(pid)
+
+
+def wait_for_signal(pid: int) -> None:
+    """Wait until a signal that kills or stops has done so."""
+    with suppress(FileNotFoundError):
+        while any(_state(thread) not in "TtZX" for thread in Path(f"/proc/{pid}/task").iterdir()):
+            time.sleep(0.001)
+
+
+def _state(thread: Path) -> str:
+    with suppress(OSError):  # it has ended
+        return (thread / "stat").read_text().rpartition(")")[2].split()[0]
+    return "X"
 
 
 def still_alive(processes: Iterable[psutil.Process | int], seconds: float) -> list[str]:

@@ -16,7 +16,7 @@ from agentrl.cluster.ray_actors import RayWorker, RayWorkers
 from agentrl.cluster.workers import StartWorkers, Worker, start_all
 from agentrl.errors import ConfigError, WorkerDiedError
 from tests.cluster.shared_ray import join_shared_ray
-from tests.processes import still_alive
+from tests.processes import hit, still_alive
 
 
 class Counter:
@@ -100,7 +100,7 @@ def test_a_worker_that_is_killed_or_hangs_is_an_error_and_a_stopped_group_leaves
         group = await start("counter", Counter, 2)
         pids = await group.all("pid")
         assert len({os.getpid(), *pids}) == 3
-        os.kill(pids[1], signal_number)
+        await asyncio.to_thread(hit, pids[1], signal_number)
         with pytest.raises(WorkerDiedError, match="counter 1 died"):
             await group.all("add", 1)
         assert await group.one("add", 1) == (0, 2)

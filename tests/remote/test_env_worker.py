@@ -3,13 +3,10 @@
 import asyncio
 import os
 import signal
-import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
-import psutil
 import pytest
 
 from agentrl.cluster.processes import ProcessWorker
@@ -20,7 +17,7 @@ from agentrl.protocols import ResetResult, StepResult
 from agentrl.remote.env_worker import EnvWorker, env_workers
 from agentrl.remote.sessions import ServerLimits
 from tests.cluster.shared_ray import join_shared_ray
-from tests.processes import PATIENCE_SECONDS, still_alive
+from tests.processes import PATIENCE_SECONDS, hit, still_alive, wait_for_signal
 
 pytestmark = pytest.mark.slow
 LEASE = 2.0
@@ -74,8 +71,7 @@ def test_a_worker_that_dies_or_hangs_costs_its_episode_and_another_takes_its_pla
             first, second = make(), make()
             before = int((await first.reset(seed=1, options={}))[0])
             assert (await first.step("go"))[0] == f"{before} go"
-            os.kill(before, signal_number)
-            await asyncio.to_thread(_until_it_has_come, before)
+            await asyncio.to_thread(hit, before, signal_number)
             with pytest.raises((EnvError, TimeoutError)):
                 async with asyncio.timeout(LEASE):
                     await first.step("on")
@@ -100,8 +96,8 @@ def test_an_episode_does_not_wait_for_a_worker_on_a_machine_that_has_vanished(
         async with env_workers(partial(ProcessWorker.start, lease=LEASE), 1, worker_of(telling)) as make:
             env = make()
             left.append(int((await env.reset(seed=1, options={}))[0]))
-            os.kill(left[0], signal.SIGSTOP)
-            async with asyncio.timeout(3 * LEASE):
+            await asyncio.to_thread(hit, left[0], signal.SIGSTOP)
+            async with asyncio.timeout(PATIENCE_SECONDS):
                 with pytest.raises(EnvError):
                     await env.step("on")
             async with asyncio.timeout(PATIENCE_SECONDS):
@@ -128,16 +124,9 @@ def test_workers_that_are_killed_again_and_again_end_nothing_while_episodes_begi
                 async with asyncio.timeout(PATIENCE_SECONDS):
                     pid = int((await make().reset(seed=1, options={}))[0])
                 os.kill(pid, signal.SIGKILL)
-                await asyncio.to_thread(_until_it_has_come, pid)
+                await asyncio.to_thread(wait_for_signal, pid)
 
     asyncio.run(main())
-
-
-def _until_it_has_come(pid: int) -> None:
-    """Wait until a signal that kills or stops has done so."""
-    with suppress(psutil.NoSuchProcess):
-        while psutil.Process(pid).status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE):
-            time.sleep(0.01)
 
 
 def test_an_environment_that_is_not_there_is_said_before_anything_starts() -> None:
