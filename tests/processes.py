@@ -33,8 +33,10 @@ def hit(pid: int, number: signal.Signals) -> None:
 
 def wait_for_signal(pid: int) -> None:
     """Wait until a signal that kills or stops has done so."""
+    until = time.monotonic() + PATIENCE_SECONDS
     with suppress(FileNotFoundError):
         while any(_state(thread) not in "TtZX" for thread in Path(f"/proc/{pid}/task").iterdir()):
+            assert time.monotonic() < until, f"process {pid} neither stops nor ends"
             time.sleep(0.001)
 
 

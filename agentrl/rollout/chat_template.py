@@ -159,9 +159,9 @@ class ChatTemplate:
         """Messages as this template takes them; `tools` are described if it takes none."""
         can, found = self._abilities, list[Json]()
         if tools and not can.tools:
-            first = messages[0].content if messages and messages[0].role == "system" else ""
-            said = "\n\n".join(filter(None, (first, describe(tools))))
-            messages = [Message("system", said), *messages[bool(first) :]]
+            system = [message.content for message in messages[:1] if message.role == "system"]
+            said = "\n\n".join(filter(None, (*system, describe(tools))))
+            messages = [Message("system", said), *messages[len(system) :]]
         for message in messages:
             one = _as_json(message, can)
             joins = found and one["role"] == found[-1]["role"] == "user"

@@ -112,9 +112,8 @@ class ControlGroup:
             return
         self._order = order
         most = order.memory + order.disk + _SLACK  # the files of a program are in memory too
-        with suppress(
-            OSError
-        ):  # "busy": earlier programs have left more than that, which the kernel frees when it likes
+        # "Busy" if earlier programs have left more than that, which the kernel frees when it likes.
+        with suppress(OSError):
             os.pwrite(self._open[self._files.limit], str(most).encode(), 0)
         self._cpu_before = self._value(*self._files.cpu)
         self._killed_before = self._value(*self._files.killed)

@@ -454,7 +454,7 @@ time.sleep(60)
 
 @contained("cpu", "wall")
 def hidden_cpu(rng: Random) -> str:
-    """Short processes that nobody waits for, so that their CPU time is in no sum."""
+    """Short child processes whose parent never waits for them, so that no sum has their CPU time."""
     how = rng.choice(["signal.signal(signal.SIGCHLD, signal.SIG_IGN)", "struct_of_sigaction()"])
     return f"""
 def struct_of_sigaction():  # SA_NOCLDWAIT
