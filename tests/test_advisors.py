@@ -152,9 +152,9 @@ def test_a_wrong_helper_is_refused_with_the_way_out(overrides, said):
         load_config(LAKE, overrides)
 
 
-def learning(model: Path, algorithm: Ppo, **parts: Any) -> tuple[LocalTrainer, Advisors]:
+def learning(model: Path, algorithm: Ppo, minibatches: int = 2, **parts: Any) -> tuple[LocalTrainer, Advisors]:
     """A trainer, and a reference and a critic beside it."""
-    config = LocalTrainer.Config(lr=3e-3, device="cpu", row_tokens=64, minibatches=2)
+    config = LocalTrainer.Config(lr=3e-3, device="cpu", row_tokens=64, minibatches=minibatches)
     trainer, reference, critic = (
         LocalTrainer(config, model, total_steps=20, role=role, head=head, **parts)
         for role, head in (("trainer", "policy"), ("reference", "policy"), ("critic", "value"))
@@ -177,7 +177,8 @@ def test_the_critic_learns_what_to_expect_and_the_reference_stays_what_it_was(sh
     batch = collate(samples)  # all episodes earn 1
 
     async def main() -> list[Any]:
-        trainer, advisors = learning(shallow_model_dir, Ppo(Ppo.Config(kl=0.01)))
+        # whitened, the equal advantages of the first step would be rounding errors
+        trainer, advisors = learning(shallow_model_dir, Ppo(Ppo.Config(kl=0.01, whiten=False)), minibatches=1)
         first, second = advisors.all
         async with trainer, first, second:
             return await learn(trainer, advisors, [batch] * 8)
@@ -186,7 +187,7 @@ def test_the_critic_learns_what_to_expect_and_the_reference_stays_what_it_was(sh
     assert steps[0]["critic/value"] == pytest.approx(0, abs=0.2)
     assert steps[-1]["critic/value"] == pytest.approx(1, abs=0.2)
     assert steps[-1]["critic/loss"] < 0.2 * steps[0]["critic/loss"]
-    assert steps[0]["reference_kl"] < 1e-2 < steps[-1]["reference_kl"]
+    assert steps[0]["reference_kl"] < 1e-5 < 1e-2 < steps[-1]["reference_kl"]
     assert not any("logprob_gap" in name for name in steps[0] if name.startswith("critic/"))
     assert all(math.isfinite(value) for step in steps for value in step.values())
 
