@@ -177,7 +177,7 @@ def test_the_critic_learns_what_to_expect_and_the_reference_stays_what_it_was(sh
     batch = collate(samples)  # all episodes earn 1
 
     async def main() -> list[Any]:
-        # whitened, the equal advantages of the first step would be rounding errors
+        # whitened, equal advantages are zeros, and the optimizer would scale up rounding errors
         trainer, advisors = learning(shallow_model_dir, Ppo(Ppo.Config(kl=0.01, whiten=False)), minibatches=1)
         first, second = advisors.all
         async with trainer, first, second:
@@ -187,7 +187,8 @@ def test_the_critic_learns_what_to_expect_and_the_reference_stays_what_it_was(sh
     assert steps[0]["critic/value"] == pytest.approx(0, abs=0.2)
     assert steps[-1]["critic/value"] == pytest.approx(1, abs=0.2)
     assert steps[-1]["critic/loss"] < 0.2 * steps[0]["critic/loss"]
-    assert steps[0]["reference_kl"] < 1e-5 < 1e-2 < steps[-1]["reference_kl"]
+    assert steps[0]["reference_kl"] < 1e-5
+    assert steps[-1]["reference_kl"] > 1e-2
     assert not any("logprob_gap" in name for name in steps[0] if name.startswith("critic/"))
     assert all(math.isfinite(value) for step in steps for value in step.values())
 
