@@ -3,7 +3,8 @@
 A slice is a view of the same memory, so its cost does not depend on its length.
 """
 
-from dataclasses import fields
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -41,6 +42,66 @@ def _frozen(values: npt.ArrayLike, kind: npt.DTypeLike) -> npt.NDArray[Any]:
         array = array.view()  # a view, so that its owner can still write to it
     array.flags.writeable = False
     return array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ragged:
+    """Rows of integers that differ in length: `values` end to end, and the length of each row. Immutable."""
+
+    values: IntArray
+    lengths: IntArray
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "values", ints(self.values))
+        object.__setattr__(self, "lengths", ints(self.lengths))
+        if int(self.lengths.sum()) != len(self.values) or (self.lengths < 0).any():
+            raise ValueError(f"rows of {int(self.lengths.sum())} values in total cannot hold {len(self.values)} values")
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __eq__(self, other: object) -> bool:
+        return same_fields(self, other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @classmethod
+    def of(cls, rows: Iterable[npt.ArrayLike]) -> "Ragged":
+        """Lay rows end to end."""
+        arrays = [ints(row) for row in rows]
+        return cls(np.concatenate([ints(()), *arrays]), ints([len(array) for array in arrays]))
+
+    @classmethod
+    def empty(cls, count: int) -> "Ragged":
+        """`count` rows without a value."""
+        return cls(ints(()), ints(np.zeros(count)))
+
+    @classmethod
+    def joined(cls, parts: Sequence["Ragged"]) -> "Ragged":
+        """The rows of several, one after another."""
+        nothing = ints(())
+        return cls(
+            np.concatenate([nothing, *(part.values for part in parts)]),
+            np.concatenate([nothing, *(part.lengths for part in parts)]),
+        )
+
+    def take(self, pieces: Sequence[slice]) -> "Ragged":
+        """The rows of several slices (each with a start and a stop), one slice after another."""
+        ends = np.concatenate([ints((0,)), np.cumsum(self.lengths)])
+        return Ragged(
+            np.concatenate([ints(()), *(self.values[ends[piece.start] : ends[piece.stop]] for piece in pieces)]),
+            np.concatenate([ints(()), *(self.lengths[piece] for piece in pieces)]),
+        )
+
+    def padded(self, filler: int) -> IntArray:
+        """The rows as a matrix, as wide as the longest, filled up with `filler`."""
+        matrix = np.full((len(self), int(self.lengths.max(initial=0))), filler, np.int32)
+        matrix[np.arange(matrix.shape[1]) < self.lengths[:, None]] = self.values
+        return matrix
+
+    def row_of_value(self) -> IntArray:
+        """The row that each value belongs to."""
+        return np.repeat(np.arange(len(self.lengths), dtype=np.int32), self.lengths)
 
 
 class Growing(Generic[N]):
@@ -97,4 +158,15 @@ def same_fields(one: Any, other: Any) -> bool:
     return all(np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b for a, b in pairs)
 
 
-__all__ = ["FloatArray", "Growing", "GrowingInts", "IntArray", "MaskArray", "floats", "ints", "mask", "same_fields"]
+__all__ = [
+    "FloatArray",
+    "Growing",
+    "GrowingInts",
+    "IntArray",
+    "MaskArray",
+    "Ragged",
+    "floats",
+    "ints",
+    "mask",
+    "same_fields",
+]

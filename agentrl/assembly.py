@@ -73,10 +73,11 @@ class RolloutAssembly:
     reward: RewardPipeline
     frozen: Mapping[FrozenRoute, Router]
 
-    def at_temperature(self, temperature: float) -> EnvEpisodeRunner:
-        """The same runner, sampling at another temperature."""
-        sampling = self.config.rollout.sampling.model_copy(update={"temperature": temperature})
-        return replace(self.runner, policy=_policy(self.config, self.engine, self.runner.renderer, sampling))
+    def evaluating(self) -> EnvEpisodeRunner:
+        """The same runner, sampling as the evaluation does."""
+        sampling = self.config.evaluation.sampling(self.config.rollout.sampling)
+        policy = _policy(self.config, self.engine, self.runner.renderer, sampling, trained=False)
+        return replace(self.runner, policy=policy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +155,11 @@ async def assemble_training(
 ) -> AsyncIterator[TrainingAssembly]:
     """`assemble_rollouts`, plus a trainer that starts from the same model. If a rank dies, its trainer restarts from
     the checkpoint that `latest` returns.
+
+    Raises:
+        ConfigError: the engine cannot take new weights, or something does not fit the devices.
     """
+    _check_takes_weights(config)
     async with open_cluster(config) as placed, _rollouts_on(placed, model) as rollouts:
         trainer, advisors = make_trainer(placed, model, latest), make_advisors(placed, algorithm, model, latest)
         trainers = [trainer, *(advisors.all if advisors else ())]
@@ -173,6 +178,16 @@ async def assemble_training(
                     publisher,
                     sharing,
                 )
+
+
+def _check_takes_weights(config: RunConfig) -> None:
+    layout = getattr(config.engine.settings, "layout", None)
+    if layout is not None and not layout().here:
+        raise ConfigError(
+            f"engine={config.engine.name} samples from a model that is served elsewhere: it can neither take new "
+            "weights nor say what truncated sampling left to sample from. Train with engine=vllm or engine=local, and "
+            f"evaluate with engine={config.engine.name} (`agentrl eval`)"
+        )
 
 
 def task_source(config: RunConfig, split: str) -> TaskSource:
@@ -212,7 +227,7 @@ async def _rollouts_on(placed: PlacedCluster, model: Path) -> AsyncIterator[Roll
         _frozen_engines(config, cluster, model) as frozen,
     ):
         runner = EnvEpisodeRunner(
-            _policy(config, engine, renderer, config.rollout.sampling),
+            _policy(config, engine, renderer, config.rollout.sampling, trained=True),
             renderer,
             envs,
             config.rollout.max_turns,
@@ -264,15 +279,17 @@ def _other_roles(
             roles[agent] = Role(policy, renderer, trained=False)
         elif isinstance(route, FrozenRoute):
             own = renderer if route.model is None else renderer_of(route.model, RendererConfig())
-            served = _policy(config, frozen[route], own, config.rollout.sampling)
+            served = _policy(config, frozen[route], own, config.rollout.sampling, trained=False)
             roles[agent] = Role(served, own, config.rollout.context, trained=False)
     return roles
 
 
-def _policy(config: RunConfig, engine: Engine, renderer: Renderer, sampling: SamplingParams) -> EnginePolicy:
+def _policy(
+    config: RunConfig, engine: Engine, renderer: Renderer, sampling: SamplingParams, *, trained: bool
+) -> EnginePolicy:
     stops = tuple(dict.fromkeys((*renderer.stop_token_ids, *sampling.stop_token_ids)))
     params = sampling.model_copy(update={"stop_token_ids": stops})
-    return EnginePolicy(engine, params, config.rollout.deadlines.generate)
+    return EnginePolicy(engine, params, config.rollout.deadlines.generate, trained)
 
 
 @asynccontextmanager

@@ -7,19 +7,18 @@ The tokens are the engine's own (`Turn.prompt_ids`, `Completion.token_ids`), lai
 text. `loss_mask` is 1 exactly for the tokens that the engine sampled, except those that `to_samples` finds too old.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
-from operator import itemgetter
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from agentrl.arrays import FloatArray, Growing, IntArray, MaskArray, floats, ints, mask, same_fields
+from agentrl.arrays import FloatArray, Growing, IntArray, MaskArray, Ragged, floats, ints, mask, same_fields
 from agentrl.trajectory import Trajectory, Turn
 
-_Map = Callable[[npt.NDArray[Any]], npt.NDArray[Any]]
+N = TypeVar("N", bound=np.generic)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,7 +26,8 @@ class TrainingSample:
     """One token sequence to train on. All fields become immutable arrays of equal length T.
 
     Where `loss_mask` is 0, `advantages` is 0. For prompt tokens `rollout_logprobs` is 0 and `policy_versions` is -1.
-    `turn_ids` is the number of a token's turn; prompt tokens belong to the turn that answers them.
+    `turn_ids` is the number of a token's turn; prompt tokens belong to the turn that answers them. `support`: the ids
+    that each token was sampled from (`Completion.support`); by default the whole vocabulary.
 
     Raises:
         ValueError: the lengths differ, there is no token, the first token carries loss (nothing predicts it), or a
@@ -40,6 +40,7 @@ class TrainingSample:
     advantages: FloatArray
     policy_versions: IntArray
     turn_ids: IntArray
+    support: Ragged | None = None
 
     __eq__ = same_fields
 
@@ -49,7 +50,9 @@ class TrainingSample:
         for name in ("rollout_logprobs", "advantages"):
             object.__setattr__(self, name, floats(getattr(self, name)))
         object.__setattr__(self, "loss_mask", mask(self.loss_mask))
-        lengths = {field.name: len(getattr(self, field.name)) for field in fields(self)}
+        lengths = {field.name: len(getattr(self, field.name)) for field in fields(self) if field.name != "support"}
+        if self.support is not None:
+            lengths["support"] = len(self.support)
         if len(set(lengths.values())) != 1 or not len(self.token_ids):
             raise ValueError(f"a training sample needs one or more tokens and fields of equal length, got {lengths}")
         if self.loss_mask[0]:
@@ -70,6 +73,7 @@ class TrainBatch:
     """Samples laid end to end. A trainer packs them into rows (`agentrl/trainers/packing.py`).
 
     `lengths_M` is the number of tokens of each sample. Logprobs and advantages cover only the loss tokens, in order.
+    `support_N` are the ids that each loss token was sampled from; an empty row is the whole vocabulary.
     `reference_logprobs_N` are the engine's until the run's reference, if any, has computed its own
     (`agentrl/advisors.py`).
     """
@@ -80,6 +84,7 @@ class TrainBatch:
     rollout_logprobs_N: FloatArray
     reference_logprobs_N: FloatArray
     advantages_N: FloatArray
+    support_N: Ragged
 
     @property
     def num_samples(self) -> int:
@@ -99,11 +104,10 @@ class TrainBatch:
 
     def ordered(self, samples: Sequence[int]) -> "TrainBatch":
         """The same samples in another order, given by their indices."""
-        order_S, order_N = _pieces(self.lengths_M, samples), _pieces(self.loss_tokens_M, samples)
-        return self._mapped(
-            lambda values_S: np.concatenate([values_S[piece] for piece in order_S]),
+        return self._taken(
+            _pieces(self.lengths_M, samples),
             self.lengths_M[list(samples)],
-            lambda values_N: np.concatenate([values_N[piece] for piece in order_N]),
+            _pieces(self.loss_tokens_M, samples),
         )
 
     def split(self, counts: Sequence[int]) -> list["TrainBatch"]:
@@ -111,20 +115,21 @@ class TrainBatch:
         lasts = np.cumsum(counts)
         ends_S, ends_N = np.cumsum(self.lengths_M)[lasts - 1], np.cumsum(self.loss_tokens_M)[lasts - 1]
         return [
-            self._mapped(itemgetter(slice(*of_S)), self.lengths_M[first:last], itemgetter(slice(*of_N)))
+            self._taken([slice(*of_S)], self.lengths_M[first:last], [slice(*of_N)])
             for (first, last), of_S, of_N in zip(_borders(lasts), _borders(ends_S), _borders(ends_N), strict=True)
         ]
 
-    def _mapped(self, of_S: _Map, lengths_M: IntArray, of_N: _Map) -> "TrainBatch":
-        rollout_logprobs_N = of_N(self.rollout_logprobs_N)
+    def _taken(self, of_S: Sequence[slice], lengths_M: IntArray, of_N: Sequence[slice]) -> "TrainBatch":
+        rollout_logprobs_N = _take(self.rollout_logprobs_N, of_N)
         asked = self.reference_logprobs_N is not self.rollout_logprobs_N
         return TrainBatch(
-            tokens_S=of_S(self.tokens_S),
-            loss_mask_S=of_S(self.loss_mask_S),
+            tokens_S=_take(self.tokens_S, of_S),
+            loss_mask_S=_take(self.loss_mask_S, of_S),
             lengths_M=lengths_M,
             rollout_logprobs_N=rollout_logprobs_N,
-            reference_logprobs_N=of_N(self.reference_logprobs_N) if asked else rollout_logprobs_N,
-            advantages_N=of_N(self.advantages_N),
+            reference_logprobs_N=_take(self.reference_logprobs_N, of_N) if asked else rollout_logprobs_N,
+            advantages_N=_take(self.advantages_N, of_N),
+            support_N=self.support_N.take(of_N),
         )
 
 
@@ -165,6 +170,7 @@ def to_samples(trajectory: Trajectory, advantage: float, *, oldest_version: int 
 
 def _sample(turns: Sequence[tuple[int, Turn]], advantage: float, oldest_version: int) -> TrainingSample:
     length = sum(len(turn.prompt_ids) + len(turn.completion.token_ids) for _, turn in turns)
+    supports: list[Ragged] = []
     token_ids_T, turn_ids_T = np.empty(length, np.int32), np.empty(length, np.int32)
     policy_versions_T, rollout_logprobs_T = np.full(length, -1, np.int32), np.zeros(length, np.float32)
     end = 0
@@ -178,6 +184,7 @@ def _sample(turns: Sequence[tuple[int, Turn]], advantage: float, oldest_version:
         rollout_logprobs_T[sampled] = turn.completion.logprobs
         policy_versions_T[sampled] = turn.completion.policy_versions
         turn_ids_T[begin:end] = number
+        supports += [Ragged.empty(len(turn.prompt_ids)), turn.completion.support_of_each]
     loss_mask_T = policy_versions_T >= max(oldest_version, 0)
     return TrainingSample(
         token_ids_T,
@@ -186,6 +193,7 @@ def _sample(turns: Sequence[tuple[int, Turn]], advantage: float, oldest_version:
         np.where(loss_mask_T, np.float32(advantage), np.float32(0)),
         policy_versions_T,
         turn_ids_T,
+        Ragged.joined(supports) if any(len(support.values) for support in supports) else None,
     )
 
 
@@ -197,16 +205,40 @@ def collate(samples: Iterable[TrainingSample]) -> TrainBatch:
     """
     tokens_S, loss_mask_S, lengths_M = Growing(np.int32), Growing(np.bool_), []
     rollout_logprobs_N, advantages_N = Growing(np.float32), Growing(np.float32)
+    support_ids, support_lengths_N = Growing(np.int32), Growing(np.int32)
     for sample in samples:  # one at a time: a step's samples are larger than its batch
         tokens_S.append(sample.token_ids)
         loss_mask_S.append(sample.loss_mask)
         rollout_logprobs_N.append(sample.rollout_logprobs[sample.loss_mask])
         advantages_N.append(sample.advantages[sample.loss_mask])
+        support = _support_of_loss_tokens(sample)
+        support_ids.append(support.values)
+        support_lengths_N.append(support.lengths)
         lengths_M.append(len(sample.token_ids))
     if not lengths_M:
         raise ValueError("there is no sample to collate: a batch needs at least one trainable trajectory")
     logprobs_N = rollout_logprobs_N.values
-    return TrainBatch(tokens_S.values, loss_mask_S.values, ints(lengths_M), logprobs_N, logprobs_N, advantages_N.values)
+    return TrainBatch(
+        tokens_S.values,
+        loss_mask_S.values,
+        ints(lengths_M),
+        logprobs_N,
+        logprobs_N,
+        advantages_N.values,
+        Ragged(support_ids.values, support_lengths_N.values),
+    )
+
+
+def _support_of_loss_tokens(sample: TrainingSample) -> Ragged:
+    if sample.support is None:
+        return Ragged.empty(int(sample.loss_mask.sum()))
+    kept = sample.loss_mask[sample.support.row_of_value()]
+    return Ragged(sample.support.values[kept], sample.support.lengths[sample.loss_mask])
+
+
+def _take(values: npt.NDArray[N], pieces: Sequence[slice]) -> npt.NDArray[N]:
+    """The values of several slices, one after another: a view if there is one."""
+    return values[pieces[0]] if len(pieces) == 1 else np.concatenate([values[piece] for piece in pieces])
 
 
 def _pieces(lengths_M: IntArray, samples: Sequence[int]) -> list[slice]:

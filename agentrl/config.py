@@ -30,7 +30,7 @@ from agentrl.errors import ConfigError
 from agentrl.hosting.wrappers import wrapper
 from agentrl.placement.device_map import PlacementConfig
 from agentrl.plugins import Component
-from agentrl.protocols import ActorCritic, Isolation, Settings, SupportsPredict
+from agentrl.protocols import ActorCritic, Isolation, SamplingParams, Settings, SupportsPredict
 from agentrl.rollout.agents import AgentRoute, FrozenRoute
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.renderer import RendererConfig
@@ -125,6 +125,17 @@ class EvaluationConfig(Settings):
     """Also evaluate every so many steps; 0: only before and after."""
     temperature: float | None = Field(None, ge=0)
     """Sampling temperature of the evaluation; by default the run's (`rollout.sampling.temperature`)."""
+    top_p: float | None = Field(None, gt=0, le=1)
+    """As `rollout.sampling.top_p`, which it is by default."""
+    top_k: int | None = Field(None, ge=0)
+    """As `rollout.sampling.top_k`, which it is by default."""
+    min_p: float | None = Field(None, ge=0, le=1)
+    """As `rollout.sampling.min_p`, which it is by default."""
+
+    def sampling(self, in_training: SamplingParams) -> SamplingParams:
+        """How the policy is sampled in the evaluation."""
+        own = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+        return in_training.model_copy(update={name: value for name, value in own.items() if value is not None})
 
 
 class CheckpointConfig(Settings):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from operator import index
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, Self, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -94,8 +94,30 @@ class SamplingParams(Settings):
     """Longest answer of a turn, in tokens."""
     temperature: float = Field(1.0, ge=0)
     """Logits are divided by it, in the engine and in the trainer; 0 is greedy."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Sample only from the fewest most likely tokens that have at least this probability together; 1: from all."""
+    top_k: int = Field(0, ge=0)
+    """Sample only from so many of the most likely tokens; 0: from all. In training, `top_p` and `min_p` alone also
+    leave at most 256 tokens, because the trainer needs those that each token was sampled from."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """Sample only from tokens that are at least this times as likely as the most likely one; 0: from all."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a completion, as its last token. The tokens that end the model's turns are always added."""
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Texts that end a completion, as soon as it contains one. The text stays in the answer."""
+
+    @property
+    def truncated(self) -> bool:
+        """Whether some tokens of the vocabulary may be left out."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
+    def with_bounded_support(self) -> "SamplingParams":
+        """The same with at most `MAX_SUPPORT` tokens to sample from, if it is truncated and has no `top_k`."""
+        return self.model_copy(update={"top_k": MAX_SUPPORT}) if self.truncated and not self.top_k else self
+
+
+MAX_SUPPORT = 256
+"""Most tokens to sample from in training, if `top_p` or `min_p` truncates the distribution and `top_k` says nothing."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,6 +131,12 @@ class GenerateRequest:
     router sends them to the engine that has cached their prefix. The first `known` tokens of the prompt are the
     session's previous prompt and completion. An engine that served that request need not process them again, so a late
     turn costs no more than an early one. `known` is 0 if the conversation begins or its prompt is new.
+
+    The last `resumed` tokens of the prompt belong to the completion already: an interrupted request is resumed.
+
+    With `keep_support`, the completion has the ids that each token was sampled from (`Completion.support`), for the
+    trainer to compute its logprobs over the same ids ("Keep Sampling Mask", DeepSeek-V3.2, arXiv:2512.02556). It takes
+    `sampling.top_k`, which bounds their number.
     """
 
     id: str
@@ -118,6 +146,8 @@ class GenerateRequest:
     priority: int = 0
     session: str = ""
     known: int = 0
+    keep_support: bool = False
+    resumed: int = 0
 
     __eq__ = same_fields
 

@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from agentrl.arrays import FloatArray, IntArray, floats, ints, same_fields
+import numpy as np
+
+from agentrl.arrays import FloatArray, IntArray, Ragged, floats, ints, same_fields
 from agentrl.errors import Layer
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -73,14 +75,19 @@ class Message:
 class Completion:
     """The tokens that the engine sampled. The first three fields become immutable arrays with one entry per token.
 
-    `logprobs` are of the distribution that was sampled from (temperature applied), in nats. The engine stamps
-    `policy_versions` when it samples each token. A stop token is part of the completion.
+    `logprobs` are of the distribution that was sampled from (temperature and truncation applied), in nats. The engine
+    stamps `policy_versions` when it samples each token. A stop token is part of the completion.
+
+    `support` is kept where a request asks for it (`GenerateRequest.keep_support`): for each token, the ids that
+    `top_k`, `top_p` and `min_p` left to sample from, in any order. Without it, or where a row is empty, every token of
+    the vocabulary could be sampled.
     """
 
     token_ids: IntArray
     logprobs: FloatArray
     policy_versions: IntArray
     finish_reason: FinishReason
+    support: Ragged | None = None
 
     __eq__ = same_fields
 
@@ -93,6 +100,25 @@ class Completion:
                 f"a completion needs one logprob and one version per token, got {len(self.token_ids)} tokens, "
                 f"{len(self.logprobs)} logprobs, {len(self.policy_versions)} versions"
             )
+        if self.support is not None:
+            _check_support(self.token_ids, self.support)
+
+    @property
+    def support_of_each(self) -> Ragged:
+        """One row for each token: the ids it was sampled from, or an empty row for the whole vocabulary."""
+        return Ragged.empty(len(self.token_ids)) if self.support is None else self.support
+
+
+def _check_support(token_ids: IntArray, support: Ragged) -> None:
+    if len(support) != len(token_ids):
+        raise ValueError(f"a completion of {len(token_ids)} tokens needs as many rows of support, got {len(support)}")
+    rows = support.row_of_value()
+    found = np.zeros(len(token_ids), np.bool_)
+    found[rows[support.values == token_ids[rows]]] = True
+    outside = np.flatnonzero(~found & (support.lengths > 0))
+    if len(outside):
+        at = int(outside[0])
+        raise ValueError(f"token {at} of a completion, {token_ids[at]}, is outside of what it was sampled from")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

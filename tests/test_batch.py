@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentrl.arrays import Ragged
 from agentrl.batch import TrainBatch, TrainingSample, collate, to_samples
 from agentrl.trajectory import Completion, Task, Terminated, Trajectory, Turn
 
@@ -45,6 +46,7 @@ def samples(draw: st.DrawFn) -> TrainingSample:
     mask = (0, *draw(st.lists(st.integers(0, 1), max_size=11)))
     # The structure is hypothesis', the values a generator's: drawn one by one, they would take most of the test's time.
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    kept = [rng.integers(1, 1000, int(rng.integers(0, 4)) * m).tolist() for m in mask]
     return TrainingSample(
         token_ids=tuple(rng.integers(1, 1000, len(mask)).tolist()),
         loss_mask=mask,
@@ -52,6 +54,7 @@ def samples(draw: st.DrawFn) -> TrainingSample:
         advantages=tuple(float(np.float32(rng.uniform(-3, 3))) if m else 0.0 for m in mask),
         policy_versions=tuple(int(rng.integers(0, 10)) if m else -1 for m in mask),
         turn_ids=(0,) * len(mask),
+        support=Ragged.of(kept) if any(kept) else None,
     )
 
 
@@ -61,14 +64,17 @@ sample_lists = st.lists(samples(), min_size=1, max_size=12)
 def samples_of(batch: TrainBatch) -> list[TrainingSample]:
     """Read the samples back out of a batch."""
     read = []
-    loss = iter(zip(batch.rollout_logprobs_N.tolist(), batch.advantages_N.tolist(), strict=True))
+    support = batch.support_N
+    kept_N = [support.take([slice(n, n + 1)]).values.tolist() for n in range(len(support))]
+    loss = iter(zip(batch.rollout_logprobs_N.tolist(), batch.advantages_N.tolist(), kept_N, strict=True))
     ends = np.cumsum(batch.lengths_M)
     for end, length in zip(ends.tolist(), batch.lengths_M.tolist(), strict=True):
         mask = batch.loss_mask_S[end - length : end]
-        values = [next(loss) if carries else (0.0, 0.0) for carries in mask]
-        logprobs, advantages = zip(*values, strict=True)
+        values = [next(loss) if carries else (0.0, 0.0, []) for carries in mask]
+        logprobs, advantages, kept = zip(*values, strict=True)
         tokens = batch.tokens_S[end - length : end]
-        read.append(TrainingSample(tokens, mask, logprobs, advantages, mask - 1, (0,) * length))
+        support = Ragged.of(kept) if any(kept) else None
+        read.append(TrainingSample(tokens, mask, logprobs, advantages, mask - 1, (0,) * length, support))
     assert next(loss, None) is None, "a loss token is left over"
     return read
 
@@ -110,6 +116,20 @@ def test_the_loss_mask_covers_exactly_the_sampled_tokens(trajectory: Trajectory,
             )
         ]
     assert rows == expected
+
+
+def test_what_tokens_were_sampled_from_stays_beside_them() -> None:
+    cut = Completion((5, 6), (-1.0, -1.0), (0, 0), "stop", Ragged.of([(5, 9), (6,)]))
+    whole = Completion((7,), (-1.0,), (0,), "stop")
+    turns = tuple(Turn((1, 2), completion, 0.0, {}) for completion in (cut, whole))
+    (sample,) = to_samples(Trajectory("t", Task("env", 0), turns, Terminated()), 1.0)
+    assert sample.support == Ragged.of([(), (), (5, 9), (6,), (), (), ()])
+    assert collate([sample]).support_N == Ragged.of([(5, 9), (6,), ()])
+    assert collate([sample]).support_N.padded(-1).tolist() == [[5, 9], [6, -1], [-1, -1]]
+    with pytest.raises(ValueError, match=r"token 1 of a completion, 6, is outside of what it was sampled from"):
+        replace(cut, support=Ragged.of([(5,), (5, 9)]))
+    with pytest.raises(ValueError, match="as many rows of support, got 1"):
+        replace(cut, support=Ragged.of([(5,)]))
 
 
 def test_a_sampled_token_that_nothing_predicts_is_refused() -> None:

@@ -21,6 +21,8 @@ class DeviceMicroBatch:
 
     `attention_B1TT`: true where a token may attend to a column: in its own segment, up to itself.
     `predictors_N`: for each loss token, the flat index into B * T of the token before it.
+    `support_NS`: for each loss token, the ids that it was sampled from, filled up with -1. A row of -1 is the whole
+    vocabulary; `None` means that for all.
     """
 
     tokens_BT: Tensor
@@ -32,6 +34,7 @@ class DeviceMicroBatch:
     reference_logprobs_N: Tensor
     advantages_N: Tensor
     segments_N: Tensor
+    support_NS: Tensor | None
 
 
 def to_device(micro_batch: MicroBatch, device: torch.device) -> DeviceMicroBatch:
@@ -54,16 +57,32 @@ def to_device(micro_batch: MicroBatch, device: torch.device) -> DeviceMicroBatch
         reference_logprobs_N=move(samples.reference_logprobs_N),
         advantages_N=move(samples.advantages_N),
         segments_N=move(rows.segments_BT[rows.loss_mask_BT]),
+        support_NS=move(samples.support_N.padded(-1)) if len(samples.support_N.values) else None,
     )
 
 
 def token_logprobs(model: Any, rows: DeviceMicroBatch, temperature: float) -> Tensor:
-    """log softmax(logits / temperature) of each loss token, float32, shape N.
+    """log softmax(logits / temperature) of each loss token, float32, shape N, over the ids that it was sampled from.
 
-    The output head runs only at the N positions that predict a loss token.
+    The output head runs only at the N positions that predict a loss token. A token that was sampled from a part of the
+    vocabulary is normalised over the same part ("Keep Sampling Mask", DeepSeek-V3.2, arXiv:2512.02556), so that its
+    ratio to the engine's probability is exact.
     """
-    logits_NV = model.get_output_embeddings()(_before(model, rows)).float()
-    return -cross_entropy(logits_NV / temperature, rows.targets_N, reduction="none")
+    logits_NV = model.get_output_embeddings()(_before(model, rows)).float() / temperature
+    if rows.support_NS is None:
+        return -cross_entropy(logits_NV, rows.targets_N, reduction="none")
+    return _over_support(logits_NV, rows.targets_N, rows.support_NS)
+
+
+def _over_support(logits_NV: Tensor, targets_N: Tensor, support_NS: Tensor) -> Tensor:
+    own_N = logits_NV.gather(1, targets_N[:, None])[:, 0]
+    part_N = support_NS[:, 0] >= 0
+    logprobs_N = own_N.new_zeros(len(own_N))
+    ids_NS = support_NS[part_N]
+    kept_NS = logits_NV[part_N].gather(1, ids_NS.clamp(min=0)).masked_fill(ids_NS < 0, float("-inf"))
+    logprobs_N[part_N] = own_N[part_N] - kept_NS.logsumexp(dim=1)
+    logprobs_N[~part_N] = -cross_entropy(logits_NV[~part_N], targets_N[~part_N], reduction="none")
+    return logprobs_N
 
 
 def token_values(model: Any, rows: DeviceMicroBatch) -> Tensor:

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field
 
-from agentrl.arrays import floats, ints
+from agentrl.arrays import IntArray, Ragged, floats, ints
 from agentrl.engines.admission import KvOnUpdate, max_new_tokens
 from agentrl.engines.slots import Hold, Place, PrefixHashes, SlotTable, SlotTokens, prefix_hashes
+from agentrl.engines.stop_texts import FolderTokenizer, StopTexts
 from agentrl.errors import ConfigError, EngineDeadError, EngineError
 from agentrl.flow import computes_by_design
 from agentrl.placement.footprint import EngineLayout
@@ -26,7 +27,7 @@ from agentrl.weights.bundle import WeightBundle
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from agentrl.engines.packed_model import PackedModel, StepRow
+    from agentrl.engines.packed_model import Drawn, PackedModel, StepRow
 
 _STEP_TOKENS = 4096
 """Most new tokens per step: bounds its memory and how long callers wait. A longer prompt takes several steps."""
@@ -55,7 +56,9 @@ class _Live:
     cached: int = 0
     stale: bool = False
     logprobs: list[float] = field(default_factory=list)
+    supports: list[IntArray] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    stops: StopTexts | None = None
     hashes: PrefixHashes | None = None
     parks_seen: int = -1
 
@@ -69,7 +72,8 @@ class _Live:
 
     def completion(self, finish_reason: FinishReason) -> Completion:
         sampled = self.tokens.values[len(self.request.prompt_ids) :].copy()  # a view would keep the whole sequence
-        return Completion(ints(sampled), floats(self.logprobs), ints(self.versions), finish_reason)
+        support = Ragged.of(self.supports) if self.request.keep_support else None
+        return Completion(ints(sampled), floats(self.logprobs), ints(self.versions), finish_reason, support)
 
 
 class LocalEngine:
@@ -106,6 +110,7 @@ class LocalEngine:
     def __init__(self, config: Config, model: Path) -> None:
         self._config = config
         self._folder = model
+        self._tokenizer = FolderTokenizer(model)
         self._tasks = asyncio.TaskGroup()
         self._task: asyncio.Task[None] | None = None
         self._model: PackedModel | None = None
@@ -164,7 +169,8 @@ class LocalEngine:
             live_ids=self._live_ids,
             checked=self._slots.known(request.prompt_ids, request.session, request.known),
         )
-        live = _Live(request, self._arrivals, asyncio.get_running_loop().create_future(), max_new)
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        live = _Live(request, self._arrivals, future, max_new, stops=self._tokenizer.stop_texts(request))
         self._arrivals += 1
         self._later_turns += ((request.known > 0) - self._later_turns) / min(self._arrivals, _MEMORY_OF_REQUESTS)
         self._live_ids.add(request.id)
@@ -350,7 +356,7 @@ class LocalEngine:
             if len(row.token_ids) > 1:
                 self._prefilled += len(row.token_ids)
             if row.sample:
-                finished += self._append(live, *next(sampled))
+                finished += self._append(live, next(sampled))
         return finished
 
     def _schedule(self) -> "dict[_Live, StepRow]":
@@ -374,18 +380,20 @@ class LocalEngine:
                 start,
                 live.tokens.values[start:stop],
                 stop == len(live.tokens),
-                request.sampling.temperature,
+                request.sampling,
                 request.seed,
                 len(live.versions),
+                request.keep_support,
             )
         return rows
 
-    def _append(self, live: _Live, token: int, logprob: float) -> bool:
-        live.tokens.append(ints([token]))
-        live.logprobs.append(logprob)
+    def _append(self, live: _Live, drawn: "Drawn") -> bool:
+        live.tokens.append(ints([drawn.token]))
+        live.logprobs.append(drawn.logprob)
+        live.supports.append(drawn.support)
         live.versions.append(self._version)
         self._generated += 1
-        if token in live.request.sampling.stop_token_ids:
+        if drawn.token in live.request.sampling.stop_token_ids or (live.stops and live.stops.ends(drawn.token)):
             live.future.set_result(live.completion("stop"))
         elif len(live.versions) == live.max_new:
             live.future.set_result(live.completion("length"))

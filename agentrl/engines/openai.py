@@ -25,7 +25,7 @@ from agentrl.engines.admission import max_new_tokens
 from agentrl.errors import ConfigError, EngineDeadError, EngineError
 from agentrl.openai_wire import CompletionAnswer, ServedModels
 from agentrl.placement.footprint import EngineLayout
-from agentrl.protocols import EngineStats, GenerateRequest, Settings
+from agentrl.protocols import EngineStats, GenerateRequest, SamplingParams, Settings
 from agentrl.trajectory import Completion
 
 if TYPE_CHECKING:
@@ -119,6 +119,12 @@ class OpenAIEngine:
     async def generate(self, request: GenerateRequest) -> Completion:
         """See `Engine.generate`. A completion that reaches `max_context` ends with finish reason "length"."""
         session = self._entered()
+        if request.keep_support:
+            raise EngineError(
+                "engine=openai cannot say which tokens top_k, top_p and min_p left to sample from: its protocol has no "
+                "place for them, so the trainer's ratio would be wrong. Leave them out in training, or write "
+                "engine=vllm or engine=local; an evaluation may use them"
+            )
         max_new = max_new_tokens(request, max_context=self._max_context, vocab_size=None, live_ids=self._live)
         self._live.add(request.id)
         try:
@@ -179,6 +185,7 @@ class OpenAIEngine:
             "max_tokens": max_new,
             "temperature": sampling.temperature,
             "stop_token_ids": sampling.stop_token_ids,
+            **_chosen(sampling),
             "seed": request.seed & (2**63 - 1),
             "logprobs": 0,  # of the sampled token only
             "return_token_ids": True,
@@ -231,6 +238,18 @@ class OpenAIEngine:
             if status not in _BUSY:
                 raise EngineError(f"{url} refused the request with {trouble}")
         raise EngineDeadError(f"{url} failed {self._config.retries + 1} times, the last time with {trouble}")
+
+
+def _chosen(sampling: SamplingParams) -> dict[str, Any]:
+    """What differs from the defaults: not every server knows these options."""
+    body: dict[str, Any] = {
+        name: getattr(sampling, name)
+        for name, default in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0))
+        if getattr(sampling, name) != default
+    }
+    if sampling.stop:
+        body |= {"stop": sampling.stop, "include_stop_str_in_output": True}
+    return body
 
 
 def _parse(kind: type[T], answer: bytes) -> T:

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from agentrl.arrays import IntArray
-from agentrl.engines.sampling import Sampler, noise_keys
+from agentrl.arrays import IntArray, ints
+from agentrl.engines.sampling import Sampler, Truncation, noise_keys
 from agentrl.errors import ConfigError, EngineError
+from agentrl.protocols import SamplingParams
 from agentrl.weights.bundle import shapes_of
 
 _ATTENTION = "agentrl_slots"
@@ -31,22 +32,32 @@ _ATTENTION = "agentrl_slots"
 class StepRow:
     """One request's share of a step: `token_ids` are computed into `slot` from position `start` on.
 
-    If `sample` is set, one token is drawn from the logits of the last one. `position` is the number of tokens that the
-    request has sampled so far.
+    If `sample` is set, one token is drawn from the logits of the last one, as `sampling` says. `position` is the number
+    of tokens that the request has sampled so far. `keep_support`: return what it was drawn from.
     """
 
     slot: int
     start: int
     token_ids: IntArray
     sample: bool
-    temperature: float
+    sampling: SamplingParams
     seed: int
     position: int
+    keep_support: bool = False
 
     @property
     def stop(self) -> int:
         """Cached tokens after the step."""
         return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A sampled token. `support`: the ids it was drawn from, if they were to be kept; empty: the whole vocabulary."""
+
+    token: int
+    logprob: float
+    support: IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +176,8 @@ class PackedModel:
         self._sampler = Sampler(self.vocab_size, device)
         self._capacity = (0, 0)
 
-    def step(self, rows: Sequence[StepRow]) -> list[tuple[int, float]]:
-        """Compute the tokens of all rows; return (token, logprob) of each row with `sample`, in the order of `rows`."""
+    def step(self, rows: Sequence[StepRow]) -> list[Drawn]:
+        """Compute the tokens of all rows; return what each row with `sample` drew, in the order of `rows`."""
         with torch.inference_mode():
             blocks = _blocks(rows)
             order = [row for block in blocks for row in block]
@@ -175,9 +186,9 @@ class PackedModel:
             logits_RV = self._forward(blocks, self._tensor(ends[[index for index, _ in sampled]]))
             if not sampled:
                 return []
-            tokens, logprobs = self._sample(logits_RV, [row for _, row in sampled])
-        drawn = {row.slot: pair for (_, row), pair in zip(sampled, zip(tokens, logprobs, strict=True), strict=True)}
-        return [drawn[row.slot] for row in rows if row.sample]
+            drawn = self._sample(logits_RV, [row for _, row in sampled])
+        by_slot = {row.slot: one for (_, row), one in zip(sampled, drawn, strict=True)}
+        return [by_slot[row.slot] for row in rows if row.sample]
 
     @property
     def weights(self) -> dict[str, Tensor]:
@@ -290,14 +301,28 @@ class PackedModel:
         self._capacity = (slots, length)
         return self._capacity
 
-    def _sample(self, logits_RV: Tensor, rows: Sequence[StepRow]) -> tuple[list[int], list[float]]:
+    def _sample(self, logits_RV: Tensor, rows: Sequence[StepRow]) -> list[Drawn]:
         keys_R = None
-        if any(row.temperature > 0 for row in rows):
+        if any(row.sampling.temperature > 0 for row in rows):
             seeds = np.asarray([row.seed & (2**64 - 1) for row in rows], dtype=np.uint64)
             keys_R = self._tensor(noise_keys(seeds, np.asarray([row.position for row in rows], dtype=np.uint64)))
-        temperature_R = torch.tensor([row.temperature for row in rows], dtype=torch.float32, device=self._device)
-        tokens_R, logprobs_R = self._sampler.sample(logits_RV, temperature_R, keys_R)
-        return tokens_R.tolist(), logprobs_R.tolist()
+        temperature_R = torch.tensor(
+            [row.sampling.temperature for row in rows], dtype=torch.float32, device=self._device
+        )
+        params = [row.sampling for row in rows]
+        truncation = None
+        if any(one.truncated for one in params):
+            shares = [(one.top_k, one.top_p, one.min_p) if one.truncated else (0, 1.0, 0.0) for one in params]
+            truncation = Truncation.of(shares, self._device)
+        tokens_R, logprobs_R, all_RV = self._sampler.sample(logits_RV, temperature_R, keys_R, truncation)
+        supports = [
+            all_V.isfinite().nonzero()[:, 0].int().cpu().numpy() if row.keep_support and row.sampling.truncated else ()
+            for row, all_V in zip(rows, all_RV, strict=True)
+        ]
+        return [
+            Drawn(token, logprob, ints(support))
+            for token, logprob, support in zip(tokens_R.tolist(), logprobs_R.tolist(), supports, strict=True)
+        ]
 
     def _tensor(self, array: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(array).to(self._device)
@@ -342,4 +367,4 @@ def _no_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-__all__ = ["PackedModel", "StepRow"]
+__all__ = ["Drawn", "PackedModel", "StepRow"]

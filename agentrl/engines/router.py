@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import numpy as np
 
+from agentrl.arrays import Ragged
 from agentrl.errors import EngineDeadError, EngineError, WeightsError
 from agentrl.flow import Flow
 from agentrl.placement.time_share import Sleeper
@@ -384,13 +385,16 @@ def _rest_of(request: GenerateRequest, done: Completion) -> GenerateRequest:
         prompt_ids=np.concatenate([request.prompt_ids, done.token_ids]),
         sampling=request.sampling.model_copy(update={"max_tokens": request.sampling.max_tokens - sampled}),
         seed=derive_seed(request.seed, "rest", sampled) if sampled else request.seed,
+        resumed=request.resumed + sampled,
     )
 
 
 def _joined(first: Completion, rest: Completion) -> Completion:
+    kept = first.support is not None or rest.support is not None
     return Completion(
         np.concatenate([first.token_ids, rest.token_ids]),
         np.concatenate([first.logprobs, rest.logprobs]),
         np.concatenate([first.policy_versions, rest.policy_versions]),
         rest.finish_reason,
+        Ragged.joined([first.support_of_each, rest.support_of_each]) if kept else None,
     )

@@ -5,18 +5,20 @@ on GPUs work; comments mark where they differ.
 """
 
 import asyncio
+import math
 import os
 import warnings
-from collections.abc import Coroutine, Mapping
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import Coroutine, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from pydantic import Field
 
-from agentrl.arrays import floats, ints
+from agentrl.arrays import Ragged, floats, ints
 from agentrl.cluster.workers import LOOPBACK, stay_on_loopback
 from agentrl.engines.admission import KvOnUpdate, max_new_tokens
+from agentrl.engines.stop_texts import FolderTokenizer
 from agentrl.errors import ConfigError, EngineDeadError, EngineError, WeightsError
 from agentrl.placement.footprint import EngineLayout
 from agentrl.protocols import EngineStats, GenerateRequest, Settings
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _TIED_HEAD = "lm_head.weight"
+_EQUALS = 64
+"""How many tokens that are as likely as the last one of `top_k` vLLM may keep beside it, if the support is kept."""
 
 
 class VllmEngine:
@@ -90,6 +94,7 @@ class VllmEngine:
     def __init__(self, config: Config, model: Path) -> None:
         self._config = config
         self._folder = model
+        self._tokenizer = FolderTokenizer(model)
         self._llm: AsyncLLM | None = None
         self._counters: Counters | None = None
         self._closed: str | None = "it was not entered (`async with`)"
@@ -343,7 +348,8 @@ class VllmEngine:
             **(self._whole_prefills() if on_cpu else {}),
             "enforce_eager": on_cpu if config.enforce_eager is None else config.enforce_eager,
             "scheduling_policy": "priority",
-            "logprobs_mode": "processed_logprobs",  # of the sampling distribution, after temperature
+            "logprobs_mode": "processed_logprobs",  # of the sampling distribution
+            "max_logprobs": -1,  # a request that keeps its support asks for as many as its top_k
             "weight_transfer_config": WeightTransferConfig(backend=BACKENDS[config.weight_transfer]),
             "worker_extension_cls": f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}",
             "additional_config": {DRIVER_PID: os.getpid()},
@@ -371,30 +377,44 @@ class VllmEngine:
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
+        sampling, stops = request.sampling, self._tokenizer.stop_texts(request)
         params = SamplingParams(
             max_tokens=max_new,
-            temperature=request.sampling.temperature,
-            stop_token_ids=list(request.sampling.stop_token_ids),
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            stop_token_ids=list(sampling.stop_token_ids),
             ignore_eos=True,  # only the request's stop tokens end it
             seed=request.seed & (2**63 - 1),
-            logprobs=0,  # of the sampled token only
+            logprobs=sampling.top_k + _EQUALS if request.keep_support else 0,  # 0: of the sampled token only
+            flat_logprobs=True,
             detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            output_kind=RequestOutputKind.FINAL_ONLY if stops is None else RequestOutputKind.CUMULATIVE,
         )
         # With this form of prompt, vLLM queues the request for the core without an await: any later pause comes after
         # it in that queue. The salt is part of each cached block's key.
         prompt = tokens_input(request.prompt_ids.tolist(), cache_salt=self._salt)
         output: Any = None
         try:
-            async for last in llm.generate(prompt, params, request.id, priority=request.priority):
-                output = last
+            async with aclosing(llm.generate(prompt, params, request.id, priority=request.priority)) as outputs:
+                read = 0
+                async for output in outputs:
+                    token_ids = output.outputs[0].token_ids
+                    for end in range(read + 1, len(token_ids) + 1 if stops else 0):
+                        if stops and stops.ends(token_ids[end - 1]):
+                            return _completion(output.outputs[0], request, end, "stop")
+                    read = len(token_ids)
+        except EngineError:
+            raise
         except Exception as error:
             failure = EngineDeadError if llm.errored else EngineError
             raise failure(f"vLLM failed on {request.id}: {type(error).__name__}: {error}") from error
         self._entered()  # raises if the engine was closed meanwhile: then the output was cut off
         if output is None or not output.finished or output.outputs[0].finish_reason not in ("stop", "length", "abort"):
             raise EngineError(f"vLLM ended {request.id} without an answer: {output}")
-        return _completion(output.outputs[0])
+        last = output.outputs[0]
+        return _completion(last, request, len(last.token_ids), last.finish_reason)
 
     def _check_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
         if version <= self._version:
@@ -479,13 +499,33 @@ class VllmEngine:
             await ended.wait()
 
 
-def _completion(output: Any) -> Completion:
-    """Convert vLLM's final output of a request to a `Completion`."""
-    token_ids = list(output.token_ids)
+def _completion(output: Any, request: GenerateRequest, count: int, finish_reason: FinishReason) -> Completion:
+    """Convert the first `count` tokens of vLLM's output of a request to a `Completion`."""
     versions = [int(span.version) for span in output.weight_versions or () for _ in range(span.start, span.end)]
-    logprobs = [at[token].logprob for token, at in zip(token_ids, output.logprobs, strict=True)] if token_ids else []
-    finish_reason: FinishReason = output.finish_reason
-    return Completion(ints(token_ids), floats(logprobs), ints(versions), finish_reason)
+    flat = output.logprobs  # for each token: itself first, then the likeliest
+    begins, ends = (flat.start_indices[:count], flat.end_indices[:count]) if count else ([], [])
+    return Completion(
+        ints(output.token_ids[:count]),
+        floats([flat.logprobs[begin] for begin in begins]),
+        ints(versions[:count]),
+        finish_reason,
+        _support(flat, zip(begins, ends, strict=True), request) if request.keep_support else None,
+    )
+
+
+def _support(flat: Any, borders: Iterable[tuple[int, int]], request: GenerateRequest) -> Ragged:
+    """The ids that each token was sampled from: those whose probability is not 0."""
+    rows = []
+    for begin, end in borders:
+        kept = [flat.token_ids[i] for i in range(begin + 1, end) if flat.logprobs[i] > -math.inf]
+        if len(kept) == end - begin - 1:
+            raise EngineError(
+                f"more than {_EQUALS} tokens are exactly as likely as the last one that rollout.sampling.top_k="
+                f"{request.sampling.top_k} keeps, so vLLM keeps them all and does not say which: write "
+                "engine.dtype=float32, or another top_k"
+            )
+        rows.append(kept)
+    return Ragged.of(rows)
 
 
 __all__ = ["VllmEngine"]

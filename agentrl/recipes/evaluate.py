@@ -87,9 +87,7 @@ async def evaluate(rollouts: RolloutAssembly, tasks: int | None = None) -> Evalu
     config = rollouts.config
     source = task_source(config, "held-out")
     held_out = [source.task(index) for index in range(config.evaluation.tasks if tasks is None else tasks)]
-    temperature = config.evaluation.temperature
-    runner = rollouts.runner if temperature is None else rollouts.at_temperature(temperature)
-    trajectories = await play_all(runner, held_out, config)
+    trajectories = await play_all(rollouts.evaluating(), held_out, config)
     ended = [t for t in trajectories if not isinstance(t.status, Failed)]
     async with Flow("scoring") as flow:
         asked = [flow.start(rollouts.reward.score(trajectory), name=trajectory.id) for trajectory in ended]

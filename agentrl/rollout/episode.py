@@ -56,11 +56,12 @@ class Policy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EnginePolicy:
-    """The model that an engine serves."""
+    """The model that an engine serves. `trained`: on these answers, so what they were sampled from is kept."""
 
     engine: Engine
     sampling: SamplingParams
     deadline: float
+    trained: bool = True
 
     @property
     def max_context(self) -> int:
@@ -72,11 +73,12 @@ class EnginePolicy:
         request = GenerateRequest(
             id=f"{episode.id}/{turn}",
             prompt_ids=prompt.ids,
-            sampling=self.sampling,
+            sampling=self.sampling.with_bounded_support() if self.trained else self.sampling,
             seed=derive_seed(episode.seed, turn),
             priority=episode.priority,
             session=episode.id,
             known=len(prompt.ids) - len(prompt.new_ids),
+            keep_support=self.trained and self.sampling.truncated,
         )
         with deadline("engine", "generate", self.deadline):
             completion = await self.engine.generate(request)

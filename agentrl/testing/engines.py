@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
+import numpy.typing as npt
 
-from agentrl.arrays import floats, ints
+from agentrl.arrays import IntArray, Ragged, floats, ints
 from agentrl.engines.admission import max_new_tokens
+from agentrl.engines.stop_texts import Decodes, StopTexts
 from agentrl.errors import EngineDeadError, EngineError
-from agentrl.protocols import EngineStats, GenerateRequest
+from agentrl.protocols import EngineStats, GenerateRequest, SamplingParams
 from agentrl.trajectory import Completion, FinishReason
 
 if TYPE_CHECKING:
@@ -26,15 +28,17 @@ NextLogits = Callable[[Sequence[int]], Sequence[float]]
 """The whole model: maps the token ids so far to the logits of the next one."""
 Reply = Callable[[GenerateRequest], Sequence[int]]
 """Maps a request to the tokens of the answer."""
-NextToken = Callable[[GenerateRequest, Sequence[int]], tuple[int, float]]
-"""Maps a request and the tokens sampled for it so far to the next token and its logprob."""
+NextToken = Callable[[GenerateRequest, Sequence[int]], tuple[int, float, IntArray]]
+"""Maps a request and the tokens sampled for it so far to the next token, its logprob, and the ids that it was sampled
+from (none: the whole vocabulary)."""
 
 
 class ScriptedEngine:
     """An `Engine` whose model is a function.
 
-    `ScriptedEngine(next_logits)` samples from the function's logits as a real engine would: temperature, seeds, stop
-    tokens, limits, versions. `ScriptedEngine.replying(reply)` answers with given tokens, each of logprob 0.
+    `ScriptedEngine(next_logits)` samples from the function's logits as a real engine would: temperature, truncation,
+    seeds, stop tokens and texts, limits, versions. `ScriptedEngine.replying(reply)` answers with given tokens, each of
+    logprob 0.
 
     Args:
         next_logits: The model.
@@ -44,6 +48,7 @@ class ScriptedEngine:
         prefill_seconds: Seconds of loop time before a request's first token.
         seconds_per_token: Seconds of loop time for each token; called for each.
         fail: The error to raise for a request instead of sampling, or None.
+        tokenizer: Turns tokens into text; requests with stop texts take one.
         hang: Whether a request never gets an answer. It keeps its place until it is cancelled or interrupted.
     """
 
@@ -58,6 +63,7 @@ class ScriptedEngine:
         seconds_per_token: Callable[[GenerateRequest], float] = lambda request: 0.0,
         fail: Callable[[GenerateRequest], Exception | None] = lambda request: None,
         hang: Callable[[GenerateRequest], bool] = lambda request: False,
+        tokenizer: Decodes | None = None,
     ) -> None:
         self._next_token = _sampling_from(next_logits)
         self._max_context = max_context
@@ -67,6 +73,7 @@ class ScriptedEngine:
         self._seconds_per_token = seconds_per_token
         self._fail = fail
         self._hang = hang
+        self._tokenizer = tokenizer
         self._version = 0
         self._closed: str | None = "it was not entered (`async with`)"
         self._live: dict[str, _Live] = {}
@@ -124,8 +131,13 @@ class ScriptedEngine:
         """See `Engine.generate`."""
         self._check_running()
         max_new = max_new_tokens(request, max_context=self._max_context, vocab_size=None, live_ids=self._live)
+        stops = None
+        if request.sampling.stop:
+            if self._tokenizer is None:
+                raise EngineError(f"{request.id} has stop texts: give the ScriptedEngine a tokenizer")
+            stops = StopTexts(self._tokenizer, request)
         self.requests.append(request)
-        live = self._live[request.id] = _Live(request, max_new)
+        live = self._live[request.id] = _Live(request, max_new, stops)
         try:
             await self._take_place(live)
             try:
@@ -225,12 +237,13 @@ class ScriptedEngine:
         self._prefilled += len(request.prompt_ids)
         while len(live.tokens) < live.max_new:
             await self._wait(live, self._seconds_per_token(request))
-            token, logprob = self._next_token(request, live.tokens)
+            token, logprob, support = self._next_token(request, live.tokens)
             live.tokens.append(token)
             live.logprobs.append(logprob)
+            live.supports.append(support)
             live.versions.append(self._version)
             self._generated += 1
-            if token in request.sampling.stop_token_ids:
+            if token in request.sampling.stop_token_ids or (live.stops and live.stops.ends(token)):
                 return live.completion("stop")
         return live.completion("length")
 
@@ -241,14 +254,17 @@ class _Live:
 
     request: GenerateRequest
     max_new: int
+    stops: StopTexts | None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    supports: list[IntArray] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     waits_for: asyncio.Future[None] | None = None
     ended: Exception | None = None
 
     def completion(self, finish_reason: FinishReason) -> Completion:
-        return Completion(ints(self.tokens), floats(self.logprobs), ints(self.versions), finish_reason)
+        support = Ragged.of(self.supports) if self.request.keep_support else None
+        return Completion(ints(self.tokens), floats(self.logprobs), ints(self.versions), finish_reason, support)
 
 
 class _InterruptedError(Exception):
@@ -261,28 +277,43 @@ def _wake(sleeper: asyncio.Future[None]) -> None:
 
 
 def _sampling_from(next_logits: NextLogits) -> NextToken:
-    def next_token(request: GenerateRequest, sampled: Sequence[int]) -> tuple[int, float]:
+    def next_token(request: GenerateRequest, sampled: Sequence[int]) -> tuple[int, float, IntArray]:
         temperature = request.sampling.temperature
         logits_V = np.asarray(next_logits([*request.prompt_ids.tolist(), *sampled]), dtype=np.float64) / (
             temperature or 1.0
         )
+        kept = _kept(logits_V, request.sampling) if request.sampling.truncated else ints(())
+        if len(kept):
+            logits_V = np.where(np.isin(np.arange(len(logits_V)), kept), logits_V, -np.inf)
         shifted_V = logits_V - logits_V.max()
         logprobs_V = shifted_V - np.log(np.exp(shifted_V).sum())
         noise_V = np.zeros_like(logprobs_V)
         if temperature > 0:  # Gumbel-max; the noise is a function of seed and position alone
             noise_V = np.random.default_rng((request.seed & (2**64 - 1), len(sampled))).gumbel(size=len(logprobs_V))
         token = int(np.argmax(logprobs_V + noise_V))
-        return token, float(logprobs_V[token])
+        return token, float(logprobs_V[token]), kept
 
     return next_token
 
 
+def _kept(logits_V: npt.NDArray[np.float64], sampling: SamplingParams) -> IntArray:
+    """The ids that `min_p`, `top_k` and `top_p` leave, in this order."""
+    order = np.argsort(-logits_V, kind="stable")
+    probabilities = np.exp(logits_V[order] - logits_V.max())
+    count = int((probabilities >= sampling.min_p).sum())
+    count = min(count, sampling.top_k) if sampling.top_k else count
+    if sampling.top_p < 1:
+        mass = np.cumsum(probabilities[:count]) / probabilities[:count].sum()
+        count = int(np.searchsorted(mass, sampling.top_p)) + 1
+    return ints(order[:count])
+
+
 def _reciting(reply: Reply) -> NextToken:
-    def next_token(request: GenerateRequest, sampled: Sequence[int]) -> tuple[int, float]:
+    def next_token(request: GenerateRequest, sampled: Sequence[int]) -> tuple[int, float, IntArray]:
         words = (*reply(request), *request.sampling.stop_token_ids[:1])
         if len(sampled) == len(words):
             raise EngineError(f"the reply to {request.id} is used up, and the request has no stop token to end with")
-        return words[len(sampled)], 0.0
+        return words[len(sampled)], 0.0, ints(words[len(sampled) : len(sampled) + 1])
 
     return next_token
 

@@ -27,7 +27,11 @@ class _Body(BaseModel):
     prompt: tuple[int, ...]
     max_tokens: int = 16
     temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
     seed: int = 0
     priority: int = 0
     session_id: str = ""
@@ -73,9 +77,8 @@ def openai_app(engine: Engine, api_key: str | None = None) -> web.Application:
 
     async def completions(request: web.Request) -> web.Response:
         body = _Body.model_validate_json(await request.read())
-        sampling = SamplingParams(
-            max_tokens=body.max_tokens, temperature=body.temperature, stop_token_ids=body.stop_token_ids
-        )
+        chosen = {name: getattr(body, name) for name in SamplingParams.model_fields}
+        sampling = SamplingParams.model_validate(chosen)
         name = f"cmpl-{next(numbers)}"
         completion = await engine.generate(
             GenerateRequest(name, ints(body.prompt), sampling, body.seed, body.priority, body.session_id)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from agentrl.algorithms.losses import policy_gradient
-from agentrl.arrays import FloatArray, floats, ints, mask
+from agentrl.arrays import FloatArray, IntArray, Ragged, floats, ints, mask
 from agentrl.batch import TrainBatch, TrainingSample, collate, equal_parts
 from agentrl.errors import ConformanceError, TrainingError
 from agentrl.protocols import Loss, LossTokens, SupportsPredict, Trainer
@@ -188,25 +188,40 @@ async def check_refuses_non_finite(make_trainer: MakeTrainer, model: Path, case:
 
 
 def random_samples(vocab_size: int, *, seed: int, count: int = 8) -> list[TrainingSample]:
-    """Samples of several turns with uneven lengths, advantages of both signs, and logprobs near a random model's."""
-    rng = np.random.default_rng(seed)
+    """Samples of several turns with uneven lengths, advantages of both signs, and logprobs near a random model's.
+
+    In every third sample, most tokens were sampled from a few ids (`TrainingSample.support`).
+    """
+    rng, truncating = np.random.default_rng(seed), np.random.default_rng((seed, 1))
     samples = []
-    for _ in range(count):
+    for number in range(count):
         length = int(rng.integers(4, 50))
         mask_T = np.concatenate([[0], np.repeat(rng.integers(0, 2, length), 3)[: length - 1]])
         advantage = float(rng.normal())
         logprobs = rng.normal(-np.log(vocab_size), 0.3, length)
+        tokens = ints(rng.integers(0, vocab_size, length))
+        support = _random_support(tokens, mask_T, vocab_size, truncating) if number % 3 == 2 else None
+        if support is not None:
+            logprobs = np.where(support.lengths > 0, -np.log(np.maximum(support.lengths, 1)), logprobs)
         samples.append(
             TrainingSample(
-                token_ids=ints(rng.integers(0, vocab_size, length)),
+                token_ids=tokens,
                 loss_mask=mask(mask_T),
                 rollout_logprobs=floats(logprobs * mask_T),
                 advantages=floats(advantage * mask_T),
                 policy_versions=ints(mask_T - 1),
                 turn_ids=ints(np.zeros(length)),
+                support=support,
             )
         )
     return samples
+
+
+def _random_support(tokens_T: IntArray, mask_T: IntArray, vocab_size: int, rng: np.random.Generator) -> Ragged:
+    """Up to eight ids for each loss token, itself among them; none, as for the whole vocabulary, for some."""
+    sizes_T = rng.integers(0, 8, len(tokens_T)) * mask_T
+    others = [rng.integers(0, vocab_size, size).tolist() for size in sizes_T]
+    return Ragged.of([list({token, *ids}) if ids else [] for token, ids in zip(tokens_T.tolist(), others, strict=True)])
 
 
 def random_batches(model: Path, count: int) -> list[TrainBatch]:
@@ -286,6 +301,12 @@ class _Reference:
         logits = (
             functional_call(self.model, self._merged(), (ids[None],)).logits[0, :-1].float() / self.case.temperature
         )
+        if sample.support is not None:
+            kept = torch.zeros(len(ids), logits.shape[1], dtype=torch.bool)
+            rows, kept_ids = sample.support.row_of_value(), sample.support.values
+            kept[torch.tensor(rows, dtype=torch.long), torch.tensor(kept_ids, dtype=torch.long)] = True
+            part = kept[1:].any(dim=1, keepdim=True)
+            logits = logits.masked_fill(part & ~kept[1:], -torch.inf)
         logprobs = torch.log_softmax(logits, dim=-1).gather(1, ids[1:, None])[:, 0]
         return logprobs[torch.tensor(sample.loss_mask[1:], dtype=torch.bool)]
 

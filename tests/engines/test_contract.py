@@ -8,6 +8,7 @@ import asyncio
 import copy
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,7 +17,7 @@ import psutil
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentrl.engines.local import LocalEngine
 from agentrl.engines.openai import OpenAIEngine
@@ -182,10 +183,14 @@ class Served:
         stop: tuple[int, ...] = (),
         seed: int = 0,
         priority: int = 0,
+        stop_texts: tuple[str, ...] = (),
+        **sampling: Any,
     ) -> GenerateRequest:
         self._requests += 1
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, stop_token_ids=stop)
-        return GenerateRequest(f"request-{self._requests}", tuple(prompt), sampling, seed, priority)
+        params = SamplingParams(
+            max_tokens=max_tokens, temperature=temperature, stop_token_ids=stop, stop=stop_texts, **sampling
+        )
+        return GenerateRequest(f"request-{self._requests}", tuple(prompt), params, seed, priority)
 
     async def all(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
         async with asyncio.TaskGroup() as tasks:
@@ -249,6 +254,7 @@ def lively_dir(shallow_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
             if p.dim() == 2:
                 p.mul_(6.0)
     model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(shallow_model_dir).save_pretrained(folder)
     return folder
 
 
@@ -262,6 +268,7 @@ def scripted_engine(folder: Path, truth: Truth, **settings: Any) -> Engine:
         max_batch=MAX_BATCH,
         max_context=MAX_CONTEXT,
         on_weights=lambda weights, version: truth.next_logits(copy.copy(weights)),
+        tokenizer=AutoTokenizer.from_pretrained(folder),
     )
 
 
@@ -395,6 +402,91 @@ def test_the_same_seed_gives_the_same_tokens_whoever_else_is_in_the_batch(served
     other_seed = served.run(served.engine.generate(served.request(prompt_of(30, 5), 24, seed=78)))
     assert crowd[10].token_ids.tolist() == alone.token_ids.tolist()
     assert other_seed.token_ids.tolist() != alone.token_ids.tolist()
+
+
+TRUNCATIONS: list[dict[str, Any]] = [
+    {"top_k": 3},
+    {"top_p": 0.7, "top_k": 40},
+    {"min_p": 0.2, "top_k": 40},
+    {"top_p": 0.9, "top_k": 5, "min_p": 0.01, "temperature": 1.3},
+]
+
+
+def kept_of(truth: Truth, tokens: Sequence[int], sampling: SamplingParams) -> set[int]:
+    """What truncation leaves of the model's distribution: `min_p` first, then `top_k`, then `top_p` of the rest."""
+    probabilities = torch.softmax(truth.logits(truth.base, tokens)[-1] / sampling.temperature, dim=-1)
+    likely, order = probabilities.sort(descending=True)
+    likely = likely[likely >= sampling.min_p * likely[0]][: sampling.top_k or None]
+    before = (likely.cumsum(0) - likely) / likely.sum()
+    return set(order[: int((before < sampling.top_p).sum())].tolist())
+
+
+@pytest.mark.parametrize("truncation", TRUNCATIONS, ids=" ".join)
+@owns_its_weights
+def test_what_a_token_was_sampled_from_is_kept_and_its_logprob_is_over_that(
+    served: Served, truncation: dict[str, Any]
+) -> None:
+    asked = [served.request(prompt_of(5 + 9 * i, i), 12, seed=i, **truncation) for i in range(4)]
+    plain = served.request(prompt_of(9), 12, seed=9)
+    requests = [replace(request, keep_support=True) for request in asked]
+    *cut, whole = served.run(served.all([*requests, plain]))
+    assert whole.support is None
+    served.assert_true(plain, whole)
+    for request, completion in zip(requests, cut, strict=True):
+        support, tokens = completion.support_of_each, request.prompt_ids.tolist()
+        for row, token in enumerate(completion.token_ids.tolist()):
+            kept = support.take([slice(row, row + 1)]).values.tolist()
+            assert len(kept) == len(set(kept)) <= request.sampling.top_k
+            assert set(kept) == kept_of(served.truth, tokens, request.sampling)
+            logits = served.truth.logits(served.truth.base, tokens)[-1][kept] / request.sampling.temperature
+            expected = torch.log_softmax(logits, dim=-1)[kept.index(token)]
+            assert completion.logprobs[row] == pytest.approx(float(expected), abs=1e-3)
+            tokens.append(token)
+
+
+def test_truncated_sampling_without_keeping_draws_from_the_same_tokens(served: Served) -> None:
+    for number, truncation in enumerate(TRUNCATIONS):
+        request = served.request(prompt_of(8), 6, seed=number, **truncation)
+        completion = served.run(served.engine.generate(request))
+        tokens = request.prompt_ids.tolist()
+        assert completion.support is None
+        for token in completion.token_ids.tolist():
+            assert token in kept_of(served.truth, tokens, request.sampling)
+            tokens.append(token)
+
+
+def test_an_engine_over_http_says_why_it_keeps_no_support(lively_dir: Path) -> None:
+    async def main() -> None:
+        async with engine_over_http(lively_dir, Truth(lively_dir)) as engine:
+            await engine.generate(GenerateRequest("a", (5,), SamplingParams(top_k=3), keep_support=True))
+
+    with pytest.raises(EngineError, match="cannot say which tokens top_k, top_p and min_p left"):
+        asyncio.run(main())
+
+
+def test_a_stop_text_ends_the_completion_with_the_token_that_completes_it(served: Served, lively_dir: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(lively_dir)
+    whole = served.run(served.engine.generate(served.request(prompt_of(20), 24, seed=3)))
+    text = tokenizer.decode(whole.token_ids[4:9].tolist())
+    assert len(text) >= 2
+    stopped = served.run(served.engine.generate(served.request(prompt_of(20), 24, stop_texts=("no", text), seed=3)))
+    length = len(stopped.token_ids)
+    assert stopped.finish_reason == "stop"
+    assert stopped.token_ids.tolist() == whole.token_ids[:length].tolist()
+    assert len(stopped.logprobs) == len(stopped.policy_versions) == length <= 9
+    assert text in tokenizer.decode(stopped.token_ids.tolist())
+    assert text not in tokenizer.decode(stopped.token_ids[:-1].tolist())
+
+
+@owns_its_weights
+def test_a_stop_text_that_an_interrupt_cuts_in_two_is_found_by_the_request_that_resumes(
+    served: Served, lively_dir: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(lively_dir)
+    whole = served.run(served.engine.generate(served.request(prompt_of(20), 24, temperature=0.0)))
+    text = tokenizer.decode(whole.token_ids[5:9].tolist())
+    begun = served.request((*prompt_of(20), *whole.token_ids[:7].tolist()), 17, temperature=0.0, stop_texts=(text,))
+    assert served.run(served.engine.generate(replace(begun, resumed=7))).token_ids.tolist() == [*whole.token_ids[7:9]]
 
 
 def test_a_stop_token_ends_the_completion_and_is_its_last_token(served: Served) -> None:

@@ -1,6 +1,7 @@
 """What only the local engine promises: its cache, its batches, its death."""
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from agentrl.arrays import ints
 from agentrl.engines import local, packed_model, slots
 from agentrl.engines.local import LocalEngine
-from agentrl.engines.sampling import Sampler, noise_keys
+from agentrl.engines.sampling import Sampler, Truncation, noise_keys, truncated
 from agentrl.engines.slots import SlotTable, SlotTokens
 from agentrl.errors import ConfigError, EngineError
 from agentrl.protocols import GenerateRequest, SamplingParams
@@ -438,9 +439,35 @@ def tail_counts(draws: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
         positions = np.arange(first, min(first + rows, draws), dtype=np.uint64)
         keys = noise_keys(np.full(len(positions), seed, np.uint64), positions)
         ones = torch.ones(len(positions))
-        drawn, _ = sampler.sample(logits.expand(len(positions), -1), ones, torch.from_numpy(keys))
+        drawn, _, _ = sampler.sample(logits.expand(len(positions), -1), ones, torch.from_numpy(keys))
         counts += np.bincount(drawn.numpy(), minlength=len(counts))
     return counts, probabilities
+
+
+@given(
+    st.lists(st.integers(-6, 6), min_size=1, max_size=12),
+    st.integers(0, 13),
+    st.sampled_from([0.1, 0.5, 0.9, 1.0]),
+    st.sampled_from([0.0, 0.05, 0.4, 1.0]),
+)
+def test_truncation_keeps_the_likeliest_and_of_equals_the_first(
+    logits: list[int], top_k: int, top_p: float, min_p: float
+) -> None:
+    best = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
+    weights = [math.exp(logits[token] - max(logits)) for token in best]
+    kept = [(token, weight) for token, weight in zip(best, weights, strict=True) if weight >= min_p][: top_k or None]
+    mass = sum(weight for _, weight in kept)
+    before = [sum(weight for _, weight in kept[:place]) / mass for place in range(len(kept))]
+    assume(all(abs(share - top_p) > 1e-4 for share in before))  # else rounding decides
+    expected = {token for (token, _), share in zip(kept, before, strict=True) if share < top_p}
+    other = [0.0] * len(logits)  # a row of another request changes nothing
+    rows = truncated(
+        torch.tensor([logits, other], dtype=torch.float32),
+        Truncation.of([(top_k, top_p, min_p), (0, 1.0, 0.0)], torch.device("cpu")),
+    )
+    assert set(rows[0].isfinite().nonzero()[:, 0].tolist()) == expected
+    assert torch.equal(rows[1], torch.tensor(other))
+    assert torch.equal(rows[0][list(expected)], torch.tensor(logits).float()[list(expected)])
 
 
 @pytest.mark.long

@@ -1,5 +1,6 @@
 """Whole runs, as a user starts them: bounded, reproducible, and nothing lost when they are killed."""
 
+import asyncio
 import json
 import random
 import signal
@@ -10,6 +11,10 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 
+from agentrl.algorithms.grpo import Grpo
+from agentrl.assembly import assemble_training
+from agentrl.config import load_config
+from agentrl.errors import ConfigError
 from agentrl.rollout.ledger import Ledger
 from tests.commands import Command
 from tests.processes import PATIENCE_SECONDS, still_alive
@@ -215,3 +220,25 @@ def test_the_same_config_trains_on_vllm(tmp_path, bound, monkeypatch):
     assert summary["largest_staleness"] <= bound
     if bound == 0:
         assert summary["largest_logprob_gap"] < 1e-3
+
+
+@pytest.mark.slow
+def test_with_truncated_sampling_the_trainer_computes_what_the_engine_sampled_from(tmp_path):
+    truncated = ("rollout.sampling.top_p=0.8", "rollout.sampling.min_p=0.001", "evaluation.top_p=0.5")
+    train(*SMALL, "run_dir=run", "rollout.max_staleness=0", "steps=2", *truncated, cwd=tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    gaps = [row["logprob_gap_max"] for row in rows if "reward" in row]
+    assert len(gaps) == 2
+    assert max(gaps) < 1e-3  # over the whole vocabulary it would be -log(0.8) at least
+
+
+def test_an_engine_that_cannot_take_new_weights_is_refused_before_anything_starts(tmp_path):
+    (tmp_path / "run.yaml").write_text("env: frozen_lake\nengine: {name: openai, url: 'http://127.0.0.1:1'}\n")
+    config = load_config(tmp_path / "run.yaml", []).config
+
+    async def main() -> None:
+        async with assemble_training(config, Grpo(), tmp_path):
+            raise AssertionError
+
+    with pytest.raises(ConfigError, match=r"can neither take new weights.*evaluate with engine=openai"):
+        asyncio.run(main())

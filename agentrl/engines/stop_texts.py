@@ -1,0 +1,66 @@
+"""Texts that end a completion (`SamplingParams.stop`), found in the tokens as they are sampled."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from agentrl.errors import EngineError
+from agentrl.protocols import GenerateRequest
+
+_MARGIN = 4
+"""Tokens decoded before the longest stop text: the first ones may be a part of a character."""
+
+
+class Decodes(Protocol):
+    """A tokenizer, as far as it is needed here."""
+
+    def decode(self, token_ids: Sequence[int], /, **options: Any) -> str:
+        """The text of tokens."""
+        ...
+
+
+class StopTexts:
+    """Watches the tokens of one completion. A text may end in the middle of a token, which is then the last one."""
+
+    def __init__(self, tokenizer: Decodes, request: GenerateRequest) -> None:
+        self._tokenizer = tokenizer
+        self._texts = request.sampling.stop
+        self._window = max(len(text.encode()) for text in self._texts) + _MARGIN
+        self._tail = request.prompt_ids[len(request.prompt_ids) - request.resumed :].tolist()[-self._window :]
+
+    def ends(self, token: int) -> bool:
+        """Add a token, and say whether the answer contains one of the texts now."""
+        self._tail = [*self._tail, token][-self._window :]  # each token has at least one byte
+        text = self._tokenizer.decode(self._tail, skip_special_tokens=False)
+        return any(stop in text for stop in self._texts)
+
+
+class FolderTokenizer:
+    """The tokenizer of a model folder, loaded when a request first has stop texts."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._tokenizer: Decodes | None = None
+
+    def stop_texts(self, request: GenerateRequest) -> StopTexts | None:
+        """What watches for the stop texts of a request, if it has some.
+
+        Raises:
+            EngineError: the folder has no tokenizer.
+        """
+        if not request.sampling.stop:
+            return None
+        if self._tokenizer is None:
+            from transformers import AutoTokenizer
+
+            try:
+                self._tokenizer = AutoTokenizer.from_pretrained(self._folder, local_files_only=True)
+            except (OSError, ValueError) as error:
+                raise EngineError(
+                    f"request {request.id} has the stop texts {list(request.sampling.stop)}, but the tokenizer of "
+                    f"{self._folder} cannot be loaded: {error}. Write rollout.sampling.stop_token_ids instead"
+                ) from error
+        return StopTexts(self._tokenizer, request)
+
+
+__all__ = ["Decodes", "FolderTokenizer", "StopTexts"]
