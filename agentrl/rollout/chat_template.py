@@ -151,6 +151,14 @@ class ChatTemplate:
         ends = [at + len(stop) for stop in self.stops if (at := text.find(stop, len(begun))) >= 0]
         return begun, text[len(begun) : min(ends, default=len(text))]
 
+    @property
+    def header(self) -> str:
+        """What the template writes where an answer begins."""
+        user = [_in_parts({"role": "user", "content": _MARK}, self._abilities)]
+        before, begun = self._try(user, None, False), self._try(user)
+        found = isinstance(before, str) and isinstance(begun, str) and begun.startswith(before)
+        return str(begun)[len(str(before)) :] if found else ""
+
     def closing(self, messages: Sequence[Message]) -> str:
         """What ends the turn of an answer that was cut short, before `messages`."""
         return self._continuations[_kind_of(self.messages_of(messages, ()))].closing
@@ -176,13 +184,15 @@ class ChatTemplate:
 
     def _probe(self) -> Abilities:
         user = {"role": "user", "content": _MARK}
-        can = next((can for can in (Abilities(), Abilities(parts=True)) if self._shows(_MARK, [user], can)), None)
+        said, can = self._try([user]), self._takes(user)
         if can is None:
-            said = self._try([user])
+            self._render = _with_list_of_tools(self._render)
+            can = self._takes(user)
+        if can is None:
             raise ConfigError(
                 "the chat template cannot render a user's message: "
-                f"{said if isinstance(said, Exception) else 'it leaves it out'}. Give another template, in a file that "
-                "model.chat_template names"
+                f"{said if isinstance(said, Exception) else 'it leaves it out'}. Give what it needs in "
+                "model.chat_template_kwargs, or another template in a file that model.chat_template names"
             )
         mark = {"content": _NEW_MARK}
         can = replace(
@@ -204,6 +214,9 @@ class ChatTemplate:
             if self._shows(_MARK, result, form) and self._shows(_NEW_MARK, result, form):
                 return form
         return replace(can, calls=False, results=False)
+
+    def _takes(self, user: Json) -> Abilities | None:
+        return next((can for can in (Abilities(), Abilities(parts=True)) if self._shows(_MARK, [user], can)), None)
 
     def _shows(self, mark: str, messages: list[Json], can: Abilities, tools: list[Json] | None = None) -> bool:
         text = self._try([_in_parts(message, can) for message in messages], tools)
@@ -276,6 +289,11 @@ class ChatTemplate:
     def _add_stop(self, text: str) -> None:
         if text not in self.stops:
             self.stops.append(text)
+
+
+def _with_list_of_tools(render: Render) -> Render:
+    """For templates that need a list of tools where there are none."""
+    return lambda messages, tools, add: render(messages, tools or [], add)
 
 
 def describe(tools: Sequence[Mapping[str, Any]]) -> str:

@@ -52,11 +52,16 @@ _PROBES: Sequence[tuple[list[dict[str, Any]], list[dict[str, Any]] | None]] = (
 
 
 class Family:
-    """The rules of one model family. `name` is that of the library."""
+    """The rules of one model family. `name` is that of the library.
 
-    def __init__(self, name: str, rules: Any) -> None:
+    `header`: the tokens at the end of a prompt that the family takes for a part of the answer, if it is used to read
+    the answers of a template that ends its prompts earlier than the family does.
+    """
+
+    def __init__(self, name: str, rules: Any, header: Sequence[int] = ()) -> None:
         self.name = name
         self._rules = rules
+        self._header = list(header)
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -89,7 +94,10 @@ class Family:
 
     def read(self, prompt_ids: IntArray, answer_ids: IntArray, tools: Sequence[Mapping[str, Any]]) -> Reading:
         """An answer, taken apart. Never raises, whatever the tokens are."""
-        found = self._rules.parse_response(answer_ids.tolist(), tools=_given(tools), prompt_ids=prompt_ids.tolist())
+        begun, answer = prompt_ids.tolist(), answer_ids.tolist()
+        if self._header:
+            begun, answer = begun[: len(begun) - len(self._header)], [*self._header, *answer]
+        found = self._rules.parse_response(answer, tools=_given(tools), prompt_ids=begun)
         calls, malformed = calls_in(found.tool_calls)
         cut = found.reasoning_complete is False
         thought = found.reasoning_content or ""
@@ -133,17 +141,23 @@ def names() -> Iterator[str]:
     return (name for name in RENDERER_REGISTRY if name != "default")
 
 
-def reading_family(tokenizer: Any, prompt: str, written: str, call: ToolCall) -> Family | None:
-    """The family that reads this call where a template has written it after `prompt`, though it writes otherwise."""
-    before, answer = (ints(tokenizer.encode(text, add_special_tokens=False)) for text in (prompt, written))
+def reading_family(tokenizer: Any, prompt: str, header: str, written: str, call: ToolCall) -> Family | None:
+    """The family that reads this call where a template has written it after `prompt`, though it writes otherwise.
+
+    `header`: the end of the prompt, where the answer begins.
+    """
+    before, begun, answer = (
+        ints(tokenizer.encode(text, add_special_tokens=False)) for text in (prompt, header, written)
+    )
+    headers = [[], begun.tolist()] if header and before[-len(begun) :].tolist() == begun.tolist() else [[]]
     for name in names():
         rules = _rules(name, tokenizer, {})
-        if rules is None:
-            continue
-        with suppress(Exception):  # the answer is of another form
-            found = Family(name, rules).read(before, answer, ())
-            if [(one.name, dict(one.arguments)) for one in found.calls] == [(call.name, call.arguments)]:
-                return Family(name, rules)
+        for own in headers if rules is not None else ():
+            family = Family(name, rules, own)
+            with suppress(Exception):  # the answer is of another form
+                found = family.read(before, answer, ())
+                if [(one.name, dict(one.arguments)) for one in found.calls] == [(call.name, call.arguments)]:
+                    return family
     return None
 
 

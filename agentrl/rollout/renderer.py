@@ -145,7 +145,7 @@ class TemplateRenderer:
         self._reader = None
         if self._read_calls is None and self._family is None:
             prompt, written = self._template.call(PROBE_CALL)
-            self._reader = reading_family(tokenizer, prompt, written, PROBE_CALL)
+            self._reader = reading_family(tokenizer, prompt, self._template.header, written, PROBE_CALL)
         derived = [i for i, text in specials.items() if text in self._template.stops]
         self._stop_token_ids = tuple(dict.fromkeys([*known, *derived]))
         if not self._stop_token_ids:

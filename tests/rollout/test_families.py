@@ -13,6 +13,7 @@ from agentrl import plugins
 from agentrl.arrays import ints
 from agentrl.errors import ConfigError, PluginError
 from agentrl.rollout import renderer as renderer_module
+from agentrl.rollout.chat_template import ChatTemplate
 from agentrl.rollout.family import find_family
 from agentrl.rollout.reading import MARKS, Marks, Reading, as_declared, call_of, without_reasoning
 from agentrl.rollout.renderer import RendererConfig, TemplateRenderer, renderer_of
@@ -265,6 +266,34 @@ def test_one_package_installs_the_module_that_both_vllm_and_the_family_gpt_oss_u
     from renderers.gpt_oss import GptOssRenderer
 
     assert GptOssRenderer is not None
+
+
+HARMONY_CALLS = [
+    "<|channel|>commentary to=functions.find <|constrain|>json<|message|>",
+    " to=functions.find<|channel|>commentary json<|message|>",
+]
+
+
+@pytest.mark.parametrize("thought", ["", "<|channel|>analysis<|message|>I think.<|end|><|start|>assistant"])
+@pytest.mark.parametrize("header", HARMONY_CALLS)
+def test_gpt_oss_is_read_though_its_template_ends_prompts_before_the_channel(thought: str, header: str) -> None:
+    action, message = answered(renderer("gptoss"), f'{thought}{header}{{"text": "a"}}<|call|>', [FIND])
+    assert parse_tool_calls(action).calls == (ToolCall("find", {"text": "a"}),)
+    assert message.reasoning == ("I think." if thought else "")
+    action, message = answered(renderer("gptoss"), f"{thought}<|channel|>final<|message|>done", [])
+    assert (action, message.reasoning) == ("done", "I think." if thought else "")
+
+
+def test_a_template_that_needs_a_list_of_tools_gets_an_empty_one() -> None:
+    def render(messages: list[Any], tools: list[Any] | None, add: bool) -> str:
+        assert tools is not None, "'NoneType' object is not iterable"
+        named = "".join(tool["function"]["name"] for tool in tools)
+        return named + "".join(f"[{one['role']}]{one['content']}<end>" for one in messages) + "[assistant]" * add
+
+    template = ChatTemplate(render, stops=["<end>"], specials=["<end>"])
+    assert template.text([Message("user", "Go.")], []) == "[user]Go.<end>[assistant]"
+    assert template.text([Message("user", "Go.")], [FIND]).startswith("find[user]")
+    assert template.added([Message("user", "More.")]).endswith("[user]More.<end>[assistant]")
 
 
 @pytest.mark.vllm

@@ -1,4 +1,4 @@
-"""Conversations of real models: their own tokenizers and templates, recognised or not. `make long` fetches them."""
+"""Conversations of real models: their own tokenizers and templates, recognised or not. CI plays a few of them."""
 
 from pathlib import Path
 
@@ -7,8 +7,9 @@ import pytest
 from agentrl.rollout.renderer import RendererConfig, TemplateRenderer, renderer_of
 from agentrl.rollout.tools import parse_tool_calls
 from agentrl.trajectory import Completion, Message, ToolCall
-from tests.real_tokenizers import fetch, model_folder
+from tests.real_tokenizers import fetch, gpt_oss_folder, model_folder
 from tests.rollout.test_chat_templates import ADD, KINDS, said
+from tests.rollout.test_families import HARMONY_CALLS
 
 FAMILIES = {
     "qwen-2.5": "", "qwen-3": "qwen3", "qwen-3.5": "qwen3.5", "qwen-3.6": "qwen3.5", "qwq-32b": "", "deepseek-v3": "",
@@ -20,6 +21,16 @@ FAMILIES = {
 
 The library's rules for DeepSeek-R1 begin reasoning after the result of a tool, which its template does not.
 """
+
+
+IN_CI = ("qwen-3.5", "glm-4.7-flash", "deepseek-v3.1")
+MODELS = [
+    pytest.param(
+        name, marks=[pytest.mark.slow if name in IN_CI else pytest.mark.long, pytest.mark.xdist_group("tokenizers")]
+    )
+    for name in FAMILIES
+]
+"""One process downloads them, once."""
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +55,7 @@ def played(renderer: TemplateRenderer, kind: str) -> list[int]:
     return seen
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", MODELS)
 def test_a_real_model_extends_and_its_family_writes_what_its_template_writes(
     name: str, data: Path, tmp_path: Path
 ) -> None:
@@ -57,8 +67,7 @@ def test_a_real_model_extends_and_its_family_writes_what_its_template_writes(
         assert played(renderer, kind) == played(by_template, kind)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", MODELS)
 def test_the_calls_of_a_real_model_reach_the_environment(name: str, data: Path, tmp_path: Path) -> None:
     renderer = renderer_of(model_folder(data, name, tmp_path / name), RendererConfig())
     call = ToolCall("add", {"a": 1, "b": 2})
@@ -72,3 +81,20 @@ def test_the_calls_of_a_real_model_reach_the_environment(name: str, data: Path, 
     answer = [*renderer.encode(written).tolist(), renderer.stop_token_ids[0]]
     action = conversation.answer(Completion(answer, [0.0] * len(answer), [0] * len(answer), "stop"))
     assert [(one.name, dict(one.arguments)) for one in parse_tool_calls(action).calls] == [("add", {"a": 1, "b": 2})]
+
+
+@pytest.mark.long
+def test_gpt_oss_extends_and_its_channels_are_read(tmp_path: Path) -> None:
+    renderer = renderer_of(gpt_oss_folder(tmp_path / "gpt-oss"), RendererConfig())
+    conversation = renderer.conversation([ADD])
+    prompt = conversation.prompt([Message("system", "You play."), Message("user", "Begin now.")])
+    thought = "<|channel|>analysis<|message|>Adding.<|end|><|start|>assistant"
+    for header in HARMONY_CALLS:
+        answer = renderer.encode(f'{thought}{header.replace("find", "add")}{{"a": 1, "b": 2}}<|call|>').tolist()
+        action = conversation.answer(Completion(answer, [0.0] * len(answer), [0] * len(answer), "stop"))
+        assert parse_tool_calls(action).calls == (ToolCall("add", {"a": 1, "b": 2}),)
+        assert conversation.messages[-1].reasoning == "Adding."
+        seen = [*prompt.ids.tolist(), *answer]
+        prompt = conversation.prompt([Message("tool", "3")])
+        assert prompt.ids[: len(seen)].tolist() == seen
+        assert "functions.add" in renderer.decode(prompt.new_ids)
