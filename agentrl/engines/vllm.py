@@ -9,7 +9,7 @@ import math
 import os
 import warnings
 from collections.abc import Coroutine, Iterable, Mapping
-from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
@@ -396,17 +396,15 @@ class VllmEngine:
         # it in that queue. The salt is part of each cached block's key.
         prompt = tokens_input(request.prompt_ids.tolist(), cache_salt=self._salt)
         output: Any = None
+        read = stopped = 0  # tokens looked at, and those up to the one that completes a stop text
         try:
-            async with aclosing(llm.generate(prompt, params, request.id, priority=request.priority)) as outputs:
-                read = 0
-                async for output in outputs:
-                    token_ids = output.outputs[0].token_ids
-                    for end in range(read + 1, len(token_ids) + 1 if stops else 0):
-                        if stops and stops.ends(token_ids[end - 1]):
-                            return _completion(output.outputs[0], request, end, "stop")
-                    read = len(token_ids)
-        except EngineError:
-            raise
+            async for output in llm.generate(prompt, params, request.id, priority=request.priority):
+                token_ids = output.outputs[0].token_ids
+                if stops is not None and not stopped:
+                    new = range(read + 1, len(token_ids) + 1)
+                    stopped, read = next((end for end in new if stops.ends(token_ids[end - 1])), 0), len(token_ids)
+                    if stopped and not output.finished:
+                        await llm.abort(request.id)  # the versions of its tokens come with its last output
         except Exception as error:
             failure = EngineDeadError if llm.errored else EngineError
             raise failure(f"vLLM failed on {request.id}: {type(error).__name__}: {error}") from error
@@ -414,6 +412,8 @@ class VllmEngine:
         if output is None or not output.finished or output.outputs[0].finish_reason not in ("stop", "length", "abort"):
             raise EngineError(f"vLLM ended {request.id} without an answer: {output}")
         last = output.outputs[0]
+        if stopped:
+            return _completion(last, request, stopped, "stop")
         return _completion(last, request, len(last.token_ids), last.finish_reason)
 
     def _check_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
