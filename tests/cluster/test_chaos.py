@@ -1,7 +1,7 @@
 """The fault matrix: a run goes on, whatever dies or hangs, whenever (`make chaos`); a part of it runs in CI.
 
-In CI workers and a node are killed. That a rank which is stopped is replaced, CI sees in tests/cluster/test_recovery.py,
-and that a run goes on after it was stopped, in tests/recipes/test_runs.py.
+In CI, workers and a node are killed. That a rank which is stopped is replaced, CI sees in
+tests/cluster/test_recovery.py, and that a run goes on after it was stopped, in tests/recipes/test_runs.py.
 """
 
 import signal
