@@ -14,7 +14,7 @@ import numpy as np
 
 from agentrl.arrays import FloatArray
 from agentrl.batch import TrainBatch
-from agentrl.protocols import ActorCritic, Algorithm, SupportsPredict
+from agentrl.protocols import ActorCritic, Algorithm, PreparesBatch, SupportsPredict
 
 CRITIC_FOLDER = "critic"
 """The critic's folder in a checkpoint."""
@@ -22,7 +22,7 @@ CRITIC_FOLDER = "critic"
 
 @dataclass(frozen=True, slots=True)
 class Advisors:
-    """The reference and the critic of a run that has at least one of them."""
+    """What a batch goes through before it is trained on: the reference and the critic of a run, where it has them."""
 
     algorithm: Algorithm
     reference: SupportsPredict | None = None
@@ -41,15 +41,30 @@ class Advisors:
         """
         if self.reference is not None:
             batch = replace(batch, reference_logprobs_N=await self.reference.predict(batch))
+        if isinstance(self.algorithm, PreparesBatch):
+            batch = self.algorithm.prepared(batch)
         if self.critic is None or not isinstance(self.algorithm, ActorCritic):
             return batch, {}
-        values_N = await self.critic.predict(batch)
-        estimate = self.algorithm.estimate(batch, values_N)
-        lesson = replace(batch, advantages_N=estimate.returns_N, rollout_logprobs_N=values_N)
+        values_N, ends_M = await self._values(self.critic, batch, ends=self.algorithm.bootstraps)
+        estimate = self.algorithm.estimate(batch, values_N, ends_M)
+        lesson = replace(
+            batch, advantages_N=estimate.returns_N, rollout_logprobs_N=values_N, weights_N=estimate.weights_N
+        )
         metrics = await self.critic.step(lesson, self.algorithm.value_loss, float(batch.num_loss_tokens))
         reported = {f"critic/{name}": value for name, value in metrics.items() if not name.startswith("logprob_gap")}
         reported["critic/explained_variance"] = explained_variance(values_N, estimate.returns_N)
         return replace(batch, advantages_N=estimate.advantages_N), reported
+
+    @staticmethod
+    async def _values(critic: SupportsPredict, batch: TrainBatch, *, ends: bool) -> tuple[FloatArray, FloatArray]:
+        """The critic's values before the loss tokens, and those after truncated trajectories (0 for other samples)."""
+        ends_M = np.zeros(batch.num_samples, np.float32)
+        if not ends or not batch.truncated_M.any():
+            return await critic.predict(batch), ends_M
+        extended, at_end_N = batch.with_ends()
+        values_N = await critic.predict(extended)
+        ends_M[batch.truncated_M] = values_N[at_end_N]
+        return values_N[~at_end_N], ends_M
 
     async def save(self, folder: Path) -> None:
         """Save the critic into a checkpoint."""

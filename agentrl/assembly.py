@@ -85,15 +85,14 @@ class TrainingAssembly(RolloutAssembly):
     """All parts of a training run: those of `RolloutAssembly`, the trainers, and the publisher of the weights."""
 
     trainer: Trainer
-    advisors: Advisors | None
+    advisors: Advisors
     weights: WeightPublisher
     sharing: DeviceSharing
 
     async def save(self, folder: Path) -> None:
         """Save the trainer and the critic into a checkpoint."""
         await self.trainer.save(folder)
-        if self.advisors is not None:
-            await self.advisors.save(folder)
+        await self.advisors.save(folder)
 
     async def resume(self, run: Run) -> int:
         """Load a resumed run's newest checkpoint, if any, publish its weights, and return the number of steps done."""
@@ -102,8 +101,7 @@ class TrainingAssembly(RolloutAssembly):
             return 0
         step, folder = newest
         await self.trainer.load(folder)
-        if self.advisors is not None:
-            await self.advisors.load(folder)
+        await self.advisors.load(folder)
         if step > 0:
             await self.weights.publish(self.trainer, version=step)
         return step
@@ -162,7 +160,7 @@ async def assemble_training(
     _check_takes_weights(config)
     async with open_cluster(config) as placed, _rollouts_on(placed, model) as rollouts:
         trainer, advisors = make_trainer(placed, model, latest), make_advisors(placed, algorithm, model, latest)
-        trainers = [trainer, *(advisors.all if advisors else ())]
+        trainers = [trainer, *advisors.all]
         async with device_sharing(placed, [rollouts.engine, *rollouts.frozen.values()], trainers) as sharing:
             followers = tuple((engine, route.refresh) for route, engine in rollouts.frozen.items() if route.refresh)
             async with WeightPublisher(rollouts.engine, followers, config.weights) as publisher:
@@ -366,9 +364,7 @@ def _on_devices(config: RunConfig, devices: DeviceMap) -> RunConfig:
     return config.model_copy(update=sections)
 
 
-def make_advisors(
-    placed: PlacedCluster, algorithm: Algorithm, model: Path, latest: LatestCheckpoint
-) -> Advisors | None:
+def make_advisors(placed: PlacedCluster, algorithm: Algorithm, model: Path, latest: LatestCheckpoint) -> Advisors:
     """Make the configured reference and critic; they start from the same model as the trainer."""
 
     def latest_critic() -> tuple[int, Path] | None:
@@ -376,8 +372,6 @@ def make_advisors(
         return None if newest is None else (newest[0], newest[1] / CRITIC_FOLDER)
 
     config = placed.config
-    if not (config.reference or config.critic):
-        return None
     reference = make_trainer(placed, model, role="reference") if config.reference else None
     critic = make_trainer(placed, model, latest_critic, role="critic") if config.critic else None
     # The config's validation has checked that both have `predict`.

@@ -8,17 +8,20 @@ text. `loss_mask` is 1 exactly for the tokens that the engine sampled, except th
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from agentrl.arrays import FloatArray, Growing, IntArray, MaskArray, Ragged, floats, ints, mask, same_fields
-from agentrl.trajectory import Trajectory, Turn
+from agentrl.trajectory import Trajectory, Truncated, Turn
 
 N = TypeVar("N", bound=np.generic)
+
+
+_BY_TOKEN = ("token_ids", "loss_mask", "rollout_logprobs", "advantages", "policy_versions", "turn_ids")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,6 +31,10 @@ class TrainingSample:
     Where `loss_mask` is 0, `advantages` is 0. For prompt tokens `rollout_logprobs` is 0 and `policy_versions` is -1.
     `turn_ids` is the number of a token's turn; prompt tokens belong to the turn that answers them. `support`: the ids
     that each token was sampled from (`Completion.support`); by default the whole vocabulary.
+
+    `rewards`: what was earned right after a token, such as a turn's reward at its last token; by default nothing.
+    `tail_ids`: the tokens that follow the last one of a truncated trajectory (`Trajectory.tail_ids`). If `continues`,
+    the sample goes on with the trajectory of the sample before it, which forked.
 
     Raises:
         ValueError: the lengths differ, there is no token, the first token carries loss (nothing predicts it), or a
@@ -41,18 +48,23 @@ class TrainingSample:
     policy_versions: IntArray
     turn_ids: IntArray
     support: Ragged | None = None
+    rewards: FloatArray | None = None
+    truncated: bool = False
+    tail_ids: IntArray = field(default_factory=lambda: ints(()))
+    continues: bool = False
 
     __eq__ = same_fields
 
     def __post_init__(self) -> None:
-        for name in ("token_ids", "policy_versions", "turn_ids"):
+        for name in ("token_ids", "policy_versions", "turn_ids", "tail_ids"):
             object.__setattr__(self, name, ints(getattr(self, name)))
         for name in ("rollout_logprobs", "advantages"):
             object.__setattr__(self, name, floats(getattr(self, name)))
         object.__setattr__(self, "loss_mask", mask(self.loss_mask))
-        lengths = {field.name: len(getattr(self, field.name)) for field in fields(self) if field.name != "support"}
-        if self.support is not None:
-            lengths["support"] = len(self.support)
+        if self.rewards is not None:
+            object.__setattr__(self, "rewards", floats(self.rewards))
+        by_token = {name: getattr(self, name) for name in (*_BY_TOKEN, "support", "rewards")}
+        lengths = {name: len(values) for name, values in by_token.items() if values is not None}
         if len(set(lengths.values())) != 1 or not len(self.token_ids):
             raise ValueError(f"a training sample needs one or more tokens and fields of equal length, got {lengths}")
         if self.loss_mask[0]:
@@ -74,6 +86,11 @@ class TrainBatch:
 
     `lengths_M` is the number of tokens of each sample. Logprobs and advantages cover only the loss tokens, in order.
     `support_N` are the ids that each loss token was sampled from; an empty row is the whole vocabulary.
+
+    `weights_N`: the trainer multiplies each token's loss with it; 1 unless an algorithm says otherwise. `turns_N` is
+    the number of each token's turn in its trajectory, and `rewards_N` what was earned between it and the next loss
+    token. `trajectories_M` numbers the trajectories: samples of one have the same number, and lie in order.
+    `truncated_M`: whether a sample is the last one of a truncated trajectory; `tails_M` are the tokens after its end.
     `reference_logprobs_N` are the engine's until the run's reference, if any, has computed its own
     (`agentrl/advisors.py`).
     """
@@ -85,6 +102,12 @@ class TrainBatch:
     reference_logprobs_N: FloatArray
     advantages_N: FloatArray
     support_N: Ragged
+    weights_N: FloatArray
+    turns_N: IntArray
+    rewards_N: FloatArray
+    trajectories_M: IntArray
+    truncated_M: MaskArray
+    tails_M: Ragged
 
     @property
     def num_samples(self) -> int:
@@ -102,34 +125,83 @@ class TrainBatch:
         starts_M = np.cumsum(self.lengths_M) - self.lengths_M
         return np.add.reduceat(self.loss_mask_S, starts_M, dtype=np.int32)
 
+    @property
+    def trajectories_N(self) -> IntArray:
+        """The number of each loss token's trajectory."""
+        return np.repeat(self.trajectories_M, self.loss_tokens_M)
+
+    @property
+    def tokens_of_trajectories(self) -> IntArray:
+        """The number of loss tokens of each trajectory, by its number."""
+        return np.bincount(self.trajectories_N, minlength=int(self.trajectories_M.max()) + 1).astype(np.int32)
+
+    def with_ends(self) -> tuple["TrainBatch", MaskArray]:
+        """The batch with one more loss token after each truncated trajectory, and a mask that is true for these tokens.
+
+        It stands after the tokens that would have been answered next (`tails_M`), so a critic's value before it is that
+        of the end. Which token it is does not matter.
+        """
+        cut = np.flatnonzero(self.truncated_M)
+        ends_S, ends_N = np.cumsum(self.lengths_M)[cut], np.cumsum(self.loss_tokens_M)[cut]
+        tails = self.tails_M.take([slice(number, number + 1) for number in cut.tolist()])
+        more = tails.lengths + 1
+        last = np.cumsum(more) - 1
+        new_S, new_mask_S = np.zeros(int(more.sum()), np.int32), np.zeros(int(more.sum()), np.bool_)
+        new_mask_S[last] = True
+        new_S[~new_mask_S] = tails.values
+        at_S = np.repeat(ends_S, more)
+        lengths_M = self.lengths_M.copy()
+        lengths_M[cut] += more
+
+        def extended(values_N: npt.NDArray[N]) -> npt.NDArray[N]:
+            return np.insert(values_N, ends_N, np.zeros((), values_N.dtype))
+
+        batch = replace(
+            self,
+            tokens_S=np.insert(self.tokens_S, at_S, new_S),
+            loss_mask_S=np.insert(self.loss_mask_S, at_S, new_mask_S),
+            lengths_M=lengths_M,
+            rollout_logprobs_N=extended(self.rollout_logprobs_N),
+            reference_logprobs_N=extended(self.reference_logprobs_N),
+            advantages_N=extended(self.advantages_N),
+            support_N=Ragged(self.support_N.values, extended(self.support_N.lengths)),
+            weights_N=extended(self.weights_N),
+            turns_N=extended(self.turns_N),
+            rewards_N=extended(self.rewards_N),
+        )
+        return batch, np.insert(np.zeros(self.num_loss_tokens, np.bool_), ends_N, True)
+
     def ordered(self, samples: Sequence[int]) -> "TrainBatch":
         """The same samples in another order, given by their indices."""
-        return self._taken(
-            _pieces(self.lengths_M, samples),
-            self.lengths_M[list(samples)],
-            _pieces(self.loss_tokens_M, samples),
-        )
+        of_M = [slice(number, number + 1) for number in samples]
+        return self._taken(_pieces(self.lengths_M, samples), of_M, _pieces(self.loss_tokens_M, samples))
 
     def split(self, counts: Sequence[int]) -> list["TrainBatch"]:
         """Split into parts of `counts` consecutive samples; the parts are views of the same memory."""
         lasts = np.cumsum(counts)
         ends_S, ends_N = np.cumsum(self.lengths_M)[lasts - 1], np.cumsum(self.loss_tokens_M)[lasts - 1]
         return [
-            self._taken([slice(*of_S)], self.lengths_M[first:last], [slice(*of_N)])
+            self._taken([slice(*of_S)], [slice(first, last)], [slice(*of_N)])
             for (first, last), of_S, of_N in zip(_borders(lasts), _borders(ends_S), _borders(ends_N), strict=True)
         ]
 
-    def _taken(self, of_S: Sequence[slice], lengths_M: IntArray, of_N: Sequence[slice]) -> "TrainBatch":
+    def _taken(self, of_S: Sequence[slice], of_M: Sequence[slice], of_N: Sequence[slice]) -> "TrainBatch":
         rollout_logprobs_N = _take(self.rollout_logprobs_N, of_N)
         asked = self.reference_logprobs_N is not self.rollout_logprobs_N
         return TrainBatch(
             tokens_S=_take(self.tokens_S, of_S),
             loss_mask_S=_take(self.loss_mask_S, of_S),
-            lengths_M=lengths_M,
+            lengths_M=_take(self.lengths_M, of_M),
             rollout_logprobs_N=rollout_logprobs_N,
             reference_logprobs_N=_take(self.reference_logprobs_N, of_N) if asked else rollout_logprobs_N,
             advantages_N=_take(self.advantages_N, of_N),
             support_N=self.support_N.take(of_N),
+            weights_N=_take(self.weights_N, of_N),
+            turns_N=_take(self.turns_N, of_N),
+            rewards_N=_take(self.rewards_N, of_N),
+            trajectories_M=_take(self.trajectories_M, of_M),
+            truncated_M=_take(self.truncated_M, of_M),
+            tails_M=self.tails_M.take(of_M),
         )
 
 
@@ -149,32 +221,76 @@ def equal_parts(loss_tokens_M: Sequence[int] | IntArray, count: int) -> list[int
     return [last - first for first, last in pairwise([*borders, len(ends_M)])]
 
 
-def to_samples(trajectory: Trajectory, advantage: float, *, oldest_version: int = 0) -> list[TrainingSample]:
-    """Lay a trajectory's turns end to end; each fork starts a new sample. Every sampled token gets `advantage`.
+def to_samples(
+    trajectory: Trajectory,
+    advantage: float | Sequence[float],
+    *,
+    turn_rewards: Sequence[float] = (),
+    oldest_version: int = 0,
+) -> list[TrainingSample]:
+    """Lay a trajectory's turns end to end; each fork starts a new sample.
+
+    Every sampled token gets `advantage`, or that of its turn. `turn_rewards` are those of the turns, if there are any.
 
     `turn_ids` counts over the whole trajectory, so a sample after a fork starts with the forked turn's number. Tokens
     sampled by a version before `oldest_version` carry no loss, like prompt tokens. If `oldest_version` is above 0,
     samples without a loss token are left out.
 
     Raises:
-        ValueError: as `TrainingSample`.
+        ValueError: as `TrainingSample`; or there is not one advantage, or one for each turn.
     """
-    pieces: list[list[tuple[int, Turn]]] = []
-    for number, turn in enumerate(trajectory.turns):
-        if turn.forked or not pieces:
+    count = len(trajectory.turns)
+    advantages = [float(advantage)] * count if isinstance(advantage, int | float) else list(advantage)
+    rewards = list(turn_rewards) or [0.0] * count
+    if not len(advantages) == len(rewards) == count:
+        raise ValueError(
+            f"trajectory {trajectory.id!r} has {count} turns, but {len(advantages)} advantages and {len(rewards)} "
+            "rewards: give one advantage, or one for each turn"
+        )
+    pieces: list[list[_Played]] = []
+    for number, played in enumerate(zip(trajectory.turns, advantages, rewards, strict=True)):
+        if played[0].forked or not pieces:
             pieces.append([])
-        pieces[-1].append((number, turn))
-    samples = [_sample(piece, advantage, oldest_version) for piece in pieces]
-    return [sample for sample in samples if sample.loss_mask.any()] if oldest_version > 0 else samples
+        pieces[-1].append(_Played(number, *played))
+    samples = [_sample(piece, oldest_version) for piece in pieces]
+    if oldest_version > 0:
+        samples = _without_stale(samples)
+    samples = [replace(sample, continues=number > 0) for number, sample in enumerate(samples)]
+    if samples and isinstance(trajectory.status, Truncated):
+        samples[-1] = replace(samples[-1], truncated=True, tail_ids=trajectory.tail_ids)
+    return samples
 
 
-def _sample(turns: Sequence[tuple[int, Turn]], advantage: float, oldest_version: int) -> TrainingSample:
-    length = sum(len(turn.prompt_ids) + len(turn.completion.token_ids) for _, turn in turns)
+def _without_stale(samples: Sequence[TrainingSample]) -> list[TrainingSample]:
+    """Those with a loss token. What the others earned counts for the last token before them."""
+    kept: list[TrainingSample] = []
+    for sample in samples:
+        if sample.loss_mask.any():
+            kept.append(sample)
+        elif kept and sample.rewards is not None and kept[-1].rewards is not None:
+            rewards_T = kept[-1].rewards.copy()
+            rewards_T[-1] += sample.rewards.sum()
+            kept[-1] = replace(kept[-1], rewards=rewards_T)
+    return kept
+
+
+class _Played(NamedTuple):
+    """A turn with its number, and what its tokens are trained with."""
+
+    number: int
+    turn: Turn
+    advantage: float
+    reward: float
+
+
+def _sample(piece: Sequence[_Played], oldest_version: int) -> TrainingSample:
+    length = sum(len(one.turn.prompt_ids) + len(one.turn.completion.token_ids) for one in piece)
     supports: list[Ragged] = []
     token_ids_T, turn_ids_T = np.empty(length, np.int32), np.empty(length, np.int32)
     policy_versions_T, rollout_logprobs_T = np.full(length, -1, np.int32), np.zeros(length, np.float32)
+    advantages_T, rewards_T = np.zeros(length, np.float32), np.zeros(length, np.float32)
     end = 0
-    for number, turn in turns:
+    for number, turn, advantage, reward in piece:
         begin = end
         shown = slice(begin, begin + len(turn.prompt_ids))
         end = shown.stop + len(turn.completion.token_ids)
@@ -183,17 +299,20 @@ def _sample(turns: Sequence[tuple[int, Turn]], advantage: float, oldest_version:
         token_ids_T[sampled] = turn.completion.token_ids
         rollout_logprobs_T[sampled] = turn.completion.logprobs
         policy_versions_T[sampled] = turn.completion.policy_versions
+        advantages_T[sampled] = advantage
         turn_ids_T[begin:end] = number
+        rewards_T[end - 1] += reward
         supports += [Ragged.empty(len(turn.prompt_ids)), turn.completion.support_of_each]
     loss_mask_T = policy_versions_T >= max(oldest_version, 0)
     return TrainingSample(
         token_ids_T,
         loss_mask_T,
         rollout_logprobs_T,
-        np.where(loss_mask_T, np.float32(advantage), np.float32(0)),
+        np.where(loss_mask_T, advantages_T, np.float32(0)),
         policy_versions_T,
         turn_ids_T,
         Ragged.joined(supports) if any(len(support.values) for support in supports) else None,
+        rewards_T,
     )
 
 
@@ -203,21 +322,27 @@ def collate(samples: Iterable[TrainingSample]) -> TrainBatch:
     Raises:
         ValueError: `samples` is empty.
     """
-    tokens_S, loss_mask_S, lengths_M = Growing(np.int32), Growing(np.bool_), []
-    rollout_logprobs_N, advantages_N = Growing(np.float32), Growing(np.float32)
+    tokens_S, loss_mask_S, rewards_S = Growing(np.int32), Growing(np.bool_), Growing(np.float32)
+    rollout_logprobs_N, advantages_N, turns_N = Growing(np.float32), Growing(np.float32), Growing(np.int32)
     support_ids, support_lengths_N = Growing(np.int32), Growing(np.int32)
+    lengths_M, begins_M, truncated_M, tails_M = [], [], [], []
     for sample in samples:  # one at a time: a step's samples are larger than its batch
         tokens_S.append(sample.token_ids)
         loss_mask_S.append(sample.loss_mask)
+        rewards_S.append(np.zeros(len(sample.token_ids), np.float32) if sample.rewards is None else sample.rewards)
         rollout_logprobs_N.append(sample.rollout_logprobs[sample.loss_mask])
         advantages_N.append(sample.advantages[sample.loss_mask])
+        turns_N.append(sample.turn_ids[sample.loss_mask])
         support = _support_of_loss_tokens(sample)
         support_ids.append(support.values)
         support_lengths_N.append(support.lengths)
         lengths_M.append(len(sample.token_ids))
+        begins_M.append(not sample.continues)
+        truncated_M.append(sample.truncated)
+        tails_M.append(sample.tail_ids)
     if not lengths_M:
         raise ValueError("there is no sample to collate: a batch needs at least one trainable trajectory")
-    logprobs_N = rollout_logprobs_N.values
+    logprobs_N, trajectories_M = rollout_logprobs_N.values, np.cumsum([True, *begins_M[1:]], dtype=np.int32) - 1
     return TrainBatch(
         tokens_S.values,
         loss_mask_S.values,
@@ -226,7 +351,27 @@ def collate(samples: Iterable[TrainingSample]) -> TrainBatch:
         logprobs_N,
         advantages_N.values,
         Ragged(support_ids.values, support_lengths_N.values),
+        floats(np.ones(len(logprobs_N))),
+        turns_N.values,
+        _after_loss_tokens(rewards_S.values, loss_mask_S.values, np.repeat(trajectories_M, lengths_M)),
+        ints(trajectories_M),
+        mask(truncated_M),
+        Ragged.of(tails_M),
     )
+
+
+def _after_loss_tokens(rewards_S: FloatArray, loss_mask_S: MaskArray, trajectories_S: IntArray) -> FloatArray:
+    """Rewards by loss token: each belongs to the last loss token up to it in its trajectory, whose choice earned it.
+
+    What was earned before the first one is left out.
+    """
+    earned_S = np.flatnonzero(rewards_S)
+    before_S = np.cumsum(loss_mask_S)[earned_S] - 1
+    rewards_N = np.zeros(int(loss_mask_S.sum()), np.float32)
+    known = before_S >= 0
+    known[known] = trajectories_S[loss_mask_S][before_S[known]] == trajectories_S[earned_S[known]]
+    np.add.at(rewards_N, before_S[known], rewards_S[earned_S[known]])
+    return rewards_N
 
 
 def _support_of_loss_tokens(sample: TrainingSample) -> Ragged:

@@ -214,6 +214,15 @@ class RunConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _a_critics_advantages_are_its_own(self) -> Self:
+        if self.batch_processing.normalize != "group" and hasattr(self.algorithm.factory, "estimate"):
+            raise ValueError(
+                f"batch_processing.normalize={self.batch_processing.normalize} normalises what is found by comparing "
+                f"the members of groups, and {self.algorithm.name!r} asks a critic: write algorithm.whiten=true instead"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _a_resumed_run_meets_the_same_opponents(self) -> Self:
         for agent, route in self.env.agents.items():
             if isinstance(route, FrozenRoute) and route.refresh and self.checkpoint.every % route.refresh:

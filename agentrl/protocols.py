@@ -393,6 +393,10 @@ class Loss(Protocol):
         ...
 
 
+MemberAdvantage = float | Sequence[float]
+"""The advantage of a trajectory: one number for all of its turns, or one for each turn."""
+
+
 class Algorithm(Protocol):
     """An advantage and a loss.
 
@@ -401,8 +405,8 @@ class Algorithm(Protocol):
     single member is refused.
     """
 
-    def advantages(self, group: Group) -> Sequence[float]:
-        """One advantage per member of the group."""
+    def advantages(self, group: Group) -> Sequence[MemberAdvantage]:
+        """For each member of the group one advantage, or one for each of its turns (`Group.turn_rewards_G`)."""
         ...
 
     def loss(self, logprobs_N: "Tensor", tokens: LossTokens) -> LossOutput:
@@ -414,20 +418,51 @@ class Algorithm(Protocol):
         ...
 
 
+@runtime_checkable
+class PreparesBatch(Algorithm, Protocol):
+    """An algorithm that changes a whole batch before it is trained on, such as the weights of its tokens."""
+
+    def prepared(self, batch: TrainBatch) -> TrainBatch:
+        """The batch to train on, and to ask the critic about. It has the reference's logprobs, if there is one."""
+        ...
+
+
+@runtime_checkable
+class NormalizesAdvantages(Algorithm, Protocol):
+    """An algorithm whose advantages depend on the whole batch."""
+
+    def normalized(self, advantages: Sequence[Sequence[MemberAdvantage]]) -> Sequence[Sequence[MemberAdvantage]]:
+        """The advantages to train with, from those of each group of a batch."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """For each loss token, its advantage, and the return that the critic should have predicted before it."""
+    """For each loss token, its advantage, and the return that the critic should have predicted before it.
+
+    `weights_N`: how much the critic learns from each token.
+    """
 
     advantages_N: FloatArray
     returns_N: FloatArray
+    weights_N: FloatArray
 
 
 @runtime_checkable
 class ActorCritic(Algorithm, Protocol):
     """An algorithm with a critic, which is trained on the same batches as the policy."""
 
-    def estimate(self, batch: TrainBatch, values_N: FloatArray) -> Estimate:
-        """Estimate from the critic's values and a batch whose `advantages_N` are each member's from `advantages`."""
+    @property
+    def bootstraps(self) -> bool:
+        """Whether `estimate` needs the critic's values after truncated episodes."""
+        ...
+
+    def estimate(self, batch: TrainBatch, values_N: FloatArray, ends_M: FloatArray) -> Estimate:
+        """Estimate from a batch's rewards, the critic's values before its loss tokens, and those after its samples.
+
+        `ends_M`: what the critic expects after the last token of a truncated trajectory's last sample, where the next
+        turn would have begun; 0 for other samples, and for all if it does not bootstrap.
+        """
         ...
 
     def value_loss(self, values_N: "Tensor", tokens: LossTokens) -> LossOutput:

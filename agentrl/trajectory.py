@@ -5,6 +5,7 @@ running event loop's clock. Dimension suffixes: G members of a group.
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -127,6 +128,9 @@ class Turn:
 
     `prompt_ids` holds only the tokens after the last token of the turn before. If `forked`, the prompt could not extend
     that turn token for token, and `prompt_ids` is the whole prompt: the start of a new training sample.
+
+    `state` names the environment's state that the turn answers: `info["state_key"]` of the step before (or of the
+    reset), or else a hash of the observation. Turns of one task with the same name can be compared with each other.
     """
 
     prompt_ids: IntArray
@@ -136,6 +140,7 @@ class Turn:
     forked: bool = False
     generate_seconds: float = 0.0
     env_seconds: float = 0.0
+    state: str = ""
 
     __eq__ = same_fields
 
@@ -193,6 +198,8 @@ class Trajectory:
 
     `id` is the episode's. With several agents, each trained agent has its own trajectory under that id, and `agent` is
     its name. `head_start` is the reward that the agent received before its first turn, for actions of others.
+
+    `tail_ids` are the tokens of a truncated episode that follow its last turn: what the model would have answered next.
     """
 
     id: str
@@ -203,6 +210,7 @@ class Trajectory:
     seconds: float = 0.0
     agent: str = ""
     head_start: float = 0.0
+    tail_ids: IntArray = field(default_factory=lambda: ints(()), compare=False)
 
     @property
     def trainable(self) -> bool:
@@ -243,12 +251,14 @@ class Scored:
 class Score:
     """A reward's verdict on a trajectory: the value, its named parts, and whether it could be computed at all.
 
-    A failed score has the value NaN, so that a mean that includes it by mistake is NaN too.
+    A failed score has the value NaN, so that a mean that includes it by mistake is NaN too. `turns`: what single turns
+    contributed to the value; the last turn gets the rest (`Group.turn_rewards_G`).
     """
 
     value: float
     parts: Mapping[str, float] = field(default_factory=dict)
     status: Scored | Failed = field(default_factory=Scored)
+    turns: tuple[float, ...] = ()
 
     @staticmethod
     def failed(error: str, layer: Layer = "reward") -> "Score":
@@ -281,6 +291,15 @@ class Group:
         return [score.value for score in self.scores]
 
     @property
+    def turn_rewards_G(self) -> Sequence[Sequence[float]]:
+        """The rewards of each trajectory's turns, which add up to its reward.
+
+        A turn has what its score says (the reward `environment` gives the environment's own). The rest, such as a
+        verdict on the whole episode, belongs to the last turn.
+        """
+        return [_by_turn(score, len(t.turns)) for t, score in zip(self.trajectories, self.scores, strict=True)]
+
+    @property
     def mixed(self) -> bool:
         """Whether some agent's reward differs between episodes; otherwise there is nothing to learn."""
         return any(len(set(group.rewards_G)) > 1 for group in self.by_agent())
@@ -297,6 +316,13 @@ class Group:
     def _of_agent(self, agent: str) -> "Group":
         pairs = [p for p in zip(self.trajectories, self.scores, strict=True) if p[0].agent == agent]
         return Group(self.task, tuple(t for t, _ in pairs), tuple(s for _, s in pairs), self.admitted_version)
+
+
+def _by_turn(score: Score, count: int) -> list[float]:
+    rewards = [*score.turns, *[0.0] * (count - len(score.turns))]
+    if rewards:
+        rewards[-1] += score.value - math.fsum(rewards)
+    return rewards
 
 
 def staleness(group: Group, step: int) -> int:

@@ -27,6 +27,7 @@ from overhead import MAX_CONTEXT, Game, MockEngine
 
 from agentrl.algorithms.batch_processing import BatchProcessing, BatchProcessingConfig
 from agentrl.algorithms.grpo import Grpo
+from agentrl.algorithms.samples import batch_of
 from agentrl.arrays import floats, ints
 from agentrl.flow import run_steadily, spare_what_lives
 from agentrl.hosting.host import EnvHost
@@ -34,7 +35,6 @@ from agentrl.observe.metrics import rollout_metrics
 from agentrl.observe.trajectories import write_trajectories
 from agentrl.plugins import NoSettings
 from agentrl.protocols import GenerateRequest, SamplingParams
-from agentrl.recipes.policy_gradient import batch_of
 from agentrl.rewards.environment import EnvironmentReward
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner

@@ -23,10 +23,10 @@ import psutil
 
 from agentrl.algorithms.batch_processing import BatchProcessing, BatchProcessingConfig
 from agentrl.algorithms.grpo import Grpo
+from agentrl.algorithms.samples import batch_of
 from agentrl.arrays import floats, ints
 from agentrl.observe.metrics import rollout_metrics
 from agentrl.observe.trajectories import write_trajectories
-from agentrl.recipes.policy_gradient import batch_of
 from agentrl.trainers.batch_shards import shard_batch
 from agentrl.trainers.settings import TrainerSettings
 from agentrl.trajectory import Completion, Group, Score, Task, Terminated, Trajectory, Turn

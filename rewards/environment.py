@@ -17,6 +17,6 @@ class EnvironmentReward:
         self._scale = config.scale
 
     async def score(self, trajectory: Trajectory) -> Score:
-        """The scaled return of the episode."""
+        """The scaled return of the episode, and that of each turn."""
         value = self._scale * trajectory.env_return
-        return Score(value, {"environment": value})
+        return Score(value, {"environment": value}, turns=tuple(self._scale * turn.reward for turn in trajectory.turns))

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.advisors import Advisors, explained_variance
-from agentrl.algorithms.advantages import generalized, whitened
+from agentrl.algorithms.advantages import whitened
 from agentrl.algorithms.grpo import Grpo
 from agentrl.algorithms.losses import k3, reference_penalty, value_loss
 from agentrl.algorithms.ppo import Ppo
@@ -23,7 +23,7 @@ from agentrl.cluster.processes import start_local
 from agentrl.cluster.workers import Make, Worker, WorkerGroup
 from agentrl.config import load_config, validate_config
 from agentrl.errors import ConfigError, WorkerDiedError
-from agentrl.protocols import LossTokens
+from agentrl.protocols import Estimate, LossTokens
 from agentrl.testing.trainers import random_samples
 from agentrl.trainers.local import LocalTrainer
 
@@ -44,7 +44,13 @@ SMALL = [
 def sample(mask: list[int], reward: float) -> TrainingSample:
     n = len(mask) + 1
     full = (0, *mask)
-    return TrainingSample((1,) * n, full, (0.0,) * n, tuple(reward * m for m in full), (0,) * n, (0,) * n)
+    rewards = (*(0.0,) * (n - 1), reward)
+    return TrainingSample((1,) * n, full, (0.0,) * n, (0.0,) * n, (0,) * n, (0,) * n, rewards=rewards)
+
+
+def estimated(batch: TrainBatch, values_N: Any, **settings: Any) -> Estimate:
+    algorithm = Ppo(Ppo.Config(whiten=False, **settings))
+    return algorithm.estimate(batch, values_N, np.zeros(batch.num_samples, np.float32))
 
 
 def values_for(batch: TrainBatch, rng: np.random.Generator) -> Any:
@@ -62,7 +68,7 @@ masks = st.lists(st.integers(0, 1), min_size=1, max_size=12)
 def test_advantages_are_the_sums_that_the_paper_writes_in_each_sample_alone(listed, lam, seed):
     batch = collate([sample(mask, float(reward)) for mask, reward in listed])
     values_N = values_for(batch, np.random.default_rng(seed))
-    got_N = generalized(batch, values_N, lam)
+    got_N = estimated(batch, values_N, lam=lam).advantages_N
     borders = np.cumsum(batch.loss_tokens_M)[:-1]
     by_sample = zip(listed, np.split(values_N, borders), np.split(got_N, borders), strict=True)
     for (_, reward), own_values_N, own_got_N in by_sample:
@@ -76,9 +82,10 @@ def test_advantages_are_the_sums_that_the_paper_writes_in_each_sample_alone(list
 def test_with_lambda_one_an_advantage_is_the_reward_less_what_was_expected():
     batch = collate([sample([1, 0, 1, 1], 2.0), sample([1, 1], -1.0)])
     values_N = values_for(batch, np.random.default_rng(0))
-    estimate = Ppo(Ppo.Config(whiten=False)).estimate(batch, values_N)
-    np.testing.assert_allclose(estimate.advantages_N, batch.advantages_N - values_N, atol=1e-6)
-    np.testing.assert_allclose(estimate.returns_N, batch.advantages_N, atol=1e-6)
+    estimate = estimated(batch, values_N)
+    returns_N = np.repeat([2.0, -1.0], batch.loss_tokens_M)
+    np.testing.assert_allclose(estimate.advantages_N, returns_N - values_N, atol=1e-6)
+    np.testing.assert_allclose(estimate.returns_N, returns_N, atol=1e-6)
     assert explained_variance(estimate.returns_N, estimate.returns_N) == pytest.approx(1)
     assert explained_variance(0 * values_N, estimate.returns_N) == pytest.approx(0)
     white_N = whitened(estimate.advantages_N)
@@ -173,7 +180,7 @@ async def learn(trainer: LocalTrainer, advisors: Advisors, batches: list[TrainBa
 
 
 def test_the_critic_learns_what_to_expect_and_the_reference_stays_what_it_was(shallow_model_dir):
-    samples = [replace(s, advantages=s.loss_mask) for s in random_samples(50, seed=0, count=12)]
+    samples = [replace(s, rewards=np.eye(len(s.token_ids))[-1]) for s in random_samples(50, seed=0, count=12)]
     batch = collate(samples)  # all episodes earn 1
 
     async def main() -> list[Any]:

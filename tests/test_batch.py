@@ -1,6 +1,7 @@
 """Trajectories become samples, and samples become batches, without losing or inventing a token."""
 
 from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from agentrl.arrays import Ragged
 from agentrl.batch import TrainBatch, TrainingSample, collate, to_samples
-from agentrl.trajectory import Completion, Task, Terminated, Trajectory, Turn
+from agentrl.trajectory import Completion, Task, Terminated, Trajectory, Truncated, Turn
 
 logprobs = st.floats(-20, 0, width=32)
 token_ids = st.integers(1, 999)
@@ -130,6 +131,72 @@ def test_what_tokens_were_sampled_from_stays_beside_them() -> None:
         replace(cut, support=Ragged.of([(5,), (5, 9)]))
     with pytest.raises(ValueError, match="as many rows of support, got 1"):
         replace(cut, support=Ragged.of([(5,)]))
+
+
+def played(*turns: tuple[int, float, bool], **more: Any) -> Trajectory:
+    """A trajectory of turns with so many tokens, a reward, and whether they fork."""
+    made = [
+        Turn((1, 2), Completion((5,) * count, (-1.0,) * count, (number,) * count, "stop"), reward, {}, forked)
+        for number, (count, reward, forked) in enumerate(turns)
+    ]
+    return Trajectory("t", Task("env", 0), tuple(made), more.pop("status", Terminated()), **more)
+
+
+def test_each_turn_may_have_its_own_advantage_and_reward() -> None:
+    (sample,) = to_samples(played((2, 0.0, False), (1, 0.0, False)), [0.5, -1.0], turn_rewards=[3.0, 4.0])
+    assert sample.advantages.tolist() == [0, 0, 0.5, 0.5, 0, 0, -1.0]
+    batch = collate([sample])
+    assert batch.turns_N.tolist() == [0, 0, 1]
+    assert batch.rewards_N.tolist() == [0, 3.0, 4.0]
+    assert batch.weights_N.tolist() == [1, 1, 1]
+    with pytest.raises(ValueError, match="has 2 turns, but 3 advantages and 2 rewards"):
+        to_samples(played((2, 0.0, False), (1, 0.0, False)), [0.5, -1.0, 0.0])
+
+
+def test_a_reward_belongs_to_the_last_loss_token_before_it_of_the_same_trajectory() -> None:
+    trajectory = played((1, 0.0, False), (2, 0.0, False), (1, 0.0, True))
+    rewards = [1.0, 2.0, 4.0]
+    whole = collate(to_samples(trajectory, 1.0, turn_rewards=rewards))
+    assert whole.rewards_N.tolist() == [1.0, 0.0, 2.0, 4.0]
+    assert whole.trajectories_M.tolist() == [0, 0]  # the last turn forked
+    assert whole.tokens_of_trajectories.tolist() == [4]
+    stale = to_samples(trajectory, 1.0, turn_rewards=rewards, oldest_version=1)
+    assert collate(stale).rewards_N.tolist() == [0.0, 2.0, 4.0]  # nothing that is trained on earned the first
+    masked = [replace(stale[0], loss_mask=np.arange(7) == 5), stale[1]]
+    assert collate(masked).rewards_N.tolist() == [2.0, 4.0]
+    two = collate([*to_samples(trajectory, 1.0, turn_rewards=rewards), *to_samples(played((1, 0.0, False)), 1.0)])
+    assert two.trajectories_M.tolist() == [0, 0, 1]
+
+
+def test_what_a_stale_fork_earned_counts_for_the_turn_before_it() -> None:
+    trajectory = played((1, 0.0, False), (1, 0.0, True), (1, 0.0, True))
+    versions = [3, 1, 3]
+    turns = tuple(
+        replace(turn, completion=replace(turn.completion, policy_versions=(version,)))
+        for turn, version in zip(trajectory.turns, versions, strict=True)
+    )
+    samples = to_samples(replace(trajectory, turns=turns), 1.0, turn_rewards=[1.0, 2.0, 4.0], oldest_version=2)
+    assert [sample.continues for sample in samples] == [False, True]
+    assert collate(samples).rewards_N.tolist() == [3.0, 4.0]
+
+
+def test_a_truncated_trajectory_can_be_asked_about_what_comes_after_it() -> None:
+    cut = played((2, 0.0, False), (1, 0.0, True), status=Truncated("turns"), tail_ids=np.array([8, 9], np.int32))
+    samples = [
+        *to_samples(played((1, 0.0, False)), 1.0),
+        *to_samples(cut, 1.0),
+        *to_samples(played((1, 0.0, False)), 2.0),
+    ]
+    batch = collate(samples)
+    assert batch.truncated_M.tolist() == [False, False, True, False]
+    extended, at_end_N = batch.with_ends()
+    assert at_end_N.tolist() == [False, False, False, False, True, False]
+    assert extended.lengths_M.tolist() == [3, 4, 6, 3]
+    third = extended.split([2, 1, 1])[1]
+    assert third.tokens_S.tolist() == [1, 2, 5, 8, 9, 0]
+    assert third.loss_mask_S.tolist() == [False, False, True, False, False, True]
+    assert extended.advantages_N.tolist() == [1, 1, 1, 1, 0, 2]
+    assert len(extended.support_N) == extended.num_loss_tokens == 6
 
 
 def test_a_sampled_token_that_nothing_predicts_is_refused() -> None:

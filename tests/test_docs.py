@@ -216,6 +216,29 @@ def test_the_algorithm_shown_is_configurable_and_passes_the_test_that_is_shown_w
     assert "epsilon" in configured.stdout, configured.stderr
 
 
+@pytest.mark.slow
+def test_the_package_shown_for_credit_by_turn_is_short_proved_and_found_by_its_name(tmp_path: Path) -> None:
+    page = ROOT / "docs" / "credit-by-turn.md"
+    shown = [match for block in blocks(page, "python") if (match := FILE_OF_BLOCK.match(block))]
+    assert [match[1] for match in shown] == ["algorithm", "test"]
+    for match in shown:
+        (tmp_path / match[2]).write_text(match.string)
+    (package,) = blocks(page, "toml")
+    (group, points) = re.findall(r'entry-points\."(.*)"\]\n(.*)', package)[0]
+    metadata = tmp_path / "by_state-0.1.dist-info"  # as pip would install it
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: by-state\nVersion: 0.1\n")
+    (metadata / "entry_points.txt").write_text(f"[{group}]\n{points.replace(chr(34), '')}\n")
+    assert len([line for line in shown[0].string.splitlines() if line.strip()]) <= 30
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout
+    named = [Path(sys.executable).with_name("agentrl"), "config", STAND_IN, "algorithm={name: by_state, gamma: 0.95}"]
+    configured = subprocess.run(named, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert re.search(r"algorithm.gamma +0.95", configured.stdout), configured.stderr
+
+
 def test_the_rewards_shown_are_valid_and_keep_the_contract(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     doc = ROOT / "docs" / "rewards.md"
     shown, contract = blocks(doc, "python")

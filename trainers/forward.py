@@ -34,6 +34,7 @@ class DeviceMicroBatch:
     reference_logprobs_N: Tensor
     advantages_N: Tensor
     segments_N: Tensor
+    weights_N: Tensor
     support_NS: Tensor | None
 
 
@@ -57,6 +58,7 @@ def to_device(micro_batch: MicroBatch, device: torch.device) -> DeviceMicroBatch
         reference_logprobs_N=move(samples.reference_logprobs_N),
         advantages_N=move(samples.advantages_N),
         segments_N=move(rows.segments_BT[rows.loss_mask_BT]),
+        weights_N=move(samples.weights_N),
         support_NS=move(samples.support_N.padded(-1)) if len(samples.support_N.values) else None,
     )
 

@@ -154,7 +154,7 @@ class TrainerRank:
         normalizer: float,
         tally: "_Tally",
     ) -> None:
-        """Sum the gradients of sum(token losses) / normalizer of a minibatch, however it is cut and sharded."""
+        """Sum the gradients of sum(weight * token loss) / normalizer of a minibatch, however it is cut and sharded."""
         with tally.phase("forward_backward"):
             self.sharding.clear()
             for i, (micro_batch, old_N) in enumerate(zip(micro_batches, old, strict=True)):
@@ -170,7 +170,7 @@ class TrainerRank:
                 )
                 output = loss(logprobs_N, tokens)
                 weight = float(micro_batch.counts)
-                part = output.loss_N.sum() / normalizer * weight
+                part = (output.loss_N * rows.weights_N).sum() / normalizer * weight
                 # The factor is 1. For a loss that is not finite it is NaN, and no update applies such a gradient.
                 self.sharding.backward(part * (1 + 0 * part.detach()), last=i == len(micro_batches) - 1)
                 tally.add(part.detach(), output.metrics, (before_N - rows.rollout_logprobs_N).abs(), weight)

@@ -9,14 +9,14 @@ Dimension suffixes: G members of a group, M trajectories of a batch.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from statistics import fmean
+from statistics import fmean, pvariance
 from typing import Literal
 
 from pydantic import Field
 
-from agentrl.algorithms.advantages import STD_EPSILON
+from agentrl.algorithms.advantages import normalised
 from agentrl.errors import ConfigError, TrainingError
-from agentrl.protocols import Settings
+from agentrl.protocols import MemberAdvantage, Settings
 from agentrl.trajectory import Group, Score, Trajectory, Truncated
 
 
@@ -47,6 +47,10 @@ class BatchProcessingConfig(Settings):
     overlong: Literal["train", "mask"] = "train"
     """Whether tokens of truncated episodes carry loss. `mask` is biased, whatever the batch size: what led to them is
     never unlearned (0.09 of the gradient with 2 % truncated, 0.5 with 20 %, in the example of docs/algorithms.md)."""
+    keep_variance: float = Field(1.0, gt=0, le=1)
+    """Train only on the groups whose rewards vary most, as many as have this share of the variance of all groups of a
+    batch together (top-p filtering, RAGEN-2, arXiv:2604.06268; there 0.9). In groups that hardly vary, entropy and KL
+    terms outweigh the reward. Biased: tasks with mixed results count more."""
     constraints: tuple[Constraint, ...] = ()
     """Bounds on parts of the score."""
 
@@ -78,7 +82,9 @@ class BatchProcessing:
             ]
         return list(groups)
 
-    def advantages(self, groups: Sequence[Group], advantages: Sequence[Sequence[float]]) -> list[list[float]]:
+    def advantages(
+        self, groups: Sequence[Group], advantages: Sequence[Sequence[MemberAdvantage]]
+    ) -> list[list[MemberAdvantage]]:
         """The algorithm's advantages of each group, normalised as configured."""
         if self._config.normalize == "group":
             return [list(of_group) for of_group in advantages]
@@ -101,13 +107,22 @@ class BatchProcessing:
             )
         return kept
 
+    def informative(self, groups: Sequence[Group]) -> list[bool]:
+        """Which groups vary enough to be trained on: `keep_variance`. All, if none varies."""
+        if self._config.keep_variance == 1:
+            return [True] * len(groups)
+        return most_varying([pvariance(group.rewards_G) for group in groups], self._config.keep_variance)
+
     def update(self, groups: Sequence[Group]) -> dict[str, float]:
         """Update the multipliers from a batch's scores by projected dual ascent, and return their metrics.
 
         m <- min(largest, max(0, m + rate * (mean cost - at_most))): Tessler et al., "Reward Constrained Policy
         Optimization" (arXiv:1805.11074).
         """
-        metrics = {}
+        metrics: dict[str, float] = {}
+        if self._config.keep_variance < 1:
+            kept = self.informative([part for group in self.scores(groups) for part in group.by_agent()])
+            metrics["informative_groups"] = fmean(kept)
         for constraint in self._config.constraints:
             rate = fmean(_costs(groups, constraint.part))
             moved = self.multipliers[constraint.part] + constraint.rate * (rate - constraint.at_most)
@@ -115,6 +130,18 @@ class BatchProcessing:
             metrics[f"constraints/rate/{constraint.part}"] = rate
             metrics[_multiplier(constraint.part)] = self.multipliers[constraint.part]
         return metrics
+
+
+def most_varying(variances: Sequence[float], share: float) -> list[bool]:
+    """The fewest largest variances that add up to `share` of all; among equals the first. All, if none is above 0."""
+    total, sum_so_far = math.fsum(variances), 0.0
+    kept = [total == 0] * len(variances)
+    for index in sorted(range(len(variances)), key=lambda index: -variances[index]):
+        if sum_so_far >= share * total:
+            break
+        kept[index] = True
+        sum_so_far += variances[index]
+    return kept
 
 
 def length_penalties(lengths_G: Sequence[int], right_G: Sequence[bool]) -> list[float]:
@@ -127,25 +154,6 @@ def length_penalties(lengths_G: Sequence[int], right_G: Sequence[bool]) -> list[
         return [0.0] * len(lengths_G)
     terms_G = [0.5 - (length - shortest) / (longest - shortest) for length in lengths_G]
     return [term if right else min(0.0, term) for term, right in zip(terms_G, right_G, strict=True)]
-
-
-def normalised(advantages: Sequence[Sequence[float]], scopes: Sequence[str]) -> list[list[float]]:
-    """(A - mean A) / std A over all advantages of the groups of one scope, with the population standard deviation.
-
-    Over the batch, after subtracting the group's mean, this is REINFORCE++ (arXiv:2501.03262). A scope whose advantages
-    are all equal gets exact zeros.
-    """
-    spread: dict[str, tuple[float, float]] = {}
-    for scope in dict.fromkeys(scopes):
-        values = [a for of_group, s in zip(advantages, scopes, strict=True) if s == scope for a in of_group]
-        mean = math.fsum(values) / len(values)
-        constant = len(set(values)) == 1
-        std = 0.0 if constant else math.sqrt(math.fsum((a - mean) ** 2 for a in values) / len(values))
-        spread[scope] = (values[0] if constant else mean, std)
-    return [
-        [(a - spread[scope][0]) / (spread[scope][1] + STD_EPSILON) for a in of_group]
-        for of_group, scope in zip(advantages, scopes, strict=True)
-    ]
 
 
 def _penalised(group: Group, weight: float) -> Group:

@@ -1,30 +1,22 @@
 """Group-relative policy optimisation and its relatives: GRPO, Dr. GRPO, RLOO, DAPO are settings of one class."""
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Sequence
+from typing import Annotated, Literal
 
-from agentrl.algorithms.advantages import Advantage, group_mean, group_std, leave_one_out
-from agentrl.algorithms.policy_loss import PolicyLoss, scored
-from agentrl.batch import TrainBatch
-from agentrl.protocols import LossOutput, LossTokens
+from pydantic import Field
+
+from agentrl.algorithms.advantages import compared, compared_by_turn, returns_to_go
+from agentrl.algorithms.policy_loss import PolicyAlgorithm, PolicyLoss, scored
+from agentrl.protocols import MemberAdvantage
 from agentrl.trajectory import Group
 
-if TYPE_CHECKING:
-    from torch import Tensor
 
-_ADVANTAGES: Mapping[str, Advantage] = {
-    "group_std": group_std,
-    "group_mean": group_mean,
-    "leave_one_out": leave_one_out,
-}
-
-
-class Grpo:
+class Grpo(PolicyAlgorithm):
     """An advantage over the group, and the clipped policy gradient with truncated importance weights.
 
     GRPO (arXiv:2402.03300) with DAPO's clip and token mean (arXiv:2503.14476) is the default. Dr. GRPO
     (arXiv:2503.20783) is `advantage: group_mean` and a number for `normalizer`. RLOO (arXiv:2402.14740) is
-    `advantage: leave_one_out`.
+    `advantage: leave_one_out`. With `reward_to_go`, each turn has its own advantage.
     """
 
     class Config(PolicyLoss):
@@ -35,29 +27,49 @@ class Grpo:
         batch size: tasks count by 1 / spread of their rewards (0.07 to 0.17 of the gradient). The others are not
         biased."""
 
+        gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
+        """Discount of a turn's reward for each turn before it. Below 1, the gradient follows what the discounted return
+        says at every turn, which is not the gradient of the reward."""
+
+        reward_to_go: bool = False
+        """Credit each turn only with what is earned from it on, and not with what was earned before."""
+
+        baseline: Literal["episode", "turn"] = "episode"
+        """With `reward_to_go`, what a turn's return is compared with: whole returns of the group, or the group's
+        returns from turns with the same number (0 where an episode was over by then)."""
+
+    config: Config
     compares_members = True
     """See `Algorithm`."""
 
     def __init__(self, config: Config | None = None) -> None:
-        self.config = config or Grpo.Config()
+        self.config = config or type(self).Config()
 
-    @property
-    def uses_reference(self) -> bool:
-        """See `Algorithm`."""
-        return self.config.kl > 0
-
-    def advantages(self, group: Group) -> Sequence[float]:
-        """One advantage per member.
+    def advantages(self, group: Group) -> Sequence[MemberAdvantage]:
+        """One advantage per member; with `reward_to_go`, one per turn.
 
         Raises:
             ValueError: a member has no score, or one that is not a finite number.
         """
-        return _ADVANTAGES[self.config.advantage](scored(group))
+        own, rewards_G = self.config, scored(group)
+        if own.reward_to_go:
+            return compared_by_turn(group.turn_rewards_G, own.advantage, own.gamma, own.baseline)
+        return compared(rewards_G if own.gamma == 1 else discounted(group, own.gamma), own.advantage)
 
-    def loss(self, logprobs_N: "Tensor", tokens: LossTokens) -> LossOutput:
-        """See `PolicyLoss.losses`."""
-        return self.config.losses(logprobs_N, tokens)
 
-    def normalizer(self, batch: TrainBatch) -> float:
-        """See `PolicyLoss.divisor`."""
-        return self.config.divisor(batch)
+class Rloo(Grpo):
+    """REINFORCE with a leave-one-out baseline: "Back to Basics" (arXiv:2402.14740), section 3.3.
+
+    An unbiased estimate of the gradient of the mean reward with a constant `normalizer`, for any number of members.
+    """
+
+    class Config(Grpo.Config):
+        """As `grpo`, with the baseline of the other members."""
+
+        advantage: Literal["group_std", "group_mean", "leave_one_out"] = "leave_one_out"
+        """What a reward is compared with."""
+
+
+def discounted(group: Group, gamma: float) -> list[float]:
+    """The discounted return of each member at its first turn."""
+    return [returns_to_go(rewards, gamma)[0] if rewards else 0.0 for rewards in group.turn_rewards_G]

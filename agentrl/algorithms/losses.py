@@ -4,79 +4,98 @@ Dimension suffix: N loss tokens of a micro-batch, flattened.
 """
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from agentrl.protocols import LossOutput, LossTokens
 
+Level = Literal["token", "sequence"]
 
-def policy_gradient(
-    logprobs_N: Tensor,
-    tokens: LossTokens,
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
-    importance_cap: float | None = None,
-) -> LossOutput:
-    """The clipped policy gradient, negated: -w * min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A).
 
-    - ratio = exp(logprobs - old_logprobs): PPO (arXiv:1707.06347), equation 7; unequal clips are DAPO's clip-higher
-      (arXiv:2503.14476), equation 10.
-    - With `dual_clip` = c, the value is not below c * A where A < 0: dual-clip PPO (arXiv:1912.09729), equation 5.
-    - w = min(exp(old_logprobs - rollout_logprobs), importance_cap), without gradient, corrects for tokens that the
-      engine sampled with other numerics or older weights: the decoupled objective of AReaL (arXiv:2505.24298),
-      equation 5, with a truncated weight. `None` leaves w = 1.
+def clipped(ratio_N: Tensor, gain_N: Tensor, low: float, high: float, dual: float | None = None) -> Tensor:
+    """min(ratio * A, clip(ratio, 1 - low, 1 + high) * A): what a policy is to increase.
 
-    Metrics: `clipped_low`, `clipped_high`, `clipped_dual` (shares of tokens whose gradient a clip cut), `ratio`,
+    PPO (arXiv:1707.06347), equation 7; unequal clips are DAPO's clip-higher (arXiv:2503.14476), equation 10. With
+    `dual` = c, the value is not below c * A where A < 0: dual-clip PPO (arXiv:1912.09729), equation 5.
+    """
+    surrogate_N = torch.minimum(ratio_N * gain_N, ratio_N.clamp(1 - low, 1 + high) * gain_N)
+    if dual is None:
+        return surrogate_N
+    return torch.where(gain_N < 0, torch.maximum(surrogate_N, dual * gain_N), surrogate_N)
+
+
+def clipped_weight(ratio_N: Tensor, logprobs_N: Tensor, gain_N: Tensor, low: float, high: float) -> Tensor:
+    """clip(ratio, 1 - low, 1 + high) * A * logprob, the factors without gradient: no token's gradient is cut off.
+
+    CISPO, MiniMax-M1 (arXiv:2506.13585), equations 4 and 5.
+    """
+    return ratio_N.detach().clamp(1 - low, 1 + high) * gain_N * logprobs_N
+
+
+def softly_gated(ratio_N: Tensor, gain_N: Tensor, positive: float, negative: float) -> Tensor:
+    """4 / tau * sigmoid(tau * (ratio - 1)) * A: the gradient fades away from a ratio of 1, faster with a larger tau.
+
+    `positive` and `negative` are tau for advantages above and below 0. SAPO (arXiv:2511.20347), equations 5 and 6.
+    """
+    tau_N = torch.where(gain_N > 0, positive, negative)
+    return 4 / tau_N * torch.sigmoid(tau_N * (ratio_N - 1)) * gain_N
+
+
+def by_sample(values_N: Tensor, segments_N: Tensor, how: Literal["mean", "sum"]) -> Tensor:
+    """The mean or the sum over the tokens of each training sample, for each of its tokens; differentiable."""
+    _, rows_N, counts = torch.unique(segments_N, return_inverse=True, return_counts=True)
+    sums = values_N.new_zeros(len(counts)).index_add(0, rows_N, values_N)
+    return (sums / counts if how == "mean" else sums)[rows_N]
+
+
+def importance(tokens: LossTokens, cap: float | None, how: Literal["truncate", "mask"], level: Level) -> Tensor:
+    """Weights, without gradient, from the engine's distribution to the trainer's: w = exp(old - rollout logprobs).
+
+    They correct for tokens that the engine sampled with other numerics or older weights: the decoupled objective of
+    AReaL (arXiv:2505.24298), equation 5. Weights above `cap` are cut to it (`truncate`), or their tokens are left out
+    (`mask`). On the level of `sequence`, a sample's tokens share the product of their weights. Without a cap, w = 1.
+    """
+    log_weight_N = (tokens.old_logprobs_N - tokens.rollout_logprobs_N).detach()
+    if cap is None:
+        return torch.ones_like(log_weight_N)
+    if level == "sequence":
+        log_weight_N = by_sample(log_weight_N, tokens.segments_N, "sum")
+    weight_N = log_weight_N.exp()
+    return weight_N.clamp(max=cap) if how == "truncate" else torch.where(weight_N > cap, 0.0, weight_N)
+
+
+def policy_metrics(
+    logprobs_N: Tensor, tokens: LossTokens, clips: tuple[float, float, float | None], cap: float | None
+) -> dict[str, Tensor]:
+    """What a policy's loss reports of each token; `clips` are the low, the high and the dual one.
+
+    `clipped_low`, `clipped_high` and `clipped_dual` (whether a clip of `clipped` cuts its gradient), `ratio`,
     `importance_weight` (before the cap), `importance_truncated`, `entropy` (-logprob of the sampled token, an
     unbiased estimate under the policy that sampled) and `kl` (of old to new, the k3 estimate: ratio - 1 - log ratio).
     """
-    log_ratio_N = logprobs_N - tokens.old_logprobs_N
-    ratio_N = log_ratio_N.exp()
-    gain_N = tokens.advantages_N
-    surrogate_N = torch.minimum(ratio_N * gain_N, ratio_N.clamp(1 - clip_low, 1 + clip_high) * gain_N)
-    if dual_clip is not None:
-        surrogate_N = torch.where(gain_N < 0, torch.maximum(surrogate_N, dual_clip * gain_N), surrogate_N)
+    clip_low, clip_high, dual = clips
+    ratio_N, gain_N = (logprobs_N.detach() - tokens.old_logprobs_N).exp(), tokens.advantages_N
     weight_N = (tokens.old_logprobs_N - tokens.rollout_logprobs_N).exp().detach()
-    cap = math.inf if importance_cap is None else importance_cap
-    used_N = torch.ones_like(weight_N) if importance_cap is None else weight_N.clamp(max=cap)
-    ratio_N = ratio_N.detach()
-    return LossOutput(
-        loss_N=-used_N * surrogate_N,
-        metrics={
-            "clipped_low": ((ratio_N < 1 - clip_low) & (gain_N < 0)).float(),
-            "clipped_high": ((ratio_N > 1 + clip_high) & (gain_N > 0)).float(),
-            "clipped_dual": ((ratio_N > (math.inf if dual_clip is None else dual_clip)) & (gain_N < 0)).float(),
-            "ratio": ratio_N,
-            "importance_weight": weight_N,
-            "importance_truncated": (weight_N > cap).float(),
-            "entropy": -logprobs_N.detach(),
-            "kl": k3(tokens.old_logprobs_N, logprobs_N.detach()),
-        },
-    )
-
-
-def policy_weight(logprobs_N: Tensor, tokens: LossTokens, importance_cap: float | None) -> Tensor:
-    """p / q of each token, without gradient: the policy p that is trained over the policy q that sampled the token.
-
-    The terms below are expectations over tokens of p. Their tokens come from q: an older policy, where the tokens are
-    stale or a minibatch of the step was trained on already, or the same policy with the engine's numerics. The factor
-    from the engine to the beginning of the step is truncated as in `policy_gradient`; with no `importance_cap` it is 1.
-    """
-    ratio_N = (logprobs_N.detach() - tokens.old_logprobs_N).exp()
-    if importance_cap is None:
-        return ratio_N
-    return ratio_N * (tokens.old_logprobs_N - tokens.rollout_logprobs_N).exp().clamp(max=importance_cap)
+    return {
+        "clipped_low": ((ratio_N < 1 - clip_low) & (gain_N < 0)).float(),
+        "clipped_high": ((ratio_N > 1 + clip_high) & (gain_N > 0)).float(),
+        "clipped_dual": ((ratio_N > (math.inf if dual is None else dual)) & (gain_N < 0)).float(),
+        "ratio": ratio_N,
+        "importance_weight": weight_N,
+        "importance_truncated": (weight_N > (math.inf if cap is None else cap)).float(),
+        "entropy": -logprobs_N.detach(),
+        "kl": k3(tokens.old_logprobs_N, logprobs_N.detach()),
+    }
 
 
 def negative_entropy(logprobs_N: Tensor) -> Tensor:
     """A term per sampled token whose expected gradient is that of the policy's negative entropy, -H.
 
     H = -E[log p], so grad H = -E[log p * grad log p] (the score has mean zero): log p (without gradient) times log p,
-    for tokens that the policy sampled itself; others are weighted (`policy_weight`). Its value means nothing; the
-    entropy is in the metrics. As a bonus in policy gradients: A3C (arXiv:1602.01783), section 4.
+    for tokens that the policy sampled itself; others are weighted with p over the policy that sampled. Its value means
+    nothing; the entropy is in the metrics. As a bonus in policy gradients: A3C (arXiv:1602.01783), section 4.
     """
     return logprobs_N.detach() * logprobs_N
 
@@ -85,8 +104,8 @@ def reference_penalty(logprobs_N: Tensor, reference_logprobs_N: Tensor) -> Tenso
     """(log p - log q)^2 / 2 of each sampled token: a term whose expected gradient is that of KL(p || q).
 
     The gradient of KL is E[(log p - log q) * grad log p] (the score has mean zero), for tokens that the policy sampled
-    itself; others are weighted (`policy_weight`). The k3 estimate as a loss would have another gradient:
-    arXiv:2510.01555, section 4.
+    itself; others are weighted with p over the policy that sampled. The k3 estimate as a loss would have another
+    gradient: arXiv:2510.01555, section 4.
     """
     return 0.5 * (logprobs_N - reference_logprobs_N).square()
 

@@ -1,13 +1,15 @@
-"""Shared by all policy gradients: the check for missing scores, and the clipped token loss with its extra terms."""
+"""Shared by all policy gradients: their settings, the check for missing scores, and the loss around a surrogate."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
+import numpy as np
 from pydantic import Field
 
+from agentrl.arrays import FloatArray, floats
 from agentrl.batch import TrainBatch
-from agentrl.protocols import LossOutput, LossTokens, Settings
+from agentrl.protocols import LossOutput, LossTokens, MemberAdvantage, Settings
 from agentrl.trajectory import Failed, Group
 
 if TYPE_CHECKING:
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class PolicyLoss(Settings):
-    """Clipping, extra terms and divisor of the loss."""
+    """Clipping, importance weights, extra terms and divisor of the loss."""
 
     clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
     """A token's ratio below 1 - clip_low gains nothing more from falling."""
@@ -29,43 +31,102 @@ class PolicyLoss(Settings):
     importance_cap: Annotated[float, Field(gt=0)] | None = 2.0
     """Largest weight of the correction from the engine's distribution to the trainer's; none: no correction."""
 
+    importance: Literal["truncate", "mask"] = "truncate"
+    """What happens to larger weights: they are cut to the cap, or their tokens are left out."""
+
+    importance_level: Literal["token", "sequence"] = "token"
+    """Whether each token has its own weight, or all tokens of a sample have the product of theirs."""
+
     entropy_bonus: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the policy's entropy, which is subtracted from the loss: keeps the policy from settling too early."""
 
     kl: Annotated[float, Field(ge=0)] = 0.0
     """Weight of KL(policy || reference) in the loss, which keeps the policy near the model that the run began with.
-    Above 0 the run has a reference, which the section `reference` configures."""
+    Above 0 the run has a reference, which the section `reference` configures. The term has the gradient of the KL
+    itself (its k2 estimate), not that of k3."""
 
-    normalizer: Literal["tokens"] | Annotated[float, Field(gt=0)] = "tokens"
-    """Divisor of the summed token losses of a batch: its loss tokens, or a constant (Dr. GRPO: the trajectories of a
-    batch times the most tokens a trajectory may have), which favours no length. `tokens` is biased by 0.04 of the
-    gradient with one group of 8 in a batch, by 0.0004 with 16; a constant is not."""
+    kl_reward: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the same KL as a cost in the reward: each token pays log(policy / reference) (the k1 estimate), and
+    answers for what the tokens after it pay. It needs a reference too."""
 
-    def losses(self, logprobs_N: "Tensor", tokens: LossTokens) -> LossOutput:
-        """The loss of each token: clipped policy gradient, entropy bonus and KL penalty."""
-        from agentrl.algorithms.losses import k3, negative_entropy, policy_gradient, policy_weight, reference_penalty
+    normalizer: Literal["tokens", "trajectories"] | Annotated[float, Field(gt=0)] = "tokens"
+    """Divisor of the summed token losses of a batch: its loss tokens; its trajectories, each of which counts by the
+    mean of its tokens; or a constant (Dr. GRPO: the trajectories of a batch times the most tokens a trajectory may
+    have), which favours no length. `tokens` is biased by 0.04 of the gradient with one group of 8 in a batch, by 0.0004
+    with 16. `trajectories` is biased whatever the batch size: a token of a long trajectory counts less. A constant is
+    not biased."""
 
-        output = policy_gradient(
-            logprobs_N,
-            tokens,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-            dual_clip=self.dual_clip,
-            importance_cap=self.importance_cap,
-        )
-        loss_N, metrics = output.loss_N, dict(output.metrics)
-        if self.entropy_bonus:
-            weight_N = policy_weight(logprobs_N, tokens, self.importance_cap)
-            loss_N = loss_N + self.entropy_bonus * weight_N * negative_entropy(logprobs_N)
-        if self.kl:
-            weight_N = policy_weight(logprobs_N, tokens, self.importance_cap)
-            loss_N = loss_N + self.kl * weight_N * reference_penalty(logprobs_N, tokens.reference_logprobs_N)
+
+class PolicyAlgorithm:
+    """What all policy gradients share: everything but the advantages, and the surrogate of `clipped` by default."""
+
+    Config: type[PolicyLoss] = PolicyLoss
+    config: PolicyLoss
+
+    @property
+    def uses_reference(self) -> bool:
+        """See `Algorithm`."""
+        return self.config.kl > 0 or self.config.kl_reward > 0
+
+    def advantages(self, group: Group) -> Sequence[MemberAdvantage]:
+        """See `Algorithm`."""
+        raise NotImplementedError
+
+    def surrogate(self, logprobs_N: "Tensor", tokens: LossTokens) -> "Tensor":
+        """What the policy is to increase, for each token, without importance weights."""
+        from agentrl.algorithms.losses import clipped
+
+        own = self.config
+        ratio_N = (logprobs_N - tokens.old_logprobs_N).exp()
+        return clipped(ratio_N, tokens.advantages_N, own.clip_low, own.clip_high, own.dual_clip)
+
+    def loss(self, logprobs_N: "Tensor", tokens: LossTokens) -> LossOutput:
+        """The loss of each token: the weighted surrogate, negated, the entropy bonus and the KL penalty."""
+        from agentrl.algorithms.losses import importance, k3, negative_entropy, policy_metrics, reference_penalty
+
+        own = self.config
+        weight_N = importance(tokens, own.importance_cap, own.importance, own.importance_level)
+        loss_N = -weight_N * self.surrogate(logprobs_N, tokens)
+        metrics = policy_metrics(logprobs_N, tokens, (own.clip_low, own.clip_high, own.dual_clip), own.importance_cap)
+        # These terms are expectations over tokens of the policy that is trained; their tokens come from an older one.
+        current_N = weight_N * (logprobs_N.detach() - tokens.old_logprobs_N).exp()
+        if own.entropy_bonus:
+            loss_N = loss_N + own.entropy_bonus * current_N * negative_entropy(logprobs_N)
+        if own.kl:
+            loss_N = loss_N + own.kl * current_N * reference_penalty(logprobs_N, tokens.reference_logprobs_N)
+        if self.uses_reference:
             metrics["reference_kl"] = k3(logprobs_N.detach(), tokens.reference_logprobs_N)
-        return replace(output, loss_N=loss_N, metrics=metrics)
+        return LossOutput(loss_N, metrics)
 
-    def divisor(self, batch: TrainBatch) -> float:
+    def normalizer(self, batch: TrainBatch) -> float:
         """The divisor of the summed token losses of a whole batch."""
-        return float(batch.num_loss_tokens) if self.normalizer == "tokens" else self.normalizer
+        if self.config.normalizer == "tokens":
+            return float(batch.num_loss_tokens)
+        if self.config.normalizer == "trajectories":
+            return float(len(batch.tokens_of_trajectories))
+        return self.config.normalizer
+
+    def prepared(self, batch: TrainBatch) -> TrainBatch:
+        """See `PreparesBatch`: the weights of tokens, and the cost of leaving the reference."""
+        if self.config.normalizer == "trajectories":
+            weights_N = 1 / batch.tokens_of_trajectories[batch.trajectories_N]
+            batch = replace(batch, weights_N=floats(weights_N))
+        if self.config.kl_reward:
+            cost_N = self.config.kl_reward * (batch.rollout_logprobs_N - batch.reference_logprobs_N)
+            batch = replace(
+                batch,
+                rewards_N=floats(batch.rewards_N - cost_N),
+                advantages_N=floats(batch.advantages_N - _to_go(cost_N, batch)),
+            )
+        return batch
+
+
+def _to_go(cost_N: FloatArray, batch: TrainBatch) -> FloatArray:
+    """The sum of each token's cost and those of the tokens after it in its trajectory."""
+    total_N = np.cumsum(cost_N[::-1], dtype=np.float64)[::-1]
+    ends_J = np.cumsum(batch.tokens_of_trajectories)
+    after_J = np.append(total_N, 0.0)[ends_J]
+    return floats(total_N - after_J[batch.trajectories_N])
 
 
 def scored(group: Group) -> Sequence[float]:

@@ -1,23 +1,24 @@
 """Proximal policy optimisation: advantages from a critic that is trained along with the policy."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
+import numpy as np
 from pydantic import Field
 
-from agentrl.algorithms.advantages import generalized, whitened
-from agentrl.algorithms.policy_loss import PolicyLoss, scored
-from agentrl.arrays import FloatArray
+from agentrl.algorithms.advantages import Steps, generalized, whitened
+from agentrl.algorithms.policy_loss import PolicyAlgorithm, PolicyLoss, scored
+from agentrl.arrays import FloatArray, floats, ints
 from agentrl.batch import TrainBatch
-from agentrl.protocols import Estimate, LossOutput, LossTokens
+from agentrl.protocols import Estimate, LossOutput, LossTokens, MemberAdvantage
 from agentrl.trajectory import Group
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Ppo:
-    """PPO (arXiv:1707.06347) with generalized advantage estimation over the tokens of each sample.
+class Ppo(PolicyAlgorithm):
+    """PPO (arXiv:1707.06347) with generalized advantage estimation over the tokens of each trajectory.
 
     A critic estimates the expected return before each token; a token's advantage is the rise in expected return that it
     causes. So a group may be a single episode. The section `critic` has the critic's settings.
@@ -26,8 +27,21 @@ class Ppo:
     class Config(PolicyLoss):
         """How advantages are estimated, and the losses."""
 
+        gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
+        """Discount from one turn to the next; the tokens of a turn are not discounted."""
+
         lam: Annotated[float, Field(ge=0, le=1)] = 1.0
-        """Lambda: 1 uses the reward itself, which the critic cannot bias; 0 the critic's value one token later."""
+        """Lambda: 1 uses the reward itself, which the critic cannot bias; 0 the critic's value one step later."""
+
+        lam_length: Annotated[float, Field(gt=0)] | None = None
+        """Length-adaptive lambda, VAPO (arXiv:2504.05118), equation 8: 1 - 1 / (lam_length * steps of the trajectory)
+        instead of `lam`. The paper's is 0.05."""
+
+        critic_lam: Annotated[float, Field(ge=0, le=1)] = 1.0
+        """Lambda of the returns that the critic learns."""
+
+        truncated: Literal["bootstrap", "terminal"] = "bootstrap"
+        """What is expected after the end of a truncated episode: what the critic says there, or nothing."""
 
         whiten: bool = True
         """Give the advantages of a batch the mean 0 and the standard deviation 1. Biased by 0.26 of the gradient with 2
@@ -36,30 +50,33 @@ class Ppo:
         value_clip: Annotated[float, Field(gt=0)] | None = None
         """How far a value may move from the old one before the loss stops pushing it; none: no limit."""
 
+    config: Config
+
     def __init__(self, config: Config | None = None) -> None:
-        self.config = config or Ppo.Config()
+        self.config = config or type(self).Config()
 
     @property
-    def uses_reference(self) -> bool:
-        """See `Algorithm`."""
-        return self.config.kl > 0
+    def bootstraps(self) -> bool:
+        """See `ActorCritic`."""
+        return self.config.truncated == "bootstrap"
 
-    def advantages(self, group: Group) -> Sequence[float]:
-        """The rewards, which `estimate` turns into advantages.
+    def advantages(self, group: Group) -> Sequence[MemberAdvantage]:
+        """Zeros: `estimate` finds them from the rewards of the turns.
 
         Raises:
             ValueError: a member has no score.
         """
-        return scored(group)
+        return [0.0] * len(scored(group))
 
-    def estimate(self, batch: TrainBatch, values_N: FloatArray) -> Estimate:
+    def estimate(self, batch: TrainBatch, values_N: FloatArray, ends_M: FloatArray) -> Estimate:
         """See `ActorCritic`."""
-        advantages_N = generalized(batch, values_N, self.config.lam)
-        return Estimate(whitened(advantages_N) if self.config.whiten else advantages_N, advantages_N + values_N)
-
-    def loss(self, logprobs_N: "Tensor", tokens: LossTokens) -> LossOutput:
-        """See `PolicyLoss.losses`."""
-        return self.config.losses(logprobs_N, tokens)
+        lengths_J = batch.tokens_of_trajectories
+        turn_ends_N = np.append(batch.turns_N[1:] != batch.turns_N[:-1], True)
+        turn_ends_N[np.cumsum(lengths_J)[lengths_J > 0] - 1] = True
+        discounts_N = floats(np.where(turn_ends_N, self.config.gamma, 1.0))
+        steps = Steps(batch.rewards_N, values_N, discounts_N, lengths_J, _of_trajectories(ends_M, batch))
+        advantages_N, returns_N = self._generalized(steps)
+        return Estimate(self._whitened(advantages_N), returns_N, floats(np.ones(len(values_N))))
 
     def value_loss(self, values_N: "Tensor", tokens: LossTokens) -> LossOutput:
         """See `agentrl.algorithms.losses.value_loss`."""
@@ -67,6 +84,50 @@ class Ppo:
 
         return value_loss(values_N, tokens, self.config.value_clip)
 
-    def normalizer(self, batch: TrainBatch) -> float:
-        """See `PolicyLoss.divisor`."""
-        return self.config.divisor(batch)
+    def _generalized(self, steps: Steps) -> tuple[FloatArray, FloatArray]:
+        """The advantages of steps, and the returns that the critic learns."""
+        own, lengths_J = self.config, steps.lengths_J
+        lam_J = np.full(len(lengths_J), own.lam)
+        if own.lam_length is not None:
+            lam_J = np.maximum(0.0, 1 - 1 / (own.lam_length * np.maximum(lengths_J, 1)))
+        learned_K = generalized(steps, floats(np.full(len(lengths_J), own.critic_lam)))
+        return generalized(steps, floats(lam_J)), floats(learned_K + steps.values_K)
+
+    def _whitened(self, advantages_N: FloatArray) -> FloatArray:
+        return whitened(advantages_N) if self.config.whiten else advantages_N
+
+
+class TurnPpo(Ppo):
+    """PPO whose steps are turns: the critic is asked, and learns, only where a turn begins.
+
+    All tokens of a turn have its advantage. Lambda then spans turns and not tokens, of which a turn may have many:
+    "Turn-PPO" (arXiv:2512.17008); turn-level critics go back to ArCHer (arXiv:2402.19446).
+    """
+
+    class Config(Ppo.Config):
+        """As `ppo`, by turns."""
+
+        lam: Annotated[float, Field(ge=0, le=1)] = 0.95
+        """Lambda: 1 uses the reward itself, which the critic cannot bias; 0 the critic's value one turn later."""
+
+    def estimate(self, batch: TrainBatch, values_N: FloatArray, ends_M: FloatArray) -> Estimate:
+        """See `ActorCritic`."""
+        trajectories_N = batch.trajectories_N
+        changes_N = (np.diff(trajectories_N) != 0) | (np.diff(batch.turns_N) != 0)
+        begins_N = np.append(True, changes_N)
+        steps_N = np.cumsum(begins_N) - 1  # which turn of the batch each token belongs to
+        rewards_K = floats(np.bincount(steps_N, weights=batch.rewards_N))
+        turns_J = np.bincount(trajectories_N[begins_N], minlength=len(batch.tokens_of_trajectories))
+        discounts_K = floats(np.full(len(rewards_K), self.config.gamma))
+        ends_J = _of_trajectories(ends_M, batch)
+        advantages_K, returns_K = self._generalized(
+            Steps(rewards_K, values_N[begins_N], discounts_K, ints(turns_J), ends_J)
+        )
+        # The critic's loss is divided by all loss tokens; its weights make up for the tokens that do not count.
+        weights_N = begins_N * (len(begins_N) / begins_N.sum())
+        return Estimate(self._whitened(advantages_K[steps_N]), returns_K[steps_N], floats(weights_N))
+
+
+def _of_trajectories(ends_M: FloatArray, batch: TrainBatch) -> FloatArray:
+    """What is expected after each trajectory: after its last sample."""
+    return floats(np.bincount(batch.trajectories_M, weights=ends_M, minlength=len(batch.tokens_of_trajectories)))

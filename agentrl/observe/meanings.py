@@ -23,6 +23,7 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "reasoning/cut": "Share of answers that were cut within their reasoning. Only where there is any.",
         "cut_answers": "Share of answers cut at `rollout.sampling.max_tokens`, or at the end of the context.",
         "truncated": "Share of episodes that were cut off, mostly at `rollout.max_turns`.",
+        "informative_groups": "Share of groups that are trained on, with `batch_processing.keep_variance` below 1.",
         "mixed_groups": "Share of groups whose members scored differently. Only these teach anything.",
         "agents/<agent>/reward": "Mean score of one agent, where the environment names several.",
         "agents/<agent>/success": "Share of its successful episodes.",

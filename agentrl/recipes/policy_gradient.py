@@ -10,21 +10,19 @@ live. With 1 or more, the episodes of the next steps are played while the traine
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
 
-from agentrl.algorithms.batch_processing import BatchProcessing, BatchProcessingConfig
+from agentrl.algorithms.batch_processing import BatchProcessing
+from agentrl.algorithms.samples import batch_of
 from agentrl.assembly import assemble_training
-from agentrl.batch import TrainBatch, TrainingSample, collate, to_samples
 from agentrl.flow import elapsed, loop_metrics
 from agentrl.protocols import Algorithm, Settings
 from agentrl.recipes.demonstrations import DemonstrationsConfig
 from agentrl.recipes.evaluate import evaluate_run
 from agentrl.recipes.starting_model import starting_model
 from agentrl.run import Run
-from agentrl.trajectory import Group
 from agentrl.weights.publisher import checksum
 
 
@@ -55,9 +53,7 @@ async def policy_gradient(run: Run, settings: PolicyGradientSettings) -> None:
                     make = partial(batch_of, groups, algorithm, processing, rollouts.oldest_version(step))
                     batch = await asyncio.to_thread(make)  # millions of tokens take long
                     async with parts.sharing.training():
-                        advice: Mapping[str, float] = {}
-                        if parts.advisors is not None:
-                            batch, advice = await parts.advisors.advise(batch)
+                        batch, advice = await parts.advisors.advise(batch)
                         metrics = await trainer.step(batch, algorithm.loss, algorithm.normalizer(batch))
                 with clock("weights"):
                     async with rollouts.new_weights(step + 1):
@@ -77,28 +73,6 @@ async def policy_gradient(run: Run, settings: PolicyGradientSettings) -> None:
                     await evaluate_run(run, parts, step + 1)
         await evaluate_run(run, parts, config.steps)
         await run.finish(checksum(await trainer.weights()))
-
-
-def batch_of(groups: list[Group], algorithm: Algorithm, processing: BatchProcessing, oldest_version: int) -> TrainBatch:
-    """The batch of a step's groups."""
-    return collate(samples_of(processing.scores(groups), algorithm, oldest_version, processing))
-
-
-def samples_of(
-    groups: list[Group], algorithm: Algorithm, oldest_version: int, processing: BatchProcessing | None = None
-) -> Iterator[TrainingSample]:
-    """The training samples of a batch of groups. Each token that is fresh enough has its trajectory's advantage.
-
-    If several agents are trained, each agent's episodes are compared only with its own.
-    """
-    processing = processing or BatchProcessing(BatchProcessingConfig())
-    parts = [of_agent for group in groups for of_agent in group.by_agent()]
-    advantages = processing.advantages(parts, [algorithm.advantages(part) for part in parts])
-    trajectories = [trajectory for part in parts for trajectory in part.trajectories]
-    kept = processing.trained(trajectories)
-    for trajectory, advantage, trained in zip(trajectories, chain(*advantages), kept, strict=True):
-        if trained:
-            yield from to_samples(trajectory, advantage, oldest_version=oldest_version)
 
 
 class Stopwatch:

@@ -7,11 +7,12 @@ exception is a defect and propagates.
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from agentrl.arrays import floats, ints
+from agentrl.arrays import IntArray, floats, ints
 from agentrl.errors import EngineError, OutageError, RolloutError
 from agentrl.flow import Turnstile, deadline, now
 from agentrl.hosting.host import EnvHost, LiveEnv
@@ -127,9 +128,9 @@ class _Reply(NamedTuple):
     asked: float
     answered: float
 
-    def turn(self, reward: float, info: Mapping[str, Any], ended: float) -> Turn:
+    def turn(self, reward: float, info: Mapping[str, Any], ended: float, state: str) -> Turn:
         prompt, seconds = self.prompt, self.answered - self.asked
-        return Turn(prompt.new_ids, self.completion, reward, info, prompt.forked, seconds, ended - self.answered)
+        return Turn(prompt.new_ids, self.completion, reward, info, prompt.forked, seconds, ended - self.answered, state)
 
 
 @dataclass(slots=True)
@@ -143,6 +144,7 @@ class _AgentState:
     unanswered: Sequence[Message]
     turns: list[Turn] = field(default_factory=list)
     head_start: float = 0.0
+    tail_ids: IntArray = field(default_factory=lambda: ints(()))
 
     def earn(self, reward: float) -> None:
         """Add `reward` to the last turn, or before the first turn to the head start."""
@@ -161,7 +163,21 @@ class _AgentState:
     def trajectory(self, episode: Episode, status: Status, seconds: float) -> Trajectory:
         messages = (*self.conversation.messages, *self.unanswered)
         turns = tuple(self.turns)
-        return Trajectory(episode.id, episode.task, turns, status, messages, seconds, self.agent, self.head_start)
+        return Trajectory(
+            episode.id, episode.task, turns, status, messages, seconds, self.agent, self.head_start, self.tail_ids
+        )
+
+    def render_tail(self) -> None:
+        """Render what a truncated episode would have shown next."""
+        if self.turns and self.unanswered:
+            prompt = self.conversation.prompt(self.unanswered)
+            self.unanswered = ()
+            self.keep_tail(prompt)
+
+    def keep_tail(self, prompt: Prompt) -> None:
+        """Keep a prompt that nothing answered, if it extends the last turn."""
+        if not prompt.forked:
+            self.tail_ids = prompt.new_ids
 
 
 @dataclass(slots=True)
@@ -228,6 +244,7 @@ class EnvEpisodeRunner:
 
     async def _take_turns(self, episode: Episode, episode_state: _EpisodeState, env: LiveEnv) -> Status:
         observation, info = await env.reset(episode.task.seed, episode.task.options)
+        key = _state_key(info, observation)
         agents = agents_in(info)
         episode_state.agents = self._agent_states(episode, agents, info, env)
         state = episode_state.agents[next_agent(info, agents)]
@@ -244,18 +261,21 @@ class EnvEpisodeRunner:
             try:
                 observation, reward, terminated, truncated, info = await env.step(reply.action)
             finally:  # the model's reply is kept even if the environment fails
-                state.turns.append(reply.turn(float(reward), info, now()))
+                state.turns.append(reply.turn(float(reward), info, now(), key))
             if state.agent:
                 episode_state.settle(state.agent, reward, info)
+            key = _state_key(info, observation)
             is_over = terminated or truncated
             state = state if is_over else episode_state.agents[next_agent(info, agents)]
             state.unanswered = [
                 *state.unanswered,
                 Message("tool" if env.tools and state.turns else "user", observation),
             ]
+            if terminated:
+                return Terminated()
             if is_over:
-                return Terminated() if terminated else Truncated("env")
-        return Truncated("turns")
+                return _truncated("env", episode_state)
+        return _truncated("turns", episode_state)
 
     def _agent_states(
         self, episode: Episode, agents: Sequence[str], info: Mapping[str, Any], env: LiveEnv
@@ -281,7 +301,7 @@ class EnvEpisodeRunner:
         state.unanswered = coming
         if not isinstance(reply, _Reply):
             return reply
-        state.turns.append(reply.turn(0.0, {"context": state.role.context.name}, reply.answered))
+        state.turns.append(reply.turn(0.0, {"context": state.role.context.name}, reply.answered, ""))
         return None
 
     async def _ask(self, episode_state: _EpisodeState, state: _AgentState, env: LiveEnv) -> _Reply | Status:
@@ -293,12 +313,25 @@ class EnvEpisodeRunner:
         prompt = conversation.prompt(state.unanswered)
         state.unanswered = ()
         if len(prompt.ids) >= policy.max_context:
+            state.keep_tail(prompt)
             return Truncated("context") if state.turns else _too_long(len(prompt.ids), policy.max_context)
         asked = now()
         completion = await policy.answer(state.episode, episode_state.answers, prompt, env)
         episode_state.answers += 1
         answered = now()
         return _Reply(prompt, completion, conversation.answer(completion), asked, answered)
+
+
+def _truncated(limit: str, episode_state: _EpisodeState) -> Truncated:
+    for state in episode_state.agents.values():
+        state.render_tail()
+    return Truncated(limit)
+
+
+def _state_key(info: Mapping[str, Any], observation: str) -> str:
+    """The name of the state that `info` and `observation` are of."""
+    key = info.get("state_key")
+    return blake2b(observation.encode(), digest_size=8).hexdigest() if key is None else str(key)
 
 
 def _too_long(tokens: int, limit: int) -> Failed:

@@ -79,7 +79,7 @@ def _as_score(returned: Any) -> Score:
     if not isinstance(returned, Score | Real):
         raise RewardError(f"the reward returned {returned!r:.80}; return a Score or a number, or raise RewardError")
     score = returned if isinstance(returned, Score) else Score(float(returned))
-    wrong = [value for value in (score.value, *score.parts.values()) if not math.isfinite(value)]
+    wrong = [value for value in (score.value, *score.parts.values(), *score.turns) if not math.isfinite(value)]
     if wrong and not isinstance(score.status, Failed):
         raise RewardError(
             f"the reward returned {'NaN' if math.isnan(wrong[0]) else wrong[0]}; a score and its parts must be finite "

@@ -7,6 +7,7 @@ data: a failed score, never a number.
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack
+from itertools import zip_longest
 from typing import Any, Self
 
 from agentrl.errors import ConfigError, RewardError
@@ -134,15 +135,18 @@ def total(parts: Sequence[RewardPart], scores: Sequence[Score], base: Score | No
     if base is not None and isinstance(base.status, Failed):
         return base
     value, named = (base.value, dict(base.parts)) if base is not None else (0.0, {})
+    turns = base.turns if base is not None else ()
     for part, score in zip(parts, scores, strict=True):
         if isinstance(score.status, Failed):
             return Score.failed(f"{part.name}: {score.status.error}", score.status.layer)
         value += part.weight * score.value
+        weighted = [part.weight * earned for earned in score.turns]
+        turns = tuple(sum(pair) for pair in zip_longest(turns, weighted, fillvalue=0.0))
         named[part.name] = score.value
         for key, inner in score.parts.items():
             if key != part.name:
                 named[f"{part.name}/{key}"] = inner
-    return Score(value, named)
+    return Score(value, named, turns=turns)
 
 
 async def score_trajectory(reward: Reward | RewardPipeline, trajectory: Trajectory, seconds: float) -> Score:

@@ -6,7 +6,6 @@ model, no packing, no accumulation. Dimension suffix: N loss tokens, flattened.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from agentrl.algorithms.losses import policy_gradient
+from agentrl.algorithms.grpo import Grpo
 from agentrl.arrays import FloatArray, IntArray, Ragged, floats, ints, mask
 from agentrl.batch import TrainBatch, TrainingSample, collate, equal_parts
 from agentrl.errors import ConformanceError, TrainingError
@@ -27,7 +26,7 @@ from agentrl.weights.publisher import write_weights
 TOLERANCE = 1e-5
 """Largest allowed difference from the reference: absolute for weights, relative for metrics."""
 
-LOSS: Loss = partial(policy_gradient, clip_low=0.2, clip_high=0.28, dual_clip=3.0, importance_cap=1.2)
+LOSS: Loss = Grpo(Grpo.Config(clip_low=0.2, clip_high=0.28, dual_clip=3.0, importance_cap=1.2)).loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +116,10 @@ async def check_equals_reference(make_trainer: MakeTrainer, model: Path, case: T
         for step in range(3):
             samples = random_samples(reference.vocab_size, seed=step)
             batch = collate(samples)
+            weights_N = np.random.default_rng(step).uniform(0.5, 1.5, batch.num_loss_tokens)
+            batch = replace(batch, weights_N=floats(weights_N))
             got = await trainer.step(batch, LOSS, float(batch.num_loss_tokens))
-            want = reference.step(samples)
+            want = reference.step(samples, batch.weights_N)
             for name, value in want.items():
                 if name not in got or abs(got[name] - value) > TOLERANCE * max(1.0, abs(value)):
                     raise ConformanceError(
@@ -268,8 +269,10 @@ class _Reference:
         own = self.model.state_dict()
         return {name: own[name] + scale * B @ A for name, (A, B, scale) in self.factors.items()}
 
-    def step(self, samples: Sequence[TrainingSample]) -> dict[str, float]:
+    def step(self, samples: Sequence[TrainingSample], weights_N: FloatArray) -> dict[str, float]:
         """Train on the samples, and return the metrics that a trainer must report too."""
+        ends = np.cumsum([int(sample.loss_mask.sum()) for sample in samples])
+        weights = [torch.from_numpy(of_sample.copy()) for of_sample in np.split(weights_N, ends[:-1])]
         normalizer = sum(sum(s.loss_mask) for s in samples) / self.case.minibatches
         with torch.no_grad():
             old = [self._logprobs(sample) for sample in samples]
@@ -283,7 +286,7 @@ class _Reference:
             for i in part:
                 advantages = _at_loss(samples[i], samples[i].advantages)
                 tokens = LossTokens(old[i], rollout[i], rollout[i], advantages, torch.full(advantages.shape, int(i)))
-                loss = loss + LOSS(self._logprobs(samples[i]), tokens).loss_N.sum() / normalizer
+                loss = loss + (weights[i] * LOSS(self._logprobs(samples[i]), tokens).loss_N).sum() / normalizer
             loss.backward()  # type: ignore[no-untyped-call]
             norms.append(float(torch.nn.utils.clip_grad_norm_(self.parameters, self.case.max_grad_norm)))
             losses.append(float(loss.detach()))

@@ -4,6 +4,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +14,10 @@ from pydantic import ValidationError
 
 from agentrl.algorithms.advantages import group_mean, group_std, leave_one_out
 from agentrl.algorithms.grpo import Grpo
-from agentrl.algorithms.losses import cross_entropy, negative_entropy, policy_gradient, reference_penalty
+from agentrl.algorithms.losses import cross_entropy, negative_entropy, reference_penalty
 from agentrl.algorithms.sft import Sft
 from agentrl.batch import TrainBatch, TrainingSample, collate
-from agentrl.protocols import LossTokens
+from agentrl.protocols import LossOutput, LossTokens
 from agentrl.trajectory import Group, Score, Task, Terminated, Trajectory
 
 ALL = [group_std, group_mean, leave_one_out]
@@ -114,6 +115,12 @@ def test_a_failed_score_has_no_advantage(name: str) -> None:
 
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
+
+
+def policy_gradient(
+    logprobs: torch.Tensor, tokens: LossTokens, importance_cap: float | None = None, **settings: Any
+) -> LossOutput:
+    return Grpo(Grpo.Config(importance_cap=importance_cap, **settings)).loss(logprobs, tokens)
 
 
 def test_the_policy_gradient_by_hand() -> None:

@@ -7,16 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentrl.algorithms.advantages import normalised
 from agentrl.algorithms.batch_processing import (
     BatchProcessing,
     BatchProcessingConfig,
     Constraint,
     length_penalties,
-    normalised,
+    most_varying,
 )
 from agentrl.algorithms.grpo import Grpo
+from agentrl.algorithms.samples import samples_of
 from agentrl.errors import ConfigError, TrainingError
-from agentrl.recipes.policy_gradient import samples_of
 from agentrl.testing.rewards import trajectory
 from agentrl.trajectory import Group, Score, Task, Truncated
 
@@ -137,3 +138,24 @@ def test_a_policy_gives_up_what_breaks_a_constraint_when_the_multiplier_has_grow
         rates.append(breaking / 20)
     assert rates[0] > 0.8
     assert sum(rates[-50:]) / 50 < 0.15
+
+
+@given(st.lists(st.floats(0, 10), min_size=1, max_size=8), st.floats(0.1, 1))
+def test_the_fewest_groups_that_have_the_share_of_the_variance_are_kept(variances, share):
+    kept = most_varying(variances, share)
+    total = math.fsum(variances)
+    chosen = sorted((v for v, keep in zip(variances, kept, strict=True) if keep), reverse=True)
+    assert math.fsum(chosen) >= share * total * (1 - 1e-9)
+    if total:
+        assert sum(chosen[:-1]) < share * total * (1 + 1e-9)
+        assert all(v <= chosen[-1] for v, keep in zip(variances, kept, strict=True) if not keep)
+    else:
+        assert all(kept)
+
+
+def test_only_groups_that_vary_enough_are_trained_on():
+    processing = BatchProcessing(BatchProcessingConfig(keep_variance=0.9))
+    groups = [group([0.0, 1.0]), group([0.4, 0.6]), group([1.0, 1.0]), group([1.0, 0.0])]
+    assert processing.informative(groups) == [True, False, False, True]
+    assert len(list(samples_of(groups, Grpo(), 0, processing))) == 4
+    assert processing.update(groups) == {"informative_groups": 0.5}

@@ -187,7 +187,17 @@ def test_logits_take_the_bytes_at_the_peak_that_were_counted(facts: ModelFacts, 
     nothing_T = torch.zeros(tokens)
     index_T = torch.arange(tokens)
     rows = DeviceMicroBatch(
-        index_T[None], index_T[None], index_T, index_T, index_T, nothing_T, nothing_T, nothing_T, index_T
+        index_T[None],
+        index_T[None],
+        index_T,
+        index_T,
+        index_T,
+        nothing_T,
+        nothing_T,
+        nothing_T,
+        index_T,
+        weights_N=nothing_T,
+        support_NS=None,
     )
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from agentrl import plugins
 from agentrl.algorithms.grpo import Grpo
+from agentrl.algorithms.samples import samples_of
 from agentrl.assembly import env_factory
 from agentrl.batch import to_samples
 from agentrl.envs.kuhn_poker import KuhnPoker, strong_player
@@ -19,7 +20,6 @@ from agentrl.flow import run_virtual
 from agentrl.hosting.host import EnvDeadlines, EnvHost
 from agentrl.plugins import NoSettings
 from agentrl.protocols import SamplingParams
-from agentrl.recipes.policy_gradient import samples_of
 from agentrl.remote.server import EnvServer
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.context import Full, LastK, Scratchpad, Summary

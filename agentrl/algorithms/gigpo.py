@@ -1,0 +1,55 @@
+"""Group-in-group policy optimisation: turns are compared with other turns from the same state."""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+from pydantic import Field
+
+from agentrl.algorithms.advantages import compared_by_state
+from agentrl.algorithms.grpo import Grpo
+from agentrl.protocols import MemberAdvantage
+from agentrl.trajectory import Group
+
+
+class Gigpo(Grpo):
+    """GiGPO (arXiv:2505.10978): the episode's advantage plus that of each turn among turns from the same state.
+
+    States are the same where environments say so (`info["state_key"]`), or else where observations are. It needs
+    environments that come back to the same states, such as mazes, web shops and households.
+    """
+
+    class Config(Grpo.Config):
+        """As `grpo`, and the weight and the discount of the comparison by state."""
+
+        step_weight: Annotated[float, Field(ge=0)] = 1.0
+        """Weight of the advantage among turns from the same state, equation 9."""
+
+        step_gamma: Annotated[float, Field(ge=0, le=1)] = 0.95
+        """Discount of these turns' returns. With 1, ways of different lengths to the same reward are equally good."""
+
+    config: Config
+
+    def advantages(self, group: Group) -> Sequence[MemberAdvantage]:
+        """One advantage per turn.
+
+        Raises:
+            ValueError: a member has no score, or one that is not a finite number.
+        """
+        states_G = [
+            [turn.state or (trajectory.id, number) for number, turn in enumerate(trajectory.turns)]
+            for trajectory in group.trajectories
+        ]
+        by_std = self.config.advantage == "group_std"
+        steps_G = compared_by_state(group.turn_rewards_G, states_G, self.config.step_gamma, by_std=by_std)
+        episodes_G = super().advantages(group)
+        return [
+            [
+                whole + self.config.step_weight * step
+                for whole, step in zip(_by_turn(episode, steps), steps, strict=True)
+            ]
+            for episode, steps in zip(episodes_G, steps_G, strict=True)
+        ]
+
+
+def _by_turn(advantage: MemberAdvantage, turns: Sequence[float]) -> Sequence[float]:
+    return [advantage] * len(turns) if isinstance(advantage, float | int) else advantage

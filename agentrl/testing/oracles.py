@@ -1,0 +1,400 @@
+"""Oracles: decision problems so small that everything about them can be enumerated, to prove estimators with.
+
+A problem is a tree of decisions. The policy has a softmax over the actions of each of its states, with free logits, so
+its expected return, the gradient of that return and the value of every token are exact numbers. So is the *expectation*
+of an algorithm's own gradient: all groups of episodes are enumerated, each is weighted by its probability, and each
+goes through the code that trains (`samples_of`, `collate`, the algorithm's hooks and its loss).
+
+    problem = stopping()                       # a tree of decisions
+    oracle = Oracle(problem)
+    found = oracle.expected_gradient(Rloo(Rloo.Config(normalizer=1.0)), oracle.logits(), members=2)
+    residual(found, oracle.gradient(oracle.logits()))   # 0: unbiased up to a constant factor
+
+Dimension suffixes: P logits of the policy, W tokens of the problem, N loss tokens.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations_with_replacement
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agentrl.algorithms.samples import samples_of
+from agentrl.arrays import FloatArray, floats, ints
+from agentrl.batch import TrainBatch, collate
+from agentrl.protocols import ActorCritic, Algorithm, LossTokens, PreparesBatch
+from agentrl.trajectory import Completion, Group, Score, Task, Terminated, Trajectory, Truncated, Turn
+
+START = 0
+"""The token that every prompt consists of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What an action may lead to: with a probability, a reward and the next decision, or the end.
+
+    If `truncated`, a limit ends the episode, and `then` is the decision that would have come next. What it would have
+    earned does not count; a critic knows what it is worth.
+    """
+
+    reward: float
+    then: "Decision | None" = None
+    probability: float = 1.0
+    truncated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """An answer: its `tokens`, of which the first decides and the others follow with certainty; and its results."""
+
+    name: str
+    results: tuple[Result, ...]
+    tokens: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A turn: what the policy knows (decisions with the same `state` share their logits), and what it can do."""
+
+    state: str
+    actions: tuple[Action, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """A way through the problem: (decision's number, action's number, reward) of each turn.
+
+    `chance`: the probability of its results, given its actions. `end`: the decision after a truncated episode.
+    """
+
+    turns: tuple[tuple[int, int, float], ...]
+    chance: float
+    end: int | None
+
+
+@dataclass(slots=True)
+class Oracle:
+    """A problem with exact answers. `gamma`: the discount of rewards in them, for each turn."""
+
+    root: Decision
+    gamma: float = 1.0
+    states: list[str] = field(init=False)
+    """The states of the policy, by number; the logits of their actions lie end to end."""
+    paths: list[Path] = field(init=False)
+    """All ways through the problem."""
+    _decisions: list[Decision] = field(init=False)
+    _first_tokens: list[list[int]] = field(init=False)  # of each decision's actions
+    _numbers: dict[int, int] = field(init=False)  # of each decision, by its identity
+
+    def __post_init__(self) -> None:
+        self._decisions = list({id(decision): decision for decision in _decisions(self.root)}.values())
+        self._numbers = {id(decision): number for number, decision in enumerate(self._decisions)}
+        self.states = list(dict.fromkeys(decision.state for decision in self._decisions))
+        count = START + 1
+        self._first_tokens = []
+        for decision in self._decisions:
+            self._first_tokens.append(
+                [count + sum(a.tokens for a in decision.actions[:i]) for i in range(len(decision.actions))]
+            )
+            count += sum(action.tokens for action in decision.actions)
+        self.paths = list(self._paths(self.root, 1.0, ()))
+
+    # The policy
+
+    def logits(self, seed: int = 0, spread: float = 1.0) -> Tensor:
+        """Random logits of a policy, float64, shape P."""
+        generator = torch.Generator().manual_seed(seed)
+        return spread * torch.randn(sum(self._sizes().values()), generator=generator, dtype=torch.float64)
+
+    def logprobs(self, logits_P: Tensor) -> Tensor:
+        """The logprob of each token of the problem where it is sampled, shape W; 0 for tokens that are certain."""
+        sizes = self._sizes()
+        by_state = dict(zip(sizes, torch.split(logits_P, list(sizes.values())), strict=True))
+        whole: list[Tensor] = [logits_P.new_zeros(1)]
+        for decision in self._decisions:
+            decided = torch.log_softmax(by_state[decision.state], 0)
+            for number, action in enumerate(decision.actions):
+                whole += [decided[number : number + 1], logits_P.new_zeros(action.tokens - 1)]
+        return torch.cat(whole)
+
+    def probabilities(self, logits_P: Tensor) -> Tensor:
+        """The probability of each path."""
+        logprobs_W = self.logprobs(logits_P)
+        return torch.stack(
+            [
+                path.chance * torch.stack([logprobs_W[self._first_tokens[d][a]] for d, a, _ in path.turns]).sum().exp()
+                for path in self.paths
+            ]
+        )
+
+    # Exact answers
+
+    def mean_return(self, logits_P: Tensor) -> Tensor:
+        """The expected discounted return of the policy."""
+        returns = [sum(self.gamma**k * reward for k, (_, _, reward) in enumerate(path.turns)) for path in self.paths]
+        return (self.probabilities(logits_P) * torch.tensor(returns, dtype=torch.float64)).sum()
+
+    def gradient(self, logits_P: Tensor) -> Tensor:
+        """The gradient of `mean_return` with respect to the logits, shape P."""
+        own_P = logits_P.detach().requires_grad_()
+        (gradient_P,) = torch.autograd.grad(self.mean_return(own_P), own_P)
+        return gradient_P
+
+    def values(self, logits_P: Tensor) -> tuple[Tensor, Tensor]:
+        """The expected return before each token (shape W), and at each decision, from there on.
+
+        Before the first token of an action, that is the value of its decision; before the others, that of the action.
+        """
+        probabilities_W = self.logprobs(logits_P).exp()
+        at: dict[int, float] = {}
+
+        def of_action(action: Action) -> float:
+            return self._expected(action, of)
+
+        def of(decision: Decision) -> float:
+            number = self._numbers[id(decision)]
+            if number not in at:
+                shares = [float(probabilities_W[first]) for first in self._first_tokens[number]]
+                at[number] = sum(p * of_action(action) for p, action in zip(shares, decision.actions, strict=True))
+            return at[number]
+
+        found = [0.0]
+        for decision in self._decisions:
+            for action in decision.actions:
+                found += [of(decision), *[of_action(action)] * (action.tokens - 1)]
+        values = [of(decision) for decision in self._decisions]
+        return torch.tensor(found, dtype=torch.float64), torch.tensor(values, dtype=torch.float64)
+
+    def best_return(self) -> float:
+        """The expected return of the best policy that sees the whole history."""
+
+        def of(decision: Decision) -> float:
+            return max(self._expected(action, of) for action in decision.actions)
+
+        return of(self.root)
+
+    def _expected(self, action: Action, value: Callable[[Decision], float]) -> float:
+        """The expected return of an action, from the values of the decisions after it."""
+        return sum(
+            result.probability
+            * (result.reward + (0.0 if result.then is None or result.truncated else self.gamma * value(result.then)))
+            for result in action.results
+        )
+
+    # What an algorithm does
+
+    def group(self, numbers: Sequence[int], logits_P: Tensor) -> Group:
+        """The group that consists of these paths, as the policy would have played them."""
+        logprobs_W = self.logprobs(logits_P).detach()
+        task = Task("oracle", 0, {}, "oracle")
+        played = [self._trajectory(f"{i}", self.paths[n], task, logprobs_W) for i, n in enumerate(numbers)]
+        scores = [Score(t.env_return, turns=tuple(turn.reward for turn in t.turns)) for t in played]
+        return Group(task, tuple(played), tuple(scores))
+
+    def expected_gradient(
+        self,
+        algorithm: Algorithm,
+        logits_P: Tensor,
+        *,
+        members: int,
+    ) -> Tensor:
+        """The expectation of the gradient that the algorithm ascends, over all groups of so many members; shape P.
+
+        On-policy, in the first minibatch, with one group in a batch, and with an exact critic.
+        """
+        probabilities = self.probabilities(logits_P).tolist()
+        everything = self.group(range(len(self.paths)), logits_P)
+        played = list(zip(everything.trajectories, everything.scores, strict=True))
+        critic = self.values(logits_P)
+        total_W = torch.zeros(sum(self._tokens()), dtype=torch.float64)
+        for numbers in combinations_with_replacement(range(len(self.paths)), members):
+            counts = [numbers.count(n) for n in set(numbers)]
+            ways = math.factorial(members) / math.prod(map(math.factorial, counts))
+            chance = ways * math.prod(probabilities[n] for n in numbers)
+            trajectories, scores = zip(*(played[n] for n in numbers), strict=True)
+            batch = collate(samples_of([Group(everything.task, trajectories, scores)], algorithm))
+            total_W += chance * self._ascent_of_tokens(algorithm, batch, logits_P, critic)
+        return self._by_logits(total_W, logits_P)
+
+    def ascent(self, algorithm: Algorithm, batch: TrainBatch, logits_P: Tensor) -> Tensor:
+        """The gradient that the algorithm ascends on a batch of this problem's paths, shape P."""
+        critic = self.values(logits_P)
+        return self._by_logits(self._ascent_of_tokens(algorithm, batch, logits_P, critic), logits_P)
+
+    def _by_logits(self, gradient_W: Tensor, logits_P: Tensor) -> Tensor:
+        """The gradient by the logits, from that by the logprobs of the tokens."""
+        own_P = logits_P.detach().requires_grad_()
+        (gradient_P,) = torch.autograd.grad(self.logprobs(own_P), own_P, gradient_W)
+        return gradient_P
+
+    def _ascent_of_tokens(
+        self, algorithm: Algorithm, batch: TrainBatch, logits_P: Tensor, critic: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        own_W = self.logprobs(logits_P).detach().requires_grad_()
+        tokens_N = torch.from_numpy(batch.tokens_S[batch.loss_mask_S].astype(np.int64))
+        logprobs_N = own_W[tokens_N]
+        if isinstance(algorithm, PreparesBatch):
+            batch = algorithm.prepared(batch)
+        if isinstance(algorithm, ActorCritic):
+            values_N, ends_M = _criticised(batch, critic, ends=algorithm.bootstraps)
+            batch = replace(batch, advantages_N=algorithm.estimate(batch, values_N, ends_M).advantages_N)
+        old_N = logprobs_N.detach()
+        reference_N = torch.from_numpy(batch.reference_logprobs_N.astype(np.float64))
+        advantages_N = torch.from_numpy(batch.advantages_N.astype(np.float64))
+        segments_N = torch.from_numpy(np.repeat(np.arange(batch.num_samples), batch.loss_tokens_M))
+        loss_N = algorithm.loss(logprobs_N, LossTokens(old_N, old_N, reference_N, advantages_N, segments_N)).loss_N
+        weights_N = torch.from_numpy(batch.weights_N.astype(np.float64))
+        (gradient_W,) = torch.autograd.grad(-(loss_N * weights_N).sum() / algorithm.normalizer(batch), own_W)
+        return gradient_W
+
+    def _trajectory(self, name: str, path: Path, task: Task, logprobs_W: Tensor) -> Trajectory:
+        turns = []
+        for number, chosen, reward in path.turns:
+            decision = self._decisions[number]
+            first = self._first_tokens[number][chosen]
+            ids = list(range(first, first + decision.actions[chosen].tokens))
+            completion = Completion(ints(ids), floats(logprobs_W[ids].numpy()), ints([0] * len(ids)), "stop")
+            turns.append(Turn(ints([START]), completion, reward, {}, state=decision.state))
+        status: Any = Terminated() if path.end is None else Truncated("turns")
+        tail = () if path.end is None else (START, path.end + 1)  # its last token says where the episode was cut
+        return Trajectory(name, task, tuple(turns), status, tail_ids=ints(tail))
+
+    def _tokens(self) -> list[int]:
+        """The numbers of tokens: the start, and those of each decision."""
+        return [1, *(sum(action.tokens for action in decision.actions) for decision in self._decisions)]
+
+    def _sizes(self) -> dict[str, int]:
+        return {decision.state: len(decision.actions) for decision in self._decisions}
+
+    def _paths(self, decision: Decision, chance: float, turns: tuple[tuple[int, int, float], ...]) -> Iterator[Path]:
+        number = self._numbers[id(decision)]
+        for chosen, action in enumerate(decision.actions):
+            for result in action.results:
+                played = (*turns, (number, chosen, result.reward))
+                if result.then is None or result.truncated:
+                    end = None if result.then is None else self._numbers[id(result.then)]
+                    yield Path(played, chance * result.probability, end)
+                else:
+                    yield from self._paths(result.then, chance * result.probability, played)
+
+
+def _criticised(batch: TrainBatch, critic: tuple[Tensor, Tensor], *, ends: bool) -> tuple[FloatArray, FloatArray]:
+    """The exact values before a batch's loss tokens, and after its truncated trajectories."""
+    values_W, at_decisions = critic
+    tokens_N = batch.tokens_S[batch.loss_mask_S].astype(np.int64)
+    tails = [batch.tails_M.take([slice(m, m + 1)]).values.tolist() for m in range(batch.num_samples)]
+    ends_M = [float(at_decisions[tail[-1] - 1]) if tail and ends else 0.0 for tail in tails]
+    return floats(values_W.numpy()[tokens_N]), floats(ends_M)
+
+
+def _decisions(root: Decision) -> Iterator[Decision]:
+    """All decisions of a problem, each once."""
+    yield root
+    for action in root.actions:
+        for result in action.results:
+            if result.then is not None:
+                yield from _decisions(result.then)
+
+
+def residual(found_P: Tensor, wanted_P: Tensor) -> float:
+    """The part of the wanted gradient that is not along the found one, relative to the whole.
+
+    0 is unbiased up to a factor (of either sign; see `cosine`), 1 is unrelated.
+    """
+    along_P = found_P * (found_P @ wanted_P) / (found_P @ found_P)
+    return float((wanted_P - along_P).norm() / wanted_P.norm())
+
+
+def cosine(found_P: Tensor, wanted_P: Tensor) -> float:
+    """The cosine between two gradients."""
+    return float(torch.nn.functional.cosine_similarity(found_P, wanted_P, dim=0))
+
+
+# Problems
+
+
+def bandit(rewards: Sequence[float] = (1.0, 0.4, 0.0), tokens: Sequence[int] = (2, 5, 12)) -> Decision:
+    """One turn, one arm for each reward; the answers differ in length."""
+    arms = zip(rewards, tokens, strict=True)
+    return Decision("bandit", tuple(Action(f"arm {i}", (Result(r),), n) for i, (r, n) in enumerate(arms)))
+
+
+def stopping() -> Decision:
+    """Two turns, if the policy does not stop after the first. Stopping is safe, going on pays or costs."""
+    second = Decision("second", (Action("left", (Result(2.0),), 3), Action("right", (Result(-1.0),), 1)))
+    go = Action("go", (Result(0.5, second),), 2)
+    return Decision("first", (Action("stop", (Result(0.8),), 4), go, Action("give up", (Result(0.0),), 1)))
+
+
+def t_maze(length: int = 1, *, remembers: bool = True) -> Decision:
+    """A sign, shown first, says where the prize is behind a corridor of so many steps (Bakker, 2002).
+
+    A policy that remembers can always find it; one that sees only where it is now cannot do better than 0.5.
+    """
+
+    def corridor(sign: str, left: int) -> Decision:
+        seen = f"{sign} " if remembers else ""
+        if left == 0:
+            turns = [Action(side, (Result(float(side == sign)),)) for side in ("left", "right")]
+            return Decision(f"{seen}junction", tuple(turns))
+        return Decision(f"{seen}corridor {left}", (Action("on", (Result(0.0, corridor(sign, left - 1)),)),))
+
+    starts = tuple(Result(0.0, corridor(sign, length), 0.5) for sign in ("left", "right"))
+    return Decision("start", (Action("go", starts),))
+
+
+def corridor(length: int = 2, noise: float = 0.2, limit: int = 3) -> Decision:
+    """A corridor with a large prize at its end and a small one to take at once; steps fail with some probability.
+
+    Which one is better depends on the discount. After `limit` turns the episode is cut.
+    """
+
+    def at(place: int, left: int) -> Decision:
+        if left == 0:
+            return Decision(f"place {place}", (Action("wait", (Result(0.25),)),))
+
+        def then(next_place: int, probability: float) -> Result:
+            if next_place == length:
+                return Result(1.0, None, probability)
+            return Result(0.0, at(next_place, left - 1), probability, truncated=left == 1)
+
+        on = Action("on", (then(place + 1, 1 - noise), then(place, noise)), 2)
+        return Decision(f"place {place} of {left}", (on, Action("take", (Result(0.3),), 1)))
+
+    return at(0, limit)
+
+
+def chain(length: int = 3) -> Decision:
+    """So many turns with a reward each: doing the same as before pays, changing costs."""
+
+    def link(left: int, last: str) -> Decision:
+        paid = {"same": 1.0 if last == "same" else 0.2, "other": 0.5 if last == "other" else -0.1}
+        return Decision(
+            f"{left} {last}",
+            tuple(
+                Action(name, (Result(reward, link(left - 1, name) if left > 1 else None),), 1 + (name == "other"))
+                for name, reward in paid.items()
+            ),
+        )
+
+    return link(length, "start")
+
+
+__all__ = [
+    "Action",
+    "Decision",
+    "Oracle",
+    "Path",
+    "Result",
+    "bandit",
+    "chain",
+    "corridor",
+    "cosine",
+    "residual",
+    "stopping",
+    "t_maze",
+]

@@ -1,0 +1,191 @@
+"""The expected gradient of every algorithm against the true one, on problems that can be enumerated."""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from agentrl.algorithms.advantages import compared_by_state, returns_to_go
+from agentrl.algorithms.gigpo import Gigpo
+from agentrl.algorithms.grpo import Grpo, Rloo
+from agentrl.algorithms.policy_loss import PolicyAlgorithm
+from agentrl.algorithms.ppo import Ppo, TurnPpo
+from agentrl.algorithms.reinforce import Reinforce, ReinforcePlusPlus, ReturnBatchNorm
+from agentrl.algorithms.samples import samples_of
+from agentrl.algorithms.surrogates import Cispo, Gspo, Sapo
+from agentrl.batch import TrainBatch, collate
+from agentrl.protocols import MemberAdvantage
+from agentrl.testing.oracles import Oracle, bandit, chain, corridor, cosine, residual, stopping, t_maze
+from agentrl.trajectory import Group
+
+PROBLEMS = {"bandit": bandit(), "stopping": stopping(), "corridor": corridor(), "chain": chain(2)}
+ONE = {"normalizer": 1.0}
+GROUP = {"normalizer": 1.0, "advantage": "leave_one_out"}
+CRITIC = {"normalizer": 1.0, "whiten": False, "truncated": "terminal"}
+Row = tuple[PolicyAlgorithm, int]
+
+UNBIASED: dict[str, Row] = {
+    "reinforce": (Reinforce(Reinforce.Config(**ONE)), 1),
+    "reinforce, whole returns": (Reinforce(Reinforce.Config(**ONE, reward_to_go=False)), 1),
+    "rloo": (Rloo(Rloo.Config(**ONE)), 2),
+    "rloo, reward-to-go": (Rloo(Rloo.Config(**ONE, reward_to_go=True)), 2),
+    "rloo, reward-to-go, baseline of the turn": (Rloo(Rloo.Config(**ONE, reward_to_go=True, baseline="turn")), 3),
+    "grpo as Dr. GRPO": (Grpo(Grpo.Config(**ONE, advantage="group_mean")), 3),
+    "grpo as Dr. GRPO, reward-to-go": (Grpo(Grpo.Config(**ONE, advantage="group_mean", reward_to_go=True)), 3),
+    "gspo": (Gspo(Gspo.Config(**GROUP)), 2),
+    "cispo": (Cispo(Cispo.Config(**GROUP)), 2),
+    "sapo": (Sapo(Sapo.Config(**GROUP)), 2),
+    "gigpo without its states": (Gigpo(Gigpo.Config(**GROUP, step_weight=0)), 2),
+    "ppo": (Ppo(Ppo.Config(**CRITIC)), 1),
+    "ppo, lambda 0.5": (Ppo(Ppo.Config(**CRITIC, lam=0.5)), 1),
+    "turn_ppo": (TurnPpo(TurnPpo.Config(**CRITIC)), 1),
+    "turn_ppo, lambda 0": (TurnPpo(TurnPpo.Config(**CRITIC, lam=0.0)), 1),
+}
+"""Algorithms with the terms switched off that bias them, and how many members their groups have."""
+
+
+class NamedTerm(ReinforcePlusPlus):
+    """REINFORCE++ and ReBN without normalising: what is left is REINFORCE."""
+
+    def normalized(self, advantages: Sequence[Sequence[MemberAdvantage]]) -> Sequence[Sequence[MemberAdvantage]]:
+        return advantages
+
+
+UNBIASED["reinforce_pp and rebn, not normalised"] = (NamedTerm(NamedTerm.Config(**ONE)), 2)
+BIASED: dict[str, Row] = {
+    "`grpo`, `advantage=group_std`": (Grpo(Grpo.Config(**ONE)), 3),
+    "`reinforce_pp`, `gamma=1`": (ReinforcePlusPlus(ReinforcePlusPlus.Config(**ONE)), 3),
+    "`rebn`, `gamma=1`": (ReturnBatchNorm(ReturnBatchNorm.Config(**ONE, gamma=1.0)), 3),
+    "`gigpo`, `advantage=group_mean`": (Gigpo(Gigpo.Config(**ONE, advantage="group_mean", step_gamma=1.0)), 3),
+    "`ppo`, `whiten=true`": (Ppo(Ppo.Config(normalizer=1.0, truncated="terminal")), 3),
+    "`ppo`, `truncated=bootstrap`": (Ppo(Ppo.Config(normalizer=1.0, whiten=False)), 1),
+    "`ppo`, `lam_length=0.5`": (Ppo(Ppo.Config(**CRITIC, lam_length=0.5)), 1),
+    "`rloo`, `normalizer=tokens`": (Rloo(), 3),
+    "`rloo`, `normalizer=trajectories`": (Rloo(Rloo.Config(normalizer="trajectories")), 3),
+    "`reinforce`, `gamma=0.5`": (Reinforce(Reinforce.Config(**ONE, gamma=0.5)), 1),
+}
+
+
+def measured(row: Row, problem: str) -> tuple[float, float]:
+    """The residual and the cosine of an algorithm's expected gradient."""
+    algorithm, members = row
+    oracle = Oracle(PROBLEMS[problem])
+    logits = oracle.logits(seed=1)
+    found, wanted = oracle.expected_gradient(algorithm, logits, members=members), oracle.gradient(logits)
+    return residual(found, wanted), cosine(found, wanted)
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.parametrize("name", UNBIASED)
+def test_the_expected_gradient_is_that_of_the_mean_return(name: str, problem: str) -> None:
+    off, direction = measured(UNBIASED[name], problem)
+    assert off < 1e-5
+    assert direction > 0.999
+
+
+@pytest.mark.parametrize("name", BIASED)
+def test_the_docs_say_how_biased_an_algorithm_is_by_design(name: str) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+    (row,) = re.findall(rf"^\| {re.escape(name)} \|(.*)\|$", page, re.MULTILINE)
+    stated = [tuple(map(float, cell.split(", "))) for cell in row.split("|")[: len(PROBLEMS)]]
+    assert stated == [pytest.approx(measured(BIASED[name], problem), abs=6e-3) for problem in PROBLEMS]
+
+
+class ReachedBaseline(Grpo):
+    """The baseline of a turn is the mean over the members that came so far: what is often written (verl issue 7244)."""
+
+    def advantages(self, group: Group) -> Sequence[MemberAdvantage]:
+        rewards_G = group.turn_rewards_G
+        numbers_G = [list(range(len(rewards))) for rewards in rewards_G]
+        return compared_by_state(rewards_G, numbers_G, 1.0, by_std=False)
+
+
+def test_a_baseline_over_those_who_came_so_far_is_biased_when_the_policy_stops_itself() -> None:
+    naive = (ReachedBaseline(Grpo.Config(**ONE)), 3)
+    assert measured(naive, "stopping")[0] > 0.05
+    assert measured(naive, "chain")[0] < 1e-5  # all episodes have two turns
+
+
+@pytest.mark.parametrize("name", ["ppo", "turn_ppo", "rloo, reward-to-go", "reinforce"])
+def test_with_a_discount_what_a_turn_is_worth_is_what_is_left_of_it(name: str) -> None:
+    algorithm = UNBIASED[name][0]
+    discounted = type(algorithm)(algorithm.config.model_copy(update={"gamma": 0.5}))
+    oracle = Oracle(PROBLEMS["stopping"], gamma=0.5)
+    logits = oracle.logits(seed=2)
+    group = oracle.group([0, 1], logits)
+    ((first, *_), (second, *_)) = [returns_to_go(rewards, 0.5) for rewards in group.turn_rewards_G]
+    assert (first, second) == (0.8, 0.5 + 0.5 * 2.0)
+    assert residual(oracle.ascent(discounted, batch_of(discounted, group), logits), oracle.gradient(logits)) < 1
+
+
+def batch_of(algorithm: PolicyAlgorithm, group: Group) -> TrainBatch:
+    return collate(samples_of([group], algorithm))
+
+
+def test_exact_returns_are_those_by_hand() -> None:
+    maze = Oracle(t_maze())
+    assert maze.best_return() == 1.0
+    assert float(maze.mean_return(0 * maze.logits())) == pytest.approx(0.5)
+    forgets = Oracle(t_maze(remembers=False))
+    assert all(float(forgets.mean_return(forgets.logits(seed))) == pytest.approx(0.5) for seed in range(5))
+    arms = Oracle(bandit((1.0, 0.0), (1, 1)))
+    odds = torch.tensor([math.log(3.0), 0.0], dtype=torch.float64)
+    assert float(arms.mean_return(odds)) == pytest.approx(0.75)
+    assert arms.gradient(odds).tolist() == pytest.approx([0.1875, -0.1875])
+    patient, hasty = Oracle(corridor(), gamma=1.0), Oracle(corridor(), gamma=0.3)
+    assert patient.best_return() > 0.8
+    assert hasty.best_return() == 0.3  # now rather than later
+
+
+def test_what_is_enumerated_is_what_a_policy_plays() -> None:
+    oracle = Oracle(corridor())
+    logits = oracle.logits(3)
+    probabilities = oracle.probabilities(logits)
+    assert float(probabilities.sum()) == pytest.approx(1)
+    values_W, at_decisions = oracle.values(logits)
+    assert float(at_decisions[0]) == pytest.approx(float(oracle.mean_return(logits)))
+    assert any(path.end is not None for path in oracle.paths)
+    assert len(values_W) == len(oracle.logprobs(logits))
+
+
+@pytest.mark.parametrize("name", [*UNBIASED, *BIASED])
+def test_a_fork_changes_no_gradient(name: str) -> None:
+    """The same turns, with the second as a sample of its own: an episode never counts twice."""
+    algorithm, members = {**UNBIASED, **BIASED}[name]
+    if isinstance(algorithm, Gspo):
+        pytest.skip("its ratio is one for each sample")
+    oracle = Oracle(PROBLEMS["chain"])
+    logits = oracle.logits(1)
+    group = oracle.group(list(range(members)), logits)
+    forked = [
+        replace(t, turns=(t.turns[0], *(replace(turn, forked=True) for turn in t.turns[1:])))
+        for t in group.trajectories
+    ]
+    whole, split = batch_of(algorithm, group), batch_of(algorithm, replace(group, trajectories=tuple(forked)))
+    assert split.num_samples == 2 * whole.num_samples
+    torch.testing.assert_close(oracle.ascent(algorithm, split, logits), oracle.ascent(algorithm, whole, logits))
+
+
+@pytest.mark.parametrize("name", [*UNBIASED, *BIASED])
+def test_what_is_under_a_mask_changes_nothing(name: str) -> None:
+    algorithm, members = {**UNBIASED, **BIASED}[name]
+    oracle = Oracle(PROBLEMS["stopping"])
+    logits = oracle.logits(1)
+    samples = list(samples_of([oracle.group(list(range(members)), logits)], algorithm))
+    noisy = [
+        replace(
+            sample,
+            token_ids=np.where(sample.loss_mask, sample.token_ids, 1),
+            rollout_logprobs=np.where(sample.loss_mask, sample.rollout_logprobs, np.nan),
+            advantages=np.where(sample.loss_mask, sample.advantages, np.nan),
+            policy_versions=np.where(sample.loss_mask, sample.policy_versions, 7),
+        )
+        for sample in samples
+    ]
+    clean = oracle.ascent(algorithm, collate(samples), logits)
+    assert torch.equal(oracle.ascent(algorithm, collate(noisy), logits), clean)
