@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from agentrl.errors import EngineError
 from agentrl.protocols import GenerateRequest
+from agentrl.rollout.model_tokenizer import load_tokenizer
 
 _MARGIN = 4
 """Tokens decoded before the longest stop text: the first ones may be a part of a character."""
@@ -51,10 +52,8 @@ class FolderTokenizer:
         if not request.sampling.stop:
             return None
         if self._tokenizer is None:
-            from transformers import AutoTokenizer
-
             try:
-                self._tokenizer = AutoTokenizer.from_pretrained(self._folder, local_files_only=True)
+                self._tokenizer = load_tokenizer(self._folder)
             except (OSError, ValueError) as error:
                 raise EngineError(
                     f"request {request.id} has the stop texts {list(request.sampling.stop)}, but the tokenizer of "

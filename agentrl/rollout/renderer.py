@@ -29,6 +29,7 @@ from agentrl.errors import ConfigError
 from agentrl.protocols import Prompt, Settings
 from agentrl.rollout.chat_template import ChatTemplate
 from agentrl.rollout.family import Family, family_named, find_family, names, reading_family
+from agentrl.rollout.model_tokenizer import load_tokenizer
 from agentrl.rollout.reading import Reading, marks_in, without_reasoning
 from agentrl.rollout.tool_formats import PROBE_CALL, call_reader, slow_call_reader
 from agentrl.trajectory import Completion, Message
@@ -160,10 +161,8 @@ class TemplateRenderer:
     @staticmethod
     def of_model(folder: Path, config: RendererConfig | None = None) -> "TemplateRenderer":
         """The renderer of the Hugging Face model in `folder`."""
-        from transformers import AutoTokenizer
-
         config = config or RendererConfig()
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = load_tokenizer(folder)
         has_core = tokenizer.is_fast and not tokenizer.clean_up_tokenization_spaces
         family = _family_of(tokenizer, config)
         return TemplateRenderer(_FastTokenizer(tokenizer) if has_core else tokenizer, config, _stops_of(folder), family)

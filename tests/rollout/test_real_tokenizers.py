@@ -1,11 +1,17 @@
 """Conversations of real models: their own tokenizers and templates, recognised or not. CI plays a few of them."""
 
+import json
+import shutil
 from pathlib import Path
 
+import mistral_common
 import pytest
 
+from agentrl.arrays import ints
+from agentrl.rollout.model_tokenizer import load_tokenizer
 from agentrl.rollout.renderer import RendererConfig, TemplateRenderer, renderer_of
 from agentrl.rollout.tools import parse_tool_calls
+from agentrl.tiny_model import create_tiny_model
 from agentrl.trajectory import Completion, Message, ToolCall
 from tests.real_tokenizers import fetch, gpt_oss_folder, model_folder
 from tests.rollout.test_chat_templates import ADD, KINDS, said
@@ -98,3 +104,27 @@ def test_gpt_oss_extends_and_its_channels_are_read(tmp_path: Path) -> None:
         prompt = conversation.prompt([Message("tool", "3")])
         assert prompt.ids[: len(seen)].tolist() == seen
         assert "functions.add" in renderer.decode(prompt.new_ids)
+
+
+@pytest.mark.slow
+def test_a_model_of_mistral_may_come_with_tekken_alone(tmp_path: Path) -> None:
+    data = Path(mistral_common.__file__).parent / "data"
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    shutil.copy(data / "tekken_240911.json", alone / "tekken.json")
+    (alone / "config.json").write_text(json.dumps({"model_type": "mistral"}))
+    renderer = renderer_of(alone, RendererConfig())
+    for kind in KINDS:
+        assert renderer.decode(ints(played(renderer, kind)))
+    call = ToolCall("add", {"a": 1, "b": 2})
+    written = renderer.template.call(call)[1]
+    assert written.startswith("[TOOL_CALLS]")
+    conversation = renderer.conversation([ADD])
+    conversation.prompt([Message("user", "Begin now.")])
+    answer = renderer.encode(written).tolist()
+    action = conversation.answer(Completion(answer, [0.0] * len(answer), [0] * len(answer), "stop"))
+    assert [one.name for one in parse_tool_calls(action).calls] == ["add"]
+    # Where both are there, the tokenizer of transformers counts.
+    create_tiny_model(tmp_path / "both")
+    shutil.copy(alone / "tekken.json", tmp_path / "both" / "tekken.json")
+    assert len(load_tokenizer(tmp_path / "both")) < 1000
