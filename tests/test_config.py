@@ -128,7 +128,7 @@ def test_a_new_name_is_one_that_there_is(path):
 def test_a_recipe_has_settings_of_its_own(path):
     settings = load_config(path, ["recipe.demonstrations.player=m:f", "recipe.demonstrations.episodes=7"])
     assert settings.config.recipe.settings.demonstrations.episodes == 7
-    assert "recipe.demonstrations: Field required" in problem(path, "recipe=sft")
+    assert "there is nothing to imitate: name a player" in problem(path, "recipe=sft")
     assert "recipe.preferences: no such setting (command line)" in problem(path, "recipe.preferences.path=x")
     assert "Did you mean 'episodes'?" in problem(path, "recipe.demonstrations={player: m:f, episode: 3}")
 

@@ -1,10 +1,13 @@
-"""Supervised fine-tuning as an algorithm: every trajectory is worth imitating."""
+"""Supervised fine-tuning as an algorithm: trajectories are worth imitating, all or the best."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+import numpy as np
+
+from agentrl.algorithms.policy_loss import scored
 from agentrl.batch import TrainBatch
-from agentrl.protocols import LossOutput, LossTokens
+from agentrl.protocols import LossOutput, LossTokens, Settings
 from agentrl.trajectory import Group
 
 if TYPE_CHECKING:
@@ -27,3 +30,37 @@ class Sft:
     def normalizer(self, batch: TrainBatch) -> float:
         """The number of the batch's loss tokens."""
         return float(batch.num_loss_tokens)
+
+
+class RejectionSampling(Sft):
+    """Imitate the policy's own best episodes: RAFT (arXiv:2304.06767), STaR (arXiv:2203.14465).
+
+    Bad episodes teach nothing, so it is slower than policy gradients and hard to break: a first step where a model is
+    rarely right, or where rewards can be gamed.
+    """
+
+    class Config(Settings):
+        """Which episodes are imitated."""
+
+        keep: Literal["success", "best", "above_mean"] = "success"
+        """Those that succeeded, the best of each group (all that are equally good), or those above the group's mean."""
+
+    def __init__(self, config: Config | None = None) -> None:
+        self.config = config or RejectionSampling.Config()
+
+    def advantages(self, group: Group) -> Sequence[float]:
+        """1 for the members that are imitated, 0 for the others.
+
+        Raises:
+            ValueError: a member has no score.
+        """
+        rewards_G = scored(group)
+        if self.config.keep == "success":
+            return [float(trajectory.success) for trajectory in group.trajectories]
+        if self.config.keep == "best":
+            return [float(reward == max(rewards_G)) for reward in rewards_G]
+        return [float(reward > float(np.mean(rewards_G))) for reward in rewards_G]
+
+    def normalizer(self, batch: TrainBatch) -> float:
+        """The number of tokens that are imitated; 1 if there are none, and nothing changes."""
+        return float(max(1, np.count_nonzero(batch.advantages_N)))

@@ -13,6 +13,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 from agentrl.algorithms.batch_processing import BatchProcessing
 from agentrl.algorithms.samples import batch_of
@@ -35,9 +36,12 @@ class PolicyGradientSettings(Settings):
 
 async def policy_gradient(run: Run, settings: PolicyGradientSettings) -> None:
     """Train `run.config.steps` steps, evaluating on held-out tasks before and after."""
+    await train(run, run.config.algorithm.make(), await starting_model(run, settings.demonstrations))
+
+
+async def train(run: Run, algorithm: Algorithm, model: Path) -> None:
+    """The loop of the drawing above, from the model in this folder."""
     config = run.config
-    algorithm: Algorithm = config.algorithm.make()
-    model = await starting_model(run, settings.demonstrations)
     async with assemble_training(config, algorithm, model, run.checkpoints.latest) as parts:
         trainer, weights = parts.trainer, parts.weights
         start = await parts.resume(run)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given
@@ -15,7 +16,7 @@ from pydantic import ValidationError
 from agentrl.algorithms.advantages import group_mean, group_std, leave_one_out
 from agentrl.algorithms.grpo import Grpo
 from agentrl.algorithms.losses import cross_entropy, negative_entropy, reference_penalty
-from agentrl.algorithms.sft import Sft
+from agentrl.algorithms.sft import RejectionSampling, Sft
 from agentrl.batch import TrainBatch, TrainingSample, collate
 from agentrl.protocols import LossOutput, LossTokens
 from agentrl.trajectory import Group, Score, Task, Terminated, Trajectory
@@ -223,6 +224,17 @@ def test_normalizers_are_the_loss_tokens_or_the_constant() -> None:
 
 def test_sft_imitates_every_trajectory() -> None:
     assert Sft().advantages(group_of([Score(0.0), Score(1.0)])) == [1.0, 1.0]
+
+
+def test_rejection_sampling_imitates_the_best_and_counts_their_tokens_only() -> None:
+    group = group_of([Score(0.0), Score(1.0), Score(1.0), Score(0.6)])
+    of = {keep: RejectionSampling(RejectionSampling.Config(keep=keep)) for keep in ("best", "above_mean", "success")}
+    assert of["best"].advantages(group) == [0, 1, 1, 0]
+    assert of["above_mean"].advantages(group) == [0, 1, 1, 0]
+    assert of["success"].advantages(group) == [0, 0, 0, 0]  # they have no turn, and so earned nothing
+    batch = replace(batch_of(4), advantages_N=np.array([0, 1, 1, 0], np.float32))
+    assert of["best"].normalizer(batch) == 2
+    assert of["best"].normalizer(batch_of(4)) == 1
 
 
 @pytest.mark.parametrize(

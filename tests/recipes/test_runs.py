@@ -242,3 +242,18 @@ def test_an_engine_that_cannot_take_new_weights_is_refused_before_anything_start
 
     with pytest.raises(ConfigError, match=r"can neither take new weights.*evaluate with engine=openai"):
         asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_a_model_may_imitate_its_own_best_episodes(tmp_path):
+    (tmp_path / "own.yaml").write_text("""
+recipe: {name: sft, rejection: {keep: best}}
+steps: 2
+env: guess_number
+rollout: {groups_per_step: 2, group_size: 4, max_turns: 2, sampling: {max_tokens: 4}}
+evaluation: {tasks: 2}
+trackers: []
+""")
+    train("own.yaml", "run_dir=run", cwd=tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["loss"] > 0 for row in rows if "nll" in row] == [True, True]
