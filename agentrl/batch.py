@@ -34,7 +34,7 @@ class TrainingSample:
 
     `rewards`: what was earned right after a token, such as a turn's reward at its last token; by default nothing.
     `tail_ids`: the tokens that follow the last one of a truncated trajectory (`Trajectory.tail_ids`). If `continues`,
-    the sample goes on with the trajectory of the sample before it, which forked.
+    the sample goes on with the trajectory of the sample before it, which forked. `group` is the number of its group.
 
     Raises:
         ValueError: the lengths differ, there is no token, the first token carries loss (nothing predicts it), or a
@@ -52,6 +52,7 @@ class TrainingSample:
     truncated: bool = False
     tail_ids: IntArray = field(default_factory=lambda: ints(()))
     continues: bool = False
+    group: int = 0
 
     __eq__ = same_fields
 
@@ -91,6 +92,7 @@ class TrainBatch:
     the number of each token's turn in its trajectory, and `rewards_N` what was earned between it and the next loss
     token. `trajectories_M` numbers the trajectories: samples of one have the same number, and lie in order.
     `truncated_M`: whether a sample is the last one of a truncated trajectory; `tails_M` are the tokens after its end.
+    `groups_M` are the numbers of the samples' groups.
     `reference_logprobs_N` are the engine's until the run's reference, if any, has computed its own
     (`agentrl/advisors.py`).
     """
@@ -108,6 +110,7 @@ class TrainBatch:
     trajectories_M: IntArray
     truncated_M: MaskArray
     tails_M: Ragged
+    groups_M: IntArray
 
     @property
     def num_samples(self) -> int:
@@ -129,6 +132,12 @@ class TrainBatch:
     def trajectories_N(self) -> IntArray:
         """The number of each loss token's trajectory."""
         return np.repeat(self.trajectories_M, self.loss_tokens_M)
+
+    @property
+    def groups_of_trajectories(self) -> IntArray:
+        """The number of each trajectory's group, by its number."""
+        first_M = np.flatnonzero(np.diff(self.trajectories_M, prepend=-1))
+        return self.groups_M[first_M]
 
     @property
     def tokens_of_trajectories(self) -> IntArray:
@@ -202,6 +211,7 @@ class TrainBatch:
             trajectories_M=_take(self.trajectories_M, of_M),
             truncated_M=_take(self.truncated_M, of_M),
             tails_M=self.tails_M.take(of_M),
+            groups_M=_take(self.groups_M, of_M),
         )
 
 
@@ -325,7 +335,7 @@ def collate(samples: Iterable[TrainingSample]) -> TrainBatch:
     tokens_S, loss_mask_S, rewards_S = Growing(np.int32), Growing(np.bool_), Growing(np.float32)
     rollout_logprobs_N, advantages_N, turns_N = Growing(np.float32), Growing(np.float32), Growing(np.int32)
     support_ids, support_lengths_N = Growing(np.int32), Growing(np.int32)
-    lengths_M, begins_M, truncated_M, tails_M = [], [], [], []
+    lengths_M, begins_M, truncated_M, tails_M, groups_M = [], [], [], [], []
     for sample in samples:  # one at a time: a step's samples are larger than its batch
         tokens_S.append(sample.token_ids)
         loss_mask_S.append(sample.loss_mask)
@@ -340,6 +350,7 @@ def collate(samples: Iterable[TrainingSample]) -> TrainBatch:
         begins_M.append(not sample.continues)
         truncated_M.append(sample.truncated)
         tails_M.append(sample.tail_ids)
+        groups_M.append(sample.group)
     if not lengths_M:
         raise ValueError("there is no sample to collate: a batch needs at least one trainable trajectory")
     logprobs_N, trajectories_M = rollout_logprobs_N.values, np.cumsum([True, *begins_M[1:]], dtype=np.int32) - 1
@@ -357,6 +368,7 @@ def collate(samples: Iterable[TrainingSample]) -> TrainBatch:
         ints(trajectories_M),
         mask(truncated_M),
         Ragged.of(tails_M),
+        ints(groups_M),
     )
 
 

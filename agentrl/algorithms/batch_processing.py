@@ -135,12 +135,14 @@ class BatchProcessing:
 def most_varying(variances: Sequence[float], share: float) -> list[bool]:
     """The fewest largest variances that add up to `share` of all; among equals the first. All, if none is above 0."""
     total, sum_so_far = math.fsum(variances), 0.0
-    kept = [total == 0] * len(variances)
+    if total == 0:
+        return [True] * len(variances)
+    kept = [False] * len(variances)
     for index in sorted(range(len(variances)), key=lambda index: -variances[index]):
-        if sum_so_far >= share * total:
-            break
         kept[index] = True
         sum_so_far += variances[index]
+        if sum_so_far >= share * total:
+            break
     return kept
 
 

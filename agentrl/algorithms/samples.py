@@ -1,6 +1,7 @@
 """From groups to the samples that are trained on: with the algorithm's advantages and the turns' rewards."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 
 from agentrl.algorithms.batch_processing import BatchProcessing, BatchProcessingConfig
@@ -32,6 +33,10 @@ def samples_of(
     informative = processing.informative(parts)
     wanted = [told for part, told in zip(parts, informative, strict=True) for _ in part.trajectories]
     kept = [a and b for a, b in zip(processing.trained(trajectories), wanted, strict=True)]
-    for trajectory, advantage, earned, trained in zip(trajectories, advantages, rewards, kept, strict=True):
+    numbers = [number for number, part in enumerate(parts) for _ in part.trajectories]
+    for number, trajectory, advantage, earned, trained in zip(
+        numbers, trajectories, advantages, rewards, kept, strict=True
+    ):
         if trained:
-            yield from to_samples(trajectory, advantage, turn_rewards=earned, oldest_version=oldest_version)
+            for sample in to_samples(trajectory, advantage, turn_rewards=earned, oldest_version=oldest_version):
+                yield replace(sample, group=number)

@@ -1,6 +1,7 @@
 """Supervised fine-tuning as an algorithm: trajectories are worth imitating, all or the best."""
 
 from collections.abc import Sequence
+from statistics import fmean
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -58,9 +59,11 @@ class RejectionSampling(Sft):
         if self.config.keep == "success":
             return [float(trajectory.success) for trajectory in group.trajectories]
         if self.config.keep == "best":
-            return [float(reward == max(rewards_G)) for reward in rewards_G]
-        return [float(reward > float(np.mean(rewards_G))) for reward in rewards_G]
+            best = max(rewards_G)
+            return [float(reward == best) for reward in rewards_G]
+        mean = fmean(rewards_G)
+        return [float(reward > mean) for reward in rewards_G]
 
     def normalizer(self, batch: TrainBatch) -> float:
         """The number of tokens that are imitated; 1 if there are none, and nothing changes."""
-        return float(max(1, np.count_nonzero(batch.advantages_N)))
+        return float(max(1, int(np.count_nonzero(batch.advantages_N))))

@@ -147,7 +147,8 @@ def test_the_fewest_groups_that_have_the_share_of_the_variance_are_kept(variance
     chosen = sorted((v for v, keep in zip(variances, kept, strict=True) if keep), reverse=True)
     assert math.fsum(chosen) >= share * total * (1 - 1e-9)
     if total:
-        assert sum(chosen[:-1]) < share * total * (1 + 1e-9)
+        assert chosen
+        assert sum(chosen[:-1]) <= share * total * (1 + 1e-9)
         assert all(v <= chosen[-1] for v, keep in zip(variances, kept, strict=True) if not keep)
     else:
         assert all(kept)
