@@ -45,6 +45,7 @@ from agentrl.remote.env_worker import EnvWorker, env_workers
 from agentrl.remote.sessions import ServerLimits
 from agentrl.rollout.agents import FrozenRoute, ScriptedRoute
 from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner, Role, ScriptedPolicy
+from agentrl.rollout.model_tokenizer import check_same_tokens
 from agentrl.rollout.renderer import RendererConfig, TemplateRenderer, renderer_of
 from agentrl.rollout.scheduler import Rollouts
 from agentrl.run import Run
@@ -365,14 +366,22 @@ def _on_devices(config: RunConfig, devices: DeviceMap) -> RunConfig:
 
 
 def make_advisors(placed: PlacedCluster, algorithm: Algorithm, model: Path, latest: LatestCheckpoint) -> Advisors:
-    """Make the configured reference and critic; they start from the same model as the trainer."""
+    """Make the configured reference and critic. They start from the same model as the trainer, unless the algorithm
+    names another reference.
+
+    Raises:
+        ConfigError: the other reference has other tokens.
+    """
 
     def latest_critic() -> tuple[int, Path] | None:
         newest = latest()
         return None if newest is None else (newest[0], newest[1] / CRITIC_FOLDER)
 
     config = placed.config
-    reference = make_trainer(placed, model, role="reference") if config.reference else None
+    teacher: Path | None = getattr(algorithm, "reference_model", None)
+    if teacher is not None:
+        check_same_tokens(model, teacher)
+    reference = make_trainer(placed, teacher or model, role="reference") if config.reference else None
     critic = make_trainer(placed, model, latest_critic, role="critic") if config.critic else None
     # The config's validation has checked that both have `predict`.
     return Advisors(algorithm, cast("SupportsPredict | None", reference), cast("SupportsPredict | None", critic))

@@ -16,6 +16,7 @@ from agentrl.assembly import assemble_training
 from agentrl.config import load_config
 from agentrl.errors import ConfigError
 from agentrl.rollout.ledger import Ledger
+from agentrl.tiny_model import create_tiny_model
 from tests.commands import Command
 from tests.processes import PATIENCE_SECONDS, still_alive
 from tests.rollout.ledger_queries import trained_tasks
@@ -257,3 +258,15 @@ trackers: []
     train("own.yaml", "run_dir=run", cwd=tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["loss"] > 0 for row in rows if "nll" in row] == [True, True]
+
+
+@pytest.mark.slow
+def test_a_policy_comes_nearer_to_its_teacher(tmp_path):
+    for name, seed in (("student", 0), ("teacher", 1)):
+        create_tiny_model(tmp_path / name, corpus=["You cross a frozen lake: left, right, up or down."], seed=seed)
+    settings = ["algorithm={name: distill, teacher: teacher}", "model.name=student", "trainer.lr=3e-3", "steps=12"]
+    train(SMALL[0], *SMALL[1:], "algorithm={}", *settings, "run_dir=run", cwd=tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    kl = [row["reference_kl"] for row in rows if "reference_kl" in row]
+    assert len(kl) == 12
+    assert sum(kl[-3:]) < 0.7 * sum(kl[:3])
