@@ -41,8 +41,8 @@ def check_same_tokens(model: Path, other: Path) -> None:
         differing = sorted(token for token in own.keys() | others.keys() if own.get(token) != others.get(token))
         raise ConfigError(
             f"algorithm.teacher: the tokenizer of {other} differs from that of {model} in {len(differing)} tokens, "
-            f"such as {differing[0]!r}: a teacher is asked for the logprobs of the policy's own tokens, so it must have "
-            "the same ones. Take a teacher of the same family"
+            f"such as {differing[0]!r}: a teacher is asked for the logprobs of the policy's own tokens, so it must "
+            "have the same ones. Take a teacher of the same family"
         )
 
 
