@@ -19,6 +19,9 @@ pytest_plugins = ["agentrl.testing.fixtures"]
 # Before torch is loaded. With more, its threads spin against those of the other process: 31 s for a test of 2 s.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Else the workers of Ray that tests start by themselves get next to nothing of a busy machine.
+os.environ.setdefault("RAY_worker_niceness", "0")
+
 # Nothing of ours is compiled by torch. Some lines of vLLM's are, for up to 24 s in each engine that is started.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 

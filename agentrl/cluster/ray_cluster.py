@@ -98,7 +98,9 @@ def join_ray(address: str = "", **options: Any) -> None:
         if address:
             ray.init(address, log_to_driver=False, **options)
         else:
-            with _inherited({"PYTHONPATH": _python_path(), _SPANS_MACHINES: "0"}), _on_loopback():
+            started_with = {"PYTHONPATH": _python_path(), _SPANS_MACHINES: "0"}
+            started_with[_NICENESS] = os.environ.get(_NICENESS, "0")
+            with _inherited(started_with), _on_loopback():
                 options["_temp_dir"] = str(Path(tempfile.gettempdir(), "ray"))
                 ray.init("local", log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR, **options)
             _end_agents_with_us()
@@ -108,6 +110,9 @@ def join_ray(address: str = "", **options: Any) -> None:
 
 _SPANS_MACHINES = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Ray's variable: whether other machines may join. Elsewhere than on these systems they may by default."""
+_NICENESS = "RAY_worker_niceness"
+"""Ray's variable: how far its workers step back for others. By default they get a thirtieth of a core that another
+process wants too, and trainers and engines are the run's own work."""
 _REAPER = """
 read -r _
 while readlink "/proc/$1/exe"; do sleep 0.2; done >/dev/null 2>&1
