@@ -84,6 +84,35 @@ def test_no_token_is_sampled_twice_and_every_version_is_exact(update):
     served([engine], main, update)
 
 
+class Letters:
+    """Token n is the letter with the number n."""
+
+    def decode(self, token_ids, **options):
+        return "".join(chr(97 + token) for token in token_ids)
+
+
+def test_what_was_sampled_from_and_stop_texts_survive_an_interrupted_turn():
+    engine = ScriptedEngine(
+        lambda tokens: [10.0 * (i == len(tokens)) for i in range(100)],
+        seconds_per_token=lambda request: 1.0,
+        tokenizer=Letters(),
+    )
+    sampling = SamplingParams(max_tokens=12, top_k=3, stop=("gh",))
+    asked = GenerateRequest("a", (1, 2), sampling, seed=7, keep_support=True)
+
+    async def main(router: Router) -> None:
+        async with Flow("requests") as flow:
+            task = flow.start(router.generate(asked), name="a")
+            await asyncio.sleep(5.5)  # the text is c d e f g, and h comes after the update
+            await router.update_weights({}, 1)
+        completion = task.result()
+        assert completion.token_ids.tolist() == [2, 3, 4, 5, 6, 7]
+        assert completion.finish_reason == "stop"
+        assert completion.support_of_each.lengths.tolist() == [3] * 6
+
+    served([engine], main, "abort_resume")
+
+
 def test_drain_waits_for_turns_in_flight_and_holds_new_ones_back():
     engine = counting()
 
