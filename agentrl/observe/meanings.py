@@ -60,7 +60,9 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "constraints/rate/<part>": "Mean cost of a constraint in the batch (`batch_processing.constraints`).",
         "constraints/multiplier/<part>": "The constraint's Lagrange multiplier.",
         "demonstrations/success": "Share of the scripted player's episodes that succeeded, before the first step.",
-        "accuracy": "`recipe: reward_model`: share of the pairs whose chosen conversation scores higher.",
+        "accuracy": "Recipes `reward_model` and `dpo`: share of the pairs in the right order, before the step.",
+        "preference_loss": "`recipe: dpo`: mean loss of a pair, in nats.",
+        "margin": "`recipe: dpo`: beta times how much likelier the chosen half became than the rejected one.",
     },
     "The critic (`algorithm: ppo`)": {
         "critic/explained_variance": "1 - Var(return - value) / Var(return): 1 is perfect, 0 as good as the mean.",
@@ -79,7 +81,7 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "eval/episodes": "Held-out episodes that came to an end.",
         "eval/failed": "Held-out episodes that failed. They are not averaged in.",
         "eval/agents/<agent>/<metric>": "The same of one agent.",
-        "eval/preference_accuracy": "`recipe: reward_model`: share of held-out pairs in the right order.",
+        "eval/preference_accuracy": "Recipes `reward_model` and `dpo`: share of held-out pairs in the right order.",
     },
     "Time": {
         "seconds": "Seconds of the whole step.",

@@ -1,0 +1,173 @@
+"""Direct preference optimisation on pairs of a file or of a run's episodes.
+
+    preferences ─▶ pairs ─▶ tokens ─▶ the first model's logprobs, once ─┐
+                                └────▶ the model's logprobs ─▶ weights of the pairs ─▶ trainer, step by step
+
+Nothing is sampled and no engine is started. The reference is the model that training begins with. Online DPO, on pairs
+that the policy plays itself, is `algorithm: dpo`. The trained model is saved in the run's folder `dpo`.
+"""
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Annotated
+
+import numpy as np
+from pydantic import Field
+
+from agentrl.algorithms.dpo import OnlineDpo
+from agentrl.arrays import FloatArray, floats, ints
+from agentrl.assembly import make_trainer, open_cluster
+from agentrl.batch import TrainBatch, TrainingSample, collate, to_samples
+from agentrl.durable import finish_folder, new_unfinished
+from agentrl.errors import ConfigError
+from agentrl.protocols import Settings, SupportsPredict
+from agentrl.recipes.demonstrations import DemonstrationsConfig
+from agentrl.recipes.preferences import Preference, PreferencesConfig, read_preferences, split
+from agentrl.recipes.starting_model import starting_model
+from agentrl.rollout.renderer import TemplateRenderer, renderer_of
+from agentrl.rollout.seeds import derive_seed
+from agentrl.run import Run
+from agentrl.trajectory import Completion, Message, Task, Terminated, Trajectory, Turn
+
+Pair = tuple[Sequence[TrainingSample], Sequence[TrainingSample]]
+"""The samples of the chosen and of the rejected conversation."""
+
+
+class DpoSettings(Settings):
+    """Settings of `recipe: dpo`. The sections `algorithm` and `engine` are not used."""
+
+    preferences: PreferencesConfig
+    """The pairs to learn from. `device` and `micro_batch_pairs` are not used: the section `trainer` has its own."""
+    beta: Annotated[float, Field(gt=0)] = 0.1
+    """How strongly the policy is held to the model that training begins with: the smaller, the further it may move."""
+    demonstrations: DemonstrationsConfig | None = None
+    """What the model imitates first."""
+
+
+async def dpo(run: Run, settings: DpoSettings) -> None:
+    """The recipe. The run's metrics have each step's loss and accuracy, and the accuracy on held-out pairs.
+
+    Raises:
+        ConfigError: there is nothing to train on.
+        TrainingError: the loss is not finite.
+    """
+    config, final = settings.preferences, run.folder / "dpo"
+    if final.exists():
+        run.display.say(f"the model is in {final} already")
+        return
+    rng = Random(derive_seed(run.config.seed, "preferences"))
+    preferences = read_preferences(config, rng)
+    base = await starting_model(run, settings.demonstrations)
+    renderer = await asyncio.to_thread(renderer_of, base, run.config.model)
+    training, held_out = (_within(run, part, renderer, config) for part in split(preferences, config.held_out, rng))
+    if not training:
+        raise ConfigError(f"no pair of {config.path} is left to train on: raise max_tokens, or lower held_out")
+    await _learn(run, settings, base, batches=list(_batches(training, config, rng)), held_out=held_out)
+    run.display.say(f"the model is in {final}")
+
+
+async def _learn(
+    run: Run, settings: DpoSettings, base: Path, *, batches: Sequence[TrainBatch], held_out: Sequence[Pair]
+) -> None:
+    algorithm = OnlineDpo(OnlineDpo.Config(beta=settings.beta))
+    run.metrics.rewind(0)  # drop the metrics of a stopped run: its training starts over
+    into = new_unfinished(run.folder / "dpo")
+    measured = [_batch([pair]) for pair in held_out]
+    async with (
+        open_cluster(run.config) as placed,
+        make_trainer(placed, base, steps=len(batches), lr=settings.preferences.lr) as trainer,
+    ):
+        if not isinstance(trainer, SupportsPredict):
+            raise ConfigError(f"trainer={run.config.trainer.name} has no method `predict`, which the recipe dpo needs")
+        # It is the first model still.
+        references = [await trainer.predict(batch) for batch in batches]
+        held_references = [await trainer.predict(batch) for batch in measured]
+        for step, (pairs, reference_N) in enumerate(zip(batches, references, strict=True)):
+            batch = replace(pairs, rollout_logprobs_N=await trainer.predict(pairs), reference_logprobs_N=reference_N)
+            metrics = await trainer.step(algorithm.prepared(batch), algorithm.loss, algorithm.normalizer(batch))
+            found = margins(batch, settings.beta)
+            run.record_metrics(step, {**metrics, **_of_pairs(found)})
+            if (step + 1) % max(1, len(batches) // 8) == 0:
+                run.display.say(f"step {step + 1} of {len(batches)}: {np.mean(found > 0):.0%} in the right order")
+        if measured:
+            held = [
+                margins(replace(pair, rollout_logprobs_N=await trainer.predict(pair), reference_logprobs_N=first), 1.0)
+                for pair, first in zip(measured, held_references, strict=True)
+            ]
+            accuracy = float(np.mean(np.concatenate(held) > 0))
+            run.record_metrics(len(batches), {"eval/preference_accuracy": accuracy})
+            run.display.say(f"of {len(measured)} held-out pairs, [bold]{accuracy:.1%}[/bold] are in the right order")
+        await trainer.save(into)
+    finish_folder(run.folder / "dpo")
+
+
+def margins(batch: TrainBatch, beta: float) -> FloatArray:
+    """m of each pair: beta times how much likelier the chosen half became than the rejected one, against the reference.
+
+    The samples of a pair have the same group number, and the sign of their advantages tells its halves apart.
+    """
+    moved_N = (batch.rollout_logprobs_N - batch.reference_logprobs_N) * np.sign(batch.advantages_N)
+    groups_N = np.repeat(batch.groups_M, batch.loss_tokens_M)
+    return floats(beta * np.bincount(groups_N, weights=moved_N))
+
+
+def _of_pairs(margins_P: FloatArray) -> Mapping[str, float]:
+    return {
+        "preference_loss": float(np.mean(np.logaddexp(0, -margins_P.astype(np.float64)))),
+        "accuracy": float(np.mean(margins_P > 0)),
+        "margin": float(np.mean(margins_P)),
+    }
+
+
+def _batches(pairs: Sequence[Pair], config: PreferencesConfig, rng: Random) -> Iterator[TrainBatch]:
+    """Batches of all pairs, in a different order in each epoch; the last batch of an epoch may be smaller."""
+    for _ in range(config.epochs):
+        mixed = rng.sample(pairs, len(pairs))
+        for start in range(0, len(mixed), config.pairs_per_step):
+            yield _batch(mixed[start : start + config.pairs_per_step])
+
+
+def _batch(pairs: Sequence[Pair]) -> TrainBatch:
+    numbered = [(number, half) for number, pair in enumerate(pairs) for half in pair]
+    return collate(replace(sample, group=number) for number, half in numbered for sample in half)
+
+
+def _within(run: Run, pairs: Sequence[Preference], renderer: TemplateRenderer, config: PreferencesConfig) -> list[Pair]:
+    """The samples of the pairs that are short enough."""
+    made: list[Pair] = [
+        (to_samples(spoken(pair.chosen, renderer), 1.0), to_samples(spoken(pair.rejected, renderer), -1.0))
+        for pair in pairs
+    ]
+    short = [pair for pair in made if all(sum(len(s.token_ids) for s in half) <= config.max_tokens for half in pair)]
+    if len(short) < len(made):
+        run.display.say(
+            f"{len(made) - len(short)} of {len(made)} pairs are longer than {config.max_tokens} tokens: left out"
+        )
+    return short
+
+
+def spoken(messages: Sequence[Message], renderer: TemplateRenderer) -> Trajectory:
+    """A conversation as the tokens that the model would have read and written.
+
+    Raises:
+        ConfigError: the assistant says nothing in it, or speaks first.
+    """
+    conversation, news, turns = renderer.conversation(), list[Message](), list[Turn]()
+    for message in messages:
+        if message.role != "assistant":
+            news.append(message)
+            continue
+        if not news:
+            raise ConfigError("a conversation of a pair has an answer of the assistant to nothing: give a prompt")
+        prompt = conversation.prompt(news)
+        news = []
+        ids = renderer.answer_ids(message.content)
+        completion = Completion(ids, floats(np.zeros(len(ids))), ints(np.zeros(len(ids))), "stop")
+        conversation.answer(completion)
+        turns.append(Turn(prompt.new_ids, completion, 0.0, {}, prompt.forked))
+    if not turns:
+        raise ConfigError("a conversation of a pair has no answer of the assistant, so there is nothing to learn")
+    return Trajectory("pair", Task("pair", 0), tuple(turns), Terminated())
