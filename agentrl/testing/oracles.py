@@ -201,10 +201,12 @@ class Oracle:
         logits_P: Tensor,
         *,
         members: int,
+        reference_P: Tensor | None = None,
     ) -> Tensor:
         """The expectation of the gradient that the algorithm ascends, over all groups of so many members; shape P.
 
-        On-policy, in the first minibatch, with one group in a batch, and with an exact critic.
+        On-policy, in the first minibatch, with one group in a batch, and with an exact critic. `reference_P`: the
+        logits of the reference, by default the policy's own.
         """
         probabilities = self.probabilities(logits_P).tolist()
         everything = self.group(range(len(self.paths)), logits_P)
@@ -217,8 +219,15 @@ class Oracle:
             chance = ways * math.prod(probabilities[n] for n in numbers)
             trajectories, scores = zip(*(played[n] for n in numbers), strict=True)
             batch = collate(samples_of([Group(everything.task, trajectories, scores)], algorithm))
+            if reference_P is not None:
+                batch = self.with_reference(batch, reference_P)
             total_W += chance * self._ascent_of_tokens(algorithm, batch, logits_P, critic)
         return self._by_logits(total_W, logits_P)
+
+    def with_reference(self, batch: TrainBatch, logits_P: Tensor) -> TrainBatch:
+        """A batch of this problem's paths with the logprobs of a reference that has these logits."""
+        tokens_N = batch.tokens_S[batch.loss_mask_S].astype(np.int64)
+        return replace(batch, reference_logprobs_N=floats(self.logprobs(logits_P).detach().numpy()[tokens_N]))
 
     def ascent(self, algorithm: Algorithm, batch: TrainBatch, logits_P: Tensor) -> Tensor:
         """The gradient that the algorithm ascends on a batch of this problem's paths, shape P."""

@@ -17,6 +17,7 @@ from agentrl.algorithms.advantages import group_mean, group_std, leave_one_out
 from agentrl.algorithms.grpo import Grpo
 from agentrl.algorithms.losses import cross_entropy, negative_entropy, reference_penalty
 from agentrl.algorithms.sft import RejectionSampling, Sft
+from agentrl.algorithms.surrogates import Cispo, Gspo, Sapo
 from agentrl.batch import TrainBatch, TrainingSample, collate
 from agentrl.protocols import LossOutput, LossTokens
 from agentrl.trajectory import Group, Score, Task, Terminated, Trajectory
@@ -156,6 +157,38 @@ def test_the_importance_weight_is_truncated_and_carries_no_gradient() -> None:
     uncorrected = policy_gradient(logprobs, tokens, **CLIP)
     assert uncorrected.loss_N.tolist() == pytest.approx([-1.0, -1.0, -1.0])
     assert uncorrected.metrics["importance_truncated"].tolist() == [0, 0, 0]
+
+
+def test_importance_weights_may_be_masked_or_shared_by_a_sample() -> None:
+    log = math.log
+    rollout = [log(0.5), log(0.2), log(0.25)]
+    tokens = replace(tokens_of([0.0] * 3, rollout, [1.0] * 3), segments_N=torch.tensor([4, 4, 7]))
+    logprobs = torch.zeros(3, dtype=torch.float64)
+
+    def weights(**settings: Any) -> list[float]:
+        return (-policy_gradient(logprobs, tokens, **CLIP, **settings).loss_N).tolist()
+
+    assert weights(importance_cap=4.5) == pytest.approx([2.0, 4.5, 4.0])
+    assert weights(importance_cap=4.5, importance="mask") == pytest.approx([2.0, 0.0, 4.0])
+    assert weights(importance_cap=20.0, importance_level="sequence") == pytest.approx([10.0, 10.0, 4.0])
+    assert weights(importance_cap=9.0, importance_level="sequence", importance="mask") == pytest.approx([0.0, 0.0, 4.0])
+
+
+def test_surrogates_off_policy_by_hand() -> None:
+    log = math.log
+    logprobs = torch.tensor([log(3.0), log(0.5)], dtype=torch.float64, requires_grad=True)
+    tokens = tokens_of([0.0, 0.0], [0.0, 0.0], [1.0, 1.0])
+    # CISPO: the weight is cut at 2, and the gradient stays.
+    loss = Cispo(Cispo.Config(clip_high=1.0)).loss(logprobs, tokens).loss_N
+    assert torch.autograd.grad(loss.sum(), logprobs)[0].tolist() == pytest.approx([-2.0, -0.5])
+    # GSPO: one ratio, sqrt(1.5), for both tokens of the sample; beyond the clip neither has a gradient.
+    for clip_high, gradient in ((0.3, -math.sqrt(1.5) / 2 * 2), (0.2, 0.0)):
+        loss = Gspo(Gspo.Config(clip_high=clip_high)).loss(logprobs, tokens).loss_N
+        assert torch.autograd.grad(loss.sum(), logprobs)[0].tolist() == pytest.approx([gradient] * 2)
+    # SAPO: the gradient is that of the ratio, times sech^2 of half its distance from 1.
+    loss = Sapo(Sapo.Config()).loss(logprobs, tokens).loss_N
+    expected = [-ratio / math.cosh((ratio - 1) / 2) ** 2 for ratio in (3.0, 0.5)]
+    assert torch.autograd.grad(loss.sum(), logprobs)[0].tolist() == pytest.approx(expected)
 
 
 def naive(new: torch.Tensor, old: float, rollout: float, advantage: float) -> torch.Tensor:

@@ -1,14 +1,10 @@
 """Online DPO: its gradient is that of the paper's loss on the pairs that were played."""
 
-from dataclasses import replace
-
-import numpy as np
 import pytest
 import torch
 
 from agentrl.algorithms.dpo import OnlineDpo
 from agentrl.algorithms.samples import samples_of
-from agentrl.arrays import floats
 from agentrl.batch import collate
 from agentrl.testing.oracles import Oracle, bandit, chain
 
@@ -20,8 +16,7 @@ def test_the_gradient_is_that_of_the_loss_on_pairs(problem) -> None:
     reference_W = oracle.logprobs(oracle.logits(2))
     groups = [oracle.group([0, 1, 2], logits), oracle.group([2, 1], logits), oracle.group([1, 1], logits)]
     batch = collate(samples_of(groups, algorithm))
-    tokens_N = torch.from_numpy(batch.tokens_S[batch.loss_mask_S].astype(np.int64))
-    batch = replace(batch, reference_logprobs_N=floats(reference_W[tokens_N].numpy()))
+    batch = oracle.with_reference(batch, oracle.logits(2))
     paired = [group for group in groups if len(set(group.rewards_G)) > 1]
     assert algorithm.normalizer(batch) == len(paired) > 0
     own = logits.clone().requires_grad_()

@@ -96,6 +96,32 @@ def test_the_docs_say_how_biased_an_algorithm_is_by_design(name: str) -> None:
     assert stated == [pytest.approx(measured(BIASED[name], problem), abs=6e-3) for problem in PROBLEMS]
 
 
+@pytest.mark.parametrize("problem", ["stopping", "chain"])
+@pytest.mark.parametrize("where", ["kl", "kl_reward"])
+@pytest.mark.parametrize("name", ["reinforce", "rloo", "ppo", "turn_ppo"])
+def test_the_kl_to_a_reference_has_its_own_gradient_in_the_loss_and_in_the_reward(
+    name: str, where: str, problem: str
+) -> None:
+    """In the loss, each token answers for its own KL; in the reward, also for that of the tokens after it."""
+    algorithm, members = UNBIASED[name]
+    settings = algorithm.config.model_dump() | ({"lam": 1.0} if isinstance(algorithm, Ppo) else {})
+    plain, held = (type(algorithm)(algorithm.config.model_validate(settings | {where: beta})) for beta in (0.0, 0.3))
+    oracle = Oracle(PROBLEMS[problem])
+    logits, reference = oracle.logits(1), oracle.logits(2)
+    found = oracle.expected_gradient(held, logits, members=members, reference_P=reference)
+    without = oracle.expected_gradient(plain, logits, members=members, reference_P=reference)
+    own = logits.clone().requires_grad_()
+    chances, moved_W = oracle.probabilities(own), oracle.logprobs(own) - oracle.logprobs(reference)
+    played = oracle.group(range(len(oracle.paths)), logits).trajectories
+    moved = [moved_W[[int(i) for turn in t.turns for i in turn.completion.token_ids]] for t in played]
+    if where == "kl_reward":
+        cost = sum(chance * of_path.sum() for chance, of_path in zip(chances, moved, strict=True))
+    else:
+        cost = sum(chance * of_path.square().sum() / 2 for chance, of_path in zip(chances.detach(), moved, strict=True))
+    (expected,) = torch.autograd.grad(-0.3 * cost, own)
+    torch.testing.assert_close(found - without, members * expected, rtol=1e-4, atol=1e-6)
+
+
 class ReachedBaseline(Grpo):
     """The baseline of a turn is the mean over the members that came so far: what is often written (verl issue 7244)."""
 
