@@ -34,9 +34,6 @@ class Distill(PolicyAlgorithm):
 
     config: Config
 
-    def __init__(self, config: Config | None = None) -> None:
-        self.config = config or Distill.Config()
-
     @property
     def uses_reference(self) -> bool:
         """See `Algorithm`."""

@@ -33,9 +33,6 @@ class OnlineDpo(PolicyAlgorithm):
     compares_members = True
     """See `Algorithm`."""
 
-    def __init__(self, config: Config | None = None) -> None:
-        self.config = config or OnlineDpo.Config()
-
     @property
     def uses_reference(self) -> bool:
         """See `Algorithm`."""

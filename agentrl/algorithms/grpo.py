@@ -42,9 +42,6 @@ class Grpo(PolicyAlgorithm):
     compares_members = True
     """See `Algorithm`."""
 
-    def __init__(self, config: Config | None = None) -> None:
-        self.config = config or type(self).Config()
-
     def advantages(self, group: Group) -> Sequence[MemberAdvantage]:
         """One advantage per member; with `reward_to_go`, one per turn.
 

@@ -63,6 +63,9 @@ class PolicyAlgorithm:
     Config: type[PolicyLoss] = PolicyLoss
     config: PolicyLoss
 
+    def __init__(self, config: PolicyLoss | None = None) -> None:
+        self.config = config or type(self).Config()
+
     @property
     def uses_reference(self) -> bool:
         """See `Algorithm`."""

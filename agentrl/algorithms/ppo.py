@@ -52,9 +52,6 @@ class Ppo(PolicyAlgorithm):
 
     config: Config
 
-    def __init__(self, config: Config | None = None) -> None:
-        self.config = config or type(self).Config()
-
     @property
     def bootstraps(self) -> bool:
         """See `ActorCritic`."""

@@ -29,9 +29,6 @@ class Reinforce(PolicyAlgorithm):
 
     config: Config
 
-    def __init__(self, config: Config | None = None) -> None:
-        self.config = config or type(self).Config()
-
     def advantages(self, group: Group) -> Sequence[MemberAdvantage]:
         """The return to go of each turn, or each member's return.
 

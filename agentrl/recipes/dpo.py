@@ -8,7 +8,7 @@ that the policy plays itself, is `algorithm: dpo`. The trained model is saved in
 """
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -25,7 +25,7 @@ from agentrl.durable import finish_folder, new_unfinished
 from agentrl.errors import ConfigError
 from agentrl.protocols import Settings, SupportsPredict
 from agentrl.recipes.demonstrations import DemonstrationsConfig
-from agentrl.recipes.preferences import Preference, PreferencesConfig, read_preferences, split
+from agentrl.recipes.preferences import Preference, PreferencesConfig, in_batches, read_preferences, split
 from agentrl.recipes.starting_model import starting_model
 from agentrl.rollout.renderer import TemplateRenderer, renderer_of
 from agentrl.rollout.seeds import derive_seed
@@ -65,7 +65,9 @@ async def dpo(run: Run, settings: DpoSettings) -> None:
     training, held_out = (_within(run, part, renderer, config) for part in split(preferences, config.held_out, rng))
     if not training:
         raise ConfigError(f"no pair of {config.path} is left to train on: raise max_tokens, or lower held_out")
-    await _learn(run, settings, base, batches=list(_batches(training, config, rng)), held_out=held_out)
+    await _learn(
+        run, settings, base, batches=[_batch(pairs) for pairs in in_batches(training, config, rng)], held_out=held_out
+    )
     run.display.say(f"the model is in {final}")
 
 
@@ -120,14 +122,6 @@ def _of_pairs(margins_P: FloatArray) -> Mapping[str, float]:
         "accuracy": float(np.mean(margins_P > 0)),
         "margin": float(np.mean(margins_P)),
     }
-
-
-def _batches(pairs: Sequence[Pair], config: PreferencesConfig, rng: Random) -> Iterator[TrainBatch]:
-    """Batches of all pairs, in a different order in each epoch; the last batch of an epoch may be smaller."""
-    for _ in range(config.epochs):
-        mixed = rng.sample(pairs, len(pairs))
-        for start in range(0, len(mixed), config.pairs_per_step):
-            yield _batch(mixed[start : start + config.pairs_per_step])
 
 
 def _batch(pairs: Sequence[Pair]) -> TrainBatch:

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from random import Random
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
 from agentrl.errors import ConfigError
 from agentrl.protocols import Settings
 from agentrl.trajectory import Message
+
+T = TypeVar("T")
 
 
 class PreferencesConfig(Settings):
@@ -87,6 +89,14 @@ def split(pairs: Sequence[Preference], held_out: float, rng: Random) -> tuple[li
     rng.shuffle(tasks)
     measured = set(tasks[: round(held_out * len(tasks))])
     return [pair for pair in pairs if pair.task not in measured], [pair for pair in pairs if pair.task in measured]
+
+
+def in_batches(pairs: Sequence[T], config: PreferencesConfig, rng: Random) -> Iterator[list[T]]:
+    """Batches of all pairs, in a different order in each epoch; the last batch of an epoch may be smaller."""
+    for _ in range(config.epochs):
+        mixed = rng.sample(pairs, len(pairs))
+        for start in range(0, len(mixed), config.pairs_per_step):
+            yield mixed[start : start + config.pairs_per_step]
 
 
 def _rows(path: Path) -> Iterator[Any]:

@@ -7,7 +7,7 @@ the run's folder `reward_model`, which the reward `reward_model` loads.
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from agentrl.durable import finish_folder, new_unfinished
 from agentrl.errors import ConfigError
 from agentrl.protocols import Settings
-from agentrl.recipes.preferences import Preference, PreferencesConfig, read_preferences, split
+from agentrl.recipes.preferences import Preference, PreferencesConfig, in_batches, read_preferences, split
 from agentrl.recipes.starting_model import base_model
 from agentrl.rollout.renderer import renderer_of
 from agentrl.rollout.seeds import derive_seed
@@ -50,7 +50,7 @@ async def reward_model(run: Run, settings: RewardModelSettings) -> None:
     training, held_out = (_tokens(run, base, part, config) for part in split(pairs, config.held_out, rng))
     if not training:
         raise ConfigError(f"no pair of {config.path} is left to train on: raise max_tokens, or lower held_out")
-    batches = list(_batches(training, config, rng))
+    batches = list(in_batches(training, config, rng))
     await _train(run, config, base, batches=batches, held_out=held_out, into=new_unfinished(final))
     finish_folder(final)
     run.display.say(f"the reward model is in {final}")
@@ -98,11 +98,3 @@ def _tokens(run: Run, base: Path, pairs: Sequence[Preference], config: Preferenc
             f"{len(encoded) - len(short)} of {len(encoded)} pairs are longer than {config.max_tokens} tokens: left out"
         )
     return short
-
-
-def _batches(pairs: Sequence["Pair"], config: PreferencesConfig, rng: Random) -> Iterator[list["Pair"]]:
-    """Batches of all pairs, in a different order in each epoch; the last batch of an epoch may be smaller."""
-    for _ in range(config.epochs):
-        mixed = rng.sample(pairs, len(pairs))
-        for start in range(0, len(mixed), config.pairs_per_step):
-            yield mixed[start : start + config.pairs_per_step]

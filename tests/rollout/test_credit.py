@@ -109,7 +109,7 @@ def scored(*trajectories: Trajectory) -> Group:
 
 
 def test_turns_from_the_same_state_are_compared_by_hand() -> None:
-    # Both meet in b, from where one earns 4 and the other nothing; nobody else is in c.
+    # Both come to b: the first earns 4 there, and the second nothing. Only the second comes to c.
     group = scored(turns(("a", 0.0), ("b", 4.0)), turns(("a", 0.0), ("c", 1.0), ("b", 0.0)))
     settings = {"advantage": "group_mean", "step_gamma": 0.5, "step_weight": 2.0}
     first, second = Gigpo(Gigpo.Config(**settings)).advantages(group)
