@@ -307,6 +307,9 @@ def show_ledger(
     console.print(ledger_report.details_table(explanation))
     console.print()
     console.print(ledger_report.episodes_table(explanation))
+    if explanation.segments:
+        console.print("\nTrained on before they ended:\n")
+        console.print(ledger_report.segments_table(explanation))
 
 
 def _print_overview(ledger: LedgerReader) -> None:

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from agentrl.errors import ConfigError
 from agentrl.plugins import nearest
-from agentrl.rollout.ledger import EpisodeRecord, LedgerReader, Tally, TaskRecord
+from agentrl.rollout.ledger import EpisodeRecord, LedgerReader, SegmentRecord, Tally, TaskRecord
 
 _SAID = {
     None: "is running, or was when the run stopped",
@@ -25,13 +25,15 @@ _SAID = {
 class Explanation:
     """Everything the ledger knows of one task or episode.
 
-    `sentence` says why it was or was not trained. `episodes` are those of the task, or all plays of the one episode.
+    `sentence` says why it was or was not trained. `episodes` are those of the task, or all plays of the one episode;
+    `segments` are the parts of them that were trained on before they ended.
     """
 
     id: str
     sentence: str
     task: TaskRecord
     episodes: tuple[EpisodeRecord, ...]
+    segments: tuple[SegmentRecord, ...]
 
 
 def explain(ledger: LedgerReader, name: str) -> Explanation:
@@ -42,7 +44,8 @@ def explain(ledger: LedgerReader, name: str) -> Explanation:
     """
     task = _find_task(ledger, name)
     if task is not None:
-        return Explanation(task.task.id, _about_task(task), task, tuple(ledger.episodes(task.number)))
+        segments = tuple(ledger.segments(task.number))
+        return Explanation(task.task.id, _about_task(task), task, tuple(ledger.episodes(task.number)), segments)
     task_name, *place = name.rsplit("/", 2)
     task = _find_task(ledger, task_name)
     if task is None:
@@ -52,7 +55,8 @@ def explain(ledger: LedgerReader, name: str) -> Explanation:
     if not plays:
         known = dict.fromkeys(f"{task.task.id}/{e.member}/{e.attempt}" for e in episodes)
         raise ConfigError(f"{task.task.id} has no episode {name!r}. It has: {', '.join(known) or 'none yet'}")
-    return Explanation(name, _about_episode(name, task, plays[-1], episodes), task, tuple(plays))
+    segments = tuple(s for s in ledger.segments(task.number) if [str(s.member), str(s.attempt)] == place)
+    return Explanation(name, _about_episode(name, task, plays[-1], episodes), task, tuple(plays), segments)
 
 
 def fates_table(tasks: Sequence[Tally], episodes: Sequence[Tally]) -> Table:
@@ -113,6 +117,15 @@ def episodes_table(explanation: Explanation) -> Table:
     return table
 
 
+def segments_table(explanation: Explanation) -> Table:
+    """A table of the parts of the explained episodes that were trained on before they ended."""
+    table = Table("segment", "launch", "turns", "trained at step", box=None, padding=(0, 2, 0, 0))
+    for s in explanation.segments:
+        name = f"{explanation.task.task.id}/{s.member}/{s.attempt}" + (f" {s.agent}" if s.agent else "")
+        table.add_row(escape(name), str(s.launch), f"{s.first} to {s.first + s.turns - 1}", str(s.step))
+    return table
+
+
 def tenths_of_percent(counts: Sequence[int]) -> list[int]:
     """The shares of `counts` in tenths of a percent, rounded so that they sum to 1000 (by largest remainders)."""
     total = sum(counts)
@@ -148,7 +161,8 @@ def _about_task(task: TaskRecord) -> str:
     fate = _fate_of(task)
     if task.fate == "trained":
         mean = sum(task.rewards) / max(len(task.rewards), 1)
-        return f"{task.task.id} {fate}: {len(task.rewards)} episodes, mean reward {mean:g}"
+        again = f", and used {task.uses - 1} more times" if task.uses > 1 else ""
+        return f"{task.task.id} {fate}: {len(task.rewards)} episodes, mean reward {mean:g}{again}"
     return f"{task.task.id} was not trained{' yet' if task.fate is None else ''}: it {fate}"
 
 

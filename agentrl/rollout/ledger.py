@@ -13,6 +13,10 @@ earlier moment. If one of these operations is lost:
 - `end_task`: the task stays open, is played again and gets its fate then;
 - `trained`: the weights of that step are lost too, because a checkpoint is written only after `sync`. So the file holds
   every step of the newest checkpoint in full. `rewind` reopens the tasks that later steps trained on.
+- `segment` and `reused`: the same.
+
+A task has one fate, however often it is used: a trained task keeps the step that trained on it first, and counts later
+uses (replay, further epochs). An episode that was trained on in parts has a record of each part, its segments.
 
 An operation is "in the file" once the operating system has it: it survives a crash of the process, but not of the
 machine. A machine crash also loses only a suffix, and `sync` ensures that this begins after the newest checkpoint.
@@ -35,7 +39,7 @@ Fate = Literal["trained", "filtered", "stale", "cancelled", "failed"]
 
 # Not `fate IN (...)`: SQLite would rebuild that list for each row, which costs as much as everything else together.
 _IS_A_FATE = " OR ".join(f"fate = '{fate}'" for fate in get_args(Fate))
-_FORMAT = 2
+_FORMAT = 3
 """The `PRAGMA user_version` of a ledger. Raise it when the schema changes."""
 _SCHEMA = f"""
 BEGIN IMMEDIATE;
@@ -61,6 +65,23 @@ CREATE TABLE episodes (    -- TASKID/member/attempt
     why TEXT,
     PRIMARY KEY (task, member, attempt, launch)
 ) WITHOUT ROWID;
+CREATE TABLE segments (    -- turns of an episode that were trained on while it went on
+    task INTEGER NOT NULL,
+    member INTEGER NOT NULL,
+    attempt INTEGER NOT NULL,
+    launch INTEGER NOT NULL,
+    agent TEXT NOT NULL,
+    first INTEGER NOT NULL,              -- number of the first turn
+    turns INTEGER NOT NULL,
+    step INTEGER NOT NULL,
+    PRIMARY KEY (task, member, attempt, launch, agent, first)
+) WITHOUT ROWID;
+CREATE TABLE reuses (      -- of trained tasks, after their step
+    task INTEGER NOT NULL,
+    step INTEGER NOT NULL,
+    count INTEGER NOT NULL,
+    PRIMARY KEY (task, step)
+) WITHOUT ROWID;
 -- Open episodes get their task's fate, except that those of a failed task are cancelled: they did not fail themselves.
 CREATE TRIGGER settle_episodes AFTER UPDATE OF fate ON tasks WHEN NEW.fate IS NOT NULL BEGIN
     UPDATE episodes SET
@@ -85,9 +106,18 @@ _END = (
 )
 _END_TASK = "UPDATE tasks SET fate = ?, why = ? WHERE number = ? AND fate IS NULL"
 _TRAINED = "UPDATE tasks SET fate = 'trained', step = ?, rewards = ? WHERE number = ? AND fate IS NULL"
-
 _FILTERED = "UPDATE tasks SET fate = 'filtered', step = ?, why = ?, rewards = ? WHERE number = ? AND fate IS NULL"
-_TASK_COLUMNS = "number, id, env, seed, options, admitted_version, fate, step, why, rewards"
+_SEGMENT = (
+    "INSERT INTO segments (task, member, attempt, launch, agent, first, turns, step) VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
+)
+_REUSED = (
+    "INSERT INTO reuses (task, step, count) SELECT number, ?, 1 FROM tasks WHERE id = ? AND fate = 'trained' "
+    "ON CONFLICT (task, step) DO UPDATE SET count = count + 1"
+)
+_TASK_COLUMNS = (
+    "number, id, env, seed, options, admitted_version, fate, step, why, rewards, "
+    "COALESCE(fate = 'trained', 0) + (SELECT COALESCE(SUM(count), 0) FROM reuses WHERE task = number)"
+)
 _TALLY = {
     "tasks": (
         "SELECT COALESCE(fate, 'open'), COALESCE({why}, ''), COUNT(*), MIN(id) FROM tasks GROUP BY 1, 2 ORDER BY 3 DESC"
@@ -123,7 +153,10 @@ class Fates:
 
 @dataclass(frozen=True, slots=True)
 class TaskRecord:
-    """The ledger's record of a task. `fate` is None while it is open; training and filtering set `rewards`."""
+    """The ledger's record of a task. `fate` is None while it is open; training and filtering set `rewards`.
+
+    `step` is that of the first training, and `uses` how often the task was trained on altogether.
+    """
 
     number: int
     task: Task
@@ -132,6 +165,7 @@ class TaskRecord:
     step: int | None
     why: str | None
     rewards: tuple[float, ...]
+    uses: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +178,19 @@ class EpisodeRecord:
     fate: Fate | None
     step: int | None
     why: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentRecord:
+    """Consecutive turns of an episode, from the turn `first` on, that were trained on at `step`, before it ended."""
+
+    member: int
+    attempt: int
+    launch: int
+    agent: str
+    first: int
+    turns: int
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +263,12 @@ class LedgerReader:
         """The episodes of the task with this index, by member, attempt and launch."""
         query = "SELECT member, attempt, launch, fate, step, why FROM episodes WHERE task = ? ORDER BY 1, 2, 3"
         return [EpisodeRecord(*row) for row in self._rows(query, number)]
+
+    def segments(self, number: int) -> list[SegmentRecord]:
+        """The segments of the task with this index, by member, attempt, launch, agent and turn."""
+        columns = "member, attempt, launch, agent, first, turns, step"
+        query = f"SELECT {columns} FROM segments WHERE task = ? ORDER BY 1, 2, 3, 4, 5"
+        return [SegmentRecord(*row) for row in self._rows(query, number)]
 
     def tallies(self, kind: Literal["tasks", "episodes"]) -> list[Tally]:
         """How many tasks or episodes have each fate, with an example; the most common fate first."""
@@ -340,11 +393,20 @@ class Ledger(LedgerReader):
         for number, rewards in outcomes.items():
             self._append(_TRAINED, (step, json.dumps([float(reward) for reward in rewards]), number))
 
+    def segment(self, step: int, number: int, member: int, attempt: int, *, agent: str, first: int, turns: int) -> None:
+        """Record that turns of an episode that goes on, from the turn `first` on, are in the batch of `step`."""
+        self._append(_SEGMENT, (number, member, attempt, self._launch, agent, first, turns, step))
+
+    def reused(self, step: int, task_ids: Sequence[str]) -> None:
+        """Record that these tasks, which have been trained on already, are used once more at `step`."""
+        for task_id in task_ids:
+            self._append(_REUSED, (step, task_id))
+
     def rewind(self, step: int) -> list[tuple[int, Task]]:
         """Resume a run with the weights from before `step`: returns the open tasks as they were admitted, by number.
 
         Tasks trained at `step` or later are reopened, because their weights are lost. Episodes in flight, and those of
-        reopened tasks, are cancelled; their tasks must be played again.
+        reopened tasks, are cancelled; their tasks must be played again. Segments and uses of lost steps are forgotten.
         """
         self.flush()
         with self._writer.transaction() as db:
@@ -357,6 +419,8 @@ class Ledger(LedgerReader):
                 "WHERE fate IS NULL OR (fate = 'trained' AND step >= ?)",
                 (step,),
             )
+            db.execute("DELETE FROM segments WHERE step >= ?", (step,))
+            db.execute("DELETE FROM reuses WHERE step >= ?", (step,))
         rows = self._rows(f"SELECT {_TASK_COLUMNS} FROM tasks WHERE fate IS NULL ORDER BY number")
         return [(record.number, record.task) for record in map(_task_record, rows)]
 
@@ -418,9 +482,9 @@ def _connect(path: Path | str, mode: Literal["ro", "rwc"]) -> sqlite3.Connection
 
 
 def _task_record(row: tuple[Any, ...]) -> TaskRecord:
-    number, task_id, env, seed, options, version, fate, step, why, rewards = row
+    number, task_id, env, seed, options, version, fate, step, why, rewards, uses = row
     task = Task(env, int(seed), json.loads(options), task_id)
-    return TaskRecord(number, task, version, fate, step, why, tuple(json.loads(rewards or "[]")))
+    return TaskRecord(number, task, version, fate, step, why, tuple(json.loads(rewards or "[]")), uses)
 
 
 def _storable(why: str) -> str:

@@ -183,6 +183,54 @@ def test_a_rewind_gives_the_open_tasks_back_exactly_as_they_were_admitted(tasks)
         assert ledger.next_number() == len(tasks)
 
 
+def test_a_task_that_is_used_again_keeps_its_first_step_and_counts_its_uses():
+    with Ledger(":memory:") as ledger:
+        admit(ledger, 0, 1)
+        ledger.trained(2, {0: [1.0]})
+        for step in (2, 3, 3, 5):
+            ledger.reused(step, [task(0).id])
+        ledger.trained(3, {1: [1.0]})
+        assert [(ledger.task(n).step, ledger.task(n).uses) for n in (0, 1)] == [(2, 5), (3, 1)]
+        assert "and used 4 more times" in explain(ledger, "0").sentence
+        assert "more times" not in explain(ledger, "1").sentence
+        ledger.rewind(3)
+        assert [(ledger.task(n).step, ledger.task(n).uses) for n in (0, 1)] == [(2, 2), (None, 0)]
+        ledger.rewind(2)
+        assert (ledger.task(0).fate, ledger.task(0).uses) == (None, 0)
+
+
+@pytest.mark.parametrize("fate", [None, "failed", "filtered"])
+def test_only_what_was_trained_can_be_used_again(fate):
+    ledger = Ledger(":memory:")
+    admit(ledger, 0)
+    if fate is not None:
+        ledger.end_task(0, fate, "why")
+    ledger.reused(1, [task(0).id])
+    with pytest.raises(RuntimeError, match="do not exist"):
+        ledger.flush()
+
+
+def test_a_rewind_forgets_the_segments_of_lost_steps_alone():
+    with Ledger(":memory:") as ledger:
+        admit(ledger, 0)
+        ledger.segment(1, 0, 1, 0, agent="", first=0, turns=3)
+        ledger.segment(4, 0, 1, 0, agent="", first=3, turns=1)
+        assert [(s.first, s.turns, s.step) for s in explain(ledger, "0").segments] == [(0, 3, 1), (3, 1, 4)]
+        assert [(s.first, s.turns, s.step) for s in explain(ledger, "0/1/0").segments] == [(0, 3, 1), (3, 1, 4)]
+        assert not explain(ledger, "0/0/0").segments
+        ledger.rewind(4)
+        assert [(s.first, s.turns, s.step) for s in ledger.segments(0)] == [(0, 3, 1)]
+
+
+def test_a_turn_is_in_one_segment():
+    ledger = Ledger(":memory:")
+    admit(ledger, 0)
+    ledger.segment(1, 0, 1, 0, agent="", first=0, turns=3)
+    ledger.segment(2, 0, 1, 0, agent="", first=0, turns=5)
+    with pytest.raises(RuntimeError, match="UNIQUE"):
+        ledger.flush()
+
+
 @pytest.mark.parametrize("options", [{"size": (4, 4)}, {"size": {4}}, {1: "one"}, {"slip": float("nan")}])
 def test_options_that_a_file_would_change_are_refused(options):
     with Ledger(":memory:") as ledger, pytest.raises(ConfigError, match="task t0"):
