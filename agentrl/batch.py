@@ -4,7 +4,8 @@ Dimension suffixes: T tokens of a sample. In a batch: M samples, S tokens of all
 these. Arrays are NumPy's, so that a batch crosses a process boundary without a copy and this module loads no torch.
 
 The tokens are the engine's own (`Turn.prompt_ids`, `Completion.token_ids`), laid end to end; this module never handles
-text. `loss_mask` is 1 exactly for the tokens that the engine sampled, except those that `to_samples` finds too old.
+text. `loss_mask` is 1 exactly for the tokens that the engine sampled, except those that `to_samples` finds too old or
+trained on before.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -243,8 +244,8 @@ def to_samples(
     Every sampled token gets `advantage`, or that of its turn. `turn_rewards` are those of the turns, if there are any.
 
     `turn_ids` counts over the whole trajectory, so a sample after a fork starts with the forked turn's number. Tokens
-    sampled by a version before `oldest_version` carry no loss, like prompt tokens. If `oldest_version` is above 0,
-    samples without a loss token are left out.
+    sampled by a version before `oldest_version`, and those of turns that have been trained on before, carry no loss,
+    like prompt tokens. Samples that are left without a loss token by that are left out.
 
     Raises:
         ValueError: as `TrainingSample`; or there is not one advantage, or one for each turn.
@@ -262,16 +263,16 @@ def to_samples(
         if played[0].forked or not pieces:
             pieces.append([])
         pieces[-1].append(_Played(number, *played))
-    samples = [_sample(piece, oldest_version) for piece in pieces]
-    if oldest_version > 0:
-        samples = _without_stale(samples)
+    samples = [_sample(piece, oldest_version, trajectory.trained_turns) for piece in pieces]
+    if oldest_version > 0 or trajectory.trained_turns:
+        samples = _without_lossless(samples)
     samples = [replace(sample, continues=number > 0) for number, sample in enumerate(samples)]
     if samples and isinstance(trajectory.status, Truncated):
         samples[-1] = replace(samples[-1], truncated=True, tail_ids=trajectory.tail_ids)
     return samples
 
 
-def _without_stale(samples: Sequence[TrainingSample]) -> list[TrainingSample]:
+def _without_lossless(samples: Sequence[TrainingSample]) -> list[TrainingSample]:
     """Those with a loss token. What the others earned counts for the last token before them."""
     kept: list[TrainingSample] = []
     for sample in samples:
@@ -293,7 +294,7 @@ class _Played(NamedTuple):
     reward: float
 
 
-def _sample(piece: Sequence[_Played], oldest_version: int) -> TrainingSample:
+def _sample(piece: Sequence[_Played], oldest_version: int, first_turn: int) -> TrainingSample:
     length = sum(len(one.turn.prompt_ids) + len(one.turn.completion.token_ids) for one in piece)
     supports: list[Ragged] = []
     token_ids_T, turn_ids_T = np.empty(length, np.int32), np.empty(length, np.int32)
@@ -311,9 +312,9 @@ def _sample(piece: Sequence[_Played], oldest_version: int) -> TrainingSample:
         policy_versions_T[sampled] = turn.completion.policy_versions
         advantages_T[sampled] = advantage
         turn_ids_T[begin:end] = number
-        rewards_T[end - 1] += reward
+        rewards_T[end - 1] += reward if number >= first_turn else 0.0
         supports += [Ragged.empty(len(turn.prompt_ids)), turn.completion.support_of_each]
-    loss_mask_T = policy_versions_T >= max(oldest_version, 0)
+    loss_mask_T = (policy_versions_T >= max(oldest_version, 0)) & (turn_ids_T >= first_turn)
     return TrainingSample(
         token_ids_T,
         loss_mask_T,

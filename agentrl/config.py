@@ -223,6 +223,29 @@ class RunConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _parts_of_episodes_can_be_trained_on(self) -> Self:
+        if self.rollout.staleness_rule != "segment":
+            return self
+        algorithm = self.algorithm.make()
+        if not (isinstance(algorithm, ActorCritic) and algorithm.bootstraps):
+            raise ValueError(
+                "rollout.staleness_rule=segment trains on parts of episodes that go on, and what follows them is worth "
+                f"what a critic says: the algorithm {self.algorithm.name!r}, as configured, asks none. Choose "
+                "algorithm=ppo or algorithm=turn_ppo, with algorithm.truncated=bootstrap, or another staleness_rule"
+            )
+        if compared := [name_of(part) for part in self.reward.parts if hasattr(part.factory, "score_group")]:
+            raise ValueError(
+                f"rollout.staleness_rule=segment trains on parts of groups, and the reward {compared[0]!r} compares "
+                "whole ones: leave it out, or choose another staleness_rule"
+            )
+        if self.rollout.filter_zero_variance or self.batch_processing.keep_variance < 1:
+            raise ValueError(
+                "rollout.staleness_rule=segment trains on parts of groups before their rewards are known, so these "
+                "cannot be filtered by them: leave out rollout.filter_zero_variance and batch_processing.keep_variance"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _a_resumed_run_meets_the_same_opponents(self) -> Self:
         for agent, route in self.env.agents.items():
             if isinstance(route, FrozenRoute) and route.refresh and self.checkpoint.every % route.refresh:

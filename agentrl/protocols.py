@@ -327,6 +327,15 @@ class Reward(Protocol):
 
 
 @runtime_checkable
+class ScoresTurns(Reward, Protocol):
+    """A reward that knows what single turns contribute while the episode still goes on (`staleness_rule: segment`)."""
+
+    def score_turns(self, trajectory: Trajectory) -> Sequence[float]:
+        """The contribution of each turn so far: what `Score.turns` will say of these turns at the end."""
+        ...
+
+
+@runtime_checkable
 class GroupReward(Protocol):
     """Scores the trajectories of a group by comparing them. It is called once, when the group is complete."""
 

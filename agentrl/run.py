@@ -179,7 +179,7 @@ class Run:
             self.folder / "trajectories" / f"step_{step:06d}.parquet",
             [pair for group in groups for pair in zip(group.trajectories, group.scores, strict=True)],
         )
-        return rollout_metrics(groups, step)
+        return rollout_metrics(groups, step, self.config.rollout.oldest_trained(step))
 
     def record_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record an evaluation of the weights after `step` steps."""

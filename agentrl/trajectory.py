@@ -7,7 +7,7 @@ running event loop's clock. Dimension suffixes: G members of a group.
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -157,7 +157,10 @@ class Terminated:
 
 @dataclass(frozen=True, slots=True)
 class Truncated:
-    """A limit cut the episode: the environment's own ("env"), `max_turns` ("turns") or the context ("context")."""
+    """A limit cut the episode: the environment's own ("env"), `max_turns` ("turns") or the context ("context").
+
+    An episode that goes on, of which a part is trained on already (`staleness_rule: segment`), is cut by "segment".
+    """
 
     limit: str
     name: ClassVar[str] = "truncated"
@@ -189,17 +192,20 @@ class Stale:
 
 
 Status = Terminated | Truncated | Failed | Cancelled | Stale
+SEGMENT = Truncated("segment")
+"""The status of a part of an episode that goes on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One finished episode from the view of one agent. `messages` is the conversation as text, `turns` the same as
-    exact tokens; `seconds` is how long the episode ran.
+    """One episode from the view of one agent. `messages` is the conversation as text, `turns` the same as exact tokens;
+    `seconds` is how long the episode ran. Unless its status is `SEGMENT`, it is over.
 
     `id` is the episode's. With several agents, each trained agent has its own trajectory under that id, and `agent` is
     its name. `head_start` is the reward that the agent received before its first turn, for actions of others.
 
     `tail_ids` are the tokens of a truncated episode that follow its last turn: what the model would have answered next.
+    The first `trained_turns` turns have been trained on before, in segments; here they are only context.
     """
 
     id: str
@@ -211,6 +217,7 @@ class Trajectory:
     agent: str = ""
     head_start: float = 0.0
     tail_ids: IntArray = field(default_factory=lambda: ints(()), compare=False)
+    trained_turns: int = 0
 
     @property
     def trainable(self) -> bool:
@@ -234,9 +241,14 @@ class Trajectory:
         return sum(len(turn.completion.token_ids) for turn in self.turns)
 
     @property
+    def new_turns(self) -> tuple[Turn, ...]:
+        """The turns that have not been trained on before."""
+        return self.turns[self.trained_turns :]
+
+    @property
     def oldest_version(self) -> int | None:
-        """The oldest policy version that sampled a token of this episode; `None` without tokens."""
-        stamps = [turn.completion.policy_versions for turn in self.turns]
+        """The oldest policy version that sampled a token of the new turns; `None` without tokens."""
+        stamps = [turn.completion.policy_versions for turn in self.new_turns]
         return min((int(versions.min()) for versions in stamps if len(versions)), default=None)
 
 
@@ -274,12 +286,14 @@ class Group:
     computed over each group of `by_agent`.
 
     `admitted_version` is the policy version that was served when the group was admitted: no token in it is older.
+    If `partial`, the group goes on: its trajectories are segments, or episodes that were over when it was cut.
     """
 
     task: Task
     trajectories: tuple[Trajectory, ...]
     scores: tuple[Score, ...]
     admitted_version: int = 0
+    partial: bool = False
 
     def __post_init__(self) -> None:
         if len(self.trajectories) != len(self.scores):
@@ -315,7 +329,7 @@ class Group:
 
     def _of_agent(self, agent: str) -> "Group":
         pairs = [p for p in zip(self.trajectories, self.scores, strict=True) if p[0].agent == agent]
-        return Group(self.task, tuple(t for t, _ in pairs), tuple(s for _, s in pairs), self.admitted_version)
+        return replace(self, trajectories=tuple(t for t, _ in pairs), scores=tuple(s for _, s in pairs))
 
 
 def _by_turn(score: Score, count: int) -> list[float]:

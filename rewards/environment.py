@@ -19,4 +19,8 @@ class EnvironmentReward:
     async def score(self, trajectory: Trajectory) -> Score:
         """The scaled return of the episode, and that of each turn."""
         value = self._scale * trajectory.env_return
-        return Score(value, {"environment": value}, turns=tuple(self._scale * turn.reward for turn in trajectory.turns))
+        return Score(value, {"environment": value}, turns=self.score_turns(trajectory))
+
+    def score_turns(self, trajectory: Trajectory) -> tuple[float, ...]:
+        """See `ScoresTurns`."""
+        return tuple(self._scale * turn.reward for turn in trajectory.turns)

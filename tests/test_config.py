@@ -169,3 +169,14 @@ def test_groups_of_one_are_refused_where_members_are_compared(path: Path) -> Non
         path, "rollout.group_size=1", "algorithm=ppo", "rollout.filter_zero_variance=true"
     )
     assert load_config(path, ["rollout.group_size=1", "algorithm=ppo"]).config.rollout.group_size == 1
+
+
+def test_parts_of_episodes_are_refused_where_nothing_says_what_follows_them(path: Path) -> None:
+    rule = "rollout.staleness_rule=segment"
+    for without in ([], ["algorithm=rloo"], ["algorithm=ppo", "algorithm.truncated=terminal"]):
+        assert "Choose algorithm=ppo or algorithm=turn_ppo" in problem(path, rule, *without)
+    compared = "reward={name: judge_pairwise, url: 'http://localhost:1/v1', model: m, better: shorter}"
+    assert "'judge_pairwise' compares whole ones" in problem(path, rule, "algorithm=ppo", compared)
+    for filtered in ("rollout.filter_zero_variance=true", "batch_processing.keep_variance=0.9"):
+        assert "before their rewards are known" in problem(path, rule, "algorithm=turn_ppo", filtered)
+    assert load_config(path, [rule, "algorithm=turn_ppo"]).config.rollout.staleness_rule == "segment"

@@ -17,7 +17,7 @@ from pydantic import Field
 from agentrl.algorithms.advantages import normalised
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.protocols import MemberAdvantage, Settings
-from agentrl.trajectory import Group, Score, Trajectory, Truncated
+from agentrl.trajectory import SEGMENT, Group, Score, Trajectory, Truncated
 
 
 class Constraint(Settings):
@@ -69,18 +69,14 @@ class BatchProcessing:
     def scores(self, groups: Sequence[Group]) -> list[Group]:
         """The groups with length penalties and the constraints' terms added to their scores; parts are unchanged.
 
+        Partial groups stay as they are: these terms belong to the end of an episode.
+
         Raises:
             ConfigError: no score has a part that a constraint names.
         """
-        if self._config.length_penalty:
-            groups = [_penalised(group, self._config.length_penalty) for group in groups]
-        for part, multiplier in self.multipliers.items():
+        for part in self.multipliers:
             _costs(groups, part)
-            groups = [
-                _with_values(group, [s.value - multiplier * s.parts.get(part, 0.0) for s in group.scores])
-                for group in groups
-            ]
-        return list(groups)
+        return [group if group.partial else self._changed(group) for group in groups]
 
     def advantages(
         self, groups: Sequence[Group], advantages: Sequence[Sequence[MemberAdvantage]]
@@ -99,7 +95,7 @@ class BatchProcessing:
         """
         if self._config.overlong == "train":
             return [True] * len(trajectories)
-        kept = [not isinstance(trajectory.status, Truncated) for trajectory in trajectories]
+        kept = [not isinstance(t.status, Truncated) or t.status == SEGMENT for t in trajectories]
         if not any(kept):
             raise TrainingError(
                 f"all {len(kept)} episodes of the step were truncated, and batch_processing.overlong=mask trains on "
@@ -112,6 +108,14 @@ class BatchProcessing:
         if self._config.keep_variance == 1:
             return [True] * len(groups)
         return most_varying([pvariance(group.rewards_G) for group in groups], self._config.keep_variance)
+
+    def _changed(self, group: Group) -> Group:
+        """The group with the terms of its own members, and of those alone, in its scores."""
+        if self._config.length_penalty:
+            group = _penalised(group, self._config.length_penalty)
+        for part, multiplier in self.multipliers.items():
+            group = _with_values(group, [s.value - multiplier * s.parts.get(part, 0.0) for s in group.scores])
+        return group
 
     def update(self, groups: Sequence[Group]) -> dict[str, float]:
         """Update the multipliers from a batch's scores by projected dual ascent, and return their metrics.

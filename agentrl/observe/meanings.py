@@ -22,6 +22,7 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "reasoning/tokens": "Sampled tokens of reasoning, without its marks. Only where there is any.",
         "reasoning/cut": "Share of answers that were cut within their reasoning. Only where there is any.",
         "cut_answers": "Share of answers cut at `rollout.sampling.max_tokens`, or at the end of the context.",
+        "segments": "Parts of episodes that go on, in the batch (`rollout.staleness_rule=segment`). Only if any.",
         "truncated": "Share of episodes that were cut off, mostly at `rollout.max_turns`.",
         "informative_groups": "Share of groups that are trained on, with `batch_processing.keep_variance` below 1.",
         "mixed_groups": "Share of groups whose members scored differently. Only these teach anything.",
@@ -33,6 +34,7 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "failed_tasks": "Tasks of the run so far that failed after all retries.",
     },
     "Staleness": {
+        "stale_tokens": "Share of the tokens that are too old to carry loss (rules `mask`, `segment`). Only if any.",
         "staleness/max": "Age of the oldest trained token, in weight versions.",
         "staleness/mean": "Mean age of the trained tokens, in weight versions.",
         "staleness/groups/<age>": "Share of the groups whose oldest token has this age.",

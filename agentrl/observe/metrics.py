@@ -11,24 +11,31 @@ from typing import Any
 
 import numpy as np
 
+from agentrl.arrays import IntArray
 from agentrl.durable import write_whole
 from agentrl.errors import StorageError
-from agentrl.trajectory import Group, Score, Trajectory, staleness
+from agentrl.trajectory import Group, Score, Trajectory
 
 
-def rollout_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
+def rollout_metrics(groups: Sequence[Group], step: int, oldest_version: int = 0) -> dict[str, float]:
     """Metrics of the trajectories trained on at `step`.
 
     Staleness is in versions; its histograms are shares of groups (by their oldest token) and of tokens. Lengths are in
-    turns and tokens.
+    turns and tokens. Only staleness also counts the partial groups; whole episodes count all their turns. Tokens older
+    than `oldest_version` carry no loss: they are `stale_tokens`, and have no part in staleness.
     """
+    parts_of_episodes = [trajectory for group in groups if group.partial for trajectory in group.trajectories]
+    by_group = [_versions(group) for group in groups]
+    trained = [versions_T[versions_T >= oldest_version] for versions_T in by_group]
+    ages_of_groups = Counter(step - int(versions_T.min()) for versions_T in trained if len(versions_T))
+    groups = [group for group in groups if not group.partial]
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     scores = [score for group in groups for score in group.scores]
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     names = sorted({name for score in scores for name in score.parts})
     parts = {name: [score.parts[name] for score in scores if name in score.parts] for name in names}
-    versions_T = np.concatenate([np.empty(0, np.int64), *(turn.completion.policy_versions for turn in turns)])
-    ages_of_groups = Counter(staleness(group, step) for group in groups)
+    versions_T = np.concatenate([np.empty(0, np.int64), *trained])
+    stale = sum(map(len, by_group)) - len(versions_T)
     ages_of_tokens = {
         step - int(version): int(count)
         for version, count in zip(*np.unique(versions_T, return_counts=True), strict=True)
@@ -49,12 +56,20 @@ def rollout_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
         "cut_answers": lengths["length"] / max(1, len(turns)),
         **_reasoning(trajectories),
         "truncated": fmean(trajectory.status.name == "truncated" for trajectory in trajectories),
+        **({"segments": float(len(parts_of_episodes))} if parts_of_episodes else {}),
         "mixed_groups": fmean(group.mixed for group in groups),
+        **({"stale_tokens": stale / (stale + len(versions_T))} if stale else {}),
         "staleness/max": float(max(ages_of_tokens, default=0)),
         "staleness/mean": step - float(versions_T.mean()) if len(versions_T) else 0.0,
-        **{f"staleness/groups/{age}": count / len(groups) for age, count in sorted(ages_of_groups.items())},
+        **{f"staleness/groups/{age}": count / ages_of_groups.total() for age, count in sorted(ages_of_groups.items())},
         **{f"staleness/tokens/{age}": count / len(versions_T) for age, count in sorted(ages_of_tokens.items())},
     }
+
+
+def _versions(group: Group) -> IntArray:
+    """The policy version of each token that is not yet trained on."""
+    turns = (turn for trajectory in group.trajectories for turn in trajectory.new_turns)
+    return np.concatenate([np.empty(0, np.int32), *(turn.completion.policy_versions for turn in turns)])
 
 
 def _reasoning(trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -35,6 +35,7 @@ SCHEMA = pa.schema(
         ("seed", pa.int64()),
         ("status", pa.string()),
         ("detail", pa.string()),
+        ("trained_turns", pa.int32()),
         ("success", pa.bool_()),
         ("score", pa.float64()),
         ("parts", pa.string()),
@@ -42,7 +43,10 @@ SCHEMA = pa.schema(
         ("turns", pa.list_(_TURN)),
     ]
 )
-"""`info`, `parts` and `tool_calls` are JSON; `detail` is the limit, the error or the reason in the status."""
+"""`info`, `parts` and `tool_calls` are JSON; `detail` is the limit, the error or the reason in the status.
+
+The first `trained_turns` turns were trained on before, in a segment: a row of an earlier step with the same id.
+"""
 
 
 _ROWS_AT_A_TIME = 64
@@ -69,6 +73,7 @@ def _row(trajectory: Trajectory, score: Score) -> dict[str, object]:
         "seed": trajectory.task.seed,
         "status": status.name,
         "detail": next((str(getattr(status, n)) for n in ("limit", "error", "why") if hasattr(status, n)), ""),
+        "trained_turns": trajectory.trained_turns,
         "success": trajectory.success,
         "score": score.value,
         "parts": json.dumps(dict(score.parts)),

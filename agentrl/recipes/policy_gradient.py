@@ -54,7 +54,7 @@ async def train(run: Run, algorithm: Algorithm, model: Path) -> None:
                     async with run.saved_if_stopped(step, parts):
                         groups = await rollouts.next_batch()
                 with clock("train"):
-                    make = partial(batch_of, groups, algorithm, processing, rollouts.oldest_version(step))
+                    make = partial(batch_of, groups, algorithm, processing, config.rollout.oldest_trained(step))
                     batch = await asyncio.to_thread(make)  # millions of tokens take long
                     async with parts.sharing.training():
                         batch, advice = await parts.advisors.advise(batch)

@@ -8,7 +8,7 @@ from agentrl.flow import Retries
 from agentrl.hosting.host import EnvDeadlines
 from agentrl.protocols import SamplingParams, Settings
 from agentrl.rollout.context import FULL, Context
-from agentrl.rollout.staleness import StalenessRuleName
+from agentrl.rollout.staleness import STALENESS_RULES, StalenessRuleName
 from agentrl.scoring.rule_pool import RulePoolConfig
 
 
@@ -74,6 +74,10 @@ class RolloutConfig(Settings):
     sampling: SamplingParams = SamplingParams()
     deadlines: Deadlines = Deadlines()
     rules: RulePoolConfig = RulePoolConfig()
+
+    def oldest_trained(self, step: int) -> int:
+        """Tokens sampled under an older version than this carry no loss at `step` (rules `mask` and `segment`)."""
+        return max(0, step - self.max_staleness) if STALENESS_RULES[self.staleness_rule].masks else 0
 
     @model_validator(mode="after")
     def _a_group_of_one_does_not_vary(self) -> Self:

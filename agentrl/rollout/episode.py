@@ -5,8 +5,9 @@ exception is a defect and propagates.
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import blake2b
 from typing import Any, NamedTuple, Protocol
 
@@ -29,7 +30,43 @@ from agentrl.rollout.agents import agents_in, check_routes, earnings, next_agent
 from agentrl.rollout.context import FULL, ContextPolicy
 from agentrl.rollout.renderer import TemplateRenderer
 from agentrl.rollout.seeds import derive_seed
-from agentrl.trajectory import Completion, Failed, Message, Status, Task, Terminated, Trajectory, Truncated, Turn
+from agentrl.trajectory import (
+    SEGMENT,
+    Completion,
+    Failed,
+    Message,
+    Status,
+    Task,
+    Terminated,
+    Trajectory,
+    Truncated,
+    Turn,
+)
+
+
+@dataclass(slots=True)
+class Progress:
+    """What an episode has played so far, for a rule that trains on parts of it while it goes on.
+
+    The episode's runner sets `played`, which returns a trajectory for each trained agent, of the turns whose outcome is
+    known. A runner that cannot tell leaves it alone: then the episode is trained on when it is over.
+    """
+
+    played: Callable[[], Sequence[Trajectory]] = tuple
+    trained_turns: dict[str, int] = field(default_factory=dict)
+    """How many turns of each agent have been trained on."""
+
+    def next_segments(self) -> list[Trajectory]:
+        """The part of each agent's episode since the last call, if it has any turn."""
+        marked = [self.mark(trajectory) for trajectory in self.played()]
+        segments = [trajectory for trajectory in marked if trajectory.new_turns]
+        self.trained_turns |= {segment.agent: len(segment.turns) for segment in segments}
+        return segments
+
+    def mark(self, trajectory: Trajectory) -> Trajectory:
+        """The same trajectory, with the number of its turns that have been trained on."""
+        trained = self.trained_turns.get(trajectory.agent, 0)
+        return replace(trajectory, trained_turns=trained) if trained else trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +77,7 @@ class Episode:
     task: Task
     seed: int
     priority: int = 0
+    progress: Progress = field(default_factory=Progress, compare=False)
 
 
 class Policy(Protocol):
@@ -135,7 +173,10 @@ class _Reply(NamedTuple):
 
 @dataclass(slots=True)
 class _AgentState:
-    """An agent in an episode, with its own view of it; `unanswered` are the messages that it has not seen yet."""
+    """An agent in an episode, with its own view of it.
+
+    `unanswered` are the messages that it has not seen yet. `asked` is the prompt of its turn in progress, if any.
+    """
 
     agent: str
     role: Role
@@ -145,6 +186,7 @@ class _AgentState:
     turns: list[Turn] = field(default_factory=list)
     head_start: float = 0.0
     tail_ids: IntArray = field(default_factory=lambda: ints(()))
+    asked: Prompt | None = None
 
     def earn(self, reward: float) -> None:
         """Add `reward` to the last turn, or before the first turn to the head start."""
@@ -167,6 +209,22 @@ class _AgentState:
             episode.id, episode.task, turns, status, messages, seconds, self.agent, self.head_start, self.tail_ids
         )
 
+    def segment(self, episode: Episode, seconds: float) -> Trajectory:
+        """The turns so far whose outcome is known, as a trajectory of an episode that goes on.
+
+        With several agents, the last turn may still earn something while the others act.
+        """
+        count = len(self.turns) - bool(self.agent)
+        turns, later = tuple(self.turns[: max(0, count)]), self.turns[max(0, count) :]
+        follows: Turn | Prompt | None = later[0] if later else self.asked
+        tail = ints(())
+        if follows is not None and not follows.forked:
+            tail = follows.prompt_ids if isinstance(follows, Turn) else follows.new_ids
+        messages = self.conversation.messages
+        return Trajectory(
+            episode.id, episode.task, turns, SEGMENT, messages, seconds, self.agent, self.head_start, tail
+        )
+
     def render_tail(self) -> None:
         """Render what a truncated episode would have shown next."""
         if self.turns and self.unanswered:
@@ -186,6 +244,10 @@ class _EpisodeState:
 
     agents: dict[str, _AgentState] = field(default_factory=dict)
     answers: int = 0
+
+    def segments(self, episode: Episode, started: float) -> list[Trajectory]:
+        """What each trained agent has played so far; see `Progress`."""
+        return [state.segment(episode, now() - started) for state in self.agents.values() if state.role.trained]
 
     def settle(self, actor: str, reward: float, info: Mapping[str, Any]) -> None:
         """Credit the other agents for a step (the actor's turn has its reward already), and mark each one's success."""
@@ -226,12 +288,15 @@ class EnvEpisodeRunner:
         """Play `episode` to its end, however it ends. Only wrong settings, cancellation and defects are raised."""
         episode_state = _EpisodeState()
         started = now()
+        episode.progress.played = partial(episode_state.segments, episode, started)
         try:
             env = self.envs.acquire(episode.task.env)
             try:
                 with deadline("environment", "episode", self.deadline):
                     status = await self._take_turns(episode, episode_state, env)
             finally:
+                # From here on the last turn may have failed, or may earn the verdict on the whole.
+                episode.progress.played = tuple
                 # An environment left in mid-episode, but not in mid-call, is reusable: the next episode resets it.
                 await self.envs.release(episode.task.env, env)
         except RolloutError as error:
@@ -262,6 +327,7 @@ class EnvEpisodeRunner:
                 observation, reward, terminated, truncated, info = await env.step(reply.action)
             finally:  # the model's reply is kept even if the environment fails
                 state.turns.append(reply.turn(float(reward), info, now(), key))
+                state.asked = None
             if state.agent:
                 episode_state.settle(state.agent, reward, info)
             key = _state_key(info, observation)
@@ -302,6 +368,7 @@ class EnvEpisodeRunner:
         if not isinstance(reply, _Reply):
             return reply
         state.turns.append(reply.turn(0.0, {"context": state.role.context.name}, reply.answered, ""))
+        state.asked = None
         return None
 
     async def _ask(self, episode_state: _EpisodeState, state: _AgentState, env: LiveEnv) -> _Reply | Status:
@@ -315,7 +382,7 @@ class EnvEpisodeRunner:
         if len(prompt.ids) >= policy.max_context:
             state.keep_tail(prompt)
             return Truncated("context") if state.turns else _too_long(len(prompt.ids), policy.max_context)
-        asked = now()
+        asked, state.asked = now(), prompt
         completion = await policy.answer(state.episode, episode_state.answers, prompt, env)
         episode_state.answers += 1
         answered = now()

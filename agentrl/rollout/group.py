@@ -45,7 +45,8 @@ class _GroupState:
     clock: asyncio.Timeout
     began: float
     outage_seconds: float  # of the run, when the group began
-    attempts: dict[int, int] = field(default_factory=dict)  # the open attempt of each member
+    attempts: dict[int, int] = field(default_factory=dict)  # the last attempt of each member
+    live: dict[int, Episode] = field(default_factory=dict)  # the open attempt of each member
     played: dict[int, _Scored] = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)
 
@@ -64,6 +65,35 @@ class GroupRunner:
     seed: int
     episode_ended: Callable[[], None]
     outages: Outages
+    playing: dict[int, _GroupState] = field(default_factory=dict)
+    """The groups of which parts can be trained on, by the numbers of their tasks."""
+
+    def take_segments(self, number: int, step: int) -> Group | None:
+        """What the members of a running group have played since the last call, to be trained on at `step`.
+
+        None if nothing of it can be trained on yet.
+        """
+        state = self.playing.get(number)
+        if state is None:
+            return None
+        taken: list[tuple[Trajectory, Score]] = []
+        for member in sorted({*state.live, *state.played}):
+            if member in state.played:
+                segments = [pair for pair in state.played[member] if pair[0].new_turns]
+                state.played[member] = tuple(
+                    (replace(whole, trained_turns=len(whole.turns)), score) for whole, score in state.played[member]
+                )
+            else:
+                progress = state.live[member].progress
+                segments = [(part, self.reward.score_turns(part)) for part in progress.next_segments()]
+            for part, _ in segments:
+                first, attempt = part.trained_turns, state.attempts[member]
+                self.ledger.segment(
+                    step, number, member, attempt, agent=part.agent, first=first, turns=len(part.new_turns)
+                )
+            taken += segments
+        parts, scores = tuple(part for part, _ in taken), tuple(score for _, score in taken)
+        return Group(state.task, parts, scores, state.ticket.admitted_version, partial=True) if taken else None
 
     async def play(self, ticket: Ticket, number: int, task: Task, reserved_slots: int) -> Group:
         """The group of `task`: the first `group_size` members to finish, in order of member.
@@ -86,16 +116,19 @@ class GroupRunner:
 
     async def _play(self, state: _GroupState) -> Group:
         ticket, number, task = state.ticket, state.number, state.task
+        self.playing[number] = state
         try:
             async with state.flow as members:
                 for member in range(self.config.group_size + self.config.extra_members):
                     members.start(self._play_member(state, member), name=str(member))
         finally:
+            del self.playing[number]
             for _ in range(state.reserved_slots):
                 self.slots.release()
         if len(state.played) < self.config.group_size:
             raise MembersLostError("; ".join(state.lost))
-        for member, attempt in state.attempts.items():
+        for member in state.live:
+            attempt = state.attempts[member]
             self.ledger.end(number, member, attempt, "cancelled", "its group was complete without it")
         first = [pair for member in sorted(state.played) for pair in state.played[member]]
         group = Group(task, tuple(t for t, _ in first), tuple(s for _, s in first), ticket.admitted_version)
@@ -163,12 +196,12 @@ class GroupRunner:
         )
         try:
             self.ledger.begin(number, member, attempt)
-            state.attempts[member] = attempt
-            outcome = await self._scored(await self._played(episode))
+            state.attempts[member], state.live[member] = attempt, episode
+            outcome = await self._scored([episode.progress.mark(t) for t in await self._played(episode)])
         except asyncio.CancelledError:
             self.bias.cut(now() - started)
             raise
-        del state.attempts[member]
+        del state.live[member]
         if isinstance(outcome, Failed):
             self.ledger.end(number, member, attempt, "failed", f"{outcome.layer}: {outcome.error}")
             self.events.record("episode failed", episode.id)

@@ -16,6 +16,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 from agentrl.errors import DeadlineError, FilterBudgetError, RetriesExhaustedError, StalenessError
@@ -34,11 +35,19 @@ from agentrl.scoring.pipeline import RewardPipeline
 from agentrl.trajectory import Group, Task, staleness
 
 
-class _Ended(NamedTuple):
-    """A group that has ended. `group` is None if it was given up; the entry then only signals the change."""
+@dataclass(eq=False, slots=True)
+class _Playing:
+    """A running group: its ticket, which the rule may replace, its task and the task's number."""
 
     ticket: Ticket
     number: int
+    task: Task
+
+
+class _Ended(NamedTuple):
+    """A group that has ended. `group` is None if it was given up; the entry then only signals the change."""
+
+    playing: _Playing
     group: Group | None
 
 
@@ -94,7 +103,7 @@ class Rollouts:
         self._closing = False
         self._flow = Flow("rollouts")
         self._finished: Channel[_Ended] = self._flow.channel("groups", self._rule.capacity)
-        self._playing: dict[Ticket, tuple[int, asyncio.Task[None]]] = {}
+        self._playing: dict[Ticket, tuple[_Playing, asyncio.Task[None]]] = {}
         self._ready: dict[Ticket, tuple[int, Group]] = {}
         self._bias = Bias()
         self._groups = GroupRunner(
@@ -127,6 +136,8 @@ class Rollouts:
     async def next_batch(self) -> list[Group]:
         """The groups of the next training step, in order of admission; waits for them.
 
+        Under the rule `segment`, partial groups follow: what the stragglers have played so far.
+
         Raises:
             RetriesExhaustedError: too many tasks failed.
             FilterBudgetError: too many groups taught nothing.
@@ -134,6 +145,7 @@ class Rollouts:
             StalenessError: a token is older than the bound, under a rule that keeps it (a defect).
         """
         self.blocked = True
+        self._absorb(self._finished.drain())
         while (tickets := self._rule.select()) is None:
             self._absorb([await self._finished.get(), *self._finished.drain()])
         self.blocked = False
@@ -150,7 +162,7 @@ class Rollouts:
             self._events.record("trained", group.task.id)
             self._bias.trained(group)
         self._ledger.trained(step, {number: group.rewards_G for number, group in chosen})
-        return [group for _, group in chosen]
+        return [*(group for _, group in chosen), *self._segments(step)]
 
     @asynccontextmanager
     async def new_weights(self, version: int) -> AsyncIterator[None]:
@@ -180,9 +192,17 @@ class Rollouts:
             **self._groups.reward.metrics(),
         }
 
-    def oldest_version(self, step: int) -> int:
-        """Tokens sampled under an older version than this carry no loss at `step` (only under the rule `mask`)."""
-        return max(0, step - self._config.max_staleness) if self._rule.masks else 0
+    def _segments(self, step: int) -> list[Group]:
+        """What the groups have played so far whose tickets the rule has renewed."""
+        taken = []
+        for old, new in self._rule.renewed.items():
+            playing, work = self._playing.pop(old)
+            playing.ticket = new
+            self._playing[new] = (playing, work)
+            if group := self._groups.take_segments(playing.number, step):
+                self._events.record("segment", group.task.id)
+                taken.append(group)
+        return taken
 
     def _admit(self) -> None:
         """Start groups while the rule has a slot and an episode slot is free."""
@@ -192,8 +212,9 @@ class Rollouts:
             number, task = self._next_task()
             self._ledger.admit(number, task, ticket.admitted_version)
             self._events.record("admitted", task.id)
-            work = self._play_group(ticket, number, task, self._slots.reserve(members))
-            self._playing[ticket] = (number, self._flow.start(work, name=task.id))
+            playing = _Playing(ticket, number, task)
+            work = self._play_group(playing, self._slots.reserve(members))
+            self._playing[ticket] = (playing, self._flow.start(work, name=task.id))
 
     def _next_task(self) -> tuple[int, Task]:
         if self._pending:
@@ -201,32 +222,34 @@ class Rollouts:
         number, self._next_number = self._next_number, self._next_number + 1
         return number, self._tasks.task(number)
 
-    async def _play_group(self, ticket: Ticket, number: int, task: Task, slots: int) -> None:
+    async def _play_group(self, playing: _Playing, slots: int) -> None:
+        task = playing.task
         try:
-            group = await self._groups.play(ticket, number, task, slots)
+            group = await self._groups.play(playing.ticket, playing.number, task, slots)
         except (MembersLostError, DeadlineError) as error:
-            self._fail_task(ticket, number, task, str(error))
+            self._fail_task(playing, str(error))
             group = None
         except Exception:
             self._closing = True  # a defect, or wrong options: it ends the flow, and nothing may start meanwhile
             raise
         if group is not None and self._config.filter_zero_variance and not group.mixed:
-            self._filter(ticket, number, group)
+            self._filter(playing, group)
             group = None
         if group is not None:
             self._events.record("finished", task.id)
-        await self._finished.put(_Ended(ticket, number, group))
+        await self._finished.put(_Ended(playing, group))
 
     def _absorb(self, ended: Sequence[_Ended]) -> None:
         """Mark finished groups as ready."""
-        for ticket, number, group in ended:
-            if group is not None and self._playing.pop(ticket, None) is not None:
-                self._rule.finish(ticket)
-                self._ready[ticket] = (number, group)
+        for playing, group in ended:
+            if group is not None and self._playing.pop(playing.ticket, None) is not None:
+                self._rule.finish(playing.ticket)
+                self._ready[playing.ticket] = (playing.number, group)
 
-    def _fail_task(self, ticket: Ticket, number: int, task: Task, why: str) -> None:
-        del self._playing[ticket]
-        self._ledger.end_task(number, "failed", why)
+    def _fail_task(self, playing: _Playing, why: str) -> None:
+        task = playing.task
+        del self._playing[playing.ticket]
+        self._ledger.end_task(playing.number, "failed", why)
         self._events.record("failed", task.id)
         self._failed_tasks += 1
         self._last_failures.append(f"{task.id}: {why}")
@@ -239,10 +262,11 @@ class Rollouts:
                 f"{self._failed_tasks} tasks failed permanently, but rollout.max_failed_tasks allows only "
                 f"{self._config.max_failed_tasks}. The last ones:\n  " + "\n  ".join(self._last_failures)
             )
-        self._replace(ticket)
+        self._replace(playing.ticket)
 
-    def _filter(self, ticket: Ticket, number: int, group: Group) -> None:
-        del self._playing[ticket]
+    def _filter(self, playing: _Playing, group: Group) -> None:
+        number = playing.number
+        del self._playing[playing.ticket]
         why = f"all members earned {group.rewards_G[0]:g}"
         self._ledger.filtered(self._rule.next_step, number, why, group.rewards_G)
         self._events.record("filtered", group.task.id)
@@ -256,7 +280,7 @@ class Rollouts:
                 "constant: look at the run's trajectories/, choose other tasks, or leave rollout.filter_zero_variance "
                 "off"
             )
-        self._replace(ticket)
+        self._replace(playing.ticket)
 
     def _replace(self, ticket: Ticket) -> None:
         """Start the next task in place of a group that will not be trained on."""
@@ -269,9 +293,10 @@ class Rollouts:
         if ticket in self._ready:
             number, _ = self._ready.pop(ticket)
         else:
-            number, playing = self._playing.pop(ticket)
-            playing.cancel("its weights are too old")
-            playing.add_done_callback(lambda task: self._admit())
+            playing, work = self._playing.pop(ticket)
+            number = playing.number
+            work.cancel("its weights are too old")
+            work.add_done_callback(lambda task: self._admit())
         self._ledger.end_task(number, "stale", f"its weights would be older than {self._config.max_staleness} versions")
         self._events.record("stale", str(number))
         self._groups_left += 1

@@ -28,20 +28,24 @@ The other rules are values of the same setting, for comparison. Except `Mask`, t
 - `Mask` (ours): admits as `Gate`, takes the ready tickets with the earliest deadlines, and never waits; tokens older
   than the bound carry no loss. Every group is trained on, and no gradient comes from a token older than K versions; the
   price is that the first tokens of some stragglers are not trained on.
+- `Segment` (ours): as `DeadlineFirst`, but instead of waiting for a straggler it trains on what the straggler has
+  played so far, beside the G ready groups, and a critic stands for the rest. The straggler plays on with a deadline as
+  if it were admitted now, so the proof above holds. Needs an algorithm with a critic. A single turn that outlasts K
+  versions cannot be cut: its old tokens carry no loss.
 - `Drop` (verl, prime-rl): first come, first served; groups too old for the next step are given up and replaced.
   Bounded, but biased towards short episodes.
 - `Drain`: new weights wait until no group is playing, and no group starts meanwhile.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Mapping
 from heapq import nsmallest
 from itertools import islice
 from typing import Literal, NamedTuple
 
 from agentrl.errors import StalenessError
 
-StalenessRuleName = Literal["deadline_first", "wait", "gate", "mask", "drop", "drain"]
+StalenessRuleName = Literal["deadline_first", "wait", "gate", "mask", "segment", "drop", "drain"]
 
 
 class Ticket(NamedTuple):
@@ -62,6 +66,8 @@ class StalenessRule:
 
     bounded = True
     masks = False
+    renewed: Mapping[Ticket, Ticket] = {}
+    """The tickets of the groups of which a part belongs to the last batch, each with the one that replaces it."""
 
     def __init__(self, *, max_staleness: int, groups_per_step: int, version: int = 0) -> None:
         if max_staleness < 0 or groups_per_step < 1:
@@ -159,14 +165,37 @@ class DeadlineFirst(StalenessRule):
     """Earliest deadline first; waits only if a group could not be trained in time otherwise."""
 
     def _choose(self) -> list[Ticket] | None:
-        left = 0  # tickets with a deadline of at most d that remain after the earliest G ready ones are taken
+        return nsmallest(self.groups_per_step, self._ready) if self._missed() is None else None
+
+    def _missed(self) -> int | None:
+        """The first deadline that could not be met any more if the earliest G ready tickets were taken now."""
+        left = 0  # tickets with a deadline of at most d that remain after these are taken
         taken = self.groups_per_step
         for d in range(self.version, self.version + self.max_staleness + 1):
             now_taken = min(taken, self._ready_until[d])
             taken -= now_taken
             left += self._playing_until[d] + self._ready_until[d] - now_taken
             if left > (d - self.version) * self.groups_per_step:
-                return None
+                return d
+        return None
+
+
+class Segment(DeadlineFirst):
+    """As `DeadlineFirst`, but takes parts of the stragglers that it would wait for."""
+
+    bounded = False
+    masks = True
+
+    def _choose(self) -> list[Ticket] | None:
+        self.renewed = {}
+        # All ready tickets up to a missed deadline are taken, so those that remain until then are playing.
+        while self._missed() is not None:
+            old = min(self._playing)
+            new = old._replace(deadline=self.version + self.max_staleness)
+            self._leave_play(old)
+            self._playing[new] = None
+            self._playing_until[new.deadline] += 1
+            self.renewed[old] = new
         return nsmallest(self.groups_per_step, self._ready)
 
 
@@ -240,11 +269,12 @@ class Drain(StalenessRule):
         return not self._draining and super()._has_room()
 
 
-STALENESS_RULES: dict[StalenessRuleName, Callable[..., StalenessRule]] = {
+STALENESS_RULES: dict[StalenessRuleName, type[StalenessRule]] = {
     "deadline_first": DeadlineFirst,
     "wait": Wait,
     "gate": Gate,
     "mask": Mask,
+    "segment": Segment,
     "drop": Drop,
     "drain": Drain,
 }

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from agentrl.errors import ConfigError, RewardError
 from agentrl.flow import Flow, Retries, deadline
-from agentrl.protocols import GroupReward, Reward
+from agentrl.protocols import GroupReward, Reward, ScoresTurns
 from agentrl.scoring.part import RewardPart
 from agentrl.scoring.rule_pool import RulePool
 from agentrl.trajectory import Failed, Score, Trajectory
@@ -80,6 +80,12 @@ class RewardPipeline:
         """
         scores_by_part = await _all(self._ask(part, (trajectory,), failed) for part in self._single)
         return total(self._single, [scores[0] for scores in scores_by_part])
+
+    def score_turns(self, trajectory: Trajectory) -> Score:
+        """What the turns of an episode that goes on have earned so far, by the parts that score single turns."""
+        played = [part for part in self._single if isinstance(part.reward, ScoresTurns)]
+        turns = [part.reward.score_turns(trajectory) for part in played]
+        return total(played, [Score(sum(of_part), turns=tuple(of_part)) for of_part in turns])
 
     async def score_group(
         self, trajectories: Sequence[Trajectory], scores: Sequence[Score], failed: OnFailure = _ignore

@@ -240,7 +240,7 @@ async def _free() -> int:
 
 def _count_staleness(report: Report, groups: list[Group], step: int) -> None:
     for group in groups:
-        turns = (turn for trajectory in group.trajectories for turn in trajectory.turns)
+        turns = (turn for trajectory in group.trajectories for turn in trajectory.new_turns)
         versions = Counter(chain.from_iterable(turn.completion.policy_versions.tolist() for turn in turns))
         report.staleness_groups[step - min(versions, default=step)] += 1
         for version, tokens in versions.items():

@@ -18,10 +18,11 @@ from agentrl.algorithms.ppo import Ppo, TurnPpo
 from agentrl.algorithms.reinforce import Reinforce, ReinforcePlusPlus, ReturnBatchNorm
 from agentrl.algorithms.samples import samples_of
 from agentrl.algorithms.surrogates import Cispo, Gspo, Sapo
+from agentrl.arrays import ints
 from agentrl.batch import TrainBatch, collate
 from agentrl.protocols import MemberAdvantage
-from agentrl.testing.oracles import Oracle, bandit, chain, corridor, cosine, residual, stopping, t_maze
-from agentrl.trajectory import Group
+from agentrl.testing.oracles import START, Oracle, bandit, chain, corridor, cosine, residual, stopping, t_maze
+from agentrl.trajectory import SEGMENT, Group, Score
 
 PROBLEMS = {"bandit": bandit(), "stopping": stopping(), "corridor": corridor(), "chain": chain(2)}
 ONE = {"normalizer": 1.0}
@@ -215,3 +216,28 @@ def test_what_is_under_a_mask_changes_nothing(name: str) -> None:
     ]
     clean = oracle.ascent(algorithm, collate(samples), logits)
     assert torch.equal(oracle.ascent(algorithm, collate(noisy), logits), clean)
+
+
+@pytest.mark.parametrize("name", ["ppo", "ppo, lambda 0.5", "turn_ppo", "turn_ppo, lambda 0"])
+@pytest.mark.parametrize("cut", [1, 2])
+def test_training_on_an_episode_in_parts_is_unbiased_with_an_exact_critic(name: str, cut: int) -> None:
+    algorithm, _ = UNBIASED[name]
+    settings = algorithm.config.model_dump() | {"truncated": "bootstrap"}
+    algorithm = type(algorithm)(algorithm.config.model_validate(settings))
+    oracle = Oracle(chain(3))
+    logits = oracle.logits(seed=1)
+    whole = oracle.group(range(len(oracle.paths)), logits)
+    found = torch.zeros_like(logits)
+    for probability, path, trajectory in zip(
+        oracle.probabilities(logits).tolist(), oracle.paths, whole.trajectories, strict=True
+    ):
+        tail = ints([START, path.turns[cut][0] + 1])
+        part = replace(trajectory, turns=trajectory.turns[:cut], status=SEGMENT, tail_ids=tail)
+        for piece in (part, replace(trajectory, trained_turns=cut)):
+            turns = tuple(turn.reward for turn in piece.turns)
+            group = Group(whole.task, (piece,), (Score(sum(turns), turns=turns),), partial=piece is part)
+            found += probability * oracle.ascent(algorithm, collate(samples_of([group], algorithm)), logits)
+    wanted = oracle.gradient(logits)
+    assert residual(found, wanted) < 1e-5
+    assert cosine(found, wanted) > 0.999
+    assert torch.allclose(found, wanted, atol=1e-6)

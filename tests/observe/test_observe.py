@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import pyarrow.parquet as pq
@@ -13,7 +14,7 @@ from agentrl.observe.curve import draw_curve
 from agentrl.observe.metrics import MetricsFile, rollout_metrics, wilson_interval
 from agentrl.observe.trackers import MLflow, TensorBoard, Wandb
 from agentrl.observe.trajectories import write_trajectories
-from agentrl.trajectory import Completion, Group, Message, Score, Task, Terminated, Trajectory, Truncated, Turn
+from agentrl.trajectory import SEGMENT, Completion, Group, Message, Score, Task, Terminated, Trajectory, Truncated, Turn
 from tests.properties import examples
 
 
@@ -33,6 +34,21 @@ def test_metrics_of_a_batch_are_those_of_its_trajectories():
     assert metrics["success"] == 0.5
     assert (metrics["staleness/max"], metrics["staleness/mean"]) == (2, 1.25)
     assert (metrics["sampled_tokens"], metrics["prompt_tokens"], metrics["forked_turns"]) == (4, 6, 1)
+
+
+def test_tokens_without_loss_and_turns_trained_on_before_have_no_part_in_staleness():
+    old, young = trajectory(1.0, (1, 4)), trajectory(1.0, (5, 5))
+    whole = replace(old, turns=(*old.turns, *young.turns), trained_turns=1)
+    segment = replace(old, status=SEGMENT)
+    groups = [
+        Group(old.task, (whole,), (Score(2.0),)),
+        Group(old.task, (segment,), (Score(1.0),), partial=True),
+    ]
+    metrics = rollout_metrics(groups, step=6, oldest_version=3)
+    assert (metrics["staleness/max"], metrics["staleness/mean"]) == (2, pytest.approx(4 / 3))
+    assert (metrics["staleness/groups/1"], metrics["staleness/groups/2"]) == (0.5, 0.5)
+    assert (metrics["stale_tokens"], metrics["segments"]) == (0.25, 1)
+    assert (metrics["reward"], metrics["turns"], metrics["sampled_tokens"]) == (2.0, 2, 4)
 
 
 def test_rows_half_written_by_a_killed_process_are_no_rows_and_rewinding_forgets_later_steps(tmp_path):

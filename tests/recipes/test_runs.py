@@ -92,6 +92,60 @@ def test_the_bound_holds_and_every_fate_is_known(tmp_path, bound):
     assert all(len(turn["token_ids"]) == len(turn["logprobs"]) for episode in episodes for turn in episode["turns"])
 
 
+STRAGGLER = """
+import asyncio
+from pathlib import Path
+
+class Slow:
+    system_prompt = "Say a or b."
+
+    async def reset(self, *, seed, options):
+        self.turn = 0
+        status = Path("run/status.json")  # before, episodes are played for the tokenizer
+        self.straggles = status.exists() and not Path("straggler").exists()
+        if self.straggles:
+            Path("straggler").touch()
+        return "a or b?", {}
+
+    async def step(self, action):
+        self.turn += 1
+        while self.straggles and self.turn == 2 and steps_done() < 4:
+            await asyncio.sleep(0.05)
+        return "a or b?", float("a" in action), self.turn == 3, False, {}
+
+    async def close(self):
+        pass
+
+def steps_done():
+    metrics = Path("run/metrics.jsonl")
+    return metrics.read_text().count('"reward"') if metrics.exists() else 0
+"""
+
+
+@pytest.mark.slow
+def test_a_straggler_that_outlasts_four_steps_is_trained_on_in_parts_and_holds_none_of_them(tmp_path):
+    (tmp_path / "slow.py").write_text(STRAGGLER)
+    own = ["env.name=file:slow.py:Slow", "algorithm=turn_ppo", "rollout.staleness_rule=segment"]
+    sizes = ["rollout.max_staleness=1", "rollout.groups_per_step=2", "rollout.group_size=1", "evaluation.tasks=0"]
+    summary = train(*SMALL, *own, *sizes, "env.options={}", "run_dir=run", cwd=tmp_path)
+    assert summary["largest_staleness"] <= 1
+    assert summary["tasks"]["trained"] == 12
+    episodes = [
+        {**row, "step": int(file.stem.removeprefix("step_"))}
+        for file in sorted((tmp_path / "run" / "trajectories").glob("*.parquet"))
+        for row in pq.read_table(file).to_pylist()
+    ]
+    (cut,) = [row for row in episodes if row["detail"] == "segment"]
+    (rest,) = [row for row in episodes if row["id"] == cut["id"] and row["status"] == "terminated"]
+    assert (cut["step"], len(cut["turns"]), cut["trained_turns"]) == (1, 1, 0)
+    assert (len(rest["turns"]), rest["trained_turns"]) == (3, 1)
+    assert rest["step"] >= 4
+    assert cut["turns"] == rest["turns"][:1]
+    with Ledger(tmp_path / "run" / "ledger.sqlite") as ledger:
+        number = ledger.task_named(cut["task"]).number
+        assert [(s.first, s.turns, s.step) for s in ledger.segments(number)] == [(0, 1, 1)]
+
+
 @pytest.mark.long
 def test_two_runs_with_one_seed_end_in_the_same_weights_and_another_seed_in_others(tmp_path):
     sums = [

@@ -7,9 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.errors import StalenessError
-from agentrl.rollout.staleness import STALENESS_RULES, DeadlineFirst, Drain, Drop, Gate, StalenessRule, Ticket, Wait
+from agentrl.rollout.staleness import (
+    STALENESS_RULES,
+    DeadlineFirst,
+    Drain,
+    Drop,
+    Gate,
+    Segment,
+    StalenessRule,
+    Ticket,
+    Wait,
+)
 
-BOUNDED = sorted(STALENESS_RULES.keys() - {"gate", "mask"})
+BOUNDED = sorted(STALENESS_RULES.keys() - {"gate", "mask", "segment"})
 
 
 class Adversary:
@@ -21,6 +31,7 @@ class Adversary:
         self.failing = failing
         self.playing: list[Ticket] = []
         self.trained: list[tuple[int, Ticket]] = []
+        self.cut: list[tuple[int, Ticket]] = []
         self.stale: list[Ticket] = []
 
     def drive(self, steps: int) -> "Adversary":
@@ -30,6 +41,8 @@ class Adversary:
                 assert self.playing, "the rule waits although nothing can become ready any more"
                 self.end_one()
             self.trained += [(step, ticket) for ticket in batch]
+            self.cut += [(step, ticket) for ticket in self.rule.renewed]
+            self.playing = [self.rule.renewed.get(ticket, ticket) for ticket in self.playing]
             for _ in range(self.rng.randrange(4)):  # some go on while the trainer works
                 self.admit()
                 if self.playing:
@@ -117,6 +130,44 @@ def test_deadline_first_waits_only_when_every_choice_would_break_a_deadline(max_
         existing = [t for t in existing if t not in batch]
         ready = [t for t in ready if t not in batch]
         rule.publish(step + 1)
+
+
+@given(
+    max_staleness=st.integers(0, 5),
+    groups=st.integers(1, 6),
+    seed=st.integers(0, 10**9),
+    failing=st.sampled_from([0.0, 0.1, 0.5]),
+)
+def test_segments_wait_for_no_straggler_and_take_every_part_in_time(max_staleness, groups, seed, failing):
+    class Checked(Segment):
+        def select(self):
+            ready = len(self._ready)
+            batch = super().select()
+            assert (batch is None) == (ready < groups)
+            return batch
+
+    rule = Checked(max_staleness=max_staleness, groups_per_step=groups)
+    played = Adversary(rule, random.Random(seed), failing).drive(steps=25)
+    numbers = [ticket.number for _, ticket in played.trained]
+    assert len(numbers) == len(set(numbers)) == 25 * groups
+    assert all(step <= ticket.deadline <= step + max_staleness for step, ticket in [*played.trained, *played.cut])
+    assert not played.stale
+    assert max_staleness or not played.cut
+
+
+def test_a_straggler_is_cut_when_its_deadline_has_come_and_plays_on():
+    rule = Segment(max_staleness=2, groups_per_step=1)
+    straggler = rule.admit()
+    for step in range(5):
+        other = rule.admit()
+        rule.finish(other)
+        assert rule.select() == [other]
+        assert [ticket.number for ticket in rule.renewed] == ([straggler.number] if step in (2, 4) else [])
+        rule.publish(step + 1)
+    (last,) = rule._playing
+    assert last == straggler._replace(deadline=6)
+    rule.finish(last)
+    assert rule.select() == [last]
 
 
 def test_a_straggler_holds_the_trainer_only_when_its_deadline_has_come():
