@@ -20,7 +20,7 @@ SHARED_NAMES = {"Config", "Options"}
 
 # Who may import whom inside agentrl: a package imports those of the layers before its own, so there are no circles.
 LAYERS = [
-    {"arrays", "durable", "errors", "storage"},
+    {"arrays", "blame", "durable", "errors", "storage"},
     {"checkpoint", "credentials", "run_lock", "run_temp", "tiny_model", "trajectory"},
     {"batch", "http_client", "openai_wire"},
     {"protocols"},

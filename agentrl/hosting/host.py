@@ -18,9 +18,10 @@ from typing import Any, TypeVar
 
 from pydantic import Field
 
+from agentrl.blame import with_frame
 from agentrl.errors import ConfigError, DeadlineError, EnvError, OutageError, RolloutError
 from agentrl.flow import Flow, deadline
-from agentrl.hosting.process import ProcessEnv, with_frame
+from agentrl.hosting.process import ProcessEnv
 from agentrl.hosting.replies import checked_prompt, checked_reset, checked_step, checked_tools
 from agentrl.hosting.wrappers import Wrapper
 from agentrl.protocols import Env, Isolation, ResetResult, ScriptedPlayer, Settings, StepResult

@@ -40,6 +40,7 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from agentrl import plugins
+from agentrl.blame import with_frame
 from agentrl.errors import ConfigError, EnvError
 from agentrl.hosting.interpreter import agentrl_alone, environment
 from agentrl.hosting.wrappers import inner_name
@@ -60,17 +61,6 @@ from agentrl.hosting.process import preload, run_fork_server
 preload(*{preload!r})
 run_fork_server(*{arguments!r}, rest)
 """
-
-
-def with_frame(error: BaseException) -> str:
-    """`KeyError: 'x' (game.py:31 in move)`: the error and the innermost frame it came from."""
-    frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
-    if frame is None:
-        return f"{type(error).__name__}: {error}"
-    code = frame.tb_frame.f_code
-    return f"{type(error).__name__}: {error} ({code.co_filename}:{frame.tb_lineno} in {code.co_name})"
 
 
 class ProcessEnv:

@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 from itertools import zip_longest
 from typing import Any, Self
 
+from agentrl.blame import with_frame
 from agentrl.errors import ConfigError, RewardError
 from agentrl.flow import Flow, Retries, deadline
 from agentrl.protocols import GroupReward, Reward, ScoresTurns
@@ -129,7 +130,7 @@ class RewardPipeline:
         except RewardError as error:
             failed = Score.failed(str(error))
         except Exception as error:  # a reward is the user's code: anything that it raises is its failure
-            failed = Score.failed(f"{type(error).__name__}: {error}")
+            failed = Score.failed(with_frame(error))
         return [failed] * len(trajectories)
 
 

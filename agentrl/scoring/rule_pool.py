@@ -27,7 +27,8 @@ from typing import Any, Self
 from pebble import ProcessExpired, ProcessPool
 from pydantic import Field
 
-from agentrl.errors import ConfigError, RewardError, RuleLimitError
+from agentrl.blame import with_frame
+from agentrl.errors import AgentRLError, ConfigError, RewardError, RuleLimitError
 from agentrl.protocols import Settings
 
 
@@ -128,7 +129,9 @@ class RulePool:
             ) from error
         except (ConfigError, RewardError):
             raise
-        except Exception as error:  # the rule's own error
+        except _RuleRaisedError as error:
+            raise RewardError(f"{name}: {error}") from error
+        except Exception as error:  # what the rule raised or returned does not pickle
             raise RewardError(f"{name}: {type(error).__name__}: {error}") from error
 
     def _start(self) -> ProcessPool:
@@ -140,6 +143,10 @@ class RulePool:
             initargs=[self._config.memory_mb << 20, self._config.cpu_seconds, list(sys.path), self.imports],
             context=context,
         )
+
+
+class _RuleRaisedError(Exception):
+    """A rule raised something: its text says what, and where."""
 
 
 _cpu_seconds = 0.0
@@ -168,6 +175,10 @@ def _call(call: bytes) -> Any:
     signal.setitimer(signal.ITIMER_PROF, _cpu_seconds)  # SIGPROF, whose default action ends the process
     try:
         return function(argument)
+    except (AgentRLError, MemoryError):
+        raise
+    except Exception as error:
+        raise _RuleRaisedError(with_frame(error)) from error  # here, because a traceback does not pickle
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
 

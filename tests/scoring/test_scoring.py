@@ -142,6 +142,22 @@ def test_a_function_is_a_reward_wherever_it_runs(reward, isolation):
     assert asyncio.run(main()) == Score(5.0, {"n": 5.0})
 
 
+def divides(played):
+    return 1 / 0
+
+
+@pytest.mark.parametrize("isolation", ["inline", "thread", pytest.param("process", marks=pytest.mark.slow)])
+def test_the_failure_of_a_reward_names_the_line_that_raised_it(isolation):
+    async def main():
+        async with RewardPipeline([RewardPart(divides, "n", isolation=isolation)], deadline=60.0) as pipeline:
+            return await pipeline.score(PLAYED)
+
+    score = asyncio.run(main())
+    assert "ZeroDivisionError: division by zero (" in score.status.error
+    assert f"({__file__}:" in score.status.error
+    assert score.status.error.endswith("in divides)")
+
+
 def test_a_hung_function_in_a_thread_costs_its_deadline_and_holds_nobody():
     started = time.monotonic()
     score = asyncio.run(score_trajectory(hangs, PLAYED, 0.2))

@@ -1,0 +1,25 @@
+"""An error names the line of the user's own code that it came from."""
+
+import json
+
+import pytest
+
+from agentrl.blame import with_frame
+
+
+def test_the_frame_is_that_of_the_code_that_called_the_library():
+    with pytest.raises(ValueError, match="Expecting") as caught:
+        json.loads("{")
+    assert f"({__file__}:" in with_frame(caught.value)
+    assert with_frame(caught.value).endswith("in test_the_frame_is_that_of_the_code_that_called_the_library)")
+
+
+def test_without_code_of_the_user_the_frame_is_the_innermost_one():
+    with pytest.raises(ValueError, match="Expecting") as caught:
+        json.loads("{")
+    beginning_in_the_library = caught.value.with_traceback(caught.value.__traceback__.tb_next)
+    assert "json/decoder.py:" in with_frame(beginning_in_the_library)
+
+
+def test_an_error_without_traceback_has_no_frame():
+    assert with_frame(KeyError("x")) == "KeyError: 'x'"
