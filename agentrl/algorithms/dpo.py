@@ -1,17 +1,66 @@
-"""Online direct preference optimisation: the best and the worst episode of each group are a pair."""
+"""Direct preference optimisation of pairs that the policy has played.
+
+Dimension suffixes: G members of a group, J trajectories of a batch, N its loss tokens.
+"""
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Annotated
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field
 
 from agentrl.algorithms.policy_loss import PolicyAlgorithm, PolicyLoss, scored
-from agentrl.arrays import FloatArray, floats
+from agentrl.arrays import FloatArray, floats, ints
 from agentrl.batch import TrainBatch
 from agentrl.trajectory import Group
+
+Pairing = Literal["best_worst", "all"]
+"""Which members of a group are compared: the best with the worst, or each with each."""
+Labels = Literal["hard", "soft"]
+"""Whether the better half of a pair is chosen for certain, or with the probability that the rewards give it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankedPair:
+    """Two trajectories by their numbers; `label` is the probability that the better one is preferred, above 0.5."""
+
+    better: int
+    worse: int
+    label: float
+
+
+def ranked_pairs(rewards_G: Sequence[float], which: Pairing, labels: Labels) -> list[RankedPair]:
+    """The best member against the worst, or each against each; equal rewards make no pair.
+
+    Soft labels are those of Bradley and Terry: sigmoid(r_better - r_worse), for rewards that are its scores.
+    """
+    order_G = sorted(range(len(rewards_G)), key=lambda member: -rewards_G[member])
+    couples = list(combinations(order_G, 2))
+    if which == "best_worst":
+        couples = [(order_G[0], rewards_G.index(min(rewards_G)))] if couples else []
+    differing = [(better, worse) for better, worse in couples if rewards_G[better] > rewards_G[worse]]
+    return [
+        RankedPair(better, worse, 1.0 if labels == "hard" else _sigmoid(rewards_G[better] - rewards_G[worse]))
+        for better, worse in differing
+    ]
+
+
+def batch_of_pairs(played: TrainBatch, pairs: Sequence[RankedPair]) -> TrainBatch:
+    """A batch of pairs of a batch's trajectories, which are known by their numbers there.
+
+    Each pair is a group of two trajectories, the better one first, whatever else these trajectories are paired with.
+    Their advantages are the label, and minus the label.
+    """
+    halves_J = [number for pair in pairs for number in (pair.better, pair.worse)]
+    signed_J = np.array([signed for pair in pairs for signed in (pair.label, -pair.label)])
+    samples_J = [np.flatnonzero(played.trajectories_M == number) for number in halves_J]
+    batch = played.ordered(np.concatenate(samples_J).tolist())
+    trajectories_M = np.repeat(np.arange(len(halves_J)), [len(samples) for samples in samples_J])
+    batch = replace(batch, trajectories_M=ints(trajectories_M), groups_M=ints(trajectories_M // 2))
+    return replace(batch, advantages_N=floats(signed_J[batch.trajectories_N]))
 
 
 class OnlineDpo(PolicyAlgorithm):
@@ -21,13 +70,20 @@ class OnlineDpo(PolicyAlgorithm):
     over all sampled tokens of an episode, for the policy p and the reference q. Its gradient, equation 7, pushes the
     chosen episode up and the rejected one down, both with the weight beta sigmoid(-m), which is the advantage here: so
     a pair may lie in two micro-batches. Use it where only comparisons can be trusted, such as those of a reward model.
+
+    With a soft label y, the loss is -y log sigmoid(m) - (1 - y) log sigmoid(-m), and the weight beta (y - sigmoid(m)).
     """
 
     class Config(PolicyLoss):
-        """The strength of the reference, and the loss."""
+        """The strength of the reference, the labels, and the loss."""
 
         beta: Annotated[float, Field(gt=0)] = 0.1
         """How strongly the policy is held to the reference: the smaller, the further it may move."""
+
+        labels: Labels = "hard"
+        """`hard`: the better episode of a pair is the chosen one. `soft`: it is with the probability sigmoid(difference
+        of the rewards), as the model of Bradley and Terry says. Use it with a reward on that scale, as `reward_model`
+        is: the loss then has its minimum where the policy is the reference times exp(reward / beta)."""
 
     config: Config
     compares_members = True
@@ -39,28 +95,28 @@ class OnlineDpo(PolicyAlgorithm):
         return True
 
     def advantages(self, group: Group) -> Sequence[float]:
-        """1 for the chosen member, -1 for the rejected one, 0 for the others, and for all if their rewards are equal.
+        """The label for the chosen member (1 if it is hard), minus the label for the rejected one, 0 for the others;
+        0 for all if their rewards are equal.
 
         Raises:
             ValueError: a member has no score.
         """
         rewards_G = list(scored(group))
         advantages_G = [0.0] * len(rewards_G)
-        if len(set(rewards_G)) > 1:
-            advantages_G[rewards_G.index(max(rewards_G))] = 1.0
-            advantages_G[rewards_G.index(min(rewards_G))] = -1.0
+        for pair in ranked_pairs(rewards_G, "best_worst", self.config.labels):
+            advantages_G[pair.better], advantages_G[pair.worse] = pair.label, -pair.label
         return advantages_G
 
     def prepared(self, batch: TrainBatch) -> TrainBatch:
         """See `PreparesBatch`: each pair gets its weight, if none of its halves is too old to be trained on."""
-        signs_J = np.sign(_of_trajectories(batch, batch.advantages_N))
+        labels_J = _of_trajectories(batch, batch.advantages_N) / np.maximum(1, batch.tokens_of_trajectories)
         moved_J = _of_trajectories(batch, batch.rollout_logprobs_N - batch.reference_logprobs_N)
-        groups_J, weights_J = batch.groups_of_trajectories, np.zeros(len(signs_J))
+        groups_J, weights_J = batch.groups_of_trajectories, np.zeros(len(labels_J))
         for group in np.unique(groups_J):
-            (chosen, rejected) = (np.flatnonzero((groups_J == group) & (signs_J == sign)) for sign in (1, -1))
+            (chosen, rejected) = (np.flatnonzero((groups_J == group) & (np.sign(labels_J) == sign)) for sign in (1, -1))
             if len(chosen) and len(rejected):
                 margin = self.config.beta * float(moved_J[chosen[0]] - moved_J[rejected[0]])
-                weight = self.config.beta / (1 + math.exp(min(margin, 500.0)))
+                weight = self.config.beta * (float(labels_J[chosen[0]]) - _sigmoid(margin))
                 weights_J[chosen[0]], weights_J[rejected[0]] = weight, -weight
         return super().prepared(replace(batch, advantages_N=floats(weights_J[batch.trajectories_N])))
 
@@ -75,3 +131,8 @@ class OnlineDpo(PolicyAlgorithm):
 def _of_trajectories(batch: TrainBatch, values_N: FloatArray) -> FloatArray:
     """The sum over each trajectory's loss tokens."""
     return floats(np.bincount(batch.trajectories_N, weights=values_N, minlength=len(batch.tokens_of_trajectories)))
+
+
+def _sigmoid(value: float) -> float:
+    power = math.exp(-abs(value))
+    return (1.0 if value > 0 else power) / (1 + power)
