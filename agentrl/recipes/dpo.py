@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from typing import Annotated
+from typing import Annotated, cast
 
 import numpy as np
 from pydantic import Field
@@ -21,6 +21,7 @@ from agentrl.algorithms.dpo import OnlineDpo
 from agentrl.arrays import FloatArray, floats, ints
 from agentrl.assembly import make_trainer, open_cluster
 from agentrl.batch import TrainBatch, TrainingSample, collate, to_samples
+from agentrl.config import RunConfig
 from agentrl.durable import finish_folder, new_unfinished
 from agentrl.errors import ConfigError
 from agentrl.protocols import Settings, SupportsPredict
@@ -46,6 +47,30 @@ class DpoSettings(Settings):
     demonstrations: DemonstrationsConfig | None = None
     """What the model imitates first."""
 
+    def check_run(self, config: RunConfig) -> None:
+        """Check that a run can have this recipe.
+
+        Raises:
+            ValueError: it cannot.
+        """
+        check_trainer(config)
+
+
+def check_trainer(config: RunConfig) -> None:
+    """Check that a run's trainer can learn from pairs.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    name, factory = config.trainer.name, config.trainer.factory
+    if not (isinstance(factory, type) and issubclass(factory, SupportsPredict)):
+        raise ValueError(f"the trainer {name!r} has no method `predict`, which recipe={config.recipe.name} needs")
+    if getattr(config.trainer.settings, "minibatches", 1) != 1:
+        raise ValueError(
+            f"trainer.minibatches is above 1, and recipe={config.recipe.name} weighs pairs before each update: leave "
+            "it out, and set pairs_per_step in the section `recipe`"
+        )
+
 
 async def dpo(run: Run, settings: DpoSettings) -> None:
     """The recipe. The run's metrics have each step's loss and accuracy, and the accuracy on held-out pairs.
@@ -65,9 +90,8 @@ async def dpo(run: Run, settings: DpoSettings) -> None:
     training, held_out = (_within(run, part, renderer, config) for part in split(preferences, config.held_out, rng))
     if not training:
         raise ConfigError(f"no pair of {config.path} is left to train on: raise max_tokens, or lower held_out")
-    await _learn(
-        run, settings, base, batches=[_batch(pairs) for pairs in in_batches(training, config, rng)], held_out=held_out
-    )
+    mixed = in_batches(training, rng, epochs=config.epochs, size=config.pairs_per_step)
+    await _learn(run, settings, base, batches=[_batch(pairs) for pairs in mixed], held_out=held_out)
     run.display.say(f"the model is in {final}")
 
 
@@ -82,18 +106,15 @@ async def _learn(
         open_cluster(run.config) as placed,
         make_trainer(placed, base, steps=len(batches), lr=settings.preferences.lr) as trainer,
     ):
-        if not isinstance(trainer, SupportsPredict):
-            raise ConfigError(f"trainer={run.config.trainer.name} has no method `predict`, which the recipe dpo needs")
+        trainer = cast(SupportsPredict, trainer)  # the config's validation has checked it
         # It is the first model still.
         references = [await trainer.predict(batch) for batch in batches]
         held_references = [await trainer.predict(batch) for batch in measured]
         for step, (pairs, reference_N) in enumerate(zip(batches, references, strict=True)):
-            batch = replace(pairs, rollout_logprobs_N=await trainer.predict(pairs), reference_logprobs_N=reference_N)
-            metrics = await trainer.step(algorithm.prepared(batch), algorithm.loss, algorithm.normalizer(batch))
-            found = margins(batch, settings.beta)
-            run.record_metrics(step, {**metrics, **_of_pairs(found)})
+            metrics = await update(trainer, algorithm, replace(pairs, reference_logprobs_N=reference_N))
+            run.record_metrics(step, metrics)
             if (step + 1) % max(1, len(batches) // 8) == 0:
-                run.display.say(f"step {step + 1} of {len(batches)}: {np.mean(found > 0):.0%} in the right order")
+                run.display.say(f"step {step + 1} of {len(batches)}: {metrics['accuracy']:.0%} in the right order")
         if measured:
             held = [
                 margins(replace(pair, rollout_logprobs_N=await trainer.predict(pair), reference_logprobs_N=first), 1.0)
@@ -104,6 +125,16 @@ async def _learn(
             run.display.say(f"of {len(measured)} held-out pairs, [bold]{accuracy:.1%}[/bold] are in the right order")
         await trainer.save(into)
     finish_folder(run.folder / "dpo")
+
+
+async def update(trainer: SupportsPredict, algorithm: OnlineDpo, pairs: TrainBatch) -> Mapping[str, float]:
+    """Make an update on pairs with the reference's logprobs. Its metrics include the pairs' own, before the update.
+
+    The model's logprobs are computed first, because the weight of each pair depends on them.
+    """
+    batch = replace(pairs, rollout_logprobs_N=await trainer.predict(pairs))
+    metrics = await trainer.step(algorithm.prepared(batch), algorithm.loss, algorithm.normalizer(batch))
+    return {**metrics, **_of_pairs(margins(batch, algorithm.config.beta))}
 
 
 def margins(batch: TrainBatch, beta: float) -> FloatArray:

@@ -2,7 +2,7 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -19,11 +19,12 @@ T = TypeVar("T")
 
 
 class PreferencesConfig(Settings):
-    """Pairs to train a reward model on."""
+    """Pairs to learn from."""
 
     path: Path
     """A `.jsonl` or `.parquet` file of rows with `chosen` and `rejected` (lists of messages, or texts that answer a
-    `prompt`), or the folder of a run: of two episodes of one task, the one with the higher score is preferred."""
+    `prompt`; rows of one `task` are held out together), or the folder of a run: of two episodes of one task, the one
+    with the higher score is preferred."""
     pairs_per_task: int = Field(8, gt=0)
     """Most pairs of one task, drawn at random, if `path` is the folder of a run."""
     held_out: float = Field(0.1, ge=0, lt=1)
@@ -57,6 +58,7 @@ class _Message(BaseModel):
 
 
 class _Row(BaseModel):
+    task: str | None = None
     prompt: str | tuple[_Message, ...] = ()
     chosen: str | tuple[_Message, ...]
     rejected: str | tuple[_Message, ...]
@@ -91,12 +93,24 @@ def split(pairs: Sequence[Preference], held_out: float, rng: Random) -> tuple[li
     return [pair for pair in pairs if pair.task not in measured], [pair for pair in pairs if pair.task in measured]
 
 
-def in_batches(pairs: Sequence[T], config: PreferencesConfig, rng: Random) -> Iterator[list[T]]:
+def in_batches(pairs: Sequence[T], rng: Random, *, epochs: int, size: int) -> Iterator[list[T]]:
     """Batches of all pairs, in a different order in each epoch; the last batch of an epoch may be smaller."""
-    for _ in range(config.epochs):
+    for _ in range(epochs):
         mixed = rng.sample(pairs, len(pairs))
-        for start in range(0, len(mixed), config.pairs_per_step):
-            yield mixed[start : start + config.pairs_per_step]
+        for start in range(0, len(mixed), size):
+            yield mixed[start : start + size]
+
+
+def write_preferences(path: Path, pairs: Iterable[tuple[Preference, Mapping[str, float]]]) -> None:
+    """Write pairs to a `.jsonl` file that `read_preferences` reads. Each row also has remarks, which it ignores."""
+    with path.open("w") as file:
+        for pair, remarks in pairs:
+            chosen, rejected = (
+                [{"role": message.role, "content": message.content} for message in half]
+                for half in (pair.chosen, pair.rejected)
+            )
+            row = {"task": pair.task, "chosen": chosen, "rejected": rejected, **remarks}
+            file.write(json.dumps(row) + "\n")
 
 
 def _rows(path: Path) -> Iterator[Any]:
@@ -121,7 +135,7 @@ def _pair(path: Path, number: int, row: Any) -> Preference:
         raise ConfigError(f"{path}, row {number}: {where}: {first['msg']}; a row has chosen and rejected") from error
     asked = _messages(read.prompt, "user") if read.prompt else ()
     chosen, rejected = (asked + _messages(content, "assistant") for content in (read.chosen, read.rejected))
-    return Preference(f"{number}", chosen, rejected)
+    return Preference(f"{number}" if read.task is None else read.task, chosen, rejected)
 
 
 def _messages(content: str | tuple[_Message, ...], role: Literal["user", "assistant"]) -> tuple[Message, ...]:

@@ -50,7 +50,7 @@ async def reward_model(run: Run, settings: RewardModelSettings) -> None:
     training, held_out = (_tokens(run, base, part, config) for part in split(pairs, config.held_out, rng))
     if not training:
         raise ConfigError(f"no pair of {config.path} is left to train on: raise max_tokens, or lower held_out")
-    batches = list(in_batches(training, config, rng))
+    batches = list(in_batches(training, rng, epochs=config.epochs, size=config.pairs_per_step))
     await _train(run, config, base, batches=batches, held_out=held_out, into=new_unfinished(final))
     finish_folder(final)
     run.display.say(f"the reward model is in {final}")
