@@ -322,6 +322,19 @@ def _print_overview(ledger: LedgerReader) -> None:
         console.print(f"\nOpen: {escape(', '.join(in_play))}", highlight=False)
 
 
+@app.command("lineage")
+def show_lineage(
+    folder: Annotated[Path, typer.Argument(metavar="RUN|ITERATION", help="A run of recipe=iterative_dpo, or a model.")],
+) -> None:
+    """Show the models that a model descends from, after a comparison of all weights with what was recorded."""
+    from agentrl.recipes.lineage import verified_lineage
+
+    newest = max((folder / "iterations").glob("iteration_*"), default=folder)
+    for one in verified_lineage(newest):
+        how = f"pairs: {one.lineage.pairs}, tasks: {len(one.lineage.tasks)}" if one.lineage else "the first model"
+        console.print(f"{one.sha256[:12]}  {one.folder}  {how}", highlight=False, soft_wrap=True)
+
+
 @app.command()
 def simulate(config: ConfigPath, overrides: Overrides = None) -> None:
     """Run the config's scheduler on models of engine, environments and trainer, under a virtual clock.
