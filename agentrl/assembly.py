@@ -150,17 +150,24 @@ async def assemble_rollouts(config: RunConfig, model: Path) -> AsyncIterator[Rol
 
 @asynccontextmanager
 async def assemble_training(
-    config: RunConfig, algorithm: Algorithm, model: Path, latest: LatestCheckpoint = lambda: None
+    config: RunConfig,
+    algorithm: Algorithm,
+    model: Path,
+    latest: LatestCheckpoint = lambda: None,
+    *,
+    updates: int | None = None,
 ) -> AsyncIterator[TrainingAssembly]:
     """`assemble_rollouts`, plus a trainer that starts from the same model. If a rank dies, its trainer restarts from
-    the checkpoint that `latest` returns.
+    the checkpoint that `latest` returns, with the number of updates made until then. `updates`: most updates of the
+    whole run, by default one for each step; the learning rate's schedule ends there.
 
     Raises:
         ConfigError: the engine cannot take new weights, or something does not fit the devices.
     """
     _check_takes_weights(config)
     async with open_cluster(config) as placed, _rollouts_on(placed, model) as rollouts:
-        trainer, advisors = make_trainer(placed, model, latest), make_advisors(placed, algorithm, model, latest)
+        trainer = make_trainer(placed, model, latest, steps=updates)
+        advisors = make_advisors(placed, algorithm, model, latest)
         trainers = [trainer, *advisors.all]
         async with device_sharing(placed, [rollouts.engine, *rollouts.frozen.values()], trainers) as sharing:
             followers = tuple((engine, route.refresh) for route, engine in rollouts.frozen.items() if route.refresh)

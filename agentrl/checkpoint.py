@@ -107,7 +107,7 @@ class Checkpoints:
                 "with run_dir=ANOTHER"
             )
         for path, problem in damaged.items():
-            announce(f"{path} is damaged ({problem}); it is set aside as {_set_aside(path, 'damaged').name}")
+            announce(f"{path} is damaged ({problem}); it is set aside as {set_aside(path, 'damaged').name}")
 
     def check_origin(self) -> None:
         """Check that the checkpoints are this run's own: reading the optimizer of some trainers can run code.
@@ -138,7 +138,7 @@ class Checkpoints:
         self.find(str(step), {})
         for later, path in self.all().items():
             if later > step:
-                _set_aside(path, "left")
+                set_aside(path, "left")
 
     def _thin_out(self, values: Mapping[int, float]) -> None:
         newest = sorted(self.all())[-self.keep :]
@@ -179,7 +179,7 @@ def _checksum(path: Path) -> str:
     return hashed.hexdigest()
 
 
-def _set_aside(path: Path, why: str) -> Path:
+def set_aside(path: Path, why: str) -> Path:
     """Rename a checkpoint to a name that no run resumes from, and that is free."""
     names = (path.with_name(f"{why}-{path.name}{number}") for number in ("", *(f"-{n}" for n in range(2, 1000))))
     return path.rename(next(name for name in names if not name.exists()))

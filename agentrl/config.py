@@ -165,7 +165,8 @@ class RunConfig(Settings):
     """All settings of a run."""
 
     recipe: ComponentField
-    """What the run does: `policy_gradient`, `sft`, `reward_model`, or `package.module:function`, with its settings."""
+    """What the run does: `policy_gradient`, `sft`, `dpo`, `iterative_dpo`, `reward_model`, or
+    `package.module:function`, with its settings."""
     seed: int = Field(0, ge=0)
     """All randomness derives from it."""
     steps: int = Field(100, gt=0)
@@ -202,6 +203,13 @@ class RunConfig(Settings):
     """The models that replace the engine, the environments and the trainer in `agentrl simulate`."""
     trackers: tuple[str, ...] = ("tensorboard",)
     """Where metrics go besides `metrics.jsonl`: tensorboard, wandb, mlflow, or your own."""
+
+    @model_validator(mode="after")
+    def _the_recipe_can_do_its_work(self) -> Self:
+        check = getattr(self.recipe.settings, "check_run", None)
+        if check is not None:
+            check(self)
+        return self
 
     @model_validator(mode="after")
     def _members_have_others_to_be_compared_with(self) -> Self:
@@ -465,7 +473,12 @@ def _helper(
     """The section `reference` or `critic`, or `None` if the algorithm does not use it."""
     chosen: Component = made["algorithm"]
     algorithm = chosen.make()
-    needed = isinstance(algorithm, ActorCritic) if section == "critic" else getattr(algorithm, "uses_reference", False)
+    users = (algorithm, made["recipe"].settings)
+    needed = (
+        isinstance(algorithm, ActorCritic)
+        if section == "critic"
+        else any(getattr(user, "uses_reference", False) for user in users)
+    )
     own = values.get(section) or {}
     if not needed:
         if own:

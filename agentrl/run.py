@@ -8,6 +8,7 @@ runs/NAME/
   checkpoints/       step_000010/ ... (each a Hugging Face folder with the optimizer beside it)
   demonstrations/    the model after supervised play, where the config asks for it
   reward_model/      the model that the recipe reward_model has trained
+  iterations/        the model, the pairs and the lineage of each iteration of the recipe iterative_dpo
   tensorboard/       event files
   reward_curve.png   when the run has ended
   status.json        the current step and phase, since when, and the process id
