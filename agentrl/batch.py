@@ -84,7 +84,7 @@ class TrainingSample:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainBatch:
-    """Samples laid end to end. A trainer packs them into rows (`agentrl/trainers/packing.py`).
+    """Samples laid end to end. A trainer packs them into micro-batches (`agentrl/trainers/packing.py`).
 
     `lengths_M` is the number of tokens of each sample. Logprobs and advantages cover only the loss tokens, in order.
     `support_N` are the ids that each loss token was sampled from; an empty row is the whole vocabulary.

@@ -60,6 +60,8 @@ RENAMED = {
     "simulation.in_turns": "simulation.time_shared",
 }
 """Old names of settings, with their present ones."""
+GONE = {"row_tokens": "a micro-batch is samples end to end, without rows: leave it out (see micro_batch_tokens)"}
+"""Settings of trainers that there were once, and what to do instead."""
 
 
 ComponentField = Annotated[InstanceOf[Component], PlainSerializer(Component.dump)]
@@ -548,6 +550,8 @@ def _explain(
             line = f"{path}: no such setting{where}.{plugins.nearest(keys[-1], known)} Known here: {listed}"
             if path in RENAMED:
                 line = f"{path}: renamed to {RENAMED[path]}{where}: write it there"
+            elif keys[-1] in GONE:
+                line = f"{path}: no such setting any more{where}: {GONE[keys[-1]]}"
         else:
             given = "" if problem["type"] == "missing" or not keys else f", got {problem['input']!r:.80}"
             line = f"{path}: {problem['msg']}{given}{where}".removeprefix(": ").replace("Value error, ", "", 1)

@@ -50,7 +50,7 @@ from agentrl.trajectory import Completion, Group
 T = TypeVar("T")
 TURNS, SAMPLED, MEMBERS, EPISODE = 20, 100, 8, 20 * 150
 HEARTBEAT_SECONDS = 0.005
-PACKING = TrainerSettings(row_tokens=4096, micro_batch_tokens=8192)
+PACKING = TrainerSettings(micro_batch_tokens=8192)
 
 
 class LongGame(Game):

@@ -32,7 +32,7 @@ from agentrl.trainers.settings import TrainerSettings
 from agentrl.trajectory import Completion, Group, Score, Task, Terminated, Trajectory, Turn
 
 TURNS, PROMPT, SAMPLED, MEMBERS = 20, 50, 100, 8
-PACKING = TrainerSettings(row_tokens=4096, micro_batch_tokens=8192)
+PACKING = TrainerSettings(micro_batch_tokens=8192)
 EPISODE = TURNS * (PROMPT + SAMPLED)
 
 

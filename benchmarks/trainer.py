@@ -80,10 +80,10 @@ def peak_of(device: str, dtype: str) -> float:
 
 
 async def measure(
-    kind: type[GroupTrainer], settings: Mapping[str, Any], model: Path, batches: list[TrainBatch], row_tokens: int
+    kind: type[GroupTrainer], settings: Mapping[str, Any], model: Path, batches: list[TrainBatch]
 ) -> tuple[float, list[Mapping[str, float]], list[float]]:
     """Seconds to start, and the metrics and seconds of each step after the warm-up."""
-    config = kind.Config(lr=1e-5, row_tokens=row_tokens, **settings)
+    config = kind.Config(lr=1e-5, **settings)
     begin = time.perf_counter()
     metrics, seconds = [], []
     async with kind(config, model, total_steps=len(batches)) as trainer:
@@ -103,7 +103,6 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--samples", type=int, default=128)
-    parser.add_argument("--row-tokens", type=int, default=128)
     parser.add_argument("--micro-batch-tokens", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--peak", type=float, help="FLOP/s of a device; by default measured")
@@ -122,7 +121,7 @@ def main() -> None:
             if given.only and name not in given.only:
                 continue
             settings = {**own, "dtype": given.dtype, "micro_batch_tokens": given.micro_batch_tokens}
-            measured = measure(kind, settings, Path(folder), batches, given.row_tokens)
+            measured = measure(kind, settings, Path(folder), batches)
             started, metrics, seconds = asyncio.run(measured)
             ranks = own.get("world_size", 1)
             rate = statistics.median(m["tokens"] / s for m, s in zip(metrics, seconds, strict=True))

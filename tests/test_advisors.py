@@ -161,7 +161,7 @@ def test_a_wrong_helper_is_refused_with_the_way_out(overrides, said):
 
 def learning(model: Path, algorithm: Ppo, minibatches: int = 2, **parts: Any) -> tuple[LocalTrainer, Advisors]:
     """A trainer, and a reference and a critic beside it."""
-    config = LocalTrainer.Config(lr=3e-3, device="cpu", row_tokens=64, minibatches=minibatches)
+    config = LocalTrainer.Config(lr=3e-3, device="cpu", minibatches=minibatches)
     trainer, reference, critic = (
         LocalTrainer(config, model, total_steps=20, role=role, head=head, **parts)
         for role, head in (("trainer", "policy"), ("reference", "policy"), ("critic", "value"))

@@ -171,6 +171,11 @@ def test_groups_of_one_are_refused_where_members_are_compared(path: Path) -> Non
     assert load_config(path, ["rollout.group_size=1", "algorithm=ppo"]).config.rollout.group_size == 1
 
 
+def test_a_setting_that_is_gone_is_refused_with_what_to_do(path: Path) -> None:
+    assert "trainer.row_tokens: no such setting any more" in problem(path, "trainer.row_tokens=128")
+    assert "leave it out (see micro_batch_tokens)" in problem(path, "trainer=fsdp", "trainer.row_tokens=128")
+
+
 def test_parts_of_episodes_are_refused_where_nothing_says_what_follows_them(path: Path) -> None:
     rule = "rollout.staleness_rule=segment"
     for without in ([], ["algorithm=rloo"], ["algorithm=ppo", "algorithm.truncated=terminal"]):

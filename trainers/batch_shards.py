@@ -7,27 +7,27 @@ import numpy as np
 
 from agentrl.arrays import FloatArray
 from agentrl.batch import TrainBatch, equal_parts
-from agentrl.trainers.packing import MicroBatch, micro_batches, pack, row_length
+from agentrl.trainers.packing import MicroBatch, micro_batches
 from agentrl.trainers.settings import TrainerSettings
 
 BatchShard = Sequence[Sequence[MicroBatch]]
 """What one rank computes in a step: the micro-batches of each minibatch."""
 
 
-def shard_batch(batch: TrainBatch, settings: TrainerSettings, *, ranks: int, minibatches: int = 1) -> list[BatchShard]:
-    """Cut a batch into minibatches, these into rows and micro-batches, and divide them into a shard for each rank.
+def shard_batch(
+    batch: TrainBatch, settings: TrainerSettings, *, ranks: int, minibatches: int = 1, attention: float = 0.0
+) -> list[BatchShard]:
+    """Cut a batch into minibatches, these into micro-batches, and divide them into a shard for each rank.
 
-    In each minibatch every rank gets the same number of micro-batches; the tokens of two ranks differ by at most the
-    largest micro-batch. Micro-batches without a loss token are left out. A single rank gets all, in order.
+    In each minibatch every rank gets the same number of micro-batches; the costs of two ranks differ by at most that of
+    the largest micro-batch (`MicroBatch.cost`, with `attention`). Micro-batches without a loss token are left out. A
+    single rank gets all, in order.
 
     Raises:
         ValueError: the batch has no loss token.
     """
-    # No row of a minibatch is longer than the rows of the whole batch would be.
-    lengths = batch.lengths_M.tolist()
-    row_tokens = max(row_length(row, lengths) for row in pack(lengths, settings.row_tokens))
     by_minibatch = [
-        _shard_minibatch(micro_batches(part, row_tokens, settings.micro_batch_tokens, parts=ranks), ranks)
+        _shard_minibatch(micro_batches(part, settings.micro_batch_tokens, parts=ranks), ranks, attention)
         for part in minibatches_of(batch, minibatches)
         if part.num_loss_tokens
     ]
@@ -67,13 +67,13 @@ def gather(batch: TrainBatch, shards: Sequence[BatchShard], predictions: Sequenc
     return gathered_N
 
 
-def _shard_minibatch(all_of_it: Sequence[MicroBatch], ranks: int) -> list[list[MicroBatch]]:
+def _shard_minibatch(all_of_it: Sequence[MicroBatch], ranks: int, attention: float) -> list[list[MicroBatch]]:
     found = [micro_batch for micro_batch in all_of_it if micro_batch.samples.num_loss_tokens]
     if ranks == 1:
         return [found]
     by_rank: list[list[MicroBatch]] = [[] for _ in range(ranks)]
-    loads, most = [0] * ranks, -(-len(found) // ranks)
-    costs = [micro_batch.cost for micro_batch in found]
+    loads, most = [0.0] * ranks, -(-len(found) // ranks)
+    costs = [micro_batch.cost(attention) for micro_batch in found]
     for number in sorted(range(len(found)), key=lambda number: -costs[number]):
         rank = min((rank for rank in range(ranks) if len(by_rank[rank]) < most), key=loads.__getitem__)
         by_rank[rank].append(found[number])

@@ -86,9 +86,9 @@ class FullyShard:
     trainable: TrainableParameters
     optimizer: torch.optim.AdamW
 
-    def predict(self, rows: DeviceMicroBatch) -> Tensor:
+    def predict(self, samples: DeviceMicroBatch) -> Tensor:
         """See `Sharding`."""
-        predicted_N: Tensor = self.model(rows)
+        predicted_N: Tensor = self.model(samples)
         if not torch.is_grad_enabled():  # otherwise the backward pass frees the gathered weights
             _reshard(self.model)
         return predicted_N

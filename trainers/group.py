@@ -14,8 +14,9 @@ from agentrl.batch import TrainBatch
 from agentrl.cluster.processes import start_local
 from agentrl.cluster.workers import StartWorkers, WorkerGroup
 from agentrl.errors import AgentRLError, ConfigError, StallError, TrainingError, WorkerDiedError
+from agentrl.placement.footprint import model_facts
 from agentrl.protocols import Loss, Recovery
-from agentrl.trainers.batch_shards import BatchShard, gather, shard_batch
+from agentrl.trainers.batch_shards import gather, shard_batch
 from agentrl.trainers.replay import ReplayLog, TrainingStep
 from agentrl.trainers.settings import TrainerSettings
 from agentrl.trainers.spec import Head, TrainerSpec
@@ -75,6 +76,7 @@ class GroupTrainer:
         self._log = ReplayLog(self._recovery.latest)
         self._running = False
         self._ranks: WorkerGroup | None = None
+        self._attention = attention_share(model) if self.world_size > 1 else 0.0
 
     @property
     def world_size(self) -> int:
@@ -94,7 +96,7 @@ class GroupTrainer:
         """One pass over the batch, in `minibatches` optimizer steps.
 
         Metrics: `loss` (summed token losses / normalizer), `grad_norm` (before clipping, largest of the minibatches),
-        `lr`, `loss_tokens`, `tokens` (without padding), `packing` (share of the rows that is not padding),
+        `lr`, `loss_tokens`, `tokens`,
         `logprob_gap_mean` and `logprob_gap_max` (|engine's - trainer's logprob|, in nats), the seconds of each phase
         and the means of the loss's own metrics.
 
@@ -117,7 +119,9 @@ class GroupTrainer:
         """The model's logprob (a critic's value) of each loss token, in the order of the batch, shape N."""
 
         async def predict(ranks: WorkerGroup) -> FloatArray:
-            shards = await asyncio.to_thread(shard_batch, batch, self.config, ranks=len(ranks))
+            shards = await asyncio.to_thread(
+                shard_batch, batch, self.config, ranks=len(ranks), attention=self._attention
+            )
             predictions = await ranks.scatter("predict", [(shard,) for shard in shards])
             return await asyncio.to_thread(gather, batch, shards, predictions)
 
@@ -180,11 +184,19 @@ class GroupTrainer:
         """Make a step on the ranks."""
         batch, loss, normalizer = step
         shards = await asyncio.to_thread(
-            shard_batch, batch, self.config, ranks=len(ranks), minibatches=self.config.minibatches
+            shard_batch,
+            batch,
+            self.config,
+            ranks=len(ranks),
+            minibatches=self.config.minibatches,
+            attention=self._attention,
         )
         args = (loss, normalizer, batch.num_loss_tokens)
         metrics = await ranks.scatter("step", [(shard, *args) for shard in shards])
-        return {**metrics[0], **_packing(shards)}
+        return {
+            **metrics[0],
+            "tokens": float(sum(one.tokens for shard in shards for part in shard for one in part if one.counts)),
+        }
 
     async def _ask(self, call: Callable[[WorkerGroup], Awaitable[T]]) -> T:
         """Make a call to the ranks, and return their answer. If ranks die, restart all of them and call again."""
@@ -237,11 +249,16 @@ class GroupTrainer:
         await ranks.stop()
 
 
-def _packing(shards: list[BatchShard]) -> dict[str, float]:
-    """The number of computed tokens without padding, and their share of the rows."""
-    computed = [one for shard in shards for part in shard for one in part if one.counts]
-    tokens = sum(int(one.samples.lengths_M.sum()) for one in computed)
-    return {"tokens": float(tokens), "packing": tokens / sum(one.cost for one in computed)}
+def attention_share(model: Path) -> float:
+    """The work that attention to one token before adds to a token, as a share of its work in the matrix products.
+
+    0 for models that cannot be counted: their samples cost as much as their tokens.
+    """
+    try:
+        facts = model_facts(model)
+    except ConfigError:
+        return 0.0
+    return 4 * facts.layers * facts.heads * facts.head_dim / (2 * facts.blocks)
 
 
 def _is_cancelled() -> bool:

@@ -1,4 +1,4 @@
-"""A Hugging Face model as a function of packed rows, with one output for each loss token.
+"""A Hugging Face model as a function of packed samples, with one output for each loss token.
 
 The output is a policy's logprob of the token, or the reward that a critic expects before it.
 """
@@ -10,8 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.errors import ConfigError
+from agentrl.trainers.attention import ATTENTION
 from agentrl.trainers.checkpoint import quiet
-from agentrl.trainers.forward import DeviceMicroBatch, check_attention, check_head, token_logprobs, token_values
+from agentrl.trainers.forward import (
+    DeviceMicroBatch,
+    check_attention,
+    compute_logprobs_in,
+    scaling_of,
+    token_logprobs,
+    token_values,
+)
 from agentrl.trainers.lora import Adapters
 from agentrl.trainers.spec import TrainerSpec
 from agentrl.trainers.trainable import AllWeights, TrainableParameters
@@ -28,12 +36,12 @@ class Predictor(nn.Module):
         self.model = model
         self.autocast = autocast
 
-    def forward(self, rows: DeviceMicroBatch) -> Tensor:
+    def forward(self, samples: DeviceMicroBatch) -> Tensor:
         """One output for each loss token, float32, shape N."""
-        with torch.autocast(rows.tokens_BT.device.type, torch.bfloat16) if self.autocast else nullcontext():
-            return self.say(rows)
+        with torch.autocast(samples.tokens_S.device.type, torch.bfloat16) if self.autocast else nullcontext():
+            return self.compute(samples)
 
-    def say(self, rows: DeviceMicroBatch) -> Tensor:
+    def compute(self, samples: DeviceMicroBatch) -> Tensor:
         """See `forward`."""
         raise NotImplementedError
 
@@ -43,19 +51,19 @@ class LogprobPredictor(Predictor):
 
     def __init__(self, model: Any, temperature: float, *, autocast: bool) -> None:
         super().__init__(model, autocast=autocast)
-        self.temperature = temperature
+        compute_logprobs_in(model.get_output_embeddings(), scaling_of(model, temperature))
 
-    def say(self, rows: DeviceMicroBatch) -> Tensor:
+    def compute(self, samples: DeviceMicroBatch) -> Tensor:
         """See `Predictor`."""
-        return token_logprobs(self.model, rows, self.temperature)
+        return token_logprobs(self.model, samples)
 
 
 class ValuePredictor(Predictor):
     """The value of each token: a linear head over the hidden state of the tokens before it."""
 
-    def say(self, rows: DeviceMicroBatch) -> Tensor:
+    def compute(self, samples: DeviceMicroBatch) -> Tensor:
         """See `Predictor`."""
-        return token_values(self.model, rows)
+        return token_values(self.model, samples)
 
 
 def load_model(
@@ -77,14 +85,12 @@ def load_model(
     options: dict[str, Any] = {"num_labels": 1} if valued else {}
     with quiet(warnings=not valued):  # about the missing head, which is made here
         model = kind.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True, **options
+            folder, dtype=torch.float32, attn_implementation=ATTENTION, local_files_only=True, **options
         )
     model.to(device).eval()
     check_attention(model)
     if valued:
         _zero_head(model)
-    else:
-        check_head(model)
     if spec.config.gradient_checkpointing:
         _without_dropout(model)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

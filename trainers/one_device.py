@@ -38,9 +38,9 @@ class OneDevice:
     trainable: TrainableParameters
     optimizer: torch.optim.AdamW
 
-    def predict(self, rows: DeviceMicroBatch) -> Tensor:
+    def predict(self, samples: DeviceMicroBatch) -> Tensor:
         """See `Sharding`."""
-        predicted_N: Tensor = self.model(rows)
+        predicted_N: Tensor = self.model(samples)
         return predicted_N
 
     def clear(self) -> None:

@@ -158,22 +158,22 @@ class TrainerRank:
         with tally.phase("forward_backward"):
             self.sharding.clear()
             for i, (micro_batch, old_N) in enumerate(zip(micro_batches, old, strict=True)):
-                rows = to_device(micro_batch, self.sharding.device)
-                logprobs_N = self.sharding.predict(rows)
+                samples = to_device(micro_batch, self.sharding.device)
+                logprobs_N = self.sharding.predict(samples)
                 before_N = logprobs_N.detach() if old_N is None else old_N
                 tokens = LossTokens(
                     before_N,
-                    rows.rollout_logprobs_N,
-                    rows.reference_logprobs_N,
-                    rows.advantages_N,
-                    rows.segments_N,
+                    samples.rollout_logprobs_N,
+                    samples.reference_logprobs_N,
+                    samples.advantages_N,
+                    samples.samples_N,
                 )
                 output = loss(logprobs_N, tokens)
                 weight = float(micro_batch.counts)
-                part = (output.loss_N * rows.weights_N).sum() / normalizer * weight
+                part = (output.loss_N * samples.weights_N).sum() / normalizer * weight
                 # The factor is 1. For a loss that is not finite it is NaN, and no update applies such a gradient.
                 self.sharding.backward(part * (1 + 0 * part.detach()), last=i == len(micro_batches) - 1)
-                tally.add(part.detach(), output.metrics, (before_N - rows.rollout_logprobs_N).abs(), weight)
+                tally.add(part.detach(), output.metrics, (before_N - samples.rollout_logprobs_N).abs(), weight)
 
     def _update(self, lr: float, tally: "_Tally") -> None:
         with tally.phase("optimizer"):

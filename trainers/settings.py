@@ -54,13 +54,9 @@ class TrainerSettings(Settings):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the computation. Weights, gradients and optimizer are float32 either way."""
 
-    row_tokens: Annotated[int, Field(ge=2)] = 512
-    """Samples are packed into rows of this many tokens; attention never crosses from one sample to another. Attention
-    is computed for whole rows, so small models are fastest with rows about as long as a usual sample; a longer sample
-    gets a row of its own."""
-
     micro_batch_tokens: Annotated[int, Field(ge=2)] = 4096
-    """Tokens, padding included, that go through the model at once. Changes memory and speed, not the result."""
+    """Tokens that go through the model at once, as samples end to end; attention never crosses from one to another. A
+    longer sample goes alone. Changes memory and speed, not the result."""
 
     minibatches: Annotated[int, Field(ge=1)] = 1
     """Optimizer steps per batch, each on its own part of the samples."""
@@ -75,7 +71,6 @@ class TrainerSettings(Settings):
         """How the trainer is divided over its ranks, to estimate memory and time before a run."""
         return TrainerLayout(
             precision="float32" if self.dtype == "float32" else "autocast",
-            row_tokens=self.row_tokens,
             micro_batch_tokens=self.micro_batch_tokens,
             minibatches=self.minibatches,
             recompute=self.gradient_checkpointing,

@@ -18,7 +18,7 @@ class Sharding(Protocol):
         """Where this rank computes."""
         ...
 
-    def predict(self, rows: DeviceMicroBatch) -> Tensor:
+    def predict(self, samples: DeviceMicroBatch) -> Tensor:
         """The model's outputs for the loss tokens, shape N (see `Predictor`); differentiable if gradients are on."""
         ...
 

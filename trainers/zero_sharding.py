@@ -83,9 +83,9 @@ class Zero:
     engine: Any
     trainable: TrainableParameters
 
-    def predict(self, rows: DeviceMicroBatch) -> Tensor:
+    def predict(self, samples: DeviceMicroBatch) -> Tensor:
         """See `Sharding`."""
-        predicted_N: Tensor = self.engine(rows)
+        predicted_N: Tensor = self.engine(samples)
         return predicted_N
 
     def clear(self) -> None:

@@ -18,15 +18,16 @@ Precision = Literal["float32", "bfloat16", "autocast"]
 USABLE = 0.95
 """Usable share of a device's memory: the rest is the driver's, or lost between blocks of the allocator."""
 
-_SAVED = {"float32": (24, 24, 8, 16), "bfloat16": (16, 14, 6, 8), "autocast": (26, 14, 6, 8)}
+_SAVED = {"float32": (24, 20, 8, 16), "bfloat16": (16, 12, 6, 8), "autocast": (26, 12, 6, 8)}
 """Bytes kept for the backward pass for each token, per hidden size, query size, key size and size of the MLP: counted
 from what autograd saves for a layer of transformers' Qwen3 (a test recounts it). Compare 34 bytes per hidden size of a
 GPT layer: Korthikanti et al. 2022, arXiv 2205.05198, section 4."""
 _SAVED_OF_HEADS = 8, 4, 8
 """The same per query head, per key head, and per layer: statistics of softmax and norms."""
-_HEAD_BYTES = 12
-"""Bytes for each logit at the peak, when three of these exist in float32: logits, logits over the temperature, their
-log softmax, its gradient. Measured from torch's allocator (a test measures it again)."""
+LOGITS_AT_ONCE = 1 << 25
+"""Logits that a trainer computes at a time (`agentrl/trainers/logprobs.py`)."""
+_HEAD_BYTES = {"float32": 9, "bfloat16": 11, "autocast": 11}
+"""Bytes for each of these at the peak. Measured from torch's allocator (a test measures it again)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,6 @@ class TrainerLayout:
     """
 
     precision: Precision
-    row_tokens: int
     micro_batch_tokens: int
     minibatches: int
     recompute: bool
@@ -174,8 +174,10 @@ class Footprint:
         return sum(self.parts.values())
 
 
-def trainer_footprint(facts: ModelFacts, layout: TrainerLayout, ranks: int, micro_batches: float = 1) -> Footprint:
-    """The peak memory of one rank of `ranks` while it trains.
+def trainer_footprint(
+    facts: ModelFacts, layout: TrainerLayout, ranks: int, micro_batches: float = 1, longest: int = 0
+) -> Footprint:
+    """The peak memory of one rank of `ranks` while it trains on episodes of at most `longest` tokens.
 
     Weights, gradients and AdamW's two moments are float32: 4 + 4 + 8 bytes for each trained parameter, each divided by
     the ranks if it is sharded.
@@ -190,8 +192,8 @@ def trainer_footprint(facts: ModelFacts, layout: TrainerLayout, ranks: int, micr
         "gradients": gradients,
         "optimizer": optimizer,
         "gathered": _gathered(facts, layout) + (4 * trained if whole else 0),
-        "activations": activation_bytes(facts, layout),
-        "logits": _HEAD_BYTES * layout.micro_batch_tokens * facts.vocab,
+        "activations": activation_bytes(facts, layout, max(layout.micro_batch_tokens, longest)),
+        "logits": _HEAD_BYTES[layout.precision] * min(LOGITS_AT_ONCE, layout.micro_batch_tokens * facts.vocab),
     }
     if not layout.offload:
         return Footprint(parts)
@@ -223,10 +225,9 @@ def _gathered(facts: ModelFacts, layout: TrainerLayout) -> int:
     return casts + number * (gathered + gradient)
 
 
-def activation_bytes(facts: ModelFacts, layout: TrainerLayout) -> int:
-    """Bytes that a micro-batch keeps for the backward pass.
+def activation_bytes(facts: ModelFacts, layout: TrainerLayout, tokens: int) -> int:
+    """Bytes that a micro-batch of so many tokens keeps for the backward pass: linear in the sizes (`_SAVED`).
 
-    For each token and layer: linear in the sizes (`_SAVED`), plus c for each position of a row, for the attention mask.
     With `recompute`, only the input of each layer is kept, plus everything of one layer at a time.
     """
     hidden, query, key, mlp = _SAVED[layout.precision]
@@ -237,12 +238,11 @@ def activation_bytes(facts: ModelFacts, layout: TrainerLayout) -> int:
         + (key * facts.head_dim + kv_heads) * facts.kv_heads
         + mlp * facts.mlp
         + norms
-        + layout.number * layout.row_tokens
     )
     if not layout.recompute:
-        return facts.layers * token * layout.micro_batch_tokens
+        return facts.layers * token * tokens
     kept = 4 if layout.precision == "autocast" else layout.number
-    return (facts.layers * kept * facts.hidden + token) * layout.micro_batch_tokens
+    return (facts.layers * kept * facts.hidden + token) * tokens
 
 
 def engine_footprint(

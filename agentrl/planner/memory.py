@@ -110,14 +110,15 @@ def loads(stages: Stages, work: Workload, devices: DeviceMap) -> tuple[DeviceLoa
 
 def _learners(stages: Stages, work: Workload, ranks: int) -> Footprint:
     """The trainer at its peak, with the memory that reference and critic hold meanwhile on the same device."""
-    whole = trainer_footprint(stages.facts, stages.trainer, ranks, stages.micro_batches(work, ranks))
+    longest = round(work.episode_tokens)
+    whole = trainer_footprint(stages.facts, stages.trainer, ranks, stages.micro_batches(work, ranks), longest)
     parts, host = dict(whole.parts), whole.host
     for helper, layout, kept in (
         ("reference", stages.reference, {"weights"}),
         ("critic", stages.critic, {"weights", "gradients", "optimizer"}),
     ):
         if layout is not None:
-            size = trainer_footprint(stages.facts, layout, ranks)
+            size = trainer_footprint(stages.facts, layout, ranks, longest=longest)
             parts[helper] = sum(bytes_ for part, bytes_ in size.parts.items() if part in kept)
             host += size.host
     return Footprint(parts, host)

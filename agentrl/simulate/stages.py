@@ -86,13 +86,13 @@ class Stages:
         """FLOP of a step.
 
         For each weight and token, the forward pass takes 2 and the backward pass twice that (6 N in all: Kaplan et al.
-        2020, arXiv 2001.08361). Attention adds 4 for each layer, query size and position of a row. The head counts only
+        2020, arXiv 2001.08361). Attention adds 4 for each layer, query size and token before. The head counts only
         at sampled tokens. Recomputation is one more forward pass, and so are the old logprobs of all minibatches except
         the first. A reference takes one forward pass; a critic takes what the trainer does and one more forward pass.
         Both are counted with the trainer's head.
         """
         facts, layout = self.facts, self.trainer
-        attention = 4 * facts.layers * facts.heads * facts.head_dim * layout.row_tokens
+        attention = 4 * facts.layers * facts.heads * facts.head_dim * work.episode_tokens / 2
         forward = work.tokens * (2 * facts.blocks + attention)
         forward += work.episodes * work.sampled * 2 * facts.embedding
         passes = 3 + (1 if layout.recompute else 0) + (layout.minibatches - 1) / layout.minibatches

@@ -41,7 +41,6 @@ class TrainerCase:
     eps: float = 1e-3
     weight_decay: float = 0.1
     max_grad_norm: float = 0.5
-    row_tokens: int = 64
     micro_batch_tokens: int = 100
     minibatches: int = 1
     lora: Mapping[str, Any] | None = None

@@ -56,7 +56,7 @@ rollout: {groups_per_step: 2, group_size: 4, max_turns: 5, sampling: {max_tokens
 reward: [environment, {name: "tests.cluster.chaos:odd", isolation: process}]
 cluster: {name: ray, env_workers: 1, reward_workers: 1, lease: 5}
 engine: {max_batch: 16}
-trainer: {name: fsdp, world_size: 2, row_tokens: 128, micro_batch_tokens: 512}
+trainer: {name: fsdp, world_size: 2, micro_batch_tokens: 512}
 evaluation: {tasks: 0}
 checkpoint: {every: 1}
 trackers: ["tests.cluster.chaos:Hold"]

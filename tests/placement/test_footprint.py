@@ -29,10 +29,12 @@ from agentrl.placement.footprint import (
 )
 from agentrl.protocols import GenerateRequest, SamplingParams
 from agentrl.testing.trainers import LOSS
+from agentrl.trainers.attention import ATTENTION, Segments
 from agentrl.trainers.deepspeed import DeepSpeedTrainer
-from agentrl.trainers.forward import DeviceMicroBatch, token_logprobs
+from agentrl.trainers.forward import DeviceMicroBatch, compute_logprobs_in, token_logprobs
 from agentrl.trainers.fsdp import FsdpTrainer
 from agentrl.trainers.local import LocalTrainer
+from agentrl.trainers.logprobs import Scaling
 
 SHAPES = Path(__file__).parents[2] / "examples" / "shapes"
 
@@ -127,20 +129,20 @@ def saved(model: Any) -> Iterator[dict[int, Tensor]]:
 
 
 def kept_bytes(folder: Path, layers: int, tokens: int, layout: TrainerLayout) -> int:
-    """What autograd really keeps of a row."""
+    """What autograd really keeps of a sample."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder)
     config.num_hidden_layers, config.layer_types = layers, ["full_attention"] * layers
     dtype = torch.bfloat16 if layout.precision == "bfloat16" else torch.float32
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=dtype)
     if layout.recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
-    mask = torch.ones(1, 1, tokens, tokens, dtype=torch.bool).tril()
+    segments = Segments.of([tokens], torch.device("cpu"))
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=layout.precision == "autocast")
     with saved(model) as kept, autocast:
-        model.base_model(input_ids=torch.zeros(1, tokens, dtype=torch.long), attention_mask=mask, use_cache=False)
+        model.base_model(input_ids=torch.zeros(1, tokens, dtype=torch.long), use_cache=False, segments=segments)
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
@@ -150,14 +152,13 @@ def test_layers_keep_the_activations_that_were_counted(
     facts: ModelFacts, tiny_model_dir: Path, precision: Any, recompute: bool
 ) -> None:
     """Two layers more, 128 tokens more: casts of weights and what is outside of layers fall out of the difference."""
-    layout = TrainerLayout(precision, 128, 128, 1, recompute)
+    layout = TrainerLayout(precision, 128, 1, recompute)
 
     def of_layers(tokens: int) -> int:
         return kept_bytes(tiny_model_dir, 3, tokens, layout) - kept_bytes(tiny_model_dir, 1, tokens, layout)
 
     def counted(tokens: int) -> int:
-        sized = replace(layout, row_tokens=tokens, micro_batch_tokens=tokens)
-        three, one = (activation_bytes(replace(facts, layers=n), sized) for n in (3, 1))
+        three, one = (activation_bytes(replace(facts, layers=n), layout, tokens) for n in (3, 1))
         return three - one
 
     assert counted(256) - counted(128) == pytest.approx(of_layers(256) - of_layers(128), rel=0.01)
@@ -186,10 +187,10 @@ def test_logits_take_the_bytes_at_the_peak_that_were_counted(facts: ModelFacts, 
     model = Bare(vocab, torch.bfloat16 if precision == "bfloat16" else torch.float32)
     nothing_T = torch.zeros(tokens)
     index_T = torch.arange(tokens)
-    rows = DeviceMicroBatch(
-        index_T[None],
-        index_T[None],
+    samples = DeviceMicroBatch(
         index_T,
+        index_T,
+        Segments.of([tokens], torch.device("cpu")),
         index_T,
         index_T,
         nothing_T,
@@ -199,12 +200,13 @@ def test_logits_take_the_bytes_at_the_peak_that_were_counted(facts: ModelFacts, 
         weights_N=nothing_T,
         support_NS=None,
     )
+    compute_logprobs_in(model.head, Scaling(0.8))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
-            logprobs_N = token_logprobs(model, rows, 0.8)
+            logprobs_N = token_logprobs(model, samples)
         logprobs_N.sum().backward()
     changes = [event.nbytes() for event in watched.profiler.kineto_results.events() if event.name() == "[memory]"]
-    layout = TrainerLayout(precision, tokens, tokens, 1, False)
+    layout = TrainerLayout(precision, tokens, 1, False)
     counted = trainer_footprint(replace(facts, vocab=vocab), layout, 1).parts["logits"]
     assert max(accumulate(changes)) == pytest.approx(counted, rel=0.03)
 

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.batch import TrainBatch, collate, equal_parts
+from agentrl.batch import TrainBatch, TrainingSample, collate, equal_parts
 from agentrl.testing.trainers import random_samples
 from agentrl.trainers.batch_shards import gather, minibatches_of, shard_batch
+from agentrl.trainers.packing import MicroBatch
 from agentrl.trainers.settings import TrainerSettings
 from tests.properties import examples
 
@@ -21,7 +22,7 @@ def batch_of(seed: int, samples: int) -> TrainBatch:
 
 
 def packed(micro_batch_tokens: int) -> TrainerSettings:
-    return TrainerSettings(row_tokens=64, micro_batch_tokens=micro_batch_tokens)
+    return TrainerSettings(micro_batch_tokens=micro_batch_tokens)
 
 
 @given(seed=seeds, samples=counts, ranks=st.integers(1, 5), tokens=st.integers(8, 400), minibatches=st.integers(1, 4))
@@ -52,13 +53,23 @@ def test_predictions_of_ranks_are_gathered_in_the_order_of_the_batch(seed, sampl
     assert np.array_equal(gather(batch, shards, predicted), batch.rollout_logprobs_N)
 
 
-@given(seed=seeds, ranks=st.integers(2, 4))
+@given(seed=seeds, ranks=st.integers(2, 4), attention=st.sampled_from([0.0, 0.01, 1.0]))
 @settings(max_examples=20, deadline=None)
-def test_no_rank_has_more_than_one_micro_batch_more_to_compute_than_another(seed, ranks):
-    shards = shard_batch(batch_of(seed, 60), packed(128), ranks=ranks)
-    loads = [sum(one.cost for one in shard[0]) for shard in shards]
-    largest = max(one.cost for shard in shards for one in shard[0])
-    assert max(loads) - min(loads) <= largest
+def test_no_rank_has_more_than_one_micro_batch_more_to_compute_than_another(seed, ranks, attention):
+    shards = shard_batch(batch_of(seed, 60), packed(128), ranks=ranks, attention=attention)
+    loads = [sum(one.cost(attention) for one in shard[0] if one.counts) for shard in shards]
+    largest = max(one.cost(attention) for shard in shards for one in shard[0])
+    assert max(loads) - min(loads) <= largest + 1e-6
+
+
+def test_a_long_sample_costs_more_than_short_ones_of_as_many_tokens():
+    def of_samples(length: int) -> MicroBatch:
+        sample = TrainingSample(*([0] * length for _ in range(6)))
+        return MicroBatch(collate([sample] * (64 // length)), np.arange(64 // length, dtype=np.int32))
+
+    long, short = of_samples(64), of_samples(8)
+    assert long.cost(0.0) == short.cost(0.0) == 64
+    assert long.cost(0.1) - 64 == pytest.approx(8 * (short.cost(0.1) - 64))
 
 
 def test_one_rank_gets_everything():

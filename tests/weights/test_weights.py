@@ -610,7 +610,7 @@ def test_twenty_updates_of_two_engines_leave_the_same_bytes_everywhere(lively_di
     batches = random_batches(lively_dir, 20)
 
     async def main() -> None:
-        config = LocalTrainer.Config(lr=3e-3, row_tokens=64, micro_batch_tokens=256)
+        config = LocalTrainer.Config(lr=3e-3, micro_batch_tokens=256)
         async with (
             cluster(lively_dir, shared_memory) as made,
             LocalTrainer(config, lively_dir, total_steps=20) as trainer,

@@ -1,0 +1,165 @@
+"""Causal attention inside the segments of a packed sequence: no token sees another sample, and no mask is built.
+
+The samples of a micro-batch lie end to end in one sequence. Segments of similar length are padded at their ends into a
+block, for one call of torch's fused attention. Its causal order keeps the padding out of sight, so memory is linear in
+the tokens. Layers with a sliding window, a soft cap or sinks are computed in pieces of a few hundred queries, which are
+computed again in the backward pass.
+
+transformers calls `attend` in every attention layer of a model that was loaded with `attn_implementation=ATTENTION`.
+Dimension suffixes: S tokens of the sequence, H query heads, K key heads, D head size; R segments and L tokens of a
+block; Q queries of a piece, C columns that they see.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface
+
+ATTENTION = "agentrl_segments"
+SIMILAR = 0.75
+"""A segment joins a block if it has at least this share of the length of the block's longest one."""
+PIECE = 256
+"""Queries of a piece."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Segments that are computed together: tokens `first` to `stop` of the sequence.
+
+    `padded_RL`: the token at each place of the block; padding repeats the first one. `kept_N`: the places that are
+    tokens, flat. Both are None for a single segment.
+    """
+
+    first: int
+    stop: int
+    padded_RL: Tensor | None
+    kept_N: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """The blocks of a sequence, in its order."""
+
+    blocks: tuple[Block, ...]
+
+    @staticmethod
+    def of(lengths: Sequence[int], device: torch.device) -> "Segments":
+        """The segments of these lengths, end to end. They make the fewest blocks if sorted by length."""
+        return Segments(tuple(_block(first, run, device) for first, run in _runs(lengths)))
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    segments: Segments,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: (1, H, S, D) in, (1, S, H, D) out."""
+    outputs = []
+    for block in segments.blocks:
+        query_RHLD, key_RKLD, value_RKLD = (_of_block(block, x) for x in (query, key, value))
+        window = sliding_window if sliding_window is not None and sliding_window < query_RHLD.shape[2] else None
+        if window is None and softcap is None and s_aux is None:
+            out_RHLD = scaled_dot_product_attention(
+                query_RHLD,
+                key_RKLD,
+                value_RKLD,
+                is_causal=True,
+                scale=scaling,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
+        else:
+            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+            out_RHLD = _in_pieces(query_RHLD, key_RKLD, value_RKLD, _Kind(scale, window, softcap), s_aux)
+        out_NHD = out_RHLD.transpose(1, 2).flatten(0, 1)
+        outputs.append(out_NHD if block.kept_N is None else out_NHD.index_select(0, block.kept_N))
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None], None
+
+
+AttentionInterface.register(ATTENTION, attend)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What distinguishes a layer from plain attention, besides sinks. The first query is the column `offset`."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+    offset: int = 0
+
+
+def _runs(lengths: Sequence[int]) -> Iterator[tuple[int, Sequence[int]]]:
+    """Neighbouring segments of similar length, with the place of their first token."""
+    start = first = 0
+    for end in range(1, len(lengths) + 1):
+        longest = max(lengths[start:end])
+        if end == len(lengths) or min(*lengths[start : end + 1], longest) < SIMILAR * max(longest, lengths[end]):
+            yield first, lengths[start:end]
+            first += sum(lengths[start:end])
+            start = end
+
+
+def _block(first: int, lengths: Sequence[int], device: torch.device) -> Block:
+    stop = first + sum(lengths)
+    if len(lengths) == 1:
+        return Block(first, stop, None, None)
+    lengths_R = torch.tensor(lengths)
+    starts_R = first + lengths_R.cumsum(0) - lengths_R
+    places_L = torch.arange(max(lengths))
+    is_token_RL = places_L[None] < lengths_R[:, None]
+    padded_RL = torch.where(is_token_RL, starts_R[:, None] + places_L[None], starts_R[:, None])
+    return Block(first, stop, padded_RL.to(device), is_token_RL.flatten().nonzero()[:, 0].to(device))
+
+
+def _of_block(block: Block, packed: Tensor) -> Tensor:
+    """(1, H, S, D) to (R, H, L, D)."""
+    if block.padded_RL is None:
+        return packed[:, :, block.first : block.stop]
+    _, heads, _, size = packed.shape
+    taken_HND = packed[0].index_select(1, block.padded_RL.flatten())
+    return taken_HND.reshape(heads, *block.padded_RL.shape, size).transpose(0, 1)
+
+
+def _in_pieces(query_RHLD: Tensor, key_RKLD: Tensor, value_RKLD: Tensor, kind: _Kind, s_aux: Tensor | None) -> Tensor:
+    pieces = []
+    for start in range(0, query_RHLD.shape[2], PIECE):
+        stop = min(start + PIECE, query_RHLD.shape[2])
+        first = 0 if kind.window is None else max(0, start - kind.window + 1)
+        parts = (query_RHLD[:, :, start:stop], key_RKLD[:, :, first:stop], value_RKLD[:, :, first:stop])
+        pieces.append(checkpoint(_piece, *parts, replace(kind, offset=start - first), s_aux, use_reentrant=False))
+    return torch.cat(pieces, dim=2)
+
+
+def _piece(query_RHQD: Tensor, key_RKCD: Tensor, value_RKCD: Tensor, kind: _Kind, s_aux: Tensor | None) -> Tensor:
+    """Attention of queries to the columns up to themselves."""
+    rows, heads, queries, size = query_RHQD.shape
+    groups = heads // key_RKCD.shape[1]
+    query_RKGQD = query_RHQD.reshape(rows, -1, groups, queries, size)
+    scores = kind.scale * query_RKGQD.float() @ key_RKCD.float().transpose(2, 3)[:, :, None]
+    if kind.softcap is not None:
+        scores = kind.softcap * torch.tanh(scores / kind.softcap)
+    behind_QC = kind.offset + torch.arange(queries, device=scores.device)[:, None]
+    behind_QC = behind_QC - torch.arange(key_RKCD.shape[2], device=scores.device)[None]
+    seen_QC = behind_QC >= 0 if kind.window is None else (behind_QC >= 0) & (behind_QC < kind.window)
+    scores = scores.masked_fill(~seen_QC, float("-inf"))
+    if s_aux is None:
+        shares = scores.softmax(-1)
+    else:  # a sink takes a share of the attention and returns nothing (arXiv:2309.17453; gpt-oss)
+        sink = s_aux.float().reshape(1, -1, groups, 1, 1).expand(rows, -1, -1, queries, 1)
+        shares = torch.cat([scores, sink], dim=-1).softmax(-1)[..., :-1]
+    out = shares.to(value_RKCD.dtype) @ value_RKCD[:, :, None]
+    return out.reshape(rows, heads, queries, -1)

@@ -1,0 +1,152 @@
+"""The logprobs of tokens from hidden states and an output head, without the logits of more than a few tokens at once.
+
+The backward pass computes the logits again. Memory does not grow with the number of tokens, and the products are as
+many as with checkpointing. Dimension suffixes: N tokens, C tokens of a piece, H hidden size, V vocabulary, S kept ids.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from agentrl.placement.footprint import LOGITS_AT_ONCE
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """What a model does to the output of its head, and the temperature: cap tanh(factor x / cap) / temperature.
+
+    Without a cap: factor x / temperature.
+    """
+
+    temperature: float = 1.0
+    factor: float = 1.0
+    cap: float | None = None
+
+    def apply(self, outputs_CV: Tensor) -> Tensor:
+        """The logits, in float32; in place where that is possible."""
+        logits_CV = outputs_CV.float()
+        if self.cap is None:
+            return logits_CV.mul_(self.factor / self.temperature)
+        return logits_CV.mul_(self.factor / self.cap).tanh_().mul_(self.cap / self.temperature)
+
+    def backward(self, grad_CV: Tensor, logits_CV: Tensor) -> Tensor:
+        """The gradient of the head's outputs, from that of the logits; in place."""
+        grad_CV.mul_(self.factor / self.temperature)
+        if self.cap is None:
+            return grad_CV
+        return grad_CV.mul_(1 - (_finite(logits_CV) * (self.temperature / self.cap)).square_())
+
+
+def linear_logprobs(
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    targets_N: Tensor,
+    scaling: Scaling,
+    *,
+    bias_V: Tensor | None = None,
+    support_NS: Tensor | None = None,
+    entropy: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """log softmax(logits) of each target, and the entropy of each distribution in nats; both float32, shape N.
+
+    Both are differentiable. `support_NS`: the ids that a token was sampled from, filled up with -1, over which it is
+    normalised; a row of -1 is the whole vocabulary. Without `entropy`, the entropies are zeros, which saves time.
+    """
+    inputs = (hidden_NH, weight_VH, bias_V, targets_N, support_NS, scaling, entropy)
+    logprobs_N, entropies_N = _LinearLogprobs.apply(*inputs)  # type: ignore[no-untyped-call]
+    return logprobs_N, entropies_N
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """An output head. `low`: its products are in bfloat16."""
+
+    weight_VH: Tensor
+    bias_V: Tensor | None
+    scaling: Scaling
+    low: bool
+
+    def logits(self, hidden_CH: Tensor, support_CS: Tensor | None) -> Tensor:
+        """Logits in float32, -inf outside of a token's support."""
+        kind = torch.bfloat16 if self.low else self.weight_VH.dtype
+        bias_V = None if self.bias_V is None else self.bias_V.to(kind)
+        logits_CV = self.scaling.apply(linear(hidden_CH.to(kind), self.weight_VH.to(kind), bias_V))
+        if support_CS is not None:
+            # The last column takes what fills up the rows.
+            left_out = torch.ones(len(logits_CV), logits_CV.shape[1] + 1, dtype=torch.bool, device=logits_CV.device)
+            left_out.scatter_(1, support_CS.where(support_CS >= 0, logits_CV.shape[1]), value=False)
+            left_out &= support_CS[:, :1] >= 0
+            logits_CV.masked_fill_(left_out[:, :-1], float("-inf"))
+        return logits_CV
+
+    def pieces(self, tokens: int) -> Iterator[slice]:
+        """So many tokens at a time that their logits are at most `LOGITS_AT_ONCE`."""
+        size = max(1, LOGITS_AT_ONCE // len(self.weight_VH))
+        return (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    """Keeps the inputs, the logsumexp and the entropy of each token, and nothing of the size of the vocabulary."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0917  autograd passes tensors by position
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        targets_N: Tensor,
+        support_NS: Tensor | None,
+        scaling: Scaling,
+        entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
+        head = _Head(weight_VH, bias_V, scaling, torch.is_autocast_enabled(hidden_NH.device.type))
+        logprobs_N = torch.empty(len(hidden_NH), dtype=torch.float32, device=hidden_NH.device)
+        entropies_N, totals_N = torch.zeros_like(logprobs_N), torch.empty_like(logprobs_N)
+        for piece in head.pieces(len(hidden_NH)):
+            logits_CV = head.logits(hidden_NH[piece], None if support_NS is None else support_NS[piece])
+            totals_N[piece] = logits_CV.logsumexp(1)
+            logprobs_N[piece] = logits_CV.gather(1, targets_N[piece, None])[:, 0] - totals_N[piece]
+            if entropy:
+                shares_CV = (logits_CV - totals_N[piece, None]).exp_()
+                entropies_N[piece] = totals_N[piece] - shares_CV.mul_(_finite(logits_CV)).sum(1)
+        ctx.scaling, ctx.entropy, ctx.low = scaling, entropy, head.low
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, support_NS, totals_N, entropies_N)
+        return logprobs_N, entropies_N
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_NH, weight_VH, bias_V, targets_N, support_NS, totals_N, entropies_N = ctx.saved_tensors
+        grad_logprobs_N, grad_entropies_N = grads
+        head = _Head(weight_VH, bias_V, ctx.scaling, ctx.low)
+        grad_hidden_NH = torch.empty_like(hidden_NH) if ctx.needs_input_grad[0] else None
+        grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        grad_bias_V = torch.zeros_like(bias_V) if bias_V is not None and ctx.needs_input_grad[2] else None
+        for piece in head.pieces(len(hidden_NH)):
+            logits_CV = head.logits(hidden_NH[piece], None if support_NS is None else support_NS[piece])
+            grad_CV = (logits_CV - totals_N[piece, None]).exp_()
+            # d log p(target) = [target] - p;  d entropy = -p (log p + entropy)
+            if ctx.entropy:
+                slope_CV = _finite(logits_CV) - (totals_N - entropies_N)[piece, None]
+                grad_CV.mul_(slope_CV.mul_(-grad_entropies_N[piece, None]).sub_(grad_logprobs_N[piece, None]))
+            else:
+                grad_CV.mul_(-grad_logprobs_N[piece, None])
+            grad_CV.scatter_add_(1, targets_N[piece, None], grad_logprobs_N[piece, None])
+            grad_CV = ctx.scaling.backward(grad_CV, logits_CV)
+            outer_CV = grad_CV.to(torch.bfloat16 if ctx.low else weight_VH.dtype)
+            if grad_hidden_NH is not None:
+                grad_hidden_NH[piece] = (outer_CV @ weight_VH.to(outer_CV.dtype)).to(hidden_NH.dtype)
+            if grad_weight_VH is not None:
+                grad_weight_VH += outer_CV.T @ hidden_NH[piece].to(outer_CV.dtype)
+            if grad_bias_V is not None:
+                grad_bias_V += grad_CV.sum(0).to(grad_bias_V.dtype)
+        grad_weight = None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype)
+        return grad_hidden_NH, grad_weight, grad_bias_V, None, None, None, None
+
+
+def _finite(logits_CV: Tensor) -> Tensor:
+    """The logits with zeros for those of tokens that could not be sampled, whose share is zero."""
+    return logits_CV.nan_to_num(neginf=0.0)
