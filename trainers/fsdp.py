@@ -23,6 +23,10 @@ class FsdpTrainer(GroupTrainer):
         reshard_after_forward: bool = True
         """Free a layer's gathered weights after its forward pass, and gather them again for the backward pass (ZeRO
         3). Otherwise keep them until then (ZeRO 2), which is faster but takes more memory."""
+        keep_gradients: bool = False
+        """Keep the gradients of all weights whole on each rank until the last micro-batch, and sum them over the ranks
+        once: less traffic, for 4 bytes of memory for each parameter. Otherwise each micro-batch's are summed at once,
+        and each rank keeps its part."""
         cpu_offload: bool = False
         """Keep the shards and the optimizer in CPU memory, if the devices are GPUs."""
 
@@ -35,7 +39,7 @@ class FsdpTrainer(GroupTrainer):
                 grows=True,
                 shards=3,
                 keeps_gathered=not self.reshard_after_forward,
-                accumulates_whole=True,
+                accumulates_whole=self.keep_gradients,
                 offload=self.cpu_offload,
             )
 

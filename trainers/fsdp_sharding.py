@@ -42,7 +42,7 @@ def open_sharding(spec: TrainerSpec, rank_info: RankInfo) -> "FullyShard":
     _shard(model, config, device, rank_info.world_size)
     optimizer = adamw(model, config, foreach=True)
     home = torch.device("cpu") if config.cpu_offload else device
-    return FullyShard(rank_info.rank, device, home, model, trainable, optimizer)
+    return FullyShard(rank_info.rank, device, home, model, trainable, optimizer, config.keep_gradients)
 
 
 def _shard(model: Predictor, config: "FsdpTrainer.Config", device: torch.device, world_size: int) -> None:
@@ -85,6 +85,7 @@ class FullyShard:
     model: Predictor
     trainable: TrainableParameters
     optimizer: torch.optim.AdamW
+    keep_gradients: bool
 
     def predict(self, samples: DeviceMicroBatch) -> Tensor:
         """See `Sharding`."""
@@ -98,8 +99,8 @@ class FullyShard:
         self.optimizer.zero_grad(set_to_none=True)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """See `Sharding`. Gradients are summed over the ranks only after the last micro-batch."""
-        cast(FSDPModule, self.model).set_requires_gradient_sync(last)
+        """See `Sharding`. Gradients are summed over the ranks after each micro-batch, or after the last one."""
+        cast(FSDPModule, self.model).set_requires_gradient_sync(last or not self.keep_gradients)
         loss.backward()  # type: ignore[no-untyped-call]
 
     def sum(self, values: Tensor) -> Tensor:

@@ -342,6 +342,8 @@ class VllmEngine:
             "max_num_seqs": config.max_batch,
             "enable_prefix_caching": config.prefix_cache,
             "tensor_parallel_size": config.tensor_parallel,
+            # In an actor of Ray, vLLM would start actors of its own, which cannot have the actor's GPUs.
+            "distributed_executor_backend": "mp" if config.tensor_parallel > 1 else None,
             "gpu_memory_utilization": config.memory_fraction,
             "enable_sleep_mode": config.sleep_mode,
             "kv_cache_memory_bytes": None if kv_cache_gib is None else int(kv_cache_gib * 2**30),

@@ -108,9 +108,11 @@ def test_what_is_offloaded_lies_in_the_hosts_memory(facts: ModelFacts) -> None:
 
 
 def test_gradients_that_are_summed_at_the_last_micro_batch_are_whole_until_then(facts: ModelFacts) -> None:
-    layout = FsdpTrainer.Config().layout()
+    layout = FsdpTrainer.Config(keep_gradients=True).layout()
     many, one = (trainer_footprint(facts, layout, 2, micro_batches=n).total for n in (3, 1))
     assert many - one == 4 * facts.parameters
+    parts = FsdpTrainer.Config().layout()
+    assert len({trainer_footprint(facts, parts, 2, micro_batches=n).total for n in (3, 1)}) == 1
 
 
 @contextmanager

@@ -89,7 +89,7 @@ def alone(shallow_model_dir: Path) -> Any:
 
 KINDS: dict[str, tuple[type[GroupTrainer], dict[str, Any]]] = {
     "fsdp": (FsdpTrainer, {"world_size": RANKS}),
-    "fsdp, weights kept": (FsdpTrainer, {"world_size": RANKS, "reshard_after_forward": False}),
+    "fsdp, whole": (FsdpTrainer, {"world_size": RANKS, "reshard_after_forward": False, "keep_gradients": True}),
     "deepspeed, ZeRO 1": (DeepSpeedTrainer, {"world_size": RANKS, "zero_stage": 1}),
     "deepspeed, ZeRO 2": (DeepSpeedTrainer, {"world_size": RANKS, "zero_stage": 2}),
     "deepspeed, ZeRO 3": (DeepSpeedTrainer, {"world_size": RANKS, "zero_stage": 3}),
@@ -168,7 +168,7 @@ def test_deepspeed_keeps_what_of_the_contract_no_other_test_shows(
 @each_of(
     KINDS | OPTIONS,
     long=(
-        *("fsdp, weights kept", "fsdp, recomputing", "fsdp, adapters"),
+        *("fsdp, whole", "fsdp, recomputing", "fsdp, adapters"),
         *("ZeRO 2, offloaded", "ZeRO 2, adapters", "ZeRO 3, offloaded, recomputing"),
     ),
 )
@@ -185,7 +185,7 @@ def test_twenty_steps_on_two_ranks_are_those_of_one_process(
         torch.testing.assert_close(weight, expected[key], atol=1e-5, rtol=0)
 
 
-@each_of(KINDS, long=("fsdp, weights kept", "deepspeed, ZeRO 1", "deepspeed, ZeRO 2"))
+@each_of(KINDS, long=("fsdp, whole", "deepspeed, ZeRO 1", "deepspeed, ZeRO 2"))
 def test_a_critic_on_two_ranks_learns_as_one_of_one_process_and_is_taken_up(
     name: str, processes: Processes, shallow_model_dir: Path, tmp_path: Path
 ) -> None:
