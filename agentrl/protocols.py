@@ -87,6 +87,18 @@ It gets `env.unwrapped` if that exists: the environment without its wrappers.
 """
 
 
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A point of a conversation at which an agent answers.
+
+    `messages`: all that it has been shown so far, its own earlier answers among them; the last one is not its own.
+    `answers`: texts that it could answer.
+    """
+
+    messages: Sequence[Message]
+    answers: Sequence[str]
+
+
 class SamplingParams(Settings):
     """How the policy is sampled: set in the config, and part of each request."""
 

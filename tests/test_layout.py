@@ -29,7 +29,7 @@ LAYERS = [
     {"cluster"},
     {"advisors", "remote", "scoring"},
     {"rollout"},
-    {"engines", "observe", "openenv", "play", "tasks"},
+    {"engines", "exact", "observe", "openenv", "play", "tasks"},
     {"simulate", "testing"},
     {"envs", "rewards", "trainers"},
     {"config"},

@@ -17,7 +17,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -266,6 +266,15 @@ class TemplateRenderer:
     def answer_ids(self, text: str) -> IntArray:
         """The tokens a model would sample to write `text` and end its turn: for demonstrations."""
         return ints([*self.encode(text).tolist(), *self._end_of_turn])
+
+    @cached_property
+    def ids_by_text(self) -> Mapping[str, Sequence[int]]:
+        """The tokens of the vocabulary, by the text that each is decoded to."""
+        found: dict[str, list[int]] = {}
+        whole: Any = getattr(self._tokenizer, "whole", self._tokenizer)
+        for token_id in sorted(whole.get_vocab().values()):
+            found.setdefault(self._text_of(token_id), []).append(token_id)
+        return found
 
     def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, begin_answer: bool) -> str:
         text: str = self._tokenizer.apply_chat_template(
