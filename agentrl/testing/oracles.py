@@ -27,41 +27,22 @@ from agentrl.algorithms.samples import samples_of
 from agentrl.arrays import FloatArray, floats, ints
 from agentrl.batch import TrainBatch, collate
 from agentrl.protocols import ActorCritic, Algorithm, LossTokens, PreparesBatch
+from agentrl.testing.problems import (
+    Action,
+    Decision,
+    Result,
+    all_decisions,
+    bandit,
+    chain,
+    corridor,
+    dialogue,
+    stopping,
+    t_maze,
+)
 from agentrl.trajectory import Completion, Group, Score, Task, Terminated, Trajectory, Truncated, Turn
 
 START = 0
 """The token that every prompt consists of."""
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What an action may lead to: with a probability, a reward and the next decision, or the end.
-
-    If `truncated`, a limit ends the episode, and `then` is the decision that would have come next. What it would have
-    earned does not count; a critic knows what it is worth.
-    """
-
-    reward: float
-    then: "Decision | None" = None
-    probability: float = 1.0
-    truncated: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Action:
-    """An answer: its `tokens`, of which the first decides and the others follow with certainty; and its results."""
-
-    name: str
-    results: tuple[Result, ...]
-    tokens: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """A turn: what the policy knows (decisions with the same `state` share their logits), and what it can do."""
-
-    state: str
-    actions: tuple[Action, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +72,7 @@ class Oracle:
     _numbers: dict[int, int] = field(init=False)  # of each decision, by its identity
 
     def __post_init__(self) -> None:
-        self._decisions = list({id(decision): decision for decision in _decisions(self.root)}.values())
+        self._decisions = list({id(decision): decision for decision in all_decisions(self.root)}.values())
         self._numbers = {id(decision): number for number, decision in enumerate(self._decisions)}
         self.states = list(dict.fromkeys(decision.state for decision in self._decisions))
         count = START + 1
@@ -300,15 +281,6 @@ def _criticised(batch: TrainBatch, critic: tuple[Tensor, Tensor], *, ends: bool)
     return floats(values_W.numpy()[tokens_N]), floats(ends_M)
 
 
-def _decisions(root: Decision) -> Iterator[Decision]:
-    """All decisions of a problem, each once."""
-    yield root
-    for action in root.actions:
-        for result in action.results:
-            if result.then is not None:
-                yield from _decisions(result.then)
-
-
 def residual(found_P: Tensor, wanted_P: Tensor) -> float:
     """The part of the wanted gradient that is not along the found one, relative to the whole.
 
@@ -323,76 +295,6 @@ def cosine(found_P: Tensor, wanted_P: Tensor) -> float:
     return float(torch.nn.functional.cosine_similarity(found_P, wanted_P, dim=0))
 
 
-# Problems
-
-
-def bandit(rewards: Sequence[float] = (1.0, 0.4, 0.0), tokens: Sequence[int] = (2, 5, 12)) -> Decision:
-    """One turn, one arm for each reward; the answers differ in length."""
-    arms = zip(rewards, tokens, strict=True)
-    return Decision("bandit", tuple(Action(f"arm {i}", (Result(r),), n) for i, (r, n) in enumerate(arms)))
-
-
-def stopping() -> Decision:
-    """Two turns, if the policy does not stop after the first. Stopping is safe, going on pays or costs."""
-    second = Decision("second", (Action("left", (Result(2.0),), 3), Action("right", (Result(-1.0),), 1)))
-    go = Action("go", (Result(0.5, second),), 2)
-    return Decision("first", (Action("stop", (Result(0.8),), 4), go, Action("give up", (Result(0.0),), 1)))
-
-
-def t_maze(length: int = 1, *, remembers: bool = True) -> Decision:
-    """A sign, shown first, says where the prize is behind a corridor of so many steps (Bakker, 2002).
-
-    A policy that remembers can always find it; one that sees only where it is now cannot do better than 0.5.
-    """
-
-    def corridor(sign: str, left: int) -> Decision:
-        seen = f"{sign} " if remembers else ""
-        if left == 0:
-            turns = [Action(side, (Result(float(side == sign)),)) for side in ("left", "right")]
-            return Decision(f"{seen}junction", tuple(turns))
-        return Decision(f"{seen}corridor {left}", (Action("on", (Result(0.0, corridor(sign, left - 1)),)),))
-
-    starts = tuple(Result(0.0, corridor(sign, length), 0.5) for sign in ("left", "right"))
-    return Decision("start", (Action("go", starts),))
-
-
-def corridor(length: int = 2, noise: float = 0.2, limit: int = 3) -> Decision:
-    """A corridor with a large prize at its end and a small one to take at once; steps fail with some probability.
-
-    Which one is better depends on the discount. After `limit` turns the episode is cut.
-    """
-
-    def at(place: int, left: int) -> Decision:
-        if left == 0:
-            return Decision(f"place {place}", (Action("wait", (Result(0.25),)),))
-
-        def then(next_place: int, probability: float) -> Result:
-            if next_place == length:
-                return Result(1.0, None, probability)
-            return Result(0.0, at(next_place, left - 1), probability, truncated=left == 1)
-
-        on = Action("on", (then(place + 1, 1 - noise), then(place, noise)), 2)
-        return Decision(f"place {place} of {left}", (on, Action("take", (Result(0.3),), 1)))
-
-    return at(0, limit)
-
-
-def chain(length: int = 3) -> Decision:
-    """So many turns with a reward each: doing the same as before pays, changing costs."""
-
-    def link(left: int, last: str) -> Decision:
-        paid = {"same": 1.0 if last == "same" else 0.2, "other": 0.5 if last == "other" else -0.1}
-        return Decision(
-            f"{left} {last}",
-            tuple(
-                Action(name, (Result(reward, link(left - 1, name) if left > 1 else None),), 1 + (name == "other"))
-                for name, reward in paid.items()
-            ),
-        )
-
-    return link(length, "start")
-
-
 __all__ = [
     "Action",
     "Decision",
@@ -403,6 +305,7 @@ __all__ = [
     "chain",
     "corridor",
     "cosine",
+    "dialogue",
     "residual",
     "stopping",
     "t_maze",

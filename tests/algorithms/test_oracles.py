@@ -21,10 +21,27 @@ from agentrl.algorithms.surrogates import Cispo, Gspo, Sapo
 from agentrl.arrays import ints
 from agentrl.batch import TrainBatch, collate
 from agentrl.protocols import MemberAdvantage
-from agentrl.testing.oracles import START, Oracle, bandit, chain, corridor, cosine, residual, stopping, t_maze
+from agentrl.testing.oracles import (
+    START,
+    Oracle,
+    bandit,
+    chain,
+    corridor,
+    cosine,
+    dialogue,
+    residual,
+    stopping,
+    t_maze,
+)
 from agentrl.trajectory import SEGMENT, Group, Score
 
-PROBLEMS = {"bandit": bandit(), "stopping": stopping(), "corridor": corridor(), "chain": chain(2)}
+PROBLEMS = {
+    "bandit": bandit(),
+    "stopping": stopping(),
+    "corridor": corridor(),
+    "chain": chain(2),
+    "dialogue": dialogue(),
+}
 ONE = {"normalizer": 1.0}
 GROUP = {"normalizer": 1.0, "advantage": "leave_one_out"}
 CRITIC = {"normalizer": 1.0, "whiten": False, "truncated": "terminal"}
