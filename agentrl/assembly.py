@@ -20,6 +20,7 @@ from agentrl.cluster.workers import Cluster, own_address
 from agentrl.config import RunConfig
 from agentrl.engines.router import Router
 from agentrl.errors import ConfigError
+from agentrl.exact_metrics import ExactMetrics
 from agentrl.flow import spare_what_lives
 from agentrl.hosting.factory import env_factory
 from agentrl.hosting.host import EnvHost
@@ -87,6 +88,7 @@ class TrainingAssembly(RolloutAssembly):
 
     trainer: Trainer
     advisors: Advisors
+    exact: ExactMetrics
     weights: WeightPublisher
     sharing: DeviceSharing
 
@@ -181,6 +183,7 @@ async def assemble_training(
                     rollouts.frozen,
                     trainer,
                     advisors,
+                    ExactMetrics.of_run(config, rollouts.runner.renderer, trainer, advisors.critic),
                     publisher,
                     sharing,
                 )

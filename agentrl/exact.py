@@ -6,6 +6,7 @@ sum over all of them, each followed by a token that ends the turn. Texts of a fe
 
 from collections.abc import Iterator, Sequence
 from itertools import islice, pairwise
+from math import fsum
 
 import numpy as np
 
@@ -43,25 +44,41 @@ async def answer_probabilities(
         ConfigError: an answer has characters beyond ASCII, or more than `MAX_SPELLINGS` spellings; or a question does
             not end with a message to answer.
     """
+    found = await spelling_probabilities(trainer, renderer, questions, max_tokens=max_tokens, context=context)
+    return [[fsum(chances.values()) for chances in of_question] for of_question in found]
+
+
+async def spelling_probabilities(
+    trainer: SupportsPredict,
+    renderer: TemplateRenderer,
+    questions: Sequence[Question],
+    *,
+    max_tokens: int | None = None,
+    context: ContextPolicy = FULL,
+) -> list[list[dict[tuple[int, ...], float]]]:
+    """As `answer_probabilities`, by the tokens of each completion that is the answer's text.
+
+    Raises:
+        ConfigError: as `answer_probabilities`.
+    """
+    found: list[list[dict[tuple[int, ...], float]]] = [[{} for _ in question.answers] for question in questions]
     trajectories: list[Trajectory] = []
-    owners: list[tuple[int, int]] = []
-    for number, question in enumerate(questions):
+    owners: list[tuple[dict[tuple[int, ...], float], tuple[int, ...]]] = []
+    for question, of_question in zip(questions, found, strict=True):
         prompt_ids = prompt_of(renderer, question.messages, context)
-        for chosen, text in enumerate(question.answers):
+        for text, chances in zip(question.answers, of_question, strict=True):
             for token_ids in completions(renderer, text, max_tokens):
                 turn = Turn(prompt_ids, _certain(token_ids), 0.0, {})
                 trajectories.append(Trajectory("", _TASK, (turn,), Terminated()))
-                owners.append((number, chosen))
-    probabilities = [[0.0] * len(question.answers) for question in questions]
-    if not trajectories:
-        return probabilities
-    batch = collate(sample for trajectory in trajectories for sample in to_samples(trajectory, 0.0))
-    logprobs_N = (await trainer.predict(batch)).astype(np.float64)
-    starts_M = np.cumsum([0, *batch.loss_tokens_M[:-1]])
-    chances_M = np.exp(np.add.reduceat(logprobs_N, starts_M))
-    for (number, chosen), chance in zip(owners, chances_M.tolist(), strict=True):
-        probabilities[number][chosen] += chance
-    return probabilities
+                owners.append((chances, tuple(token_ids.tolist())))
+    if trajectories:
+        batch = collate(sample for trajectory in trajectories for sample in to_samples(trajectory, 0.0))
+        logprobs_N = (await trainer.predict(batch)).astype(np.float64)
+        starts_M = np.cumsum([0, *batch.loss_tokens_M[:-1]])
+        chances_M = np.exp(np.add.reduceat(logprobs_N, starts_M))
+        for (chances, spelled), chance in zip(owners, chances_M.tolist(), strict=True):
+            chances[spelled] = chance
+    return found
 
 
 def prompt_of(renderer: TemplateRenderer, messages: Sequence[Message], context: ContextPolicy = FULL) -> IntArray:
@@ -134,4 +151,4 @@ def _certain(token_ids: IntArray) -> Completion:
     return Completion(token_ids, floats(np.zeros(len(token_ids))), ints(np.zeros(len(token_ids))), "stop")
 
 
-__all__ = ["MAX_SPELLINGS", "Question", "answer_probabilities", "completions", "prompt_of"]
+__all__ = ["MAX_SPELLINGS", "Question", "answer_probabilities", "completions", "prompt_of", "spelling_probabilities"]

@@ -33,7 +33,7 @@ LAYERS = [
     {"simulate", "testing"},
     {"envs", "rewards", "trainers"},
     {"config"},
-    {"planner"},
+    {"exact_metrics", "planner"},
     {"run"},
     {"assembly"},
     {"recipes"},

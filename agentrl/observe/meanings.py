@@ -75,6 +75,16 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "critic/value_clipped": "Share of the tokens whose value the clip held back.",
         "critic/<metric>": "The critic's own training metrics, as above.",
     },
+    "Exact metrics of the policy before the step (environments that can be enumerated: docs/oracles.md)": {
+        "exact/return": "Mean return of the policy, undiscounted: every conversation is weighted by its probability.",
+        "exact/best_return": "The same of the best policy that sees the whole conversation.",
+        "exact/regret": "Their difference.",
+        "exact/other": "`env: oracle`: probability that an episode ends by a message that is no offered word.",
+        "exact/respelled": "Largest probability of an answer in other tokens than its usual ones: what is inexact.",
+        "exact/advantage_cosine": "Cosine of the trained advantages and the exact ones, over loss tokens. 1 is best.",
+        "exact/advantage_residual": "Norm of their difference / norm of the exact ones. 0 is best.",
+        "exact/value_error": "Root mean square of (critic's value - exact value) where turns begin, after its lesson.",
+    },
     "Evaluation": {
         "eval/success": "Share of successful held-out episodes.",
         "eval/success_low": "Lower end of its 95 % confidence interval (Wilson): of 200 episodes, some 6 points lower.",

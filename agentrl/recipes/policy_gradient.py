@@ -58,6 +58,7 @@ async def train(run: Run, algorithm: Algorithm, model: Path) -> None:
                     batch = await asyncio.to_thread(make)  # millions of tokens take long
                     async with parts.sharing.training():
                         batch, advice = await parts.advisors.advise(batch)
+                        exact = await parts.exact.measured(groups, batch)
                         metrics = await trainer.step(batch, algorithm.loss, algorithm.normalizer(batch))
                 with clock("weights"):
                     async with rollouts.new_weights(step + 1):
@@ -65,6 +66,7 @@ async def train(run: Run, algorithm: Algorithm, model: Path) -> None:
                 metrics = {
                     **metrics,
                     **advice,
+                    **exact,
                     **published.metrics(),
                     **rollouts.metrics(),
                     **processing.update(groups),

@@ -178,6 +178,11 @@ class TemplateRenderer:
         return self._template
 
     @property
+    def reasons(self) -> bool:
+        """Whether an answer may begin with reasoning, which environments do not get."""
+        return self._marks is not None or self._family is not None
+
+    @property
     def family(self) -> str:
         """The family whose rules are used; empty if they are the template's."""
         return "" if self._family is None else self._family.name
