@@ -10,6 +10,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from inspect import signature
 from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator, validate_call
@@ -158,8 +159,10 @@ class OracleEnv(TextEnv):
         def _fit_the_problem(self) -> Self:
             try:
                 played(self.problem, json.dumps(self.settings, sort_keys=True), self.other)
-            except (ValidationError, TypeError) as error:
-                raise ValueError(f"the settings {self.settings} do not fit {self.problem!r}: {error}") from error
+            except ValidationError as error:
+                wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+                known = ", ".join(signature(PROBLEMS[self.problem]).parameters) or "none"
+                raise ValueError(f"settings of {self.problem!r}: {wrong}. Its settings are: {known}") from error
             return self
 
     def enumeration(self, options: Mapping[str, Any]) -> PlayedProblem:
@@ -213,7 +216,7 @@ def played(problem: str, settings: str, other: float) -> PlayedProblem:
     """A problem with its settings, which are JSON text.
 
     Raises:
-        ValidationError, TypeError: the settings do not fit the problem.
+        ValidationError: the settings do not fit the problem.
     """
     root: Decision = validate_call(PROBLEMS[problem])(**json.loads(settings))
     return PlayedProblem(root, other)

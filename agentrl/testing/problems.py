@@ -5,6 +5,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from types import MappingProxyType
 from typing import Annotated
 
@@ -61,9 +62,9 @@ def all_decisions(root: Decision) -> Iterator[Decision]:
 # Problems
 
 
-def bandit(rewards: Sequence[float] = (1.0, 0.4, 0.0), tokens: Sequence[int] = (2, 5, 12)) -> Decision:
-    """One turn, one arm for each reward; the answers differ in length."""
-    arms = zip(rewards, tokens, strict=True)
+def bandit(rewards: Sequence[float] = (1.0, 0.4, 0.0), tokens: Sequence[int] = ()) -> Decision:
+    """One turn, one arm for each reward; the answers differ in length (by default 2, 5 and 12 tokens in turn)."""
+    arms = zip(rewards, tokens, strict=True) if tokens else zip(rewards, cycle((2, 5, 12)), strict=False)
     return Decision("bandit", tuple(Action(f"arm {i}", (Result(r),), n) for i, (r, n) in enumerate(arms)))
 
 
