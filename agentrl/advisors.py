@@ -6,6 +6,7 @@ Each is a trainer with its own model, configured by the section `reference` or `
 trained. Every checkpoint holds the critic in the folder `critic`.
 """
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +15,8 @@ import numpy as np
 
 from agentrl.arrays import FloatArray
 from agentrl.batch import TrainBatch
-from agentrl.protocols import ActorCritic, Algorithm, PreparesBatch, SupportsPredict
+from agentrl.protocols import ActorCritic, Algorithm, Estimate, PreparesBatch, SupportsPredict
+from agentrl.questions import questions
 
 CRITIC_FOLDER = "critic"
 """The critic's folder in a checkpoint."""
@@ -45,26 +47,16 @@ class Advisors:
             batch = self.algorithm.prepared(batch)
         if self.critic is None or not isinstance(self.algorithm, ActorCritic):
             return batch, {}
-        values_N, ends_M = await self._values(self.critic, batch, ends=self.algorithm.bootstraps)
-        estimate = self.algorithm.estimate(batch, values_N, ends_M)
-        lesson = replace(
-            batch, advantages_N=estimate.returns_N, rollout_logprobs_N=values_N, weights_N=estimate.weights_N
-        )
-        metrics = await self.critic.step(lesson, self.algorithm.value_loss, float(batch.num_loss_tokens))
+        answers = getattr(self.algorithm, "values_answers", False)
+        asked = await asyncio.to_thread(questions, batch, answers=answers, ends=self.algorithm.bootstraps)
+        answered, values_N, ends_M = asked.answered(await self.critic.predict(asked.asked))
+        estimate = self.algorithm.estimate(answered, values_N, ends_M)
+        lesson = _lesson(answered, values_N, estimate)
+        metrics = await self.critic.step(lesson, self.algorithm.value_loss, float(answered.num_loss_tokens))
         reported = {f"critic/{name}": value for name, value in metrics.items() if not name.startswith("logprob_gap")}
-        reported["critic/explained_variance"] = explained_variance(values_N, estimate.returns_N)
-        return replace(batch, advantages_N=estimate.advantages_N), reported
-
-    @staticmethod
-    async def _values(critic: SupportsPredict, batch: TrainBatch, *, ends: bool) -> tuple[FloatArray, FloatArray]:
-        """The critic's values before the loss tokens, and those after truncated trajectories (0 for other samples)."""
-        ends_M = np.zeros(batch.num_samples, np.float32)
-        if not ends or not batch.truncated_M.any():
-            return await critic.predict(batch), ends_M
-        extended, at_end_N = batch.with_ends()
-        values_N = await critic.predict(extended)
-        ends_M[batch.truncated_M] = values_N[at_end_N]
-        return values_N[~at_end_N], ends_M
+        taught_N = estimate.weights_N != 0
+        reported["critic/explained_variance"] = explained_variance(values_N[taught_N], estimate.returns_N[taught_N])
+        return replace(batch, advantages_N=estimate.advantages_N[asked.own_N]), reported
 
     async def save(self, folder: Path) -> None:
         """Save the critic into a checkpoint."""
@@ -75,6 +67,16 @@ class Advisors:
         """Load the critic from a checkpoint."""
         if self.critic is not None:
             await self.critic.load(folder / CRITIC_FOLDER)
+
+
+def _lesson(batch: TrainBatch, values_N: FloatArray, estimate: Estimate) -> TrainBatch:
+    """What a critic is trained on: the tokens before which it learns what to expect."""
+    lesson = replace(batch, advantages_N=estimate.returns_N, rollout_logprobs_N=values_N, weights_N=estimate.weights_N)
+    if estimate.weights_N.all():
+        return lesson
+    taught_S = batch.loss_mask_S.copy()
+    taught_S[taught_S] = estimate.weights_N != 0
+    return lesson.with_loss_on(taught_S)
 
 
 def explained_variance(values_N: FloatArray, returns_N: FloatArray) -> float:

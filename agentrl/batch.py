@@ -8,7 +8,7 @@ text. `loss_mask` is 1 exactly for the tokens that the engine sampled, except th
 trained on before.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
@@ -89,7 +89,8 @@ class TrainBatch:
     `lengths_M` is the number of tokens of each sample. Logprobs and advantages cover only the loss tokens, in order.
     `support_N` are the ids that each loss token was sampled from; an empty row is the whole vocabulary.
 
-    `weights_N`: the trainer multiplies each token's loss with it; 1 unless an algorithm says otherwise. `turns_N` is
+    `weights_N`: the trainer multiplies each token's loss with it; 1 unless an algorithm says otherwise, and 0 for
+    tokens that it does not learn from. `turns_N` is
     the number of each token's turn in its trajectory, and `rewards_N` what was earned between it and the next loss
     token. `trajectories_M` numbers the trajectories: samples of one have the same number, and lie in order.
     `truncated_M`: whether a sample is the last one of a truncated trajectory; `tails_M` are the tokens after its end.
@@ -145,41 +146,71 @@ class TrainBatch:
         """The number of loss tokens of each trajectory, by its number."""
         return np.bincount(self.trajectories_N, minlength=int(self.trajectories_M.max()) + 1).astype(np.int32)
 
-    def with_ends(self) -> tuple["TrainBatch", MaskArray]:
-        """The batch with one more loss token after each truncated trajectory, and a mask that is true for these tokens.
-
-        It stands after the tokens that would have been answered next (`tails_M`), so a critic's value before it is that
-        of the end. Which token it is does not matter.
-        """
-        cut = np.flatnonzero(self.truncated_M)
-        ends_S, ends_N = np.cumsum(self.lengths_M)[cut], np.cumsum(self.loss_tokens_M)[cut]
-        tails = self.tails_M.take([slice(number, number + 1) for number in cut.tolist()])
-        more = tails.lengths + 1
-        last = np.cumsum(more) - 1
-        new_S, new_mask_S = np.zeros(int(more.sum()), np.int32), np.zeros(int(more.sum()), np.bool_)
-        new_mask_S[last] = True
-        new_S[~new_mask_S] = tails.values
-        at_S = np.repeat(ends_S, more)
-        lengths_M = self.lengths_M.copy()
-        lengths_M[cut] += more
-
-        def extended(values_N: npt.NDArray[N]) -> npt.NDArray[N]:
-            return np.insert(values_N, ends_N, np.zeros((), values_N.dtype))
-
-        batch = replace(
+    def lengthened(self, tokens_M: Ragged) -> "TrainBatch":
+        """The batch with more tokens at the ends of its samples. They carry no loss."""
+        at_S = np.repeat(np.cumsum(self.lengths_M), tokens_M.lengths)
+        return replace(
             self,
-            tokens_S=np.insert(self.tokens_S, at_S, new_S),
-            loss_mask_S=np.insert(self.loss_mask_S, at_S, new_mask_S),
-            lengths_M=lengths_M,
-            rollout_logprobs_N=extended(self.rollout_logprobs_N),
-            reference_logprobs_N=extended(self.reference_logprobs_N),
-            advantages_N=extended(self.advantages_N),
-            support_N=Ragged(self.support_N.values, extended(self.support_N.lengths)),
-            weights_N=extended(self.weights_N),
-            turns_N=extended(self.turns_N),
-            rewards_N=extended(self.rewards_N),
+            tokens_S=np.insert(self.tokens_S, at_S, tokens_M.values),
+            loss_mask_S=np.insert(self.loss_mask_S, at_S, np.False_),
+            lengths_M=self.lengths_M + tokens_M.lengths,
         )
-        return batch, np.insert(np.zeros(self.num_loss_tokens, np.bool_), ends_N, True)
+
+    def with_loss_on(self, loss_mask_S: MaskArray) -> "TrainBatch":
+        """The same tokens, of which others carry loss. What is known of those that stay is kept.
+
+        Of new ones nothing is known, so their numbers are 0. They belong to the turn of the loss token before them.
+        """
+        stay_N, kept_N = self.loss_mask_S[loss_mask_S], loss_mask_S[self.loss_mask_S]
+        before_N = np.cumsum(self.loss_mask_S)[loss_mask_S] - 1
+
+        def moved(values_N: npt.NDArray[N]) -> npt.NDArray[N]:
+            found_N = np.zeros(len(stay_N), values_N.dtype)
+            found_N[stay_N] = values_N[kept_N]
+            return found_N
+
+        rollout_logprobs_N = moved(self.rollout_logprobs_N)
+        asked = self.reference_logprobs_N is not self.rollout_logprobs_N
+        support = self.support_N
+        return replace(
+            self,
+            loss_mask_S=loss_mask_S,
+            rollout_logprobs_N=rollout_logprobs_N,
+            reference_logprobs_N=moved(self.reference_logprobs_N) if asked else rollout_logprobs_N,
+            advantages_N=moved(self.advantages_N),
+            support_N=Ragged(support.values[kept_N[support.row_of_value()]], moved(support.lengths)),
+            weights_N=moved(self.weights_N),
+            turns_N=np.append(self.turns_N, np.int32(0))[before_N],
+            rewards_N=moved(self.rewards_N),
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence["TrainBatch"]) -> "TrainBatch":
+        """Several batches as one. Their trajectories and groups are numbered one after another."""
+        firsts = np.cumsum([0, *(int(part.groups_M.max()) + 1 for part in parts[:-1])], dtype=np.int32)
+        trajectories_M = np.concatenate([part.trajectories_M for part in parts])
+        begins_M = np.append(False, np.diff(trajectories_M) != 0)
+        begins_M[np.cumsum([part.num_samples for part in parts])[:-1]] = True
+
+        def laid(values: Callable[["TrainBatch"], npt.NDArray[N]]) -> npt.NDArray[N]:
+            return np.concatenate([values(part) for part in parts])
+
+        return cls(
+            tokens_S=laid(lambda part: part.tokens_S),
+            loss_mask_S=laid(lambda part: part.loss_mask_S),
+            lengths_M=laid(lambda part: part.lengths_M),
+            rollout_logprobs_N=laid(lambda part: part.rollout_logprobs_N),
+            reference_logprobs_N=laid(lambda part: part.reference_logprobs_N),
+            advantages_N=laid(lambda part: part.advantages_N),
+            support_N=Ragged.joined([part.support_N for part in parts]),
+            weights_N=laid(lambda part: part.weights_N),
+            turns_N=laid(lambda part: part.turns_N),
+            rewards_N=laid(lambda part: part.rewards_N),
+            trajectories_M=np.cumsum(begins_M, dtype=np.int32),
+            truncated_M=laid(lambda part: part.truncated_M),
+            tails_M=Ragged.joined([part.tails_M for part in parts]),
+            groups_M=np.concatenate([part.groups_M + first for part, first in zip(parts, firsts, strict=True)]),
+        )
 
     def ordered(self, samples: Sequence[int]) -> "TrainBatch":
         """The same samples in another order, given by their indices."""

@@ -507,7 +507,8 @@ class NormalizesAdvantages(Algorithm, Protocol):
 class Estimate:
     """For each loss token, its advantage, and the return that the critic should have predicted before it.
 
-    `weights_N`: how much the critic learns from each token.
+    `weights_N`: how much the critic learns from each token. The sum of its weighted losses is divided by the number of
+    all loss tokens.
     """
 
     advantages_N: FloatArray
@@ -517,7 +518,12 @@ class Estimate:
 
 @runtime_checkable
 class ActorCritic(Algorithm, Protocol):
-    """An algorithm with a critic, which is trained on the same batches as the policy."""
+    """An algorithm with a critic, which is trained on the same batches as the policy, or on earlier ones too.
+
+    If its class attribute `values_answers` is true, the critic is also asked after each answer. The batch of `estimate`
+    then has one more loss token after the last one of each turn, for the value before it (`agentrl/questions.py`), and
+    the weight 0 for tokens that the policy does not learn from.
+    """
 
     @property
     def bootstraps(self) -> bool:

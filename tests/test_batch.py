@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from agentrl.arrays import Ragged
 from agentrl.batch import TrainBatch, TrainingSample, collate, to_samples
-from agentrl.trajectory import Completion, Task, Terminated, Trajectory, Truncated, Turn
+from agentrl.trajectory import Completion, Task, Terminated, Trajectory, Turn
 
 logprobs = st.floats(-20, 0, width=32)
 token_ids = st.integers(1, 999)
@@ -180,23 +180,35 @@ def test_what_a_stale_fork_earned_counts_for_the_turn_before_it() -> None:
     assert collate(samples).rewards_N.tolist() == [3.0, 4.0]
 
 
-def test_a_truncated_trajectory_can_be_asked_about_what_comes_after_it() -> None:
-    cut = played((2, 0.0, False), (1, 0.0, True), status=Truncated("turns"), tail_ids=np.array([8, 9], np.int32))
-    samples = [
-        *to_samples(played((1, 0.0, False)), 1.0),
-        *to_samples(cut, 1.0),
-        *to_samples(played((1, 0.0, False)), 2.0),
-    ]
-    batch = collate(samples)
-    assert batch.truncated_M.tolist() == [False, False, True, False]
-    extended, at_end_N = batch.with_ends()
-    assert at_end_N.tolist() == [False, False, False, False, True, False]
-    assert extended.lengths_M.tolist() == [3, 4, 6, 3]
-    third = extended.split([2, 1, 1])[1]
-    assert third.tokens_S.tolist() == [1, 2, 5, 8, 9, 0]
-    assert third.loss_mask_S.tolist() == [False, False, True, False, False, True]
-    assert extended.advantages_N.tolist() == [1, 1, 1, 1, 0, 2]
-    assert len(extended.support_N) == extended.num_loss_tokens == 6
+@given(sample_lists, st.integers(0, 99))
+def test_other_tokens_may_carry_loss_and_what_is_known_of_those_that_stay_is_kept(
+    listed: list[TrainingSample], seed: int
+) -> None:
+    batch = collate(listed)
+    chosen_S = np.random.default_rng(seed).random(len(batch.tokens_S)) < 0.5
+    other = batch.with_loss_on(chosen_S)
+    both_S = batch.loss_mask_S & chosen_S
+    kept_N, stay_N = chosen_S[batch.loss_mask_S], batch.loss_mask_S[chosen_S]
+    assert other.num_loss_tokens == len(other.support_N) == len(other.turns_N) == int(chosen_S.sum())
+    assert other.rollout_logprobs_N[stay_N].tolist() == batch.rollout_logprobs_N[kept_N].tolist()
+    assert not other.rollout_logprobs_N[~stay_N].any()
+    assert not other.weights_N[~stay_N].any()
+    assert other.with_loss_on(both_S).support_N == batch.with_loss_on(both_S).support_N
+    assert batch.with_loss_on(batch.loss_mask_S).advantages_N.tolist() == batch.advantages_N.tolist()
+
+
+@given(sample_lists, sample_lists)
+def test_joined_batches_have_all_samples_and_number_what_belongs_together_by_turns(
+    first: list[TrainingSample], second: list[TrainingSample]
+) -> None:
+    second = [replace(sample, group=number) for number, sample in enumerate(second)]
+    second = [replace(sample, continues=number % 2 == 1) for number, sample in enumerate(second)]
+    joined = TrainBatch.joined([collate(first), collate(second)])
+    whole = collate([*first, *(replace(sample, group=1 + sample.group) for sample in second)])
+    for field in fields(TrainBatch):
+        one, other = getattr(joined, field.name), getattr(whole, field.name)
+        assert np.array_equal(one, other) if isinstance(one, np.ndarray) else one == other, field.name
+        assert not isinstance(one, np.ndarray) or one.dtype == other.dtype, field.name
 
 
 def test_a_sampled_token_that_nothing_predicts_is_refused() -> None:

@@ -8,7 +8,8 @@ from pydantic import Field
 
 from agentrl.algorithms.advantages import Steps, generalized, whitened
 from agentrl.algorithms.policy_loss import PolicyAlgorithm, PolicyLoss, scored
-from agentrl.arrays import FloatArray, floats, ints
+from agentrl.algorithms.turns import after_trajectories, turns_of
+from agentrl.arrays import FloatArray, floats
 from agentrl.batch import TrainBatch
 from agentrl.protocols import Estimate, LossOutput, LossTokens, MemberAdvantage
 from agentrl.trajectory import Group
@@ -71,7 +72,7 @@ class Ppo(PolicyAlgorithm):
         turn_ends_N = np.append(batch.turns_N[1:] != batch.turns_N[:-1], True)
         turn_ends_N[np.cumsum(lengths_J)[lengths_J > 0] - 1] = True
         discounts_N = floats(np.where(turn_ends_N, self.config.gamma, 1.0))
-        steps = Steps(batch.rewards_N, values_N, discounts_N, lengths_J, _of_trajectories(ends_M, batch))
+        steps = Steps(batch.rewards_N, values_N, discounts_N, lengths_J, after_trajectories(ends_M, batch))
         advantages_N, returns_N = self._generalized(steps)
         return Estimate(self._whitened(advantages_N), returns_N, floats(np.ones(len(values_N))))
 
@@ -109,22 +110,12 @@ class TurnPpo(Ppo):
 
     def estimate(self, batch: TrainBatch, values_N: FloatArray, ends_M: FloatArray) -> Estimate:
         """See `ActorCritic`."""
-        trajectories_N = batch.trajectories_N
-        changes_N = (np.diff(trajectories_N) != 0) | (np.diff(batch.turns_N) != 0)
-        begins_N = np.append(True, changes_N)
-        steps_N = np.cumsum(begins_N) - 1  # which turn of the batch each token belongs to
-        rewards_K = floats(np.bincount(steps_N, weights=batch.rewards_N))
-        turns_J = np.bincount(trajectories_N[begins_N], minlength=len(batch.tokens_of_trajectories))
-        discounts_K = floats(np.full(len(rewards_K), self.config.gamma))
-        ends_J = _of_trajectories(ends_M, batch)
+        turns = turns_of(batch)
+        discounts_K = floats(np.full(len(turns.rewards_K), self.config.gamma))
+        ends_J = after_trajectories(ends_M, batch)
         advantages_K, returns_K = self._generalized(
-            Steps(rewards_K, values_N[begins_N], discounts_K, ints(turns_J), ends_J)
+            Steps(turns.rewards_K, values_N[turns.begins_N], discounts_K, turns.lengths_J, ends_J)
         )
         # The critic's loss is divided by all loss tokens; its weights make up for the tokens that do not count.
-        weights_N = begins_N * (len(begins_N) / begins_N.sum())
-        return Estimate(self._whitened(advantages_K[steps_N]), returns_K[steps_N], floats(weights_N))
-
-
-def _of_trajectories(ends_M: FloatArray, batch: TrainBatch) -> FloatArray:
-    """What is expected after each trajectory: after its last sample."""
-    return floats(np.bincount(batch.trajectories_M, weights=ends_M, minlength=len(batch.tokens_of_trajectories)))
+        weights_N = turns.begins_N * (len(turns.begins_N) / turns.begins_N.sum())
+        return Estimate(self._whitened(advantages_K[turns.turns_N]), returns_K[turns.turns_N], floats(weights_N))

@@ -39,6 +39,7 @@ from agentrl.testing.problems import (
     stopping,
     t_maze,
 )
+from agentrl.questions import Questions, questions
 from agentrl.trajectory import Completion, Group, Score, Task, Terminated, Trajectory, Truncated, Turn
 
 START = 0
@@ -150,6 +151,19 @@ class Oracle:
         values = [of(decision) for decision in self._decisions]
         return torch.tensor(found, dtype=torch.float64), torch.tensor(values, dtype=torch.float64)
 
+    def answer_values(self, logits_P: Tensor) -> Tensor:
+        """The expected return of the action that each token belongs to, from that action on, shape W."""
+        _, at_decisions = self.values(logits_P)
+
+        def of(decision: Decision) -> float:
+            return float(at_decisions[self._numbers[id(decision)]])
+
+        found = [0.0]
+        for decision in self._decisions:
+            for action in decision.actions:
+                found += [self._expected(action, of)] * action.tokens
+        return torch.tensor(found, dtype=torch.float64)
+
     def best_return(self) -> float:
         """The expected return of the best policy that sees the whole history."""
 
@@ -192,7 +206,7 @@ class Oracle:
         probabilities = self.probabilities(logits_P).tolist()
         everything = self.group(range(len(self.paths)), logits_P)
         played = list(zip(everything.trajectories, everything.scores, strict=True))
-        critic = self.values(logits_P)
+        critic = self._critic(logits_P)
         total_W = torch.zeros(sum(self._tokens()), dtype=torch.float64)
         for numbers in combinations_with_replacement(range(len(self.paths)), members):
             counts = [numbers.count(n) for n in set(numbers)]
@@ -212,7 +226,7 @@ class Oracle:
 
     def ascent(self, algorithm: Algorithm, batch: TrainBatch, logits_P: Tensor) -> Tensor:
         """The gradient that the algorithm ascends on a batch of this problem's paths, shape P."""
-        critic = self.values(logits_P)
+        critic = self._critic(logits_P)
         return self._by_logits(self._ascent_of_tokens(algorithm, batch, logits_P, critic), logits_P)
 
     def _by_logits(self, gradient_W: Tensor, logits_P: Tensor) -> Tensor:
@@ -221,8 +235,12 @@ class Oracle:
         (gradient_P,) = torch.autograd.grad(self.logprobs(own_P), own_P, gradient_W)
         return gradient_P
 
+    def _critic(self, logits_P: Tensor) -> "ExactCritic":
+        values_W, at_decisions = self.values(logits_P)
+        return ExactCritic(values_W, self.answer_values(logits_P), at_decisions)
+
     def _ascent_of_tokens(
-        self, algorithm: Algorithm, batch: TrainBatch, logits_P: Tensor, critic: tuple[Tensor, Tensor]
+        self, algorithm: Algorithm, batch: TrainBatch, logits_P: Tensor, critic: "ExactCritic"
     ) -> Tensor:
         own_W = self.logprobs(logits_P).detach().requires_grad_()
         tokens_N = torch.from_numpy(batch.tokens_S[batch.loss_mask_S].astype(np.int64))
@@ -230,8 +248,10 @@ class Oracle:
         if isinstance(algorithm, PreparesBatch):
             batch = algorithm.prepared(batch)
         if isinstance(algorithm, ActorCritic):
-            values_N, ends_M = _criticised(batch, critic, ends=algorithm.bootstraps)
-            batch = replace(batch, advantages_N=algorithm.estimate(batch, values_N, ends_M).advantages_N)
+            answers = getattr(algorithm, "values_answers", False)
+            asked = questions(batch, answers=answers, ends=algorithm.bootstraps)
+            estimate = algorithm.estimate(*asked.answered(critic.answers_to(asked)))
+            batch = replace(batch, advantages_N=estimate.advantages_N[asked.own_N])
         old_N = logprobs_N.detach()
         reference_N = torch.from_numpy(batch.reference_logprobs_N.astype(np.float64))
         advantages_N = torch.from_numpy(batch.advantages_N.astype(np.float64))
@@ -272,13 +292,28 @@ class Oracle:
                     yield from self._paths(result.then, chance * result.probability, played)
 
 
-def _criticised(batch: TrainBatch, critic: tuple[Tensor, Tensor], *, ends: bool) -> tuple[FloatArray, FloatArray]:
-    """The exact values before a batch's loss tokens, and after its truncated trajectories."""
-    values_W, at_decisions = critic
-    tokens_N = batch.tokens_S[batch.loss_mask_S].astype(np.int64)
-    tails = [batch.tails_M.take([slice(m, m + 1)]).values.tolist() for m in range(batch.num_samples)]
-    ends_M = [float(at_decisions[tail[-1] - 1]) if tail and ends else 0.0 for tail in tails]
-    return floats(values_W.numpy()[tokens_N]), floats(ends_M)
+@dataclass(frozen=True, slots=True)
+class ExactCritic:
+    """What a critic without error says: before each token of the problem, after the action that it belongs to, and at
+    each decision.
+    """
+
+    values_W: Tensor
+    answers_W: Tensor
+    at_decisions: Tensor
+
+    def answers_to(self, asked: Questions) -> FloatArray:
+        """The exact answers to all questions about a batch of the problem's paths."""
+        batch = asked.asked
+        at_N = np.flatnonzero(batch.loss_mask_S)
+        own_N, answer_N = np.zeros((2, len(at_N)), np.bool_)
+        own_N[asked.lesson_N] = asked.own_N
+        answer_N[asked.lesson_N] = ~asked.own_N
+        before_N = batch.tokens_S[at_N - 1].astype(np.int64)  # an answer's last token, or what says where the end is
+        values_N = np.where(own_N, self.values_W.numpy()[batch.tokens_S[at_N]], 0.0)
+        values_N[answer_N] = self.answers_W.numpy()[before_N[answer_N]]
+        values_N[asked.ends_N] = self.at_decisions.numpy()[before_N[asked.ends_N] - 1]
+        return floats(values_N)
 
 
 def residual(found_P: Tensor, wanted_P: Tensor) -> float:
@@ -298,6 +333,7 @@ def cosine(found_P: Tensor, wanted_P: Tensor) -> float:
 __all__ = [
     "Action",
     "Decision",
+    "ExactCritic",
     "Oracle",
     "Path",
     "Result",

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from agentrl.algorithms.advantages import compared_by_state, returns_to_go
+from agentrl.algorithms.archer import Archer
 from agentrl.algorithms.gigpo import Gigpo
 from agentrl.algorithms.grpo import Grpo, Rloo
 from agentrl.algorithms.policy_loss import PolicyAlgorithm
@@ -63,6 +64,7 @@ UNBIASED: dict[str, Row] = {
     "ppo, lambda 0.5": (Ppo(Ppo.Config(**CRITIC, lam=0.5)), 1),
     "turn_ppo": (TurnPpo(TurnPpo.Config(**CRITIC)), 1),
     "turn_ppo, lambda 0": (TurnPpo(TurnPpo.Config(**CRITIC, lam=0.0)), 1),
+    "archer": (Archer(Archer.Config(**ONE)), 1),
 }
 """Algorithms with the terms switched off that bias them, and how many members their groups have."""
 
@@ -155,7 +157,7 @@ def test_a_baseline_over_those_who_came_so_far_is_biased_when_the_policy_stops_i
     assert measured(naive, "chain")[0] < 1e-5  # all episodes have two turns
 
 
-@pytest.mark.parametrize("name", ["ppo", "turn_ppo", "rloo, reward-to-go", "reinforce"])
+@pytest.mark.parametrize("name", ["ppo", "turn_ppo", "archer", "rloo, reward-to-go", "reinforce"])
 def test_with_a_discount_what_a_turn_is_worth_is_what_is_left_of_it(name: str) -> None:
     algorithm = UNBIASED[name][0]
     discounted = type(algorithm)(algorithm.config.model_copy(update={"gamma": 0.5}))
