@@ -3,11 +3,12 @@
     batch ──▶ reference: logprobs ──▶ critic: values ──▶ advantages, returns ──▶ critic: step ──▶ the trainer's batch
 
 Each is a trainer with its own model, configured by the section `reference` or `critic`. The reference is never
-trained. Every checkpoint holds the critic in the folder `critic`.
+trained. Every checkpoint holds the critic in the folder `critic`, and the episodes that it may learn from again in the
+folder `replay`.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,9 +18,28 @@ from agentrl.arrays import FloatArray
 from agentrl.batch import TrainBatch
 from agentrl.protocols import ActorCritic, Algorithm, Estimate, PreparesBatch, SupportsPredict
 from agentrl.questions import questions
+from agentrl.replay import Replay
+from agentrl.trajectory import Group
 
 CRITIC_FOLDER = "critic"
 """The critic's folder in a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class CriticTraining:
+    """How a critic is trained beside the policy: `updates` times in each step, each time with new targets.
+
+    With a `replay`, it learns from episodes of earlier steps too. In the first `warmup` steps it learns alone: the
+    policy's batches have the weight 0.
+    """
+
+    updates: int = 1
+    warmup: int = 0
+    replay: Replay | None = None
+
+
+ON_NEWEST = CriticTraining()
+"""Once in each step, on the step's own batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +49,20 @@ class Advisors:
     algorithm: Algorithm
     reference: SupportsPredict | None = None
     critic: SupportsPredict | None = None
+    training: CriticTraining = ON_NEWEST
 
     @property
     def all(self) -> list[SupportsPredict]:
         """The reference and the critic, where the run has them."""
         return [advisor for advisor in (self.reference, self.critic) if advisor is not None]
 
-    async def advise(self, batch: TrainBatch) -> tuple[TrainBatch, Mapping[str, float]]:
-        """Add the reference's logprobs and the critic's advantages to a batch, and train the critic on it.
+    async def advise(
+        self, batch: TrainBatch, step: int = 0, groups: Sequence[Group] = ()
+    ) -> tuple[TrainBatch, Mapping[str, float]]:
+        """Add the reference's logprobs and the critic's advantages to a batch of `groups`, and train the critic on it.
 
-        Returns the new batch and the critic's metrics. Among these, `critic/explained_variance` is 1 if the values
-        equal the returns, and 0 if every value is the mean return.
+        Returns the new batch and the metrics of the critic's first update. Among these, `critic/explained_variance` is
+        1 if the values equal the returns, and 0 if every value is the mean return.
         """
         if self.reference is not None:
             batch = replace(batch, reference_logprobs_N=await self.reference.predict(batch))
@@ -47,26 +70,52 @@ class Advisors:
             batch = self.algorithm.prepared(batch)
         if self.critic is None or not isinstance(self.algorithm, ActorCritic):
             return batch, {}
-        answers = getattr(self.algorithm, "values_answers", False)
-        asked = await asyncio.to_thread(questions, batch, answers=answers, ends=self.algorithm.bootstraps)
-        answered, values_N, ends_M = asked.answered(await self.critic.predict(asked.asked))
-        estimate = self.algorithm.estimate(answered, values_N, ends_M)
+        advantages_N, metrics = await self._update(self.critic, self.algorithm, batch, step, 0)
+        for update in range(1, self.training.updates):
+            await self._update(self.critic, self.algorithm, batch, step, update)
+        if self.training.replay is not None:
+            task_ids = [part.task.id for group in groups for part in group.by_agent()]
+            self.training.replay.keep(step, batch, task_ids)
+        advised = replace(batch, advantages_N=advantages_N)
+        if step < self.training.warmup:
+            advised = replace(advised, weights_N=np.zeros_like(batch.weights_N))
+        return advised, metrics
+
+    async def _update(
+        self, critic: SupportsPredict, algorithm: ActorCritic, batch: TrainBatch, step: int, update: int
+    ) -> tuple[FloatArray, Mapping[str, float]]:
+        """Ask the critic about a batch and train it. Returns the batch's advantages by its answers, and its metrics."""
+        replay = self.training.replay
+        seen = batch if replay is None else await asyncio.to_thread(replay.with_earlier, step, batch, update)
+        asked = await asyncio.to_thread(
+            questions, seen, answers=getattr(algorithm, "values_answers", False), ends=algorithm.bootstraps
+        )
+        answered, values_N, ends_M = asked.answered(await critic.predict(asked.asked))
+        estimate = algorithm.estimate(answered, values_N, ends_M)
         lesson = _lesson(answered, values_N, estimate)
-        metrics = await self.critic.step(lesson, self.algorithm.value_loss, float(answered.num_loss_tokens))
+        if replay is not None:
+            lesson = await asyncio.to_thread(replay.mixed, step, lesson, update)
+        metrics = await critic.step(lesson, algorithm.value_loss, float(answered.num_loss_tokens))
         reported = {f"critic/{name}": value for name, value in metrics.items() if not name.startswith("logprob_gap")}
         taught_N = estimate.weights_N != 0
         reported["critic/explained_variance"] = explained_variance(values_N[taught_N], estimate.returns_N[taught_N])
-        return replace(batch, advantages_N=estimate.advantages_N[asked.own_N]), reported
+        if replay is not None:
+            reported["critic/earlier_episodes"] = float(seen.trajectories_M.max() - batch.trajectories_M.max())
+        return estimate.advantages_N[asked.own_N][: batch.num_loss_tokens], reported
 
     async def save(self, folder: Path) -> None:
-        """Save the critic into a checkpoint."""
+        """Save the critic into a checkpoint, and the replay."""
         if self.critic is not None:
             await self.critic.save(folder / CRITIC_FOLDER)
+        if self.training.replay is not None:
+            await asyncio.to_thread(self.training.replay.save, folder)
 
     async def load(self, folder: Path) -> None:
-        """Load the critic from a checkpoint."""
+        """Load the critic from a checkpoint, and the replay."""
         if self.critic is not None:
             await self.critic.load(folder / CRITIC_FOLDER)
+        if self.training.replay is not None:
+            await asyncio.to_thread(self.training.replay.load, folder)
 
 
 def _lesson(batch: TrainBatch, values_N: FloatArray, estimate: Estimate) -> TrainBatch:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from agentrl import plugins
-from agentrl.advisors import CRITIC_FOLDER, Advisors
+from agentrl.advisors import CRITIC_FOLDER, ON_NEWEST, Advisors, CriticTraining
 from agentrl.cluster.workers import Cluster, own_address
 from agentrl.config import RunConfig
 from agentrl.engines.router import Router
@@ -158,6 +158,7 @@ async def assemble_training(
     latest: LatestCheckpoint = lambda: None,
     *,
     updates: int | None = None,
+    training: CriticTraining = ON_NEWEST,
 ) -> AsyncIterator[TrainingAssembly]:
     """`assemble_rollouts`, plus a trainer that starts from the same model. If a rank dies, its trainer restarts from
     the checkpoint that `latest` returns, with the number of updates made until then. `updates`: most updates of the
@@ -169,7 +170,7 @@ async def assemble_training(
     _check_takes_weights(config)
     async with open_cluster(config) as placed, _rollouts_on(placed, model) as rollouts:
         trainer = make_trainer(placed, model, latest, steps=updates)
-        advisors = make_advisors(placed, algorithm, model, latest)
+        advisors = make_advisors(placed, algorithm, model, latest, training)
         trainers = [trainer, *advisors.all]
         async with device_sharing(placed, [rollouts.engine, *rollouts.frozen.values()], trainers) as sharing:
             followers = tuple((engine, route.refresh) for route, engine in rollouts.frozen.items() if route.refresh)
@@ -375,9 +376,15 @@ def _on_devices(config: RunConfig, devices: DeviceMap) -> RunConfig:
     return config.model_copy(update=sections)
 
 
-def make_advisors(placed: PlacedCluster, algorithm: Algorithm, model: Path, latest: LatestCheckpoint) -> Advisors:
+def make_advisors(
+    placed: PlacedCluster,
+    algorithm: Algorithm,
+    model: Path,
+    latest: LatestCheckpoint,
+    training: CriticTraining = ON_NEWEST,
+) -> Advisors:
     """Make the configured reference and critic. They start from the same model as the trainer, unless the algorithm
-    names another reference.
+    names another reference. The critic has as many steps as `training` has updates.
 
     Raises:
         ConfigError: the other reference has other tokens.
@@ -385,16 +392,19 @@ def make_advisors(placed: PlacedCluster, algorithm: Algorithm, model: Path, late
 
     def latest_critic() -> tuple[int, Path] | None:
         newest = latest()
-        return None if newest is None else (newest[0], newest[1] / CRITIC_FOLDER)
+        return None if newest is None else (newest[0] * training.updates, newest[1] / CRITIC_FOLDER)
 
     config = placed.config
     teacher: Path | None = getattr(algorithm, "reference_model", None)
     if teacher is not None:
         check_same_tokens(model, teacher)
     reference = make_trainer(placed, teacher or model, role="reference") if config.reference else None
-    critic = make_trainer(placed, model, latest_critic, role="critic") if config.critic else None
+    steps = config.steps * training.updates
+    critic = make_trainer(placed, model, latest_critic, role="critic", steps=steps) if config.critic else None
     # The config's validation has checked that both have `predict`.
-    return Advisors(algorithm, cast("SupportsPredict | None", reference), cast("SupportsPredict | None", critic))
+    return Advisors(
+        algorithm, cast("SupportsPredict | None", reference), cast("SupportsPredict | None", critic), training
+    )
 
 
 def make_trainer(

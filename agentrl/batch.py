@@ -89,8 +89,8 @@ class TrainBatch:
     `lengths_M` is the number of tokens of each sample. Logprobs and advantages cover only the loss tokens, in order.
     `support_N` are the ids that each loss token was sampled from; an empty row is the whole vocabulary.
 
-    `weights_N`: the trainer multiplies each token's loss with it; 1 unless an algorithm says otherwise, and 0 for
-    tokens that it does not learn from. `turns_N` is
+    `weights_N`: the trainer multiplies each token's loss with it; 1 unless an algorithm says otherwise, and 0 for what
+    only a critic learns from again (`agentrl/replay.py`). `turns_N` is
     the number of each token's turn in its trajectory, and `rewards_N` what was earned between it and the next loss
     token. `trajectories_M` numbers the trajectories: samples of one have the same number, and lie in order.
     `truncated_M`: whether a sample is the last one of a truncated trajectory; `tails_M` are the tokens after its end.

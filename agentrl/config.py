@@ -224,11 +224,19 @@ class RunConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _the_recipe_fits(self) -> Self:
+        check = getattr(self.recipe.settings, "check", None)
+        if check is not None:
+            check(self)
+        return self
+
+    @model_validator(mode="after")
     def _a_critics_advantages_are_its_own(self) -> Self:
         if self.batch_processing.normalize != "group" and hasattr(self.algorithm.factory, "estimate"):
             raise ValueError(
                 f"batch_processing.normalize={self.batch_processing.normalize} normalises what is found by comparing "
-                f"the members of groups, and {self.algorithm.name!r} asks a critic: write algorithm.whiten=true instead"
+                f"the members of groups, and {self.algorithm.name!r} asks a critic: leave it out (ppo has "
+                "algorithm.whiten=true)"
             )
         return self
 

@@ -13,19 +13,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.advisors import Advisors, explained_variance
+from agentrl.advisors import Advisors, CriticTraining, explained_variance
 from agentrl.algorithms.advantages import whitened
+from agentrl.algorithms.archer import Archer
 from agentrl.algorithms.grpo import Grpo
 from agentrl.algorithms.losses import k3, reference_penalty, value_loss
 from agentrl.algorithms.ppo import Ppo
+from agentrl.assembly import PlacedCluster, make_advisors
 from agentrl.batch import TrainBatch, TrainingSample, collate
 from agentrl.cluster.processes import start_local
 from agentrl.cluster.workers import Make, Worker, WorkerGroup
 from agentrl.config import load_config, validate_config
 from agentrl.errors import ConfigError, WorkerDiedError
 from agentrl.protocols import Estimate, LossTokens
+from agentrl.replay import Replay
 from agentrl.testing.trainers import random_samples
 from agentrl.trainers.local import LocalTrainer
+from agentrl.trajectory import Group, Score, Task, Terminated, Trajectory
 
 ROOT = Path(__file__).parent.parent
 LAKE = ROOT / "examples" / "frozen_lake.yaml"
@@ -198,6 +202,57 @@ def test_the_critic_learns_what_to_expect_and_the_reference_stays_what_it_was(sh
     assert steps[-1]["reference_kl"] > 1e-2
     assert not any("logprob_gap" in name for name in steps[0] if name.startswith("critic/"))
     assert all(math.isfinite(value) for step in steps for value in step.values())
+
+
+def two_turns(right: bool) -> TrainingSample:
+    """A first turn that decides: after the answer 7 the second turn earns 1, after the answer 8 nothing."""
+    ids = (1, 2, 7 if right else 8, 3, 9)
+    return TrainingSample(
+        ids, (0, 0, 1, 0, 1), (0.0,) * 5, (0.0,) * 5, (-1, -1, 0, -1, 0), (0, 0, 0, 1, 1), rewards=(0, 0, 0, 0, right)
+    )
+
+
+def test_a_critic_of_turns_learns_from_earlier_episodes_what_an_answer_is_worth(shallow_model_dir):
+    def batch(rights: int, count: int = 8) -> TrainBatch:
+        return collate([two_turns(number < rights) for number in range(count)])
+
+    algorithm = Archer(Archer.Config(gamma=1.0))
+    told: list[int] = []
+    replay = Replay(4, 2.0, seed=0, reused=lambda step, task_ids: told.append(step))
+    groups = [Group(Task("env", 0, {}, "t"), (Trajectory("t", Task("env", 0), (), Terminated()),), (Score(0.0),))]
+
+    async def main() -> Any:
+        config = LocalTrainer.Config(lr=3e-3, device="cpu", minibatches=2)
+        critic = LocalTrainer(config, shallow_model_dir, total_steps=40, role="critic", head="value")
+        advisors = Advisors(algorithm, None, critic, CriticTraining(updates=2, warmup=2, replay=replay))
+        steps = []
+        async with critic:
+            for step in range(12):
+                steps.append(await advisors.advise(batch(4), step, groups))
+        return steps
+
+    steps = asyncio.run(main())
+    assert [bool(advised.weights_N.any()) for advised, _ in steps[:4]] == [False, False, True, True]
+    assert [metrics["critic/earlier_episodes"] for _, metrics in steps[:4]] == [0, 8, 16, 16]
+    assert told == [step for step in range(1, 12) for _ in range(2)]  # in each update
+    advised, metrics = steps[-1]
+    first_turns = advised.advantages_N.reshape(8, 2)[:, 0]
+    second_turns = advised.advantages_N.reshape(8, 2)[:, 1]
+    # Half of the answers are right: Q is 1 or 0, V is 0.5. The second turn changes nothing any more.
+    assert first_turns.tolist() == pytest.approx([0.5] * 4 + [-0.5] * 4, abs=0.15)
+    assert second_turns.tolist() == pytest.approx([0.0] * 8, abs=0.15)
+    assert metrics["critic/explained_variance"] > 0.6  # what comes of an answer is no value of the state before it
+    assert metrics["critic/loss_tokens"] == 4 * 8 + 2 * 16  # of earlier episodes, only the values of answers
+
+
+def test_a_critic_that_is_updated_more_often_than_the_policy_counts_its_own_steps(shallow_model_dir):
+    config = load_config(LAKE, ["algorithm=archer", "steps=5"]).config
+    placed = PlacedCluster(config, config.cluster.make())
+    newest = (3, Path("step_000003"))
+    advisors = make_advisors(placed, Archer(), shallow_model_dir, lambda: newest, CriticTraining(updates=4))
+    assert isinstance(advisors.critic, LocalTrainer)
+    assert advisors.critic._recovery.latest() == (12, Path("step_000003/critic"))
+    assert advisors.critic._spec.total_steps == 20
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ LAYERS = [
     {"arrays", "blame", "durable", "errors", "storage"},
     {"checkpoint", "credentials", "run_lock", "run_temp", "tiny_model", "trajectory"},
     {"batch", "http_client", "openai_wire"},
-    {"protocols", "questions"},
+    {"protocols", "questions", "replay"},
     {"algorithms", "flow", "plugins"},
     {"hosting", "new_env", "placement", "sandbox", "weights"},
     {"cluster"},

@@ -72,6 +72,7 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "critic/explained_variance": "1 - Var(return - value) / Var(return): 1 is perfect, 0 as good as the mean.",
         "critic/value": "Mean value of a token, before the step.",
         "critic/return": "Mean return of a token: what the critic learns.",
+        "critic/earlier_episodes": "`recipe: archer`: earlier trajectories in the first of the critic's updates.",
         "critic/value_clipped": "Share of the tokens whose value the clip held back.",
         "critic/<metric>": "The critic's own training metrics, as above.",
     },

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from agentrl.advisors import ON_NEWEST, CriticTraining
 from agentrl.algorithms.batch_processing import BatchProcessing
 from agentrl.algorithms.samples import batch_of
 from agentrl.assembly import assemble_training
@@ -39,10 +40,10 @@ async def policy_gradient(run: Run, settings: PolicyGradientSettings) -> None:
     await train(run, run.config.algorithm.make(), await starting_model(run, settings.demonstrations))
 
 
-async def train(run: Run, algorithm: Algorithm, model: Path) -> None:
-    """The loop of the drawing above, from the model in this folder."""
+async def train(run: Run, algorithm: Algorithm, model: Path, training: CriticTraining = ON_NEWEST) -> None:
+    """The loop of the drawing above, from the model in this folder; `training` is that of the critic, if any."""
     config = run.config
-    async with assemble_training(config, algorithm, model, run.checkpoints.latest) as parts:
+    async with assemble_training(config, algorithm, model, run.checkpoints.latest, training=training) as parts:
         trainer, weights = parts.trainer, parts.weights
         start = await parts.resume(run)
         await evaluate_run(run, parts, start)
@@ -57,7 +58,7 @@ async def train(run: Run, algorithm: Algorithm, model: Path) -> None:
                     make = partial(batch_of, groups, algorithm, processing, config.rollout.oldest_trained(step))
                     batch = await asyncio.to_thread(make)  # millions of tokens take long
                     async with parts.sharing.training():
-                        batch, advice = await parts.advisors.advise(batch)
+                        batch, advice = await parts.advisors.advise(batch, step, groups)
                         exact = await parts.exact.measured(groups, batch)
                         metrics = await trainer.step(batch, algorithm.loss, algorithm.normalizer(batch))
                 with clock("weights"):
