@@ -317,6 +317,52 @@ class SupportsStageWeights(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class ScoreRequest:
+    """Given tokens whose logprobs are wanted. `id` is unique among live requests.
+
+    Wanted are those of `token_ids[start:]`, each after all the tokens before it, with logits divided by `temperature`,
+    over the whole vocabulary. `start` is at least 1, because nothing predicts the first token.
+    """
+
+    id: str
+    token_ids: IntArray
+    start: int = 1
+    temperature: float = 1.0
+
+    __eq__ = same_fields
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_ids", ints(self.token_ids))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scores:
+    """The logprobs that a `ScoreRequest` asked for, shape `len(token_ids) - start`, all of one version of weights."""
+
+    logprobs: FloatArray
+    policy_version: int
+
+    __eq__ = same_fields
+
+
+@runtime_checkable
+class SupportsScore(Protocol):
+    """An engine that computes the logprobs of given tokens, as a teacher does.
+
+    If its class attribute `scores_at_one_only` is true, it can do so only at temperature 1.
+    """
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        """Compute logprobs. Weights that arrive meanwhile never mix: all are of the version that the result names.
+
+        Raises:
+            EngineError: the tokens do not fit into `max_context`, or the request is malformed.
+            EngineDeadError: the engine is not running; no request to it will be answered.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
     """The model's next prompt. `ids` is the whole prompt, `new_ids` its part after the last turn's last token."""
 

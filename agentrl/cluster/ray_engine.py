@@ -10,10 +10,18 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from agentrl.cluster.ray_process import RayProcess, end
 from agentrl.cluster.ray_prompts import HeldPrompts, SentPrompts
 from agentrl.cluster.ray_weights import Arrivals, reference_to
-from agentrl.errors import EngineDeadError, WeightsError
+from agentrl.errors import EngineDeadError, EngineError, WeightsError
 from agentrl.placement.time_share import Sleeper
 from agentrl.plugins import Component
-from agentrl.protocols import Engine, EngineStats, GenerateRequest, SupportsStageWeights
+from agentrl.protocols import (
+    Engine,
+    EngineStats,
+    GenerateRequest,
+    ScoreRequest,
+    Scores,
+    SupportsScore,
+    SupportsStageWeights,
+)
 from agentrl.trajectory import Completion
 from agentrl.weights.bundle import Manifest, WeightBundle
 
@@ -58,6 +66,12 @@ class _EngineHost:
         completion = await self._engine.generate(request)
         self._prompts.answered(request, completion, was_cut=is_cut)
         return completion, self._report()
+
+    async def score(self, request: ScoreRequest) -> tuple[Scores, _Report]:
+        if not isinstance(self._engine, SupportsScore):
+            raise EngineError(f"{type(self._engine).__name__} has no method `score`: it cannot score given tokens")
+        scores = await self._engine.score(request)
+        return scores, self._report()
 
     async def begins(self, number: int, oldest: int) -> None:
         """Stop interrupts from waiting for this request: it begins, or was withdrawn and may never begin."""
@@ -196,6 +210,18 @@ class RayEngine:
             self._asked.discard(number)
         self._prompts.answered(request, completion)
         return cast(Completion, completion)
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        """See `SupportsScore`."""
+        import ray
+
+        answer = self._running.score.remote(request)
+        try:
+            scores, self._latest = await _answer_of(answer)
+        except asyncio.CancelledError:
+            ray.cancel(answer)
+            raise
+        return cast(Scores, scores)
 
     async def interrupt(self) -> None:
         """See `Engine`."""

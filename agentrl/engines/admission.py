@@ -4,7 +4,7 @@ from collections.abc import Collection
 from typing import Literal
 
 from agentrl.errors import EngineError
-from agentrl.protocols import GenerateRequest
+from agentrl.protocols import GenerateRequest, ScoreRequest
 
 KvOnUpdate = Literal["recompute", "keep"]
 """What a weight update does to the KV of requests in flight: recompute it, or keep what the old weights computed.
@@ -50,4 +50,25 @@ def max_new_tokens(
     return min(sampling.max_tokens, max_context - length)
 
 
-__all__ = ["KvOnUpdate", "max_new_tokens"]
+def check_score(request: ScoreRequest, *, max_context: int, vocab_size: int | None) -> None:
+    """Check the request.
+
+    Raises:
+        EngineError: it has more than `max_context` tokens, or is malformed.
+    """
+    ids, length = request.token_ids, len(request.token_ids)
+    if length > max_context:
+        raise EngineError(
+            f"{request.id} has {length} tokens to score, more than a context of {max_context}; raise "
+            "engine.max_context of the engine that scores"
+        )
+    if not 1 <= request.start < length or request.temperature <= 0:
+        raise EngineError(
+            f"{request.id} needs 1 <= start < tokens and temperature > 0; it has start={request.start}, {length} "
+            f"tokens, temperature={request.temperature}"
+        )
+    if vocab_size is not None and not 0 <= ids.min() <= ids.max() < vocab_size:
+        raise EngineError(f"{request.id} holds ids outside of the vocabulary of {vocab_size} tokens")
+
+
+__all__ = ["KvOnUpdate", "check_score", "max_new_tokens"]

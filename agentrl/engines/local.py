@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Literal, Self
 from pydantic import Field
 
 from agentrl.arrays import IntArray, Ragged, floats, ints
-from agentrl.engines.admission import KvOnUpdate, max_new_tokens
+from agentrl.engines.admission import KvOnUpdate, check_score, max_new_tokens
 from agentrl.engines.slots import Hold, Place, PrefixHashes, SlotTable, SlotTokens, prefix_hashes
 from agentrl.engines.stop_texts import FolderTokenizer, StopTexts
 from agentrl.errors import ConfigError, EngineDeadError, EngineError
 from agentrl.flow import computes_by_design
 from agentrl.placement.footprint import EngineLayout
-from agentrl.protocols import EngineStats, GenerateRequest, Settings
+from agentrl.protocols import EngineStats, GenerateRequest, ScoreRequest, Scores, Settings
 from agentrl.trajectory import Completion, FinishReason
 from agentrl.weights.bundle import WeightBundle
 
@@ -119,6 +119,7 @@ class LocalEngine:
         self._version = 0
         self._staged: WeightBundle | None = None
         self._waiting: list[_Live] = []
+        self._scoring: list[tuple[ScoreRequest, asyncio.Future[Scores]]] = []
         self._running: dict[int, _Live] = {}
         self._live_ids: set[str] = set()
         self._slots = SlotTable(config.max_batch)
@@ -182,6 +183,16 @@ class LocalEngine:
             self._live_ids.discard(request.id)
             self._withdraw(live)
 
+    async def score(self, request: ScoreRequest) -> Scores:
+        """See `SupportsScore`. All its tokens are computed between two steps, beside the KV cache."""
+        model = self._entered()
+        check_score(request, max_context=self._max_context, vocab_size=model.vocab_size)
+        future: asyncio.Future[Scores] = asyncio.get_running_loop().create_future()
+        self._arrivals += 1
+        self._scoring.append((request, future))
+        self._wake.set()
+        return await future
+
     async def interrupt(self) -> None:
         """See `Engine.interrupt`. Steps run inline, so no step is in progress."""
         self._entered()
@@ -242,7 +253,7 @@ class LocalEngine:
         running = len(self._running)
         return EngineStats(
             running,
-            len(self._waiting),
+            len(self._waiting) + len(self._scoring),
             self._generated,
             self._prefilled,
             self._cached,
@@ -271,14 +282,15 @@ class LocalEngine:
         try:
             while True:
                 await self._awake.wait()
-                if not self._running and not self._waiting:
+                if not (self._running or self._waiting or self._scoring):
                     self._wake.clear()
                     await self._wake.wait()
                 await self._let_callers_answer(finished)
                 if not self._awake.is_set():
                     continue
+                finished = self._score(model) if self._scoring else 0
                 self._admit()
-                finished = self._step(model) if self._running else 0
+                finished += self._step(model) if self._running else 0
         except Exception as error:
             self._die(error)
 
@@ -359,6 +371,24 @@ class LocalEngine:
                 finished += self._append(live, next(sampled))
         return finished
 
+    def _score(self, model: "PackedModel") -> int:
+        """Score the first waiting requests: as many as a step may have tokens, with padding, but at least one."""
+        computes_by_design()
+        self._scoring = [(request, future) for request, future in self._scoring if not future.done()]
+        count = longest = 0
+        for request, _ in self._scoring:
+            longest = max(longest, len(request.token_ids))
+            if count and (count + 1) * longest > _STEP_TOKENS:
+                break
+            count += 1
+        if count:
+            taken = self._scoring[:count]
+            for (_, future), logprobs in zip(taken, model.score([request for request, _ in taken]), strict=True):
+                future.set_result(Scores(logprobs, self._version))
+            self._prefilled += sum(len(request.token_ids) for request, _ in taken)
+            del self._scoring[:count]
+        return count
+
     def _schedule(self) -> "dict[_Live, StepRow]":
         """The tokens without KV to compute: decoding requests first, then prefills by priority, within the budget."""
         from agentrl.engines.packed_model import StepRow
@@ -435,8 +465,12 @@ class LocalEngine:
         for live in [*self._waiting, *self._running.values()]:
             if not live.future.done():
                 live.future.set_exception(error)
+        for _, future in self._scoring:
+            if not future.done():
+                future.set_exception(error)
         self._waiting.clear()
         self._running.clear()
+        self._scoring.clear()
 
 
 __all__ = ["LocalEngine"]

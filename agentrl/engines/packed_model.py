@@ -19,13 +19,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from agentrl.arrays import IntArray, ints
+from agentrl.arrays import FloatArray, IntArray, floats, ints
 from agentrl.engines.sampling import Sampler, Truncation, noise_keys
 from agentrl.errors import ConfigError, EngineError
-from agentrl.protocols import SamplingParams
+from agentrl.protocols import SamplingParams, ScoreRequest
 from agentrl.weights.bundle import shapes_of
 
 _ATTENTION = "agentrl_slots"
+_SCORED_TOKENS = 4096
+_SCORED_LOGITS = 1 << 27
+"""Most tokens and logits that are computed at once to score tokens: half a GiB of logits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,12 +186,36 @@ class PackedModel:
             order = [row for block in blocks for row in block]
             sampled = [(index, row) for index, row in enumerate(order) if row.sample]
             ends = np.cumsum([len(row.token_ids) for row in order]) - 1
-            logits_RV = self._forward(blocks, self._tensor(ends[[index for index, _ in sampled]]))
+            kept_R = self._tensor(ends[[index for index, _ in sampled]])
+            logits_RV = self._forward(blocks, kept_R, self._layers, self._reserve(order))
             if not sampled:
                 return []
             drawn = self._sample(logits_RV, [row for _, row in sampled])
         by_slot = {row.slot: one for (_, row), one in zip(sampled, drawn, strict=True)}
         return [by_slot[row.slot] for row in rows if row.sample]
+
+    def score(self, requests: Sequence[ScoreRequest]) -> list[FloatArray]:
+        """The logprobs that the requests ask for. The KV of their tokens is forgotten afterwards."""
+        layers = [_SlotKv() for _ in self._layers]
+        capacity = len(requests), max(len(request.token_ids) for request in requests)
+        budget = min(_SCORED_TOKENS, max(64, _SCORED_LOGITS // self.vocab_size))
+        found: list[list[FloatArray]] = [[] for _ in requests]
+        with torch.inference_mode():
+            for rows in _chunks(requests, budget):
+                blocks = _blocks(rows)
+                order = [row for block in blocks for row in block]
+                scored = [_scored_of(row, requests[row.slot]) for row in order]
+                firsts = np.cumsum([0, *(len(row.token_ids) for row in order)])[:-1]
+                kept = np.concatenate([first + own for first, (own, _) in zip(firsts, scored, strict=True)])
+                temperatures = [requests[row.slot].temperature for row in order]
+                counts = [len(targets) for _, targets in scored]
+                scaled_RV = self._forward(blocks, self._tensor(kept), layers, capacity).float()
+                scaled_RV /= self._tensor(np.repeat(np.asarray(temperatures, np.float32), counts))[:, None]
+                targets_R = self._tensor(np.concatenate([targets for _, targets in scored]))
+                logprobs_R = scaled_RV.gather(1, targets_R[:, None])[:, 0] - scaled_RV.logsumexp(1)
+                for row, own_R in zip(order, np.split(logprobs_R.cpu().numpy(), np.cumsum(counts)[:-1]), strict=True):
+                    found[row.slot].append(own_R)
+        return [floats(np.concatenate(pieces)) for pieces in found]
 
     @property
     def weights(self) -> dict[str, Tensor]:
@@ -236,22 +263,25 @@ class PackedModel:
         """Device memory that the KV cache uses, in bytes."""
         return sum(layer.keys_SKLD.nbytes + layer.values_SKLD.nbytes for layer in self._layers)
 
-    def _forward(self, blocks: Sequence[Sequence[StepRow]], ends_R: Tensor) -> Tensor:
+    def _forward(
+        self, blocks: Sequence[Sequence[StepRow]], kept_R: Tensor, layers: list[_SlotKv], capacity: tuple[int, int]
+    ) -> Tensor:
+        """The logits after the tokens `kept_R` of the packed ones; keys and values go into `layers`."""
         order = [row for block in blocks for row in block]
         tokens_N = self._tensor(np.concatenate([np.asarray(row.token_ids, dtype=np.int64) for row in order]))
         positions = np.concatenate([np.arange(row.start, row.stop) for row in order])
         plan = _Plan(
-            self._layers,
+            layers,
             self._tensor(np.repeat([row.slot for row in order], [len(row.token_ids) for row in order])),
             self._tensor(positions),
             self._block_plans(blocks),
-            self._reserve(order),
+            capacity,
         )
         logits: Tensor = self._model(
             input_ids=tokens_N[None],
             position_ids=plan.positions_N[None],
             use_cache=False,
-            logits_to_keep=ends_R,
+            logits_to_keep=kept_R,
             plan=plan,
         ).logits
         return logits[0]
@@ -339,6 +369,34 @@ def _blocks(rows: Sequence[StepRow]) -> list[list[StepRow]]:
         new = 0 if count == 1 else max(4, (count - 1).bit_length())
         blocks.setdefault((new, max(8, (row.stop - 1).bit_length())), []).append(row)
     return [blocks[key] for key in sorted(blocks)]
+
+
+def _chunks(requests: Sequence[ScoreRequest], budget: int) -> Iterator[list[StepRow]]:
+    """The tokens of the requests, in slots by their numbers, in chunks of at most `budget` tokens."""
+    rows: list[StepRow] = []
+    room = budget
+    for slot, request in enumerate(requests):
+        start = 0
+        while start < len(request.token_ids):
+            ids = request.token_ids[start : start + room]
+            rows.append(StepRow(slot, start, ids, False, _UNUSED, 0, 0))
+            start, room = start + len(ids), room - len(ids)
+            if not room:
+                yield rows
+                rows, room = [], budget
+    if rows:
+        yield rows
+
+
+_UNUSED = SamplingParams()
+"""Nothing is sampled from the rows that are scored."""
+
+
+def _scored_of(row: StepRow, request: ScoreRequest) -> tuple[IntArray, IntArray]:
+    """Which tokens of the row predict a wanted one, and these wanted ones."""
+    first, stop = max(row.start, request.start - 1), min(row.stop, len(request.token_ids) - 1)
+    predicting = np.arange(first, max(first, stop))
+    return predicting - row.start, request.token_ids[predicting + 1].astype(np.int64)
 
 
 def _load(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:

@@ -25,7 +25,16 @@ from agentrl.arrays import Ragged
 from agentrl.errors import EngineDeadError, EngineError, WeightsError
 from agentrl.flow import Flow
 from agentrl.placement.time_share import Sleeper
-from agentrl.protocols import Engine, EngineStats, GenerateRequest, SupportsProbe, SupportsStageWeights
+from agentrl.protocols import (
+    Engine,
+    EngineStats,
+    GenerateRequest,
+    ScoreRequest,
+    Scores,
+    SupportsProbe,
+    SupportsScore,
+    SupportsStageWeights,
+)
 from agentrl.rollout.seeds import derive_seed
 from agentrl.trajectory import Completion
 from agentrl.weights.publisher import WeightUpdate
@@ -140,10 +149,7 @@ class Router:
         """See `Engine.generate`. Succeeds if a replica is alive or being restarted."""
         done: Completion | None = None
         while True:
-            if not self._open.is_set():
-                await self._open.wait()
-            if not self._alive:
-                await self._wait_for_a_replica()
+            await self._until_served()
             interruptions = self._interruptions
             replica = self._home(request.session)
             engine = replica.engine
@@ -157,6 +163,26 @@ class Router:
             if completion.finish_reason != "abort" or interruptions == self._interruptions:
                 return completion
             done = completion  # a weight update interrupted it: it continues from here
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        """See `SupportsScore`. Any replica answers; if it dies, another one does, or its replacement.
+
+        Raises:
+            EngineError: the engines cannot score tokens.
+        """
+        while True:
+            await self._until_served()
+            replica = self._home("")
+            engine = replica.engine
+            if not isinstance(engine, SupportsScore):
+                raise EngineError(f"{type(engine).__name__} has no method `score`: it cannot score given tokens")
+            try:
+                scores = await self._ask(replica, engine.score(request))
+            except EngineDeadError as error:
+                self._mark_dead(replica, engine, error)
+                continue
+            replica.answers += 1
+            return scores
 
     async def interrupt(self) -> None:
         """See `Engine.interrupt`."""
@@ -237,6 +263,13 @@ class Router:
                 found = True
                 self._evict(replica, EngineDeadError(f"engine {replica.number} stopped answering"))
         return found
+
+    async def _until_served(self) -> None:
+        """Wait while an update holds requests back, or no replica is alive."""
+        if not self._open.is_set():
+            await self._open.wait()
+        if not self._alive:
+            await self._wait_for_a_replica()
 
     async def _ask(self, replica: _Replica, answer: Awaitable[T]) -> T:
         """The answer of a replica. Raises the replica's death if it is evicted meanwhile."""

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from pydantic import Field
 
-from agentrl.arrays import Ragged, floats, ints
+from agentrl.arrays import FloatArray, Ragged, floats, ints
 from agentrl.cluster.workers import LOOPBACK, stay_on_loopback
-from agentrl.engines.admission import KvOnUpdate, max_new_tokens
+from agentrl.engines.admission import KvOnUpdate, check_score, max_new_tokens
 from agentrl.engines.stop_texts import FolderTokenizer
 from agentrl.errors import ConfigError, EngineDeadError, EngineError, WeightsError
 from agentrl.placement.footprint import EngineLayout
-from agentrl.protocols import EngineStats, GenerateRequest, Settings
+from agentrl.protocols import EngineStats, GenerateRequest, ScoreRequest, Scores, Settings
 from agentrl.trajectory import Completion, FinishReason
 from agentrl.weights.bundle import WeightBundle, shapes_of, weight_shapes
 from agentrl.weights.store import bundled
@@ -44,6 +44,9 @@ class VllmEngine:
 
     A request's tokens depend only on its seed and the logits, not on the rest of the batch.
     """
+
+    scores_at_one_only = True
+    """See `SupportsScore`: vLLM does not divide the logits of given tokens by a temperature."""
 
     class Config(Settings):
         """Settings of `engine=vllm`. Settings shared with `engine=local` have the same names."""
@@ -102,6 +105,7 @@ class VllmEngine:
         self._max_context = config.max_context or 0
         self._vocab_size = 0
         self._live: dict[str, asyncio.Event] = {}  # by request: set when its `generate` ends
+        self._scoring: set[str] = set()
         self._begin_again: set[str] = set()
         self._salt = "0"
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -141,7 +145,9 @@ class VllmEngine:
             stream.close()
         if llm is not None:
             if not llm.errored:
-                await llm.abort(list(self._live))  # ends the requests in flight; `generate` raises the reason
+                await llm.abort(
+                    [*self._live, *self._scoring]
+                )  # ends the requests in flight; `generate` raises the reason
             if llm.output_handler is not None:  # it would log the core's end as its death
                 llm.output_handler.cancel()
                 await asyncio.wait({llm.output_handler})
@@ -166,6 +172,30 @@ class VllmEngine:
             self._begin_again.discard(request.id)
             del self._live[request.id]
             ended.set()
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        """See `SupportsScore`. A score that an interrupt or new weights met is computed again.
+
+        Raises:
+            EngineError: the temperature is not 1.
+        """
+        llm = self._entered()
+        check_score(request, max_context=self._max_context, vocab_size=self._vocab_size)
+        if request.temperature != 1:
+            raise EngineError(
+                f"{request.id} is to be scored at temperature {request.temperature:g}, but vLLM scores given tokens at "
+                "temperature 1 only: write rollout.sampling.temperature=1, or score with engine=local"
+            )
+        self._scoring.add(request.id)
+        try:
+            while True:
+                begun = self._version
+                logprobs = await self._scored(llm, request)
+                self._entered()  # raises if the engine was closed meanwhile: then the output was cut off
+                if logprobs is not None and begun == self._version:
+                    return Scores(logprobs, begun)
+        finally:
+            self._scoring.discard(request.id)
 
     async def interrupt(self) -> None:
         """See `Engine.interrupt`."""
@@ -255,10 +285,11 @@ class VllmEngine:
         counters = self._counters
         if counters is None:
             return EngineStats(0, 0, 0, 0, 0)
-        running = min(counters.running, len(self._live))
+        live = len(self._live) + len(self._scoring)
+        running = min(counters.running, live)
         return EngineStats(
             running,
-            len(self._live) - running,
+            live - running,
             counters.generated,
             counters.prefilled,
             counters.cached,
@@ -417,6 +448,44 @@ class VllmEngine:
         if stopped:
             return _completion(last, request, stopped, "stop")
         return _completion(last, request, len(last.token_ids), last.finish_reason)
+
+    async def _scored(self, llm: "AsyncLLM", request: ScoreRequest) -> FloatArray | None:
+        """The logprobs that the request asks for; None if it was aborted.
+
+        vLLM computes the logprobs of a prompt, and always samples a token after it. If that leaves no room for the last
+        token of a full context, its logprob is found among those of all tokens that could have been sampled instead.
+        """
+        from vllm import SamplingParams
+        from vllm.inputs import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        ids = request.token_ids.tolist()
+        full = len(ids) == self._max_context
+        params = SamplingParams(
+            max_tokens=1,
+            ignore_eos=True,
+            prompt_logprobs=0,  # of the prompt's own tokens only
+            logprobs=self._vocab_size if full else None,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        prompt = tokens_input(ids[:-1] if full else ids, cache_salt=self._salt)
+        output: Any = None
+        try:
+            async for latest in llm.generate(prompt, params, request.id):
+                output = latest
+        except Exception as error:
+            failure = EngineDeadError if llm.errored else EngineError
+            raise failure(f"vLLM failed to score {request.id}: {type(error).__name__}: {error}") from error
+        if output is None or output.outputs[0].finish_reason != "length":
+            return None
+        flat = output.prompt_logprobs
+        logprobs = [flat.logprobs[begin] for begin in flat.start_indices[1:]]  # the first token has none
+        if full:
+            sampled = output.outputs[0].logprobs
+            logprobs.append(sampled.logprobs[sampled.token_ids.index(ids[-1])])
+        return floats(logprobs[request.start - 1 :])
 
     def _check_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
         if version <= self._version:

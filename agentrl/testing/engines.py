@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from agentrl.arrays import IntArray, Ragged, floats, ints
-from agentrl.engines.admission import max_new_tokens
+from agentrl.engines.admission import check_score, max_new_tokens
 from agentrl.engines.stop_texts import Decodes, StopTexts
 from agentrl.errors import EngineDeadError, EngineError
-from agentrl.protocols import EngineStats, GenerateRequest, SamplingParams
+from agentrl.protocols import EngineStats, GenerateRequest, SamplingParams, ScoreRequest, Scores
 from agentrl.trajectory import Completion, FinishReason
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ class ScriptedEngine:
         hang: Callable[[GenerateRequest], bool] = lambda request: False,
         tokenizer: Decodes | None = None,
     ) -> None:
+        self._next_logits: NextLogits | None = next_logits
         self._next_token = _sampling_from(next_logits)
         self._max_context = max_context
         self._max_batch = max_batch
@@ -106,7 +107,7 @@ class ScriptedEngine:
             fail=fail,
             hang=hang,
         )
-        engine._next_token = _reciting(reply)
+        engine._next_logits, engine._next_token = None, _reciting(reply)
         return engine
 
     @property
@@ -149,6 +150,23 @@ class ScriptedEngine:
         finally:
             del self._live[request.id]
 
+    async def score(self, request: ScoreRequest) -> Scores:
+        """See `SupportsScore`. Takes no time, and no place.
+
+        Raises:
+            EngineError: it answers with given tokens, so it has no logprobs.
+        """
+        await asyncio.sleep(0)
+        self._check_running()
+        check_score(request, max_context=self._max_context, vocab_size=None)
+        if self._next_logits is None:
+            raise EngineError("a ScriptedEngine of given replies has no logits to score tokens with")
+        tokens, logprobs = request.token_ids.tolist(), []
+        for position in range(request.start, len(tokens)):
+            logits_V = np.asarray(self._next_logits(tokens[:position]), dtype=np.float64) / request.temperature
+            logprobs.append(_logprobs(logits_V)[tokens[position]])
+        return Scores(floats(logprobs), self._version)
+
     async def interrupt(self) -> None:
         """See `Engine.interrupt`: a request that hangs is ended as well."""
         self._check_running()
@@ -162,7 +180,7 @@ class ScriptedEngine:
             raise EngineError(f"weights of version {version} after version {self._version}: versions only grow")
         model = self._on_weights(weights, version) if self._on_weights else None
         if model is not None:
-            self._next_token = _sampling_from(model)
+            self._next_logits, self._next_token = model, _sampling_from(model)
         self._version = version
 
     def stats(self) -> EngineStats:
@@ -276,6 +294,12 @@ def _wake(sleeper: asyncio.Future[None]) -> None:
         sleeper.set_result(None)
 
 
+def _logprobs(logits_V: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    shifted_V = logits_V - logits_V.max()
+    logprobs_V: npt.NDArray[np.float64] = shifted_V - np.log(np.exp(shifted_V).sum())
+    return logprobs_V
+
+
 def _sampling_from(next_logits: NextLogits) -> NextToken:
     def next_token(request: GenerateRequest, sampled: Sequence[int]) -> tuple[int, float, IntArray]:
         temperature = request.sampling.temperature
@@ -285,8 +309,7 @@ def _sampling_from(next_logits: NextLogits) -> NextToken:
         kept = _kept(logits_V, request.sampling) if request.sampling.truncated else ints(())
         if len(kept):
             logits_V = np.where(np.isin(np.arange(len(logits_V)), kept), logits_V, -np.inf)
-        shifted_V = logits_V - logits_V.max()
-        logprobs_V = shifted_V - np.log(np.exp(shifted_V).sum())
+        logprobs_V = _logprobs(logits_V)
         noise_V = np.zeros_like(logprobs_V)
         if temperature > 0:  # Gumbel-max; the noise is a function of seed and position alone
             noise_V = np.random.default_rng((request.seed & (2**64 - 1), len(sampled))).gumbel(size=len(logprobs_V))

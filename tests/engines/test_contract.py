@@ -13,6 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -23,7 +24,15 @@ from agentrl.engines.local import LocalEngine
 from agentrl.engines.openai import OpenAIEngine
 from agentrl.errors import EngineDeadError, EngineError
 from agentrl.plugins import Component
-from agentrl.protocols import Engine, GenerateRequest, SamplingParams, SupportsProbe
+from agentrl.protocols import (
+    Engine,
+    GenerateRequest,
+    SamplingParams,
+    ScoreRequest,
+    Scores,
+    SupportsProbe,
+    SupportsScore,
+)
 from agentrl.testing.engines import NextLogits, ScriptedEngine
 from agentrl.testing.openai_server import serve_engine
 from agentrl.trajectory import Completion
@@ -894,6 +903,93 @@ def test_kept_kv_is_its_own_request_s_only_and_every_version_tag_is_exact(keepin
             gaps.append(keeping.error(request, completion, last))
     assert len(gaps) > updates / 2
     assert (max(gaps) > 0.1) == (not isinstance(engine, ScriptedEngine))  # the old KV was kept indeed
+
+
+def scored_by(engine: Engine) -> SupportsScore:
+    assert isinstance(engine, SupportsScore)
+    return engine
+
+
+async def scores_of(engine: Engine, requests: Sequence[ScoreRequest]) -> list[Scores]:
+    async with asyncio.TaskGroup() as tasks:
+        started = [tasks.create_task(scored_by(engine).score(request)) for request in requests]
+    return [task.result() for task in started]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@owns_its_weights  # over HTTP there is no such call
+def test_given_tokens_get_the_logprobs_of_a_plain_forward_pass(served: Served, temperature: float) -> None:
+    """Of any length, up to a full context, alone or among others, from any token on."""
+    lengths = (2, 3, 17, 17, 40, MAX_CONTEXT - 1, MAX_CONTEXT)
+    requests = [
+        ScoreRequest(f"score-{n}", prompt_of(length, n), 1 + n * (length - 2) // 6, temperature)
+        for n, length in enumerate(lengths)
+    ]
+    if getattr(served.engine, "scores_at_one_only", False) and temperature != 1:
+        with pytest.raises(EngineError, match=r"temperature 1 only: write rollout\.sampling\.temperature=1"):
+            served.run(scored_by(served.engine).score(requests[0]))
+        return
+    for request, scores in zip(requests, served.run(scores_of(served.engine, requests)), strict=True):
+        tokens = request.token_ids.tolist()
+        expected = served.truth.logprobs(
+            served.weights, tokens[: request.start], tokens[request.start :], request.temperature
+        )
+        torch.testing.assert_close(torch.tensor(scores.logprobs), expected, rtol=0, atol=1e-3)
+        assert scores.policy_version == served.engine.policy_version
+
+
+@owns_its_weights
+def test_sampled_tokens_get_the_logprobs_that_they_were_sampled_with(served: Served) -> None:
+    requests = [served.request(prompt_of(5 + 9 * i, i), 20, seed=i) for i in range(6)]
+    completions = served.run(served.all(requests))
+    given = [
+        ScoreRequest(f"again-{n}", [*asked.prompt_ids, *answer.token_ids], len(asked.prompt_ids))
+        for n, (asked, answer) in enumerate(zip(requests, completions, strict=True))
+    ]
+    for answer, scores in zip(completions, served.run(scores_of(served.engine, given)), strict=True):
+        np.testing.assert_allclose(scores.logprobs, answer.logprobs, rtol=0, atol=1e-3)
+
+
+@owns_its_weights
+def test_scores_are_of_one_version_though_weights_change_meanwhile(served: Served) -> None:
+    tokens, going = prompt_of(MAX_CONTEXT, 3), True
+    found: list[Scores] = []
+
+    async def ask(number: int) -> None:
+        while going:
+            found.append(await scored_by(served.engine).score(ScoreRequest(f"caller-{number}", tokens)))
+
+    async def main() -> None:
+        nonlocal going
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(4):
+                tasks.create_task(ask(number))
+            for update in range(4):
+                seen = len(found)
+                await served.until(lambda seen=seen: len(found) > seen + 4)  # type: ignore[misc]
+                await served.publish(served.truth.other(update))
+                if update == 2:
+                    await served.engine.interrupt()
+            going = False
+
+    served.run(main())
+    versions = {scores.policy_version for scores in found}
+    assert len(versions) > 3
+    for version in versions:
+        expected = served.truth.logprobs(served.by_version[version], tokens[:1], tokens[1:], 1.0).numpy()
+        of_version = [scores for scores in found if scores.policy_version == version]
+        np.testing.assert_allclose([s.logprobs for s in of_version], [expected] * len(of_version), rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("wrong", ["too long", "start of 0", "start after the end", "one token", "other tokens"])
+@owns_its_weights
+def test_tokens_that_cannot_be_scored_are_refused(served: Served, wrong: str) -> None:
+    tokens = {"too long": prompt_of(MAX_CONTEXT + 1), "one token": (7,), "other tokens": (7, served.truth.vocab)}
+    start = {"start of 0": 0, "start after the end": 9}.get(wrong, 1)
+    if wrong == "other tokens" and isinstance(served.engine, ScriptedEngine):
+        pytest.skip("its model may have any tokens")
+    with pytest.raises(EngineError, match=r"context of|needs 1 <= start|outside of the vocabulary"):
+        served.run(scored_by(served.engine).score(ScoreRequest("wrong", tokens.get(wrong, prompt_of(9)), start)))
 
 
 # How an engine ends. These tests are the last ones: they use up the engine that the others were served by.
