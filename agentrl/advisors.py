@@ -3,8 +3,8 @@
     batch ──▶ reference: logprobs ──▶ critic: values ──▶ advantages, returns ──▶ critic: step ──▶ the trainer's batch
 
 Each is a trainer with its own model, configured by the section `reference` or `critic`. The reference is never
-trained. Every checkpoint holds the critic in the folder `critic`, and the episodes that it may learn from again in the
-folder `replay`.
+trained, and may be served by an engine instead (`agentrl/teacher.py`). Every checkpoint holds the critic in the folder
+`critic`, and the episodes that it may learn from again in the folder `replay`.
 """
 
 import asyncio
@@ -19,6 +19,7 @@ from agentrl.batch import TrainBatch
 from agentrl.protocols import ActorCritic, Algorithm, Estimate, PreparesBatch, SupportsPredict
 from agentrl.questions import questions
 from agentrl.replay import Replay
+from agentrl.teacher import Teacher
 from agentrl.trajectory import Group
 
 CRITIC_FOLDER = "critic"
@@ -50,11 +51,18 @@ class Advisors:
     reference: SupportsPredict | None = None
     critic: SupportsPredict | None = None
     training: CriticTraining = ON_NEWEST
+    teacher: Teacher | None = None
 
     @property
     def all(self) -> list[SupportsPredict]:
         """The reference and the critic, where the run has them."""
         return [advisor for advisor in (self.reference, self.critic) if advisor is not None]
+
+    async def taught(self, batch: TrainBatch) -> TrainBatch:
+        """The batch with the logprobs of the teacher, if there is one. Its engine must be awake."""
+        if self.teacher is None:
+            return batch
+        return replace(batch, reference_logprobs_N=await self.teacher.logprobs(batch))
 
     async def advise(
         self, batch: TrainBatch, step: int = 0, groups: Sequence[Group] = ()

@@ -17,7 +17,7 @@ from typing import Any, Literal, cast
 from agentrl import plugins
 from agentrl.advisors import CRITIC_FOLDER, ON_NEWEST, Advisors, CriticTraining
 from agentrl.cluster.workers import Cluster, own_address
-from agentrl.config import RunConfig
+from agentrl.config import RunConfig, component_like
 from agentrl.engines.router import Router
 from agentrl.errors import ConfigError
 from agentrl.exact_metrics import ExactMetrics
@@ -39,6 +39,7 @@ from agentrl.protocols import (
     Renderer,
     SamplingParams,
     SupportsPredict,
+    SupportsScore,
     TaskSource,
     Trainer,
 )
@@ -53,6 +54,7 @@ from agentrl.run import Run
 from agentrl.scoring.pipeline import RewardPipeline
 from agentrl.scoring.rule_pool import RulePool
 from agentrl.scoring.rule_workers import RuleWorkers
+from agentrl.teacher import Teacher, TeacherConfig
 from agentrl.weights.publisher import WeightPublisher
 
 TrainerRole = Literal["trainer", "reference", "critic"]
@@ -156,24 +158,33 @@ async def assemble_training(
     algorithm: Algorithm,
     model: Path,
     latest: LatestCheckpoint = lambda: None,
+    teacher: TeacherConfig | None = None,
     *,
     updates: int | None = None,
     training: CriticTraining = ON_NEWEST,
 ) -> AsyncIterator[TrainingAssembly]:
-    """`assemble_rollouts`, plus a trainer that starts from the same model. If a rank dies, its trainer restarts from
-    the checkpoint that `latest` returns, with the number of updates made until then. `updates`: most updates of the
-    whole run, by default one for each step; the learning rate's schedule ends there.
+    """`assemble_rollouts`, plus a trainer that starts from the same model, and a teacher if the run has one. If a rank
+    dies, its trainer restarts from the checkpoint that `latest` returns, with the number of updates made until then.
+    `updates`: most updates of the whole run, by default one for each step; the learning rate's schedule ends there.
 
     Raises:
         ConfigError: the engine cannot take new weights, or something does not fit the devices.
     """
     _check_takes_weights(config)
-    async with open_cluster(config) as placed, _rollouts_on(placed, model) as rollouts:
+    async with (
+        open_cluster(config) as placed,
+        _rollouts_on(placed, model) as rollouts,
+        _teacher_on(placed, model, teacher, rollouts.engine.max_context) as served,
+    ):
         trainer = make_trainer(placed, model, latest, steps=updates)
         advisors = make_advisors(placed, algorithm, model, latest, training)
+        others = [(engine, route.refresh) for route, engine in rollouts.frozen.items()]
+        if teacher is not None and served is not None:
+            others.append((served, teacher.refresh))
+            advisors = replace(advisors, teacher=_asked(config, teacher, served))
         trainers = [trainer, *advisors.all]
-        async with device_sharing(placed, [rollouts.engine, *rollouts.frozen.values()], trainers) as sharing:
-            followers = tuple((engine, route.refresh) for route, engine in rollouts.frozen.items() if route.refresh)
+        async with device_sharing(placed, [rollouts.engine, *(engine for engine, _ in others)], trainers) as sharing:
+            followers = tuple((engine, refresh) for engine, refresh in others if refresh)
             async with WeightPublisher(rollouts.engine, followers, config.weights) as publisher:
                 spare_what_lives()
                 yield TrainingAssembly(
@@ -188,6 +199,55 @@ async def assemble_training(
                     publisher,
                     sharing,
                 )
+
+
+@asynccontextmanager
+async def _teacher_on(
+    placed: PlacedCluster, model: Path, teacher: TeacherConfig | None, longest: int
+) -> AsyncIterator[Router | None]:
+    """Start the engine of the teacher, if there is one. It must take sequences of `longest` tokens."""
+    if teacher is None:
+        yield None
+        return
+    config = placed.config.model_copy(update={"engine": teacher_engine(placed.config, teacher)})
+    async with _router(config, placed.cluster, teacher.model or model) as served:
+        if served.max_context < longest:
+            raise ConfigError(
+                f"the teacher's engine takes at most {served.max_context} tokens, and the policy's {longest}: write "
+                f"engine.max_context={served.max_context}, or another recipe.teacher.engine.max_context"
+            )
+        yield served
+
+
+def _asked(config: RunConfig, teacher: TeacherConfig, served: Router) -> Teacher:
+    return Teacher(
+        served,
+        temperature=config.rollout.sampling.temperature,
+        seconds=config.rollout.deadlines.score,
+        concurrency=teacher.concurrency,
+    )
+
+
+def teacher_engine(config: RunConfig, teacher: TeacherConfig) -> Component:
+    """The engine that serves the teacher.
+
+    Raises:
+        ConfigError: there is no such engine, or it cannot score the tokens that the run samples.
+    """
+    chosen = component_like(config.engine, "recipe.teacher.engine", "engines", teacher.engine)
+    way_out = "with engine=local or engine=vllm, or train with algorithm=distill, whose teacher a trainer computes"
+    if not (isinstance(chosen.factory, type) and issubclass(chosen.factory, SupportsScore)):
+        raise ConfigError(
+            f"recipe.teacher.engine.name: engine {chosen.name!r} has no method `score`, so it cannot say how likely "
+            f"given tokens are: serve the teacher {way_out}"
+        )
+    temperature = config.rollout.sampling.temperature
+    if getattr(chosen.factory, "scores_at_one_only", False) and temperature != 1:
+        raise ConfigError(
+            f"recipe.teacher.engine.name: engine {chosen.name!r} scores tokens at temperature 1 only, and "
+            f"rollout.sampling.temperature is {temperature:g}: set it to 1, or serve the teacher with engine=local"
+        )
+    return chosen
 
 
 def _check_takes_weights(config: RunConfig) -> None:

@@ -215,7 +215,8 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _members_have_others_to_be_compared_with(self) -> Self:
-        if self.rollout.group_size == 1 and getattr(self.algorithm.factory, "compares_members", False):
+        compares = getattr(self.algorithm.factory, "compares_members", False) and not brings_algorithm(self.recipe)
+        if self.rollout.group_size == 1 and compares:
             raise ValueError(
                 f"rollout.group_size is 1, and the algorithm {self.algorithm.name!r} compares the members of a group: "
                 "all advantages would be 0, and nothing would be learned. Set rollout.group_size to 2 or more (8 is "
@@ -286,6 +287,11 @@ class RunConfig(Settings):
     def to_yaml(self) -> str:
         """The resolved config as YAML; `agentrl train` reads it back as the same run."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+
+def brings_algorithm(recipe: Component) -> bool:
+    """Whether a recipe has an algorithm of its own, and does not use the section `algorithm`."""
+    return bool(getattr(recipe.settings, "own_algorithm", False))
 
 
 _DEFAULT_NAMES = {
@@ -490,7 +496,7 @@ def _helper(
         else any(getattr(user, "uses_reference", False) for user in users)
     )
     own = values.get(section) or {}
-    if not needed:
+    if not needed or brings_algorithm(made["recipe"]):
         if own:
             way_out = "algorithm=ppo" if section == "critic" else "algorithm.kl=0.01"
             raise ConfigError(
@@ -509,6 +515,17 @@ def _helper(
     if getattr(helper.settings, "lora", None) is not None:
         raise ConfigError(f"{section}.lora{_at(origins, f'{section}.lora')}: a {section} has no adapters; leave it out")
     return helper
+
+
+def component_like(other: Component, section: str, kind: str, own: Mapping[str, Any]) -> Component:
+    """The component that a section configures, whose settings default to those of `other` if it has the same name.
+
+    Raises:
+        ConfigError: it does not exist, or a setting is wrong.
+    """
+    same = own.get("name", other.name) == other.name
+    shared = other.settings.model_dump(exclude_unset=True) if same else {}
+    return _component(section, kind, {"name": other.name, **shared, **own}, {})
 
 
 def _rewards(raw: Any, origins: Mapping[str, str]) -> RewardsConfig:

@@ -26,7 +26,7 @@ LAYERS = [
     {"protocols", "questions", "replay"},
     {"algorithms", "flow", "plugins"},
     {"hosting", "new_env", "placement", "sandbox", "weights"},
-    {"cluster"},
+    {"cluster", "teacher"},
     {"advisors", "remote", "scoring"},
     {"rollout"},
     {"engines", "exact", "observe", "openenv", "play", "tasks"},

@@ -30,9 +30,10 @@ def stages_of(config: RunConfig, facts: ModelFacts) -> Stages:
         ConfigError: a component does not declare its layout on devices.
     """
     frozen = {route for route in config.env.agents.values() if isinstance(route, FrozenRoute)}
+    taught = getattr(config.recipe.settings, "teacher", None) is not None  # its engine counts as one more
     engine, trainer = layouts(config)
     reference, critic = _layout_of("reference", config.reference), _layout_of("critic", config.critic)
-    return Stages(facts, engine, trainer, config.placement.assume, reference, critic, len(frozen))
+    return Stages(facts, engine, trainer, config.placement.assume, reference, critic, len(frozen) + taught)
 
 
 def layouts(config: RunConfig) -> tuple[EngineLayout, TrainerLayout]:

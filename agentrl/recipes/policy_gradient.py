@@ -25,6 +25,7 @@ from agentrl.recipes.demonstrations import DemonstrationsConfig
 from agentrl.recipes.evaluate import evaluate_run
 from agentrl.recipes.starting_model import starting_model
 from agentrl.run import Run
+from agentrl.teacher import TeacherConfig
 from agentrl.weights.publisher import checksum
 
 
@@ -40,10 +41,21 @@ async def policy_gradient(run: Run, settings: PolicyGradientSettings) -> None:
     await train(run, run.config.algorithm.make(), await starting_model(run, settings.demonstrations))
 
 
-async def train(run: Run, algorithm: Algorithm, model: Path, training: CriticTraining = ON_NEWEST) -> None:
-    """The loop of the drawing above, from the model in this folder; `training` is that of the critic, if any."""
+async def train(
+    run: Run,
+    algorithm: Algorithm,
+    model: Path,
+    *,
+    teacher: TeacherConfig | None = None,
+    training: CriticTraining = ON_NEWEST,
+) -> None:
+    """The loop of the drawing above, from the model in this folder.
+
+    `teacher`: what an algorithm of distillation asks, if an engine serves it. `training`: that of the critic, if any.
+    """
     config = run.config
-    async with assemble_training(config, algorithm, model, run.checkpoints.latest, training=training) as parts:
+    latest = run.checkpoints.latest
+    async with assemble_training(config, algorithm, model, latest, teacher, training=training) as parts:
         trainer, weights = parts.trainer, parts.weights
         start = await parts.resume(run)
         await evaluate_run(run, parts, start)
@@ -57,6 +69,7 @@ async def train(run: Run, algorithm: Algorithm, model: Path, training: CriticTra
                 with clock("train"):
                     make = partial(batch_of, groups, algorithm, processing, config.rollout.oldest_trained(step))
                     batch = await asyncio.to_thread(make)  # millions of tokens take long
+                    batch = await parts.advisors.taught(batch)
                     async with parts.sharing.training():
                         batch, advice = await parts.advisors.advise(batch, step, groups)
                         exact = await parts.exact.measured(groups, batch)

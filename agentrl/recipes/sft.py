@@ -1,6 +1,6 @@
 """Supervised fine-tuning: on the episodes of a scripted player, on the model's own best ones, or on both in turn."""
 
-from typing import Self
+from typing import ClassVar, Self
 
 from pydantic import model_validator
 
@@ -14,6 +14,8 @@ from agentrl.run import Run
 
 class SftSettings(Settings):
     """Settings of `recipe: sft`. The section `algorithm` is not used."""
+
+    own_algorithm: ClassVar[bool] = True
 
     demonstrations: DemonstrationsConfig | None = None
     """The episodes of a scripted player to imitate first."""

@@ -17,6 +17,8 @@ class Deadlines(EnvDeadlines):
 
     generate: float = Field(120.0, gt=0)
     """One completion, including its wait for a place in the batch."""
+    score: float = Field(600.0, gt=0)
+    """A teacher's logprobs of one sample, including its wait for others (`recipe: distill`)."""
     train: float = Field(3600.0, gt=0)
     """One call of the trainer: a step, its weights, a checkpoint. A missed deadline ends the run."""
     reward: float = Field(60.0, gt=0)

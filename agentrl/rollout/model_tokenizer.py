@@ -28,19 +28,19 @@ def load_tokenizer(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
-def check_same_tokens(model: Path, other: Path) -> None:
-    """Check that two models have the same tokens under the same numbers.
+def check_same_tokens(model: Path, other: Path, setting: str = "algorithm.teacher") -> None:
+    """Check that two models have the same tokens under the same numbers. `setting` is the one that names the other.
 
     Raises:
         ConfigError: they have not, or there is no such model.
     """
     if not (other / "config.json").is_file():
-        raise ConfigError(f"algorithm.teacher: {other} is no folder of a Hugging Face model")
+        raise ConfigError(f"{setting}: {other} is no folder of a Hugging Face model")
     own, others = (load_tokenizer(folder).get_vocab() for folder in (model, other))
     if own != others:
         differing = sorted(token for token in own.keys() | others.keys() if own.get(token) != others.get(token))
         raise ConfigError(
-            f"algorithm.teacher: the tokenizer of {other} differs from that of {model} in {len(differing)} tokens, "
+            f"{setting}: the tokenizer of {other} differs from that of {model} in {len(differing)} tokens, "
             f"such as {differing[0]!r}: a teacher is asked for the logprobs of the policy's own tokens, so it must "
             "have the same ones. Take a teacher of the same family"
         )

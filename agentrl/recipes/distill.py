@@ -1,0 +1,76 @@
+"""On-policy distillation: the policy plays, and learns from a teacher's engine what that would have sampled.
+
+    rollouts ──▶ batch ──▶ teacher's engine: logprobs of the sampled tokens ──▶ advantages log q - log p ──▶ trainer
+
+The loss and the advantages are those of `algorithm: distill` (`agentrl/algorithms/distill.py`), whose teacher is
+computed by a trainer. Here it is an engine, so it may be as large as an engine can serve; and with `teacher.refresh`
+it is an earlier version of the policy itself.
+"""
+
+import asyncio
+from typing import ClassVar
+
+from agentrl.algorithms.distill import Distill, DistillLoss
+from agentrl.assembly import teacher_engine
+from agentrl.config import RunConfig
+from agentrl.errors import ConfigError
+from agentrl.recipes.demonstrations import DemonstrationsConfig
+from agentrl.recipes.policy_gradient import train
+from agentrl.recipes.starting_model import base_model, starting_model
+from agentrl.rollout.model_tokenizer import check_same_tokens
+from agentrl.run import Run
+from agentrl.teacher import TeacherConfig
+
+
+class DistillSettings(DistillLoss):
+    """Settings of `recipe: distill`: the teacher, and those of `algorithm: distill`. The section `algorithm` is not
+    used.
+    """
+
+    own_algorithm: ClassVar[bool] = True
+
+    teacher: TeacherConfig = TeacherConfig()
+    """The teacher and its engine."""
+    demonstrations: DemonstrationsConfig | None = None
+    """What the model imitates first."""
+
+
+async def distill(run: Run, settings: DistillSettings) -> None:
+    """Train `run.config.steps` steps towards the teacher.
+
+    Raises:
+        ConfigError: the teacher has other tokens, or its engine cannot score them as they are sampled.
+    """
+    check(run.config, settings)
+    base, teacher = await base_model(run), settings.teacher
+    if teacher.model is not None:
+        await asyncio.to_thread(check_same_tokens, base, teacher.model, "recipe.teacher.model")
+    model = await starting_model(run, settings.demonstrations)
+    algorithm = Distill(Distill.Config(**settings.model_dump(include=set(DistillLoss.model_fields))))
+    await train(run, algorithm, model, teacher)
+
+
+def check(config: RunConfig, settings: DistillSettings) -> None:
+    """Check what can be checked before anything starts.
+
+    Raises:
+        ConfigError: the run could not be trained with these settings.
+    """
+    teacher_engine(config, settings.teacher)
+    if config.rollout.sampling.truncated:
+        raise ConfigError(
+            "rollout.sampling leaves tokens out (top_p, top_k or min_p), and an engine scores tokens over the whole "
+            "vocabulary, so teacher and policy could not be compared: leave them out, or write "
+            "recipe=policy_gradient algorithm=distill, whose teacher is computed over the same tokens"
+        )
+    if settings.reward_weight and config.rollout.group_size == 1:
+        raise ConfigError(
+            "recipe.reward_weight compares the members of a group, and rollout.group_size is 1: set it to 2 or more, "
+            "or leave reward_weight out"
+        )
+    refresh = settings.teacher.refresh
+    if refresh and config.checkpoint.every % refresh:
+        raise ConfigError(
+            f"recipe.teacher.refresh ({refresh}) must divide checkpoint.every ({config.checkpoint.every}), or a "
+            "resumed run would have another teacher than an uninterrupted one"
+        )
