@@ -89,12 +89,13 @@ def test_a_reference_and_a_critic_are_counted_where_the_trainer_is() -> None:
     assert helped.step.switch > alone.step.switch
 
 
-def test_an_engine_of_a_frozen_agent_is_counted_beside_that_of_the_policy() -> None:
+@pytest.mark.parametrize("another", ["env.agents.south=frozen", "recipe=distill"])
+def test_an_engine_of_a_frozen_agent_or_a_teacher_is_counted_beside_that_of_the_policy(another: str) -> None:
     inventory, fraction = Inventory(H100, 8), "engine.memory_fraction=0.4"
     alone = planned(inventory, "colocated_8gpu", *SMALL, fraction)
-    duel = planned(inventory, "colocated_8gpu", *SMALL, fraction, "env.agents.south=frozen")
-    assert duel.loads[0].awake["engine"].total == 2 * alone.loads[0].awake["engine"].total
-    assert "engine 1" in refused(inventory, "colocated_8gpu", "engine.memory_fraction=0.7", "env.agents.south=frozen")
+    both = planned(inventory, "colocated_8gpu", *SMALL, fraction, another)
+    assert both.loads[0].awake["engine"].total == 2 * alone.loads[0].awake["engine"].total
+    assert "engine 1" in refused(inventory, "colocated_8gpu", "engine.memory_fraction=0.7", another)
 
 
 def test_the_command_prints_the_plan_and_gives_it_as_json(agentrl: Callable[..., Any]) -> None:

@@ -315,12 +315,13 @@ trackers: []
 
 
 @pytest.mark.slow
-def test_a_policy_comes_nearer_to_its_teacher(tmp_path):
+def test_a_policy_comes_nearer_to_a_teacher_that_a_trainer_computes(tmp_path):
     for name, seed in (("student", 0), ("teacher", 1)):
         create_tiny_model(tmp_path / name, corpus=["You cross a frozen lake: left, right, up or down."], seed=seed)
-    settings = ["algorithm={name: distill, teacher: teacher}", "model.name=student", "trainer.lr=3e-3", "steps=12"]
-    train(SMALL[0], *SMALL[1:], "algorithm={}", *settings, "run_dir=run", cwd=tmp_path)
+    settings = ["algorithm={name: distill, teacher: teacher}", "model.name=student", "trainer.lr=3e-3", "steps=6"]
+    less = ["rollout.groups_per_step=2", "rollout.max_turns=2", "evaluation.tasks=0", "checkpoint.every=6"]
+    train(SMALL[0], *SMALL[1:], "algorithm={}", *settings, *less, "run_dir=run", cwd=tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     kl = [row["reference_kl"] for row in rows if "reference_kl" in row]
-    assert len(kl) == 12
-    assert sum(kl[-3:]) < 0.7 * sum(kl[:3])
+    assert len(kl) == 6
+    assert sum(kl[-2:]) < 0.7 * sum(kl[:2])
