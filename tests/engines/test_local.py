@@ -20,8 +20,8 @@ from agentrl.engines import local, packed_model, slots
 from agentrl.engines.local import LocalEngine
 from agentrl.engines.sampling import Sampler, Truncation, noise_keys, truncated
 from agentrl.engines.slots import SlotTable, SlotTokens
-from agentrl.errors import ConfigError, EngineError
-from agentrl.protocols import GenerateRequest, SamplingParams
+from agentrl.errors import ConfigError, EngineDeadError, EngineError
+from agentrl.protocols import GenerateRequest, SamplingParams, ScoreRequest, Scores
 from agentrl.trajectory import Completion
 from tests.properties import examples
 
@@ -184,6 +184,54 @@ def test_prompts_longer_than_a_step_are_computed_in_parts(
 
 
 @pytest.mark.slow
+async def all_scores(engine: LocalEngine, requests: Sequence[ScoreRequest]) -> list[Scores]:
+    async with asyncio.TaskGroup() as tasks:
+        started = [tasks.create_task(engine.score(each)) for each in requests]
+    return [task.result() for task in started]
+
+
+def test_tokens_are_scored_together_or_in_parts_with_the_same_logprobs_and_leave_the_cache_alone(
+    shallow_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(0)
+    given = [
+        ScoreRequest(f"{n}", rng.integers(6, 400, length), start, 1.0 + n / 4)
+        for n, (length, start) in enumerate([(5, 1), (150, 1), (33, 32), (90, 60), (64, 2)])
+    ]
+
+    async def main() -> tuple[list[Scores], list[Scores]]:
+        async with engine_of(shallow_model_dir) as engine:
+            prompt = list(range(10, 60))
+            first = await engine.generate(request("a", prompt, 8))
+            together = await all_scores(engine, given)
+            monkeypatch.setattr(packed_model, "_SCORED_TOKENS", 37)
+            in_parts = await all_scores(engine, given)
+            await engine.generate(request("b", [*prompt, *first.token_ids, 11], 8))
+            assert engine.stats().cached_tokens == 57
+            return together, in_parts
+
+    for request_, one, other in zip(given, *asyncio.run(main()), strict=True):
+        assert len(one.logprobs) == len(request_.token_ids) - request_.start
+        np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-4)
+
+
+def test_when_scoring_fails_all_who_wait_are_answered(shallow_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: object) -> None:
+        raise RuntimeError("out of memory")
+
+    async def dies(engine: LocalEngine, number: int) -> None:
+        with pytest.raises(EngineDeadError, match="out of memory"):
+            await engine.score(ScoreRequest(f"{number}", [7] * 1000))
+
+    async def main() -> None:
+        async with engine_of(shallow_model_dir) as engine, asyncio.TaskGroup() as tasks:
+            monkeypatch.setattr(packed_model.PackedModel, "score", fails)
+            for number in range(9):  # more than are scored at once
+                tasks.create_task(dies(engine, number))
+
+    asyncio.run(main())
+
+
 def test_the_cache_grows_under_live_requests(shallow_model_dir: Path) -> None:
     requests = [request("short", range(10, 30), 300), request("long", [7] * 600, 5)]
 

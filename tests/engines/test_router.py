@@ -1,6 +1,7 @@
 """The router: sticky sessions, load escape, death, silence, and the three ways of new weights."""
 
 import asyncio
+import math
 from collections.abc import Callable
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from agentrl.engines.router import Router
 from agentrl.errors import EngineDeadError, EngineError
 from agentrl.flow import Flow, now, run_virtual
-from agentrl.protocols import GenerateRequest, SamplingParams
+from agentrl.protocols import GenerateRequest, SamplingParams, ScoreRequest, Scores
 from agentrl.testing import ScriptedEngine
 from agentrl.weights.publisher import WeightUpdate
 
@@ -325,5 +326,37 @@ def test_an_engine_that_refuses_what_another_has_taken_serves_no_more():
             for number in range(4):
                 completion = await router.generate(request(str(number), session=str(number)))
                 assert set(completion.policy_versions) == {1}
+
+    run_virtual(main)
+
+
+def test_tokens_whose_scorer_dies_are_scored_by_another_engine_or_by_the_next_one():
+    class Dying(ScriptedEngine):
+        async def score(self, request: ScoreRequest) -> Scores:
+            raise EngineDeadError("out of memory")
+
+    def model(tokens):
+        return [0.0, float(len(tokens))]
+
+    async def main() -> None:
+        for others in (0, 1):
+            engines = [Dying(model), *(ScriptedEngine(model) for _ in range(others))]
+            async with Router(engines, factory=lambda number: ScriptedEngine(model)) as router:
+                await router.update_weights({}, 3)
+                scores = await router.score(ScoreRequest("a", (1, 1, 1), 1))
+                assert scores.logprobs.tolist() == pytest.approx([-math.log1p(math.exp(-n)) for n in (1, 2)])
+                assert scores.policy_version == 3
+
+    run_virtual(main)
+
+
+def test_an_engine_without_scores_says_so():
+    class Plain(ScriptedEngine):
+        score = None  # type: ignore[assignment]
+
+    async def main() -> None:
+        async with Router([Plain(lambda tokens: [1.0])]) as router:
+            with pytest.raises(EngineError, match="Plain has no method `score`"):
+                await router.score(ScoreRequest("a", (1, 1)))
 
     run_virtual(main)
