@@ -233,7 +233,8 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _a_critics_advantages_are_its_own(self) -> Self:
-        if self.batch_processing.normalize != "group" and hasattr(self.algorithm.factory, "estimate"):
+        has_critic = hasattr(self.algorithm.factory, "estimate") and not brings_algorithm(self.recipe)
+        if self.batch_processing.normalize != "group" and has_critic:
             raise ValueError(
                 f"batch_processing.normalize={self.batch_processing.normalize} normalises what is found by comparing "
                 f"the members of groups, and {self.algorithm.name!r} asks a critic: leave it out (ppo has "
@@ -245,11 +246,12 @@ class RunConfig(Settings):
     def _parts_of_episodes_can_be_trained_on(self) -> Self:
         if self.rollout.staleness_rule != "segment":
             return self
-        algorithm = self.algorithm.make()
-        if not (isinstance(algorithm, ActorCritic) and algorithm.bootstraps):
+        algorithm, own = self.algorithm.make(), brings_algorithm(self.recipe)
+        if own or not (isinstance(algorithm, ActorCritic) and algorithm.bootstraps):
+            asks_none = f"recipe {self.recipe.name!r}" if own else f"algorithm {self.algorithm.name!r}"
             raise ValueError(
                 "rollout.staleness_rule=segment trains on parts of episodes that go on, and what follows them is worth "
-                f"what a critic says: the algorithm {self.algorithm.name!r}, as configured, asks none. Choose "
+                f"what a critic says: the {asks_none}, as configured, asks none. Choose "
                 "algorithm=ppo or algorithm=turn_ppo, with algorithm.truncated=bootstrap, or another staleness_rule"
             )
         if compared := [name_of(part) for part in self.reward.parts if hasattr(part.factory, "score_group")]:

@@ -304,6 +304,8 @@ def test_the_section_algorithm_is_not_asked_about_a_recipe_with_its_own() -> Non
     config = config_of(rollout={"group_size": 1}, algorithm={"name": "grpo", "kl": 0.1})
     assert config.reference is None
     check(config, DistillSettings())
+    with pytest.raises(ConfigError, match="the recipe 'distill', as configured, asks none"):  # though ppo has a critic
+        config_of(rollout={"staleness_rule": "segment"}, algorithm={"name": "ppo"})
 
 
 def test_a_teacher_with_other_tokens_is_refused_before_anything_starts(
