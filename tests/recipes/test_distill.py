@@ -29,7 +29,6 @@ from agentrl.testing import ScriptedEngine
 from agentrl.testing.trainers import random_samples
 from agentrl.tiny_model import create_tiny_model
 from agentrl.trainers.local import LocalTrainer
-from tests.commands import Command
 from tests.conftest import Done
 
 RUN = """
@@ -55,11 +54,6 @@ def two_models(folder: Path) -> Path:
     for name, seed in (("student", 0), ("teacher", 1)):
         create_tiny_model(folder / name, corpus=["Guess a number from 1 to 4. higher lower right"], seed=seed)
     return folder
-
-
-def train(folder: Path, *arguments: str) -> None:
-    command = Command("train", *(arguments or ("run.yaml",)), cwd=folder, log=folder / "run.log")
-    assert command.wait(300) == 0, command.output
 
 
 def weights_of(folder: Path) -> str:
@@ -125,15 +119,20 @@ def test_a_policy_comes_nearer_to_its_teacher(tmp_path: Path, agentrl: Callable[
 
 
 @pytest.mark.slow
-def test_a_policy_learns_from_an_earlier_self_and_a_run_that_goes_on_has_the_same_one(tmp_path: Path) -> None:
+def test_a_policy_learns_from_an_earlier_self_and_a_run_that_goes_on_has_the_same_one(
+    tmp_path: Path, agentrl: Callable[..., Done]
+) -> None:
     """With the reward alone to learn from, the policy leaves the teacher, who follows at every second version."""
     two_models(tmp_path)
     settings = "{name: distill, reward_weight: 1.0, teacher: {refresh: 2}}"
-    train(written(tmp_path, f"recipe: {settings}\nmodel: student\n"), "run.yaml", "recipe.normalizer=1.0")
+    written(tmp_path, f"recipe: {settings}\nmodel: student\n")
+    done = agentrl("train", "run.yaml", "recipe.normalizer=1.0", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     whole = weights_of(tmp_path)
     apart = [row["reference_kl"] for row in rows_of(tmp_path)]
     assert [kl > 1e-6 for kl in apart] == [False, True, False, True]
-    train(tmp_path, "--resume", "run", "--step", "2")
+    done = agentrl("train", "--resume", "run", "--step", "2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     assert weights_of(tmp_path) == whole
     np.testing.assert_allclose([row["reference_kl"] for row in rows_of(tmp_path)], apart, rtol=1e-5)
 
