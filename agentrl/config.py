@@ -225,13 +225,6 @@ class RunConfig(Settings):
         return self
 
     @model_validator(mode="after")
-    def _the_recipe_fits(self) -> Self:
-        check = getattr(self.recipe.settings, "check", None)
-        if check is not None:
-            check(self)
-        return self
-
-    @model_validator(mode="after")
     def _a_critics_advantages_are_its_own(self) -> Self:
         has_critic = hasattr(self.algorithm.factory, "estimate") and not brings_algorithm(self.recipe)
         if self.batch_processing.normalize != "group" and has_critic:

@@ -29,7 +29,7 @@ class ArcherSettings(Settings):
     demonstrations: DemonstrationsConfig | None = None
     """What the model imitates first, if it cannot do the task at all yet."""
 
-    def check(self, config: RunConfig) -> None:
+    def check_run(self, config: RunConfig) -> None:
         """Refuse what does not fit the other settings of a run.
 
         Raises:
@@ -61,4 +61,4 @@ async def archer(run: Run, settings: ArcherSettings) -> None:
     seed = derive_seed(run.config.seed, "replay")
     replay = Replay(settings.replay, settings.replayed, seed=seed, reused=run.ledger.reused)
     training = CriticTraining(settings.critic_updates, settings.critic_warmup, replay)
-    await train(run, run.config.algorithm.make(), await starting_model(run, settings.demonstrations), training)
+    await train(run, run.config.algorithm.make(), await starting_model(run, settings.demonstrations), training=training)

@@ -34,6 +34,34 @@ class DistillSettings(DistillLoss):
     demonstrations: DemonstrationsConfig | None = None
     """What the model imitates first."""
 
+    def check_run(self, config: RunConfig) -> None:
+        """Check what can be checked before anything starts.
+
+        Raises:
+            ValueError: the run could not be trained with these self.
+        """
+        try:
+            teacher_engine(config, self.teacher)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        if config.rollout.sampling.truncated:
+            raise ValueError(
+                "rollout.sampling leaves tokens out (top_p, top_k or min_p), and an engine scores tokens over the "
+                "whole vocabulary, so teacher and policy could not be compared: leave them out, or write "
+                "recipe=policy_gradient algorithm=distill, whose teacher is computed over the same tokens"
+            )
+        if self.reward_weight and config.rollout.group_size == 1:
+            raise ValueError(
+                "recipe.reward_weight compares the members of a group, and rollout.group_size is 1: set it to 2 or "
+                "more, or leave reward_weight out"
+            )
+        refresh = self.teacher.refresh
+        if refresh and config.checkpoint.every % refresh:
+            raise ValueError(
+                f"recipe.teacher.refresh ({refresh}) must divide checkpoint.every ({config.checkpoint.every}), or a "
+                "resumed run would have another teacher than an uninterrupted one"
+            )
+
 
 async def distill(run: Run, settings: DistillSettings) -> None:
     """Train `run.config.steps` steps towards the teacher.
@@ -41,36 +69,9 @@ async def distill(run: Run, settings: DistillSettings) -> None:
     Raises:
         ConfigError: the teacher has other tokens, or its engine cannot score them as they are sampled.
     """
-    check(run.config, settings)
     base, teacher = await base_model(run), settings.teacher
     if teacher.model is not None:
         await asyncio.to_thread(check_same_tokens, base, teacher.model, "recipe.teacher.model")
     model = await starting_model(run, settings.demonstrations)
     algorithm = Distill(Distill.Config(**settings.model_dump(include=set(DistillLoss.model_fields))))
-    await train(run, algorithm, model, teacher)
-
-
-def check(config: RunConfig, settings: DistillSettings) -> None:
-    """Check what can be checked before anything starts.
-
-    Raises:
-        ConfigError: the run could not be trained with these settings.
-    """
-    teacher_engine(config, settings.teacher)
-    if config.rollout.sampling.truncated:
-        raise ConfigError(
-            "rollout.sampling leaves tokens out (top_p, top_k or min_p), and an engine scores tokens over the whole "
-            "vocabulary, so teacher and policy could not be compared: leave them out, or write "
-            "recipe=policy_gradient algorithm=distill, whose teacher is computed over the same tokens"
-        )
-    if settings.reward_weight and config.rollout.group_size == 1:
-        raise ConfigError(
-            "recipe.reward_weight compares the members of a group, and rollout.group_size is 1: set it to 2 or more, "
-            "or leave reward_weight out"
-        )
-    refresh = settings.teacher.refresh
-    if refresh and config.checkpoint.every % refresh:
-        raise ConfigError(
-            f"recipe.teacher.refresh ({refresh}) must divide checkpoint.every ({config.checkpoint.every}), or a "
-            "resumed run would have another teacher than an uninterrupted one"
-        )
+    await train(run, algorithm, model, teacher=teacher)

@@ -27,6 +27,7 @@ from agentrl.algorithms.samples import samples_of
 from agentrl.arrays import FloatArray, floats, ints
 from agentrl.batch import TrainBatch, collate
 from agentrl.protocols import ActorCritic, Algorithm, LossTokens, PreparesBatch
+from agentrl.questions import Questions, questions
 from agentrl.testing.problems import (
     Action,
     Decision,
@@ -39,7 +40,6 @@ from agentrl.testing.problems import (
     stopping,
     t_maze,
 )
-from agentrl.questions import Questions, questions
 from agentrl.trajectory import Completion, Group, Score, Task, Terminated, Trajectory, Truncated, Turn
 
 START = 0
