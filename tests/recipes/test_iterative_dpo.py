@@ -231,7 +231,7 @@ def descent(run: Path) -> list[tuple[str, str]]:
     return [(read_lineage(one).sha256, (one / "pairs.jsonl").read_text()) for one in folders]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_that_is_killed_goes_on_with_its_iteration_and_ends_as_one_that_was_not(tmp_path: Path) -> None:
     whole, killed = folder(tmp_path, "whole"), folder(tmp_path, "killed")
     for where in (whole, killed):
