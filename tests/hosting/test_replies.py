@@ -104,7 +104,10 @@ class InlineOdd(Odd):
     isolation = "inline"
 
 
-@pytest.fixture(scope="module", params=["inline", "thread", "process", "http", "openenv"])
+PROCESS = pytest.param("process", marks=pytest.mark.slow)  # each reply ends its process, and another one starts
+
+
+@pytest.fixture(scope="module", params=["inline", "thread", PROCESS, "http", "openenv"])
 def factory(request: pytest.FixtureRequest) -> Iterator[Callable[[], Env]]:
     """Makes `Odd`, over each of the transports."""
     address = "tests.hosting.test_replies:Odd"

@@ -68,7 +68,9 @@ def played(name: str, kind: str, history: str) -> tuple[list[int], int]:
     return seen, forks
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind == "both" else pytest.mark.slow) for kind in KINDS]
+)
 def test_no_conversation_of_any_family_forks_and_each_observation_is_where_the_family_has_it(kind: str) -> None:
     same = []
     assert len(templates()) == 72
