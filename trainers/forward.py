@@ -73,10 +73,8 @@ def compute_logprobs_in(head: nn.Module, scaling: Scaling) -> None:
 
 
 def _logprobs(head: Any, scaling: Scaling, hidden_NH: Tensor, targets_N: Tensor, support_NS: Tensor | None) -> Tensor:
-    logprobs_N, _ = linear_logprobs(
-        hidden_NH, head.weight, targets_N, scaling, bias_V=getattr(head, "bias", None), support_NS=support_NS
-    )
-    return logprobs_N
+    bias_V = getattr(head, "bias", None)
+    return linear_logprobs(hidden_NH, head.weight, targets_N, scaling, bias_V=bias_V, support_NS=support_NS)
 
 
 def token_logprobs(model: Any, samples: DeviceMicroBatch) -> Tensor:

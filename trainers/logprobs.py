@@ -38,7 +38,8 @@ class Scaling:
         grad_CV.mul_(self.factor / self.temperature)
         if self.cap is None:
             return grad_CV
-        return grad_CV.mul_(1 - (_finite(logits_CV) * (self.temperature / self.cap)).square_())
+        capped_CV = logits_CV.nan_to_num(neginf=0.0) * (self.temperature / self.cap)  # -inf: could not be sampled
+        return grad_CV.mul_(1 - capped_CV.square_())
 
 
 def linear_logprobs(
@@ -49,16 +50,15 @@ def linear_logprobs(
     *,
     bias_V: Tensor | None = None,
     support_NS: Tensor | None = None,
-    entropy: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """log softmax(logits) of each target, and the entropy of each distribution in nats; both float32, shape N.
+) -> Tensor:
+    """log softmax(logits) of each target, differentiable, float32, shape N.
 
-    Both are differentiable. `support_NS`: the ids that a token was sampled from, filled up with -1, over which it is
-    normalised; a row of -1 is the whole vocabulary. Without `entropy`, the entropies are zeros, which saves time.
+    `support_NS`: the ids that a token was sampled from, filled up with -1, over which it is normalised; a row of -1 is
+    the whole vocabulary.
     """
-    inputs = (hidden_NH, weight_VH, bias_V, targets_N, support_NS, scaling, entropy)
-    logprobs_N, entropies_N = _LinearLogprobs.apply(*inputs)  # type: ignore[no-untyped-call]
-    return logprobs_N, entropies_N
+    inputs = (hidden_NH, weight_VH, bias_V, targets_N, support_NS, scaling)
+    logprobs_N: Tensor = _LinearLogprobs.apply(*inputs)  # type: ignore[no-untyped-call]
+    return logprobs_N
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class _Head:
 
 
 class _LinearLogprobs(torch.autograd.Function):
-    """Keeps the inputs, the logsumexp and the entropy of each token, and nothing of the size of the vocabulary."""
+    """Keeps the inputs and the logsumexp of each token, and nothing of the size of the vocabulary."""
 
     @staticmethod
     def forward(  # noqa: PLR0917  autograd passes tensors by position
@@ -101,40 +101,31 @@ class _LinearLogprobs(torch.autograd.Function):
         targets_N: Tensor,
         support_NS: Tensor | None,
         scaling: Scaling,
-        entropy: bool,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Tensor:
         head = _Head(weight_VH, bias_V, scaling, torch.is_autocast_enabled(hidden_NH.device.type))
         logprobs_N = torch.empty(len(hidden_NH), dtype=torch.float32, device=hidden_NH.device)
-        entropies_N, totals_N = torch.zeros_like(logprobs_N), torch.empty_like(logprobs_N)
+        totals_N = torch.empty_like(logprobs_N)
         for piece in head.pieces(len(hidden_NH)):
             logits_CV = head.logits(hidden_NH[piece], None if support_NS is None else support_NS[piece])
             totals_N[piece] = logits_CV.logsumexp(1)
             logprobs_N[piece] = logits_CV.gather(1, targets_N[piece, None])[:, 0] - totals_N[piece]
-            if entropy:
-                shares_CV = (logits_CV - totals_N[piece, None]).exp_()
-                entropies_N[piece] = totals_N[piece] - shares_CV.mul_(_finite(logits_CV)).sum(1)
-        ctx.scaling, ctx.entropy, ctx.low = scaling, entropy, head.low
-        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, support_NS, totals_N, entropies_N)
-        return logprobs_N, entropies_N
+        ctx.scaling, ctx.low = scaling, head.low
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, support_NS, totals_N)
+        return logprobs_N
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_NH, weight_VH, bias_V, targets_N, support_NS, totals_N, entropies_N = ctx.saved_tensors
-        grad_logprobs_N, grad_entropies_N = grads
+        hidden_NH, weight_VH, bias_V, targets_N, support_NS, totals_N = ctx.saved_tensors
+        (grad_N,) = grads
         head = _Head(weight_VH, bias_V, ctx.scaling, ctx.low)
         grad_hidden_NH = torch.empty_like(hidden_NH) if ctx.needs_input_grad[0] else None
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         grad_bias_V = torch.zeros_like(bias_V) if bias_V is not None and ctx.needs_input_grad[2] else None
         for piece in head.pieces(len(hidden_NH)):
             logits_CV = head.logits(hidden_NH[piece], None if support_NS is None else support_NS[piece])
-            grad_CV = (logits_CV - totals_N[piece, None]).exp_()
-            # d log p(target) = [target] - p;  d entropy = -p (log p + entropy)
-            if ctx.entropy:
-                slope_CV = _finite(logits_CV) - (totals_N - entropies_N)[piece, None]
-                grad_CV.mul_(slope_CV.mul_(-grad_entropies_N[piece, None]).sub_(grad_logprobs_N[piece, None]))
-            else:
-                grad_CV.mul_(-grad_logprobs_N[piece, None])
-            grad_CV.scatter_add_(1, targets_N[piece, None], grad_logprobs_N[piece, None])
+            # d log p(target) = [target] - p
+            grad_CV = (logits_CV - totals_N[piece, None]).exp_().mul_(-grad_N[piece, None])
+            grad_CV.scatter_add_(1, targets_N[piece, None], grad_N[piece, None])
             grad_CV = ctx.scaling.backward(grad_CV, logits_CV)
             outer_CV = grad_CV.to(torch.bfloat16 if ctx.low else weight_VH.dtype)
             if grad_hidden_NH is not None:
@@ -144,9 +135,4 @@ class _LinearLogprobs(torch.autograd.Function):
             if grad_bias_V is not None:
                 grad_bias_V += grad_CV.sum(0).to(grad_bias_V.dtype)
         grad_weight = None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype)
-        return grad_hidden_NH, grad_weight, grad_bias_V, None, None, None, None
-
-
-def _finite(logits_CV: Tensor) -> Tensor:
-    """The logits with zeros for those of tokens that could not be sampled, whose share is zero."""
-    return logits_CV.nan_to_num(neginf=0.0)
+        return grad_hidden_NH, grad_weight, grad_bias_V, None, None, None

@@ -1,0 +1,91 @@
+"""Logprobs of an output head, in pieces, have the values and the gradients of the whole logits."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from agentrl.trainers import logprobs
+from agentrl.trainers.logprobs import Scaling, linear_logprobs
+
+TOKENS, HIDDEN, VOCABULARY = 37, 16, 50
+
+
+def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Hidden states, weights, bias, targets."""
+    torch.manual_seed(0)
+    hidden_NH, weight_VH = torch.randn(TOKENS, HIDDEN), 0.3 * torch.randn(VOCABULARY, HIDDEN)
+    targets_N = torch.randint(0, VOCABULARY, (TOKENS,))
+    return hidden_NH, weight_VH, torch.randn(VOCABULARY), targets_N
+
+
+def supports(targets_N: Tensor) -> Tensor:
+    """Every second token was sampled from five ids."""
+    support_NS = torch.full((TOKENS, 6), -1)
+    for number in range(0, TOKENS, 2):
+        others = torch.randperm(VOCABULARY)
+        others = others[others != targets_N[number]][:4]
+        support_NS[number, :5] = torch.cat([targets_N[number : number + 1], others])
+    return support_NS
+
+
+def reference(
+    head: tuple[Tensor, Tensor, Tensor], targets_N: Tensor, scaling: Scaling, support_NS: Tensor | None = None
+) -> Tensor:
+    """The same from whole logits, in float64; `head` is the hidden states, the weights and the bias."""
+    hidden_NH, weight_VH, bias_V = head
+    logits_NV = (hidden_NH.double() @ weight_VH.double().T + bias_V.double()) * scaling.factor
+    if scaling.cap is not None:
+        logits_NV = scaling.cap * torch.tanh(logits_NV / scaling.cap)
+    logits_NV = logits_NV / scaling.temperature
+    if support_NS is not None:
+        kept_NV = torch.ones(TOKENS, VOCABULARY, dtype=torch.bool)
+        for number, ids in enumerate(support_NS):
+            if ids[0] >= 0:
+                kept_NV[number] = False
+                kept_NV[number, ids[ids >= 0]] = True
+        logits_NV = logits_NV.masked_fill(~kept_NV, float("-inf"))
+    return logits_NV.log_softmax(1).gather(1, targets_N[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("pieces", [1, 3, 37])
+@pytest.mark.parametrize("supported", [False, True])
+@pytest.mark.parametrize("scaling", [Scaling(), Scaling(0.7), Scaling(0.7, 1.3), Scaling(0.7, 1.3, 2.0)])
+def test_values_and_gradients_are_those_of_the_whole_logits(
+    scaling: Scaling, supported: bool, pieces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", -(-TOKENS // pieces) * VOCABULARY)
+    *tensors, targets_N = inputs()
+    support_NS = supports(targets_N) if supported else None
+    directions_N = torch.randn(TOKENS)
+    found, wanted = [], []
+    for results, exact in ((found, False), (wanted, True)):
+        own = [tensor.clone().requires_grad_() for tensor in tensors]
+        hidden_NH, weight_VH, bias_V = own
+        if exact:
+            logprobs_N = reference((hidden_NH, weight_VH, bias_V), targets_N, scaling, support_NS)
+        else:
+            logprobs_N = linear_logprobs(hidden_NH, weight_VH, targets_N, scaling, bias_V=bias_V, support_NS=support_NS)
+        (logprobs_N * directions_N).sum().backward()
+        results += [logprobs_N.detach().float(), *(tensor.grad for tensor in own)]
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
+
+
+def test_only_what_needs_a_gradient_gets_one() -> None:
+    hidden_NH, weight_VH, _, targets_N = inputs()
+    hidden_NH.requires_grad_()
+    linear_logprobs(hidden_NH, weight_VH, targets_N, Scaling()).sum().backward()
+    assert hidden_NH.grad is not None
+    assert weight_VH.grad is None
+
+
+def test_a_head_in_bfloat16_sums_its_gradient_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", VOCABULARY)  # a token at a time
+    hidden_NH, weight_VH, _, targets_N = inputs()
+    low_VH = weight_VH.bfloat16().requires_grad_()
+    linear_logprobs(hidden_NH.bfloat16(), low_VH, targets_N, Scaling()).sum().backward()
+    exact_VH = weight_VH.bfloat16().float().requires_grad_()
+    reference((hidden_NH.bfloat16(), exact_VH, torch.zeros(VOCABULARY)), targets_N, Scaling()).sum().backward()
+    assert exact_VH.grad is not None
+    assert low_VH.grad is not None
+    assert torch.allclose(low_VH.grad.float(), exact_VH.grad.float(), atol=0.03, rtol=0.02)
