@@ -6,13 +6,20 @@ several agents: `reset` names them, each `step` names the next one, and each age
 """
 
 import random
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import count, permutations
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
 from agentrl.envs.base import TextEnv, plays, read_options
-from agentrl.protocols import ResetResult, Settings, StepResult
+from agentrl.errors import ConfigError
+from agentrl.protocols import Enumeration, Question, ResetResult, Settings, StepResult
+from agentrl.trajectory import Message
+
+if TYPE_CHECKING:
+    from agentrl.testing.games import GameNode, Player, ZeroSumGame
 
 AGENTS = ("north", "south")
 CARDS = ("jack", "queen", "king")
@@ -23,6 +30,10 @@ LEGAL = {
     ("check", "bet"): ("call", "fold"),
 }
 """The legal words after each history. After any other history the hand is over."""
+
+
+TIMID = {"jack": 0.05, "queen": 0.1, "king": 0.6}
+"""How often `timid_player` bets or calls."""
 
 
 class KuhnPoker(TextEnv):
@@ -48,6 +59,20 @@ class KuhnPoker(TextEnv):
 
         hands: int = Field(1, ge=1, le=50)
         """Hands in an episode."""
+        strict: bool = False
+        """Only the exact word acts, so that ` Bet` folds as any other message does. With this and a single hand, the
+        exploitability of the policy that is trained is a metric of the run."""
+
+    def enumeration(self, options: Mapping[str, Any]) -> Enumeration:
+        """How exploitable a policy is in a single hand; see `Enumerable`.
+
+        Raises:
+            ConfigError: there are several hands, or not only exact words act.
+        """
+        read = read_options(self.Options, options)
+        if read.hands != 1 or not read.strict:
+            raise ConfigError("they are exact for a single hand whose words are exact: write env.options.strict=true")
+        return KuhnOracle()
 
     def start(self, seed: int, options: Mapping[str, Any]) -> str:
         """Deal the first hand."""
@@ -66,7 +91,7 @@ class KuhnPoker(TextEnv):
     def step(self, action: str) -> StepResult:
         """Take the word of the acting agent."""
         actor = self.actor
-        word = action.strip().lower()
+        word = action if self.options.strict else action.strip().lower()
         word = word if word in LEGAL[self.history] else "fold"
         self._news[self._other()].append(f"{actor} {word}s.")
         self.history += (word,)
@@ -99,20 +124,106 @@ class KuhnPoker(TextEnv):
 
     def _winnings(self) -> dict[str, int] | None:
         """Chips that each agent wins or loses in the hand; `None` while it goes on."""
-        if self.history in LEGAL:
+        first, second = AGENTS if self.hand % 2 else AGENTS[::-1]
+        chips = chips_won((self.cards[first], self.cards[second]), self.history)
+        if chips is None:
             return None
-        actor, other = self.actor, self._other()
-        at_stake = 2 if self.history[-1] == "call" else 1
-        if self.history[-1] == "fold":
-            winner = other
-        else:
-            winner = max(AGENTS, key=lambda agent: CARDS.index(self.cards[agent]))
-            for agent, seen in ((actor, other), (other, actor)):
+        if self.history[-1] != "fold":
+            for agent, seen in ((first, second), (second, first)):
                 self._news[agent].append(f"{seen} shows the {self.cards[seen]}.")
-        return {agent: at_stake if agent == winner else -at_stake for agent in AGENTS}
+        return {first: chips, second: -chips}
 
     def _other(self) -> str:
         return AGENTS[1 - AGENTS.index(self.actor)]
+
+
+def chips_won(cards: Sequence[str], history: tuple[str, ...]) -> int | None:
+    """Chips that the player who acts first wins, by the cards of both; None while the hand goes on."""
+    if history in LEGAL:
+        return None
+    if history[-1] == "fold":
+        return 1 if len(history) % 2 == 0 else -1
+    stake = 2 if history[-1] == "call" else 1
+    return stake if CARDS.index(cards[0]) > CARDS.index(cards[1]) else -stake
+
+
+def moves(history: tuple[str, ...]) -> tuple[str, ...]:
+    """All that a message can do after a history: its legal words, and to fold, which any other message does."""
+    return tuple(dict.fromkeys((*LEGAL[history], "fold")))
+
+
+def situation(card: str, history: tuple[str, ...]) -> str:
+    """The name of what a player knows when it acts."""
+    return " ".join((card, *history))
+
+
+def kuhn_game() -> "ZeroSumGame":
+    """One hand as a game whose strategies can be judged exactly. Its information sets are named by `situation`."""
+    from agentrl.testing.games import ChanceNode, ChoiceNode, Payoff, ZeroSumGame
+
+    def after(cards: tuple[str, str], history: tuple[str, ...]) -> "GameNode":
+        chips = chips_won(cards, history)
+        if chips is not None:
+            return Payoff(chips)
+        seat: Player = 1 if len(history) % 2 else 0
+        then = tuple(after(cards, (*history, word)) for word in moves(history))
+        return ChoiceNode(seat, situation(cards[seat], history), then)
+
+    deals = [(first, second) for first, second in permutations(CARDS, 2)]
+    return ZeroSumGame(ChanceNode(tuple((1 / len(deals), after(deal, ())) for deal in deals)))
+
+
+class KuhnOracle:
+    """`Enumeration` of one strict hand: how far a policy that plays both seats is from optimal play."""
+
+    @cached_property
+    def situations(self) -> Mapping[str, Question]:
+        """What an agent has seen in each situation, as the environment shows it, and the legal words."""
+        found: dict[str, Question] = {}
+        env, unseen = KuhnPoker(), set(permutations(CARDS, 2))
+        for seed in count():
+            env.reset(seed=seed, options={"strict": True})
+            cards = (env.cards["north"], env.cards["south"])
+            if cards in unseen:
+                unseen.remove(cards)
+                found |= {situation(cards[len(line) % 2], line): _question(env, seed, line) for line in LEGAL}
+            if not unseen:
+                break
+        return found
+
+    @property
+    def questions(self) -> Sequence[Question]:
+        """See `Enumeration`."""
+        return list(self.situations.values())
+
+    def metrics(self, probabilities: Sequence[Sequence[float]]) -> dict[str, float]:
+        """Exploitability of the policy, and what the first player wins, in chips a hand.
+
+        What is missing to 1 is the probability of other messages, which fold, as the word itself does.
+        """
+        strategy, legal = {}, {}
+        for (name, question), of_words in zip(self.situations.items(), probabilities, strict=True):
+            chances = dict(zip(question.answers, of_words, strict=True))
+            legal[name] = min(1.0, sum(of_words))
+            chances["fold"] = chances.get("fold", 0.0) + max(0.0, 1 - sum(of_words))
+            strategy[name] = [chance / sum(chances.values()) for chance in chances.values()]
+        game = kuhn_game()
+        reach = game.reach(strategy)
+        return {
+            "exploitability": game.exploitability(strategy),
+            "first_player_value": game.value(strategy),
+            "legal": sum(reach[name] * legal[name] for name in reach) / sum(reach.values()),
+        }
+
+
+def _question(env: KuhnPoker, seed: int, line: tuple[str, ...]) -> Question:
+    """What the agent who acts after `line` has seen by then."""
+    observation, _ = env.reset(seed=seed, options={"strict": True})
+    seen = {agent: [Message("system", env.system_prompt)] for agent in AGENTS}
+    for word in line:
+        seen[env.actor] += [Message("user", observation), Message("assistant", word)]
+        observation, *_ = env.step(word)
+    return Question((*seen[env.actor], Message("user", observation)), LEGAL[line])
 
 
 def best_play(card: str, history: tuple[str, ...], bluff: float = 1 / 3) -> float:
@@ -143,3 +254,13 @@ def weak_player(env: KuhnPoker, rng: random.Random, skill: float = 0.3) -> str:
     meek, bold = sorted(LEGAL[env.history], key=lambda word: word in ("bet", "call"))
     chance = best_play(env.cards[env.actor], env.history) if rng.random() < skill else 0.5
     return bold if rng.random() < chance else meek
+
+
+@plays(KuhnPoker)
+def timid_player(env: KuhnPoker, rng: random.Random) -> str:
+    """Bets and calls with three kings in five, and hardly ever with another card. A `ScriptedPlayer` for warm starts.
+
+    It shows that cards matter, and is easily exploited: by 0.35 chips a hand.
+    """
+    meek, bold = sorted(LEGAL[env.history], key=lambda word: word in ("bet", "call"))
+    return bold if rng.random() < TIMID[env.cards[env.actor]] else meek
