@@ -4,7 +4,7 @@ Each plug-in class that takes settings has a nested pydantic `Config` (strict), 
 before anything starts. Dimension suffixes: N loss tokens of a micro-batch, flattened; G members of a group.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
 from pathlib import Path
@@ -546,6 +546,25 @@ class NormalizesAdvantages(Algorithm, Protocol):
 
     def normalized(self, advantages: Sequence[Sequence[MemberAdvantage]]) -> Sequence[Sequence[MemberAdvantage]]:
         """The advantages to train with, from those of each group of a batch."""
+        ...
+
+
+@runtime_checkable
+class LearnsFromBatches(Algorithm, Protocol):
+    """An algorithm that remembers something of earlier batches, such as a running baseline.
+
+    What it remembers is among a step's metrics, from which a resumed run restores it.
+    """
+
+    def restore(self, rows: Iterable[Mapping[str, float]]) -> None:
+        """Remember what `learned` returned in earlier steps; `rows` are the run's metrics so far."""
+        ...
+
+    def learned(self, groups: Sequence[Group]) -> Mapping[str, float]:
+        """Learn from the groups of a step that has just been trained on, and return all that is to be remembered.
+
+        Each is a group of one agent, with the scores that its advantages were computed from.
+        """
         ...
 
 

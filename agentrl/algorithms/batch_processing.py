@@ -1,7 +1,7 @@
 """Batch processing: penalties, constraints and normalisation of scores and advantages, between rollouts and loss.
 
-All of it is pure functions of groups, except the multiplier of each constraint, which `BatchProcessing` carries from
-step to step. The multiplier is one of a step's metrics, from which a resumed run reads it.
+All of it is pure functions of groups, except the multiplier of each constraint and what an algorithm remembers, which
+`BatchProcessing` carries from step to step. Both are among a step's metrics, from which a resumed run reads them.
 
 Dimension suffixes: G members of a group, M trajectories of a batch.
 """
@@ -16,7 +16,7 @@ from pydantic import Field
 
 from agentrl.algorithms.advantages import normalised
 from agentrl.errors import ConfigError, TrainingError
-from agentrl.protocols import MemberAdvantage, Settings
+from agentrl.protocols import Algorithm, LearnsFromBatches, MemberAdvantage, Settings
 from agentrl.trajectory import SEGMENT, Group, Score, Trajectory, Truncated
 
 
@@ -56,10 +56,22 @@ class BatchProcessingConfig(Settings):
 
 
 class BatchProcessing:
-    """Processes the batches of a run. `rows`: metrics of earlier steps, with a resumed run's multipliers."""
+    """Processes the batches of a run. `rows`: metrics of earlier steps, with what a resumed run carries on.
 
-    def __init__(self, config: BatchProcessingConfig, rows: Iterable[Mapping[str, float]] = ()) -> None:
+    `algorithm`: the one that is trained with, in case it learns from batches.
+    """
+
+    def __init__(
+        self,
+        config: BatchProcessingConfig,
+        rows: Iterable[Mapping[str, float]] = (),
+        algorithm: Algorithm | None = None,
+    ) -> None:
         self._config = config
+        self._learner = algorithm if isinstance(algorithm, LearnsFromBatches) else None
+        rows = list(rows)
+        if self._learner is not None:
+            self._learner.restore(rows)
         self.multipliers = {constraint.part: constraint.initial for constraint in config.constraints}
         """The multiplier of each constraint, by its part."""
         for row in rows:
@@ -118,15 +130,17 @@ class BatchProcessing:
         return group
 
     def update(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Update the multipliers from a batch's scores by projected dual ascent, and return their metrics.
+        """Update what is carried on from a batch, and return its metrics. Multipliers follow projected dual ascent:
 
         m <- min(largest, max(0, m + rate * (mean cost - at_most))): Tessler et al., "Reward Constrained Policy
         Optimization" (arXiv:1805.11074).
         """
         metrics: dict[str, float] = {}
+        parts = [part for group in self.scores(groups) for part in group.by_agent()]
+        if self._learner is not None:
+            metrics |= self._learner.learned(parts)
         if self._config.keep_variance < 1:
-            kept = self.informative([part for group in self.scores(groups) for part in group.by_agent()])
-            metrics["informative_groups"] = fmean(kept)
+            metrics["informative_groups"] = fmean(self.informative(parts))
         for constraint in self._config.constraints:
             rate = fmean(_costs(groups, constraint.part))
             moved = self.multipliers[constraint.part] + constraint.rate * (rate - constraint.at_most)

@@ -16,6 +16,7 @@ from agentrl.algorithms.gigpo import Gigpo
 from agentrl.algorithms.grpo import Grpo, Rloo
 from agentrl.algorithms.policy_loss import PolicyAlgorithm
 from agentrl.algorithms.ppo import Ppo, TurnPpo
+from agentrl.algorithms.rae import RoleAdvantage
 from agentrl.algorithms.reinforce import Reinforce, ReinforcePlusPlus, ReturnBatchNorm
 from agentrl.algorithms.samples import samples_of
 from agentrl.algorithms.surrogates import Cispo, Gspo, Sapo
@@ -77,6 +78,18 @@ class NamedTerm(ReinforcePlusPlus):
 
 
 UNBIASED["reinforce_pp and rebn, not normalised"] = (NamedTerm(NamedTerm.Config(**ONE)), 2)
+
+
+def with_baseline(algorithm: RoleAdvantage, baseline: float) -> RoleAdvantage:
+    algorithm.restore([{"baseline/oracle": baseline}])
+    return algorithm
+
+
+UNBIASED["rae, with a baseline of earlier steps"] = (with_baseline(RoleAdvantage(RoleAdvantage.Config(**ONE)), 0.7), 1)
+UNBIASED["rae, reward-to-go"] = (
+    with_baseline(RoleAdvantage(RoleAdvantage.Config(**ONE, reward_to_go=True)), -0.4),
+    2,
+)
 BIASED: dict[str, Row] = {
     "`grpo`, `advantage=group_std`": (Grpo(Grpo.Config(**ONE)), 3),
     "`reinforce_pp`, `gamma=1`": (ReinforcePlusPlus(ReinforcePlusPlus.Config(**ONE)), 3),
