@@ -16,6 +16,7 @@ from typing import Any, Literal, cast
 
 from agentrl import plugins
 from agentrl.advisors import CRITIC_FOLDER, ON_NEWEST, Advisors, CriticTraining
+from agentrl.checkpoint import Checkpoints
 from agentrl.cluster.workers import Cluster, own_address
 from agentrl.config import RunConfig, component_like
 from agentrl.engines.router import Router
@@ -48,6 +49,7 @@ from agentrl.remote.sessions import ServerLimits
 from agentrl.rollout.agents import FrozenRoute, ScriptedRoute
 from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner, Role, ScriptedPolicy
 from agentrl.rollout.model_tokenizer import check_same_tokens
+from agentrl.rollout.opponents import Matches, Opponent, SelfPlay
 from agentrl.rollout.renderer import RendererConfig, TemplateRenderer, renderer_of
 from agentrl.rollout.scheduler import Rollouts
 from agentrl.run import Run
@@ -55,7 +57,8 @@ from agentrl.scoring.pipeline import RewardPipeline
 from agentrl.scoring.rule_pool import RulePool
 from agentrl.scoring.rule_workers import RuleWorkers
 from agentrl.teacher import Teacher, TeacherConfig
-from agentrl.weights.publisher import WeightPublisher
+from agentrl.weights.publisher import TakesWeights, WeightPublisher
+from agentrl.weights.snapshots import Snapshots
 
 TrainerRole = Literal["trainer", "reference", "critic"]
 _ROLE_SETTINGS: Mapping[str, Mapping[str, str]] = {
@@ -93,6 +96,7 @@ class TrainingAssembly(RolloutAssembly):
     exact: ExactMetrics
     weights: WeightPublisher
     sharing: DeviceSharing
+    self_play: SelfPlay | None = None
 
     async def save(self, folder: Path) -> None:
         """Save the trainer and the critic into a checkpoint."""
@@ -102,6 +106,8 @@ class TrainingAssembly(RolloutAssembly):
     async def resume(self, run: Run) -> int:
         """Load a resumed run's newest checkpoint, if any, publish its weights, and return the number of steps done."""
         newest = run.checkpoints.latest() if run.resumed else None
+        if self.self_play is not None:
+            await self.self_play.restore(newest[0] if newest else 0, run.metrics.rows())
         if newest is None:
             return 0
         step, folder = newest
@@ -122,7 +128,7 @@ class TrainingAssembly(RolloutAssembly):
         return Rollouts(
             self.config.rollout,
             tasks=tasks,
-            runner=self.runner,
+            runner=self.self_play or self.runner,
             reward=self.reward,
             engine=self.engine,
             rescue=self.engine.evict_unresponsive,
@@ -160,12 +166,14 @@ async def assemble_training(
     latest: LatestCheckpoint = lambda: None,
     teacher: TeacherConfig | None = None,
     *,
+    matches: Matches | None = None,
     updates: int | None = None,
     training: CriticTraining = ON_NEWEST,
 ) -> AsyncIterator[TrainingAssembly]:
     """`assemble_rollouts`, plus a trainer that starts from the same model, and a teacher if the run has one. If a rank
     dies, its trainer restarts from the checkpoint that `latest` returns, with the number of updates made until then.
     `updates`: most updates of the whole run, by default one for each step; the learning rate's schedule ends there.
+    With `matches`, the policy plays against itself and earlier versions.
 
     Raises:
         ConfigError: the engine cannot take new weights, or something does not fit the devices.
@@ -175,6 +183,7 @@ async def assemble_training(
         open_cluster(config) as placed,
         _rollouts_on(placed, model) as rollouts,
         _teacher_on(placed, model, teacher, rollouts.engine.max_context) as served,
+        _opponent_engines(placed, model, matches) as opponents,
     ):
         trainer = make_trainer(placed, model, latest, steps=updates)
         advisors = make_advisors(placed, algorithm, model, latest, training)
@@ -182,10 +191,12 @@ async def assemble_training(
         if teacher is not None and served is not None:
             others.append((served, teacher.refresh))
             advisors = replace(advisors, teacher=_asked(config, teacher, served))
-        trainers = [trainer, *advisors.all]
-        async with device_sharing(placed, [rollouts.engine, *(engine for engine, _ in others)], trainers) as sharing:
-            followers = tuple((engine, refresh) for engine, refresh in others if refresh)
-            async with WeightPublisher(rollouts.engine, followers, config.weights) as publisher:
+        self_play = _self_play(rollouts, opponents, model, matches) if matches else None
+        trainers, engines = [trainer, *advisors.all], [rollouts.engine, *(engine for engine, _ in others), *opponents]
+        async with device_sharing(placed, engines, trainers) as sharing:
+            followers: list[tuple[TakesWeights, int]] = [(engine, refresh) for engine, refresh in others if refresh]
+            followers += [(self_play, 1)] if self_play else []
+            async with WeightPublisher(rollouts.engine, tuple(followers), config.weights) as publisher:
                 spare_what_lives()
                 yield TrainingAssembly(
                     config,
@@ -198,6 +209,7 @@ async def assemble_training(
                     ExactMetrics.of_run(config, rollouts.runner.renderer, trainer, advisors.critic),
                     publisher,
                     sharing,
+                    self_play,
                 )
 
 
@@ -336,6 +348,28 @@ async def _frozen_engines(
             if isinstance(route, FrozenRoute) and route not in engines:
                 engines[route] = await stack.enter_async_context(_router(config, cluster, route.model or model))
         yield engines
+
+
+@asynccontextmanager
+async def _opponent_engines(
+    placed: PlacedCluster, model: Path, matches: Matches | None
+) -> AsyncIterator[Sequence[Router]]:
+    """Start the engines of self-play's opponents."""
+    async with AsyncExitStack() as stack:
+        count = matches.config.num_engines if matches else 0
+        yield [await stack.enter_async_context(_router(placed.config, placed.cluster, model)) for _ in range(count)]
+
+
+def _self_play(rollouts: RolloutAssembly, engines: Sequence[Router], model: Path, matches: Matches) -> SelfPlay:
+    config, runner, rules = rollouts.config, rollouts.runner, matches.config
+    snapshots = Snapshots(config.run_dir.absolute() / "opponents", rules.every, rules.pool)
+    opponents = []
+    for engine in engines:
+        served = _policy(config, engine, runner.renderer, config.rollout.sampling, trained=False)
+        role = Role(served, runner.renderer, config.rollout.context, trained=False)
+        opponents.append(Opponent(role, engine, snapshots, config.weights.deadline))
+    resumable = Checkpoints(config.run_dir / "checkpoints").all
+    return SelfPlay(matches, config.seed, runner, opponents, snapshots, model, resumable)
 
 
 def _other_roles(

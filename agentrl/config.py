@@ -167,7 +167,7 @@ class RunConfig(Settings):
     """All settings of a run."""
 
     recipe: ComponentField
-    """What the run does: `policy_gradient`, `sft`, `dpo`, `iterative_dpo`, `reward_model`, or
+    """What the run does: `policy_gradient`, `self_play`, `sft`, `dpo`, `iterative_dpo`, `reward_model`, or
     `package.module:function`, with its settings."""
     seed: int = Field(0, ge=0)
     """All randomness derives from it."""

@@ -206,6 +206,7 @@ class Trajectory:
 
     `tail_ids` are the tokens of a truncated episode that follow its last turn: what the model would have answered next.
     The first `trained_turns` turns have been trained on before, in segments; here they are only context.
+    `opponent`: the version of the policy that played the other agents, where that was an earlier one (self-play).
     """
 
     id: str
@@ -218,6 +219,7 @@ class Trajectory:
     head_start: float = 0.0
     tail_ids: IntArray = field(default_factory=lambda: ints(()), compare=False)
     trained_turns: int = 0
+    opponent: int | None = None
 
     @property
     def trainable(self) -> bool:

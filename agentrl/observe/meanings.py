@@ -85,6 +85,16 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "exact/advantage_cosine": "Cosine of the trained advantages and the exact ones, over loss tokens. 1 is best.",
         "exact/advantage_residual": "Norm of their difference / norm of the exact ones. 0 is best.",
         "exact/value_error": "Root mean square of (critic's value - exact value) where turns begin, after its lesson.",
+        "exact/exploitability": "`kuhn_poker`: what a best response would win from the policy, in chips a hand.",
+        "exact/first_player_value": "`kuhn_poker`: what the first player wins when the policy plays both; best: -1/18.",
+        "exact/legal": "`kuhn_poker`: probability of a legal word, by how often each situation comes up.",
+    },
+    "Self-play (`recipe: self_play`, `algorithm: rae`)": {
+        "opponents/share": "Share of the trajectories that were played against an earlier version.",
+        "opponents/success": "Share of these that the policy won.",
+        "opponents/<version>/<agent>/success": "The same, by the opponent's version and the policy's seat.",
+        "opponents/<version>/<agent>/episodes": "How many there were.",
+        "baseline/<part>": "Running mean of the returns of an environment's role, or of an environment.",
     },
     "Evaluation": {
         "eval/success": "Share of successful held-out episodes.",

@@ -30,6 +30,7 @@ SCHEMA = pa.schema(
     [
         ("id", pa.string()),
         ("agent", pa.string()),
+        ("opponent", pa.int32()),
         ("task", pa.string()),
         ("env", pa.string()),
         ("seed", pa.int64()),
@@ -68,6 +69,7 @@ def _row(trajectory: Trajectory, score: Score) -> dict[str, object]:
     return {
         "id": trajectory.id,
         "agent": trajectory.agent,
+        "opponent": trajectory.opponent,
         "task": trajectory.task.id,
         "env": trajectory.task.env,
         "seed": trajectory.task.seed,

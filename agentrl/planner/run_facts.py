@@ -9,6 +9,7 @@ from agentrl.placement.device_map import PlacementRequest
 from agentrl.placement.footprint import EngineLayout, ModelFacts, TrainerLayout, facts_of, model_facts
 from agentrl.plugins import Component
 from agentrl.rollout.agents import FrozenRoute
+from agentrl.rollout.opponents import OpponentsConfig
 from agentrl.simulate.stages import Stages
 from agentrl.tiny_model import SIZES, model_config
 
@@ -30,10 +31,12 @@ def stages_of(config: RunConfig, facts: ModelFacts) -> Stages:
         ConfigError: a component does not declare its layout on devices.
     """
     frozen = {route for route in config.env.agents.values() if isinstance(route, FrozenRoute)}
-    taught = getattr(config.recipe.settings, "teacher", None) is not None  # its engine counts as one more
+    recipe = config.recipe.settings
+    others = len(frozen) + (recipe.num_engines if isinstance(recipe, OpponentsConfig) else 0)
+    others += getattr(recipe, "teacher", None) is not None  # its engine counts as one more
     engine, trainer = layouts(config)
     reference, critic = _layout_of("reference", config.reference), _layout_of("critic", config.critic)
-    return Stages(facts, engine, trainer, config.placement.assume, reference, critic, len(frozen) + taught)
+    return Stages(facts, engine, trainer, config.placement.assume, reference, critic, others)
 
 
 def layouts(config: RunConfig) -> tuple[EngineLayout, TrainerLayout]:

@@ -24,6 +24,7 @@ from agentrl.protocols import Algorithm, Settings
 from agentrl.recipes.demonstrations import DemonstrationsConfig
 from agentrl.recipes.evaluate import evaluate_run
 from agentrl.recipes.starting_model import starting_model
+from agentrl.rollout.opponents import Matches
 from agentrl.run import Run
 from agentrl.teacher import TeacherConfig
 from agentrl.weights.publisher import checksum
@@ -48,19 +49,23 @@ async def train(
     *,
     teacher: TeacherConfig | None = None,
     training: CriticTraining = ON_NEWEST,
+    matches: Matches | None = None,
 ) -> None:
     """The loop of the drawing above, from the model in this folder.
 
     `teacher`: what an algorithm of distillation asks, if an engine serves it. `training`: that of the critic, if any.
+    `matches`: who plays whom in self-play.
     """
     config = run.config
     latest = run.checkpoints.latest
-    async with assemble_training(config, algorithm, model, latest, teacher, training=training) as parts:
+    async with assemble_training(
+        config, algorithm, model, latest, teacher, training=training, matches=matches
+    ) as parts:
         trainer, weights = parts.trainer, parts.weights
         start = await parts.resume(run)
         await evaluate_run(run, parts, start)
         async with parts.rollouts(run, start) as rollouts:
-            processing = BatchProcessing(config.batch_processing, run.metrics.rows())
+            processing = BatchProcessing(config.batch_processing, run.metrics.rows(), algorithm)
             for step in range(start, config.steps):
                 clock = Stopwatch(partial(run.begin_phase, step))
                 with clock("rollout"):

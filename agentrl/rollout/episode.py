@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -34,6 +34,7 @@ from agentrl.trajectory import (
     SEGMENT,
     Completion,
     Failed,
+    Group,
     Message,
     Status,
     Task,
@@ -71,12 +72,16 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """An episode to play. `seed` is for sampling; the environment's seed is the task's, the same for a whole group."""
+    """An episode to play, as this `member` of its task's group.
+
+    `seed` is for sampling; the environment's seed is the task's, the same for a whole group.
+    """
 
     id: str
     task: Task
     seed: int
     priority: int = 0
+    member: int = 0
     progress: Progress = field(default_factory=Progress, compare=False)
 
 
@@ -266,6 +271,19 @@ class EpisodeRunner(Protocol):
 
         All have the same status. Only cancellation and defects are raised.
         """
+        ...
+
+
+@runtime_checkable
+class ObservesBatches(EpisodeRunner, Protocol):
+    """A runner that depends on how earlier episodes went."""
+
+    def observe(self, groups: Sequence[Group]) -> None:
+        """These groups are the next batch: called before they are trained on."""
+        ...
+
+    def metrics(self) -> Mapping[str, float]:
+        """Metrics of the last batch."""
         ...
 
 

@@ -193,6 +193,7 @@ class GroupRunner:
             task=task,
             seed=derive_seed(self.seed, "sampling", task.id, member, attempt),
             priority=state.ticket.deadline,
+            member=member,
         )
         try:
             self.ledger.begin(number, member, attempt)

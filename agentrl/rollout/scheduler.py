@@ -25,7 +25,7 @@ from agentrl.protocols import Curriculum, Engine, GroupReward, Reward, TaskSourc
 from agentrl.rollout.bias import Bias
 from agentrl.rollout.concurrency import ConcurrencyController, EngineLoad, EpisodeSlots
 from agentrl.rollout.config import RolloutConfig
-from agentrl.rollout.episode import EpisodeRunner
+from agentrl.rollout.episode import EpisodeRunner, ObservesBatches
 from agentrl.rollout.group import GroupRunner, MembersLostError
 from agentrl.rollout.ledger import Ledger
 from agentrl.rollout.outage import Outages
@@ -100,6 +100,7 @@ class Rollouts:
         self.blocked = False
         """Whether `next_batch` is waiting."""
         self._curriculum = tasks if isinstance(tasks, Curriculum) else None
+        self._observer = runner if isinstance(runner, ObservesBatches) else None
         self._closing = False
         self._flow = Flow("rollouts")
         self._finished: Channel[_Ended] = self._flow.channel("groups", self._rule.capacity)
@@ -162,7 +163,10 @@ class Rollouts:
             self._events.record("trained", group.task.id)
             self._bias.trained(group)
         self._ledger.trained(step, {number: group.rewards_G for number, group in chosen})
-        return [*(group for _, group in chosen), *self._segments(step)]
+        groups = [group for _, group in chosen]
+        if self._observer is not None:
+            self._observer.observe(groups)
+        return [*groups, *self._segments(step)]
 
     @asynccontextmanager
     async def new_weights(self, version: int) -> AsyncIterator[None]:
@@ -180,8 +184,8 @@ class Rollouts:
         self._admit()
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the scheduler so far: slots, total time the trainer was blocked, bias, failed tasks; and of
-        scoring since the last call, as the rewards report them.
+        """Metrics of the scheduler so far: slots, total time the trainer was blocked, bias, failed tasks; of scoring
+        since the last call, as the rewards report them; and of the last batch, as the runner reports them.
         """
         return {
             "live_episodes": float(self._slots.taken),
@@ -190,6 +194,7 @@ class Rollouts:
             "failed_tasks": float(self._failed_tasks),
             **self._bias.metrics(),
             **self._groups.reward.metrics(),
+            **(self._observer.metrics() if self._observer is not None else {}),
         }
 
     def _segments(self, step: int) -> list[Group]:

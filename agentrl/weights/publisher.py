@@ -115,16 +115,24 @@ class Published:
             self.seconds[name] = self.seconds.get(name, 0.0) + now() - start
 
 
+class TakesWeights(Protocol):
+    """What follows the policy's versions: an engine, or something that keeps them."""
+
+    async def update_weights(self, weights: Mapping[str, "Tensor"], version: int) -> None:
+        """Take this version."""
+        ...
+
+
 class WeightPublisher:
     """Updates the engine to the trainer's weights. An async context manager; leaving it removes all published files.
 
-    Each of `followers` is an engine that loads only the versions divisible by its number.
+    Each of `followers` takes only the versions divisible by its number.
     """
 
     def __init__(
         self,
         engine: Engine,
-        followers: tuple[tuple[Engine, int], ...] = (),
+        followers: tuple[tuple[TakesWeights, int], ...] = (),
         config: WeightsConfig | None = None,
     ) -> None:
         self._engine = engine
@@ -151,7 +159,7 @@ class WeightPublisher:
             DeadlineError: an engine did not answer in time.
         """
         followers = [follower for follower, every in self._followers if version % every == 0]
-        engines = [self._engine, *followers]
+        engines: list[TakesWeights] = [self._engine, *followers]
         published = await self._staged(trainer, version, engines)
         with published.phase("commit"):
             await run_to_completion(self._commit(published, engines))
@@ -160,7 +168,7 @@ class WeightPublisher:
             await store.keep_only(self._served.values())
         return published
 
-    async def _staged(self, trainer: Trainer, version: int, engines: Sequence[Engine]) -> Published:
+    async def _staged(self, trainer: Trainer, version: int, engines: Sequence[TakesWeights]) -> Published:
         """Write the weights and stage them on all engines; after a failure, retry with new files."""
         published = Published(version, {})
         while True:
@@ -180,7 +188,7 @@ class WeightPublisher:
                         f"(weights.attempts); every engine serves the previous version. The last error: {error}"
                     ) from error
 
-    async def _stage_bundle(self, trainer: Trainer, published: Published, engines: Sequence[Engine]) -> None:
+    async def _stage_bundle(self, trainer: Trainer, published: Published, engines: Sequence[TakesWeights]) -> None:
         try:
             with self._place(published.version) as place:
                 with published.phase("write"):
@@ -196,7 +204,7 @@ class WeightPublisher:
                 "and weights.folder"
             ) from error
 
-    async def _stage(self, published: Published, engines: Sequence[Engine]) -> None:
+    async def _stage(self, published: Published, engines: Sequence[TakesWeights]) -> None:
         with published.phase("stage"):
             for number, engine in enumerate(engines):
                 if not isinstance(engine, SupportsStageWeights):
@@ -210,7 +218,7 @@ class WeightPublisher:
                     which = f" on follower {number}" if number else ""
                     raise WeightsError(f"staging{which} failed: {error}") from error
 
-    async def _commit(self, published: Published, engines: Sequence[Engine]) -> None:
+    async def _commit(self, published: Published, engines: Sequence[TakesWeights]) -> None:
         for engine in engines:
             with deadline("engine", "update_weights", self._deadline):
                 await engine.update_weights(published.weights, published.version)
