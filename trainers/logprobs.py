@@ -83,6 +83,21 @@ class _Head:
             logits_CV.masked_fill_(left_out[:, :-1], float("-inf"))
         return logits_CV
 
+    def logprobs(self, hidden_CH: Tensor, targets_C: Tensor, support_CS: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The logprobs of the targets, and the logsumexp of the logits."""
+        logits_CV = self.logits(hidden_CH, support_CS)
+        totals_C = logits_CV.logsumexp(1)
+        return logits_CV.gather(1, targets_C[:, None])[:, 0] - totals_C, totals_C
+
+    def backward(self, hidden_CH: Tensor, targets_C: Tensor, support_CS: Tensor | None, down_2C: Tensor) -> Tensor:
+        """The gradient of the head's outputs; `down_2C` is that of the logprobs, and the logsumexps."""
+        grad_C, totals_C = down_2C
+        logits_CV = self.logits(hidden_CH, support_CS)
+        # d log p(target) = [target] - p
+        grad_CV = (logits_CV - totals_C[:, None]).exp_().mul_(-grad_C[:, None])
+        grad_CV.scatter_add_(1, targets_C[:, None], grad_C[:, None])
+        return self.scaling.backward(grad_CV, logits_CV).to(torch.bfloat16 if self.low else self.weight_VH.dtype)
+
     def pieces(self, tokens: int) -> Iterator[slice]:
         """So many tokens at a time that their logits are at most `LOGITS_AT_ONCE`."""
         size = max(1, LOGITS_AT_ONCE // len(self.weight_VH))
@@ -106,9 +121,8 @@ class _LinearLogprobs(torch.autograd.Function):
         logprobs_N = torch.empty(len(hidden_NH), dtype=torch.float32, device=hidden_NH.device)
         totals_N = torch.empty_like(logprobs_N)
         for piece in head.pieces(len(hidden_NH)):
-            logits_CV = head.logits(hidden_NH[piece], None if support_NS is None else support_NS[piece])
-            totals_N[piece] = logits_CV.logsumexp(1)
-            logprobs_N[piece] = logits_CV.gather(1, targets_N[piece, None])[:, 0] - totals_N[piece]
+            support_CS = None if support_NS is None else support_NS[piece]
+            logprobs_N[piece], totals_N[piece] = head.logprobs(hidden_NH[piece], targets_N[piece], support_CS)
         ctx.scaling, ctx.low = scaling, head.low
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, support_NS, totals_N)
         return logprobs_N
@@ -121,18 +135,16 @@ class _LinearLogprobs(torch.autograd.Function):
         grad_hidden_NH = torch.empty_like(hidden_NH) if ctx.needs_input_grad[0] else None
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         grad_bias_V = torch.zeros_like(bias_V) if bias_V is not None and ctx.needs_input_grad[2] else None
+        down_2N = torch.stack([grad_N, totals_N])
         for piece in head.pieces(len(hidden_NH)):
-            logits_CV = head.logits(hidden_NH[piece], None if support_NS is None else support_NS[piece])
-            # d log p(target) = [target] - p
-            grad_CV = (logits_CV - totals_N[piece, None]).exp_().mul_(-grad_N[piece, None])
-            grad_CV.scatter_add_(1, targets_N[piece, None], grad_N[piece, None])
-            grad_CV = ctx.scaling.backward(grad_CV, logits_CV)
-            outer_CV = grad_CV.to(torch.bfloat16 if ctx.low else weight_VH.dtype)
+            support_CS = None if support_NS is None else support_NS[piece]
+            grad_CV = head.backward(hidden_NH[piece], targets_N[piece], support_CS, down_2N[:, piece])
             if grad_hidden_NH is not None:
-                grad_hidden_NH[piece] = (outer_CV @ weight_VH.to(outer_CV.dtype)).to(hidden_NH.dtype)
+                grad_hidden_NH[piece] = (grad_CV @ weight_VH.to(grad_CV.dtype)).to(hidden_NH.dtype)
             if grad_weight_VH is not None:
-                grad_weight_VH += outer_CV.T @ hidden_NH[piece].to(outer_CV.dtype)
+                grad_weight_VH += grad_CV.T @ hidden_NH[piece].to(grad_CV.dtype)
             if grad_bias_V is not None:
-                grad_bias_V += grad_CV.sum(0).to(grad_bias_V.dtype)
+                grad_bias_V += grad_CV.sum(0, dtype=torch.float32).to(grad_bias_V.dtype)
+            del grad_CV  # before the next piece needs the memory
         grad_weight = None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype)
         return grad_hidden_NH, grad_weight, grad_bias_V, None, None, None

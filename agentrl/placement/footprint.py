@@ -26,7 +26,7 @@ _SAVED_OF_HEADS = 8, 4, 8
 """The same per query head, per key head, and per layer: statistics of softmax and norms."""
 LOGITS_AT_ONCE = 1 << 25
 """Logits that a trainer computes at a time (`agentrl/trainers/logprobs.py`)."""
-_HEAD_BYTES = {"float32": 9, "bfloat16": 11, "autocast": 11}
+_HEAD_BYTES = {"float32": 8.5, "bfloat16": 10.5, "autocast": 10.5}
 """Bytes for each of these at the peak. Measured from torch's allocator (a test measures it again)."""
 
 
@@ -193,7 +193,7 @@ def trainer_footprint(
         "optimizer": optimizer,
         "gathered": _gathered(facts, layout) + (4 * trained if whole else 0),
         "activations": activation_bytes(facts, layout, max(layout.micro_batch_tokens, longest)),
-        "logits": _HEAD_BYTES[layout.precision] * min(LOGITS_AT_ONCE, layout.micro_batch_tokens * facts.vocab),
+        "logits": int(_HEAD_BYTES[layout.precision] * min(LOGITS_AT_ONCE, layout.micro_batch_tokens * facts.vocab)),
     }
     if not layout.offload:
         return Footprint(parts)

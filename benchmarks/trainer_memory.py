@@ -1,0 +1,132 @@
+"""Peak memory of a training step by the length of a sample, and by the number of its loss tokens, with a picture.
+
+    python benchmarks/trainer_memory.py [--device cpu|cuda] [--vocab 151936] [--lengths 2048 4096 ...] [--picture FILE]
+
+A forward and a backward pass of a random model on one sample, with recomputed activations, beyond what the process had
+before, as torch's allocator counts it. In the first table every 16th token carries loss; in the second the length is
+fixed. `linear` is the peak that the first one would grow to if memory were proportional to the tokens.
+"""
+
+import argparse
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.profiler import ProfilerActivity, profile
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from agentrl.batch import TrainingSample, collate
+from agentrl.trainers.forward import to_device
+from agentrl.trainers.local import LocalTrainer
+from agentrl.trainers.model import Predictor, load_model
+from agentrl.trainers.packing import MicroBatch
+from agentrl.trainers.spec import TrainerSpec
+
+MIB = 1 << 20
+
+
+def make_model(folder: Path, vocabulary: int) -> None:
+    """A model of four layers."""
+    config = Qwen3Config(
+        vocab_size=vocabulary,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=1 << 20,
+        tie_word_embeddings=True,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+
+
+def sample(length: int, loss_tokens: int) -> MicroBatch:
+    """One sample of random tokens, of which so many carry loss, evenly spread."""
+    rng, loss = np.random.default_rng(length), np.zeros(length, bool)
+    loss[np.linspace(1, length - 1, loss_tokens).astype(int)] = True
+    zeros = np.zeros(length)
+    made = TrainingSample(rng.integers(0, 1000, length), loss, zeros, zeros, np.where(loss, 0, -1), zeros)
+    return MicroBatch(collate([made]), np.zeros(1, np.int32))
+
+
+def peak_of(step: Callable[[], None], device: torch.device) -> int:
+    """Most bytes that the tensors of a step take beyond those before it."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        return torch.cuda.max_memory_allocated() - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        step()
+    events = watched.profiler.kineto_results.events()  # type: ignore[union-attr]
+    return max(accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
+
+
+def measured(model: Predictor, device: torch.device, length: int, loss_tokens: int) -> int:
+    """The peak of a step, with gradients that are there already, as in all steps but the first."""
+    rows = to_device(sample(length, loss_tokens), device)
+
+    def step() -> None:
+        model(rows).sum().backward()
+
+    return peak_of(step, device)
+
+
+def picture(
+    path: Path, lengths: Sequence[int], peaks: Sequence[int], counts: Sequence[int], flat: Sequence[int]
+) -> None:
+    """Two curves on logarithmic axes."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
+    for axis, numbers, found, name in (
+        (axes[0], lengths, peaks, "tokens of a sample, 1 in 16 with loss"),
+        (axes[1], counts, flat, f"loss tokens of a sample of {lengths[-1]:,}"),
+    ):
+        axis.loglog(numbers, [value / MIB for value in found], "o-", base=2)
+        axis.set(xlabel=name, ylabel="peak, MiB", ylim=(min(peaks) / MIB / 4, 2 * max(peaks) / MIB))
+        axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    """Print both tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--vocab", type=int, default=151_936)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8192, 16384, 32768, 65536])
+    parser.add_argument("--picture", type=Path)
+    given = parser.parse_args()
+    device = torch.device(given.device)
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(Path(folder), given.vocab)
+        config = LocalTrainer.Config(gradient_checkpointing=True)
+        model, _ = load_model(TrainerSpec("", config, Path(folder), 1, 1.0), device)
+    measured(model, device, 256, 16)  # makes the gradients
+    lengths = given.lengths
+    peaks = [measured(model, device, length, length // 16) for length in lengths]
+    counts = [lengths[-1] // share for share in (256, 64, 16, 4, 2)]
+    flat = [measured(model, device, lengths[-1], count) for count in counts]
+    by_length = Table("tokens", "peak, MiB", "linear, MiB", title="by length")
+    for length, peak in zip(lengths, peaks, strict=True):
+        by_length.add_row(f"{length:,}", f"{peak / MIB:,.0f}", f"{peaks[0] / MIB * length / lengths[0]:,.0f}")
+    by_loss = Table("loss tokens", "peak, MiB", title=f"by loss tokens, of {lengths[-1]:,}")
+    for count, peak in zip(counts, flat, strict=True):
+        by_loss.add_row(f"{count:,}", f"{peak / MIB:,.0f}")
+    console = Console()
+    console.print(by_length, by_loss)
+    if given.picture:
+        picture(given.picture, lengths, peaks, counts, flat)
+
+
+if __name__ == "__main__":
+    main()
