@@ -103,5 +103,6 @@ def test_the_same_recipe_has_the_same_losses_to_the_bit_on_ray_as_in_one_process
 
     here = losses("here", "cluster=local", "cluster.reward_workers=0")
     assert len(here) == 3
-    assert all(row["loss"] != 0 and row["grad_norm"] > 0 for row in here)
+    # The loss itself is 0, up to the last bits: the advantages of a group sum to 0, and all episodes are equally long.
+    assert all(row["grad_norm"] > 0 for row in here)
     assert losses("ray") == here
