@@ -23,8 +23,8 @@ class Archer(PolicyAlgorithm):
 
     One critic says both: V before the turn's first token, and Q after its last one, before the environment replies.
     It learns Q(s, a) <- r + gamma V(s'), equation 1, and V(s) <- Q(s, a) for the answers of the policy, equation 2. The
-    first holds whoever answered, so episodes of earlier steps can teach it (`recipe: archer`). For the second the paper
-    samples more answers; here they are those of the newest episodes.
+    first holds for any policy that answered, so episodes of earlier steps can teach it (`recipe: archer`). For the
+    second the paper samples more answers; here they are those of the newest episodes.
     """
 
     class Config(PolicyLoss):
