@@ -50,7 +50,7 @@ def test_a_critic_is_asked_before_and_after_each_answer_and_at_the_ends() -> Non
         ((1, 2, 5, 3), False, False),
         ((1, 2, 5, 3, 6), False, False),
         ((1, 2, 5, 3, 6, 7), True, False),
-        ((1, 9), False, False),  # a fork begins anew
+        ((1, 9), False, False),  # a fork begins a new sample
         ((1, 9, 8), True, False),
         ((1, 2), False, False),
         ((1, 2, 5), False, False),
