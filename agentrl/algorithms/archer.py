@@ -7,18 +7,17 @@ import numpy as np
 from pydantic import Field
 
 from agentrl.algorithms.advantages import Steps, generalized
-from agentrl.algorithms.policy_loss import PolicyAlgorithm, PolicyLoss, scored
+from agentrl.algorithms.critic_based import CriticBased
 from agentrl.algorithms.turns import after_trajectories, turns_of
 from agentrl.arrays import FloatArray, floats
 from agentrl.batch import TrainBatch
-from agentrl.protocols import Estimate, LossOutput, LossTokens, MemberAdvantage
-from agentrl.trajectory import Group
+from agentrl.protocols import Estimate, LossOutput, LossTokens
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Archer(PolicyAlgorithm):
+class Archer(CriticBased):
     """ArCHer (arXiv:2402.19446): all tokens of a turn have the advantage Q(s, a) - V(s), equation 3.
 
     One critic says both: V before the turn's first token, and Q after its last one, before the environment replies.
@@ -27,7 +26,7 @@ class Archer(PolicyAlgorithm):
     second the paper samples more answers; here they are those of the newest episodes.
     """
 
-    class Config(PolicyLoss):
+    class Config(CriticBased.Config):
         """How turns are credited, and the loss."""
 
         gamma: Annotated[float, Field(ge=0, le=1)] = 0.95
@@ -44,19 +43,6 @@ class Archer(PolicyAlgorithm):
     config: Config
     values_answers = True
     """See `ActorCritic`."""
-
-    @property
-    def bootstraps(self) -> bool:
-        """See `ActorCritic`."""
-        return self.config.truncated == "bootstrap"
-
-    def advantages(self, group: Group) -> Sequence[MemberAdvantage]:
-        """Zeros: `estimate` asks the critic.
-
-        Raises:
-            ValueError: a member has no score.
-        """
-        return [0.0] * len(scored(group))
 
     def estimate(self, batch: TrainBatch, values_N: FloatArray, ends_M: FloatArray) -> Estimate:
         """See `ActorCritic`. Each turn of the batch ends with the token before which the critic values its answer."""

@@ -1,31 +1,29 @@
 """Proximal policy optimisation: advantages from a critic that is trained along with the policy."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 from pydantic import Field
 
 from agentrl.algorithms.advantages import Steps, generalized, whitened
-from agentrl.algorithms.policy_loss import PolicyAlgorithm, PolicyLoss, scored
+from agentrl.algorithms.critic_based import CriticBased
 from agentrl.algorithms.turns import after_trajectories, turns_of
 from agentrl.arrays import FloatArray, floats
 from agentrl.batch import TrainBatch
-from agentrl.protocols import Estimate, LossOutput, LossTokens, MemberAdvantage
-from agentrl.trajectory import Group
+from agentrl.protocols import Estimate, LossOutput, LossTokens
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Ppo(PolicyAlgorithm):
+class Ppo(CriticBased):
     """PPO (arXiv:1707.06347) with generalized advantage estimation over the tokens of each trajectory.
 
     A critic estimates the expected return before each token; a token's advantage is the rise in expected return that it
     causes. So a group may be a single episode. The section `critic` has the critic's settings.
     """
 
-    class Config(PolicyLoss):
+    class Config(CriticBased.Config):
         """How advantages are estimated, and the losses."""
 
         gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
@@ -41,9 +39,6 @@ class Ppo(PolicyAlgorithm):
         critic_lam: Annotated[float, Field(ge=0, le=1)] = 1.0
         """Lambda of the returns that the critic learns."""
 
-        truncated: Literal["bootstrap", "terminal"] = "bootstrap"
-        """What is expected after the end of a truncated episode: what the critic says there, or nothing."""
-
         whiten: bool = True
         """Give the advantages of a batch the mean 0 and the standard deviation 1. Biased by 0.26 of the gradient with 2
         loss tokens in a batch, by 0.005 with 128."""
@@ -52,19 +47,6 @@ class Ppo(PolicyAlgorithm):
         """How far a value may move from the old one before the loss stops pushing it; none: no limit."""
 
     config: Config
-
-    @property
-    def bootstraps(self) -> bool:
-        """See `ActorCritic`."""
-        return self.config.truncated == "bootstrap"
-
-    def advantages(self, group: Group) -> Sequence[MemberAdvantage]:
-        """Zeros: `estimate` finds them from the rewards of the turns.
-
-        Raises:
-            ValueError: a member has no score.
-        """
-        return [0.0] * len(scored(group))
 
     def estimate(self, batch: TrainBatch, values_N: FloatArray, ends_M: FloatArray) -> Estimate:
         """See `ActorCritic`."""
