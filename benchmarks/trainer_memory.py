@@ -109,7 +109,7 @@ def main() -> None:
     device = torch.device(given.device)
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder), given.vocab)
-        config = LocalTrainer.Config(gradient_checkpointing=True)
+        config = LocalTrainer.Config(activation_checkpointing="full")
         model, _ = load_model(TrainerSpec("", config, Path(folder), 1, 1.0), device)
     measured(model, device, 256, 16)  # makes the gradients
     lengths = given.lengths

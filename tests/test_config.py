@@ -174,6 +174,7 @@ def test_groups_of_one_are_refused_where_members_are_compared(path: Path) -> Non
 def test_a_setting_that_is_gone_is_refused_with_what_to_do(path: Path) -> None:
     assert "trainer.row_tokens: no such setting any more" in problem(path, "trainer.row_tokens=128")
     assert "leave it out (see micro_batch_tokens)" in problem(path, "trainer=fsdp", "trainer.row_tokens=128")
+    assert "write activation_checkpointing=full" in problem(path, "trainer.gradient_checkpointing=true")
 
 
 def test_parts_of_episodes_are_refused_where_nothing_says_what_follows_them(path: Path) -> None:

@@ -91,7 +91,7 @@ def load_model(
     check_attention(model)
     if valued:
         _zero_head(model)
-    if spec.config.gradient_checkpointing:
+    if spec.config.activation_checkpointing == "full":
         _without_dropout(model)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()  # checkpointing happens in training mode only

@@ -61,8 +61,8 @@ class TrainerSettings(Settings):
     minibatches: Annotated[int, Field(ge=1)] = 1
     """Optimizer steps per batch, each on its own part of the samples."""
 
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass instead of keeping them."""
+    activation_checkpointing: Literal["none", "full"] = "none"
+    """Activations that are computed again in the backward pass instead of kept: `none`, or all of a layer (`full`)."""
 
     lora: LoraSettings | None = None
     """Train low-rank adapters, and freeze the model's own weights; `lora: {}` is rank 16 in all linear layers."""
@@ -73,6 +73,6 @@ class TrainerSettings(Settings):
             precision="float32" if self.dtype == "float32" else "autocast",
             micro_batch_tokens=self.micro_batch_tokens,
             minibatches=self.minibatches,
-            recompute=self.gradient_checkpointing,
+            recompute=self.activation_checkpointing,
             lora_rank=self.lora.rank if self.lora else 0,
         )

@@ -15,6 +15,10 @@ from agentrl.placement.devices import DeviceKind
 Precision = Literal["float32", "bfloat16", "autocast"]
 """What a trainer computes in: `autocast` keeps float32 weights and casts them for each product."""
 
+Recompute = Literal["none", "selective", "full"]
+"""Which activations a trainer computes again in the backward pass: none; all of a layer except the products of its
+matrices and its attention; or all."""
+
 USABLE = 0.95
 """Usable share of a device's memory: the rest is the driver's, or lost between blocks of the allocator."""
 
@@ -116,14 +120,15 @@ class TrainerLayout:
     gradients too, 3 weights too. `keeps_gathered`: weights are whole from the first pass to the last.
     `accumulates_whole`: gradients of all weights are kept whole until the last micro-batch. `offload`: gradients and
     optimizer, and sharded weights, are in the host's memory. `grows`: whether there can be several ranks. `lora_rank`:
-    the rank of low-rank updates, if only those are trained. `recompute`: activations are computed twice instead of
-    kept. `sleeps`: whether it can release its memory on a GPU.
+    the rank of low-rank updates, if only those are trained. `recompute`: which activations are computed twice instead
+    of kept. `activation_offload`: the inputs of layers are kept in the host's memory. `moment_bytes`: the bytes of each
+    of AdamW's two moments of a parameter. `sleeps`: whether it can release its memory on a GPU.
     """
 
     precision: Precision
     micro_batch_tokens: int
     minibatches: int
-    recompute: bool
+    recompute: Recompute
     ranks: int = 1
     grows: bool = False
     shards: int = 0
@@ -131,6 +136,8 @@ class TrainerLayout:
     accumulates_whole: bool = False
     offload: bool = False
     lora_rank: int = 0
+    activation_offload: bool = False
+    moment_bytes: int = 4
     sleeps: bool = True
 
     @property
@@ -179,14 +186,14 @@ def trainer_footprint(
 ) -> Footprint:
     """The peak memory of one rank of `ranks` while it trains on episodes of at most `longest` tokens.
 
-    Weights, gradients and AdamW's two moments are float32: 4 + 4 + 8 bytes for each trained parameter, each divided by
-    the ranks if it is sharded.
+    Weights and gradients are float32: 4 + 4 bytes for each trained parameter, and `moment_bytes` for each of AdamW's
+    two moments; each is divided by the ranks if it is sharded.
     """
     trained = _trained(facts, layout)
     part = {stage: ranks if layout.shards >= stage else 1 for stage in (1, 2, 3)}
     whole = layout.accumulates_whole and micro_batches > 1 and ranks > 1
     weights, gradients = 4 * facts.parameters // part[3], 4 * trained // part[2]
-    optimizer = 8 * trained // part[1]
+    optimizer = 2 * layout.moment_bytes * trained // part[1]
     parts = {
         "weights": weights,
         "gradients": gradients,
@@ -228,7 +235,7 @@ def _gathered(facts: ModelFacts, layout: TrainerLayout) -> int:
 def activation_bytes(facts: ModelFacts, layout: TrainerLayout, tokens: int) -> int:
     """Bytes that a micro-batch of so many tokens keeps for the backward pass: linear in the sizes (`_SAVED`).
 
-    With `recompute`, only the input of each layer is kept, plus everything of one layer at a time.
+    With full recomputation, only the input of each layer is kept, plus everything of one layer at a time.
     """
     hidden, query, key, mlp = _SAVED[layout.precision]
     heads, kv_heads, norms = _SAVED_OF_HEADS
@@ -239,7 +246,7 @@ def activation_bytes(facts: ModelFacts, layout: TrainerLayout, tokens: int) -> i
         + mlp * facts.mlp
         + norms
     )
-    if not layout.recompute:
+    if layout.recompute != "full":
         return facts.layers * token * tokens
     kept = 4 if layout.precision == "autocast" else layout.number
     return (facts.layers * kept * facts.hidden + token) * tokens

@@ -83,7 +83,7 @@ def _changes(config: RunConfig, inventory: Inventory) -> Iterator[Change]:
     """Settings that save memory, the cheapest first."""
     engine, trainer = layouts(config)
     growing = [n for n in (2, 4, 8, 16, 32, 64) if n <= len(inventory)]
-    yield _setting("trainer", gradient_checkpointing=True)
+    yield _setting("trainer", activation_checkpointing="full")
     yield from (_setting("trainer", micro_batch_tokens=trainer.micro_batch_tokens // n) for n in (2, 4, 8))
     yield _setting("engine", dtype="bfloat16")
     yield _setting("trainer", dtype="bfloat16")

@@ -95,7 +95,7 @@ class Stages:
         attention = 4 * facts.layers * facts.heads * facts.head_dim * work.episode_tokens / 2
         forward = work.tokens * (2 * facts.blocks + attention)
         forward += work.episodes * work.sampled * 2 * facts.embedding
-        passes = 3 + (1 if layout.recompute else 0) + (layout.minibatches - 1) / layout.minibatches
+        passes = 3 + (layout.recompute != "none") + (layout.minibatches - 1) / layout.minibatches
         return (passes * (2 if self.critic else 1) + bool(self.critic) + bool(self.reference)) * forward
 
     def train(self, work: Workload, devices: DeviceMap) -> TrainSeconds:

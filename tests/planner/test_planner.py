@@ -212,7 +212,7 @@ def test_auto_takes_the_fastest_of_the_maps_that_fit_and_says_so() -> None:
 
 
 def test_training_flop_are_six_for_each_weight_and_token() -> None:
-    chosen = config("colocated_8gpu", "trainer.gradient_checkpointing=false")
+    chosen = config("colocated_8gpu", "trainer.activation_checkpointing=none")
     facts = model_of(chosen)
     work = workload(chosen.rollout, chosen.simulation)
     everything_sampled = replace(work, sampled=2.0, observed=0.0)  # attention to one token adds next to nothing

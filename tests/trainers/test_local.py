@@ -106,20 +106,20 @@ def test_the_contract_notices_a_trainer_that_forgets_its_optimizer(shallow_model
         asyncio.run(check_resume(make, shallow_model_dir, tmp_path))
 
 
-def test_gradient_checkpointing_computes_twice_and_changes_no_bit(
+def test_activation_checkpointing_computes_twice_and_changes_no_bit(
     shallow_model_dir: Path, batches: list[TrainBatch]
 ) -> None:
-    async def train(checkpointing: bool) -> tuple[str, int]:
+    async def train(checkpointing: str) -> tuple[str, int]:
         calls: list[None] = []
         case = TrainerCase(micro_batch_tokens=10**6)
-        async with make_trainer(shallow_model_dir, case, gradient_checkpointing=checkpointing) as trainer:
+        async with make_trainer(shallow_model_dir, case, activation_checkpointing=checkpointing) as trainer:
             first_layer = trainer._ranks.workers[0].made.sharding.model.model.base_model.layers[0].mlp
             first_layer.register_forward_pre_hook(lambda *_: calls.append(None))
             await trainer.step(batches[0], LOSS, 100.0)
             return checksum(await trainer.weights()), len(calls)
 
-    plain, once = asyncio.run(train(False))
-    checkpointed, twice = asyncio.run(train(True))
+    plain, once = asyncio.run(train("none"))
+    checkpointed, twice = asyncio.run(train("full"))
     assert (once, twice) == (1, 2)
     assert plain == checkpointed
 

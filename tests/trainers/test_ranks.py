@@ -97,13 +97,13 @@ KINDS: dict[str, tuple[type[GroupTrainer], dict[str, Any]]] = {
 LORA = {"rank": 4, "alpha": 8.0}
 OPTIONS: dict[str, tuple[type[GroupTrainer], dict[str, Any]]] = {
     "fsdp, offloaded": (FsdpTrainer, {"world_size": RANKS, "cpu_offload": True}),
-    "fsdp, recomputing": (FsdpTrainer, {"world_size": RANKS, "gradient_checkpointing": True}),
+    "fsdp, recomputing": (FsdpTrainer, {"world_size": RANKS, "activation_checkpointing": "full"}),
     "fsdp, adapters": (FsdpTrainer, {"world_size": RANKS, "lora": LORA}),
     "ZeRO 2, offloaded": (DeepSpeedTrainer, {"world_size": RANKS, "zero_stage": 2, "offload": True}),
     "ZeRO 2, adapters": (DeepSpeedTrainer, {"world_size": RANKS, "zero_stage": 2, "lora": LORA}),
     "ZeRO 3, offloaded, recomputing": (
         DeepSpeedTrainer,
-        {"world_size": RANKS, "zero_stage": 3, "offload": True, "gradient_checkpointing": True},
+        {"world_size": RANKS, "zero_stage": 3, "offload": True, "activation_checkpointing": "full"},
     ),
     "ZeRO 3, adapters": (DeepSpeedTrainer, {"world_size": RANKS, "zero_stage": 3, "lora": LORA}),
 }
