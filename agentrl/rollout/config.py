@@ -2,7 +2,7 @@
 
 from typing import Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from agentrl.flow import Retries
 from agentrl.hosting.host import EnvDeadlines
@@ -11,27 +11,48 @@ from agentrl.rollout.context import FULL, Context
 from agentrl.rollout.staleness import STALENESS_RULES, StalenessRuleName
 from agentrl.scoring.rule_pool import RulePoolConfig
 
+SECONDS_PER_SAMPLED_TOKEN = 0.2
+"""Slower engines count as hanging: those of full batches sample ten times as fast."""
+
 
 class Deadlines(EnvDeadlines):
     """Seconds of loop time that each phase may take before it counts as failed."""
 
     generate: float = Field(120.0, gt=0)
-    """One completion, including its wait for a place in the batch."""
+    """One completion, including its wait for a place in the batch. By default 120, and 0.2 for each token that it may
+    have (`rollout.sampling.max_tokens`)."""
     score: float = Field(600.0, gt=0)
     """A teacher's logprobs of one sample, including its wait for others (`recipe: distill`)."""
-    train: float = Field(3600.0, gt=0)
-    """One call of the trainer: a step, its weights, a checkpoint. A missed deadline ends the run."""
+    train: float | None = Field(None, gt=0)
+    """One call of the trainer: a step, its weights, a checkpoint. A missed deadline ends the run. By default 3600, and
+    0.01 for each token of the batch."""
     reward: float = Field(60.0, gt=0)
     """One part of the reward scoring one trajectory, or one group."""
     episode: float = Field(900.0, gt=0)
-    """A whole episode."""
+    """A whole episode. By default 900, and 0.2 for each token that it may sample in `rollout.max_turns` turns."""
     group: float = Field(7200.0, gt=0)
-    """A whole group, including the episodes that are played again."""
+    """A whole group, including the episodes that are played again. By default 7200, and at least two episodes."""
     outage: float = Field(600.0, ge=0)
     """How long episodes wait for a server of environments that cannot be reached. Until then these failures count in no
     retry budget, and the deadline of a group stands still."""
     stall: float = Field(1200.0, gt=0)
-    """How long the run may make no progress at all before it is ended; must exceed every phase of an episode."""
+    """How long the run may make no progress at all before it is ended; must exceed every phase of an episode. By
+    default 1200, and at least twice the longest phase."""
+
+    def for_answers(self, tokens: int, turns: int) -> "Deadlines":
+        """The same, with more time for long answers where the settings say nothing.
+
+        Raises:
+            ValueError: a deadline that the settings give is too short for the others.
+        """
+        given = {name: getattr(self, name) for name in self.model_fields_set}
+        more = {
+            "generate": self.generate + SECONDS_PER_SAMPLED_TOKEN * tokens,
+            "episode": self.episode + SECONDS_PER_SAMPLED_TOKEN * tokens * turns,
+        } | given
+        longest = max(self.reset, self.step, self.tool, more["generate"], self.reward)
+        more = {"group": max(self.group, 2 * more["episode"]), "stall": max(self.stall, 2 * longest)} | more
+        return Deadlines.model_validate({**self.model_dump(), **more})
 
     @model_validator(mode="after")
     def _a_stall_is_longer_than_a_phase(self) -> Self:
@@ -74,7 +95,7 @@ class RolloutConfig(Settings):
     max_filtered_per_step: int = Field(256, ge=0)
     """Groups that may be filtered for one batch before the run ends with an error."""
     sampling: SamplingParams = SamplingParams()
-    deadlines: Deadlines = Deadlines()
+    deadlines: Deadlines = Field(Deadlines(), validate_default=True)
     rules: RulePoolConfig = RulePoolConfig()
 
     def oldest_trained(self, step: int) -> int:
@@ -89,6 +110,13 @@ class RolloutConfig(Settings):
                 "filter_zero_variance out"
             )
         return self
+
+    @field_validator("deadlines")
+    @classmethod
+    def _long_answers_take_longer(cls, deadlines: Deadlines, made: ValidationInfo) -> Deadlines:
+        if not {"sampling", "max_turns"} <= made.data.keys():  # they are wrong, which is an error already
+            return deadlines
+        return deadlines.for_answers(made.data["sampling"].max_tokens, made.data["max_turns"])
 
     @field_validator("sampling")
     @classmethod
