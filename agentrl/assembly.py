@@ -520,7 +520,11 @@ def make_trainer(
     chosen: Component = getattr(config, role)
     if unknown := settings.keys() - type(chosen.settings).model_fields.keys():
         raise ConfigError(f"the {role} {chosen.name!r} has no setting {', '.join(sorted(unknown))}")
-    made: Trainer = replace(chosen, settings=chosen.settings.model_copy(update=settings)).make(
+    own = chosen.settings.model_copy(update=settings)
+    context: int | None = getattr(config.engine.settings, "max_context", None)
+    if context is not None and hasattr(own, "within"):
+        own = own.within(context)
+    made: Trainer = replace(chosen, settings=own).make(
         model,
         total_steps=config.steps if steps is None else steps,
         temperature=config.rollout.sampling.temperature,

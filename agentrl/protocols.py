@@ -617,13 +617,13 @@ class Recovery:
     """How a trainer recovers when its ranks die: its keyword argument `recovery`.
 
     `latest` returns the run's newest checkpoint, if any; restarted ranks load it, as `load` does. `restarts`: how often
-    ranks may be restarted without a step between. `deadline`: seconds per call. A call that takes longer ends the run:
-    its ranks are alive, so a restart would not help.
+    ranks may be restarted without a step between. `deadline`: seconds per call; by default the trainer allows more for
+    more tokens. A call that takes longer ends the run: its ranks are alive, so a restart would not help.
     """
 
     latest: LatestCheckpoint = lambda: None
     restarts: int = 8
-    deadline: float = 3600.0
+    deadline: float | None = None
 
 
 class Trainer(Protocol):

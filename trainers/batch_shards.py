@@ -27,7 +27,7 @@ def shard_batch(
         ValueError: the batch has no loss token.
     """
     by_minibatch = [
-        _shard_minibatch(micro_batches(part, settings.micro_batch_tokens, parts=ranks), ranks, attention)
+        _shard_minibatch(micro_batches(part, settings.tokens_at_once, parts=ranks), ranks, attention)
         for part in minibatches_of(batch, minibatches)
         if part.num_loss_tokens
     ]

@@ -34,7 +34,7 @@ class FsdpTrainer(GroupTrainer):
             """See `TrainerSettings.layout`. Weights are cast before they are gathered."""
             return replace(
                 super().layout(),
-                precision=self.dtype,
+                precision=self.dtype or "float32",
                 ranks=self.world_size,
                 grows=True,
                 shards=3,

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from agentrl.trainers.checkpoint import kept_by_another, save_state
 from agentrl.trainers.forward import DeviceMicroBatch
-from agentrl.trainers.model import Predictor, load_model
+from agentrl.trainers.model import Predictor, in_bfloat16, load_model
 from agentrl.trainers.optimizer import adamw, apply, move
 from agentrl.trainers.process_group import join, max_of_ranks, sum_of_ranks
 from agentrl.trainers.spec import RankInfo, TrainerSpec
@@ -40,14 +40,14 @@ def open_sharding(spec: TrainerSpec, rank_info: RankInfo) -> "FullyShard":
     device = join(rank_info)
     model, trainable = load_model(spec, device)
     _shard(model, config, device, rank_info.world_size)
-    optimizer = adamw(model, config, foreach=True)
+    optimizer = adamw(model, config)
     home = torch.device("cpu") if config.cpu_offload else device
     return FullyShard(rank_info.rank, device, home, model, trainable, optimizer, config.keep_gradients)
 
 
 def _shard(model: Predictor, config: "FsdpTrainer.Config", device: torch.device, world_size: int) -> None:
     """Shard each block of the model alone, and the rest (embeddings, head) together, so that tied weights stay tied."""
-    low = config.dtype == "bfloat16"
+    low = in_bfloat16(config, device)
     options: dict[str, Any] = {
         "mesh": init_device_mesh(device.type, (world_size,)),
         "mp_policy": MixedPrecisionPolicy(

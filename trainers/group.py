@@ -1,6 +1,7 @@
 """A trainer whose ranks are workers: it cuts each batch into shards for them, and restarts them when one dies."""
 
 import asyncio
+import json
 import logging
 import math
 import shutil
@@ -18,7 +19,7 @@ from agentrl.placement.footprint import model_facts
 from agentrl.protocols import Loss, Recovery
 from agentrl.trainers.batch_shards import gather, shard_batch
 from agentrl.trainers.replay import ReplayLog, TrainingStep
-from agentrl.trainers.settings import TrainerSettings
+from agentrl.trainers.settings import MOST_TOKENS, TrainerSettings
 from agentrl.trainers.spec import Head, TrainerSpec
 from agentrl.weights.bundle import BundlePlace, WeightBundle
 
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+_CALL_SECONDS = 3600.0
+"""How long a call may take, besides the time for its tokens."""
+_SECONDS_PER_TOKEN = 0.01
+"""Ranks that train slower count as hanging."""
 _LEAVE_SECONDS = 5.0
 """How long the ranks may take to disconnect and free their memory before they are stopped."""
 
@@ -67,7 +72,7 @@ class GroupTrainer:
     ) -> None:
         if temperature <= 0:
             raise ConfigError(f"cannot train on samples of temperature {temperature}: greedy choices have no gradient")
-        self.config = config
+        self.config = config = config.within(longest_sample(model))
         self._spec = TrainerSpec(self.sharding, config, model, total_steps, temperature, head)
         self._role = role
         self._start = start
@@ -110,7 +115,7 @@ class GroupTrainer:
                 "a sampled token, and a normalizer above zero"
             )
         step = TrainingStep(batch, loss, normalizer)
-        metrics = await self._ask(lambda ranks: self._make(ranks, step))
+        metrics = await self._ask(lambda ranks: self._make(ranks, step), len(batch.tokens_S))
         self._log.record(step)
         self._restarts_left = self._recovery.restarts
         return metrics
@@ -125,7 +130,7 @@ class GroupTrainer:
             predictions = await ranks.scatter("predict", [(shard,) for shard in shards])
             return await asyncio.to_thread(gather, batch, shards, predictions)
 
-        return await self._ask(predict)
+        return await self._ask(predict, len(batch.tokens_S))
 
     async def weights(self) -> Mapping[str, "Tensor"]:
         """The whole float32 weights; tied weights only under their first name.
@@ -198,13 +203,17 @@ class GroupTrainer:
             "tokens": float(sum(one.tokens for shard in shards for part in shard for one in part if one.counts)),
         }
 
-    async def _ask(self, call: Callable[[WorkerGroup], Awaitable[T]]) -> T:
-        """Make a call to the ranks, and return their answer. If ranks die, restart all of them and call again."""
+    async def _ask(self, call: Callable[[WorkerGroup], Awaitable[T]], tokens: int = 0) -> T:
+        """Make a call about so many tokens to the ranks, and return their answer.
+
+        If ranks die, restart all of them and call again.
+        """
+        seconds = self._recovery.deadline or _CALL_SECONDS + _SECONDS_PER_TOKEN * tokens
         if not self._running:
             raise AgentRLError("the trainer is not running: use it inside `async with trainer:`")
         while True:
             try:
-                async with asyncio.timeout(self._recovery.deadline):
+                async with asyncio.timeout(seconds):
                     return await call(self._ranks or await self._begin())
             except WorkerDiedError as error:
                 if _is_cancelled():  # the ranks may have died because the run is ending
@@ -216,7 +225,7 @@ class GroupTrainer:
                 await self._leave(error)
             except TimeoutError as error:
                 raise StallError(
-                    f"the {self._role} did not answer within {self._recovery.deadline:g} s (rollout.deadlines.train), "
+                    f"the {self._role} did not answer within {seconds:g} s (rollout.deadlines.train), "
                     "and none of its ranks is dead: give it more time, or smaller batches"
                 ) from error
 
@@ -247,6 +256,16 @@ class GroupTrainer:
                 async with asyncio.timeout(_LEAVE_SECONDS):
                     await ranks.all("close")
         await ranks.stop()
+
+
+def longest_sample(model: Path) -> int:
+    """Most tokens of a sample of the model in a folder, by its config; `MOST_TOKENS` if it says nothing."""
+    try:
+        config = json.loads((model / "config.json").read_text())
+    except FileNotFoundError:
+        return MOST_TOKENS  # the ranks say what is missing
+    positions = config.get("text_config", config).get("max_position_embeddings")
+    return int(positions or MOST_TOKENS)
 
 
 def attention_share(model: Path) -> float:

@@ -21,6 +21,8 @@ from agentrl.trainers.forward import (
     token_values,
 )
 from agentrl.trainers.lora import Adapters
+from agentrl.trainers.recomputation import recompute_blocks
+from agentrl.trainers.settings import TrainerSettings
 from agentrl.trainers.spec import TrainerSpec
 from agentrl.trainers.trainable import AllWeights, TrainableParameters
 
@@ -66,6 +68,13 @@ class ValuePredictor(Predictor):
         return token_values(self.model, samples)
 
 
+def in_bfloat16(settings: TrainerSettings, device: torch.device) -> bool:
+    """Whether a trainer computes in bfloat16 on this device: by its settings, else wherever a GPU has it."""
+    if settings.dtype is not None:
+        return settings.dtype == "bfloat16"
+    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 def load_model(
     spec: TrainerSpec, device: torch.device, *, autocast: bool = False
 ) -> tuple[Predictor, TrainableParameters]:
@@ -91,10 +100,8 @@ def load_model(
     check_attention(model)
     if valued:
         _zero_head(model)
-    if spec.config.activation_checkpointing == "full":
-        _without_dropout(model)
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.train()  # checkpointing happens in training mode only
+    how = spec.config.recomputed(sum(parameter.numel() for parameter in model.parameters()))
+    recompute_blocks(model, how, offload=spec.config.activation_offload)
     lora = spec.config.lora
     trainable = AllWeights.of(model, folder) if lora is None else Adapters.add(model, folder, lora)
     predictor = (
@@ -114,11 +121,3 @@ def _zero_head(model: Any) -> None:
         )
     for parameter in head.parameters():
         nn.init.zeros_(parameter)
-
-
-def _without_dropout(model: Any) -> None:
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        if hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.0

@@ -11,7 +11,7 @@ from torch import Tensor
 from agentrl.errors import ConfigError
 from agentrl.trainers.checkpoint import kept_by_another, save_state
 from agentrl.trainers.forward import DeviceMicroBatch
-from agentrl.trainers.model import Predictor, load_model
+from agentrl.trainers.model import Predictor, in_bfloat16, load_model
 from agentrl.trainers.optimizer import adamw, apply, move
 from agentrl.trainers.spec import RankInfo, TrainerSpec
 from agentrl.trainers.trainable import TrainableParameters, trainable_tensors
@@ -24,8 +24,8 @@ def open_sharding(spec: TrainerSpec, rank_info: RankInfo) -> "OneDevice":
     """Load the model and make the optimizer."""
     config = cast("LocalTrainer.Config", spec.config)
     device = device_named(config.device)
-    model, trainable = load_model(spec, device, autocast=config.dtype == "bfloat16")
-    optimizer = adamw(model, config, fused=True)
+    model, trainable = load_model(spec, device, autocast=in_bfloat16(config, device))
+    optimizer = adamw(model, config)
     return OneDevice(device, model, trainable, optimizer)
 
 

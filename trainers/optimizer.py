@@ -9,15 +9,19 @@ from torch import nn
 from agentrl.trainers.settings import TrainerSettings
 
 
-def adamw(module: nn.Module, settings: TrainerSettings, **kernel: bool) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters. Matrices decay, norms and biases do not. `kernel` chooses torch's kernel."""
+def adamw(module: nn.Module, settings: TrainerSettings) -> torch.optim.AdamW:
+    """AdamW over the trainable parameters. Matrices decay, norms and biases do not.
+
+    Its fused kernel takes each parameter once, on CPUs, GPUs and over shards. Others keep results between their steps,
+    which together are as large as the parameters.
+    """
     parameters = [p for p in module.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, **kernel)
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
 
 
 def move(module: nn.Module, optimizer: torch.optim.AdamW, device: torch.device) -> None:

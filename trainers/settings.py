@@ -1,11 +1,16 @@
 """The settings of every trainer: the optimizer, its schedule, and how a batch is cut up."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field
 
-from agentrl.placement.footprint import TrainerLayout
+from agentrl.placement.footprint import Recompute, TrainerLayout
 from agentrl.protocols import Settings
+
+LARGE = 10**9
+"""Parameters of a model whose activations are computed again by default."""
+MOST_TOKENS = 16_384
+"""Most tokens of a micro-batch by default."""
 
 
 class LoraSettings(Settings):
@@ -51,28 +56,60 @@ class TrainerSettings(Settings):
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
     """The learning rate at the end of the cosine, as a share of `lr`."""
 
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of the computation. Weights, gradients and optimizer are float32 either way."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Precision of the computation. Weights, gradients and optimizer are float32 either way. By default bfloat16 on
+    GPUs that have it, and float32 on CPUs."""
 
-    micro_batch_tokens: Annotated[int, Field(ge=2)] = 4096
+    micro_batch_tokens: Annotated[int, Field(ge=2)] | None = None
     """Tokens that go through the model at once, as samples end to end; attention never crosses from one to another. A
-    longer sample goes alone. Changes memory and speed, not the result."""
+    longer sample goes alone. Changes memory and speed, not the result. By default as many as the longest context of the
+    engine, at most 16,384."""
 
     minibatches: Annotated[int, Field(ge=1)] = 1
     """Optimizer steps per batch, each on its own part of the samples."""
 
-    activation_checkpointing: Literal["none", "full"] = "none"
-    """Activations that are computed again in the backward pass instead of kept: `none`, or all of a layer (`full`)."""
+    activation_checkpointing: Recompute | None = None
+    """Activations that are computed again in the backward pass instead of kept: `none`; all of a layer except its
+    matrix products and its attention (`selective`); or all except its inputs (`full`). By default `full` for models of
+    a billion parameters or more, and with `activation_offload`; otherwise `none`."""
+
+    activation_offload: bool = False
+    """Keep the inputs of layers, which are there to compute the rest again, in CPU memory, if the devices are GPUs."""
 
     lora: LoraSettings | None = None
     """Train low-rank adapters, and freeze the model's own weights; `lora: {}` is rank 16 in all linear layers."""
 
+    @property
+    def tokens_at_once(self) -> int:
+        """Tokens of a micro-batch."""
+        return self.micro_batch_tokens or MOST_TOKENS
+
+    def within(self, context: int) -> Self:
+        """The same, with micro-batches for samples of up to `context` tokens where the settings say nothing."""
+        chosen = self.micro_batch_tokens or max(2, min(context, MOST_TOKENS))
+        return self.model_copy(update={"micro_batch_tokens": chosen})
+
+    def chosen(self, *, parameters: int, context: int, gpu: bool) -> Self:
+        """The same, with what is chosen by the model and its devices, for a plan before the run."""
+        return self.within(context).model_copy(
+            update={
+                "dtype": self.dtype or ("bfloat16" if gpu else "float32"),
+                "activation_checkpointing": self.recomputed(parameters),
+            }
+        )
+
+    def recomputed(self, parameters: int) -> Recompute:
+        """What a model of so many parameters computes again."""
+        large = self.activation_offload or parameters >= LARGE
+        return self.activation_checkpointing or ("full" if large else "none")
+
     def layout(self) -> TrainerLayout:
         """How the trainer is divided over its ranks, to estimate memory and time before a run."""
         return TrainerLayout(
-            precision="float32" if self.dtype == "float32" else "autocast",
-            micro_batch_tokens=self.micro_batch_tokens,
+            precision="autocast" if self.dtype == "bfloat16" else "float32",
+            micro_batch_tokens=self.tokens_at_once,
             minibatches=self.minibatches,
-            recompute=self.activation_checkpointing,
+            recompute=self.activation_checkpointing or "none",
+            activation_offload=self.activation_offload,
             lora_rank=self.lora.rank if self.lora else 0,
         )

@@ -16,7 +16,7 @@ from torch import Tensor
 from agentrl.errors import ConfigError
 from agentrl.trainers.checkpoint import kept_by_another, save_state
 from agentrl.trainers.forward import DeviceMicroBatch
-from agentrl.trainers.model import load_model
+from agentrl.trainers.model import in_bfloat16, load_model
 from agentrl.trainers.optimizer import adamw
 from agentrl.trainers.process_group import join, max_of_ranks, sum_of_ranks
 from agentrl.trainers.spec import RankInfo, TrainerSpec
@@ -35,7 +35,7 @@ def open_sharding(spec: TrainerSpec, rank_info: RankInfo) -> "Zero":
     deepspeed = _deepspeed()
     device = join(rank_info)
     os.environ["LOCAL_RANK"] = str(device.index or 0)
-    model, trainable = load_model(spec, device, autocast=config.dtype == "bfloat16")
+    model, trainable = load_model(spec, device, autocast=in_bfloat16(config, device))
     deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
     engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model, config), config=_settings(config))
     return Zero(rank_info, device, engine, trainable)

@@ -5,7 +5,7 @@ from agentrl.errors import ConfigError
 from agentrl.placement.devices import GIB, Inventory, visible
 from agentrl.placement.footprint import USABLE, trainer_footprint
 from agentrl.planner.advice import what_fits
-from agentrl.planner.run_facts import layouts, model_of, placement_request_of
+from agentrl.planner.run_facts import layouts, model_of, placement_request_of, with_defaults
 
 
 def check_placement(config: RunConfig, inventory: Inventory | None = None) -> None:
@@ -31,8 +31,9 @@ def check_placement(config: RunConfig, inventory: Inventory | None = None) -> No
 
 
 def _check_memory(config: RunConfig, inventory: Inventory) -> None:
-    facts, (engine, trainer), request = model_of(config), layouts(config), placement_request_of(config)
-    kind = inventory.kind
+    facts, kind = model_of(config), inventory.kind
+    config = with_defaults(config, facts, gpu=kind.is_gpu)
+    (engine, trainer), request = layouts(config), placement_request_of(config)
     size = trainer_footprint(facts, trainer, request.ranks)
     held = sum(size.parts.get(part, 0) for part in ("weights", "gradients", "optimizer"))
     held = held * request.ranks + (0 if kind.is_gpu else size.host * request.ranks)

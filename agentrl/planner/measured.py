@@ -13,7 +13,7 @@ from agentrl.errors import ConfigError
 from agentrl.observe.metrics import MetricsFile
 from agentrl.placement.device_map import DeviceMap, device_maps
 from agentrl.placement.devices import Inventory
-from agentrl.planner.run_facts import model_of, placement_request_of, stages_of
+from agentrl.planner.run_facts import model_of, placement_request_of, stages_of, with_defaults
 from agentrl.simulate.latency import Constant
 from agentrl.simulate.stages import Stages, Workload, workload
 from agentrl.simulate.world import World
@@ -66,7 +66,8 @@ def with_measured(config: RunConfig, found: Measured, inventory: Inventory) -> R
     Raises:
         ConfigError: the run's own placement is not possible on such devices.
     """
-    stages = stages_of(found.config, model_of(found.config))
+    facts = model_of(found.config)
+    stages = stages_of(with_defaults(found.config, facts, gpu=inventory.kind.is_gpu), facts)
     devices = device_maps(found.config.placement, placement_request_of(found.config), inventory)[0]
     was = found.config.placement.assume
     assume = was.model_copy(

@@ -16,7 +16,7 @@ from agentrl.placement.devices import Inventory
 from agentrl.placement.footprint import ModelFacts
 from agentrl.planner.advice import what_fits
 from agentrl.planner.memory import DeviceLoad, loads, overfull, problems
-from agentrl.planner.run_facts import placement_request_of, stages_of
+from agentrl.planner.run_facts import placement_request_of, stages_of, with_defaults
 from agentrl.simulate.stages import Stages, Workload, workload
 from agentrl.simulate.world import World
 
@@ -75,6 +75,7 @@ def make_plan(config: RunConfig, inventory: Inventory, facts: ModelFacts) -> Pla
     Raises:
         ConfigError: none fits; says what is missing where, and which settings would fit.
     """
+    config = with_defaults(config, facts, gpu=inventory.kind.is_gpu)
     stages, work = stages_of(config, facts), workload(config.rollout, config.simulation)
     looked_at = [
         _looked_at(config, stages, work, devices)

@@ -1,5 +1,6 @@
 """Reads from a run's config what a plan needs: the model, the stages, and the requested placement."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,18 @@ def model_of(config: RunConfig) -> ModelFacts:
     """
     name = config.model.name
     return facts_of(model_config(SIZES[name]), name) if name in SIZES else model_facts(Path(name))
+
+
+def with_defaults(config: RunConfig, facts: ModelFacts, *, gpu: bool) -> RunConfig:
+    """The config with what its trainers choose by the model and the devices, where the settings say nothing."""
+    context = min(getattr(config.engine.settings, "max_context", None) or facts.max_positions, facts.max_positions)
+    sections = {}
+    for section in ("trainer", "reference", "critic"):
+        component: Component | None = getattr(config, section)
+        if component is not None and hasattr(component.settings, "chosen"):
+            settings = component.settings.chosen(parameters=facts.parameters, context=context, gpu=gpu)
+            sections[section] = replace(component, settings=settings)
+    return config.model_copy(update=sections)
 
 
 def stages_of(config: RunConfig, facts: ModelFacts) -> Stages:

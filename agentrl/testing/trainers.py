@@ -51,7 +51,8 @@ class TrainerCase:
     def settings(self) -> dict[str, Any]:
         """The settings that are fields of `TrainerSettings`."""
         given = asdict(self)
-        return {name: given[name] for name in given if name not in ("temperature", "total_steps")}
+        fields = {name: given[name] for name in given if name not in ("temperature", "total_steps")}
+        return {"dtype": "float32", **fields}
 
 
 MakeTrainer = Callable[[Path, TrainerCase], Trainer]

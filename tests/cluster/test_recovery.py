@@ -185,6 +185,19 @@ def test_a_trainer_that_does_not_answer_ends_the_run_at_its_deadline() -> None:
         run_virtual(main)
 
 
+@pytest.mark.parametrize(("tokens", "limit", "given"), [(0, 3600, None), (10**6, 13_600, None), (10**6, 60, 60.0)])
+def test_a_call_may_take_longer_the_more_tokens_it_is_about_unless_a_deadline_is_given(
+    tokens: int, limit: float, given: float | None
+) -> None:
+    async def main(seconds: float) -> None:
+        async with trainer_over(lambda: Mortal([], [0]), deadline=given) as trainer:
+            await trainer._ask(lambda _: asyncio.sleep(seconds), tokens)
+
+    run_virtual(lambda: main(limit - 1))
+    with pytest.raises(StallError, match=rf"{limit} s \(rollout.deadlines.train\)"):
+        run_virtual(lambda: main(limit + 1))
+
+
 def test_ranks_that_die_while_the_run_is_stopped_are_not_started_again() -> None:
     class Deaf(Mortal):
         async def call(self, method: str, *args: Any) -> Any:

@@ -35,6 +35,7 @@ from agentrl.trainers.forward import DeviceMicroBatch, compute_logprobs_in, toke
 from agentrl.trainers.fsdp import FsdpTrainer
 from agentrl.trainers.local import LocalTrainer
 from agentrl.trainers.logprobs import Scaling
+from agentrl.trainers.recomputation import recompute_blocks
 
 SHAPES = Path(__file__).parents[2] / "examples" / "shapes"
 
@@ -139,8 +140,7 @@ def kept_bytes(folder: Path, layers: int, tokens: int, layout: TrainerLayout) ->
     dtype = torch.bfloat16 if layout.precision == "bfloat16" else torch.float32
     model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=dtype)
     if layout.recompute == "full":
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.train()
+        recompute_blocks(model, "full")
     segments = Segments.of([tokens], torch.device("cpu"))
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=layout.precision == "autocast")
     with saved(model) as kept, autocast:

@@ -17,6 +17,7 @@ from agentrl.trainers import attention
 from agentrl.trainers.attention import ATTENTION, SIMILAR, Segments
 from agentrl.trainers.forward import compute_logprobs_in, scaling_of, to_device, token_logprobs
 from agentrl.trainers.packing import MicroBatch
+from agentrl.trainers.recomputation import recompute_blocks
 
 SMALL = {
     "vocab_size": 60,
@@ -102,8 +103,7 @@ def test_packed_samples_have_the_logprobs_and_gradients_that_each_has_alone(fami
 
 def test_checkpointed_layers_give_the_same_gradients():
     (_, one), (_, other) = models("Qwen3Config"), models("Qwen3Config")
-    other.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    other.train()
+    recompute_blocks(other, "full")
     for model in (one, other):
         compute_logprobs_in(model.get_output_embeddings(), scaling_of(model, TEMPERATURE))
         token_logprobs(model, to_device(micro_batch(), torch.device("cpu"))).sum().backward()

@@ -39,11 +39,7 @@ from agentrl.weights.publisher import checksum
 
 
 def make_trainer(model: Path, case: TrainerCase, **settings: Any) -> LocalTrainer:
-    config = LocalTrainer.Config(
-        **case.settings,
-        device="cpu",
-        **settings,
-    )
+    config = LocalTrainer.Config(**{**case.settings, "device": "cpu", **settings})
     return LocalTrainer(config, model, total_steps=case.total_steps, temperature=case.temperature)
 
 
