@@ -404,6 +404,7 @@ async def open_cluster(config: RunConfig) -> AsyncIterator[PlacedCluster]:
     Raises:
         ConfigError: there is no such cluster, or nothing fits on its devices.
     """
+    config = _trusting(config)
     made: Cluster = config.cluster.make()
     async with made as cluster:
         inventory = None if config.placement.name == "local" else cluster.gpus()
@@ -451,15 +452,28 @@ def _time_sharing(
     )
 
 
+def _trusting(config: RunConfig) -> RunConfig:
+    """The config whose engine and trainers may run the code that comes with the model, if the user has written that."""
+    if not config.model.trust_remote_code:
+        return config
+    settings = {"trust_remote_code": True}
+    return _with_settings(config, dict.fromkeys(("engine", "trainer", "reference", "critic"), settings))
+
+
 def _on_devices(config: RunConfig, devices: DeviceMap) -> RunConfig:
     """The config with the settings that follow from a device map."""
     ranks = {"world_size": len(devices.of("trainer"))}
-    wanted = {
+    wanted: dict[str, dict[str, Any]] = {
         "engine": {"tensor_parallel": devices.tensor_parallel()},
         "trainer": ranks,
         "reference": ranks,
         "critic": ranks,
     }
+    return _with_settings(config, wanted)
+
+
+def _with_settings(config: RunConfig, wanted: Mapping[str, Mapping[str, Any]]) -> RunConfig:
+    """The config with `wanted` settings of its sections, as far as they have them."""
     sections = {}
     for section, settings in wanted.items():
         chosen = getattr(config, section)

@@ -24,6 +24,7 @@ from agentrl.config import LoadedConfig, load_config
 from agentrl.errors import AgentRLError, ConfigError, ConformanceError, StorageError
 from agentrl.flow import run_steadily
 from agentrl.hosting.interpreter import cache_folder
+from agentrl.model_source import model_folder
 from agentrl.observe import ledger_report
 from agentrl.protocols import Isolation
 from agentrl.rollout.ledger import LedgerReader, read_ledger
@@ -253,12 +254,10 @@ def _model_to_evaluate(run: Path, loaded: LoadedConfig, step: str) -> Path:
         return _checkpoint_of(run, step)
     if step != "latest":
         raise ConfigError(f"{run} is a config, not a run, so there is no checkpoint to choose: leave out --step")
-    folder = Path(loaded.config.model.name)
-    if not (folder / "config.json").exists():
-        raise ConfigError(
-            f"model.name: {str(folder)!r} is not a folder with a Hugging Face model; give a run, or model=FOLDER"
-        )
-    return folder
+    model = loaded.config.model
+    if model.name in SIZES:
+        raise ConfigError(f"model.name: {model.name!r} is made at a run's start; give a run, or model=FOLDER")
+    return model_folder(model.name, model.revision)
 
 
 @app.command("export")

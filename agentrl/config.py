@@ -118,7 +118,11 @@ class ModelConfig(RendererConfig):
     """Which model to train, and how its conversations become tokens."""
 
     name: str = "tiny"
-    """The folder of a Hugging Face model, or `tiny` or `small`, which are randomly initialised at the start."""
+    """The folder of a Hugging Face model, or the id of a model on the hub (`Qwen/Qwen3-8B`), or `tiny` or `small`,
+    which are randomly initialised at the start. An existing folder comes first."""
+    revision: str | None = None
+    """Branch, tag or commit of a model on the hub; by default its newest. A run stays with the commit that it began
+    with."""
 
 
 class EvaluationConfig(Settings):

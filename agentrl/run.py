@@ -6,6 +6,7 @@ runs/NAME/
   ledger.sqlite      the fate of every task and episode
   trajectories/      step_000000.parquet ...
   checkpoints/       step_000010/ ... (each a Hugging Face folder with the optimizer beside it)
+  model_commit       the commit of a model that was taken from the hub
   demonstrations/    the model after supervised play, where the config asks for it
   reward_model/      the model that the recipe reward_model has trained
   iterations/        the model, the pairs and the lineage of each iteration of the recipe iterative_dpo
@@ -36,6 +37,7 @@ from agentrl.config import LoadedConfig, RunConfig, load_config
 from agentrl.durable import unfinished, write_whole
 from agentrl.errors import ConfigError
 from agentrl.flow import run_to_completion
+from agentrl.model_source import check_architecture, commit_of, description_folder, model_folder
 from agentrl.observe.curve import draw_curve
 from agentrl.observe.metrics import MetricsFile, rollout_metrics
 from agentrl.observe.progress import ProgressDisplay
@@ -45,12 +47,14 @@ from agentrl.planner.check import check_placement
 from agentrl.protocols import Tracker
 from agentrl.rollout.agents import FrozenRoute
 from agentrl.rollout.ledger import Ledger, check_ledger
+from agentrl.rollout.renderer import renderer_of
 from agentrl.run_lock import RunLock
 from agentrl.run_temp import RunTemp
 from agentrl.tiny_model import SIZES
 from agentrl.trajectory import Group
 
 logger = logging.getLogger(__name__)
+_COMMIT = "model_commit"
 
 
 class Run:
@@ -147,6 +151,18 @@ class Run:
     def _warn(self, row: Mapping[str, Any]) -> None:
         for text in self._silence.read(row):
             self.display.say(f"[yellow]warning:[/yellow] {text} (docs/why-it-does-not-learn.md)")
+
+    def source_model(self) -> Path:
+        """The folder of the configured model. One on the hub stays at the commit that the run began with.
+
+        Raises:
+            ConfigError: it is not there any more.
+        """
+        name = self.config.model.name
+        folder = model_folder(name, _revision(self.config))
+        if (commit := commit_of(folder)) is not None and not Path(name).is_dir():
+            write_whole(self.folder / _COMMIT, f"{commit}\n")
+        return folder
 
     def begin_phase(self, step: int, phase: str) -> None:
         """Record in `status.json` that `phase` of step `step` begins."""
@@ -258,28 +274,35 @@ def _interval(row: Mapping[str, float]) -> list[float] | None:
 
 
 def check_model(config: RunConfig) -> None:
-    """Check that the model to start from exists, and the model of each frozen agent.
+    """Check that the model to start from exists and can be trained, and the model of each frozen agent.
+
+    A model on the hub is downloaded: first what describes it, and its weights when that has been checked.
 
     Raises:
-        ConfigError: a model is missing, or the model to start from has no weights.
+        ConfigError: a model or a part of it is missing, or the model to start from is none that writes text.
     """
-    name = config.model.name
-    if name not in SIZES and not (Path(name) / "config.json").exists():
-        raise ConfigError(
-            f"model.name: {name!r} is neither the folder of a Hugging Face model (no config.json in it) nor a size "
-            f"that can be randomly initialised ({', '.join(SIZES)})"
-        )
-    if name not in SIZES and not any(file.suffix in (".safetensors", ".bin") for file in Path(name).iterdir()):
-        raise ConfigError(
-            f"model.name: {name!r} has the config of a model and no weights (no *.safetensors in it): it is enough "
-            "for `agentrl plan`; to train, give the folder of the model itself"
-        )
+    model = config.model
+    if model.name not in SIZES:
+        revision = _revision(config)
+        described = description_folder(model.name, revision)
+        check_architecture(described, trust_remote_code=model.trust_remote_code)
+        renderer_of(described, model)
+        model_folder(model.name, revision)
+    elif model.revision is not None or model.trust_remote_code:
+        written = "revision" if model.revision is not None else "trust_remote_code"
+        raise ConfigError(f"model.{written}: {model.name!r} is made here, and has none: leave it out, or name a model")
     for agent, route in config.env.agents.items():
         if isinstance(route, FrozenRoute) and route.model and not (route.model / "config.json").exists():
             raise ConfigError(
                 f"env.agents.{agent}.model: {str(route.model)!r} is not the folder of a Hugging Face model (no "
                 "config.json in it); a run's checkpoints are such folders"
             )
+
+
+def _revision(config: RunConfig) -> str | None:
+    """The revision of a model on the hub: the one that the run began with, or the configured one."""
+    pinned = config.run_dir / _COMMIT
+    return pinned.read_text().strip() if pinned.exists() else config.model.revision
 
 
 def was_begun(loaded: LoadedConfig) -> bool:

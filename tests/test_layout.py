@@ -21,7 +21,7 @@ SHARED_NAMES = {"Config", "Options"}
 # Who may import whom inside agentrl: a package imports those of the layers before its own, so there are no circles.
 LAYERS = [
     {"arrays", "blame", "durable", "errors", "storage"},
-    {"checkpoint", "credentials", "run_lock", "run_temp", "tiny_model", "trajectory"},
+    {"checkpoint", "credentials", "model_source", "run_lock", "run_temp", "tiny_model", "trajectory"},
     {"batch", "http_client", "openai_wire"},
     {"protocols", "questions", "replay"},
     {"algorithms", "flow", "plugins"},
@@ -45,6 +45,7 @@ PLUGINS_MAY_IMPORT = {
     "cluster",
     "errors",
     "http_client",
+    "model_source",
     "openai_wire",
     "placement",
     "protocols",

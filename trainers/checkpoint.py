@@ -3,7 +3,7 @@
 import logging
 import pickle
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,7 @@ def save_state(folder: Path, state: Mapping[str, Any]) -> None:
 
 
 def read_checkpoint(
-    folder: Path, shapes: Mapping[str, torch.Size], *, weights_in: str = "."
+    folder: Path, shapes: Mapping[str, Sequence[int]], *, weights_in: str = "."
 ) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
     """Read the weights (from the folder `weights_in`) and the state of a checkpoint to the CPU; check the shapes.
 
@@ -104,7 +104,7 @@ def read_checkpoint(
         raise CheckpointError(
             f"{folder / STATE_FILE} lacks the step or the optimizer: it has {sorted(state)}; {way_out}"
         )
-    differing = sorted(name for name in shapes if name not in saved or saved[name].shape != shapes[name])
+    differing = sorted(name for name in shapes if name not in saved or tuple(saved[name].shape) != tuple(shapes[name]))
     unknown = sorted(saved.keys() - shapes.keys())
     if differing or unknown:
         raise CheckpointError(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.errors import ConfigError
+from agentrl.model_source import here
 from agentrl.trainers.attention import ATTENTION
 from agentrl.trainers.checkpoint import quiet
 from agentrl.trainers.forward import (
@@ -87,14 +88,19 @@ def load_model(
     """
     from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-    folder, valued = spec.origin, spec.head == "value"
+    folder, valued = here(spec.origin), spec.head == "value"
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} is no Hugging Face model folder: there is no config.json in it")
     kind: Any = AutoModelForTokenClassification if valued else AutoModelForCausalLM
     options: dict[str, Any] = {"num_labels": 1} if valued else {}
     with quiet(warnings=not valued):  # about the missing head, which is made here
         model = kind.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation=ATTENTION, local_files_only=True, **options
+            folder,
+            dtype=torch.float32,
+            attn_implementation=ATTENTION,
+            local_files_only=True,
+            trust_remote_code=spec.config.trust_remote_code,
+            **options,
         )
     model.to(device).eval()
     check_attention(model)

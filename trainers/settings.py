@@ -76,6 +76,9 @@ class TrainerSettings(Settings):
     activation_offload: bool = False
     """Keep the inputs of layers, which are there to compute the rest again, in CPU memory, if the devices are GPUs."""
 
+    trust_remote_code: bool = False
+    """Run the code that comes with the model; `model.trust_remote_code` sets it for all parts of a run."""
+
     lora: LoraSettings | None = None
     """Train low-rank adapters, and freeze the model's own weights; `lora: {}` is rank 16 in all linear layers."""
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from agentrl.trainers.checkpoint import named_weights, read_checkpoint, save_model
+from agentrl.weights.names import WeightNames
 
 
 class TrainableParameters(Protocol):
@@ -55,15 +56,17 @@ class AllWeights:
     model: Any
     origin: Path
     shapes: Mapping[str, torch.Size]
+    names: WeightNames
 
     @staticmethod
     def of(model: Any, origin: Path) -> "AllWeights":
         """All weights of a model that was loaded from the folder `origin`."""
-        return AllWeights(model, origin, {name: weight.shape for name, weight in named_weights(model).items()})
+        shapes = {name: weight.shape for name, weight in named_weights(model).items()}
+        return AllWeights(model, origin, shapes, WeightNames.of(model))
 
     def weights(self, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """See `TrainableParameters`."""
-        return whole
+        return self.names.published(whole)
 
     def save(self, folder: Path, whole: Mapping[str, Tensor]) -> None:
         """See `TrainableParameters`."""
@@ -71,4 +74,5 @@ class AllWeights:
 
     def read(self, folder: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
         """See `TrainableParameters`."""
-        return read_checkpoint(folder, self.shapes)
+        saved, state = read_checkpoint(folder, self.names.published_shapes(self.shapes))
+        return dict(self.names.own(saved)), state

@@ -19,6 +19,7 @@ from agentrl.engines.slots import Hold, Place, PrefixHashes, SlotTable, SlotToke
 from agentrl.engines.stop_texts import FolderTokenizer, StopTexts
 from agentrl.errors import ConfigError, EngineDeadError, EngineError
 from agentrl.flow import computes_by_design
+from agentrl.model_source import here
 from agentrl.placement.footprint import EngineLayout
 from agentrl.protocols import EngineStats, GenerateRequest, ScoreRequest, Scores, Settings
 from agentrl.trajectory import Completion, FinishReason
@@ -97,6 +98,8 @@ class LocalEngine:
         """Keep the KV of finished requests, so that the next turn computes only its new tokens."""
         kv_on_update: KvOnUpdate = "recompute"
         """What a weight update does to the KV of requests in flight: recompute it, or keep the old KV."""
+        trust_remote_code: bool = False
+        """Run the code that comes with the model; `model.trust_remote_code` sets it for all parts of a run."""
 
         def layout(self) -> EngineLayout:
             """The engine's layout on its device, to estimate memory and time before it runs."""
@@ -269,7 +272,13 @@ class LocalEngine:
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         dtype = torch.float32 if self._config.dtype == "float32" else torch.bfloat16
-        return PackedModel(self._folder, dtype=dtype, device=torch.device(device), max_slots=self._config.max_batch)
+        return PackedModel(
+            here(self._folder),
+            dtype=dtype,
+            device=torch.device(device),
+            max_slots=self._config.max_batch,
+            trust_remote_code=self._config.trust_remote_code,
+        )
 
     def _entered(self) -> "PackedModel":
         if self._closed is not None or self._model is None:

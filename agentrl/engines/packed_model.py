@@ -10,7 +10,7 @@ keys and values into their slots, and computes attention in blocks of rows of si
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,12 @@ from agentrl.engines.sampling import Sampler, Truncation, noise_keys
 from agentrl.errors import ConfigError, EngineError
 from agentrl.protocols import SamplingParams, ScoreRequest
 from agentrl.weights.bundle import shapes_of
+from agentrl.weights.names import WeightNames
 
 _ATTENTION = "agentrl_slots"
+_ATTENTION_KINDS = {"full_attention", "sliding_attention"}
+_PIECE = 256
+"""Queries whose scores are computed at once in layers with a soft cap or sinks."""
 _SCORED_TOKENS = 4096
 _SCORED_LOGITS = 1 << 27
 """Most tokens and logits that are computed at once to score tokens: half a GiB of logits."""
@@ -76,9 +80,19 @@ class _Block:
     rows: slice | Tensor
     shape_RT: tuple[int, int]
     length: int
-    mask_R1TL: Tensor
+    positions_RT: Tensor
     pad_RT: Tensor | None
     unpad_N: Tensor | None
+    masks: dict[int | None, Tensor] = field(default_factory=dict)
+
+    def mask_R1TL(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """0 for the cached tokens that a new one sees: those up to itself, or the last `window` of them; else -inf."""
+        if window not in self.masks:
+            behind_RTL = self.positions_RT[..., None] - torch.arange(self.length, device=self.positions_RT.device)
+            hidden_RTL = behind_RTL < 0 if window is None else (behind_RTL < 0) | (behind_RTL >= window)
+            mask_RTL = torch.zeros(hidden_RTL.shape, dtype=dtype, device=hidden_RTL.device)
+            self.masks[window] = mask_RTL.masked_fill_(hidden_RTL, float("-inf"))[:, None]
+        return self.masks[window]
 
 
 class _SlotKv:
@@ -129,20 +143,29 @@ def _attend(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: (1, H, N, D) in, (1, N, H, D) out."""
-    if sliding_window is not None or softcap is not None or s_aux is not None:
-        raise EngineError("engine=local supports only plain causal attention; use engine=vllm for this model")
     layer_index: Any = module.layer_idx
     layer = plan.layers[layer_index]
     query_NHD, key_NKD, value_NKD = (x[0].transpose(0, 1) for x in (query, key, value))
     layer.reserve(key_NKD, value_NKD, *plan.capacity)
     layer.keys_SKLD[plan.slots_N, :, plan.positions_N] = key_NKD
     layer.values_SKLD[plan.slots_N, :, plan.positions_N] = value_NKD
-    outputs = [_attend_block(block, layer, query_NHD, scaling) for block in plan.blocks]
+    kind = _Kind(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
+    outputs = [_attend_block(block, layer, query_NHD, kind) for block in plan.blocks]
     out_NHD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return out_NHD[None], None
 
 
-def _attend_block(block: _Block, layer: _SlotKv, query_NHD: Tensor, scaling: float | None) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What distinguishes a layer's attention. `sinks_H`: logits that take a share of it and return nothing."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks_H: Tensor | None
+
+
+def _attend_block(block: _Block, layer: _SlotKv, query_NHD: Tensor, kind: _Kind) -> Tensor:
     heads, size = query_NHD.shape[1:]
     own_THD = query_NHD[block.first : block.stop] if block.pad_RT is None else query_NHD.index_select(0, block.pad_RT)
     query_RHTD = own_THD.reshape(*block.shape_RT, heads, size).transpose(1, 2)
@@ -152,27 +175,60 @@ def _attend_block(block: _Block, layer: _SlotKv, query_NHD: Tensor, scaling: flo
         keys_RKLD, values_RKLD = keys_RKLD[block.rows], values_RKLD[block.rows]
     else:
         keys_RKLD, values_RKLD = keys_RKLD.index_select(0, block.rows), values_RKLD.index_select(0, block.rows)
-    out_RHTD = scaled_dot_product_attention(
-        query_RHTD, keys_RKLD, values_RKLD, attn_mask=block.mask_R1TL, scale=scaling, enable_gqa=True
-    )
+    window = kind.window if kind.window is not None and kind.window < block.length else None
+    mask_R1TL = block.mask_R1TL(window, query_NHD.dtype)
+    if kind.softcap is None and kind.sinks_H is None:
+        out_RHTD = scaled_dot_product_attention(
+            query_RHTD, keys_RKLD, values_RKLD, attn_mask=mask_R1TL, scale=kind.scale, enable_gqa=True
+        )
+    else:
+        pieces = zip(torch.split(query_RHTD, _PIECE, 2), torch.split(mask_R1TL, _PIECE, 2), strict=True)
+        out_RHTD = torch.cat([_attend_piece(own, keys_RKLD, values_RKLD, kind, mask) for own, mask in pieces], 2)
     out_THD = out_RHTD.transpose(1, 2).reshape(-1, heads, values_RKLD.shape[-1])
     return out_THD if block.unpad_N is None else out_THD.index_select(0, block.unpad_N)
+
+
+def _attend_piece(query_RHTD: Tensor, keys_RKLD: Tensor, values_RKLD: Tensor, kind: _Kind, mask_R1TL: Tensor) -> Tensor:
+    """Attention with a soft cap of the scores (Gemma 2) or sinks (gpt-oss), as the trainer computes it."""
+    rows, heads, tokens, size = query_RHTD.shape
+    groups = heads // keys_RKLD.shape[1]
+    query_RKGTD = query_RHTD.reshape(rows, -1, groups, tokens, size)
+    scores = kind.scale * query_RKGTD.float() @ keys_RKLD.float().transpose(2, 3)[:, :, None]
+    if kind.softcap is not None:
+        scores = kind.softcap * torch.tanh(scores / kind.softcap)
+    scores = scores + mask_R1TL[:, None]
+    if kind.sinks_H is None:
+        shares = scores.softmax(-1)
+    else:
+        sinks = kind.sinks_H.float().reshape(1, -1, groups, 1, 1).expand(rows, -1, -1, tokens, 1)
+        shares = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
+    out = shares.to(values_RKLD.dtype) @ values_RKLD[:, :, None]
+    return out.reshape(rows, heads, tokens, -1)
 
 
 class PackedModel:
     """A model loaded from a Hugging Face folder: computes steps, and loads new weights in place."""
 
-    def __init__(self, folder: Path, *, dtype: torch.dtype, device: torch.device, max_slots: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_slots: int,
+        trust_remote_code: bool = False,
+    ) -> None:
         """Load the weights.
 
         Raises:
             ConfigError: the model needs a kind of attention that this engine does not support.
         """
-        self._model = _load(folder, dtype, device)
+        self._model = _load(folder, dtype, device, trust_remote_code)
         self._device = device
         self._dtype = dtype
         self._max_slots = max_slots
-        config = self._model.config
+        self._names = WeightNames.of(self._model)
+        config = self._model.config.get_text_config()
         self.vocab_size: int = config.vocab_size
         self.max_positions: int = config.max_position_embeddings
         self._layers = [_SlotKv() for _ in range(config.num_hidden_layers)]
@@ -219,8 +275,8 @@ class PackedModel:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """The weights by Hugging Face names, not copied; tied weights appear under each of their names."""
-        return dict(self._model.named_parameters(remove_duplicate=False))
+        """The model's own tensors by their names, not copied; tied ones appear under each of their names."""
+        return dict(self._model.state_dict(keep_vars=True))
 
     def check_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Check that these are all of this model's weights.
@@ -228,11 +284,12 @@ class PackedModel:
         Raises:
             EngineError: a name is unknown or missing (tied names may be), or a shape differs.
         """
-        own, shapes = self.weights, shapes_of(weights)
-        unknown = sorted(shapes.keys() - own.keys())
+        shapes, own = shapes_of(weights), self.weights
+        expected = self._names.published_shapes({name: tensor.shape for name, tensor in own.items()})
+        unknown = sorted(shapes.keys() - expected.keys())
         given = {id(own[name]) for name in shapes if name in own}
-        missing = sorted(name for name, parameter in own.items() if id(parameter) not in given)
-        misshapen = sorted(name for name in shapes.keys() & own.keys() if shapes[name] != own[name].shape)
+        missing = sorted(expected.keys() - shapes.keys() - {name for name in own if id(own[name]) in given})
+        misshapen = sorted(name for name in shapes.keys() & expected.keys() if shapes[name] != expected[name])
         if unknown or missing or misshapen:
             raise EngineError(
                 f"these weights do not fit the engine's model: unknown {unknown[:3]}, missing {missing[:3]}, "
@@ -243,7 +300,7 @@ class PackedModel:
         """Copy new weights in; they must have been checked. A failed copy leaves a mix of old and new weights."""
         own = self.weights
         with torch.no_grad():
-            for name, tensor in weights.items():
+            for name, tensor in self._names.own(weights):
                 own[name].copy_(tensor)
 
     def sleep(self) -> None:
@@ -299,9 +356,6 @@ class PackedModel:
         width, length = int(counts.max()), max(row.stop for row in rows)
         starts = np.asarray([row.start for row in rows])
         positions_RT = self._tensor(starts[:, None] + np.arange(width))
-        hidden_RTL = torch.arange(length, device=self._device) > positions_RT[..., None]
-        mask_R1TL = torch.zeros(hidden_RTL.shape, dtype=self._dtype, device=self._device)
-        mask_R1TL = mask_R1TL.masked_fill_(hidden_RTL, float("-inf"))[:, None]
         slots = np.asarray([row.slot for row in rows])
         neighbours = slots[-1] - slots[0] == len(rows) - 1 and bool((np.diff(slots) == 1).all())
         pad_RT, unpad_N = None, None
@@ -316,7 +370,7 @@ class PackedModel:
             slice(int(slots[0]), int(slots[-1]) + 1) if neighbours else self._tensor(slots),
             (len(rows), width),
             length,
-            mask_R1TL,
+            positions_RT,
             pad_RT,
             unpad_N,
         )
@@ -399,16 +453,25 @@ def _scored_of(row: StepRow, request: ScoreRequest) -> tuple[IntArray, IntArray]
     return predicting - row.start, request.token_ids[predicting + 1].astype(np.int64)
 
 
-def _load(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
+def _load(folder: Path, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> Any:
     from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(folder)
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"}:
-        raise ConfigError(f"engine=local supports only full attention; {folder} has {sorted(kinds)}: use engine=vllm")
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ["full_attention"])
+    if others := kinds - _ATTENTION_KINDS:
+        raise ConfigError(
+            f"engine=local supports layers of {' and '.join(sorted(_ATTENTION_KINDS))}; {folder} has "
+            f"{', '.join(sorted(others))}: use engine=vllm"
+        )
     AttentionInterface.register(_ATTENTION, _attend)
     with _no_progress_bars():
-        model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, attn_implementation=_ATTENTION)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=_ATTENTION,
+            trust_remote_code=trust_remote_code,
+        )
     return model.to(device).eval()
 
 

@@ -20,6 +20,7 @@ from agentrl.cluster.workers import LOOPBACK, stay_on_loopback
 from agentrl.engines.admission import KvOnUpdate, check_score, max_new_tokens
 from agentrl.engines.stop_texts import FolderTokenizer
 from agentrl.errors import ConfigError, EngineDeadError, EngineError, WeightsError
+from agentrl.model_source import here
 from agentrl.placement.footprint import EngineLayout
 from agentrl.protocols import EngineStats, GenerateRequest, ScoreRequest, Scores, Settings
 from agentrl.trajectory import Completion, FinishReason
@@ -73,6 +74,8 @@ class VllmEngine:
         """Let vLLM free its memory while the trainer works (`placement: colocated`). Only on GPUs."""
         kv_on_update: KvOnUpdate = "recompute"
         """What a weight update does to the KV of requests in flight: recompute it, or keep the old KV."""
+        trust_remote_code: bool = False
+        """Run the code that comes with the model; `model.trust_remote_code` sets it for all parts of a run."""
 
         weight_transfer: Literal["files", "gloo", "nccl", "ipc"] = "files"
         """How vLLM's workers get new weights. With `files`, they verify the published files and map them into memory.
@@ -125,6 +128,7 @@ class VllmEngine:
         return self._max_context
 
     async def __aenter__(self) -> Self:
+        self._folder = await asyncio.to_thread(here, self._folder)
         self._shapes = weight_shapes(self._folder)
         llm = await self._started()
         llm._run_output_handler()  # vLLM starts it by itself only when created on the event loop
@@ -366,6 +370,7 @@ class VllmEngine:
         kv_cache_gib = config.kv_cache_gib or (1.0 if on_cpu else None)
         return {
             "model": str(self._folder),
+            "trust_remote_code": config.trust_remote_code,
             "skip_tokenizer_init": True,
             "generation_config": "vllm",  # the request sets the sampling parameters, not the model's folder
             "dtype": config.dtype,
@@ -395,7 +400,8 @@ class VllmEngine:
         ("CPU Generator does not use offset")."""
         from transformers import AutoConfig
 
-        longest = self._config.max_context or int(AutoConfig.from_pretrained(self._folder).max_position_embeddings)
+        config = AutoConfig.from_pretrained(self._folder, trust_remote_code=self._config.trust_remote_code)
+        longest = self._config.max_context or int(config.get_text_config().max_position_embeddings)
         return {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, longest)}
 
     def _entered(self) -> "AsyncLLM":

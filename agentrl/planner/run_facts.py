@@ -1,11 +1,11 @@
 """Reads from a run's config what a plan needs: the model, the stages, and the requested placement."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
+from agentrl.model_source import description_folder
 from agentrl.placement.device_map import PlacementRequest
 from agentrl.placement.footprint import EngineLayout, ModelFacts, TrainerLayout, facts_of, model_facts
 from agentrl.plugins import Component
@@ -22,7 +22,9 @@ def model_of(config: RunConfig) -> ModelFacts:
         ConfigError: there is no such model.
     """
     name = config.model.name
-    return facts_of(model_config(SIZES[name]), name) if name in SIZES else model_facts(Path(name))
+    if name in SIZES:
+        return facts_of(model_config(SIZES[name]), name)
+    return model_facts(description_folder(name, config.model.revision))
 
 
 def with_defaults(config: RunConfig, facts: ModelFacts, *, gpu: bool) -> RunConfig:

@@ -34,7 +34,7 @@ async def base_model(run: Run) -> Path:
     """
     name = run.config.model.name
     if name not in SIZES:
-        return Path(name)
+        return run.source_model()
     folder = run.folder / "model"
     if not folder.exists():
         corpus = await opening_texts(run.config)

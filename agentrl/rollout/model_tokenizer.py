@@ -7,9 +7,10 @@ from agentrl.errors import ConfigError
 
 TEKKEN = "tekken.json"
 """The only tokenizer file that some models of Mistral come with."""
+_VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model", "*.tiktoken")
 
 
-def load_tokenizer(folder: Path) -> Any:
+def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
     """A tokenizer of transformers with its chat template.
 
     Models of Mistral may come with `tekken.json` alone, which is converted; its template is that of mistral-common.
@@ -25,7 +26,9 @@ def load_tokenizer(folder: Path) -> Any:
         from transformers.integrations.mistral.tokenizer import convert_tekken_tokenizer
 
         return convert_tekken_tokenizer(str(folder / TEKKEN))
-    return AutoTokenizer.from_pretrained(folder)
+    if not trust_remote_code and not any(file for kind in _VOCABULARIES for file in folder.glob(kind)):
+        raise OSError(f"there is none of {', '.join(_VOCABULARIES)} in it")  # transformers makes one without tokens
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
 
 
 def check_same_tokens(model: Path, other: Path, setting: str = "algorithm.teacher") -> None:

@@ -59,6 +59,9 @@ class RendererConfig(Settings):
     """File of a chat template (Jinja) to use instead of the model's own."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables of the chat template, such as `enable_thinking: false`."""
+    trust_remote_code: bool = False
+    """Run the Python code that comes with the model. It can do whatever you can, so read it first, and name a
+    `revision`."""
 
 
 class Tokenizer(Protocol):
@@ -160,9 +163,19 @@ class TemplateRenderer:
 
     @staticmethod
     def of_model(folder: Path, config: RendererConfig | None = None) -> "TemplateRenderer":
-        """The renderer of the Hugging Face model in `folder`."""
+        """The renderer of the Hugging Face model in `folder`.
+
+        Raises:
+            ConfigError: it has no tokenizer that can be read, or no chat template.
+        """
         config = config or RendererConfig()
-        tokenizer = load_tokenizer(folder)
+        try:
+            tokenizer = load_tokenizer(folder, trust_remote_code=config.trust_remote_code)
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise ConfigError(
+                f"the tokenizer in {folder} cannot be loaded ({str(error).strip()[:300]}): copy tokenizer.json and "
+                "tokenizer_config.json of the model into it"
+            ) from error
         has_core = tokenizer.is_fast and not tokenizer.clean_up_tokenization_spaces
         family = _family_of(tokenizer, config)
         return TemplateRenderer(_FastTokenizer(tokenizer) if has_core else tokenizer, config, _stops_of(folder), family)

@@ -1,0 +1,201 @@
+"""Where a model comes from: a folder, or a snapshot of a model on the Hugging Face hub in the hub's own cache.
+
+An existing folder wins. Everything else that is written `owner/name` is a model on the hub. The cache is that of the
+library huggingface_hub (`HF_HOME`), and so is its offline mode (`HF_HUB_OFFLINE=1`). From then on, a model is a folder:
+engines, trainers and renderers get its path.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from agentrl.errors import ConfigError
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_SNAPSHOT = re.compile(r"models--(?P<owner>.+?)--(?P<name>.+)/snapshots/(?P<revision>[^/]+)")
+_SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
+"""What describes a model: config, tokenizer, template, code. A few MB, so it is fetched and checked first."""
+_WEIGHTS = "*.safetensors"
+_INDEX = "model.safetensors.index.json"
+_LOW_LEVEL = re.compile(r"\(Request ID[^)]*\)|\s+")
+
+
+def description_folder(name: str, revision: str | None = None, *, setting: str = "model.name") -> Path:
+    """The folder with a model's config, tokenizer and template; of a model on the hub, its weights may be missing.
+
+    Raises:
+        ConfigError: there is no such folder, nor such a model on the hub or in its cache.
+    """
+    return _folder(name, revision, _SMALL_FILES, setting)
+
+
+def model_folder(name: str, revision: str | None = None, *, setting: str = "model.name") -> Path:
+    """The folder of a whole model. One on the hub is downloaded, unless the cache has it.
+
+    Raises:
+        ConfigError: there is no such model, or files of it are missing.
+    """
+    found = _folder(name, revision, (*_SMALL_FILES, _WEIGHTS), setting)
+    check_weights(found, name, setting=setting)
+    return found
+
+
+def check_weights(folder: Path, name: str, *, setting: str = "model.name") -> None:
+    """Check that a model's folder has all files of its weights.
+
+    Raises:
+        ConfigError: it has none, or some are missing.
+    """
+    listed = _listed(folder / _INDEX)
+    if missing := sorted(file for file in listed if not (folder / file).is_file()):
+        raise ConfigError(
+            f"{setting}: {name!r} lacks {len(missing)} of its {len(listed)} files of weights, such as {missing[0]} "
+            f"(in {folder}): copy or download them again"
+        )
+    if not any(file.suffix in (".safetensors", ".bin") for file in folder.iterdir()):
+        raise ConfigError(
+            f"{setting}: {name!r} has the config of a model and no weights (no {_WEIGHTS} in {folder}): it is enough "
+            "for `agentrl plan`; to train, give the folder of the model itself"
+        )
+
+
+def check_architecture(folder: Path, *, trust_remote_code: bool = False, setting: str = "model.name") -> None:
+    """Check that transformers knows the model's architecture, and that it writes text from left to right.
+
+    Raises:
+        ConfigError: it does not, or the model comes with code that may not be run.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ConfigError(f"{setting}: transformers cannot read {folder / 'config.json'}: {_why(error)}") from error
+    if quantised := getattr(config, "quantization_config", None):
+        raise ConfigError(
+            f"{setting}: the weights in {folder} are quantised ({quantised.get('quant_method', 'unknown')}), and only "
+            "plain ones can be trained: take the model's bfloat16 version, or load it with transformers, dequantised, "
+            "and save it again by save_pretrained"
+        )
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return
+    if trust_remote_code and "AutoModelForCausalLM" in getattr(config, "auto_map", {}):
+        return
+    raise ConfigError(
+        f"{setting}: {folder} is {', '.join(config.architectures or [config.model_type])}, which is no causal language "
+        "model that transformers knows: take one whose class ends with ForCausalLM, or a newer transformers"
+    )
+
+
+def _why(error: Exception) -> str:
+    text = _LOW_LEVEL.sub(" ", str(error)).strip()
+    if "trust_remote_code" in text:
+        return "the model comes with code of its own. If you trust it, write model.trust_remote_code=true"
+    return text[:300]
+
+
+def here(folder: Path) -> Path:
+    """The folder of a model on this machine: a snapshot of the hub that only another machine has is downloaded here.
+
+    All machines need the same `HF_HOME`, so that the snapshot has one path. A folder that the user has named must be
+    on a disk that all machines share.
+
+    Raises:
+        ConfigError: it cannot be had here.
+    """
+    if folder.exists() or not (match := _SNAPSHOT.search(folder.as_posix())):
+        return folder
+    name = f"{match['owner']}/{match['name']}"
+    found = model_folder(name, match["revision"])
+    if found.absolute() != folder.absolute():
+        raise ConfigError(
+            f"this machine keeps the model {name} in {found}, and the one that started the run in {folder}: set "
+            "HF_HOME to the same path on all machines"
+        )
+    return found
+
+
+def commit_of(folder: Path) -> str | None:
+    """The commit of a snapshot of the hub; None if the folder is not one."""
+    match = _SNAPSHOT.search(folder.as_posix())
+    return match["revision"] if match else None
+
+
+def _listed(index: Path) -> Sequence[str]:
+    try:
+        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except FileNotFoundError:
+        return ()
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise ConfigError(f"{index} cannot be read ({error}): copy or download it again") from error
+
+
+def _folder(name: str, revision: str | None, patterns: Sequence[str], setting: str) -> Path:
+    folder = Path(name)
+    if folder.is_dir():
+        return _named_folder(folder, revision, setting)
+    if not _HUB_ID.fullmatch(name):
+        raise ConfigError(
+            f"{setting}: {name!r} is neither the folder of a Hugging Face model (there is no folder "
+            f"{folder.absolute()}) nor a model on the hub, which is written owner/name"
+        )
+    found = _snapshot(name, revision, patterns, setting)
+    if not (found / "config.json").is_file():
+        raise ConfigError(
+            f"{setting}: {name!r} on the hub has no config.json, so it is not a model for transformers (its snapshot "
+            f"is {found}); a repository of GGUF files or adapters cannot be trained: name the model that "
+            "it was made from"
+        )
+    return found
+
+
+def _named_folder(folder: Path, revision: str | None, setting: str) -> Path:
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"{setting}: {str(folder)!r} is neither the folder of a Hugging Face model (no config.json in "
+            f"{folder.absolute()}) nor taken from the hub, since a folder of that name exists: complete "
+            "it, or rename it"
+        )
+    if revision is not None:
+        raise ConfigError(
+            f"model.revision={revision}: {str(folder)!r} is a folder here, and only models on the hub have revisions: "
+            "leave it out, or rename the folder to take the model from the hub"
+        )
+    return folder
+
+
+def _snapshot(name: str, revision: str | None, patterns: Sequence[str], setting: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RevisionNotFoundError
+
+    at = f" at the revision {revision!r}" if revision else ""
+    try:
+        # Folders inside hold copies of the weights in other formats.
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns), ignore_patterns=["*/*"]))
+    except GatedRepoError as error:
+        why = "its owner lets only some accounts in: ask for access on its page, and log in with `hf auth login`"
+        raise _neither(name, at, why, setting) from error
+    except RevisionNotFoundError as error:
+        raise _neither(name, at, "the hub has the model and no such revision", setting) from error
+    except LocalEntryNotFoundError as error:
+        why = f"the hub cannot be reached, or offline mode is on (HF_HUB_OFFLINE), and the cache {_cache()} lacks it"
+        raise _neither(name, at, why, setting) from error
+    except (OSError, ValueError) as error:
+        raise _neither(name, at, _LOW_LEVEL.sub(" ", str(error))[:200].strip(), setting) from error
+
+
+def _neither(name: str, at: str, why: str, setting: str) -> ConfigError:
+    return ConfigError(
+        f"{setting}: {name!r} is neither the folder of a Hugging Face model (there is no folder "
+        f"{Path(name).absolute()}) nor a model that can be taken from the hub{at}: {why}"
+    )
+
+
+def _cache() -> str:
+    from huggingface_hub import constants
+
+    return str(constants.HF_HUB_CACHE)
+
+
+__all__ = ["check_architecture", "check_weights", "commit_of", "description_folder", "here", "model_folder"]
