@@ -207,6 +207,8 @@ class Trajectory:
     `tail_ids` are the tokens of a truncated episode that follow its last turn: what the model would have answered next.
     The first `trained_turns` turns have been trained on before, in segments; here they are only context.
     `opponent`: the version of the policy that played the other agents, where that was an earlier one (self-play).
+    `dropped`: what was sampled in the episode and is in no turn, by reason: the number of answers, and of their tokens
+    (`agentrl/gateway`).
     """
 
     id: str
@@ -220,6 +222,7 @@ class Trajectory:
     tail_ids: IntArray = field(default_factory=lambda: ints(()), compare=False)
     trained_turns: int = 0
     opponent: int | None = None
+    dropped: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def trainable(self) -> bool:

@@ -29,7 +29,7 @@ LAYERS = [
     {"cluster", "teacher"},
     {"advisors", "remote", "scoring"},
     {"rollout"},
-    {"engines", "exact", "observe", "openenv", "play", "tasks"},
+    {"engines", "exact", "gateway", "observe", "openenv", "play", "tasks"},
     {"simulate", "testing"},
     {"envs", "rewards", "trainers"},
     {"config"},

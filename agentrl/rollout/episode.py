@@ -114,6 +114,10 @@ class EnginePolicy:
 
     async def answer(self, episode: Episode, turn: int, prompt: Prompt, env: LiveEnv) -> Completion:
         """Sample a completion within the deadline."""
+        return await self.sample(episode, turn, prompt)
+
+    async def sample(self, episode: Episode, turn: int, prompt: Prompt) -> Completion:
+        """Sample a completion within the deadline, wherever the prompt comes from."""
         request = GenerateRequest(
             id=f"{episode.id}/{turn}",
             prompt_ids=prompt.ids,

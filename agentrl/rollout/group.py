@@ -209,6 +209,7 @@ class GroupRunner:
             return outcome
         for trajectory, _ in outcome:
             self.bias.sampled(trajectory)
+            self.ledger.unused(number, member, attempt, trajectory.dropped)
         return outcome
 
     async def _played(self, episode: Episode) -> Sequence[Trajectory]:

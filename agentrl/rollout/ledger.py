@@ -94,6 +94,20 @@ PRAGMA user_version = {_FORMAT};
 COMMIT;
 """
 
+_UNUSED_SCHEMA = """
+CREATE TABLE IF NOT EXISTS unused (    -- answers of trained episodes that are in no training sample
+    task INTEGER NOT NULL,
+    member INTEGER NOT NULL,
+    attempt INTEGER NOT NULL,
+    launch INTEGER NOT NULL,
+    why TEXT NOT NULL,
+    answers INTEGER NOT NULL,
+    tokens INTEGER NOT NULL,
+    PRIMARY KEY (task, member, attempt, launch, why)
+) WITHOUT ROWID;
+"""
+"""A table that ledgers of this format get when they are opened to write, since older ones lack it."""
+
 # The operations. Each row applied must change exactly one row of its table.
 _ADMIT = (
     "INSERT INTO tasks (number, id, env, seed, options, admitted_version) VALUES (?, ?, ?, ?, ?, ?) "
@@ -110,6 +124,7 @@ _FILTERED = "UPDATE tasks SET fate = 'filtered', step = ?, why = ?, rewards = ? 
 _SEGMENT = (
     "INSERT INTO segments (task, member, attempt, launch, agent, first, turns, step) VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
 )
+_UNUSED = "INSERT INTO unused (task, member, attempt, launch, why, answers, tokens) VALUES (?, ?, ?, ?, ?, ?, ?)"
 _REUSED = (
     "INSERT INTO reuses (task, step, count) SELECT number, ?, 1 FROM tasks WHERE id = ? AND fate = 'trained' "
     "ON CONFLICT (task, step) DO UPDATE SET count = count + 1"
@@ -244,6 +259,13 @@ class LedgerReader:
     def episode_fates(self) -> Fates:
         """The fates of all episodes of all launches."""
         return self._fates("episodes")
+
+    def unused_answers(self) -> Mapping[str, tuple[int, int]]:
+        """What was sampled in episodes that ended, and is in none of their turns: by reason, answers and tokens."""
+        if not self._rows("SELECT 1 FROM sqlite_master WHERE name = 'unused'").fetchone():
+            return {}  # it was written before there was such a table
+        rows = self._rows("SELECT why, SUM(answers), SUM(tokens) FROM unused GROUP BY 1 ORDER BY 1")
+        return {why: (int(answers), int(tokens)) for why, answers, tokens in rows}
 
     def task(self, number: int) -> TaskRecord | None:
         """The record of the task with this index."""
@@ -397,6 +419,11 @@ class Ledger(LedgerReader):
         """Record that turns of an episode that goes on, from the turn `first` on, are in the batch of `step`."""
         self._append(_SEGMENT, (number, member, attempt, self._launch, agent, first, turns, step))
 
+    def unused(self, number: int, member: int, attempt: int, dropped: Mapping[str, tuple[int, int]]) -> None:
+        """Record what was sampled in an episode and is in none of its turns: by reason, answers and tokens."""
+        for why, (answers, tokens) in dropped.items():
+            self._append(_UNUSED, (number, member, attempt, self._launch, why, answers, tokens))
+
     def reused(self, step: int, task_ids: Sequence[str]) -> None:
         """Record that these tasks, which have been trained on already, are used once more at `step`."""
         for task_id in task_ids:
@@ -472,6 +499,8 @@ def _connect(path: Path | str, mode: Literal["ro", "rwc"]) -> sqlite3.Connection
             db.executescript(_SCHEMA)
         elif written_as != _FORMAT:
             raise ConfigError("it was written by another version of agentrl")
+        if mode == "rwc":
+            db.executescript(_UNUSED_SCHEMA)
         db.execute("PRAGMA synchronous=NORMAL")
     except (sqlite3.DatabaseError, ConfigError) as error:
         db.close()

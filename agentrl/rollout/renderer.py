@@ -258,6 +258,15 @@ class TemplateRenderer:
             logger.debug("an answer could not be taken apart", exc_info=True)
             return Reading(self.answer_text(answer_ids))
 
+    def answer_message(self, prompt_ids: IntArray, answer_ids: IntArray, tools: Sequence[Mapping[str, Any]]) -> Message:
+        """An answer as a message. Its content is what environments get: without reasoning, unless that is shown."""
+        reading = self.read(prompt_ids, answer_ids, tools)
+        thought = len(self.encode(reading.reasoning)) if reading.reasoning else 0
+        shows = self.config.show_reasoning
+        action = self.answer_text(answer_ids) if shows else reading.action
+        calls = () if shows or reading.malformed else reading.calls
+        return Message("assistant", action, reasoning=reading.reasoning, tool_calls=calls, reasoning_tokens=thought)
+
     def _read(self, prompt_ids: IntArray, answer_ids: IntArray, tools: Sequence[Mapping[str, Any]]) -> Reading:
         reader = self._family or self._reader
         if reader is not None:
@@ -379,19 +388,12 @@ class TemplateConversation:
     def answer(self, completion: Completion) -> str:
         """Append the sampled tokens, and return what the environment gets: the answer, without reasoning."""
         self._answer_ids = completion.token_ids
-        reading = self._renderer.read(self._prompt_ids, completion.token_ids, self._tools)
-        thought = len(self._renderer.encode(reading.reasoning)) if reading.reasoning else 0
-        shows = self._renderer.config.show_reasoning
-        text = self._renderer.answer_text(completion.token_ids) if shows or not self._extends else ""
-        action = text if shows else reading.action
-        calls = () if shows or reading.malformed else reading.calls
-        self._append(
-            [Message("assistant", action, reasoning=reading.reasoning, tool_calls=calls, reasoning_tokens=thought)]
-        )
-        self._seen_text += text
+        message = self._renderer.answer_message(self._prompt_ids, completion.token_ids, self._tools)
+        self._append([message])
+        self._seen_text += "" if self._extends else self._renderer.answer_text(completion.token_ids)
         self._seen_ids.append(completion.token_ids)
         self._answered = True
-        return action
+        return message.content
 
     def _linked(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Messages whose results of tools name the call that they answer: the first of the last answer."""

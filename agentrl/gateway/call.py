@@ -1,0 +1,155 @@
+"""The calls of one episode: what a program asked, what the model answered, and how both are compared.
+
+A program sends the whole conversation with each call. Two messages are the same if they say the same: white space
+around an answer, the ids of calls and the order of an object's keys do not matter, because programs change them on the
+way. What the model sampled is never tokenised again, however a program writes it back.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from typing import Any, Literal
+
+import numpy as np
+
+from agentrl.arrays import IntArray, ints
+from agentrl.protocols import SamplingParams
+from agentrl.trajectory import Completion, Message, ToolCall
+
+CallKind = Literal["start", "extension", "branch", "retry", "subagent", "compaction", "edit"]
+"""How a call begins, from the calls before it in its episode:
+
+- `start`: it is the first one;
+- `extension`: it goes on after an answer that no other call went on after;
+- `branch`: it goes on after an answer that another call went on after, too;
+- `retry`: it asks the same as an earlier call, for another answer;
+- `compaction`: it begins with another, shorter history, in which an earlier answer is quoted (a summary);
+- `edit`: it begins as an earlier conversation, and has another history than that;
+- `subagent`: it begins otherwise.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """How a program wants to be answered. None: it does not say.
+
+    The run's own `temperature` and `top_p` win in training. `max_tokens` can only lower the run's, and `stop` adds to
+    it.
+    """
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    may_call: bool = True
+    """Whether an answer may call tools; else what looks like a call stays text."""
+
+    def applied(self, sampling: SamplingParams, *, trained: bool) -> SamplingParams:
+        """The run's sampling, with as much of the program's as it may set."""
+        update: dict[str, Any] = {}
+        if self.max_tokens is not None and self.max_tokens < sampling.max_tokens:
+            update["max_tokens"] = self.max_tokens
+        if self.stop:
+            update["stop"] = (*sampling.stop, *self.stop)
+        if not trained:
+            wished = {"temperature": self.temperature, "top_p": self.top_p}
+            update |= {name: value for name, value in wished.items() if value is not None}
+        return sampling.model_copy(update=update) if update else sampling
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """One request of a program, whatever protocol it speaks. `count`: how many answers it wants.
+
+    `request_id`: its idempotency key, if it sends one. `repeated`: the program says that it sends this once more.
+    """
+
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    count: int = 1
+    wishes: Wishes = Wishes()
+    request_id: str = ""
+    repeated: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """A request, and its answers so far. `number` counts the calls of the episode.
+
+    Its prompt is the tokens up to `parent`, and `new_ids`. Without a parent, these are the whole prompt.
+    """
+
+    number: int
+    kind: CallKind
+    parent: "Answer | None"
+    new_messages: Sequence[Message]
+    new_ids: IntArray
+    asked: float = 0.0
+    answers: list["Answer"] = field(default_factory=list)
+    delivered: bool = False
+    """Whether the program has received all answers."""
+    error: Exception | None = None
+
+    @property
+    def prompt_ids(self) -> IntArray:
+        """The tokens of the whole prompt."""
+        pieces = [self.new_ids]
+        answer = self.parent
+        while answer is not None:
+            pieces += [answer.completion.token_ids, answer.call.new_ids]
+            answer = answer.call.parent
+        return ints(np.concatenate(pieces[::-1]))
+
+
+@dataclass(eq=False, slots=True)
+class Answer:
+    """A sampled answer. `message` is what the program got, with the ids of tool calls that the model wrote.
+
+    `thread` names the engine's session that sampled it. `extended`: a call goes on after it, so the program saw it.
+    `digest` is that of the conversation up to its end.
+    """
+
+    call: Call
+    completion: Completion
+    message: Message
+    thread: str
+    answered: float = 0.0
+    digest: bytes = b""
+    extended: bool = False
+    reward: float = 0.0
+
+    @property
+    def seen(self) -> bool:
+        """Whether the program has seen it. Others are not trained on, because nothing followed from them."""
+        return self.call.delivered or self.extended
+
+    @property
+    def id(self) -> str:
+        """Its name in the episode: the number of its call, and its place among several answers."""
+        place = self.call.answers.index(self)
+        return f"{self.call.number}-{place}" if place else str(self.call.number)
+
+    @property
+    def calls(self) -> tuple[ToolCall, ...]:
+        """Its calls of tools, with the ids that the program gets: no two of an episode are the same."""
+        return tuple(
+            replace(call, id=f"call_{self.id}_{number}") for number, call in enumerate(self.message.tool_calls)
+        )
+
+
+def digest_of_tools(tools: Sequence[Mapping[str, Any]]) -> bytes:
+    """Identifies tools, with which each conversation begins."""
+    return blake2b(_canonical([dict(tool) for tool in tools]), digest_size=16).digest()
+
+
+def digest_after(before: bytes, message: Message) -> bytes:
+    """Identifies a conversation that one more message follows."""
+    text = message.said.strip() if message.role == "assistant" else message.content
+    calls = [[call.name, dict(call.arguments)] for call in message.tool_calls]
+    return blake2b(before + _canonical([message.role, text, calls]), digest_size=16).digest()
+
+
+def _canonical(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()

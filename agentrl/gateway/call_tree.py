@@ -1,0 +1,135 @@
+"""The prefix tree of an episode's calls: which call goes on after which answer, and the rows to train on.
+
+                       call 1 ── answer ──┬── call 2 ── answer ──── call 4 ── answer        row 1: calls 1, 2, 4
+                                          └── call 3 ── answer                              row 2: call 3
+    (a sub-agent)      call 5 ── answer ───── call 6 ── answer                              row 3: calls 5, 6
+
+A row is a path of the tree, laid end to end as one training sample. The first call after an answer continues its row.
+Any other begins a row of its own, with the tokens before it as a prompt, without loss. So each answer is trained on in
+one row, and there are as few rows as the tree has ends.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from agentrl.gateway.call import Answer, Call, CallKind, ChatRequest, digest_after, digest_of_tools
+from agentrl.trajectory import Message
+
+
+class Place(NamedTuple):
+    """Where a request goes on: after `parent`, if any, with the messages `new`. `digests`: that of the whole request,
+    and that of its opening, which are the messages before the first answer.
+    """
+
+    parent: Answer | None
+    new: Sequence[Message]
+    digest: bytes
+    opening: bytes
+    kind: CallKind
+
+
+class CallTree:
+    """The calls of one episode, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self._answers: dict[bytes, list[Answer]] = {}
+        self._asked: dict[bytes, list[Call]] = {}
+        self._openings: dict[bytes, int] = {}
+
+    def place(self, request: ChatRequest) -> Place:
+        """Where a request goes on: after the answer with which most of its messages end, if only new ones follow it."""
+        digest = opening = digest_of_tools(request.tools)
+        known: list[tuple[int, Answer]] = []
+        last_answer, at_opening = -1, True
+        for position, message in enumerate(request.messages):
+            digest = digest_after(digest, message)
+            if message.role == "assistant":
+                at_opening, last_answer = False, position
+                known += [(position, answer) for answer in self._freshest(digest)]
+            elif at_opening:
+                opening = digest
+        parent = known[-1][1] if known and known[-1][0] == last_answer else None
+        new = request.messages[last_answer + 1 :] if parent is not None else request.messages
+        kind = self._kind(request.messages, parent, digest, opening)
+        return Place(parent, new, digest, opening, kind)
+
+    def asked(self, digest: bytes) -> Sequence[Call]:
+        """The calls that asked the same."""
+        return self._asked.get(digest, ())
+
+    def begin(self, call: Call, place: Place, length: int) -> None:
+        """Add a call, of `length` messages, to which answers will come."""
+        self.calls.append(call)
+        self._asked.setdefault(place.digest, []).append(call)
+        self._openings[place.opening] = max(length, self._openings.get(place.opening, 0))
+        if place.parent is not None:
+            place.parent.extended = True
+
+    def answered(self, answer: Answer) -> None:
+        """Add an answer to its call."""
+        answer.call.answers.append(answer)
+        self._answers.setdefault(answer.digest, []).append(answer)
+
+    def answers(self) -> Iterator[Answer]:
+        """All answers, by call."""
+        for call in self.calls:
+            yield from call.answers
+
+    def rows(self) -> list[list[Answer]]:
+        """The seen answers as paths of the tree: each answer is in one row. The row that ends last is the last one."""
+        rows: list[list[Answer]] = []
+        by_end: dict[Answer, list[Answer]] = {}
+        for answer in self.answers():
+            if not answer.seen:
+                continue
+            row = by_end.pop(answer.call.parent, None) if answer.call.parent is not None else None
+            if row is None:
+                row = []
+                rows.append(row)
+            row.append(answer)
+            by_end[answer] = row
+        return sorted(rows, key=lambda row: row[-1].call.number)
+
+    def unseen(self) -> list[Answer]:
+        """The answers that no program saw: those of abandoned calls, and those whose connection broke."""
+        return [answer for answer in self.answers() if not answer.seen]
+
+    def _freshest(self, digest: bytes) -> list[Answer]:
+        """The answer that ends a conversation; of several that say the same, one that nothing goes on after yet."""
+        found = self._answers.get(digest, [])
+        return [next((answer for answer in found if not answer.extended), found[0])] if found else []
+
+    def _kind(self, messages: Sequence[Message], parent: Answer | None, digest: bytes, opening: bytes) -> CallKind:
+        if not self.calls:
+            return "start"
+        if digest in self._asked:
+            return "retry"
+        if parent is not None:
+            return "branch" if parent.extended else "extension"
+        if opening in self._openings and len(messages) >= self._openings[opening]:
+            return "edit"
+        if self._quotes_answer(messages):
+            return "compaction"
+        return "edit" if opening in self._openings else "subagent"
+
+    def _quotes_answer(self, messages: Sequence[Message]) -> bool:
+        """Whether an earlier answer stands in a message that is not an answer."""
+        given = [message.content for message in messages if message.role != "assistant"]
+        texts = {answer.message.said.strip() for answer in self.answers()}
+        return any(len(text) >= _QUOTE and text in content for text in texts for content in given)
+
+
+_QUOTE = 16
+"""Shorter answers than so many characters can stand in a message by chance."""
+
+
+def messages_of(rows: Sequence[Sequence[Answer]]) -> tuple[Message, ...]:
+    """The conversations of rows, one after another: of each call what was new, and its answer."""
+    return tuple(message for row in rows for answer in row for message in (*answer.call.new_messages, answer.message))
+
+
+def kinds_of(calls: Sequence[Call]) -> Mapping[str, int]:
+    """How many calls there are of each kind."""
+    return Counter(call.kind for call in calls)

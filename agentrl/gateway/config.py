@@ -1,0 +1,31 @@
+"""The settings of the gateway."""
+
+from pydantic import Field
+
+from agentrl.protocols import Settings
+
+
+class GatewayConfig(Settings):
+    """Where agents reach the run, and how much they may ask of it."""
+
+    host: str = "127.0.0.1"
+    """The address that it listens on. Agents on other machines need another one than the default, which is this
+    machine alone; each request needs the key of an episode."""
+    port: int = Field(0, ge=0, le=65535)
+    """The port; 0: any free one."""
+    url: str | None = None
+    """The address that agents are given, if it is not that of `host` and `port`: that of a proxy, or of a container."""
+    max_body_bytes: int = Field(16 << 20, ge=1024)
+    """The longest request."""
+    request_seconds: float = Field(30.0, gt=0)
+    """How long a program may take to send a request; a connection that is idle this long is closed."""
+    max_answers: int = Field(16, ge=1)
+    """Most answers of one call (`n`)."""
+    calls_at_once: int = Field(64, ge=1)
+    """Most calls of one episode that are under way; others get status 429 and are sent again."""
+    idle_seconds: float = Field(600.0, gt=0)
+    """An episode fails if its program makes no call for so long."""
+    reward_seconds: float = Field(0.0, ge=0)
+    """How long the reward of an episode may come after its program has ended (`POST /v1/rewards`); 0: it does not."""
+    lease_seconds: float = Field(60.0, gt=0)
+    """Agents elsewhere (`env: agent:remote`) lose their task if they have made no request for so long."""

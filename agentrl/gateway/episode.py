@@ -1,0 +1,110 @@
+"""Episodes of programs: another way to play one than by an environment, with the same trajectories.
+
+    scheduler ──▶ play(episode) ──▶ program ──calls──▶ session ──▶ policy
+                       ▲               │                  │
+                       └── trajectory ◀┴──── reward ◀─────┘
+
+What fails in a program is a failure of the environment's layer, unless the engine failed before: then it is that.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from agentrl.errors import DeadlineError, EnvError, OutageError, RewardError, RolloutError
+from agentrl.flow import Flow, deadline, now
+from agentrl.gateway.desk import Desk
+from agentrl.gateway.outcome import Outcome
+from agentrl.gateway.program import AgentProgram, Assignment
+from agentrl.gateway.recording import trajectory_of
+from agentrl.gateway.session import AgentSession, CallLimits
+from agentrl.rollout.episode import EnginePolicy, Episode
+from agentrl.rollout.renderer import TemplateRenderer
+from agentrl.trajectory import Failed, Status, Terminated, Trajectory, Truncated
+
+
+@dataclass(frozen=True, slots=True)
+class AgentEpisodeRunner:
+    """`EpisodeRunner` of a program that calls the policy. `max_turns` counts its calls.
+
+    `needs_reward`: the run's reward is what the program earns, so a program that names none has failed.
+    """
+
+    policy: EnginePolicy
+    renderer: TemplateRenderer
+    desk: Desk
+    program: AgentProgram
+    max_turns: int
+    deadline: float
+    needs_reward: bool = True
+
+    async def play(self, episode: Episode) -> Sequence[Trajectory]:
+        """See `EpisodeRunner`."""
+        config, started = self.desk.config, now()
+        limits = CallLimits(self.max_turns, config.max_answers, config.calls_at_once)
+        outcome, failure = Outcome(), None
+        try:
+            async with Flow(f"calls of {episode.id}") as flow:
+                session = AgentSession(episode, self.policy, self.renderer, limits, flow)
+                watching = flow.start(_watch(session, config.idle_seconds), name="idle")
+                try:
+                    with deadline("environment", "episode", self.deadline), self.desk.opened(session) as key:
+                        outcome = await self._run(session, key)
+                finally:
+                    watching.cancel()
+                    flow.cancel()
+        except RolloutError as error:
+            failure = error
+        status = self._status(session, outcome, failure)
+        return (trajectory_of(session, outcome, status, now() - started),)
+
+    async def _run(self, session: AgentSession, key: str) -> Outcome:
+        """Run the program, and wait for a reward that comes later."""
+        outcome = await self.program.run(Assignment(session.episode.task, self.desk.url, key))
+        if outcome.reward is not None or session.refused:
+            return outcome
+        seconds = self.desk.config.reward_seconds
+        if seconds and not session.rewarded.is_set():
+            try:
+                async with asyncio.timeout(seconds):
+                    await session.rewarded.wait()
+            except TimeoutError:
+                raise RewardError(
+                    f"no reward came within {seconds:g} s of the program's end (gateway.reward_seconds)"
+                ) from None
+        return session.outcome or outcome
+
+    def _status(self, session: AgentSession, outcome: Outcome, failure: RolloutError | None) -> Status:
+        hung = isinstance(failure, DeadlineError)
+        if session.refused and not hung:
+            if session.first_too_long:
+                return Failed(
+                    "data",
+                    f"the first prompt has {session.first_too_long} tokens and the engine's context holds "
+                    f"{session.max_context}: raise engine.max_context",
+                )
+            return Truncated(session.refused)
+        if session.engine_error is not None and failure is not None and not hung:
+            failure = session.engine_error
+        if failure is not None:
+            return Failed(failure.layer, str(failure), isinstance(failure, OutageError))
+        if not session.tree.rows():
+            return Failed("environment", "the program ended without an answer of the model: it must call base_url")
+        if self.needs_reward and outcome.reward is None and not session.rewarded.is_set():
+            return Failed(
+                "environment",
+                "the program earned no reward: return a number, send one to /v1/rewards, or set `reward` to one of the "
+                "run's own",
+            )
+        return Terminated()
+
+
+async def _watch(session: AgentSession, seconds: float) -> None:
+    """Fail the episode when its program has been idle for `seconds`."""
+    while True:
+        left = session.used + seconds - now()
+        if session.calls_at_once:
+            left = seconds
+        if left <= 0:
+            raise EnvError(f"the program made no call for {seconds:g} s (gateway.idle_seconds)")
+        await asyncio.sleep(left)

@@ -1,0 +1,36 @@
+"""The seam between the gateway and the programs that it serves."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from agentrl.gateway.outcome import Outcome
+from agentrl.trajectory import Task
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What a program gets: its task, and where it calls the model. `api_key` is that of this episode alone.
+
+    `url` is the gateway's address. OpenAI's clients take `base_url`, Anthropic's take `url`.
+    """
+
+    task: Task
+    url: str
+    api_key: str
+
+    @property
+    def base_url(self) -> str:
+        """The address for OpenAI's clients."""
+        return f"{self.url}/v1"
+
+
+class AgentProgram(Protocol):
+    """A program that solves tasks by calling a model."""
+
+    async def run(self, assignment: Assignment) -> Outcome:
+        """Solve one task. When this returns or raises, or is cancelled, nothing of it runs any more.
+
+        Raises:
+            EnvError: the program failed.
+        """
+        ...

@@ -1,0 +1,313 @@
+"""One episode of a program: answers its calls with the policy, and keeps what was sampled.
+
+A call belongs to its episode and not to the connection that it came over: if the connection breaks, the call goes on,
+and the program gets the same answer when it asks again. So nothing is sampled twice because a program was impatient.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+from agentrl.arrays import IntArray
+from agentrl.errors import ConfigError, DeadlineError, EngineError, RolloutError
+from agentrl.flow import Flow, now
+from agentrl.gateway.call import Answer, Call, ChatRequest, Wishes, digest_after
+from agentrl.gateway.call_tree import CallTree, Place
+from agentrl.gateway.outcome import Outcome
+from agentrl.gateway.refusal import CallRefusedError
+from agentrl.protocols import Prompt
+from agentrl.rollout.episode import EnginePolicy, Episode
+from agentrl.rollout.renderer import TemplateRenderer
+from agentrl.rollout.seeds import derive_seed
+from agentrl.trajectory import Message, ToolCall
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CallLimits:
+    """Limits of one episode: its calls in all, the answers of a call, and the calls at the same time."""
+
+    calls: int
+    answers: int = 16
+    at_once: int = 64
+
+
+@dataclass(eq=False, slots=True)
+class _Pending:
+    """A call with its request. `done`: it has all of its answers, or has failed. `listeners`: those who wait for it."""
+
+    call: Call
+    request: ChatRequest
+    digest: bytes
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    listeners: int = 0
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended without its answers."""
+        return self.done.is_set() and self.call.error is not None
+
+    def is_asked_by(self, request: ChatRequest) -> bool:
+        """Whether a request with the same messages and tools asks for this call once more.
+
+        A program may ask the same again to get another answer. So this is only so if its answer was lost on the way.
+        """
+        same = request.wishes == self.request.wishes and request.count == self.request.count
+        lost = request.repeated or not (self.call.delivered or self.listeners)
+        return same and lost and not self.failed
+
+
+class AgentSession:
+    """The calls of one episode. They run in `flow`, which ends with the episode."""
+
+    def __init__(
+        self, episode: Episode, policy: EnginePolicy, renderer: TemplateRenderer, limits: CallLimits, flow: Flow
+    ) -> None:
+        self.episode = episode
+        self.tree = CallTree()
+        self.refused = ""
+        """The limit that the last call exceeded, if it did: "context" or "turns"."""
+        self.first_too_long = 0
+        """The tokens of the first prompt, if the context is too small for it."""
+        self.engine_error: RolloutError | None = None
+        """Why the engine has not answered the last call, if it has not."""
+        self.outcome: Outcome | None = None
+        """The reward of the episode, if it came by a request."""
+        self.rewarded = asyncio.Event()
+        """Whether a reward came by a request, of the episode or of a call."""
+        self.used = now()
+        self.closed = False
+        self._policy = policy
+        self._renderer = renderer
+        self._limits = limits
+        self._flow = flow
+        self._pending: dict[Call, _Pending] = {}
+        self._by_request: dict[str, _Pending] = {}
+        self._calls_of_tools: dict[str, ToolCall] = {}
+
+    @property
+    def max_context(self) -> int:
+        """Most tokens that prompt and answer may have together."""
+        return self._policy.max_context
+
+    @property
+    def calls_at_once(self) -> int:
+        """How many calls are under way."""
+        return sum(not pending.done.is_set() for pending in self._pending.values())
+
+    @asynccontextmanager
+    async def asking(self, request: ChatRequest) -> AsyncIterator[Call]:
+        """The call of a request, with all of its answers: a new one, or an earlier one that is asked for once more.
+
+        The block hands the answers over, and sets `Call.delivered`.
+
+        Raises:
+            CallRefusedError: it exceeds a limit, the episode is over, or the engine does not answer.
+        """
+        if self.closed:
+            raise CallRefusedError(401, "episode_over", "the episode of this key is over")
+        self.used = now()
+        pending = self._pending_of(replace(request, messages=tuple(map(self._as_sampled, request.messages))))
+        pending.listeners += 1
+        try:
+            await pending.done.wait()
+            if pending.call.error is not None:
+                raise _refusal_of(pending.call.error)
+            yield pending.call
+        finally:
+            pending.listeners -= 1
+            self.used = now()
+
+    def answer(self, answer_id: str) -> Answer:
+        """An answer by its id.
+
+        Raises:
+            CallRefusedError: there is none.
+        """
+        for answer in self.tree.answers():
+            if answer.id == answer_id:
+                return answer
+        raise CallRefusedError(404, "no_such_call", f"the episode has no answer {answer_id!r:.80}")
+
+    def earned(self, outcome: Outcome) -> None:
+        """The reward of the episode has come. A later one replaces it."""
+        self.outcome = outcome
+        self.rewarded.set()
+
+    def call_earned(self, answer_id: str, reward: float) -> None:
+        """Add a reward to an answer, which is that of its turn.
+
+        Raises:
+            CallRefusedError: there is no such answer.
+        """
+        self.answer(answer_id).reward += reward
+        self.rewarded.set()
+
+    def dropped(self) -> Mapping[str, tuple[int, int]]:
+        """What is in no row: for each reason, how many answers, and how many tokens the engine returned for them."""
+        unseen = self.tree.unseen()
+        found = {
+            "unseen": (len(unseen), sum(len(answer.completion.token_ids) for answer in unseen)),
+            "unfinished": (sum(isinstance(call.error, CallEndedError) for call in self.tree.calls), 0),
+        }
+        return {why: counts for why, counts in found.items() if counts[0]}
+
+    def _pending_of(self, request: ChatRequest) -> _Pending:
+        place = self.tree.place(request)
+        pending = self._by_request.get(request.request_id) if request.request_id else None
+        if pending is not None and pending.digest != place.digest:
+            raise CallRefusedError(
+                409, "idempotency_mismatch", f"the request id {request.request_id!r:.80} came with other content before"
+            )
+        if pending is None:
+            asked = [self._pending[call] for call in self.tree.asked(place.digest)]
+            pending = next((one for one in asked if one.is_asked_by(request)), None)
+        if pending is None or pending.failed:
+            pending = self._begin(request, place)
+        if request.request_id:
+            self._by_request[request.request_id] = pending
+        return pending
+
+    def _begin(self, request: ChatRequest, place: Place) -> _Pending:
+        number = len(self.tree.calls)
+        self._check_limits(request, number)
+        call = Call(number, place.kind, place.parent, place.new, self._rendered(request, place), now())
+        length = len(call.prompt_ids)
+        if length >= self.max_context:
+            self.first_too_long = length if not number else 0
+            self.refused = "context"
+            raise CallRefusedError(
+                400,
+                "context_length_exceeded",
+                f"the prompt has {length} tokens, and the context holds {self.max_context}",
+            )
+        self.refused, self.first_too_long = "", 0
+        thread = self._thread(call)
+        self.tree.begin(call, place, len(request.messages))
+        pending = self._pending[call] = _Pending(call, request, place.digest)
+        self._flow.start(self._answer(pending, thread), name=f"call {number}")
+        return pending
+
+    def _check_limits(self, request: ChatRequest, number: int) -> None:
+        limits = self._limits
+        if number >= limits.calls:
+            self.refused = "turns"
+            raise CallRefusedError(
+                400, "turn_limit_exceeded", f"the episode has had its {limits.calls} calls (rollout.max_turns)"
+            )
+        if request.count > limits.answers:
+            raise CallRefusedError(400, "too_many_answers", f"n is {request.count}, and {limits.answers} is the most")
+        if self.calls_at_once >= limits.at_once:
+            raise CallRefusedError(429, "too_many_calls", f"{limits.at_once} calls of this episode are under way", 1.0)
+
+    def _rendered(self, request: ChatRequest, place: Place) -> IntArray:
+        """The tokens after the parent's, or the whole prompt."""
+        answer = place.parent
+        try:
+            if answer is None:
+                return self._renderer.whole(request.messages, request.tools)
+            return self._renderer.added(
+                answer.call.new_ids, answer.completion.token_ids, _linked(place.new, answer.message), request.tools
+            )
+        except ConfigError as error:
+            raise CallRefusedError(
+                400, "cannot_render", f"the model's chat template refuses the messages: {error}"
+            ) from error
+
+    def _thread(self, call: Call) -> str:
+        """The engine's session of a call: that of the answer before, if nothing else goes on after it."""
+        if call.parent is not None and not call.parent.extended:
+            return call.parent.thread
+        return f"{self.episode.id}/{call.number}" if call.number else self.episode.id
+
+    async def _answer(self, pending: _Pending, thread: str) -> None:
+        """Sample the answers of a call. A failure of the engine is the call's, and the episode goes on."""
+        call, request = pending.call, pending.request
+        call.error = CallEndedError("the episode ended before the call")
+        try:
+            async with Flow(f"answers of call {call.number}") as flow:
+                tasks = [
+                    flow.start(self._sampled(call, request, thread, place), name=str(place))
+                    for place in range(request.count)
+                ]
+            sampled = [task.result() for task in tasks]
+            for answer in sampled:
+                if isinstance(answer, Answer):
+                    self._keep(answer, pending.digest)
+            call.error = self.engine_error = next((one for one in sampled if not isinstance(one, Answer)), None)
+        finally:
+            pending.done.set()
+
+    def _keep(self, answer: Answer, asked: bytes) -> None:
+        answer.digest = digest_after(asked, answer.message)
+        self.tree.answered(answer)
+        self._calls_of_tools |= {
+            own.id: call for own, call in zip(answer.calls, answer.message.tool_calls, strict=True)
+        }
+
+    async def _sampled(self, call: Call, request: ChatRequest, thread: str, place: int) -> Answer | RolloutError:
+        try:
+            return await self._sample(call, request, thread, place)
+        except RolloutError as error:
+            return error
+
+    async def _sample(self, call: Call, request: ChatRequest, thread: str, place: int) -> Answer:
+        wishes, parent = request.wishes, call.parent
+        goes_on = not place and parent is not None and parent.thread == thread
+        own = f"{thread}/{call.number}.{place}" if place else thread
+        episode = replace(self.episode, id=own, seed=self._seed(wishes, place))
+        ids = call.prompt_ids
+        prompt = Prompt(ids, call.new_ids if goes_on else ids, forked=not goes_on)
+        sampling = wishes.applied(self._policy.sampling, trained=self._policy.trained)
+        completion = await replace(self._policy, sampling=sampling).sample(episode, call.number, prompt)
+        tools = request.tools if wishes.may_call else ()
+        message = self._renderer.answer_message(call.new_ids, completion.token_ids, tools)
+        return Answer(call, completion, _without_stop(message, wishes.stop), own, now())
+
+    def _seed(self, wishes: Wishes, place: int) -> int:
+        """The seed of an answer; a program may choose it where nothing is trained."""
+        chosen = wishes.seed is not None and not self._policy.trained
+        seed = derive_seed(wishes.seed or 0) if chosen else self.episode.seed
+        return derive_seed(seed, "answer", place) if place else seed
+
+    def _as_sampled(self, message: Message) -> Message:
+        """A message whose calls of tools have the ids that the model knows, instead of those that programs get."""
+        if message.role == "tool":
+            call = self._calls_of_tools.get(message.tool_call_id)
+            return message if call is None else replace(message, tool_call_id=call.id, name=call.name)
+        calls = [replace(call, id=self._calls_of_tools.get(call.id, call).id) for call in message.tool_calls]
+        return replace(message, tool_calls=tuple(calls)) if calls else message
+
+
+class CallEndedError(EngineError):
+    """A call was under way when its episode ended."""
+
+
+def _linked(messages: Sequence[Message], answer: Message) -> Sequence[Message]:
+    """Messages whose results of tools name the call that they answer: by default the first of the answer before."""
+    if not answer.tool_calls:
+        return messages
+    first = answer.tool_calls[0]
+    return [
+        replace(message, tool_call_id=message.tool_call_id or first.id, name=message.name or first.name)
+        if message.role == "tool"
+        else message
+        for message in messages
+    ]
+
+
+def _without_stop(message: Message, stops: Sequence[str]) -> Message:
+    """An answer up to the text that a program wanted it to stop at, which it does not get."""
+    ends = [at for stop in stops if (at := message.content.find(stop)) >= 0]
+    return replace(message, content=message.content[: min(ends)]) if ends and not message.tool_calls else message
+
+
+def _refusal_of(error: Exception) -> CallRefusedError:
+    if isinstance(error, CallEndedError):
+        return CallRefusedError(401, "episode_over", str(error))
+    if isinstance(error, DeadlineError):
+        return CallRefusedError(504, "engine_timeout", str(error))
+    return CallRefusedError(503, "engine_error", str(error), 1.0)

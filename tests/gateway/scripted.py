@@ -1,0 +1,81 @@
+"""Programs without HTTP, for tests of what lies behind the protocols."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+from agentrl.errors import EnvError
+from agentrl.gateway.call import Answer, ChatRequest, Wishes
+from agentrl.gateway.config import GatewayConfig
+from agentrl.gateway.desk import Desk
+from agentrl.gateway.episode import AgentEpisodeRunner
+from agentrl.gateway.outcome import Outcome
+from agentrl.gateway.program import Assignment
+from agentrl.gateway.refusal import CallRefusedError
+from agentrl.gateway.session import AgentSession
+from agentrl.protocols import SamplingParams
+from agentrl.rollout.episode import EnginePolicy
+from agentrl.rollout.renderer import TemplateRenderer
+from agentrl.testing import ScriptedEngine
+from agentrl.testing.tokenizer import ByteTokenizer
+from agentrl.trajectory import Message
+
+RENDERER = TemplateRenderer(ByteTokenizer())
+
+
+@dataclass
+class Scripted:
+    """A program that is a function of its session."""
+
+    play: Callable[[AgentSession], Awaitable[Outcome]]
+    desk: Desk
+    sessions: list[AgentSession] = field(default_factory=list)
+
+    async def run(self, assignment: Assignment) -> Outcome:
+        session = self.desk.session(assignment.api_key)
+        self.sessions.append(session)
+        try:
+            return await self.play(session)
+        except (KeyError, ValueError, CallRefusedError) as error:
+            raise EnvError(f"the program crashed: {error!r}") from error
+
+
+def runner_of(
+    play: Callable[[AgentSession], Awaitable[Outcome]],
+    engine: ScriptedEngine,
+    *,
+    trained: bool = True,
+    max_turns: int = 1000,
+    seconds: float = 1e6,
+    config: GatewayConfig | None = None,
+    needs_reward: bool = True,
+) -> AgentEpisodeRunner:
+    desk = Desk(config or GatewayConfig())
+    sampling = SamplingParams(max_tokens=64, stop_token_ids=RENDERER.stop_token_ids)
+    policy = EnginePolicy(engine, sampling, 1e5, trained)
+    return AgentEpisodeRunner(
+        policy, RENDERER, desk, Scripted(play, desk), max_turns, seconds, needs_reward=needs_reward
+    )
+
+
+async def said(session: AgentSession, messages: Sequence[Message], **fields: object) -> list[Answer]:
+    """Ask, and receive the answers."""
+    async with session.asking(ChatRequest(tuple(messages), **fields)) as call:
+        call.delivered = True
+        return list(call.answers)
+
+
+async def abandoned(session: AgentSession, messages: Sequence[Message], seconds: float) -> bool:
+    """Ask, and go away after `seconds` without having read the answer. Whether it was there by then."""
+    try:
+        async with asyncio.timeout(seconds), session.asking(ChatRequest(tuple(messages))):
+            return True
+    except TimeoutError:
+        return False
+
+
+def user(text: str) -> Message:
+    return Message("user", text)
+
+
+__all__ = ["RENDERER", "Scripted", "Wishes", "abandoned", "runner_of", "said", "user"]

@@ -1,0 +1,326 @@
+"""Episodes of programs: how they end, what they earn, what is asked twice. Without HTTP, under the virtual clock."""
+
+import asyncio
+
+import pytest
+
+from agentrl.errors import EngineError, EnvError
+from agentrl.flow import run_virtual
+from agentrl.gateway.call import ChatRequest, Wishes
+from agentrl.gateway.config import GatewayConfig
+from agentrl.gateway.outcome import Outcome, outcome_of
+from agentrl.gateway.refusal import CallRefusedError
+from agentrl.rollout.episode import Episode
+from agentrl.testing import ScriptedEngine
+from agentrl.trajectory import Failed, Message, Score, Task, Terminated, Truncated
+from tests.gateway.scripted import abandoned, runner_of, said, user
+
+EPISODE = Episode("e", Task("agent", 0), 0)
+
+
+def saying(text: str = "left", **fields) -> ScriptedEngine:
+    return ScriptedEngine.replying(lambda request: list(text.encode()), **fields)
+
+
+def played(play, engine=None, **fields):
+    engine = engine or saying()
+    runner = runner_of(play, engine, **fields)
+
+    async def main():
+        async with engine:
+            return await runner.play(EPISODE)
+
+    (trajectory,) = run_virtual(main)
+    return trajectory, runner.program.sessions[0] if runner.program.sessions else None
+
+
+async def two_calls(session) -> Outcome:
+    (first,) = await said(session, [user("begin")])
+    await said(session, [user("begin"), Message("assistant", first.message.content), user("on")])
+    return Outcome(2.0, success=True)
+
+
+def test_the_reward_is_that_of_the_last_turn():
+    trajectory, _ = played(two_calls)
+    assert trajectory.status == Terminated()
+    assert [turn.reward for turn in trajectory.turns] == [0.0, 2.0]
+    assert trajectory.success
+    assert [message.role for message in trajectory.messages] == ["user", "assistant", "user", "assistant"]
+
+
+def test_rewards_of_calls_are_those_of_their_turns():
+    async def play(session):
+        (first,) = await said(session, [user("begin")])
+        await said(session, [user("begin"), Message("assistant", "left"), user("on")])
+        session.call_earned(first.id, 0.25)
+        with pytest.raises(CallRefusedError, match="no answer '7'"):
+            session.call_earned("7", 1.0)
+        return Outcome()
+
+    trajectory, _ = played(play)
+    assert [turn.reward for turn in trajectory.turns] == [0.25, 0.0]
+
+
+def test_a_crash_is_a_failure_of_the_environment():
+    async def play(session):
+        await said(session, [user("begin")])
+        raise KeyError("lost")
+
+    trajectory, _ = played(play)
+    assert isinstance(trajectory.status, Failed)
+    assert trajectory.status.layer == "environment"
+    assert "lost" in trajectory.status.error
+
+
+def test_a_program_that_hangs_fails_at_the_deadline_of_the_episode():
+    async def play(session):
+        await said(session, [user("begin")])
+        await asyncio.Event().wait()
+
+    trajectory, _ = played(play, seconds=100.0)
+    assert trajectory.status == Failed(
+        "environment", "episode did not answer within its deadline of 100 s (rollout.deadlines.episode)"
+    )
+
+
+def test_an_idle_program_fails():
+    async def play(session):
+        await said(session, [user("begin")])
+        await asyncio.sleep(1000)
+
+    trajectory, _ = played(play, config=GatewayConfig(idle_seconds=50))
+    assert isinstance(trajectory.status, Failed)
+    assert trajectory.seconds == pytest.approx(50)
+
+
+def test_a_slow_engine_does_not_make_a_program_idle():
+    async def play(session):
+        await said(session, [user("begin")])
+        return Outcome(1.0)
+
+    trajectory, _ = played(play, saying(prefill_seconds=lambda request: 500), config=GatewayConfig(idle_seconds=50))
+    assert trajectory.status == Terminated()
+
+
+def test_a_program_that_fails_because_the_engine_did_is_a_failure_of_the_engine():
+    async def play(session):
+        await said(session, [user("begin")])
+
+    trajectory, _ = played(play, saying(fail=lambda request: EngineError("no memory")))
+    assert trajectory.status == Failed("engine", "no memory")
+
+
+def test_a_program_may_survive_a_failure_of_the_engine():
+    failures = [EngineError("no memory")]
+
+    async def play(session):
+        with pytest.raises(CallRefusedError) as refused:
+            await said(session, [user("begin")])
+        assert refused.value.status == 503
+        await said(session, [user("begin")])
+        return Outcome(1.0)
+
+    trajectory, session = played(play, saying(fail=lambda request: failures.pop() if failures else None))
+    assert trajectory.status == Terminated()
+    assert len(trajectory.turns) == 1
+    assert [call.kind for call in session.tree.calls] == ["start", "retry"]
+
+
+def test_a_prompt_beyond_the_context_truncates_the_episode():
+    async def play(session):
+        (first,) = await said(session, [user("begin")])
+        await said(session, [user("begin"), Message("assistant", first.message.content), user("x" * 200)])
+
+    trajectory, _ = played(play, saying(max_context=100))
+    assert trajectory.status == Truncated("context")
+    assert len(trajectory.turns) == 1
+
+
+def test_a_program_that_goes_on_with_a_shorter_prompt_is_not_truncated():
+    async def play(session):
+        await said(session, [user("begin")])
+        with pytest.raises(CallRefusedError, match="the context holds 100") as refused:
+            await said(session, [user("x" * 200)])
+        assert (refused.value.status, refused.value.code) == (400, "context_length_exceeded")
+        await said(session, [user("shorter")])
+        return Outcome(1.0)
+
+    trajectory, _ = played(play, saying(max_context=100))
+    assert trajectory.status == Terminated()
+
+
+def test_a_first_prompt_beyond_the_context_is_a_failure_of_the_data():
+    async def play(session):
+        await said(session, [user("x" * 200)])
+
+    trajectory, _ = played(play, saying(max_context=100))
+    assert isinstance(trajectory.status, Failed)
+    assert trajectory.status.layer == "data"
+
+
+def test_a_call_after_the_last_turn_truncates_the_episode():
+    async def play(session):
+        for number in range(4):
+            await said(session, [user(f"{number}")])
+
+    trajectory, _ = played(play, max_turns=3)
+    assert trajectory.status == Truncated("turns")
+    assert len(trajectory.turns) == 3
+
+
+def test_a_program_without_a_reward_failed_unless_the_run_has_its_own():
+    async def play(session):
+        await said(session, [user("begin")])
+        return Outcome()
+
+    trajectory, _ = played(play)
+    assert isinstance(trajectory.status, Failed)
+    assert "earned no reward" in trajectory.status.error
+    trajectory, _ = played(play, needs_reward=False)
+    assert trajectory.status == Terminated()
+
+
+def test_a_reward_may_come_after_the_program_has_ended_but_not_too_late():
+    async def play(session):
+        await said(session, [user("begin")])
+        asyncio.get_running_loop().call_later(20, session.earned, Outcome(3.0))
+        return Outcome()
+
+    trajectory, _ = played(play, config=GatewayConfig(reward_seconds=30))
+    assert trajectory.env_return == 3.0
+    trajectory, _ = played(play, config=GatewayConfig(reward_seconds=10))
+    assert isinstance(trajectory.status, Failed)
+    assert trajectory.status.layer == "reward"
+
+
+def test_a_program_that_asks_nothing_has_failed():
+    async def play(session):
+        return Outcome(1.0)
+
+    trajectory, _ = played(play)
+    assert isinstance(trajectory.status, Failed)
+    assert "without an answer" in trajectory.status.error
+
+
+def test_a_call_that_is_asked_again_after_its_connection_broke_is_sampled_once():
+    engine = saying(prefill_seconds=lambda request: 10)
+
+    async def play(session):
+        assert not await abandoned(session, [user("begin")], 5)
+        await said(session, [user("begin")])
+        return Outcome(1.0)
+
+    trajectory, _ = played(play, engine)
+    assert len(engine.requests) == len(trajectory.turns) == 1
+    assert not trajectory.dropped
+
+
+def test_an_answer_that_no_program_got_is_dropped_with_a_reason():
+    async def play(session):
+        assert await abandoned(session, [user("begin")], 5)
+        await said(session, [user("other")])
+        return Outcome(1.0)
+
+    trajectory, _ = played(play)
+    assert len(trajectory.turns) == 1
+    assert trajectory.dropped == {"unseen": (1, 5)}
+
+
+def test_a_call_that_is_under_way_at_the_end_is_dropped_with_a_reason():
+    async def play(session):
+        await said(session, [user("begin")])
+        await abandoned(session, [user("slow")], 5)
+        return Outcome(1.0)
+
+    slow = saying(prefill_seconds=lambda request: 1000 if len(request.prompt_ids) < 21 else 0)
+    trajectory, _ = played(play, slow)
+    assert trajectory.status == Terminated()
+    assert trajectory.dropped == {"unfinished": (1, 0)}
+
+
+def test_parallel_calls_with_the_same_content_get_answers_of_their_own():
+    engine = saying(prefill_seconds=lambda request: 10)
+
+    async def play(session):
+        async with asyncio.TaskGroup() as group:
+            for _ in range(3):
+                group.create_task(said(session, [user("begin")]))
+        return Outcome(1.0)
+
+    trajectory, _ = played(play, engine)
+    assert len(engine.requests) == len(trajectory.turns) == 3
+
+
+def test_a_request_id_names_one_call_with_one_content():
+    engine = saying()
+
+    async def play(session):
+        (first,) = await said(session, [user("begin")], request_id="a")
+        (again,) = await said(session, [user("begin")], request_id="a")
+        assert first is again
+        with pytest.raises(CallRefusedError, match="came with other content") as refused:
+            await said(session, [user("other")], request_id="a")
+        assert refused.value.status == 409
+        return Outcome(1.0)
+
+    trajectory, _ = played(play, engine)
+    assert len(engine.requests) == len(trajectory.turns) == 1
+
+
+def test_a_request_that_says_it_is_a_retry_gets_the_first_answer():
+    engine = saying()
+
+    async def play(session):
+        (first,) = await said(session, [user("begin")])
+        (again,) = await said(session, [user("begin")], repeated=True)
+        assert first is again
+        return Outcome(1.0)
+
+    played(play, engine)
+    assert len(engine.requests) == 1
+
+
+@pytest.mark.parametrize(("trained", "temperature"), [(True, 1.0), (False, 0.3)])
+def test_in_training_the_runs_sampling_wins(trained, temperature):
+    engine = ScriptedEngine.replying(lambda request: list(b"left"))
+
+    async def play(session):
+        await said(session, [user("begin")], wishes=Wishes(max_tokens=7, temperature=0.3, seed=5))
+        return Outcome(1.0)
+
+    played(play, engine, trained=trained)
+    (request,) = engine.requests
+    assert request.sampling.temperature == temperature
+    assert request.sampling.max_tokens == 7
+
+
+def test_a_key_is_of_no_use_after_its_episode():
+    async def play(session):
+        await said(session, [user("begin")])
+        return Outcome(1.0)
+
+    engine = saying()
+    runner = runner_of(play, engine)
+
+    async def main():
+        async with engine:
+            await runner.play(EPISODE)
+        assert len(runner.desk) == 0
+        session = runner.program.sessions[0]
+        with pytest.raises(CallRefusedError, match="is over"):
+            async with session.asking(ChatRequest((user("late"),))):
+                pass
+        with pytest.raises(CallRefusedError, match="belongs to no open episode"):
+            runner.desk.session("agentrl-guessed")
+
+    run_virtual(main)
+
+
+def test_what_a_program_returns_becomes_an_outcome():
+    assert outcome_of(1, "run") == Outcome(1.0)
+    assert outcome_of(None, "run") == Outcome()
+    assert outcome_of({"reward": 0.5, "success": True}, "run") == Outcome(0.5, True)
+    assert outcome_of(Score(0.5, {"style": 0.1}), "run") == Outcome(0.5, None, {"style": 0.1})
+    for wrong in ("1", float("nan"), True, {"rewards": 1}, Score.failed("broken")):
+        with pytest.raises(EnvError, match="run returned"):
+            outcome_of(wrong, "run")
