@@ -118,6 +118,8 @@ class Answer:
     answered: float = 0.0
     digest: bytes = b""
     extended: bool = False
+    stopped_at: str = ""
+    """The text of the program's that it stopped at, which is not in the message."""
     reward: float = 0.0
 
     @property

@@ -9,6 +9,7 @@ import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from agentrl.arrays import IntArray
 from agentrl.errors import ConfigError, DeadlineError, EngineError, RolloutError
@@ -21,6 +22,7 @@ from agentrl.protocols import Prompt
 from agentrl.rollout.episode import EnginePolicy, Episode
 from agentrl.rollout.renderer import TemplateRenderer
 from agentrl.rollout.seeds import derive_seed
+from agentrl.rollout.tools import parse_tool_calls
 from agentrl.trajectory import Message, ToolCall
 
 logger = logging.getLogger(__name__)
@@ -146,6 +148,10 @@ class AgentSession:
         self.answer(answer_id).reward += reward
         self.rewarded.set()
 
+    def decoded(self, token_ids: IntArray) -> str:
+        """The text of tokens."""
+        return self._renderer.decode(token_ids)
+
     def dropped(self) -> Mapping[str, tuple[int, int]]:
         """What is in no row: for each reason, how many answers, and how many tokens the engine returned for them."""
         unseen = self.tree.unseen()
@@ -264,8 +270,11 @@ class AgentSession:
         sampling = wishes.applied(self._policy.sampling, trained=self._policy.trained)
         completion = await replace(self._policy, sampling=sampling).sample(episode, call.number, prompt)
         tools = request.tools if wishes.may_call else ()
-        message = self._renderer.answer_message(call.new_ids, completion.token_ids, tools)
-        return Answer(call, completion, _without_stop(message, wishes.stop), own, now())
+        message = _with_calls(self._renderer.answer_message(call.new_ids, completion.token_ids, tools), tools)
+        stopped_at = _first_in(message, wishes.stop)
+        if stopped_at:
+            message = replace(message, content=message.content[: message.content.index(stopped_at)])
+        return Answer(call, completion, message, own, now(), stopped_at=stopped_at)
 
     def _seed(self, wishes: Wishes, place: int) -> int:
         """The seed of an answer; a program may choose it where nothing is trained."""
@@ -299,10 +308,27 @@ def _linked(messages: Sequence[Message], answer: Message) -> Sequence[Message]:
     ]
 
 
-def _without_stop(message: Message, stops: Sequence[str]) -> Message:
-    """An answer up to the text that a program wanted it to stop at, which it does not get."""
-    ends = [at for stop in stops if (at := message.content.find(stop)) >= 0]
-    return replace(message, content=message.content[: min(ends)]) if ends and not message.tool_calls else message
+def _with_calls(answer: Message, tools: Sequence[Mapping[str, Any]]) -> Message:
+    """An answer whose calls are values, if its model writes them in the canonical form, which renderers leave as text.
+
+    What cannot be read, or is JSON that names no tool of the program's, stays text.
+    """
+    if not tools or answer.tool_calls:
+        return answer
+    found = parse_tool_calls(answer.content)
+    names = {tool["function"]["name"] for tool in tools}
+    tagged = "<tool_call>" in answer.content
+    if found.errors or not found.calls or not (tagged or all(call.name in names for call in found.calls)):
+        return answer
+    calls = tuple(replace(call, id=f"call{number:05d}") for number, call in enumerate(found.calls))
+    content = "\n".join(filter(None, (found.text, *(call.render() for call in calls))))
+    return replace(answer, content=content, tool_calls=calls)
+
+
+def _first_in(answer: Message, stops: Sequence[str]) -> str:
+    """The text at which a program wanted an answer to stop, and which it does not get; empty if there is none."""
+    found = [] if answer.tool_calls else [stop for stop in stops if stop in answer.content]
+    return min(found, key=answer.content.index, default="")
 
 
 def _refusal_of(error: Exception) -> CallRefusedError:

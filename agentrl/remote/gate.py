@@ -45,11 +45,19 @@ class RequestGate:
     A browser names the site of the page that sends a request (`Origin`), and requests of other sites are refused. A
     server without a token trusts its machine, and otherwise any page that is open in a browser there could play. The
     name of a page's own site may lead here too (DNS rebinding), so without a token `Host` must be an address or
-    localhost.
+    localhost; unless `any_host`, for applications that ask for a key of their own.
     """
 
-    def __init__(self, app: ASGIApp, token: str | None, max_body_bytes: int, request_seconds: float) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        token: str | None,
+        max_body_bytes: int,
+        request_seconds: float,
+        any_host: bool = False,
+    ) -> None:
         self._app = app
+        self._any_host = any_host
         self._expected = f"Bearer {token}".encode() if token else None
         self._max = max_body_bytes
         self._seconds = request_seconds
@@ -59,7 +67,7 @@ class RequestGate:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        if self._expected is None and not _is_address(headers.get(b"host", b"")):
+        if self._expected is None and not self._any_host and not _is_address(headers.get(b"host", b"")):
             detail = "a server without a token must be called by its IP address or as localhost"
             await self._refuse(scope, receive, send, 403, detail)
             return

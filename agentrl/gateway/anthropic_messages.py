@@ -1,0 +1,217 @@
+"""Anthropic's messages: `POST /v1/messages`."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from agentrl.gateway.call import Answer, Call, ChatRequest, Wishes
+from agentrl.gateway.refusal import unsupported
+from agentrl.gateway.wire import (
+    Asked,
+    Fields,
+    Json,
+    Shape,
+    as_json,
+    assistant,
+    call_of,
+    check_messages,
+    event,
+    function,
+    invalid,
+    pieces,
+    text_of,
+)
+from agentrl.trajectory import Message
+
+if TYPE_CHECKING:
+    from anthropic.types import Message as AnthropicMessage
+
+FIELDS = Fields(
+    supported=(
+        "messages",
+        "model",
+        "max_tokens",
+        "system",
+        "stop_sequences",
+        "temperature",
+        "top_p",
+        "tools",
+        "tool_choice",
+        "stream",
+    ),
+    ignored=(
+        "metadata",
+        "service_tier",
+        "cache_control",
+        "thinking",
+        "top_k",
+        "speed",
+        "inference_geo",
+        "user_profile_id",
+        "workspace_id",
+    ),
+    refused={"output_config": "the engines do not constrain answers; describe the format in the prompt"},
+    neutral={"output_config": ({},)},
+)
+
+
+def _params() -> Any:
+    from anthropic.types.message_create_params import MessageCreateParams
+
+    return MessageCreateParams
+
+
+SHAPE = Shape(_params)
+
+
+def read(body: Any) -> Asked:
+    """A request to `/v1/messages`.
+
+    Raises:
+        CallRefusedError: it is wrong, or wants something that there is not.
+    """
+    if isinstance(body, dict) and "top_k" in body:
+        body = {key: value for key, value in body.items() if key != "top_k"}
+    checked = SHAPE.check(body)
+    FIELDS.check(body)
+    messages = [Message("system", text_of(checked["system"], "system"))] if checked.get("system") else []
+    for place, message in enumerate(checked["messages"]):
+        messages += _messages(message, f"messages[{place}]")
+    choice = checked.get("tool_choice") or {}
+    wishes = Wishes(
+        max_tokens=body["max_tokens"],
+        temperature=body.get("temperature"),
+        top_p=body.get("top_p"),
+        stop=tuple(checked.get("stop_sequences") or ()),
+        may_call=choice.get("type") != "none",
+    )
+    tools = tuple(_tool(tool) for tool in checked.get("tools") or ())
+    model = str(body["model"])
+    return Asked(
+        ChatRequest(check_messages(messages), tools, 1, wishes),
+        bool(body.get("stream")),
+        lambda session, call: as_json(_answer(call, model)),
+        lambda session, call: _events(call, model),
+    )
+
+
+def _messages(message: Json, where: str) -> Iterator[Message]:
+    """The messages that one of Anthropic's is: results of tools stand in a message of the user."""
+    role, content = message["role"], message["content"]
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if role == "assistant":
+        texts = [block for block in blocks if block.get("type") not in ("tool_use", "thinking", "redacted_thinking")]
+        calls = [
+            call_of(block["id"], block["name"], block["input"]) for block in blocks if block.get("type") == "tool_use"
+        ]
+        yield assistant(text_of(texts, where), calls)
+        return
+    texts = []
+    for block in blocks:
+        if block.get("type") != "tool_result":
+            texts.append(block)
+            continue
+        if texts:
+            yield Message(role, text_of(texts, where))
+            texts = []
+        yield Message("tool", text_of(block.get("content"), where), tool_call_id=block["tool_use_id"])
+    if texts or not blocks:
+        yield Message(role, text_of(texts, where))
+
+
+def _tool(tool: Json) -> Mapping[str, Any]:
+    if tool.get("type") not in (None, "custom"):
+        raise unsupported(f"a tool of type {tool['type']!r}", "the model has no tools of its own; describe yours")
+    if "input_schema" not in tool:
+        raise invalid(f"the tool {tool.get('name')!r:.80} has no input_schema")
+    return function(tool["name"], tool.get("description"), tool["input_schema"])
+
+
+def _reason(answer: Answer) -> Any:
+    if answer.completion.finish_reason == "length":
+        return "max_tokens"
+    if answer.message.tool_calls:
+        return "tool_use"
+    return "stop_sequence" if answer.stopped_at else "end_turn"
+
+
+def _blocks(answer: Answer) -> list[Any]:
+    from anthropic.types import TextBlock, ThinkingBlock, ToolUseBlock
+
+    blocks: list[Any] = []
+    if answer.message.reasoning:
+        blocks.append(ThinkingBlock(type="thinking", thinking=answer.message.reasoning, signature=""))
+    if answer.message.said:
+        blocks.append(TextBlock(type="text", text=answer.message.said, citations=None))
+    for call in answer.calls:
+        blocks.append(ToolUseBlock(type="tool_use", id=call.id, name=call.name, input=dict(call.arguments)))
+    return blocks
+
+
+def _answer(call: Call, model: str) -> "AnthropicMessage":
+    from anthropic.types import Message as AnthropicMessage
+    from anthropic.types import Usage
+
+    (answer,) = call.answers
+    return AnthropicMessage(
+        id=f"msg_{call.number}",
+        type="message",
+        role="assistant",
+        model=model,
+        content=_blocks(answer),
+        stop_reason=_reason(answer),
+        stop_sequence=answer.stopped_at or None,
+        usage=Usage(input_tokens=len(call.prompt_ids), output_tokens=len(answer.completion.token_ids)),
+    )
+
+
+def _events(call: Call, model: str) -> Iterator[bytes]:
+    from anthropic.types import (
+        MessageDeltaUsage,
+        RawContentBlockStopEvent,
+        RawMessageDeltaEvent,
+        RawMessageStartEvent,
+        RawMessageStopEvent,
+    )
+    from anthropic.types.raw_message_delta_event import Delta
+
+    whole = _answer(call, model)
+    begun = whole.model_copy(update={"content": [], "stop_reason": None, "stop_sequence": None})
+    yield _event(RawMessageStartEvent(type="message_start", message=begun))
+    for place, block in enumerate(whole.content):
+        yield from _block_events(block, place)
+        yield _event(RawContentBlockStopEvent(type="content_block_stop", index=place))
+    delta = Delta(stop_reason=whole.stop_reason, stop_sequence=whole.stop_sequence)
+    used = MessageDeltaUsage(output_tokens=whole.usage.output_tokens)
+    yield _event(RawMessageDeltaEvent(type="message_delta", delta=delta, usage=used))
+    yield _event(RawMessageStopEvent(type="message_stop"))
+
+
+def _block_events(block: Any, place: int) -> Iterator[bytes]:
+    from anthropic.types import (
+        InputJSONDelta,
+        RawContentBlockDeltaEvent,
+        RawContentBlockStartEvent,
+        TextDelta,
+        ThinkingDelta,
+    )
+
+    empty: Json
+    deltas: list[Any]
+    if block.type == "text":
+        empty, deltas = {"text": ""}, [TextDelta(type="text_delta", text=piece) for piece in pieces(block.text)]
+    elif block.type == "thinking":
+        empty = {"thinking": ""}
+        deltas = [ThinkingDelta(type="thinking_delta", thinking=piece) for piece in pieces(block.thinking)]
+    else:
+        written = json.dumps(block.input)
+        empty = {"input": {}}
+        deltas = [InputJSONDelta(type="input_json_delta", partial_json=piece) for piece in pieces(written)]
+    begun = block.model_copy(update=empty)
+    yield _event(RawContentBlockStartEvent(type="content_block_start", index=place, content_block=begun))
+    for delta in deltas:
+        yield _event(RawContentBlockDeltaEvent(type="content_block_delta", index=place, delta=delta))
+
+
+def _event(made: Any) -> bytes:
+    return event(made.model_dump_json(exclude_unset=True), made.type)

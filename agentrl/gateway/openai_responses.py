@@ -1,0 +1,259 @@
+"""OpenAI's responses: `POST /v1/responses`, the part of it that agents use. No response is kept on the server."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from agentrl.gateway.call import Call, ChatRequest, Wishes
+from agentrl.gateway.refusal import unsupported
+from agentrl.gateway.wire import (
+    Asked,
+    Fields,
+    Json,
+    Shape,
+    as_json,
+    assistant,
+    call_of,
+    check_messages,
+    event,
+    function,
+    pieces,
+    text_of,
+)
+from agentrl.trajectory import Message, ToolCall
+
+if TYPE_CHECKING:
+    from openai.types.responses import Response
+
+FIELDS = Fields(
+    supported=(
+        "input",
+        "instructions",
+        "model",
+        "max_output_tokens",
+        "temperature",
+        "top_p",
+        "tools",
+        "tool_choice",
+        "stream",
+    ),
+    ignored=(
+        "access_programs",
+        "include",
+        "metadata",
+        "moderation",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "reasoning",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "stream_options",
+        "user",
+    ),
+    refused={
+        "previous_response_id": "send the whole conversation as input",
+        "conversation": "send the whole conversation as input",
+        "text": "the engines do not constrain answers; describe the format in the prompt",
+        "truncation": "the run's context decides; shorten the input",
+        "top_logprobs": "only the logprobs of the sampled tokens are known, and chat completions have them",
+        "background": "wait for the answer",
+    },
+    neutral={
+        "background": (False,),
+        "text": ({}, {"format": {"type": "text"}}),
+        "top_logprobs": (0,),
+        "truncation": ("disabled",),
+    },
+)
+_TEXTS = ("input_text", "output_text", "text", "refusal")
+
+
+def _params() -> Any:
+    from openai.types.responses.response_create_params import ResponseCreateParams
+
+    return ResponseCreateParams
+
+
+SHAPE = Shape(_params)
+
+
+def read(body: Any) -> Asked:
+    """A request to `/v1/responses`.
+
+    Raises:
+        CallRefusedError: it is wrong, or wants something that there is not.
+    """
+    checked = SHAPE.check(body)
+    text = body.get("text")
+    FIELDS.check({key: value for key, value in body.items() if key != "text"} | {"text": _without_verbosity(text)})
+    given = body.get("input")
+    instructions = checked.get("instructions")
+    messages = [Message("system", str(instructions))] if instructions else []
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else list(given or ())
+    messages += _messages(items)
+    wishes = Wishes(
+        max_tokens=body.get("max_output_tokens"),
+        temperature=body.get("temperature"),
+        top_p=body.get("top_p"),
+        may_call=body.get("tool_choice") != "none",
+    )
+    tools = tuple(_tool(tool) for tool in checked.get("tools") or ())
+    return Asked(
+        ChatRequest(check_messages(messages), tools, 1, wishes),
+        bool(body.get("stream")),
+        lambda session, call: as_json(_response(call, body)),
+        lambda session, call: _events(call, body),
+    )
+
+
+def _without_verbosity(text: Any) -> Any:
+    if not isinstance(text, dict):
+        return text
+    return {key: value for key, value in text.items() if key != "verbosity" and value is not None}
+
+
+def _messages(items: list[Json]) -> Iterator[Message]:
+    """The messages that items are: an answer's text and its calls are several items."""
+    texts: list[str] = []
+    calls: list[ToolCall] = []
+    for place, item in enumerate(items):
+        where, kind, role = f"input[{place}]", item.get("type", "message"), item.get("role")
+        if kind == "reasoning":
+            continue  # the model's own reasoning is in the tokens already
+        if kind == "function_call":
+            calls.append(call_of(item["call_id"], item["name"], item["arguments"]))
+            continue
+        if kind == "message" and role == "assistant" and not calls:
+            texts.append(text_of(item["content"], where, _TEXTS))
+            continue
+        if texts or calls:
+            yield assistant("".join(texts), calls)
+            texts, calls = [], []
+        if kind == "function_call_output":
+            yield Message("tool", text_of(item["output"], where, _TEXTS), tool_call_id=item["call_id"])
+        elif kind == "message" and role == "assistant":
+            texts.append(text_of(item["content"], where, _TEXTS))
+        elif kind == "message" and role in ("user", "system", "developer"):
+            yield Message("user" if role == "user" else "system", text_of(item["content"], where, _TEXTS))
+        else:
+            raise unsupported(f"{where}: an item of type {kind!r}", "write messages and calls of functions")
+    if texts or calls:
+        yield assistant("".join(texts), calls)
+
+
+def _tool(tool: Json) -> Mapping[str, Any]:
+    if tool.get("type") != "function":
+        raise unsupported(f"a tool of type {tool.get('type')!r}", "tools are functions")
+    return function(tool["name"], tool.get("description"), tool.get("parameters"))
+
+
+def _items(call: Call) -> list[Any]:
+    from openai.types.responses import (
+        ResponseFunctionToolCall,
+        ResponseOutputMessage,
+        ResponseOutputText,
+        ResponseReasoningItem,
+    )
+    from openai.types.responses.response_reasoning_item import Summary
+
+    (answer,) = call.answers
+    items: list[Any] = []
+    if answer.message.reasoning:
+        summary = Summary(type="summary_text", text=answer.message.reasoning)
+        items.append(ResponseReasoningItem(id=f"rs_{call.number}", type="reasoning", summary=[summary]))
+    if answer.message.said or not answer.message.tool_calls:
+        text = ResponseOutputText(type="output_text", text=answer.message.said, annotations=[])
+        items.append(
+            ResponseOutputMessage(
+                id=f"msg_{call.number}", type="message", role="assistant", status="completed", content=[text]
+            )
+        )
+    for one in answer.calls:
+        items.append(
+            ResponseFunctionToolCall(
+                id=f"fc_{one.id}",
+                type="function_call",
+                call_id=one.id,
+                name=one.name,
+                arguments=json.dumps(one.arguments),
+                status="completed",
+            )
+        )
+    return items
+
+
+def _response(call: Call, body: Json, *, begun: bool = False) -> "Response":
+    from openai.types.responses import Response
+
+    (answer,) = call.answers
+    prompt, sampled = len(call.prompt_ids), len(answer.completion.token_ids)
+    cut = answer.completion.finish_reason == "length"
+    usage = {
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": sampled,
+        "output_tokens_details": {"reasoning_tokens": answer.message.reasoning_tokens},
+        "total_tokens": prompt + sampled,
+    }
+    ended = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}} if cut else {}
+    made: Response = Response.model_validate(
+        {
+            "id": f"resp_{call.number}",
+            "object": "response",
+            "created_at": int(call.asked),
+            "model": str(body.get("model", "policy")),
+            "output": [] if begun else _items(call),
+            "status": "in_progress" if begun else "completed",
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.get("instructions"),
+            "metadata": body.get("metadata"),
+            "parallel_tool_calls": True,
+            "temperature": body.get("temperature"),
+            "top_p": body.get("top_p"),
+            "tool_choice": "auto",
+            "tools": body.get("tools") or [],
+            **({} if begun else {"usage": usage, **ended}),
+        }
+    )
+    return made
+
+
+def _events(call: Call, body: Json) -> Iterator[bytes]:
+    """The events of a stream: each item begins, grows and is done."""
+    number = 0
+
+    def made(kind: str, **fields: Any) -> bytes:
+        nonlocal number
+        number += 1
+        return event(json.dumps({"type": kind, "sequence_number": number - 1, **fields}), kind)
+
+    begun = _response(call, body, begun=True).model_dump(mode="json", exclude_unset=True)
+    yield made("response.created", response=begun)
+    yield made("response.in_progress", response=begun)
+    for place, one in enumerate(_items(call)):
+        item = one.model_dump(mode="json", exclude_unset=True)
+        at = {"output_index": place, "item_id": item["id"]}
+        if item["type"] == "message":
+            empty, (part,) = {**item, "status": "in_progress", "content": []}, item["content"]
+            yield made("response.output_item.added", output_index=place, item=empty)
+            at["content_index"] = 0
+            yield made("response.content_part.added", **at, part={**part, "text": ""})
+            for piece in pieces(part["text"]):
+                yield made("response.output_text.delta", **at, delta=piece, logprobs=[])
+            yield made("response.output_text.done", **at, text=part["text"], logprobs=[])
+            yield made("response.content_part.done", **at, part=part)
+        elif item["type"] == "function_call":
+            empty = {**item, "status": "in_progress", "arguments": ""}
+            yield made("response.output_item.added", output_index=place, item=empty)
+            for piece in pieces(item["arguments"]):
+                yield made("response.function_call_arguments.delta", **at, delta=piece)
+            yield made("response.function_call_arguments.done", **at, arguments=item["arguments"], name=item["name"])
+        else:
+            yield made("response.output_item.added", output_index=place, item=item)
+        yield made("response.output_item.done", output_index=place, item=item)
+    whole = _response(call, body).model_dump(mode="json", exclude_unset=True)
+    yield made("response.incomplete" if whole["status"] == "incomplete" else "response.completed", response=whole)

@@ -1,0 +1,284 @@
+"""The gateway's server: the endpoints of the protocols, for the programs of all open episodes.
+
+    POST /v1/chat/completions   OpenAI's chat completions
+    POST /v1/responses          OpenAI's responses
+    POST /v1/messages           Anthropic's messages
+    GET  /v1/models             one model: the policy
+    POST /v1/rewards            a reward of the episode, or of one of its calls
+
+It runs on the event loop of the run, because that is where the policy is. Each request carries the key of its episode,
+as `Authorization: Bearer` or `x-api-key`.
+"""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from importlib.util import find_spec
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
+
+from agentrl.errors import ConfigError
+from agentrl.flow import Flow
+from agentrl.gateway import anthropic_messages, openai_chat, openai_responses
+from agentrl.gateway.call import Call
+from agentrl.gateway.config import GatewayConfig
+from agentrl.gateway.desk import Desk
+from agentrl.gateway.outcome import Outcome
+from agentrl.gateway.refusal import CallRefusedError
+from agentrl.gateway.session import AgentSession
+from agentrl.gateway.wire import Asked, Shape, invalid
+from agentrl.remote.gate import RequestGate, idle_timeout
+
+STATUSES = {
+    400: "The request is wrong, wants what is not supported, or exceeds the context or the calls of its episode",
+    401: "The key belongs to no open episode",
+    404: "There is no such path or call",
+    405: "The path has other methods",
+    408: "The body did not come in time",
+    409: "The request id came with other content before",
+    413: "The body is too long",
+    429: "Too many calls of the episode are under way; try again",
+    503: "The engine did not answer; try again",
+    504: "The engine did not answer in time",
+}
+"""What each status means."""
+
+
+class PostedReward(BaseModel):
+    """The body of `POST /v1/rewards`. With `call`, the id of an answer, it is the reward of that call's turn."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    reward: float = Field(allow_inf_nan=False)
+    call: str | None = None
+    success: bool | None = None
+
+
+class ModelEntry(BaseModel):
+    """The policy, as OpenAI's clients list models."""
+
+    id: str
+    object: str = "model"
+    created: int = 0
+    owned_by: str = "agentrl"
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    """The answer of `GET /v1/models`."""
+
+    object: str = "list"
+    data: list[ModelEntry]
+
+
+class _ClientGoneError(Exception):
+    """The connection broke before the answer was sent."""
+
+
+class CallResponse(Response):
+    """Asks for the answers of a call, and sends them. If the connection breaks meanwhile, the call goes on without it.
+
+    The answers count as delivered when all but the end of the last message has been sent.
+    """
+
+    def __init__(self, session: AgentSession, asked: Asked) -> None:
+        super().__init__()
+        self._session = session
+        self._asked = asked
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, or raise the refusal."""
+        try:
+            async with Flow("call") as flow:
+                watching = flow.start(_until_gone(receive), name="connection")
+                async with self._session.asking(self._asked.request) as call:
+                    await self._send(call, send)
+                watching.cancel()
+        except _ClientGoneError:
+            pass
+
+    async def _send(self, call: Call, send: Send) -> None:
+        if self._asked.streams:
+            parts = [*self._asked.parts(self._session, call)]
+            headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
+        else:
+            parts = [self._asked.whole(self._session, call)]
+            headers = [(b"content-type", b"application/json"), (b"content-length", str(len(parts[0])).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for part in parts[:-1]:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+            await asyncio.sleep(0)  # a broken connection is noticed here
+        await asyncio.sleep(0)
+        call.delivered = True
+        await send({"type": "http.response.body", "body": parts[-1], "more_body": False})
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    raise _ClientGoneError
+
+
+class GatewayServer(uvicorn.Server):
+    """Uvicorn, which leaves the signals to the run."""
+
+    def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        """Capture none."""
+        return nullcontext()
+
+
+@asynccontextmanager
+async def serving(desk: Desk) -> AsyncIterator[None]:
+    """Inside the block, the programs of a desk's episodes can call, and the desk knows its address.
+
+    Raises:
+        ConfigError: it cannot listen there, or the packages of the protocols are missing.
+    """
+    if missing := [name for name in ("openai", "anthropic") if find_spec(name) is None]:
+        raise ConfigError(f"the gateway needs the packages {' and '.join(missing)}: pip install 'agentrl[gateway]'")
+    config = desk.config
+    listener = _listener(config)
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    desk.url = config.url or (f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+    server = GatewayServer(
+        uvicorn.Config(
+            create_app(desk),
+            http=idle_timeout(config.request_seconds),
+            ws="none",
+            lifespan="off",
+            access_log=False,
+            log_level="warning",
+            timeout_graceful_shutdown=1,
+        )
+    )
+    async with Flow("gateway") as flow:
+        task = flow.start(server.serve(sockets=[listener]), name="server")
+        try:
+            yield
+        finally:
+            server.should_exit = True
+            await asyncio.wait({task})  # it closes its connections; at most a second
+            listener.close()
+
+
+def _listener(config: GatewayConfig) -> socket.socket:
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((config.host, config.port))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"the gateway cannot listen on {config.host}:{config.port}: {error}. Set gateway.host and gateway.port "
+            "(0: any free one)"
+        ) from error
+    return listener
+
+
+def create_app(desk: Desk) -> FastAPI:
+    """The ASGI application."""
+    app = FastAPI(title="agentrl gateway", responses=_refusals(), docs_url=None, redoc_url=None)
+    _add_calls(app, desk)
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> ModelList:
+        session = desk.session(_key(request))
+        return ModelList(data=[ModelEntry(id="policy", max_model_len=session.max_context)])
+
+    @app.post("/v1/rewards")
+    async def rewards(posted: PostedReward, request: Request) -> dict[str, str]:
+        session = desk.session(_key(request))
+        if posted.call is None:
+            session.earned(Outcome(posted.reward, posted.success))
+        else:
+            session.call_earned(posted.call.rpartition("chatcmpl-")[2].rpartition("_")[2], posted.reward)
+        return {}
+
+    @app.get("/health")
+    async def health() -> dict[str, Any]:
+        return {"status": "healthy", "episodes": len(desk)}
+
+    _add_refusals(app)
+    limits = desk.config
+    app.add_middleware(
+        RequestGate,
+        token=None,
+        max_body_bytes=limits.max_body_bytes,
+        request_seconds=limits.request_seconds,
+        any_host=True,
+    )
+    return app
+
+
+def _add_calls(app: FastAPI, desk: Desk) -> None:
+    def add(path: str, read: Callable[[Any], Asked], shape: Shape) -> None:
+        async def answer(request: Request) -> Response:
+            session = desk.session(_key(request))
+            try:
+                body = await request.json()
+            except (ValueError, RecursionError) as error:
+                raise invalid(f"the body is not JSON: {error}") from None
+            if not shape.ready:
+                await asyncio.to_thread(lambda: shape.adapter)
+            return CallResponse(session, read(body).with_headers(request.headers))
+
+        name = path.removeprefix("/v1/").replace("/", "_")
+        body = {"content": {"application/json": {"schema": {"type": "object"}}}, "required": True}
+        app.add_api_route(path, answer, methods=["POST"], operation_id=name, openapi_extra={"requestBody": body})
+
+    add("/v1/chat/completions", openai_chat.read, openai_chat.SHAPE)
+    add("/v1/responses", openai_responses.read, openai_responses.SHAPE)
+    add("/v1/messages", anthropic_messages.read, anthropic_messages.SHAPE)
+
+
+def _key(request: Request) -> str:
+    """The key that a request carries."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+
+
+def _add_refusals(app: FastAPI) -> None:
+    """Answer all errors in the form of the protocol that was spoken."""
+
+    def say(
+        request: Request, status: int, code: str, detail: str, headers: Mapping[str, str] | None = None
+    ) -> Response:
+        kind = "authentication_error" if status == 401 else _TYPES.get(status, "invalid_request_error")
+        if request.url.path.startswith("/v1/messages"):
+            body: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": detail}}
+        else:
+            body = {"error": {"message": detail, "type": kind, "param": None, "code": code}}
+        return JSONResponse(body, status, headers)
+
+    @app.exception_handler(CallRefusedError)
+    async def refuse(request: Request, refusal: CallRefusedError) -> Response:
+        wait = refusal.retry_after
+        headers = {"x-should-retry": "false"} if wait is None else {"Retry-After": f"{wait:.0f}"}
+        return say(request, refusal.status, refusal.code, refusal.detail, headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def refuse_shape(request: Request, error: RequestValidationError) -> Response:
+        wrong = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        return say(request, 400, "invalid_request", "; ".join(wrong))
+
+    @app.exception_handler(HTTPException)
+    async def refuse_otherwise(request: Request, error: HTTPException) -> Response:
+        return say(request, error.status_code, "invalid_request", error.detail, error.headers)
+
+
+_TYPES = {404: "not_found_error", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}
+
+
+def _refusals() -> dict[int | str, dict[str, Any]]:
+    return {status: {"description": meaning} for status, meaning in STATUSES.items()}

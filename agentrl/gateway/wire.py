@@ -1,0 +1,198 @@
+"""What the three protocols have in common: reading requests strictly, writing answers, and server-sent events.
+
+A field of a request is supported, ignored (it cannot change an answer that is recorded, or the run decides it), or
+refused by its name. `docs/agents.md` lists them. The types are those of the vendors' packages.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from agentrl.gateway.call import Call, ChatRequest
+from agentrl.gateway.refusal import CallRefusedError, unsupported
+from agentrl.gateway.session import AgentSession
+from agentrl.trajectory import Message, ToolCall
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """The fields of a protocol's requests. `refused` says what to do instead of the more common ones.
+
+    `neutral`: values of refused fields that ask for nothing, besides null.
+    """
+
+    supported: Sequence[str]
+    ignored: Sequence[str]
+    refused: Mapping[str, str]
+    neutral: Mapping[str, Sequence[Any]]
+
+    def check(self, body: Json) -> None:
+        """Refuse what cannot be honoured.
+
+        Raises:
+            CallRefusedError: names the first such field.
+        """
+        for name, value in body.items():
+            if name in self.supported or name in self.ignored or value is None or value in self.neutral.get(name, ()):
+                continue
+            raise unsupported(name, self.refused.get(name, "leave it out"))
+
+
+class Shape:
+    """The types of a protocol's requests, by the vendor's own definition."""
+
+    def __init__(self, of: Callable[[], Any]) -> None:
+        self._of = of
+        self._adapter: TypeAdapter[Any] | None = None
+
+    def check(self, body: Any) -> Json:
+        """The request, without fields that its types do not have.
+
+        Raises:
+            CallRefusedError: it does not fit.
+        """
+        if not isinstance(body, dict):
+            raise invalid("the body must be a JSON object")
+        checked: Json = {}
+        field = ""
+        try:
+            for field, value in self.adapter.validate_python(body).items():
+                checked[field] = _listed(value)
+        except ValidationError as error:
+            raise invalid(_what_is_wrong(error, field)) from None
+        except (TypeError, RecursionError) as error:
+            raise invalid(f"{field}: {error}") from None
+        return checked
+
+    @property
+    def ready(self) -> bool:
+        """Whether its types have been imported, which takes seconds."""
+        return self._adapter is not None
+
+    @property
+    def adapter(self) -> TypeAdapter[Any]:
+        """Checks and describes the type; made when it is first needed."""
+        if self._adapter is None:
+            self._adapter = TypeAdapter(self._of())
+        return self._adapter
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request that has been read, and how its answers are written: whole, or as the parts of a stream."""
+
+    request: ChatRequest
+    streams: bool
+    whole: Callable[[AgentSession, Call], bytes]
+    parts: Callable[[AgentSession, Call], Iterable[bytes]]
+
+    def with_headers(self, headers: Mapping[str, str]) -> "Asked":
+        """The same with what the headers say: an idempotency key, and that a client's library sends it once more."""
+        repeated = headers.get("x-stainless-retry-count", "0") != "0"
+        request = replace(self.request, request_id=headers.get("idempotency-key", ""), repeated=repeated)
+        return replace(self, request=request)
+
+
+def _listed(value: Any) -> Any:
+    """The same with lists for the generators that stand for checked sequences, which this checks."""
+    if isinstance(value, dict):
+        return {key: _listed(one) for key, one in value.items()}
+    if isinstance(value, str | bytes | int | float) or value is None:
+        return value
+    return [_listed(one) for one in value]
+
+
+def _what_is_wrong(error: ValidationError, field: str) -> str:
+    """Up to three findings. Of a message, only what is wrong for its own role."""
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    others = {one["loc"][:2] for one in found if one["loc"] and one["loc"][-1] in ("role", "type")}
+    own = [one for one in found if one["loc"][:2] not in others] or found
+    return "; ".join(f"{'.'.join(map(str, (field, *one['loc'][-3:])))}: {one['msg']}" for one in own[:3])
+
+
+def invalid(detail: str) -> CallRefusedError:
+    """A request that is wrong."""
+    return CallRefusedError(400, "invalid_request", detail)
+
+
+def text_of(content: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
+    """The text of a message's content: a text, or parts of text.
+
+    Raises:
+        CallRefusedError: it has other parts, such as images.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for part in content:
+        if part.get("type") not in kinds:
+            raise unsupported(f"{where}: content of type {part.get('type')!r}", "the model reads text")
+        texts.append(str(part.get("text") or part.get("refusal") or ""))
+    return "".join(texts)
+
+
+def assistant(text: str, calls: Sequence[ToolCall]) -> Message:
+    """An answer that a program sends back."""
+    return Message(
+        "assistant", "\n".join(filter(None, (text, *(call.render() for call in calls)))), tool_calls=tuple(calls)
+    )
+
+
+def call_of(call_id: str, name: str, arguments: Any) -> ToolCall:
+    """A call that a program sends back.
+
+    Raises:
+        CallRefusedError: its arguments are no JSON object.
+    """
+    try:
+        given = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+        json.dumps(given, allow_nan=False)
+    except ValueError as error:
+        raise invalid(f"the arguments of the call {call_id!r:.80} are not JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise invalid(f"the arguments of the call {call_id!r:.80} are no JSON object")
+    return ToolCall(name, given, call_id)
+
+
+def function(name: str, description: str | None, parameters: Any) -> Json:
+    """A tool as chat templates expect it."""
+    described = {"name": name, "description": description or "", "parameters": parameters or {"type": "object"}}
+    return {"type": "function", "function": described}
+
+
+def check_messages(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Messages that the model can answer.
+
+    Raises:
+        CallRefusedError: there is none, or the last one is an answer.
+    """
+    if not messages:
+        raise invalid("there is no message to answer")
+    if messages[-1].role == "assistant":
+        raise unsupported("a last message of the assistant", "the model begins each answer itself")
+    return tuple(messages)
+
+
+def pieces(text: str) -> Iterator[str]:
+    """A text in the pieces of a stream."""
+    for begin in range(0, len(text), _PIECE):
+        yield text[begin : begin + _PIECE]
+
+
+_PIECE = 32
+"""Characters in one part of a stream."""
+
+
+def event(data: str, name: str = "") -> bytes:
+    """A server-sent event."""
+    return f"event: {name}\ndata: {data}\n\n".encode() if name else f"data: {data}\n\n".encode()
+
+
+def as_json(made: BaseModel) -> bytes:
+    """A vendor's object as it is sent: with the fields that were set."""
+    return made.model_dump_json(exclude_unset=True).encode()

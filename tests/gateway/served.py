@@ -1,0 +1,82 @@
+"""Episodes whose program calls over HTTP, with the real clients, for tests."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentrl.gateway.config import GatewayConfig
+from agentrl.gateway.desk import Desk
+from agentrl.gateway.episode import AgentEpisodeRunner
+from agentrl.gateway.outcome import Outcome, outcome_of
+from agentrl.gateway.program import Assignment
+from agentrl.gateway.server import serving
+from agentrl.gateway.session import AgentSession
+from agentrl.protocols import Engine, SamplingParams
+from agentrl.rollout.episode import EnginePolicy, Episode
+from agentrl.rollout.renderer import RendererConfig, TemplateRenderer
+from agentrl.testing import ScriptedEngine
+from agentrl.testing.tokenizer import ByteTokenizer
+from agentrl.trajectory import Task, ToolCall, Trajectory
+
+RENDERER = TemplateRenderer(ByteTokenizer(), RendererConfig(tool_format="canonical"))
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+    },
+}
+CALL = ToolCall("add", {"a": 2, "b": 3}).render()
+
+
+@dataclass
+class Calling:
+    """A program that is a function of its assignment."""
+
+    play: Callable[[Assignment], Awaitable[Any]]
+    desk: Desk
+    sessions: list[AgentSession] = field(default_factory=list)
+
+    async def run(self, assignment: Assignment) -> Outcome:
+        self.sessions.append(self.desk.session(assignment.api_key))
+        return outcome_of(await self.play(assignment), "play")
+
+
+def saying(*texts: str, **fields: Any) -> ScriptedEngine:
+    """An engine that answers call n with text n (the last one again and again)."""
+
+    def reply(request: Any) -> list[int]:
+        number = int(request.id.rpartition("/")[2])
+        return list(texts[min(number, len(texts) - 1)].encode())
+
+    return ScriptedEngine.replying(reply, max_context=fields.pop("max_context", 100_000), **fields)
+
+
+def served(
+    play: Callable[[Assignment], Awaitable[Any]],
+    engine: Engine,
+    *,
+    config: GatewayConfig | None = None,
+    seconds: float = 60.0,
+    trained: bool = True,
+) -> tuple[Trajectory, AgentSession]:
+    """Play one episode of a program behind a server."""
+
+    async def main() -> tuple[Trajectory, AgentSession]:
+        desk = Desk(config or GatewayConfig())
+        program = Calling(play, desk)
+        sampling = SamplingParams(max_tokens=4096, stop_token_ids=RENDERER.stop_token_ids)
+        policy = EnginePolicy(engine, sampling, 60.0, trained)
+        runner = AgentEpisodeRunner(policy, RENDERER, desk, program, 100, seconds)
+        async with engine, serving(desk):
+            (trajectory,) = await runner.play(Episode("e", Task("agent", 0), 0))
+        return trajectory, program.sessions[0]
+
+    return asyncio.run(main())
+
+
+def loads(text: str) -> Any:
+    return json.loads(text)

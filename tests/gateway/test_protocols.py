@@ -1,0 +1,272 @@
+"""The three protocols, spoken by their vendors' own clients against an engine with a script."""
+
+import anthropic
+import openai
+import pytest
+
+from agentrl.trajectory import Terminated, Truncated
+from tests.gateway.served import CALL, RENDERER, TOOL, loads, saying, served
+
+
+def client_of(assignment, **options) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=assignment.base_url, api_key=assignment.api_key, **options)
+
+
+def answers_of(trajectory) -> list[str]:
+    return [RENDERER.answer_text(turn.completion.token_ids) for turn in trajectory.turns]
+
+
+def test_chat_completions_with_tools_extend_one_conversation():
+    async def play(assignment):
+        async with client_of(assignment) as client:
+            messages = [{"role": "system", "content": "You add."}, {"role": "user", "content": "2 + 3?"}]
+            first = await client.chat.completions.create(model="policy", messages=messages, tools=[TOOL])
+            message = first.choices[0].message
+            assert first.choices[0].finish_reason == "tool_calls"
+            assert message.content == "Let me see."
+            (call,) = message.tool_calls
+            assert call.function.name == "add"
+            arguments = loads(call.function.arguments)
+            result = {"role": "tool", "tool_call_id": call.id, "content": str(arguments["a"] + arguments["b"])}
+            messages += [message.model_dump(exclude_none=True), result]
+            second = await client.chat.completions.create(model="policy", messages=messages, tools=[TOOL])
+            assert second.usage.prompt_tokens > first.usage.prompt_tokens + first.usage.completion_tokens
+            return float(second.choices[0].message.content == "5")
+
+    trajectory, session = served(play, saying(f"Let me see.\n{CALL}", "5"))
+    assert trajectory.status == Terminated()
+    assert trajectory.env_return == 1.0
+    assert [call.kind for call in session.tree.calls] == ["start", "extension"]
+    assert not any(turn.forked for turn in trajectory.turns)
+    assert answers_of(trajectory) == [f"Let me see.\n{CALL}", "5"]
+    assert trajectory.messages[3].tool_call_id == trajectory.messages[2].tool_calls[0].id
+
+
+def test_parallel_calls_of_tools_have_ids_of_their_own_in_the_whole_episode():
+    seen = []
+
+    async def play(assignment):
+        async with client_of(assignment) as client:
+            messages = [{"role": "user", "content": "2 + 3, twice"}]
+            for _ in range(2):
+                answer = await client.chat.completions.create(model="policy", messages=messages, tools=[TOOL])
+                message = answer.choices[0].message
+                messages.append(message.model_dump(exclude_none=True))
+                for call in message.tool_calls:
+                    seen.append(call.id)
+                    messages.append({"role": "tool", "tool_call_id": call.id, "content": "5"})
+        return 1.0
+
+    trajectory, session = served(play, saying(f"{CALL}\n{CALL}"))
+    assert len(set(seen)) == len(seen) == 4
+    assert [call.kind for call in session.tree.calls] == ["start", "extension"]
+    assert len(trajectory.turns) == 2
+
+
+@pytest.mark.parametrize("text", [f"Let me see.\n{CALL}", "a longer text " * 20, ""])
+def test_a_stream_says_what_the_whole_answer_says(text):
+    async def play(assignment):
+        async with client_of(assignment) as client:
+            asked = {"model": "policy", "messages": [{"role": "user", "content": "2 + 3?"}], "tools": [TOOL]}
+            whole = await client.chat.completions.create(**asked)
+            content, calls, finish, usage = "", {}, None, None
+            stream = await client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+            async for chunk in stream:
+                usage = chunk.usage or usage
+                for choice in chunk.choices:
+                    content += choice.delta.content or ""
+                    finish = choice.finish_reason or finish
+                    for part in choice.delta.tool_calls or ():
+                        name, arguments = calls.get(part.index, ("", ""))
+                        calls[part.index] = (name + (part.function.name or ""), arguments + part.function.arguments)
+            choice = whole.choices[0]
+            assert content == (choice.message.content or "")
+            assert finish == choice.finish_reason
+            assert usage.completion_tokens == whole.usage.completion_tokens
+            said = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or ()]
+            assert list(calls.values()) == said
+        return 1.0
+
+    trajectory, session = served(play, saying(text))
+    assert [call.kind for call in session.tree.calls] == ["start", "retry"]
+    assert not trajectory.dropped
+
+
+def test_several_answers_logprobs_and_a_stop_text():
+    engine = saying("one, two")
+
+    async def play(assignment):
+        async with client_of(assignment) as client:
+            answer = await client.chat.completions.create(
+                model="policy", messages=[{"role": "user", "content": "count"}], n=2, logprobs=True
+            )
+            assert [choice.message.content for choice in answer.choices] == ["one, two"] * 2
+            tokens = answer.choices[0].logprobs.content
+            assert "".join(token.token for token in tokens).startswith("one, two")
+            assert all(token.logprob == 0.0 for token in tokens)
+        return 1.0
+
+    trajectory, _ = served(play, engine)
+    assert [turn.forked for turn in trajectory.turns] == [False, True]
+    assert len({request.seed for request in engine.requests}) == 2
+
+
+def test_a_prompt_beyond_the_context_is_refused_as_openai_does_it():
+    async def play(assignment):
+        async with client_of(assignment, max_retries=0) as client:
+            asked = [{"role": "user", "content": "hi"}]
+            await client.chat.completions.create(model="policy", messages=asked)
+            with pytest.raises(openai.BadRequestError) as refused:
+                await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "x" * 300}])
+            assert refused.value.code == "context_length_exceeded"
+            raise openai.OpenAIError("the program gives up")
+
+    async def guarded(assignment):
+        try:
+            return await play(assignment)
+        except openai.OpenAIError:
+            return None
+
+    trajectory, _ = served(guarded, saying("hi", max_context=200))
+    assert trajectory.status == Truncated("context")
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"logit_bias": {"1": 5}}, "logit_bias"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"extra_body": {"guided_choice": ["a"]}}, "guided_choice"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "image_url"),
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, "last message"),
+        ({"messages": []}, "no message"),
+        ({"messages": [{"role": "robot", "content": "a"}]}, "messages"),
+        ({"temperature": "hot"}, "temperature"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_its_name(fields, named):
+    async def play(assignment):
+        async with client_of(assignment, max_retries=0) as client:
+            asked = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+            with pytest.raises(openai.BadRequestError, match=named):
+                await client.chat.completions.create(**(asked | fields))
+            ignored = {"user": "me", "metadata": {"a": "b"}, "reasoning_effort": "low", "frequency_penalty": 0}
+            await client.chat.completions.create(**asked, **ignored)
+        return 1.0
+
+    trajectory, _ = served(play, saying("hi"))
+    assert trajectory.status == Terminated()
+
+
+def test_a_wrong_key_is_refused():
+    async def play(assignment):
+        async with openai.AsyncOpenAI(base_url=assignment.base_url, api_key="guessed", max_retries=0) as client:
+            with pytest.raises(openai.AuthenticationError):
+                await client.models.list()
+        async with client_of(assignment) as client:
+            (model,) = (await client.models.list()).data
+            assert model.id == "policy"
+            await client.chat.completions.create(model=model.id, messages=[{"role": "user", "content": "hi"}])
+        return 1.0
+
+    assert served(play, saying("hi"))[0].status == Terminated()
+
+
+ANTHROPIC_TOOL = {
+    "name": "add",
+    "description": "Adds.",
+    "input_schema": TOOL["function"]["parameters"],
+}
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_anthropics_messages_with_tools_extend_one_conversation(streams):
+    async def play(assignment):
+        async with anthropic.AsyncAnthropic(base_url=assignment.url, api_key=assignment.api_key) as client:
+            asked = {"model": "policy", "max_tokens": 1000, "system": "You add.", "tools": [ANTHROPIC_TOOL]}
+            messages = [{"role": "user", "content": "2 + 3?"}]
+
+            async def answer():
+                if not streams:
+                    return await client.messages.create(**asked, messages=messages)
+                async with client.messages.stream(**asked, messages=messages) as stream:
+                    return await stream.get_final_message()
+
+            first = await answer()
+            assert first.stop_reason == "tool_use"
+            text, call = first.content
+            assert text.text == "Let me see."
+            assert call.input == {"a": 2, "b": 3}
+            result = {"type": "tool_result", "tool_use_id": call.id, "content": "5"}
+            messages += [
+                {"role": "assistant", "content": [block.model_dump(exclude_none=True) for block in first.content]},
+                {"role": "user", "content": [result]},
+            ]
+            second = await answer()
+            assert second.stop_reason == "end_turn"
+            return {"reward": float(second.content[0].text == "5"), "success": True}
+
+    trajectory, session = served(play, saying(f"Let me see.\n{CALL}", "5"))
+    assert trajectory.env_return == 1.0
+    assert trajectory.success
+    assert [call.kind for call in session.tree.calls] == ["start", "extension"]
+
+
+def test_anthropics_client_gets_errors_in_its_form():
+    async def play(assignment):
+        async with anthropic.AsyncAnthropic(
+            base_url=assignment.url, api_key=assignment.api_key, max_retries=0
+        ) as client:
+            asked = {"model": "policy", "max_tokens": 10, "messages": [{"role": "user", "content": "hi"}]}
+            await client.messages.create(**asked)
+            bash = {"type": "bash_20250124", "name": "bash"}
+            with pytest.raises(anthropic.BadRequestError, match="bash_20250124"):
+                await client.messages.create(**asked, tools=[bash])
+        return 1.0
+
+    assert served(play, saying("hi"))[0].status == Terminated()
+
+
+RESPONSES_TOOL = {"type": "function", "strict": False, **TOOL["function"]}
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_responses_with_tools_extend_one_conversation(streams):
+    async def play(assignment):
+        async with client_of(assignment) as client:
+            asked = {"model": "policy", "instructions": "You add.", "tools": [RESPONSES_TOOL]}
+            items = [{"role": "user", "content": "2 + 3?"}]
+
+            async def answer():
+                if not streams:
+                    return await client.responses.create(**asked, input=items)
+                async with client.responses.stream(**asked, input=items) as stream:
+                    return await stream.get_final_response()
+
+            first = await answer()
+            message, call = first.output
+            assert first.output_text == message.content[0].text == "Let me see."
+            assert loads(call.arguments) == {"a": 2, "b": 3}
+            sent = [item.model_dump(exclude_none=True, exclude={"parsed_arguments"}) for item in first.output]
+            items += [*sent, {"type": "function_call_output", "call_id": call.call_id, "output": "5"}]
+            return float((await answer()).output_text == "5")
+
+    trajectory, session = served(play, saying(f"Let me see.\n{CALL}", "5"))
+    assert trajectory.env_return == 1.0
+    assert [call.kind for call in session.tree.calls] == ["start", "extension"]
+
+
+def test_a_reward_may_be_posted_for_the_episode_and_for_a_call():
+    async def play(assignment):
+        async with client_of(assignment) as client:
+            answer = await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hi"}])
+            await client.post("/rewards", body={"reward": 0.5, "call": answer.id}, cast_to=object)
+            await client.post("/rewards", body={"reward": 2.0, "success": True}, cast_to=object)
+            with pytest.raises(openai.NotFoundError, match="no answer"):
+                await client.post("/rewards", body={"reward": 2.0, "call": "chatcmpl-9"}, cast_to=object)
+
+    trajectory, _ = served(play, saying("hi"))
+    assert trajectory.env_return == 2.5
+    assert trajectory.success
