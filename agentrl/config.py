@@ -28,6 +28,7 @@ from agentrl.algorithms.batch_processing import BatchProcessingConfig
 from agentrl.credentials import refuse_credentials, without_credentials
 from agentrl.errors import ConfigError
 from agentrl.hosting.wrappers import wrapper
+from agentrl.observe.config import ObserveConfig
 from agentrl.placement.device_map import PlacementConfig
 from agentrl.plugins import Component
 from agentrl.protocols import ActorCritic, Isolation, SamplingParams, Settings, SupportsPredict
@@ -206,6 +207,7 @@ class RunConfig(Settings):
     """Processing of a batch's scores before advantages are computed, and of its advantages before the loss."""
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    observe: ObserveConfig = ObserveConfig()
     placement: PlacementConfig = PlacementConfig()
     """Which devices the engine and the trainer run on."""
     simulation: SimulationConfig = SimulationConfig()

@@ -666,6 +666,19 @@ class SupportsPredict(Trainer, Protocol):
         ...
 
 
+@runtime_checkable
+class SupportsTokenLogprobs(Trainer, Protocol):
+    """A trainer that keeps what it computed for each token of its last step."""
+
+    async def token_logprobs(self) -> FloatArray | None:
+        """The logprobs of the last step's loss tokens, in the order of its batch, shape (2, N); None if it knows none.
+
+        The first row has those before the step's first update, the second those at the update of the token's
+        minibatch: exp(second - first) is the ratio that the loss saw.
+        """
+        ...
+
+
 class TaskSource(Protocol):
     """The tasks of one split of a run, by index: the same config gives the same tasks in every launch.
 

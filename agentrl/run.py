@@ -4,7 +4,10 @@ runs/NAME/
   config.yaml        the resolved config; `agentrl train --resume runs/NAME` needs nothing else
   metrics.jsonl      a row for each step and each evaluation
   ledger.sqlite      the fate of every task and episode
-  trajectories/      step_000000.parquet ...
+  trajectories/      step_000000.parquet ...: every episode that was trained on
+  samples/           step_000000.parquet ...: what each step was trained on, and what the trainer computed of tokens
+  timeline.jsonl     when each phase of each step began
+  origins.json       where each setting of config.yaml comes from
   checkpoints/       step_000010/ ... (each a Hugging Face folder with the optimizer beside it)
   model_commit       the commit of a model that was taken from the hub
   demonstrations/    the model after supervised play, where the config asks for it
@@ -32,22 +35,26 @@ from typing import Any, Self
 from rich.console import Console
 
 from agentrl import plugins
+from agentrl.algorithms.samples import SampleOrigin
+from agentrl.batch import TrainBatch
 from agentrl.checkpoint import Checkpoints, Savable
 from agentrl.config import LoadedConfig, RunConfig, load_config
 from agentrl.durable import unfinished, write_whole
 from agentrl.errors import ConfigError
-from agentrl.flow import run_to_completion
+from agentrl.flow import now, run_to_completion
 from agentrl.model_source import check_architecture, commit_of, description_folder, model_folder
 from agentrl.observe.curve import draw_curve
 from agentrl.observe.metrics import MetricsFile, rollout_metrics
 from agentrl.observe.progress import ProgressDisplay
+from agentrl.observe.samples import TrainedBatch, drawn_groups, write_samples
 from agentrl.observe.silence import Silence, conditions
 from agentrl.observe.trajectories import write_trajectories
 from agentrl.planner.check import check_placement
-from agentrl.protocols import Tracker
+from agentrl.protocols import SupportsTokenLogprobs, Tracker, Trainer
 from agentrl.rollout.agents import FrozenRoute
 from agentrl.rollout.ledger import Ledger, check_ledger
 from agentrl.rollout.renderer import renderer_of
+from agentrl.rollout.seeds import derive_seed
 from agentrl.run_lock import RunLock
 from agentrl.run_temp import RunTemp
 from agentrl.tiny_model import SIZES
@@ -99,6 +106,7 @@ class Run:
                 self.metrics.mend()
             self.display = ProgressDisplay(console, self.config.steps)
             self._settings = {key: str(value) for key, value, _ in loaded.rows()}
+            self._origins = {key: origin for key, _, origin in loaded.rows()}
             self._trackers: list[Tracker] = []
             self._silence = self._new_silence()
             self._open = opened.pop_all()
@@ -133,6 +141,8 @@ class Run:
                 self._trackers.append(tracker)
             opened.enter_context(self.display)
             write_whole(self.folder / "config.yaml", self.config.to_yaml())
+            if not self.resumed:  # then they come from config.yaml
+                write_whole(self.folder / "origins.json", json.dumps(self._origins, indent=2) + "\n")
             self._open = opened.pop_all()
         return self
 
@@ -165,17 +175,20 @@ class Run:
         return folder
 
     def begin_phase(self, step: int, phase: str) -> None:
-        """Record in `status.json` that `phase` of step `step` begins."""
+        """Record in `status.json` and `timeline.jsonl` that `phase` of step `step` begins."""
         status = {"pid": os.getpid(), "step": step, "phase": phase, "since": datetime.now(UTC).isoformat()}
         path = self.folder / "status.json"
         unfinished(path).write_text(json.dumps(status) + "\n")  # it need not survive a loss of power
         unfinished(path).replace(path)
+        with (self.folder / "timeline.jsonl").open("a") as timeline:
+            timeline.write(json.dumps(status) + "\n")
 
     async def record_step(
         self, step: int, groups: Sequence[Group], trained: Mapping[str, float], seconds: Mapping[str, float]
     ) -> None:
         """Record the results of step `step` (counted from 0). `seconds` is by phase."""
-        rollout = await run_to_completion(asyncio.to_thread(self._write_rollouts, step, groups))
+        epoch = datetime.now(UTC).timestamp() - now()
+        rollout = await run_to_completion(asyncio.to_thread(self._write_rollouts, step, groups, epoch))
         total = sum(seconds.values())
         metrics = {
             **rollout,
@@ -190,11 +203,23 @@ class Run:
         self.display.step(step, metrics)
         self._warn({"step": step, **metrics})
 
-    def _write_rollouts(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
+    async def record_samples(
+        self, step: int, batch: TrainBatch, origins: Sequence[SampleOrigin], trainer: Trainer
+    ) -> None:
+        """Record the batch that the trainer has just made step `step` on, and what it computed of its tokens."""
+        count = self.config.observe.token_groups
+        told = await trainer.token_logprobs() if count and isinstance(trainer, SupportsTokenLogprobs) else None
+        detailed = drawn_groups(batch, count, derive_seed(self.config.seed, "token_groups", step))
+        path = self.folder / "samples" / f"step_{step:06d}.parquet"
+        trained = TrainedBatch(batch, origins, told)
+        await run_to_completion(asyncio.to_thread(write_samples, path, step, trained, detailed))
+
+    def _write_rollouts(self, step: int, groups: Sequence[Group], epoch: float) -> dict[str, float]:
         """Write the trajectories of a step, and return its rollout metrics."""
         write_trajectories(
             self.folder / "trajectories" / f"step_{step:06d}.parquet",
             [pair for group in groups for pair in zip(group.trajectories, group.scores, strict=True)],
+            epoch,
         )
         return rollout_metrics(groups, step, self.config.rollout.oldest_trained(step))
 

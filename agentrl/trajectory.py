@@ -131,6 +131,7 @@ class Turn:
 
     `state` names the environment's state that the turn answers: `info["state_key"]` of the step before (or of the
     reset), or else a hash of the observation. Turns of one task with the same name can be compared with each other.
+    `asked` is when the model was asked.
     """
 
     prompt_ids: IntArray
@@ -141,6 +142,7 @@ class Turn:
     generate_seconds: float = 0.0
     env_seconds: float = 0.0
     state: str = ""
+    asked: float = 0.0
 
     __eq__ = same_fields
 
@@ -209,6 +211,7 @@ class Trajectory:
     `opponent`: the version of the policy that played the other agents, where that was an earlier one (self-play).
     `dropped`: what was sampled in the episode and is in no turn, by reason: the number of answers, and of their tokens
     (`agentrl/gateway`).
+    `started` is when the episode began.
     """
 
     id: str
@@ -223,6 +226,7 @@ class Trajectory:
     trained_turns: int = 0
     opponent: int | None = None
     dropped: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    started: float = 0.0
 
     @property
     def trainable(self) -> bool:

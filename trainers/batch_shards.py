@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 
@@ -65,6 +66,25 @@ def gather(batch: TrainBatch, shards: Sequence[BatchShard], predictions: Sequenc
                 for number, of_sample_N in zip(micro_batch.numbers_M.tolist(), by_sample, strict=True):
                     gathered_N[ends_M[number] - len(of_sample_N) : ends_M[number]] = of_sample_N
     return gathered_N
+
+
+def gather_pairs(
+    batch: TrainBatch, shards: Sequence[BatchShard], minibatches: int, pairs: Sequence[Sequence[FloatArray]]
+) -> FloatArray:
+    """Two numbers for each loss token, in the order of a batch that was sharded as `minibatches`; shape (2, N).
+
+    `pairs` has those of each rank's micro-batches, one minibatch after another, each of shape (2, its loss tokens).
+    """
+    gathered = []
+    unread = [iter(of_rank) for of_rank in pairs]
+    parts = [part for part in minibatches_of(batch, minibatches) if part.num_loss_tokens]
+    for number, part in enumerate(parts):
+        of_part = [[shard[number]] for shard in shards]
+        values = [list(islice(of_rank, len(shard[0]))) for of_rank, shard in zip(unread, of_part, strict=True)]
+        gathered.append(
+            [gather(part, of_part, [[pair_2N[row] for pair_2N in own] for own in values]) for row in (0, 1)]
+        )
+    return np.concatenate(gathered, axis=1)
 
 
 def _shard_minibatch(all_of_it: Sequence[MicroBatch], ranks: int, attention: float) -> list[list[MicroBatch]]:

@@ -5,7 +5,7 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
@@ -17,7 +17,7 @@ from agentrl.cluster.workers import StartWorkers, WorkerGroup
 from agentrl.errors import AgentRLError, ConfigError, StallError, TrainingError, WorkerDiedError
 from agentrl.placement.footprint import model_facts
 from agentrl.protocols import Loss, Recovery
-from agentrl.trainers.batch_shards import gather, shard_batch
+from agentrl.trainers.batch_shards import BatchShard, gather, gather_pairs, shard_batch
 from agentrl.trainers.replay import ReplayLog, TrainingStep
 from agentrl.trainers.settings import MOST_TOKENS, TrainerSettings
 from agentrl.trainers.spec import Head, TrainerSpec
@@ -81,6 +81,7 @@ class GroupTrainer:
         self._log = ReplayLog(self._recovery.latest)
         self._running = False
         self._ranks: WorkerGroup | None = None
+        self._made: tuple[TrainBatch, Sequence[BatchShard]] | None = None
         self._attention = attention_share(model) if self.world_size > 1 else 0.0
 
     @property
@@ -131,6 +132,13 @@ class GroupTrainer:
             return await asyncio.to_thread(gather, batch, shards, predictions)
 
         return await self._ask(predict, len(batch.tokens_S))
+
+    async def token_logprobs(self) -> FloatArray | None:
+        """See `SupportsTokenLogprobs`."""
+        by_rank: Sequence[Sequence[FloatArray]] = await self._ask(lambda ranks: ranks.all("token_logprobs"))
+        if self._made is None or not all(by_rank):  # ranks that have been restarted after a checkpoint know of no step
+            return None
+        return await asyncio.to_thread(gather_pairs, *self._made, self.config.minibatches, by_rank)
 
     async def weights(self) -> Mapping[str, "Tensor"]:
         """The whole float32 weights; tied weights only under their first name.
@@ -198,6 +206,7 @@ class GroupTrainer:
         )
         args = (loss, normalizer, batch.num_loss_tokens)
         metrics = await ranks.scatter("step", [(shard, *args) for shard in shards])
+        self._made = batch, shards
         return {
             **metrics[0],
             "tokens": float(sum(one.tokens for shard in shards for part in shard for one in part if one.counts)),

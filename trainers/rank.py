@@ -41,6 +41,7 @@ class TrainerRank:
         self._sharding: Sharding | None = None
         self._meeting: socket.socket | None = None
         self._steps_done = 0
+        self._logprobs: Sequence[FloatArray] = ()
 
     def machine(self) -> str:
         """A name of this machine: the same for ranks that can meet on the loopback interface."""
@@ -87,6 +88,7 @@ class TrainerRank:
             self._accumulate(micro_batches, old, loss, normalizer / len(shard), tally)
             self._update(lr, tally)
         self._steps_done += 1
+        self._logprobs = [logprobs_2N.float().cpu().numpy() for logprobs_2N in tally.logprobs]
         return {
             "loss": tally.loss / len(shard),
             "grad_norm": tally.grad_norm,
@@ -102,6 +104,10 @@ class TrainerRank:
         with torch.no_grad():
             predictions = [self._predicted(one) for minibatch in shard for one in minibatch]
         return [numbers_N.float().cpu().numpy() for numbers_N in predictions]
+
+    def token_logprobs(self) -> Sequence[FloatArray]:
+        """For each micro-batch of the last step, in order: its old logprobs, and those of its update; shape (2, N)."""
+        return self._logprobs
 
     def weights(self) -> Mapping[str, Tensor]:
         """All weights, whole, by Hugging Face names, on rank 0; tied weights only under their first name."""
@@ -174,6 +180,7 @@ class TrainerRank:
                 # The factor is 1. For a loss that is not finite it is NaN, and no update applies such a gradient.
                 self.sharding.backward(part * (1 + 0 * part.detach()), last=i == len(micro_batches) - 1)
                 tally.add(part.detach(), output.metrics, (before_N - samples.rollout_logprobs_N).abs(), weight)
+                tally.logprobs.append(torch.stack([before_N, logprobs_N.detach()]))
 
     def _update(self, lr: float, tally: "_Tally") -> None:
         with tally.phase("optimizer"):
@@ -196,7 +203,10 @@ class TrainerRank:
 
 @dataclass(slots=True)
 class _Tally:
-    """Sums of a step. `part` and `part_gap` are of this rank and the current minibatch, on the device."""
+    """Sums of a step. `part` and `part_gap` are of this rank and the current minibatch, on the device.
+
+    `logprobs`: of each micro-batch, the old and the new ones, shape (2, N).
+    """
 
     part: Tensor = field(default_factory=lambda: torch.zeros(()))
     part_gap: Tensor = field(default_factory=lambda: torch.zeros(()))
@@ -205,6 +215,7 @@ class _Tally:
     gap_max: float = 0.0
     grad_norm: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
+    logprobs: list[Tensor] = field(default_factory=list)
 
     def add(self, part: Tensor, metrics: Mapping[str, Tensor], gap_N: Tensor, weight: float) -> None:
         """Count one micro-batch."""

@@ -1,18 +1,44 @@
 """From groups to the samples that are trained on: with the algorithm's advantages and the turns' rewards."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from agentrl.algorithms.batch_processing import BatchProcessing, BatchProcessingConfig
 from agentrl.batch import TrainBatch, TrainingSample, collate, to_samples
 from agentrl.protocols import Algorithm, MemberAdvantage, NormalizesAdvantages
-from agentrl.trajectory import Group
+from agentrl.trajectory import Group, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class SampleOrigin:
+    """Where a training sample comes from: the turns `first` to `last` of an agent's view of an episode."""
+
+    episode: str
+    agent: str
+    task: str
+    first: int
+    last: int
 
 
 def batch_of(groups: list[Group], algorithm: Algorithm, processing: BatchProcessing, oldest_version: int) -> TrainBatch:
     """The batch of a step's groups."""
-    return collate(samples_of(processing.scores(groups), algorithm, oldest_version, processing))
+    return traced_batch_of(groups, algorithm, processing, oldest_version)[0]
+
+
+def traced_batch_of(
+    groups: list[Group], algorithm: Algorithm, processing: BatchProcessing, oldest_version: int
+) -> tuple[TrainBatch, Sequence[SampleOrigin]]:
+    """The batch of a step's groups, and where each of its samples comes from."""
+    origins = []
+
+    def samples() -> Iterator[TrainingSample]:
+        for trajectory, sample in _traced_samples(processing.scores(groups), algorithm, oldest_version, processing):
+            first, last = int(sample.turn_ids[0]), int(sample.turn_ids[-1])
+            origins.append(SampleOrigin(trajectory.id, trajectory.agent, trajectory.task.id, first, last))
+            yield sample
+
+    return collate(samples()), origins
 
 
 def samples_of(
@@ -22,6 +48,13 @@ def samples_of(
 
     If several agents are trained, each agent's episodes are compared only with its own.
     """
+    return (sample for _, sample in _traced_samples(groups, algorithm, oldest_version, processing))
+
+
+def _traced_samples(
+    groups: list[Group], algorithm: Algorithm, oldest_version: int, processing: BatchProcessing | None
+) -> Iterator[tuple[Trajectory, TrainingSample]]:
+    """The training samples of `samples_of`, each with its trajectory."""
     processing = processing or BatchProcessing(BatchProcessingConfig())
     parts = [of_agent for group in groups for of_agent in group.by_agent()]
     by_group: Sequence[Sequence[MemberAdvantage]] = [algorithm.advantages(part) for part in parts]
@@ -39,4 +72,4 @@ def samples_of(
     ):
         if trained:
             for sample in to_samples(trajectory, advantage, turn_rewards=earned, oldest_version=oldest_version):
-                yield replace(sample, group=number)
+                yield trajectory, replace(sample, group=number)

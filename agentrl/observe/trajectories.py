@@ -24,6 +24,7 @@ _TURN = pa.struct(
         ("info", pa.string()),
         ("generate_seconds", pa.float64()),
         ("env_seconds", pa.float64()),
+        ("asked", pa.float64()),
     ]
 )
 SCHEMA = pa.schema(
@@ -37,6 +38,8 @@ SCHEMA = pa.schema(
         ("status", pa.string()),
         ("detail", pa.string()),
         ("trained_turns", pa.int32()),
+        ("started", pa.float64()),
+        ("seconds", pa.float64()),
         ("success", pa.bool_()),
         ("score", pa.float64()),
         ("parts", pa.string()),
@@ -44,7 +47,8 @@ SCHEMA = pa.schema(
         ("turns", pa.list_(_TURN)),
     ]
 )
-"""`info`, `parts` and `tool_calls` are JSON; `detail` is the limit, the error or the reason in the status.
+"""`info`, `parts` and `tool_calls` are JSON; `detail` is the limit, the error or the reason in the status. `started`
+and `asked` are Unix time, in seconds.
 
 The first `trained_turns` turns were trained on before, in a segment: a row of an earlier step with the same id.
 """
@@ -53,18 +57,21 @@ The first `trained_turns` turns were trained on before, in a segment: a row of a
 _ROWS_AT_A_TIME = 64
 
 
-def write_trajectories(path: Path, scored: Iterable[tuple[Trajectory, Score]]) -> None:
-    """Write (trajectory, score) pairs to `path`, all or none."""
+def write_trajectories(path: Path, scored: Iterable[tuple[Trajectory, Score]], epoch: float = 0.0) -> None:
+    """Write (trajectory, score) pairs to `path`, all or none.
+
+    `epoch`: the Unix time, in seconds, at which the clock of the trajectories showed 0.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished, pairs = path.with_suffix(".unfinished"), iter(scored)
     with pq.ParquetWriter(unfinished, SCHEMA, compression="zstd") as writer:
         # A few at a time: while pyarrow reads Python's values, no other thread can run.
-        while rows := [_row(trajectory, score) for trajectory, score in islice(pairs, _ROWS_AT_A_TIME)]:
+        while rows := [_row(trajectory, score, epoch) for trajectory, score in islice(pairs, _ROWS_AT_A_TIME)]:
             writer.write_table(pa.Table.from_pylist(rows, schema=SCHEMA))
     unfinished.replace(path)
 
 
-def _row(trajectory: Trajectory, score: Score) -> dict[str, object]:
+def _row(trajectory: Trajectory, score: Score, epoch: float) -> dict[str, object]:
     status = trajectory.status
     return {
         "id": trajectory.id,
@@ -76,6 +83,8 @@ def _row(trajectory: Trajectory, score: Score) -> dict[str, object]:
         "status": status.name,
         "detail": next((str(getattr(status, n)) for n in ("limit", "error", "why") if hasattr(status, n)), ""),
         "trained_turns": trajectory.trained_turns,
+        "started": trajectory.started + epoch,
+        "seconds": trajectory.seconds,
         "success": trajectory.success,
         "score": score.value,
         "parts": json.dumps(dict(score.parts)),
@@ -101,6 +110,7 @@ def _row(trajectory: Trajectory, score: Score) -> dict[str, object]:
                 "info": json.dumps(dict(turn.info), default=repr),
                 "generate_seconds": turn.generate_seconds,
                 "env_seconds": turn.env_seconds,
+                "asked": turn.asked + epoch,
             }
             for turn in trajectory.turns
         ],

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from agentrl.advisors import ON_NEWEST, CriticTraining
 from agentrl.algorithms.batch_processing import BatchProcessing
-from agentrl.algorithms.samples import batch_of
+from agentrl.algorithms.samples import traced_batch_of
 from agentrl.assembly import assemble_training
 from agentrl.flow import elapsed, loop_metrics
 from agentrl.protocols import Algorithm, Settings
@@ -72,13 +72,15 @@ async def train(
                     async with run.saved_if_stopped(step, parts):
                         groups = await rollouts.next_batch()
                 with clock("train"):
-                    make = partial(batch_of, groups, algorithm, processing, config.rollout.oldest_trained(step))
-                    batch = await asyncio.to_thread(make)  # millions of tokens take long
+                    oldest = config.rollout.oldest_trained(step)
+                    make = partial(traced_batch_of, groups, algorithm, processing, oldest)
+                    batch, origins = await asyncio.to_thread(make)  # millions of tokens take long
                     batch = await parts.advisors.taught(batch)
                     async with parts.sharing.training():
                         batch, advice = await parts.advisors.advise(batch, step, groups)
                         exact = await parts.exact.measured(groups, batch)
                         metrics = await trainer.step(batch, algorithm.loss, algorithm.normalizer(batch))
+                        await run.record_samples(step, batch, origins, trainer)
                 with clock("weights"):
                     async with rollouts.new_weights(step + 1):
                         published = await weights.publish(trainer, version=step + 1)

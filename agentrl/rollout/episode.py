@@ -177,7 +177,9 @@ class _Reply(NamedTuple):
 
     def turn(self, reward: float, info: Mapping[str, Any], ended: float, state: str) -> Turn:
         prompt, seconds = self.prompt, self.answered - self.asked
-        return Turn(prompt.new_ids, self.completion, reward, info, prompt.forked, seconds, ended - self.answered, state)
+        waited = ended - self.answered
+        ids, forked = prompt.new_ids, prompt.forked
+        return Turn(ids, self.completion, reward, info, forked, seconds, waited, state, self.asked)
 
 
 @dataclass(slots=True)
@@ -215,7 +217,16 @@ class _AgentState:
         messages = (*self.conversation.messages, *self.unanswered)
         turns = tuple(self.turns)
         return Trajectory(
-            episode.id, episode.task, turns, status, messages, seconds, self.agent, self.head_start, self.tail_ids
+            episode.id,
+            episode.task,
+            turns,
+            status,
+            messages,
+            seconds,
+            self.agent,
+            self.head_start,
+            self.tail_ids,
+            started=now() - seconds,
         )
 
     def segment(self, episode: Episode, seconds: float) -> Trajectory:
@@ -231,7 +242,16 @@ class _AgentState:
             tail = follows.prompt_ids if isinstance(follows, Turn) else follows.new_ids
         messages = self.conversation.messages
         return Trajectory(
-            episode.id, episode.task, turns, SEGMENT, messages, seconds, self.agent, self.head_start, tail
+            episode.id,
+            episode.task,
+            turns,
+            SEGMENT,
+            messages,
+            seconds,
+            self.agent,
+            self.head_start,
+            tail,
+            started=now() - seconds,
         )
 
     def render_tail(self) -> None:
@@ -325,7 +345,7 @@ class EnvEpisodeRunner:
             status = Failed(error.layer, str(error), isinstance(error, OutageError))
         seconds = now() - started
         if not episode_state.agents:
-            return (Trajectory(episode.id, episode.task, (), status, (), seconds),)
+            return (Trajectory(episode.id, episode.task, (), status, (), seconds, started=started),)
         states = [state for state in episode_state.agents.values() if state.role.trained]
         return tuple([state.trajectory(episode, status, seconds) for state in states])
 

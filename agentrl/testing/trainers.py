@@ -18,7 +18,7 @@ from agentrl.algorithms.grpo import Grpo
 from agentrl.arrays import FloatArray, IntArray, Ragged, floats, ints, mask
 from agentrl.batch import TrainBatch, TrainingSample, collate, equal_parts
 from agentrl.errors import ConformanceError, TrainingError
-from agentrl.protocols import Loss, LossTokens, SupportsPredict, Trainer
+from agentrl.protocols import Loss, LossTokens, SupportsPredict, SupportsTokenLogprobs, Trainer
 from agentrl.weights.bundle import BundlePlace
 from agentrl.weights.low_rank import Factors, LowRank
 from agentrl.weights.publisher import write_weights
@@ -73,6 +73,7 @@ async def check_trainer(make_trainer: MakeTrainer, model: Path, workspace: Path)
     await check_resume(make_trainer, model, workspace)
     await check_refuses_non_finite(make_trainer, model)
     await check_predicts(make_trainer, model)
+    await check_tells_logprobs(make_trainer, model)
 
 
 async def check_predicts(make_trainer: MakeTrainer, model: Path) -> None:
@@ -95,6 +96,31 @@ async def check_predicts(make_trainer: MakeTrainer, model: Path) -> None:
             want_N = reference._logprobs(sample)
         if not torch.allclose(torch.from_numpy(got_N), want_N, rtol=0, atol=TOLERANCE):
             raise ConformanceError(f"the logprobs of sample {number} are not those of the plain reference")
+
+
+async def check_tells_logprobs(make_trainer: MakeTrainer, model: Path) -> None:
+    """A trainer that `SupportsTokenLogprobs` tells the logprobs before its step, and those at each update."""
+    case = TrainerCase(minibatches=3, lr=1e-2)
+    async with make_trainer(model, case) as trainer:
+        if not (isinstance(trainer, SupportsTokenLogprobs) and isinstance(trainer, SupportsPredict)):
+            return
+        reference = _Reference.open(model, case, await trainer.weights())
+        batch = collate(random_samples(reference.vocab_size, seed=1))
+        before_N = await trainer.predict(batch)
+        await trainer.step(batch, LOSS, float(batch.num_loss_tokens))
+        told_2N = await trainer.token_logprobs()
+    if told_2N is None or told_2N.shape != (2, batch.num_loss_tokens):
+        raise ConformanceError(
+            f"after a step on {batch.num_loss_tokens} loss tokens, their logprobs have the shape "
+            f"{None if told_2N is None else told_2N.shape}, but should have two numbers for each"
+        )
+    if not np.allclose(told_2N[0], before_N, rtol=0, atol=TOLERANCE):
+        raise ConformanceError("the first row of the token logprobs is not what `predict` gave before the step")
+    first = int(batch.loss_tokens_M[: equal_parts(batch.loss_tokens_M, case.minibatches)[0]].sum())
+    if not np.allclose(told_2N[1, :first], before_N[:first], rtol=0, atol=TOLERANCE):
+        raise ConformanceError("nothing is updated before the first minibatch, and its token logprobs differ")
+    if np.allclose(told_2N[1, first:], before_N[first:], rtol=0, atol=TOLERANCE):
+        raise ConformanceError("the second row of the token logprobs does not show the updates of earlier minibatches")
 
 
 async def check_lora(make_trainer: MakeTrainer, model: Path, workspace: Path) -> None:

@@ -1,6 +1,7 @@
 """How a batch is cut into shards for ranks."""
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from agentrl.batch import TrainBatch, TrainingSample, collate, equal_parts
 from agentrl.testing.trainers import random_samples
-from agentrl.trainers.batch_shards import gather, minibatches_of, shard_batch
+from agentrl.trainers.batch_shards import gather, gather_pairs, minibatches_of, shard_batch
 from agentrl.trainers.packing import MicroBatch
 from agentrl.trainers.settings import TrainerSettings
 from tests.properties import examples
@@ -110,3 +111,16 @@ def test_a_long_sample_beside_short_ones_is_half_of_the_batch():
 def test_no_minibatches_at_all_are_refused():
     with pytest.raises(ValueError, match="minibatches"):
         minibatches_of(batch_of(0, 1), 0)
+
+
+@given(seed=seeds, samples=counts, ranks=st.integers(1, 4), minibatches=st.integers(1, 5))
+def test_pairs_of_numbers_come_back_in_the_order_of_the_batch(seed, samples, ranks, minibatches):
+    batch = batch_of(seed, samples)
+    numbered = replace(batch, advantages_N=np.arange(batch.num_loss_tokens, dtype=np.float32))
+    shards = shard_batch(numbered, packed(64), ranks=ranks, minibatches=minibatches)
+    pairs = [
+        [np.stack([one.samples.advantages_N, -one.samples.advantages_N]) for part in shard for one in part]
+        for shard in shards
+    ]
+    gathered_2N = gather_pairs(numbered, shards, minibatches, pairs)
+    assert np.array_equal(gathered_2N, np.stack([numbered.advantages_N, -numbered.advantages_N]))
