@@ -41,7 +41,6 @@ from agentrl.protocols import (
     SamplingParams,
     SupportsPredict,
     SupportsScore,
-    TaskSource,
     Trainer,
 )
 from agentrl.remote.env_worker import EnvWorker, env_workers
@@ -56,6 +55,7 @@ from agentrl.run import Run
 from agentrl.scoring.pipeline import RewardPipeline
 from agentrl.scoring.rule_pool import RulePool
 from agentrl.scoring.rule_workers import RuleWorkers
+from agentrl.task_sources import task_source
 from agentrl.teacher import Teacher, TeacherConfig
 from agentrl.weights.publisher import TakesWeights, WeightPublisher
 from agentrl.weights.snapshots import Snapshots
@@ -270,12 +270,6 @@ def _check_takes_weights(config: RunConfig) -> None:
             "weights nor say what truncated sampling left to sample from. Train with engine=vllm or engine=local, and "
             f"evaluate with engine={config.engine.name} (`agentrl eval`)"
         )
-
-
-def task_source(config: RunConfig, split: str) -> TaskSource:
-    """The tasks of one split ("train", "held-out", "demonstrations", "corpus")."""
-    source: TaskSource = config.tasks.make(config.env.name, config.seed, split, config.env.options)
-    return source
 
 
 @asynccontextmanager

@@ -37,6 +37,7 @@ from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.renderer import RendererConfig
 from agentrl.scoring.config import RewardsConfig, name_of, settings_of_part
 from agentrl.simulate.world import SimulationConfig
+from agentrl.tasks.rows import is_data
 from agentrl.weights.publisher import WeightsConfig
 
 COMPONENTS = {
@@ -186,8 +187,9 @@ class RunConfig(Settings):
     env: EnvConfig
     model: ModelConfig = ModelConfig()
     tasks: ComponentField
-    """Where the tasks come from: `seeded` (a new seed of the environment for each), or `package.module:Name`, a
-    `TaskSource` or `Curriculum` (agentrl/protocols.py) with its settings."""
+    """Where the tasks come from: `seeded` (a new seed of the environment for each), a file, a folder or a dataset
+    (`data.jsonl`, short for `{name: dataset, data: data.jsonl}`), or `package.module:Name`, a `TaskSource` or
+    `Curriculum` (agentrl/protocols.py) with its settings."""
     rollout: RolloutConfig = RolloutConfig()
     engine: ComponentField
     trainer: ComponentField
@@ -328,6 +330,8 @@ class _Source:
             self._forget("reward", keep_one=isinstance(value, str))
         if path == ("reward",) and isinstance(value, list) and value:
             value = {str(number): part for number, part in enumerate(value)}
+        if isinstance(value, str) and path[-1] == "tasks" and is_data(value):
+            value = {"name": "dataset", "data": value}
         if isinstance(value, str) and _is_named(tuple(path)):
             path = (*path, "name")
         if isinstance(value, dict) and value:

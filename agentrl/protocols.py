@@ -56,7 +56,8 @@ class Env(Protocol):
       By default a sync environment runs in its own thread and may block.
 
     The optional `info["success"]` says whether the episode reached its goal. At the end of a game of one message,
-    `info["answer"]` may give the message that would have reached it (`check_env` tries it).
+    `info["answer"]` may give the message that would have reached it (`check_env` tries it). An environment that leaves
+    the verdict to the run's reward sets `info["success"]` to None: then an episode with a score above 0 succeeded.
 
     In a multi-agent environment the agents take turns. Its infos name them, so that every transport carries the names:
 
@@ -689,6 +690,19 @@ class TaskSource(Protocol):
     def task(self, index: int) -> Task:
         """The task of this index."""
         ...
+
+
+@runtime_checkable
+class FiniteTasks(TaskSource, Protocol):
+    """A task source with so many different tasks. `task` goes on after the last, with the same ones in another order.
+
+    `fingerprint` changes with the tasks: a run is not resumed on others than it began with.
+    """
+
+    def __len__(self) -> int: ...
+
+    @property
+    def fingerprint(self) -> str: ...
 
 
 @runtime_checkable

@@ -3,6 +3,7 @@
 runs/NAME/
   config.yaml        the resolved config; `agentrl train --resume runs/NAME` needs nothing else
   metrics.jsonl      a row for each step and each evaluation
+  data.json          what the data of the tasks are (digests), where they come from files
   ledger.sqlite      the fate of every task and episode
   trajectories/      step_000000.parquet ...: every episode that was trained on
   samples/           step_000000.parquet ...: what each step was trained on, and what the trainer computed of tokens
@@ -57,6 +58,7 @@ from agentrl.rollout.renderer import renderer_of
 from agentrl.rollout.seeds import derive_seed
 from agentrl.run_lock import RunLock
 from agentrl.run_temp import RunTemp
+from agentrl.task_sources import fingerprints
 from agentrl.tiny_model import SIZES
 from agentrl.trajectory import Group
 
@@ -85,6 +87,7 @@ class Run:
         self._check_folder()
         check_model(self.config)
         check_placement(self.config)
+        data = fingerprints(self.config)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -100,6 +103,7 @@ class Run:
             self.checkpoints = Checkpoints(self.folder / "checkpoints", kept.keep, kept.keep_best if kept.best else 0)
             if resume:
                 self._check_state(console, step)
+            self._check_data(data)
             self.ledger = Ledger(self.folder / "ledger.sqlite")
             self.metrics = MetricsFile(self.folder / "metrics.jsonl")
             if resume:
@@ -121,6 +125,18 @@ class Run:
         newest = self.checkpoints.latest()
         if newest is not None:
             check_ledger(self.folder / "ledger.sqlite", newest[0])
+
+    def _check_data(self, data: Mapping[str, str]) -> None:
+        """Record what the tasks' data are, and refuse to resume on others."""
+        path = self.folder / "data.json"
+        before = json.loads(path.read_text()) if self.resumed and path.exists() else data
+        if changed := [split for split in data if before.get(split) != data[split]]:
+            raise ConfigError(
+                f"tasks: the data of the split {changed[0]!r} are not those that the run in {self.folder} began with: "
+                "put them back, or start a new run with run_dir=ANOTHER"
+            )
+        if data:
+            write_whole(path, json.dumps(data, indent=2) + "\n")
 
     def _check_folder(self) -> None:
         started = (self.folder / "config.yaml").exists()

@@ -341,6 +341,14 @@ class Group:
         return replace(self, trajectories=tuple(t for t, _ in pairs), scores=tuple(s for _, s in pairs))
 
 
+def succeeded(trajectory: Trajectory, score: Score) -> bool:
+    """`Trajectory.success`. Where the environment leaves the verdict to the reward (`info["success"]` is None), whether
+    the score is above zero.
+    """
+    info = trajectory.turns[-1].info if trajectory.turns else {}
+    return score.value > 0 if info.get("success", False) is None else trajectory.success
+
+
 def _by_turn(score: Score, count: int) -> list[float]:
     rewards = [*score.turns, *[0.0] * (count - len(score.turns))]
     if rewards:

@@ -161,7 +161,7 @@ class ToolEnv(TextEnv):
     If any tool is async, the whole environment runs on the event loop, and its sync tools must not block.
     """
 
-    _specs: ClassVar[tuple[ToolSpec, ...]] = ()
+    _specs: tuple[ToolSpec, ...] = ()
     _is_async: ClassVar[bool] = False
     _base: ClassVar[type]  # its public methods are not tools
 

@@ -44,6 +44,56 @@ class PythonProblem:
         return f"{inspect.getsource(self.solve)}\nprint({self.solve.__name__}{self.arguments!r})\n"
 
 
+class Programs:
+    """The programs that a model runs in an episode, in a sandbox that it borrows. `printed`: by the last one."""
+
+    def __init__(self) -> None:
+        self._sandbox: Sandbox | None = None
+        self._limits = SandboxLimits()
+        self._kept: list[str] = []
+        self.printed = ""
+
+    async def start(self, limits: SandboxLimits, config: SandboxConfig) -> None:
+        """Begin an episode, and borrow the sandbox."""
+        self._limits, self._kept, self.printed = limits, [], ""
+        if self._sandbox is None or self._sandbox.config != config:
+            await self.close()
+            self._sandbox = await borrow(config)
+
+    async def close(self) -> None:
+        """Return the sandbox."""
+        sandbox, self._sandbox = self._sandbox, None
+        if sandbox is not None:
+            await give_back(sandbox)
+
+    async def run(self, code: str) -> str:
+        """Run a program, after those of this episode that succeeded, and return what the model is shown of it.
+
+        Raises:
+            EnvError: the sandbox was lost twice.
+        """
+        outcome = await self._outcome(_HARNESS.format(earlier=self._kept, code=code))
+        if isinstance(outcome, LimitHit):
+            stopped = f"Error: the program was stopped, it used more {_USED[outcome.which]}"
+            return f"{_shown(outcome.stdout).rstrip()}\n{stopped}"
+        if outcome.exit == 0:
+            self._kept.append(code)
+            self.printed = outcome.stdout
+        ended = f"\nError: it ended with exit status {outcome.exit}" if outcome.exit else ""
+        return f"{_shown(outcome.stdout + outcome.stderr).rstrip()}{ended}"
+
+    async def _outcome(self, program: str) -> Ran | LimitHit:
+        """Run a program. A lost sandbox says nothing about the program, so it is run once more."""
+        if self._sandbox is None:
+            raise EnvError("no episode is being played; call reset first")
+        outcome = await self._sandbox.run(program, limits=self._limits)
+        if isinstance(outcome, SandboxLost):
+            outcome = await self._sandbox.run(program, limits=self._limits)
+        if isinstance(outcome, SandboxLost):
+            raise EnvError(f"the sandbox was lost twice: {outcome.error}")
+        return outcome
+
+
 class PythonTool(ToolEnv):
     """Answer a question with the help of programs: reward 1 for the right number. Any answer ends the episode.
 
@@ -67,26 +117,18 @@ class PythonTool(ToolEnv):
         """Run programs without isolation if the machine offers none. They can then do everything that you can."""
 
     def __init__(self) -> None:
-        self._sandbox: Sandbox | None = None
+        self.programs = Programs()
 
     async def start(self, seed: int, options: Mapping[str, Any]) -> str:
         """Draw a problem, and borrow the sandbox."""
         chosen = read_options(self.Options, options)
-        self._limits = chosen.limits
         self.problem = make_problem(chosen.level, seed)
-        self.kept: list[str] = []
-        self.printed = ""
-        config = SandboxConfig(allow_unsafe=chosen.allow_unsafe)
-        if self._sandbox is None or self._sandbox.config != config:
-            await self.close()
-            self._sandbox = await borrow(config)
+        await self.programs.start(chosen.limits, SandboxConfig(allow_unsafe=chosen.allow_unsafe))
         return self.problem.question
 
     async def close(self) -> None:
         """Return the sandbox, which all environments of this process share."""
-        sandbox, self._sandbox = self._sandbox, None
-        if sandbox is not None:
-            await give_back(sandbox)
+        await self.programs.close()
 
     async def python(self, code: str) -> str:
         """Run a Python program. Names that it sets can be used by the next one.
@@ -94,15 +136,7 @@ class PythonTool(ToolEnv):
         Args:
             code: the program; it prints what it has found out
         """
-        outcome = await self._outcome(_HARNESS.format(earlier=self.kept, code=code))
-        if isinstance(outcome, LimitHit):
-            stopped = f"Error: the program was stopped, it used more {_USED[outcome.which]}"
-            return f"{_shown(outcome.stdout).rstrip()}\n{stopped}"
-        if outcome.exit == 0:
-            self.kept.append(code)
-            self.printed = outcome.stdout
-        ended = f"\nError: it ended with exit status {outcome.exit}" if outcome.exit else ""
-        return f"{_shown(outcome.stdout + outcome.stderr).rstrip()}{ended}"
+        return await self.programs.run(code)
 
     def answer(self, number: int) -> ToolResult:
         """Give the answer. There is only one try.
@@ -112,17 +146,6 @@ class PythonTool(ToolEnv):
         """
         right = number == self.problem.answer
         return ToolResult("right" if right else "wrong", reward=float(right), terminated=True, success=right)
-
-    async def _outcome(self, program: str) -> Ran | LimitHit:
-        """Run a program. A lost sandbox says nothing about the program, so it is run once more."""
-        if self._sandbox is None:
-            raise EnvError("no episode is being played; call reset first")
-        outcome = await self._sandbox.run(program, limits=self._limits)
-        if isinstance(outcome, SandboxLost):
-            outcome = await self._sandbox.run(program, limits=self._limits)
-        if isinstance(outcome, SandboxLost):
-            raise EnvError(f"the sandbox was lost twice: {outcome.error}")
-        return outcome
 
 
 _USED = {
@@ -173,7 +196,7 @@ def strong_player(env: PythonTool, rng: random.Random) -> str:
 def weak_player(env: PythonTool, rng: random.Random, skill: float = 0.7) -> str:
     """With probability `skill` the call of `strong_player`, else a hasty one. For warm starts."""
     if rng.random() < skill:
-        found = env.printed.split()
+        found = env.programs.printed.split()
         call = ToolCall("answer", {"number": int(found[-1])}) if found else _program(env.problem.program)
     else:
         hasty = ToolCall("answer", {"number": rng.randrange(1000)})

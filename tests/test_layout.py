@@ -33,7 +33,7 @@ LAYERS = [
     {"simulate", "testing"},
     {"envs", "rewards", "trainers"},
     {"config"},
-    {"exact_metrics", "planner"},
+    {"exact_metrics", "planner", "task_sources"},
     {"run"},
     {"assembly"},
     {"recipes"},

@@ -14,7 +14,7 @@ import numpy as np
 from agentrl.arrays import IntArray
 from agentrl.durable import write_whole
 from agentrl.errors import StorageError
-from agentrl.trajectory import Group, Score, Trajectory
+from agentrl.trajectory import Group, Score, Trajectory, succeeded
 
 
 def rollout_metrics(groups: Sequence[Group], step: int, oldest_version: int = 0) -> dict[str, float]:
@@ -47,7 +47,7 @@ def rollout_metrics(groups: Sequence[Group], step: int, oldest_version: int = 0)
         **by_agent(list(zip(trajectories, scores, strict=True))),
         **{f"reward/{name}": fmean(values) for name, values in parts.items()},
         **{f"reward_std/{name}": pstdev(values) for name, values in parts.items()},
-        "success": fmean(trajectory.success for trajectory in trajectories),
+        "success": fmean(map(succeeded, trajectories, scores)),
         "turns": fmean(len(trajectory.turns) for trajectory in trajectories),
         "sampled_tokens": float(sum(trajectory.num_tokens for trajectory in trajectories)),
         "prompt_tokens": float(sum(len(turn.prompt_ids) for turn in turns)),
@@ -98,7 +98,7 @@ def by_agent(scored: Sequence[tuple[Trajectory, Score]]) -> dict[str, float]:
     for agent in sorted({trajectory.agent for trajectory, _ in scored} - {""}):
         own = [(trajectory, score) for trajectory, score in scored if trajectory.agent == agent]
         metrics[f"agents/{agent}/reward"] = fmean(score.value for _, score in own)
-        metrics[f"agents/{agent}/success"] = fmean(trajectory.success for trajectory, _ in own)
+        metrics[f"agents/{agent}/success"] = fmean(succeeded(trajectory, score) for trajectory, score in own)
         metrics[f"agents/{agent}/turns"] = fmean(len(trajectory.turns) for trajectory, _ in own)
     return metrics
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from agentrl.trajectory import Score, Trajectory
+from agentrl.trajectory import Score, Trajectory, succeeded
 
 _MESSAGE = pa.struct([(name, pa.string()) for name in ("role", "content", "reasoning", "tool_calls", "tool_call_id")])
 _TURN = pa.struct(
@@ -85,7 +85,7 @@ def _row(trajectory: Trajectory, score: Score, epoch: float) -> dict[str, object
         "trained_turns": trajectory.trained_turns,
         "started": trajectory.started + epoch,
         "seconds": trajectory.seconds,
-        "success": trajectory.success,
+        "success": succeeded(trajectory, score),
         "score": score.value,
         "parts": json.dumps(dict(score.parts)),
         "messages": [

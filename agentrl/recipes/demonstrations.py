@@ -10,7 +10,7 @@ from pydantic import Field
 
 from agentrl import plugins
 from agentrl.algorithms.sft import Sft
-from agentrl.assembly import env_host, make_trainer, open_cluster, task_source
+from agentrl.assembly import env_host, make_trainer, open_cluster
 from agentrl.batch import collate, to_samples
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, EnvError
@@ -19,6 +19,7 @@ from agentrl.recipes.evaluate import play_all
 from agentrl.rollout.episode import EnvEpisodeRunner, ScriptedPolicy
 from agentrl.rollout.renderer import renderer_of
 from agentrl.run import Run
+from agentrl.task_sources import task_source
 from agentrl.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)

@@ -7,16 +7,18 @@ from dataclasses import dataclass
 from random import Random
 from statistics import fmean, stdev
 
-from agentrl.assembly import RolloutAssembly, task_source
+from agentrl.assembly import RolloutAssembly
 from agentrl.config import RunConfig
 from agentrl.flow import Flow, Turnstile, now, run_to_completion
 from agentrl.observe.metrics import by_agent, wilson_interval
 from agentrl.observe.trajectories import write_trajectories
+from agentrl.protocols import FiniteTasks
 from agentrl.rollout.episode import EnvEpisodeRunner, Episode
 from agentrl.rollout.outage import Outages
 from agentrl.rollout.seeds import derive_seed
 from agentrl.run import Run
-from agentrl.trajectory import Failed, Score, Task, Trajectory
+from agentrl.task_sources import task_source
+from agentrl.trajectory import Failed, Score, Task, Trajectory, succeeded
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +31,11 @@ class Evaluation:
     def metrics(self) -> dict[str, float]:
         """Success, reward and turns of the scored episodes, and how many episodes failed."""
         played = [trajectory for trajectory, _ in self.scored]
-        low, high = wilson_interval(sum(t.success for t in played), len(played))
+        successes = [succeeded(*pair) for pair in self.scored]
+        low, high = wilson_interval(sum(successes), len(played))
         values = [score.value for _, score in self.scored if score.parts]  # none, if every part compares members
         return {
-            "eval/success": fmean(t.success for t in played) if played else float("nan"),
+            "eval/success": fmean(successes) if played else float("nan"),
             "eval/success_low": low,
             "eval/success_high": high,
             "eval/reward": fmean(values) if values else float("nan"),
@@ -86,7 +89,9 @@ async def evaluate(rollouts: RolloutAssembly, tasks: int | None = None) -> Evalu
     """
     config = rollouts.config
     source = task_source(config, "held-out")
-    held_out = [source.task(index) for index in range(config.evaluation.tasks if tasks is None else tasks)]
+    wanted = config.evaluation.tasks if tasks is None else tasks
+    count = min(wanted, len(source)) if isinstance(source, FiniteTasks) else wanted
+    held_out = [source.task(index) for index in range(count)]
     trajectories = await play_all(rollouts.evaluating(), held_out, config)
     ended = [t for t in trajectories if not isinstance(t.status, Failed)]
     async with Flow("scoring") as flow:

@@ -5,7 +5,7 @@ The loop is that of `policy_gradient`; `agentrl/rollout/opponents.py` draws who 
 
 from collections.abc import Sequence
 
-from agentrl.assembly import env_host, task_source
+from agentrl.assembly import env_host
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.recipes.demonstrations import DemonstrationsConfig
@@ -14,6 +14,7 @@ from agentrl.recipes.starting_model import starting_model
 from agentrl.rollout.agents import ALONE, PolicyRoute, agents_in, check_routes
 from agentrl.rollout.opponents import Matches, OpponentsConfig
 from agentrl.run import Run
+from agentrl.task_sources import task_source
 
 
 class SelfPlaySettings(OpponentsConfig):
@@ -40,7 +41,8 @@ async def _agents(config: RunConfig) -> Sequence[str]:
     async with env_host(config) as envs:
         env = envs.acquire(config.env.name)
         try:
-            _, info = await env.reset(task_source(config, "corpus").task(0).seed, config.env.options)
+            task = task_source(config, "corpus").task(0)
+            _, info = await env.reset(task.seed, task.options)
         finally:
             await envs.release(config.env.name, env)
     agents = agents_in(info)

@@ -4,12 +4,13 @@ import json
 import logging
 from pathlib import Path
 
-from agentrl.assembly import env_host, task_source
+from agentrl.assembly import env_host
 from agentrl.config import RunConfig
 from agentrl.durable import finish_folder, new_unfinished
 from agentrl.errors import RolloutError
 from agentrl.recipes.demonstrations import DemonstrationsConfig, imitate
 from agentrl.run import Run
+from agentrl.task_sources import task_source
 from agentrl.tiny_model import SIZES, create_tiny_model
 
 logger = logging.getLogger(__name__)
@@ -56,7 +57,8 @@ async def opening_texts(config: RunConfig, episodes: int = 64) -> list[str]:
         for index in range(episodes):
             env = envs.acquire(config.env.name)
             try:
-                observation, _ = await env.reset(source.task(index).seed, config.env.options)
+                task = source.task(index)
+                observation, _ = await env.reset(task.seed, task.options)
                 texts += [env.system_prompt, observation, *(json.dumps(tool) for tool in env.tools)]
                 in_a_row = 0
             except RolloutError as error:

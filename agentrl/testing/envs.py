@@ -575,9 +575,11 @@ def _check_info(phase: str, info: Any) -> None:
         )
     success = info.get("success", False)
     by_agent = isinstance(success, Mapping) and all(isinstance(told, bool) for told in success.values())
-    if not isinstance(success, bool) and not by_agent:
+    if not isinstance(success, bool | None) and not by_agent:
         raise _Broken(
-            "shape", f'{phase} returned info["success"]={info["success"]!r:.80}; write `bool(...)`, or leave it'
+            "shape",
+            f'{phase} returned info["success"]={info["success"]!r:.80}; write `bool(...)`, or leave it '
+            "(None: the reward decides)",
         )
 
 

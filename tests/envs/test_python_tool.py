@@ -111,7 +111,7 @@ def test_many_environments_share_one_sandbox_which_ends_with_the_last() -> None:
         envs = [PythonTool() for _ in range(5)]
         for env in envs:
             await reset(env, seed=1)
-        assert len({id(env._sandbox) for env in envs}) == 1
+        assert len({id(env.programs._sandbox) for env in envs}) == 1
         for env in envs[1:]:
             await env.close()
             await env.close()

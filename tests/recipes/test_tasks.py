@@ -1,4 +1,4 @@
-"""Runs whose tasks come from a curriculum that their config names."""
+"""Runs whose tasks come from files, and from a curriculum that their config names."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from agentrl.protocols import Settings
+from agentrl.rollout.ledger import read_ledger
 from agentrl.tasks.seeded import SeededTasks
 from agentrl.trajectory import Task
 
@@ -19,6 +20,16 @@ steps: 2
 tasks: {{name: "{module}:Widening", high: 4}}
 rollout: {{groups_per_step: 2, group_size: 2, max_turns: 3, sampling: {{max_tokens: 4}}}}
 evaluation: {{tasks: 2}}
+trackers: []
+"""
+
+QUESTIONS = """
+env: qa
+steps: 2
+tasks: {data}
+reward: {{name: length, free: 1, limit: 9}}
+rollout: {{groups_per_step: 4, group_size: 2, sampling: {{max_tokens: 4}}}}
+evaluation: {{tasks: 9}}
 trackers: []
 """
 
@@ -64,3 +75,26 @@ def test_a_curriculum_is_named_by_the_config_and_learns_the_same_outcomes_again_
     assert Widening.observed == expected
     fates = json.loads((tmp_path / "run" / "summary.json").read_text())["tasks"]
     assert (fates["trained"], fates["total"]) == (8, 8)
+
+
+def test_a_file_of_questions_is_trained_on_once_an_epoch_and_a_run_does_not_go_on_with_another_file(
+    tmp_path: Path, agentrl: Any, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    data, run = tmp_path / "data.jsonl", tmp_path / "run"
+    data.write_text("".join(json.dumps({"prompt": f"{n}?", "answer": n, "id": n}) + "\n" for n in range(17)))
+    path = tmp_path / "questions.yaml"
+    path.write_text(QUESTIONS.format(data=data) + f"model: {tiny_model_dir}\nrun_dir: {run}\n")
+    done = agentrl("train", str(path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = agentrl("train", "--resume", str(run), "steps=4")
+    assert done.returncode == 0, done.stdout + done.stderr
+    with read_ledger(run / "ledger.sqlite") as ledger:
+        played = [task.options["prompt"] for _, task, _ in ledger.outcomes()]
+    assert len(played) == len(set(played)) == 16  # one of 17 is held out
+    [row] = [row for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if row["step"] == 4]
+    assert row["eval/episodes"] == 1
+    data.write_text(data.read_text().replace("3?", "33?"))
+    done = agentrl("train", "--resume", str(run), "steps=5")
+    assert done.returncode == 2
+    assert "are not those that the run in" in done.stderr

@@ -1,0 +1,264 @@
+"""`DatasetTasks`: each row of a file, a folder or a dataset of the hub is a task.
+
+    tasks: questions.jsonl        # short for {name: dataset, data: questions.jsonl}
+
+The columns of a row become options of its task, on top of those of `env.options`. Three are special: `id` ends the
+task's id, `seed` is its seed, and `options` is a mapping of more options. Rewards read the options too: the right
+answer is the option `answer`.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+from pydantic import Field, ValidationError
+
+from agentrl import plugins
+from agentrl.errors import ConfigError, PluginError
+from agentrl.protocols import Settings
+from agentrl.rollout.seeds import derive_seed, split_seed
+from agentrl.tasks.permutation import Permutation
+from agentrl.tasks.row_index import U64, Check, RowIndex, open_index
+from agentrl.tasks.rows import BadRowError, RowSource, is_data, sources
+from agentrl.trajectory import Task
+
+
+class DatasetSettings(Settings):
+    """Settings of `tasks: dataset`. A path or a dataset `owner/name` alone stands for `{name: dataset, data: ...}`."""
+
+    data: str
+    """A file (`.jsonl`, `.parquet`, `.csv`), a folder of such files or of `Dataset.save_to_disk`, or a dataset of the
+    Hugging Face hub (`owner/name`, with the extra `data`; once read, it is remembered and needs no network)."""
+    split: str = "train"
+    """The split to train on: of a folder, the files in a folder of this name or whose names begin with it."""
+    subset: str | None = None
+    """Which configuration of a dataset of the hub."""
+    revision: str | None = None
+    """Which version of a dataset of the hub: a branch, a tag or a commit."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """Which column of the data is which: `{prompt: question, answer: reward_model.ground_truth}`. A dot goes into a
+    column of mappings. Only these are then read; by default all are, by their own names."""
+    held_out: float | str = 0.05
+    """What is not trained on but evaluated: a share of the rows (the same whatever the run's seed), another file or
+    folder, or another split of `data`."""
+    key: tuple[str, ...] = ()
+    """Columns (by their new names) that tell tasks apart. Rows with equal ones are the same task, and are trained on
+    or held out together. By default `prompt`, and in data without it all but `id`."""
+
+
+@dataclass(frozen=True)
+class DataRows:
+    """The rows of one or several sources, one after another, by number. `only`: some of them, by default all."""
+
+    parts: Sequence[RowIndex]
+    only: U64 | None = None
+
+    def __len__(self) -> int:
+        return int(self._starts[-1]) if self.only is None else len(self.only)
+
+    @cached_property
+    def _starts(self) -> U64:
+        return np.cumsum([0, *(part.size for part in self.parts)]).astype(np.uint64)
+
+    @property
+    def keys(self) -> U64:
+        """The key of each row."""
+        keys = np.concatenate([part.keys for part in self.parts])
+        return keys if self.only is None else keys[self.only]
+
+    @property
+    def fingerprint(self) -> str:
+        """What the rows are: equal for equal rows."""
+        return " ".join(part.digest for part in self.parts)
+
+    def row(self, place: int) -> tuple[int, Mapping[str, Any]]:
+        """The number of a row in all its data, and the row."""
+        number, part, inside = self._at(place)
+        return number, part.row(inside)
+
+    def where(self, place: int) -> str:
+        """Where a row stands, for people."""
+        _, part, inside = self._at(place)
+        return part.where(inside)
+
+    def divided(self, share: float) -> tuple["DataRows", "DataRows"]:
+        """Two parts, the second with this share of the rows. Rows with equal keys are in the same part."""
+        keys = self.keys
+        if not share:
+            return self, DataRows(())
+        count = max(1, round(share * len(keys)))
+        second = keys <= np.partition(keys, count - 1)[count - 1]
+        parts = (np.flatnonzero(mask).astype(np.uint64) for mask in (~second, second))
+        return DataRows(self.parts, next(parts)), DataRows(self.parts, next(parts))
+
+    def _at(self, place: int) -> tuple[int, RowIndex, int]:
+        number = place if self.only is None else int(self.only[place])
+        part = int(np.searchsorted(self._starts, number, side="right")) - 1
+        return number, self.parts[part], number - int(self._starts[part])
+
+
+class DatasetTasks:
+    """`TaskSource`: the rows of data, each once in an epoch, in an order that the run's seed shuffles for each epoch.
+
+    The task of an index is computed from the index alone, so a resumed run goes on exactly where it was. The rows to
+    evaluate on come in the order of the data's own hash, which no seed changes.
+
+    Raises:
+        ConfigError: the data cannot be read, or has rows that cannot be tasks of this environment; or a task is both
+            trained on and held out.
+    """
+
+    class Config(DatasetSettings):
+        """Which data, and which of it."""
+
+    def __init__(
+        self, settings: Config, env: str, seed: int, split: str = "train", options: Mapping[str, Any] | None = None
+    ) -> None:
+        self._settings, self._env, self._seed, self._split = settings, env, seed, split
+        self._options = dict(options or {})
+        self._rows = _rows(settings, env, json.dumps(self._options), split == "held-out")
+
+    def __len__(self) -> int:
+        """How many different tasks there are."""
+        return len(self._rows)
+
+    @property
+    def fingerprint(self) -> str:
+        """What the data are: equal for equal data."""
+        return self._rows.fingerprint
+
+    def task(self, index: int) -> Task:
+        """The task of this index; with as many as there are rows, each has been used once."""
+        epoch, place = divmod(index, len(self._rows))
+        seed = 0 if self._split == "held-out" else derive_seed(self._seed, "order", self._split, epoch)
+        number, row = self._rows.row(Permutation(len(self._rows), seed)[place])
+        options, named, own_seed = _task_of(row, self._settings.columns)
+        name = f"{self._split}-{index:06d}" + (f"-{_plain(named)}" if named is not None else "")
+        # The seed of the row and not of the index: a task stays the same in each epoch.
+        seed = split_seed(self._seed, self._split, number) if own_seed is None else own_seed
+        return Task(self._env, seed, {**self._options, **options}, name)
+
+
+def _rows(settings: DatasetSettings, env: str, options: str, held_out: bool) -> DataRows:
+    """The rows to train on, or to evaluate on."""
+    train = _opened(settings, settings.data, settings.split, env, options)
+    other = settings.held_out
+    if isinstance(other, str):
+        data, split = (other, settings.split) if is_data(other) else (settings.data, other)
+        measured = _opened(settings, data, split, env, options)
+        if held_out:
+            _check_disjoint(train, measured)
+    else:
+        if held_out and other == 0:
+            raise ConfigError("tasks.held_out is 0, so there is nothing to evaluate on: set evaluation.tasks to 0 too")
+        if not 0 <= other < 1:
+            raise ConfigError(f"tasks.held_out is {other:g}: write a share of the rows below 1, a file, or a split")
+        train, measured = train.divided(other)
+        if not len(train):
+            raise ConfigError(f"tasks.held_out={other:g} leaves none of the rows of {settings.data} to train on")
+    return measured if held_out else train
+
+
+def _opened(settings: DatasetSettings, data: str, split: str, env: str, options: str) -> DataRows:
+    found: list[RowSource] = sources(data, split, settings.subset, settings.revision)
+    checked_as = json.dumps([settings.columns, settings.key, env, options])
+    check = _check_of(settings, env, json.loads(options))
+    return DataRows(tuple(open_index(source, check, checked_as) for source in found))
+
+
+def _check_of(settings: DatasetSettings, env: str, shared: Mapping[str, Any]) -> Check:
+    """A check of a row: its columns, and its options if the environment says which it takes (a class `Options`)."""
+    shape = _options_of(env)
+
+    def check(row: Mapping[str, Any]) -> str:
+        options, named, _ = _task_of(row, settings.columns)
+        if named is not None and not _plain(named):
+            raise BadRowError(f"its id is {named!r}")
+        if shape is not None:
+            try:
+                shape.model_validate({**shared, **options})
+            except ValidationError as error:
+                first = error.errors(include_url=False)[0]
+                raise BadRowError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        wanted = settings.key or (("prompt",) if "prompt" in options else tuple(sorted(options)))
+        if missing := [column for column in wanted if column not in options]:
+            raise BadRowError(f"no column {missing[0]!r}, which tasks.key names; there are {', '.join(options)}")
+        return json.dumps([options[column] for column in wanted], sort_keys=True)
+
+    return check
+
+
+def _options_of(env: str) -> type[Settings] | None:
+    """The options that an environment's class declares, if it does."""
+    try:
+        found = getattr(plugins.load("envs", env), "Options", None)
+    except PluginError:
+        return None  # of another interpreter; a wrong name has been refused before
+    return found if isinstance(found, type) and issubclass(found, Settings) else None
+
+
+def _task_of(row: Mapping[str, Any], columns: Mapping[str, str]) -> tuple[dict[str, Any], Any, int | None]:
+    """The options of a row's task, its id and its seed, where it has them.
+
+    Raises:
+        BadRowError: a column is missing, or a special one is not what it must be.
+    """
+    options = {name: _column(row, column) for name, column in columns.items()} if columns else dict(row)
+    named, seed, more = options.pop("id", None), options.pop("seed", None), options.pop("options", None) or {}
+    if not isinstance(more, Mapping):
+        raise BadRowError(f"its options are {more!r:.80}, not a mapping")
+    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or seed < 0):
+        raise BadRowError(f"its seed is {seed!r:.80}, not a whole number from 0 on")
+    return {**more, **options}, named, seed
+
+
+def _column(row: Mapping[str, Any], column: str) -> Any:
+    if column in row:
+        return row[column]
+    outer, _, inner = column.partition(".")
+    if inner and isinstance(row.get(outer), Mapping):
+        return _column(row[outer], inner)
+    raise BadRowError(f"no column {column!r}.{plugins.nearest(column, row)} There are {', '.join(row) or 'none'}")
+
+
+def _plain(named: Any) -> str:
+    """An id as the end of a task's id, which has no slashes or spaces."""
+    return "_".join(str(named).replace("/", "_").split())[:80]
+
+
+def _check_disjoint(train: DataRows, held_out: DataRows) -> None:
+    """Check that no task is in both.
+
+    Raises:
+        ConfigError: one is. Names the first, in both files.
+    """
+    if found := _overlap(train.parts, held_out.parts):
+        count, one, other = found
+        raise ConfigError(
+            f"{count:,} of {len(held_out):,} held-out rows are also trained on, the first: {held_out.where(other)} is "
+            f"the task of {train.where(one)}. Remove them from one of the two; or, if they are different tasks, say "
+            "with tasks.key which columns tell tasks apart"
+        )
+
+
+@lru_cache(maxsize=16)
+def _overlap(train: Sequence[RowIndex], held_out: Sequence[RowIndex]) -> tuple[int, int, int] | None:
+    """How many held-out rows are trained on too, and the first such row, as numbers of both; None if there are none."""
+    measured = DataRows(held_out).keys
+    ordered = np.sort(measured)
+    hits: set[int] = set()
+    first: tuple[int, int] | None = None
+    start = 0
+    for part in train:
+        places = np.searchsorted(ordered, part.keys).clip(max=len(ordered) - 1)
+        same = np.flatnonzero(ordered[places] == part.keys)
+        if len(same) and first is None:
+            first = (start + int(same[0]), int(np.flatnonzero(measured == part.keys[same[0]])[0]))
+        hits.update(map(int, part.keys[same]))
+        start += part.size
+    if first is None:
+        return None
+    return int(np.isin(measured, np.fromiter(hits, np.uint64)).sum()), *first

@@ -1,0 +1,238 @@
+"""`RowIndex`: where each row of a file begins, found once and remembered in the cache folder.
+
+CACHE/datasets/HASH OF PATH AND CHECKS/HASH OF SIZE AND TIME/
+  index.json       the file's size, time and digest; the number of rows
+  offsets.u64      where each row begins, in bytes
+  keys.u64         a hash of what tells each row from others
+  rows.jsonl       the rows themselves, where the source is no file of JSON lines
+
+The rows of a file of JSON lines stay where they are. Those of other sources are copied once, because in them no row can
+be found without reading others. The folder can be deleted at any time.
+"""
+
+import fcntl
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from agentrl.durable import finish_folder, new_unfinished, remove_folder
+from agentrl.errors import ConfigError
+from agentrl.hosting.interpreter import cache_folder
+from agentrl.tasks.rows import BadRowError, RowSource, as_line, parse_line, rows_of
+
+U64 = npt.NDArray[np.uint64]
+Check = Callable[[Mapping[str, Any]], str]
+"""Returns the text that tells a row's task from others. Raises `BadRowError`, if the row cannot be a task."""
+_FORMAT = 1
+_SHOWN = 10
+"""Bad rows that an error names."""
+_AT_ONCE = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The content of `index.json`. `digest`: XXH3-128 of the rows' bytes."""
+
+    size: int
+    mtime_ns: int
+    digest: str
+    rows: int
+
+
+@dataclass(frozen=True)
+class RowIndex:
+    """The rows of one source, of which none is held in memory."""
+
+    source: RowSource
+    folder: Path
+    digest: str
+    size: int
+    """How many rows there are."""
+    _file: tuple[int, int]  # size and time of the file that has the rows
+
+    @property
+    def rows_path(self) -> Path:
+        """The file of JSON lines that has the rows."""
+        copied = self.folder / "rows.jsonl"
+        return copied if not isinstance(self.source, Path) or self.source.suffix != ".jsonl" else self.source
+
+    @cached_property
+    def offsets(self) -> U64:
+        """Where each row begins, in bytes."""
+        return _numbers(self.folder / "offsets.u64", self.size)
+
+    @cached_property
+    def keys(self) -> U64:
+        """A hash for each row: rows with equal ones are the same task."""
+        return _numbers(self.folder / "keys.u64", self.size)
+
+    def row(self, number: int) -> Mapping[str, Any]:
+        """The row with this number, from 0.
+
+        Raises:
+            ConfigError: the file has changed since it was opened.
+        """
+        try:
+            with self.rows_path.open("rb") as file:
+                if _stamp(self.rows_path) != self._file:
+                    raise BadRowError("it has another size or time")
+                file.seek(int(self.offsets[number]))
+                return parse_line(file.readline())
+        except (OSError, BadRowError) as error:
+            raise ConfigError(
+                f"{self.rows_path} has changed while its tasks were in use ({error}): put it back, and resume the run"
+            ) from error
+
+    def where(self, number: int) -> str:
+        """Where a row stands, for people: `data.jsonl, line 17`."""
+        if self.rows_path != self.source:
+            return f"{self.source}, row {number + 1}"
+        before, left = 0, int(self.offsets[number])
+        with self.rows_path.open("rb") as file:
+            while left and (block := file.read(min(left, 1 << 20))):
+                before, left = before + block.count(b"\n"), left - len(block)
+        return f"{self.source}, line {before + 1}"
+
+
+def open_index(source: RowSource, check: Check, checked_as: str) -> RowIndex:
+    """The index of a source, made now unless it is remembered.
+
+    `checked_as` names what `check` depends on: rows that were checked in another way are checked again.
+
+    Raises:
+        ConfigError: the source cannot be read, has no rows, or has bad ones; names the first of them.
+    """
+    stamp = _stamp(source) if isinstance(source, Path) else (0, 0)
+    place = str(source.resolve()) if isinstance(source, Path) else json.dumps(asdict(source))
+    of_source = cache_folder() / "datasets" / _hash(place, checked_as)
+    final = of_source / _hash(stamp)
+    with _locked(of_source):
+        if not final.exists():
+            for outdated in [path for path in of_source.glob("*") if path.is_dir() and not path.name.startswith(".")]:
+                remove_folder(outdated)
+            folder = new_unfinished(final)
+            folder.mkdir(parents=True)
+            found = _build(source, check, folder, stamp)
+            (folder / "index.json").write_text(json.dumps(asdict(found)))
+            finish_folder(final)
+    found = _Found(**json.loads((final / "index.json").read_text()))
+    index = RowIndex(source, final, found.digest, found.rows, stamp)
+    return replace(index, _file=_stamp(index.rows_path))
+
+
+def _build(source: RowSource, check: Check, folder: Path, stamp: tuple[int, int]) -> _Found:
+    digest = xxhash.xxh3_128()
+    rows, bad = 0, list[str]()
+    bad_rows = 0
+    with _Numbers(folder / "offsets.u64") as offsets, _Numbers(folder / "keys.u64") as keys:
+        for where, offset, read in _read(source, folder, digest.update):
+            try:
+                if isinstance(read, BadRowError):
+                    raise read
+                key = check(read)
+            except BadRowError as error:
+                bad_rows += 1
+                if len(bad) < _SHOWN:
+                    bad.append(f"{source}, {where}: {error}")
+                continue
+            offsets.append(offset)
+            keys.append(xxhash.xxh3_64_intdigest(key.encode()))
+            rows += 1
+    if bad:
+        more = f"\nand {bad_rows - len(bad):,} more" if bad_rows > len(bad) else ""
+        raise ConfigError(f"{bad_rows:,} of {rows + bad_rows:,} rows cannot be tasks:\n" + "\n".join(bad) + more)
+    if not rows:
+        raise ConfigError(f"{source} has no rows")
+    return _Found(*stamp, digest.hexdigest(), rows)
+
+
+def _read(
+    source: RowSource, folder: Path, seen: Callable[[bytes], None]
+) -> Iterator[tuple[str, int, Mapping[str, Any] | BadRowError]]:
+    """(where, offset in the file of JSON lines, row) of each row. Copies the rows, if they are not in such a file."""
+    if isinstance(source, Path) and source.suffix == ".jsonl":
+        with source.open("rb") as file:
+            offset = 0
+            for number, line in enumerate(file, 1):
+                seen(line)
+                if not line.isspace():
+                    yield f"line {number}", offset, _row_or_error(line)
+                offset += len(line)
+        return
+    with (folder / "rows.jsonl").open("wb") as copy:
+        for where, row in rows_of(source):
+            offset = copy.tell()
+            if isinstance(row, BadRowError):
+                yield where, offset, row
+                continue
+            try:
+                line = as_line(row)
+            except BadRowError as error:
+                yield where, offset, error
+                continue
+            seen(line)
+            copy.write(line)
+            yield where, offset, parse_line(line)
+
+
+def _row_or_error(line: bytes) -> Mapping[str, Any] | BadRowError:
+    try:
+        return parse_line(line)
+    except BadRowError as error:
+        return error
+
+
+class _Numbers:
+    """Appends 64-bit numbers to a file, many at once."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._waiting = path, list[int]()
+        self._file: BinaryIO
+
+    def __enter__(self) -> "_Numbers":
+        self._file = self._path.open("wb")
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._write()
+        self._file.close()
+
+    def append(self, number: int) -> None:
+        self._waiting.append(number)
+        if len(self._waiting) == _AT_ONCE:
+            self._write()
+
+    def _write(self) -> None:
+        self._file.write(np.array(self._waiting, "<u8").tobytes())
+        self._waiting = []
+
+
+def _numbers(path: Path, count: int) -> U64:
+    return np.memmap(path, "<u8", mode="r", shape=(count,))
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+def _hash(*parts: object) -> str:
+    return hashlib.sha256(json.dumps([_FORMAT, *parts]).encode()).hexdigest()[:16]
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Only one process indexes a source at a time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,255 @@
+"""Datasets: rows of files as tasks, each once in an epoch, in an order that a resumed run continues."""
+
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.errors import ConfigError
+from agentrl.tasks.dataset import DatasetTasks
+from agentrl.tasks.permutation import Permutation
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def write(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def questions(count: int, start: int = 0) -> list[dict[str, Any]]:
+    return [
+        {"prompt": f"What is {n} + {n}?", "answer": str(2 * n), "id": f"sum/{n}"} for n in range(start, start + count)
+    ]
+
+
+def tasks(data: Path | str, split: str = "train", seed: int = 0, env: str = "qa", **settings: Any) -> DatasetTasks:
+    return DatasetTasks(DatasetTasks.Config(data=str(data), **settings), env, seed, split)
+
+
+def prompts(source: DatasetTasks, count: int, first: int = 0) -> list[str]:
+    return [source.task(index).options["prompt"] for index in range(first, first + count)]
+
+
+@given(st.integers(1, 300), st.integers(0, 2**63 - 1))
+def test_a_permutation_has_each_number_once(size: int, seed: int) -> None:
+    order = Permutation(size, seed)
+    assert sorted(order[place] for place in range(size)) == list(range(size))
+    with pytest.raises(IndexError):
+        order[size]
+
+
+def test_permutations_of_other_seeds_are_other_orders_and_every_number_comes_first_sometimes() -> None:
+    orders = [[Permutation(5, seed)[place] for place in range(5)] for seed in range(400)]
+    for place in range(5):
+        for number in range(5):
+            assert 40 <= sum(order[place] == number for order in orders) <= 125  # 80 are expected
+
+
+def test_an_epoch_has_each_row_once_and_the_next_one_in_another_order(tmp_path: Path) -> None:
+    source = tasks(write(tmp_path / "data.jsonl", questions(40)), held_out=0.0)
+    first, second = prompts(source, 40), prompts(source, 40, first=40)
+    assert sorted(first) == sorted(second) == sorted(row["prompt"] for row in questions(40))
+    assert first != second
+    assert len({source.task(index).id for index in range(80)}) == 80
+    assert source.task(0).id.startswith("train-000000-sum_")
+
+
+def test_a_task_depends_on_the_runs_seed_and_its_index_alone(tmp_path: Path) -> None:
+    path = write(tmp_path / "data.jsonl", questions(50))
+    first, again, other = tasks(path), tasks(path), tasks(path, seed=1)
+    whole = [first.task(index) for index in range(120)]
+    for stopped_at in range(0, 120, 12):  # killed and resumed at ten points
+        assert [again.task(index) for index in range(stopped_at, 120)] == whole[stopped_at:]
+    assert prompts(other, 40) != prompts(first, 40)
+
+
+def test_a_share_is_held_out_whatever_the_seed_and_equal_prompts_stay_together(tmp_path: Path) -> None:
+    path = write(tmp_path / "data.jsonl", [*questions(100), *questions(100)])
+    train, held = tasks(path, held_out=0.2), tasks(path, "held-out", held_out=0.2)
+    assert len(train) + len(held) == 200
+    assert 40 <= len(held) <= 42
+    assert not set(prompts(train, len(train))) & set(prompts(held, len(held)))
+    assert prompts(tasks(path, "held-out", seed=7, held_out=0.2), 20) == prompts(held, 20)
+
+
+def test_a_file_is_held_out_unless_a_task_of_it_is_trained_on(tmp_path: Path) -> None:
+    path = write(tmp_path / "data.jsonl", questions(30))
+    held = write(tmp_path / "held.jsonl", questions(10, start=30))
+    assert len(tasks(path, held_out=str(held))) == 30
+    assert sorted(prompts(tasks(path, "held-out", held_out=str(held)), 10)) == sorted(
+        row["prompt"] for row in questions(10, start=30)
+    )
+    held.write_text("\n" + held.read_text())
+    write(held, [{"prompt": "new", "answer": 1}, *questions(2, start=4)])
+    with pytest.raises(ConfigError, match=r"2 of 3 held-out rows .* line 2 is the task of .*data.jsonl, line 5"):
+        tasks(path, "held-out", held_out=str(held))
+
+
+def test_the_key_says_which_columns_tell_tasks_apart(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"prompt": "Solve it.", "answer": n, "board": n} for n in range(20)])
+    held = write(tmp_path / "b.jsonl", [{"prompt": "Solve it.", "answer": n, "board": n} for n in range(20, 30)])
+    with pytest.raises(ConfigError, match=r"tasks\.key"):
+        tasks(path, "held-out", held_out=str(held))
+    assert len(tasks(path, "held-out", held_out=str(held), key=("prompt", "board"))) == 10
+    with pytest.raises(ConfigError, match="no column 'bord'"):
+        tasks(path, key=("bord",))
+
+
+def test_bad_rows_are_named_by_file_and_line_before_anything_starts(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    good = json.dumps({"prompt": "2 + 2?", "answer": "4"})
+    path.write_text("\n".join([good, "", '{"prompt": 3}', good, "{", "[1]", '{"prompt": "x", "answer": NaN}', good]))
+    with pytest.raises(ConfigError) as raised:
+        tasks(path)
+    text = str(raised.value)
+    assert text.startswith("4 of 7 rows cannot be tasks:")
+    for line, why in ((3, "prompt"), (5, "not JSON"), (6, "not an object"), (7, "NaN is not a number")):
+        assert f"data.jsonl, line {line}: " in text
+        assert why in text
+    path.write_text('{"prompt": 3}\n' * 50 + good)
+    with pytest.raises(ConfigError, match="and 40 more"):
+        tasks(path)
+
+
+def test_columns_are_mapped_by_name_and_a_missing_one_is_refused(tmp_path: Path) -> None:
+    rows = [{"question": f"q{n}", "reward_model": {"ground_truth": n}, "source": "x"} for n in range(5)]
+    path = write(tmp_path / "data.jsonl", rows)
+    source = tasks(path, held_out=0.0, columns={"prompt": "question", "answer": "reward_model.ground_truth"})
+    assert sorted(source.task(index).options["answer"] for index in range(5)) == list(range(5))
+    assert source.task(0).options.keys() == {"prompt", "answer"}
+    with pytest.raises(ConfigError, match=r"line 1: no column 'qestion'. Did you mean 'question'\?"):
+        tasks(path, columns={"prompt": "qestion"})
+
+
+def test_a_row_may_have_a_seed_and_options_for_any_environment(tmp_path: Path) -> None:
+    path = write(tmp_path / "data.jsonl", [{"seed": n, "options": {"high": 50 + n}} for n in range(9)])
+    source = DatasetTasks(
+        DatasetTasks.Config(data=str(path), held_out=0.0), "guess_number", 0, options={"max_turns": 3, "high": 2}
+    )
+    task = source.task(4)
+    assert dict(task.options) == {"max_turns": 3, "high": 50 + task.seed}
+    write(path, [{"options": {"hihg": 3}}])
+    with pytest.raises(ConfigError, match="line 1: hihg: Extra inputs"):
+        tasks(path, env="guess_number")
+    write(path, [{"prompt": "x", "seed": -1}])
+    with pytest.raises(ConfigError, match="its seed is -1"):
+        tasks(path)
+
+
+def as_csv(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("prompt,answer,id\n" + "".join(f'"{r["prompt"]}",{r["answer"]},{r["id"]}\n' for r in rows))
+
+
+def as_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=7)
+
+
+def as_arrow(path: Path, rows: list[dict[str, Any]]) -> None:
+    table = pa.Table.from_pylist(rows)
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
+        stream.write_table(table)
+
+
+@pytest.mark.parametrize(("suffix", "save"), [(".csv", as_csv), (".parquet", as_parquet), (".arrow", as_arrow)])
+def test_other_formats_have_the_same_tasks_in_the_same_order(tmp_path: Path, suffix: str, save: Any) -> None:
+    lines = tasks(write(tmp_path / "data.jsonl", questions(30)))
+    save(tmp_path / f"data{suffix}", questions(30))
+    other = tasks(tmp_path / f"data{suffix}")
+    assert [other.task(index) for index in range(60)] == [lines.task(index) for index in range(60)]
+
+
+def test_a_row_of_a_csv_file_without_a_field_is_named(tmp_path: Path) -> None:
+    (tmp_path / "data.csv").write_text('prompt,answer\n"two\nlines",1\nmissing\n')
+    with pytest.raises(ConfigError, match=r"data.csv, line 4: it has not as many fields as the head, 2"):
+        tasks(tmp_path / "data.csv")
+
+
+def test_the_splits_of_a_folder_are_its_folders_or_the_beginnings_of_names(tmp_path: Path) -> None:
+    write(tmp_path / "named" / "train-00000-of-00002.jsonl", questions(10))
+    write(tmp_path / "named" / "train-00001-of-00002.jsonl", questions(10, start=10))
+    write(tmp_path / "named" / "test.jsonl", questions(5, start=50))
+    write(tmp_path / "inner" / "train" / "a.jsonl", questions(20))
+    write(tmp_path / "inner" / "test" / "a.jsonl", questions(5, start=50))
+    for name in ("named", "inner"):
+        assert len(tasks(tmp_path / name, held_out="test")) == 20
+        assert len(tasks(tmp_path / name, "held-out", held_out="test")) == 5
+        with pytest.raises(ConfigError, match="no files of the split 'tset': it has test, train"):
+            tasks(tmp_path / name, held_out="tset")
+
+
+def test_a_dataset_of_the_hub_is_read_once_and_then_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def load_dataset(name: str, subset: str | None, *, split: str, revision: str | None) -> list[dict[str, Any]]:
+        asked.append((name, subset, split, revision))
+        return questions(20, start=0 if split == "train" else 100)
+
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ConfigError, match=r'pip install "agentrl\[data\]"'):
+        tasks("someone/sums")
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    source = tasks("someone/sums", held_out="test", subset="main")
+    assert sorted(prompts(source, 20)) == sorted(row["prompt"] for row in questions(20))
+    assert asked == [("someone/sums", "main", "train", None), ("someone/sums", "main", "test", None)]
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert prompts(tasks("someone/sums", held_out="test", subset="main"), 20) == prompts(source, 20)
+
+
+def test_an_index_is_made_once_and_made_again_when_the_file_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "data.jsonl", questions(20))
+    before = tasks(path)
+    with monkeypatch.context() as patched:
+        patched.setattr("agentrl.tasks.row_index._build", lambda *args: pytest.fail("indexed again"))
+        assert tasks(path).fingerprint == before.fingerprint
+    write(path, questions(25))
+    with pytest.raises(ConfigError, match="has changed while its tasks were in use"):
+        before.task(0)
+    after = tasks(path)
+    assert after.fingerprint != before.fingerprint
+    assert len(after) == 24  # one is held out
+    [index] = (tmp_path / "cache").rglob("index.json")
+    assert json.loads(index.read_text())["rows"] == 25
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        ("nowhere.jsonl", "there is no file or folder 'nowhere.jsonl'"),
+        ("./nowhere", "there is no file or folder './nowhere'"),
+        ("{tmp}/data.txt", "a file of tasks is one of .jsonl, .parquet, .csv, .arrow"),
+        ("{tmp}/empty.jsonl", "has no rows"),
+        ("{tmp}/broken.parquet", "is no parquet file that can be read"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path, data: str, why: str) -> None:
+    (tmp_path / "data.txt").write_text("x")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "broken.parquet").write_text("x")
+    with pytest.raises(ConfigError, match=why.replace(".", r"\.")):
+        tasks(data.format(tmp=tmp_path))
+
+
+def test_shares_that_leave_nothing_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "data.jsonl", questions(1))
+    with pytest.raises(ConfigError, match="leaves none of the rows"):
+        tasks(path)
+    with pytest.raises(ConfigError, match="write a share of the rows below 1"):
+        tasks(path, held_out=3)
+    with pytest.raises(ConfigError, match=r"set evaluation\.tasks to 0 too"):
+        tasks(path, "held-out", held_out=0.0)
+    assert len(tasks(path, held_out=0.0)) == 1
