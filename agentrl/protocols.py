@@ -478,7 +478,8 @@ class LossTokens:
 
     `old_logprobs_N`: the trainer's own, before the first update on this batch; `rollout_logprobs_N`: the engine's;
     `reference_logprobs_N`: the reference model's if the algorithm uses one, else the engine's; `segments_N`: the index
-    of a token's training sample in the batch.
+    of a token's training sample in the batch. `entropies_N`: the entropy of the policy before each token, in nats, over
+    the ids that the token may have been sampled from; differentiable, and there only for a loss that `uses_entropy`.
     """
 
     old_logprobs_N: "Tensor"
@@ -486,6 +487,7 @@ class LossTokens:
     reference_logprobs_N: "Tensor"
     advantages_N: "Tensor"
     segments_N: "Tensor"
+    entropies_N: "Tensor | None" = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -500,11 +502,20 @@ class LossOutput:
 
 
 class Loss(Protocol):
-    """A pure function of the trainer's logprobs (or a critic's values) and the `LossTokens`."""
+    """A pure function of the trainer's logprobs (or a critic's values) and the `LossTokens`.
+
+    If it, or the algorithm whose method it is, has an attribute `uses_entropy` that is true, it gets
+    `LossTokens.entropies_N`.
+    """
 
     def __call__(self, logprobs_N: "Tensor", tokens: LossTokens, /) -> LossOutput:
         """The loss of each token."""
         ...
+
+
+def uses_entropy(loss: Loss) -> bool:
+    """Whether a loss, or the algorithm whose method it is, asks for entropies."""
+    return bool(getattr(getattr(loss, "__self__", loss), "uses_entropy", False))
 
 
 MemberAdvantage = float | Sequence[float]

@@ -1,6 +1,7 @@
 """Causal attention inside the segments of a packed sequence: no token sees another sample, and no mask is built.
 
-The samples of a micro-batch lie end to end in one sequence. Segments of similar length are padded at their ends into a
+The samples of a micro-batch lie end to end in one sequence. On GPUs, FlashAttention (Dao 2023, arXiv:2307.08691) takes
+them as they are, in the precisions that it has. Elsewhere, segments of similar length are padded at their ends into a
 block, for one call of torch's fused attention. Its causal order keeps the padding out of sight, so memory is linear in
 the tokens. Layers with a sliding window, a soft cap or sinks are computed in pieces of a few hundred queries, which are
 computed again in the backward pass.
@@ -10,8 +11,10 @@ Dimension suffixes: S tokens of the sequence, H query heads, K key heads, D head
 block; Q queries of a piece, C columns that they see.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -25,6 +28,9 @@ SIMILAR = 0.75
 """A segment joins a block if it has at least this share of the length of the block's longest one."""
 PIECE = 256
 """Queries of a piece."""
+FLASH_DEVICE = "cuda"
+FLASH_PRECISIONS = (torch.bfloat16, torch.float16)
+"""Where FlashAttention runs, and in what."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +49,18 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """The blocks of a sequence, in its order."""
+    """The blocks of a sequence, in its order; where each segment begins, and the last one ends (int32); the longest."""
 
     blocks: tuple[Block, ...]
+    borders: Tensor
+    longest: int
 
     @staticmethod
     def of(lengths: Sequence[int], device: torch.device) -> "Segments":
         """The segments of these lengths, end to end. They make the fewest blocks if sorted by length."""
-        return Segments(tuple(_block(first, run, device) for first, run in _runs(lengths)))
+        blocks = tuple(_block(first, run, device) for first, run in _runs(lengths))
+        borders = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+        return Segments(blocks, borders, max(lengths))
 
 
 def attend(
@@ -68,6 +78,9 @@ def attend(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: (1, H, S, D) in, (1, S, H, D) out."""
+    flash = _flash(query) if softcap is None and s_aux is None else None
+    if flash is not None:
+        return _at_once(flash, (query, key, value), segments, scaling, sliding_window)[None], None
     outputs = []
     for block in segments.blocks:
         query_RHLD, key_RKLD, value_RKLD = (_of_block(block, x) for x in (query, key, value))
@@ -90,6 +103,56 @@ def attend(
 
 
 AttentionInterface.register(ATTENTION, attend)
+
+
+def _flash(query: Tensor) -> Callable[..., Any] | None:
+    """The kernel for such queries; None if there is none."""
+    size = query.shape[-1]
+    if query.device.type != FLASH_DEVICE or _precision(query) not in FLASH_PRECISIONS or size % 8 or size > 256:
+        return None
+    return _flash_kernel(query.device)
+
+
+@lru_cache
+def _flash_kernel(device: torch.device) -> Callable[..., Any] | None:
+    """torch's, if it has one that takes windows and groups of heads, and the device can run it."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    known = {"scale", "window_size", "enable_gqa"} <= signature(varlen_attn).parameters.keys()
+    return varlen_attn if known and torch.cuda.get_device_capability(device) >= (8, 0) else None
+
+
+def _precision(query: Tensor) -> torch.dtype:
+    """What attention is computed in. A norm of queries returns float32 in autocast, which torch's own kernels cast."""
+    kind = query.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+
+
+def _at_once(
+    flash: Callable[..., Any],
+    inputs: tuple[Tensor, Tensor, Tensor],
+    segments: Segments,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """Attention of all segments in one call, (S, H, D). A window counts the token itself, and the kernel's does not."""
+    kind = _precision(inputs[0])
+    query_SHD, key_SKD, value_SKD = (x[0].transpose(0, 1).to(kind) for x in inputs)
+    out_SHD: Tensor = flash(
+        query_SHD,
+        key_SKD,
+        value_SKD,
+        segments.borders,
+        segments.borders,
+        segments.longest,
+        segments.longest,
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=query_SHD.shape[1] != key_SKD.shape[1],
+    )
+    return out_SHD
 
 
 @dataclass(frozen=True, slots=True)

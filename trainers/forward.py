@@ -72,20 +72,27 @@ def compute_logprobs_in(head: nn.Module, scaling: Scaling) -> None:
     head.forward = partial(_logprobs, head, scaling)
 
 
-def _logprobs(head: Any, scaling: Scaling, hidden_NH: Tensor, targets_N: Tensor, support_NS: Tensor | None) -> Tensor:
+def _logprobs(
+    head: Any, scaling: Scaling, hidden_NH: Tensor, targets_N: Tensor, support_NS: Tensor | None, *, entropy: bool
+) -> Tensor:
     bias_V = getattr(head, "bias", None)
-    return linear_logprobs(hidden_NH, head.weight, targets_N, scaling, bias_V=bias_V, support_NS=support_NS)
+    return linear_logprobs(
+        hidden_NH, head.weight, targets_N, scaling, bias_V=bias_V, support_NS=support_NS, entropy=entropy
+    )
 
 
-def token_logprobs(model: Any, samples: DeviceMicroBatch) -> Tensor:
+def token_logprobs(model: Any, samples: DeviceMicroBatch, *, entropy: bool = False) -> Tensor:
     """log softmax(logits / temperature) of each loss token, float32, shape N, over the ids that it was sampled from.
 
     The output head (see `compute_logprobs_in`) runs only at the N positions that predict a loss token. A token that was
     sampled from a part of the vocabulary is normalised over the same part ("Keep Sampling Mask", DeepSeek-V3.2,
-    arXiv:2512.02556), so that its ratio to the engine's probability is exact.
+    arXiv:2512.02556), so that its ratio to the engine's probability is exact. With `entropy`, the shape is 2N: the
+    logprobs, and the entropies of the distributions that they are of, from the same pass.
     """
     hidden_NH = _before(model, samples)
-    logprobs_N: Tensor = model.get_output_embeddings()(hidden_NH, samples.targets_N, samples.support_NS)
+    logprobs_N: Tensor = model.get_output_embeddings()(
+        hidden_NH, samples.targets_N, samples.support_NS, entropy=entropy
+    )
     return logprobs_N
 
 

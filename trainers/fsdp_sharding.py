@@ -87,12 +87,12 @@ class FullyShard:
     optimizer: torch.optim.AdamW
     keep_gradients: bool
 
-    def predict(self, samples: DeviceMicroBatch) -> Tensor:
+    def predict(self, samples: DeviceMicroBatch, *, entropy: bool = False) -> Tensor:
         """See `Sharding`."""
-        predicted_N: Tensor = self.model(samples)
+        predicted: Tensor = self.model(samples, entropy=entropy)
         if not torch.is_grad_enabled():  # otherwise the backward pass frees the gathered weights
             _reshard(self.model)
-        return predicted_N
+        return predicted
 
     def clear(self) -> None:
         """See `Sharding`."""

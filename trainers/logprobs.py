@@ -1,4 +1,4 @@
-"""The logprobs of tokens from hidden states and an output head, without the logits of more than a few tokens at once.
+"""The logprobs of tokens, and entropies, from hidden states and an output head, with the logits of few tokens at once.
 
 The backward pass computes the logits again. Memory does not grow with the number of tokens, and the products are as
 many as with checkpointing. Dimension suffixes: N tokens, C tokens of a piece, H hidden size, V vocabulary, S kept ids.
@@ -50,15 +50,16 @@ def linear_logprobs(
     *,
     bias_V: Tensor | None = None,
     support_NS: Tensor | None = None,
+    entropy: bool = False,
 ) -> Tensor:
     """log softmax(logits) of each target, differentiable, float32, shape N.
 
     `support_NS`: the ids that a token was sampled from, filled up with -1, over which it is normalised; a row of -1 is
-    the whole vocabulary.
+    the whole vocabulary. With `entropy`, the shape is 2N: the logprobs, and -sum p log p over the same ids, in nats.
     """
-    inputs = (hidden_NH, weight_VH, bias_V, targets_N, support_NS, scaling)
-    logprobs_N: Tensor = _LinearLogprobs.apply(*inputs)  # type: ignore[no-untyped-call]
-    return logprobs_N
+    inputs = (hidden_NH, weight_VH, bias_V, targets_N, support_NS, scaling, entropy)
+    found: Tensor = _LinearLogprobs.apply(*inputs)  # type: ignore[no-untyped-call]
+    return found if entropy else found[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,19 +84,43 @@ class _Head:
             logits_CV.masked_fill_(left_out[:, :-1], float("-inf"))
         return logits_CV
 
-    def logprobs(self, hidden_CH: Tensor, targets_C: Tensor, support_CS: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The logprobs of the targets, and the logsumexp of the logits."""
+    def forward(
+        self, hidden_CH: Tensor, targets_C: Tensor, support_CS: Tensor | None, found_3C: Tensor, *, entropy: bool
+    ) -> None:
+        """Find the logprobs of the targets, the entropies (if asked for) and the logsumexps of the logits."""
         logits_CV = self.logits(hidden_CH, support_CS)
         totals_C = logits_CV.logsumexp(1)
-        return logits_CV.gather(1, targets_C[:, None])[:, 0] - totals_C, totals_C
+        found_3C[0] = logits_CV.gather(1, targets_C[:, None])[:, 0] - totals_C
+        found_3C[2] = totals_C
+        if entropy:
+            logprobs_CV = logits_CV.sub_(totals_C[:, None]).clamp_(min=_NEVER)
+            found_3C[1] = -torch.linalg.vecdot(logprobs_CV.exp(), logprobs_CV)
 
-    def backward(self, hidden_CH: Tensor, targets_C: Tensor, support_CS: Tensor | None, down_2C: Tensor) -> Tensor:
-        """The gradient of the head's outputs; `down_2C` is that of the logprobs, and the logsumexps."""
-        grad_C, totals_C = down_2C
+    def backward(
+        self,
+        hidden_CH: Tensor,
+        targets_C: Tensor,
+        support_CS: Tensor | None,
+        found_2C: Tensor,
+        grads_2C: Tensor,
+        *,
+        entropy: bool,
+    ) -> Tensor:
+        """The gradient of the head's outputs, from those of the logprobs and entropies.
+
+        `found_2C` are the entropies and the logsumexps.
+        """
+        entropies_C, totals_C = found_2C[:, :, None]
+        grad_C, grad_entropy_C = grads_2C[:, :, None]
         logits_CV = self.logits(hidden_CH, support_CS)
-        # d log p(target) = [target] - p
-        grad_CV = (logits_CV - totals_C[:, None]).exp_().mul_(-grad_C[:, None])
-        grad_CV.scatter_add_(1, targets_C[:, None], grad_C[:, None])
+        # d log p(target) = [target] - p, and dH = -p (log p + H)
+        logprobs_CV = logits_CV - totals_C
+        if entropy:
+            grad_CV = logprobs_CV.exp()
+            grad_CV.mul_(logprobs_CV.clamp_(min=_NEVER).add_(entropies_C).mul_(-grad_entropy_C).sub_(grad_C))
+        else:
+            grad_CV = logprobs_CV.exp_().mul_(-grad_C)
+        grad_CV.scatter_add_(1, targets_C[:, None], grad_C)
         return self.scaling.backward(grad_CV, logits_CV).to(torch.bfloat16 if self.low else self.weight_VH.dtype)
 
     def pieces(self, tokens: int) -> Iterator[slice]:
@@ -104,8 +129,12 @@ class _Head:
         return (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
 
 
+_NEVER = -1e4
+"""The logprob, in place of -inf, of what could not be sampled: its probability is zero all the same."""
+
+
 class _LinearLogprobs(torch.autograd.Function):
-    """Keeps the inputs and the logsumexp of each token, and nothing of the size of the vocabulary."""
+    """Keeps the inputs, entropies and the logsumexp of each token, and nothing of the size of the vocabulary."""
 
     @staticmethod
     def forward(  # noqa: PLR0917  autograd passes tensors by position
@@ -116,29 +145,31 @@ class _LinearLogprobs(torch.autograd.Function):
         targets_N: Tensor,
         support_NS: Tensor | None,
         scaling: Scaling,
+        entropy: bool,
     ) -> Tensor:
         head = _Head(weight_VH, bias_V, scaling, torch.is_autocast_enabled(hidden_NH.device.type))
-        logprobs_N = torch.empty(len(hidden_NH), dtype=torch.float32, device=hidden_NH.device)
-        totals_N = torch.empty_like(logprobs_N)
+        found_3N = torch.zeros(3, len(hidden_NH), dtype=torch.float32, device=hidden_NH.device)
         for piece in head.pieces(len(hidden_NH)):
             support_CS = None if support_NS is None else support_NS[piece]
-            logprobs_N[piece], totals_N[piece] = head.logprobs(hidden_NH[piece], targets_N[piece], support_CS)
-        ctx.scaling, ctx.low = scaling, head.low
-        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, support_NS, totals_N)
-        return logprobs_N
+            head.forward(hidden_NH[piece], targets_N[piece], support_CS, found_3N[:, piece], entropy=entropy)
+        ctx.scaling, ctx.low, ctx.entropy = scaling, head.low, entropy
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, support_NS, found_3N[1:])
+        return found_3N[:2].clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_NH, weight_VH, bias_V, targets_N, support_NS, totals_N = ctx.saved_tensors
-        (grad_N,) = grads
+        hidden_NH, weight_VH, bias_V, targets_N, support_NS, found_2N = ctx.saved_tensors
+        (grads_2N,) = grads
         head = _Head(weight_VH, bias_V, ctx.scaling, ctx.low)
         grad_hidden_NH = torch.empty_like(hidden_NH) if ctx.needs_input_grad[0] else None
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         grad_bias_V = torch.zeros_like(bias_V) if bias_V is not None and ctx.needs_input_grad[2] else None
-        down_2N = torch.stack([grad_N, totals_N])
         for piece in head.pieces(len(hidden_NH)):
             support_CS = None if support_NS is None else support_NS[piece]
-            grad_CV = head.backward(hidden_NH[piece], targets_N[piece], support_CS, down_2N[:, piece])
+            found_2C, grads_2C = found_2N[:, piece], grads_2N[:, piece]
+            grad_CV = head.backward(
+                hidden_NH[piece], targets_N[piece], support_CS, found_2C, grads_2C, entropy=ctx.entropy
+            )
             if grad_hidden_NH is not None:
                 grad_hidden_NH[piece] = (grad_CV @ weight_VH.to(grad_CV.dtype)).to(hidden_NH.dtype)
             if grad_weight_VH is not None:
@@ -147,4 +178,4 @@ class _LinearLogprobs(torch.autograd.Function):
                 grad_bias_V += grad_CV.sum(0, dtype=torch.float32).to(grad_bias_V.dtype)
             del grad_CV  # before the next piece needs the memory
         grad_weight = None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype)
-        return grad_hidden_NH, grad_weight, grad_bias_V, None, None, None
+        return grad_hidden_NH, grad_weight, grad_bias_V, None, None, None, None

@@ -39,12 +39,12 @@ class Predictor(nn.Module):
         self.model = model
         self.autocast = autocast
 
-    def forward(self, samples: DeviceMicroBatch) -> Tensor:
-        """One output for each loss token, float32, shape N."""
+    def forward(self, samples: DeviceMicroBatch, *, entropy: bool = False) -> Tensor:
+        """One output for each loss token, float32, shape N; with `entropy` a policy's entropy too, shape 2N."""
         with torch.autocast(samples.tokens_S.device.type, torch.bfloat16) if self.autocast else nullcontext():
-            return self.compute(samples)
+            return self.compute(samples, entropy=entropy)
 
-    def compute(self, samples: DeviceMicroBatch) -> Tensor:
+    def compute(self, samples: DeviceMicroBatch, *, entropy: bool) -> Tensor:
         """See `forward`."""
         raise NotImplementedError
 
@@ -56,16 +56,16 @@ class LogprobPredictor(Predictor):
         super().__init__(model, autocast=autocast)
         compute_logprobs_in(model.get_output_embeddings(), scaling_of(model, temperature))
 
-    def compute(self, samples: DeviceMicroBatch) -> Tensor:
+    def compute(self, samples: DeviceMicroBatch, *, entropy: bool) -> Tensor:
         """See `Predictor`."""
-        return token_logprobs(self.model, samples)
+        return token_logprobs(self.model, samples, entropy=entropy)
 
 
 class ValuePredictor(Predictor):
     """The value of each token: a linear head over the hidden state of the tokens before it."""
 
-    def compute(self, samples: DeviceMicroBatch) -> Tensor:
-        """See `Predictor`."""
+    def compute(self, samples: DeviceMicroBatch, *, entropy: bool) -> Tensor:
+        """See `Predictor`. A value has no entropy."""
         return token_values(self.model, samples)
 
 

@@ -38,10 +38,10 @@ class OneDevice:
     trainable: TrainableParameters
     optimizer: torch.optim.AdamW
 
-    def predict(self, samples: DeviceMicroBatch) -> Tensor:
+    def predict(self, samples: DeviceMicroBatch, *, entropy: bool = False) -> Tensor:
         """See `Sharding`."""
-        predicted_N: Tensor = self.model(samples)
-        return predicted_N
+        predicted: Tensor = self.model(samples, entropy=entropy)
+        return predicted
 
     def clear(self) -> None:
         """See `Sharding`."""

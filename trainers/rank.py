@@ -22,7 +22,7 @@ from agentrl.arrays import FloatArray
 from agentrl.cluster.workers import LOOPBACK, own_address
 from agentrl.errors import AgentRLError, TrainingError
 from agentrl.placement.time_share import free_on_cpu, free_on_gpus
-from agentrl.protocols import Loss, LossTokens
+from agentrl.protocols import Loss, LossTokens, uses_entropy
 from agentrl.trainers.batch_shards import BatchShard
 from agentrl.trainers.forward import to_device
 from agentrl.trainers.packing import MicroBatch
@@ -163,9 +163,11 @@ class TrainerRank:
         """Sum the gradients of sum(weight * token loss) / normalizer of a minibatch, however it is cut and sharded."""
         with tally.phase("forward_backward"):
             self.sharding.clear()
+            exact = self._spec.head == "policy" and uses_entropy(loss)
             for i, (micro_batch, old_N) in enumerate(zip(micro_batches, old, strict=True)):
                 samples = to_device(micro_batch, self.sharding.device)
-                logprobs_N = self.sharding.predict(samples)
+                predicted = self.sharding.predict(samples, entropy=exact)
+                logprobs_N, entropies_N = predicted if exact else (predicted, None)
                 before_N = logprobs_N.detach() if old_N is None else old_N
                 tokens = LossTokens(
                     before_N,
@@ -173,6 +175,7 @@ class TrainerRank:
                     samples.reference_logprobs_N,
                     samples.advantages_N,
                     samples.samples_N,
+                    entropies_N,
                 )
                 output = loss(logprobs_N, tokens)
                 weight = float(micro_batch.counts)

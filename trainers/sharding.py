@@ -18,8 +18,8 @@ class Sharding(Protocol):
         """Where this rank computes."""
         ...
 
-    def predict(self, samples: DeviceMicroBatch) -> Tensor:
-        """The model's outputs for the loss tokens, shape N (see `Predictor`); differentiable if gradients are on."""
+    def predict(self, samples: DeviceMicroBatch, *, entropy: bool = False) -> Tensor:
+        """The model's outputs for the loss tokens (see `Predictor`), shape N or 2N; differentiable if gradients are."""
         ...
 
     def clear(self) -> None:

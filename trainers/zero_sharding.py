@@ -83,10 +83,10 @@ class Zero:
     engine: Any
     trainable: TrainableParameters
 
-    def predict(self, samples: DeviceMicroBatch) -> Tensor:
+    def predict(self, samples: DeviceMicroBatch, *, entropy: bool = False) -> Tensor:
         """See `Sharding`."""
-        predicted_N: Tensor = self.engine(samples)
-        return predicted_N
+        predicted: Tensor = self.engine(samples, entropy=entropy)
+        return predicted
 
     def clear(self) -> None:
         """See `Sharding`."""

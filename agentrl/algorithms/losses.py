@@ -95,7 +95,8 @@ def negative_entropy(logprobs_N: Tensor) -> Tensor:
 
     H = -E[log p], so grad H = -E[log p * grad log p] (the score has mean zero): log p (without gradient) times log p,
     for tokens that the policy sampled itself; others are weighted with p over the policy that sampled. Its value means
-    nothing; the entropy is in the metrics. As a bonus in policy gradients: A3C (arXiv:1602.01783), section 4.
+    nothing; the entropy is in the metrics. As a bonus in policy gradients: A3C (arXiv:1602.01783), section 4. This is
+    for trainers that give no exact entropy (`LossTokens.entropies_N`).
     """
     return logprobs_N.detach() * logprobs_N
 

@@ -38,7 +38,8 @@ class PolicyLoss(Settings):
     """Whether each token has its own weight, or all tokens of a sample have the product of theirs."""
 
     entropy_bonus: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the policy's entropy, which is subtracted from the loss: keeps the policy from settling too early."""
+    """Weight of the policy's entropy, which is subtracted from the loss: keeps the policy from settling too early. The
+    entropy is exact, over all tokens that could have been sampled."""
 
     kl: Annotated[float, Field(ge=0)] = 0.0
     """Weight of KL(policy || reference) in the loss, which keeps the policy near the model that the run began with.
@@ -71,6 +72,11 @@ class PolicyAlgorithm:
         """See `Algorithm`."""
         return self.config.kl > 0 or self.config.kl_reward > 0
 
+    @property
+    def uses_entropy(self) -> bool:
+        """See `Loss`."""
+        return self.config.entropy_bonus > 0
+
     def advantages(self, group: Group) -> Sequence[MemberAdvantage]:
         """See `Algorithm`."""
         raise NotImplementedError
@@ -93,8 +99,11 @@ class PolicyAlgorithm:
         metrics = policy_metrics(logprobs_N, tokens, (own.clip_low, own.clip_high, own.dual_clip), own.importance_cap)
         # These terms are expectations over tokens of the policy that is trained; their tokens come from an older one.
         current_N = weight_N * (logprobs_N.detach() - tokens.old_logprobs_N).exp()
-        if own.entropy_bonus:
+        if own.entropy_bonus and tokens.entropies_N is None:
             loss_N = loss_N + own.entropy_bonus * current_N * negative_entropy(logprobs_N)
+        elif own.entropy_bonus and tokens.entropies_N is not None:
+            loss_N = loss_N - own.entropy_bonus * tokens.entropies_N
+            metrics["policy_entropy"] = tokens.entropies_N.detach()
         if own.kl:
             loss_N = loss_N + own.kl * current_N * reference_penalty(logprobs_N, tokens.reference_logprobs_N)
         if self.uses_reference:

@@ -55,6 +55,7 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "kl": "KL divergence of old from new policy per token, in nats (k3). 0 in a step's first minibatch.",
         "reference_kl": "KL divergence of the policy from the reference model, per token (k3 estimate), in nats.",
         "entropy": "Mean of -logprob of the sampled tokens: the policy's entropy per token, in nats.",
+        "policy_entropy": "The same exactly, over all tokens that could be sampled (with `algorithm.entropy_bonus`).",
         "importance_weight": "Mean of exp(old logprob - engine's logprob), before the cap.",
         "importance_truncated": "Share of the tokens whose importance weight the cap cut.",
         "nll": "Mean negative log-likelihood of a token that is imitated, in nats.",

@@ -26,7 +26,14 @@ from agentrl.weights.publisher import write_weights
 TOLERANCE = 1e-5
 """Largest allowed difference from the reference: absolute for weights, relative for metrics."""
 
-LOSS: Loss = Grpo(Grpo.Config(clip_low=0.2, clip_high=0.28, dual_clip=3.0, importance_cap=1.2)).loss
+
+def loss_with(entropy_bonus: float) -> Loss:
+    """A clipped surrogate with weights, and an entropy bonus."""
+    clips = Grpo.Config(clip_low=0.2, clip_high=0.28, dual_clip=3.0, importance_cap=1.2, entropy_bonus=entropy_bonus)
+    return Grpo(clips).loss
+
+
+LOSS: Loss = loss_with(0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +53,14 @@ class TrainerCase:
     lora: Mapping[str, Any] | None = None
     temperature: float = 0.8
     total_steps: int = 10
+    entropy_bonus: float = 0.0
 
     @property
     def settings(self) -> dict[str, Any]:
         """The settings that are fields of `TrainerSettings`."""
         given = asdict(self)
-        fields = {name: given[name] for name in given if name not in ("temperature", "total_steps")}
+        others = ("temperature", "total_steps", "entropy_bonus")
+        fields = {name: given[name] for name in given if name not in others}
         return {"dtype": "float32", **fields}
 
 
@@ -68,7 +77,7 @@ async def check_trainer(make_trainer: MakeTrainer, model: Path, workspace: Path)
         ConformanceError: it does not; the message says what differs.
     """
     await check_equals_reference(make_trainer, model, TrainerCase())
-    await check_equals_reference(make_trainer, model, TrainerCase(minibatches=3))
+    await check_equals_reference(make_trainer, model, TrainerCase(minibatches=3, entropy_bonus=0.1))
     await check_accumulation(make_trainer, model)
     await check_resume(make_trainer, model, workspace)
     await check_refuses_non_finite(make_trainer, model)
@@ -93,7 +102,7 @@ async def check_predicts(make_trainer: MakeTrainer, model: Path) -> None:
     of_samples = np.split(predicted_N, np.cumsum(batch.loss_tokens_M)[:-1])
     for number, (sample, got_N) in enumerate(zip(samples, of_samples, strict=True), 1):
         with torch.no_grad():
-            want_N = reference._logprobs(sample)
+            want_N = reference._logprobs(sample)[0]
         if not torch.allclose(torch.from_numpy(got_N), want_N, rtol=0, atol=TOLERANCE):
             raise ConformanceError(f"the logprobs of sample {number} are not those of the plain reference")
 
@@ -137,6 +146,7 @@ async def check_lora(make_trainer: MakeTrainer, model: Path, workspace: Path) ->
 
 async def check_equals_reference(make_trainer: MakeTrainer, model: Path, case: TrainerCase) -> None:
     """Several steps give the losses, gradient norms and weights of the plain reference."""
+    loss = loss_with(case.entropy_bonus)
     async with make_trainer(model, case) as trainer:
         reference = _Reference.open(model, case, await trainer.weights())
         for step in range(3):
@@ -144,7 +154,7 @@ async def check_equals_reference(make_trainer: MakeTrainer, model: Path, case: T
             batch = collate(samples)
             weights_N = np.random.default_rng(step).uniform(0.5, 1.5, batch.num_loss_tokens)
             batch = replace(batch, weights_N=floats(weights_N))
-            got = await trainer.step(batch, LOSS, float(batch.num_loss_tokens))
+            got = await trainer.step(batch, loss, float(batch.num_loss_tokens))
             want = reference.step(samples, batch.weights_N)
             for name, value in want.items():
                 if name not in got or abs(got[name] - value) > TOLERANCE * max(1.0, abs(value)):
@@ -301,7 +311,7 @@ class _Reference:
         weights = [torch.from_numpy(of_sample.copy()) for of_sample in np.split(weights_N, ends[:-1])]
         normalizer = sum(sum(s.loss_mask) for s in samples) / self.case.minibatches
         with torch.no_grad():
-            old = [self._logprobs(sample) for sample in samples]
+            old = [self._logprobs(sample)[0] for sample in samples]
         rollout = [_at_loss(sample, sample.rollout_logprobs) for sample in samples]
         gaps = torch.cat([(a - b).abs() for a, b in zip(old, rollout, strict=True)])
         losses, norms = [], []
@@ -311,8 +321,11 @@ class _Reference:
             loss = torch.zeros(())
             for i in part:
                 advantages = _at_loss(samples[i], samples[i].advantages)
-                tokens = LossTokens(old[i], rollout[i], rollout[i], advantages, torch.full(advantages.shape, int(i)))
-                loss = loss + (weights[i] * LOSS(self._logprobs(samples[i]), tokens).loss_N).sum() / normalizer
+                logprobs_N, entropies_N = self._logprobs(samples[i])
+                numbers_N = torch.full(advantages.shape, int(i))
+                tokens = LossTokens(old[i], rollout[i], rollout[i], advantages, numbers_N, entropies_N)
+                token_loss_N = loss_with(self.case.entropy_bonus)(logprobs_N, tokens).loss_N
+                loss = loss + (weights[i] * token_loss_N).sum() / normalizer
             loss.backward()  # type: ignore[no-untyped-call]
             norms.append(float(torch.nn.utils.clip_grad_norm_(self.parameters, self.case.max_grad_norm)))
             losses.append(float(loss.detach()))
@@ -326,6 +339,7 @@ class _Reference:
         }
 
     def _logprobs(self, sample: TrainingSample) -> Tensor:
+        """The logprobs of the loss tokens, and the entropies before them; shape 2N."""
         ids = torch.tensor(sample.token_ids, dtype=torch.long)
         logits = (
             functional_call(self.model, self._merged(), (ids[None],)).logits[0, :-1].float() / self.case.temperature
@@ -336,8 +350,10 @@ class _Reference:
             kept[torch.tensor(rows, dtype=torch.long), torch.tensor(kept_ids, dtype=torch.long)] = True
             part = kept[1:].any(dim=1, keepdim=True)
             logits = logits.masked_fill(part & ~kept[1:], -torch.inf)
-        logprobs = torch.log_softmax(logits, dim=-1).gather(1, ids[1:, None])[:, 0]
-        return logprobs[torch.tensor(sample.loss_mask[1:], dtype=torch.bool)]
+        all_logprobs = torch.log_softmax(logits, dim=-1)
+        entropies = -(all_logprobs.exp() * all_logprobs.masked_fill(all_logprobs.isinf(), 0.0)).sum(dim=-1)
+        logprobs = all_logprobs.gather(1, ids[1:, None])[:, 0]
+        return torch.stack([logprobs, entropies])[:, torch.tensor(sample.loss_mask[1:], dtype=torch.bool)]
 
 
 def _factors(weights: Mapping[str, Tensor]) -> Mapping[str, Factors]:

@@ -19,7 +19,7 @@ from agentrl.algorithms.losses import cross_entropy, negative_entropy, reference
 from agentrl.algorithms.sft import RejectionSampling, Sft
 from agentrl.algorithms.surrogates import Cispo, Gspo, Sapo
 from agentrl.batch import TrainBatch, TrainingSample, collate
-from agentrl.protocols import LossOutput, LossTokens
+from agentrl.protocols import LossOutput, LossTokens, uses_entropy
 from agentrl.trajectory import Group, Score, Task, Terminated, Trajectory
 
 ALL = [group_std, group_mean, leave_one_out]
@@ -308,6 +308,16 @@ def test_the_entropy_term_has_the_gradient_of_negative_entropy_in_expectation() 
     (expected,) = torch.autograd.grad((logprobs.exp() * logprobs).sum(), logits, retain_graph=True)
     (estimated,) = torch.autograd.grad((probabilities * negative_entropy(logprobs)).sum(), logits)
     torch.testing.assert_close(estimated, expected)
+
+
+def test_the_exact_entropy_of_a_trainer_is_the_bonus_and_a_metric() -> None:
+    logprobs, zeros = torch.tensor([-1.0, -2.0]), torch.zeros(2)
+    tokens = LossTokens(logprobs, logprobs, logprobs, zeros, zeros, torch.tensor([0.5, 1.5]))
+    output = Grpo(Grpo.Config(entropy_bonus=0.1)).loss(logprobs, tokens)
+    assert output.loss_N.tolist() == pytest.approx([-0.05, -0.15])
+    assert output.metrics["policy_entropy"].tolist() == [0.5, 1.5]
+    assert [uses_entropy(Grpo(Grpo.Config(entropy_bonus=b)).loss) for b in (0.0, 0.1)] == [False, True]
+    assert not uses_entropy(lambda logprobs_N, tokens: output)
 
 
 def test_an_entropy_bonus_raises_the_probability_of_what_is_unlikely() -> None:

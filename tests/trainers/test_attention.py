@@ -1,6 +1,6 @@
 """Packed samples get the logprobs and gradients that each would get alone, in memory that is linear in the tokens."""
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from agentrl.batch import TrainingSample, collate
 from agentrl.trainers import attention
-from agentrl.trainers.attention import ATTENTION, SIMILAR, Segments
+from agentrl.trainers.attention import ATTENTION, SIMILAR, Segments, attend
 from agentrl.trainers.forward import compute_logprobs_in, scaling_of, to_device, token_logprobs
 from agentrl.trainers.packing import MicroBatch
 from agentrl.trainers.recomputation import recompute_blocks
@@ -160,3 +160,96 @@ def test_layers_that_know_no_borders_between_samples_are_refused(tmp_path):
         model = transformers.AutoModelForCausalLM.from_config(config)
     with pytest.raises(ConfigError, match="layers of the kinds linear_attention"):
         check_attention(model)
+
+
+def documented(query, key, value, *where, scale, window_size, enable_gqa):
+    """What `torch.nn.attention.varlen.varlen_attn` says that it computes, segment by segment."""
+    cu_seq_q, cu_seq_k, max_q, max_k = where
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    assert max_q == max_k == int(cu_seq_q.diff().max())
+    assert enable_gqa or query.shape[1] == key.shape[1]
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    left, right = (len(query) if side == -1 else side for side in window_size)
+    outputs = []
+    for start, stop in pairwise(cu_seq_q.tolist()):
+        q_HLD, k_HLD, v_HLD = (x[start:stop].transpose(0, 1).float() for x in (query, key, value))
+        scores = q_HLD @ k_HLD.transpose(1, 2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+        after = torch.arange(stop - start)[:, None] - torch.arange(stop - start)[None]
+        scores = scores.masked_fill((after > left) | (after < -right), float("-inf"))
+        outputs.append((scores.softmax(-1) @ v_HLD).transpose(0, 1).to(query.dtype))
+    return torch.cat(outputs)
+
+
+@pytest.fixture
+def flash_here(monkeypatch):
+    """Calls of a kernel that runs on CPUs, and not on GPUs."""
+    calls = []
+
+    def kernel(*args, **options):
+        calls.append((args, options))
+        return documented(*args, **options)
+
+    monkeypatch.setattr(attention, "FLASH_DEVICE", "cpu")
+    monkeypatch.setattr(attention, "_flash_kernel", lambda device: kernel)
+    return calls
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 1000])
+@pytest.mark.parametrize("key_heads", [4, 2])
+@pytest.mark.parametrize("scaling", [None, 0.3])
+def test_the_flash_kernel_gets_arguments_that_give_the_same(flash_here, monkeypatch, window, key_heads, scaling):
+    monkeypatch.setattr(attention, "FLASH_PRECISIONS", (torch.float32,))
+    lengths = [20, 17, 9, 1]
+    torch.manual_seed(0)
+    inputs = [torch.randn(1, heads, sum(lengths), 8, requires_grad=True) for heads in (4, key_heads, key_heads)]
+    segments, results = Segments.of(lengths, torch.device("cpu")), []
+    for device in ("cpu", "cuda"):
+        monkeypatch.setattr(attention, "FLASH_DEVICE", device)
+        out, _ = attend(torch.nn.Module(), *inputs, None, segments=segments, scaling=scaling, sliding_window=window)
+        results.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
+    assert len(flash_here) == 1
+    for one, other in zip(*results, strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
+
+
+def test_flash_attention_is_for_what_it_can_compute(flash_here):
+    segments = Segments.of([4, 3], torch.device("cpu"))
+
+    def taken(dtype=torch.bfloat16, size=8, **options):
+        before, x = len(flash_here), torch.randn(1, 2, 7, size, dtype=dtype)
+        attend(torch.nn.Module(), x, x, x, None, segments=segments, **options)
+        return len(flash_here) > before
+
+    assert all((taken(), taken(torch.float16), taken(size=256)))
+    assert not any((taken(torch.float32), taken(size=12), taken(size=264), taken(softcap=2.0)))
+    assert not taken(s_aux=torch.zeros(2))
+    with torch.autocast("cpu", torch.bfloat16):  # a norm of queries and keys returns float32
+        assert taken(torch.float32)
+    assert {x.dtype for x in flash_here[-1][0][:3]} == {torch.bfloat16}
+
+
+def test_torchs_kernel_takes_these_arguments(monkeypatch):
+    """Its shapes on the device that has no memory: there is no GPU here."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    monkeypatch.setattr(attention, "_precision", lambda query: query.dtype)
+    segments = Segments.of([4, 3], torch.device("meta"))
+    inputs = [torch.empty(1, heads, 7, 8, dtype=torch.bfloat16, device="meta") for heads in (4, 2, 2)]
+    for window in (None, 2):
+        out = attention._at_once(varlen_attn, tuple(inputs), segments, None, window)
+        assert (out.shape, out.dtype) == ((7, 4, 8), torch.bfloat16)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU that torch can use")
+@pytest.mark.parametrize("window", [None, 5])
+def test_on_gpus_the_flash_kernel_gives_what_the_blocks_give(monkeypatch, window):
+    segments, generator = Segments.of([200, 170, 9], torch.device("cuda")), torch.Generator().manual_seed(0)
+    made = [torch.randn(1, heads, 379, 64, generator=generator) for heads in (8, 2, 2)]
+    inputs = [x.to("cuda", torch.bfloat16).requires_grad_() for x in made]
+    results = []
+    for device in ("cuda", "none"):
+        monkeypatch.setattr(attention, "FLASH_DEVICE", device)
+        out, _ = attend(torch.nn.Module(), *inputs, None, segments=segments, sliding_window=window)
+        results.append((out, *torch.autograd.grad(out.float().square().sum(), inputs)))
+    for one, other in zip(*results, strict=True):
+        assert torch.allclose(one.float(), other.float(), atol=0.05, rtol=0.02)
