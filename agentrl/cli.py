@@ -449,6 +449,30 @@ def serve(  # noqa: PLR0917  typer calls it by name
 
 
 @app.command()
+def view(
+    runs: Annotated[
+        list[Path] | None, typer.Argument(metavar="[RUN|FOLDER ...]", help="Runs, or folders with runs in them.")
+    ] = None,
+    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.")] = 8801,
+    host: Annotated[str, typer.Option(help="Address to listen on. Any but a loopback address needs a token.")] = (
+        "127.0.0.1"
+    ),
+    token_env: Annotated[
+        str, typer.Option(help="Environment variable with the token that the page asks for.")
+    ] = "AGENTRL_VIEW_TOKEN",
+) -> None:
+    """Show runs in a browser, also while they go on: curves, episodes, tokens, fates, time."""
+    from agentrl.viewer.server import PageServer
+
+    token = os.environ.get(token_env)
+
+    def said(url: str) -> None:
+        console.print(f"{url}  (Ctrl-C ends it)", highlight=False, soft_wrap=True)
+
+    PageServer(runs or [Path("runs")], host=host, port=port, token=token, on_start=said).run()
+
+
+@app.command()
 def envs() -> None:
     """List the environments and their origins, and the address schemes with an example each."""
     table = Table(box=None, padding=(0, 2, 0, 0))

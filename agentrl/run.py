@@ -203,6 +203,7 @@ class Run:
         self, step: int, groups: Sequence[Group], trained: Mapping[str, float], seconds: Mapping[str, float]
     ) -> None:
         """Record the results of step `step` (counted from 0). `seconds` is by phase."""
+        self.begin_phase(step, "record")
         epoch = datetime.now(UTC).timestamp() - now()
         rollout = await run_to_completion(asyncio.to_thread(self._write_rollouts, step, groups, epoch))
         total = sum(seconds.values())

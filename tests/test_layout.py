@@ -36,7 +36,7 @@ LAYERS = [
     {"exact_metrics", "planner", "task_sources"},
     {"run"},
     {"assembly"},
-    {"recipes"},
+    {"recipes", "viewer"},
     {"cli"},
 ]
 PLUGINS_MAY_IMPORT = {

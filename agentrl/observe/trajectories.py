@@ -40,6 +40,10 @@ SCHEMA = pa.schema(
         ("trained_turns", pa.int32()),
         ("started", pa.float64()),
         ("seconds", pa.float64()),
+        ("num_turns", pa.int32()),
+        ("num_tokens", pa.int64()),
+        ("num_forks", pa.int32()),
+        ("oldest_version", pa.int32()),
         ("success", pa.bool_()),
         ("score", pa.float64()),
         ("parts", pa.string()),
@@ -48,7 +52,7 @@ SCHEMA = pa.schema(
     ]
 )
 """`info`, `parts` and `tool_calls` are JSON; `detail` is the limit, the error or the reason in the status. `started`
-and `asked` are Unix time, in seconds.
+and `asked` are Unix time, in seconds. `num_tokens` are the sampled ones, `oldest_version` that of the new turns.
 
 The first `trained_turns` turns were trained on before, in a segment: a row of an earlier step with the same id.
 """
@@ -85,6 +89,10 @@ def _row(trajectory: Trajectory, score: Score, epoch: float) -> dict[str, object
         "trained_turns": trajectory.trained_turns,
         "started": trajectory.started + epoch,
         "seconds": trajectory.seconds,
+        "num_turns": len(trajectory.turns),
+        "num_tokens": trajectory.num_tokens,
+        "num_forks": sum(turn.forked for turn in trajectory.turns),
+        "oldest_version": trajectory.oldest_version,
         "success": succeeded(trajectory, score),
         "score": score.value,
         "parts": json.dumps(dict(score.parts)),

@@ -3,7 +3,7 @@
 import asyncio
 import hmac
 import ipaddress
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -45,7 +45,7 @@ class RequestGate:
     A browser names the site of the page that sends a request (`Origin`), and requests of other sites are refused. A
     server without a token trusts its machine, and otherwise any page that is open in a browser there could play. The
     name of a page's own site may lead here too (DNS rebinding), so without a token `Host` must be an address or
-    localhost; unless `any_host`, for applications that ask for a key of their own.
+    localhost; unless `any_host`, for applications that ask for a key of their own. Paths in `open_paths` need no token.
     """
 
     def __init__(
@@ -54,10 +54,13 @@ class RequestGate:
         token: str | None,
         max_body_bytes: int,
         request_seconds: float,
+        *,
         any_host: bool = False,
+        open_paths: Collection[str] = OPEN_TO_ALL,
     ) -> None:
         self._app = app
         self._any_host = any_host
+        self._open = open_paths
         self._expected = f"Bearer {token}".encode() if token else None
         self._max = max_body_bytes
         self._seconds = request_seconds
@@ -75,7 +78,7 @@ class RequestGate:
         if origin is not None and origin.rpartition(b"://")[2] != headers.get(b"host"):
             await self._refuse(scope, receive, send, 403, "a web page of another site may not send requests")
             return
-        if self._expected is not None and scope["path"] not in OPEN_TO_ALL:
+        if self._expected is not None and scope["path"] not in self._open:
             given = headers.get(b"authorization", b"")
             if not hmac.compare_digest(given, self._expected):
                 await self._refuse(scope, receive, send, 401, "the bearer token is missing or wrong")

@@ -1,0 +1,125 @@
+"""A made-up run in the format of real ones, for tests and benchmarks of what reads runs."""
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+
+from agentrl.algorithms.batch_processing import BatchProcessing, BatchProcessingConfig
+from agentrl.algorithms.grpo import Grpo
+from agentrl.algorithms.samples import traced_batch_of
+from agentrl.arrays import floats, ints
+from agentrl.observe.metrics import MetricsFile, rollout_metrics
+from agentrl.observe.samples import TrainedBatch, drawn_groups, write_samples
+from agentrl.observe.trajectories import write_trajectories
+from agentrl.rollout.ledger import Ledger
+from agentrl.trajectory import Completion, Group, Message, Score, Task, Terminated, Trajectory, Truncated, Turn
+
+BEGIN = 1_800_000_000.0
+"""The Unix time at which a made-up run begins."""
+STEP_SECONDS = 10.0
+
+
+@dataclass(slots=True)
+class MadeUpRun:
+    """Writes the files of a run into a folder, step by step, without a model.
+
+    In each step, episodes are played for the first 6 of 10 seconds; the trainer has 3, and weights take 1. The second
+    turn of each group's first member forks. `texts` are what the environment shows; tests give hostile ones.
+    """
+
+    folder: Path
+    groups: int = 4
+    members: int = 4
+    turns: int = 3
+    tokens: int = 6
+    env: str = "made_up"
+    texts: Sequence[str] = ("What is next?",)
+    settings: dict[str, object] = field(default_factory=dict)
+    _done: int = 0
+    _tasks: int = 0
+
+    def begin(self) -> None:
+        """Write what a run writes at its beginning."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        settings: dict[str, object] = {"env": {"name": self.env}, "seed": 0, "steps": 100, **self.settings}
+        (self.folder / "config.yaml").write_text(json.dumps(settings))  # which is YAML too
+        origins = {"env.name": "run.yaml:1", "steps": "command line"}
+        (self.folder / "origins.json").write_text(json.dumps(origins))
+
+    def step(self) -> None:
+        """Write one more step."""
+        step, rng = self._done, random.Random(self._done)
+        groups = [self._group(step, number, rng) for number in range(self.groups)]
+        scored = [pair for group in groups for pair in zip(group.trajectories, group.scores, strict=True)]
+        write_trajectories(self.folder / "trajectories" / f"step_{step:06d}.parquet", scored)
+        processing = BatchProcessing(BatchProcessingConfig())
+        batch, origins = traced_batch_of(groups, Grpo(), processing, 0)
+        old_N = batch.rollout_logprobs_N + 0.01
+        told_2N = floats(np.stack([old_N, old_N + np.linspace(-0.1, 0.1, len(old_N))]))
+        trained = TrainedBatch(batch, origins, told_2N)
+        write_samples(self.folder / "samples" / f"step_{step:06d}.parquet", step, trained, drawn_groups(batch, 1, step))
+        self._record(step, groups)
+        self._time(step)
+        MetricsFile(self.folder / "metrics.jsonl").append(
+            {"step": step, **rollout_metrics(groups, step), "seconds": STEP_SECONDS, "entropy": 1 / (step + 1)}
+        )
+        self._done += 1
+
+    def _group(self, step: int, number: int, rng: random.Random) -> Group:
+        task = Task(self.env, rng.randrange(10**6), {}, f"train-{self._tasks + number:06d}")
+        scores = [rng.choice((0.0, 0.5, 1.0)) for _ in range(self.members)]
+        members = [self._trajectory(step, task, member, scores[member], rng) for member in range(self.members)]
+        return Group(task, tuple(members), tuple(Score(score, {"environment": score}) for score in scores), step)
+
+    def _trajectory(self, step: int, task: Task, member: int, score: float, rng: random.Random) -> Trajectory:
+        started = BEGIN + STEP_SECONDS * step + rng.random()
+        seconds = 5 / self.turns
+        turns, messages = [], [Message("system", "Continue.")]
+        for number in range(self.turns):
+            sampled = [rng.randrange(5, 90) for _ in range(self.tokens)]
+            logprobs = floats([-rng.random() for _ in sampled])
+            completion = Completion(ints(sampled), logprobs, ints([step] * len(sampled)), "stop")
+            last = number == self.turns - 1
+            asked = started + number * seconds
+            info = {"success": score > 0} if last else {}
+            forked = member == 0 and number == 1
+            earned = score if last else 0.0
+            turns.append(
+                Turn(ints([1, 2, 3, 4]), completion, earned, info, forked, 0.8 * seconds, 0.2 * seconds, asked=asked)
+            )
+            messages += [
+                Message("user", self.texts[number % len(self.texts)]),
+                Message("assistant", " ".join(map(str, sampled))),
+            ]
+        status = Truncated("turns") if rng.random() < 0.1 else Terminated()
+        episode = f"{task.id}/{member}/0"
+        return Trajectory(episode, task, tuple(turns), status, tuple(messages), 5.0, started=started)
+
+    def _record(self, step: int, groups: Sequence[Group]) -> None:
+        """The fates of a step's tasks: all are trained, and one more fails in its environment."""
+        with Ledger(self.folder / "ledger.sqlite") as ledger:
+            for number, group in enumerate(groups, self._tasks):
+                ledger.admit(number, group.task, step)
+                for member in range(self.members):
+                    ledger.begin(number, member, 0)
+            ledger.trained(step, {n: list(group.rewards_G) for n, group in enumerate(groups, self._tasks)})
+            failed = self._tasks + len(groups)
+            ledger.admit(failed, Task(self.env, step, {}, f"train-{failed:06d}"), step)
+            ledger.begin(failed, 0, 0)
+            ledger.end(failed, 0, 0, "failed", f"environment: {self.texts[0]}")
+            ledger.end_task(failed, "failed", "its episodes failed")
+        self._tasks += len(groups) + 1
+
+    def _time(self, step: int) -> None:
+        begin = BEGIN + STEP_SECONDS * step
+        with (self.folder / "timeline.jsonl").open("a") as file:
+            for phase, at in (("rollout", 0.0), ("train", 6.0), ("weights", 9.0), ("record", 10.0)):
+                since = datetime.fromtimestamp(begin + at, UTC).isoformat()
+                file.write(json.dumps({"pid": 0, "step": step, "phase": phase, "since": since}) + "\n")
+        status = {"pid": 0, "step": step, "phase": "record", "since": since}
+        (self.folder / "status.json").write_text(json.dumps(status))

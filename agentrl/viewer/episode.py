@@ -1,0 +1,181 @@
+"""One episode in full: its conversation, its tokens with all that is known of each, and what became of it."""
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from agentrl.errors import ConfigError
+from agentrl.observe.ledger_report import explain
+from agentrl.rollout.ledger import read_ledger
+from agentrl.viewer.episodes import EpisodeIndex
+from agentrl.viewer.folders import RunFolder
+
+_PER_TOKEN = ("old_logprobs", "logprobs", "advantages")
+_SHORT = 2000
+
+
+class EpisodeReader:
+    """Reads episodes of a run from its files, each from the row group that holds it."""
+
+    def __init__(self, run: RunFolder, index: EpisodeIndex) -> None:
+        self._run = run
+        self._index = index
+
+    def episode(self, name: str, agent: str = "", step: int | None = None) -> dict[str, Any]:
+        """An episode from the view of an agent: its row of the index, trajectory, samples and fate.
+
+        If it was trained on in parts, the part of `step`, by default the last. What was never written is `None`.
+
+        Raises:
+            ConfigError: there is no such episode.
+        """
+        rows = self._index.named(name)
+        if not rows:
+            raise ConfigError(f"this run has no episode {name!r}")
+        fitting = [row for row in rows if (not agent or row["agent"] == agent) and step in (None, row["step"])]
+        row = (fitting or rows)[-1]
+        played = self._trajectory(row)
+        samples = [] if row["step"] is None else self._samples(row["step"], name, row["agent"] or "")
+        if played is not None:
+            _add_numbers(played["turns"], samples)
+            for turn in played["turns"]:
+                turn["prompt"], turn["tokens"] = self._texts(turn["prompt_ids"]), self._texts(turn["token_ids"])
+        return {
+            "row": row,
+            "others": [{key: one[key] for key in ("agent", "step", "score")} for one in rows],
+            "trajectory": played,
+            "samples": [{key: value for key, value in one.items() if not isinstance(value, list)} for one in samples],
+            "fate": self._fate(row, samples),
+        }
+
+    def group(self, task: str) -> dict[str, Any]:
+        """The episodes of a task, with the beginnings of their messages, to compare them."""
+        members = []
+        for row in self._index.group(task):
+            played = self._trajectory(row, ["messages"])
+            messages = [] if played is None else played["messages"]
+            shown = [{**message, "content": (message["content"] or "")[:_SHORT]} for message in messages]
+            members.append({"row": row, "messages": shown})
+        return {"task": task, "members": members}
+
+    def turns_of_step(self, step: int) -> list[dict[str, Any]]:
+        """When the episodes of a step were played, and when the model and the environment worked in each."""
+        path = self._run.files("trajectories").get(step)
+        if path is None:
+            return []
+        found = []
+        columns = [
+            "id",
+            "agent",
+            "score",
+            "success",
+            "started",
+            "seconds",
+            *(f"turns.list.element.{n}" for n in _TIMES),
+        ]
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(columns=columns):
+                for row in batch.to_pylist():
+                    turns = [[turn[name] for name in _TIMES] for turn in row.pop("turns") or () if "asked" in turn]
+                    found.append({"started": 0.0, "seconds": 0.0, **row, "turns": turns})
+        return sorted(found, key=lambda one: one["started"])
+
+    def _trajectory(self, row: Mapping[str, Any], columns: Sequence[str] | None = None) -> dict[str, Any] | None:
+        path = self._run.files("trajectories").get(-1 if row["step"] is None else row["step"])
+        if path is None or row["place"] is None:
+            return None
+        with pq.ParquetFile(path) as file:
+            place = row["place"]
+            for number in range(file.num_row_groups):
+                rows = file.metadata.row_group(number).num_rows
+                if place < rows:
+                    table = file.read_row_group(number, columns=None if columns is None else list(columns))
+                    found: dict[str, Any] = table.slice(place, 1).to_pylist()[0]
+                    return found
+                place -= rows
+        return None
+
+    def _samples(self, step: int, name: str, agent: str) -> list[dict[str, Any]]:
+        path = self._run.files("samples").get(step)
+        if path is None:
+            return []
+        table = pq.read_table(path, filters=(pc.field("episode") == name) & (pc.field("agent") == agent))
+        total = pq.read_metadata(path).num_rows
+        return [{**row, "of": total} for row in table.to_pylist()]
+
+    def _texts(self, token_ids: Sequence[int]) -> list[str]:
+        path = self._run.tokenizer()
+        return [f"[{token}]" for token in token_ids] if path is None else _words(path, token_ids)
+
+    def _fate(self, row: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> str:
+        """What became of the episode and why, in a sentence or two."""
+        if samples:
+            return _trained(row, samples, self._index.group(row["task"]))
+        if row["place"] is not None and row["step"] in self._run.files("samples"):
+            return (
+                f"{row['id']} was in the batch of step {row['step']}, and gave no sample: none of its tokens carried a "
+                "loss (too old, or left out by `batch_processing`)."
+            )
+        ledger = self._run.path / "ledger.sqlite"
+        if not ledger.exists():
+            return f"{row['id']} is in the batch of step {row['step']}. The run has no ledger that says more."
+        with read_ledger(ledger) as reader:
+            return explain(reader, row["id"]).sentence
+
+
+_TIMES = ("asked", "generate_seconds", "env_seconds")
+
+
+def _trained(row: Mapping[str, Any], samples: Sequence[Mapping[str, Any]], group: Sequence[Mapping[str, Any]]) -> str:
+    numbers = [str(sample["sample"]) for sample in samples]
+    named = f"sample {numbers[0]}" if len(numbers) == 1 else f"samples {', '.join(numbers[:-1])} and {numbers[-1]}"
+    fate = f"{row['id']} was trained at step {row['step']} as {named} of {samples[0]['of']}"
+    advantages = sorted({round(sample["advantage"], 3) for sample in samples})
+    fate += f", with the advantage {' and '.join(f'{each:+g}' for each in advantages)}."
+    scores = [member["score"] for member in group if member["score"] is not None and member["agent"] == row["agent"]]
+    if len(scores) > 1 and len(set(scores)) == 1:
+        fate += f" All {len(scores)} members of its group scored {scores[0]:g}."
+    elif len(scores) > 1 and row["score"] is not None:
+        fate += (
+            f" It scored {row['score']:g}; the mean of its group of {len(scores)} is {sum(scores) / len(scores):.3g}."
+        )
+    if all(sample["weight"] == 0 for sample in samples):
+        fate += " Its loss had the weight 0, as only the critic learned in this step."
+    return fate
+
+
+def _add_numbers(turns: Sequence[dict[str, Any]], samples: Sequence[Mapping[str, Any]]) -> None:
+    """Add what the trainer computed to each turn: lists with an entry for each sampled token, `None` where unknown."""
+    for turn in turns:
+        count = len(turn["token_ids"])
+        turn["sample"] = None
+        turn["trainer"] = {name: [None] * count for name in _PER_TOKEN}
+    for sample in samples:
+        begins, at = {}, 0
+        for number in range(sample["first_turn"], min(sample["last_turn"] + 1, len(turns))):
+            turn = turns[number]
+            turn["sample"] = sample["sample"]
+            begins[number] = at + len(turn["prompt_ids"])
+            at = begins[number] + len(turn["token_ids"])
+        for place, position in enumerate(sample["positions"] or ()):
+            number = sample["turns"][place]
+            for name in _PER_TOKEN:
+                if sample[name] is not None and number in begins:
+                    turns[number]["trainer"][name][position - begins[number]] = sample[name][place]
+
+
+@lru_cache(maxsize=8)
+def _tokenizer(path: Path, changed: int) -> Any:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(path))
+
+
+def _words(path: Path, token_ids: Sequence[int]) -> list[str]:
+    tokenizer = _tokenizer(path, path.stat().st_mtime_ns)
+    texts = {token: tokenizer.decode([token], skip_special_tokens=False) for token in set(token_ids)}
+    return [texts[token] for token in token_ids]

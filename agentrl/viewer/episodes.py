@@ -1,0 +1,249 @@
+"""An index of a run's episodes: what a table shows of each, in DuckDB. Texts and tokens stay in the run's files."""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+
+from agentrl.errors import ConfigError
+from agentrl.rollout.ledger import read_ledger
+from agentrl.viewer.folders import RunFolder
+
+_BARS = 24
+_MEMORY = "160MB"
+_COLUMNS = {
+    "id": "VARCHAR", "agent": "VARCHAR", "task": "VARCHAR", "env": "VARCHAR", "status": "VARCHAR", "detail": "VARCHAR",
+    "success": "BOOLEAN", "score": "DOUBLE", "started": "DOUBLE", "seconds": "DOUBLE", "num_turns": "INTEGER",
+    "num_tokens": "BIGINT", "num_forks": "INTEGER", "oldest_version": "INTEGER", "trained_turns": "INTEGER",
+}  # fmt: skip
+_SCHEMA = f"""
+SET memory_limit = '{_MEMORY}'; SET threads = 2; SET enable_progress_bar = false;
+SET autoinstall_known_extensions = false; SET autoload_known_extensions = false;
+CREATE TABLE trajectories (step INTEGER, place INTEGER, {", ".join(map(" ".join, _COLUMNS.items()))});
+CREATE TABLE fates (id VARCHAR, task VARCHAR, env VARCHAR, fate VARCHAR, step INTEGER, why VARCHAR);
+CREATE VIEW episodes AS SELECT
+    coalesce(t.id, f.id) AS id, coalesce(t.task, f.task) AS task, coalesce(t.env, f.env) AS env,
+    coalesce(f.fate, 'trained') AS fate, coalesce(t.step, f.step) AS step, f.why, t.place, t.agent, t.status, t.detail,
+    t.success, t.score, t.started, t.seconds, t.num_turns, t.num_tokens, t.num_forks, t.trained_turns,
+    t.step - t.oldest_version AS staleness,
+    CASE WHEN f.fate = 'failed' THEN split_part(f.why, ':', 1) END AS layer
+FROM trajectories t FULL JOIN fates f ON t.id = f.id;
+"""
+SORTS = ("id", "step", "env", "fate", "score", "num_turns", "num_tokens", "seconds", "staleness")
+"""Columns that a table may be sorted by."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeQuery:
+    """Which episodes to show: each field that is not `None` or empty is a condition.
+
+    `low` and `high` bound the score, `stale` is the least staleness, `text` a part of any message.
+    """
+
+    step: int | None = None
+    env: str = ""
+    fate: str = ""
+    task: str = ""
+    layer: str = ""
+    status: str = ""
+    text: str = ""
+    low: float | None = None
+    high: float | None = None
+    stale: int | None = None
+    sort: str = "step"
+    descending: bool = True
+    offset: int = 0
+    limit: int = 100
+
+    def conditions(self, *, of_score: bool = True) -> tuple[str, list[Any]]:
+        """An SQL condition, and its parameters."""
+        wanted: list[tuple[str, Any]] = [
+            (f"{name} = ?", value)
+            for name in ("step", "env", "fate", "task", "layer", "status")
+            if (value := getattr(self, name)) not in (None, "")
+        ]
+        if of_score:
+            wanted += [("score >= ?", self.low)] if self.low is not None else []
+            wanted += [("score <= ?", self.high)] if self.high is not None else []
+        wanted += [("staleness >= ?", self.stale)] if self.stale is not None else []
+        return " AND ".join(["TRUE", *(condition for condition, _ in wanted)]), [value for _, value in wanted]
+
+
+class EpisodeIndex:
+    """The episodes of one run. Calls may come from several threads; each first reads what is new in the files.
+
+    Raises:
+        ConfigError: DuckDB is not installed.
+    """
+
+    def __init__(self, run: RunFolder) -> None:
+        try:
+            import duckdb
+        except ImportError as error:
+            raise ConfigError("`agentrl view` needs DuckDB: pip install 'agentrl[view]'") from error
+        self._run = run
+        self._db = duckdb.connect()
+        self._db.execute(_SCHEMA)
+        self._lock = threading.Lock()
+        self._known: dict[int, tuple[int, int]] = {}
+        self._ledger: tuple[tuple[int, int], ...] = ()
+
+    def page(self, query: EpisodeQuery) -> dict[str, Any]:
+        """The rows of a table, how many there are in all, and the histogram of their scores.
+
+        Raises:
+            ConfigError: there is no such column to sort by.
+        """
+        if query.sort not in SORTS:
+            raise ConfigError(f"episodes cannot be sorted by {query.sort!r}, only by {', '.join(SORTS)}")
+        with self._lock:
+            self._refresh()
+            found = self._with_text(query)
+            where, values = query.conditions()
+            where = f"{where} AND {found}"
+            order = f"{query.sort} {'DESC' if query.descending else 'ASC'} NULLS LAST, id, agent"
+            rows = self._dicts(f"SELECT * FROM episodes WHERE {where} ORDER BY {order} LIMIT ? OFFSET ?",
+                               [*values, query.limit, query.offset])  # fmt: skip
+            (total,) = self._one(f"SELECT count(*) FROM episodes WHERE {where}", values)
+            return {"rows": rows, "total": total, "histogram": self._histogram(query, found)}
+
+    def choices(self) -> dict[str, list[Any]]:
+        """The values that a filter may ask for, the most frequent first."""
+        with self._lock:
+            self._refresh()
+            return {
+                name: [
+                    [value, count]
+                    for value, count in self._db.execute(
+                        f"SELECT {name}, count(*) FROM episodes WHERE {name} IS NOT NULL GROUP BY 1 ORDER BY 2 DESC, 1 "
+                        "LIMIT 50"
+                    ).fetchall()
+                ]
+                for name in ("env", "fate", "layer", "status")
+            }
+
+    def named(self, name: str) -> list[dict[str, Any]]:
+        """The rows of an episode: one for each agent, and each part that was trained on by itself."""
+        with self._lock:
+            self._refresh()
+            return self._dicts("SELECT * FROM episodes WHERE id = ? ORDER BY step, agent", [name])
+
+    def group(self, task: str) -> list[dict[str, Any]]:
+        """The rows of a task's episodes."""
+        with self._lock:
+            self._refresh()
+            return self._dicts("SELECT * FROM episodes WHERE task = ? ORDER BY id, agent LIMIT 256", [task])
+
+    def in_play(self, begin: float, end: float) -> list[dict[str, Any]]:
+        """The rows of episodes that were played between two Unix times."""
+        with self._lock:
+            self._refresh()
+            condition = "place IS NOT NULL AND started < ? AND started + seconds > ?"
+            return self._dicts(f"SELECT * FROM episodes WHERE {condition} ORDER BY started", [end, begin])
+
+    def _refresh(self) -> None:
+        files = self._run.files("trajectories")
+        stamps = {step: (found.st_mtime_ns, found.st_size) for step, path in files.items() if (found := path.stat())}
+        changed = [step for step, stamp in stamps.items() if self._known.get(step) != stamp]
+        gone = [step for step in self._known if step not in stamps]
+        for step in [*gone, *(step for step in changed if step in self._known)]:
+            self._db.execute("DELETE FROM trajectories WHERE step = ?", [step])
+        for group in _by_columns(files, changed):
+            self._read(group)
+        self._known = stamps
+        ledger = self._run.path / "ledger.sqlite"
+        state = tuple(
+            (found.st_mtime_ns, found.st_size)
+            for path in (ledger, ledger.with_name("ledger.sqlite-wal"))
+            if path.exists() and (found := path.stat())
+        )
+        if state != self._ledger:
+            self._read_fates(ledger)
+            self._ledger = state
+
+    def _read(self, files: tuple[list[str], tuple[str, ...]]) -> None:
+        paths, columns = files
+        shown = ", ".join(name if name in columns else f"NULL AS {name}" for name in _COLUMNS)
+        self._db.execute(
+            "INSERT INTO trajectories SELECT CAST(regexp_extract(filename, 'step_([0-9]+)\\.parquet$', 1) AS INTEGER), "
+            f"file_row_number, {shown} FROM read_parquet(?, filename = true, file_row_number = true)",
+            [paths],
+        )
+
+    def _read_fates(self, path: Path) -> None:
+        self._db.execute("DELETE FROM fates")
+        if not path.exists():
+            return
+        with read_ledger(path) as ledger:
+            rows = [
+                (f"{task}/{one.member}/{one.attempt}", task, env, one.fate or "open", one.step, one.why)
+                for task, env, one in ledger.all_episodes()
+            ]
+        if rows:
+            names = ("id", "task", "env", "fate", "step", "why")
+            table = pa.table(dict(zip(names, map(list, zip(*rows, strict=True)), strict=True)))
+            self._db.register("read_fates", table)
+            self._db.execute("INSERT INTO fates SELECT * FROM read_fates")
+            self._db.unregister("read_fates")
+
+    def _with_text(self, query: EpisodeQuery) -> str:
+        """A condition that holds for the episodes in whose messages, or whose reasons, the text is."""
+        if not query.text:
+            return "TRUE"
+        files = [str(path) for step, path in self._run.files("trajectories").items() if query.step in (None, step)]
+        self._db.execute("CREATE OR REPLACE TEMP TABLE found (id VARCHAR, agent VARCHAR)")
+        if files:
+            self._db.execute(
+                "INSERT INTO found SELECT id, agent FROM read_parquet(?) WHERE contains(lower(array_to_string("
+                "list_transform(messages, lambda m: concat_ws(' ', m.content, m.reasoning)), ' ')), lower(?))",
+                [files, query.text],
+            )
+        self._db.execute("SET VARIABLE wanted = ?", [query.text.lower()])
+        return (
+            "((id, coalesce(agent, '')) IN (SELECT id, agent FROM found) OR contains(lower(id), getvariable('wanted')) "
+            "OR contains(lower(coalesce(why, '')), getvariable('wanted')))"
+        )
+
+    def _histogram(self, query: EpisodeQuery, found: str) -> dict[str, Any]:
+        """How many scores lie in each of some bars of equal width from `low` to `high`."""
+        where, values = query.conditions(of_score=False)
+        where = f"{where} AND {found} AND isfinite(score)"
+        low, high = self._one(f"SELECT min(score), max(score) FROM episodes WHERE {where}", values)
+        if low is None:
+            return {"low": None, "high": None, "counts": []}
+        width = (high - low) / _BARS or 1.0
+        counts = dict(
+            self._db.execute(
+                f"SELECT least(floor((score - ?) / ?), ?)::INTEGER, count(*) FROM episodes WHERE {where} GROUP BY 1",
+                [low, width, _BARS - 1, *values],
+            ).fetchall()
+        )
+        return {"low": low, "high": high, "counts": [counts.get(number, 0) for number in range(_BARS)]}
+
+    def _one(self, query: str, values: Sequence[Any]) -> tuple[Any, ...]:
+        row = self._db.execute(query, list(values)).fetchone()
+        assert row is not None  # a query without GROUP BY has one row
+        return tuple(row)
+
+    def _dicts(self, query: str, values: Sequence[Any]) -> list[dict[str, Any]]:
+        cursor = self._db.execute(query, list(values))
+        names = [column[0] for column in cursor.description or ()]
+        return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
+
+
+def _by_columns(files: dict[int, Path], steps: Sequence[int]) -> list[tuple[list[str], tuple[str, ...]]]:
+    """The files of these steps, those with the same columns together: earlier versions wrote fewer."""
+    import pyarrow.parquet as pq
+
+    if not steps:
+        return []
+    ends: dict[Literal["first", "last"], tuple[str, ...]] = {
+        "first": tuple(pq.read_schema(files[steps[0]]).names),
+        "last": tuple(pq.read_schema(files[steps[-1]]).names),
+    }
+    if ends["first"] == ends["last"]:
+        return [([str(files[step]) for step in steps], ends["first"])]
+    return [([str(files[step])], tuple(pq.read_schema(files[step]).names)) for step in steps]

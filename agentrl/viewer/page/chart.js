@@ -1,0 +1,131 @@
+// Line charts as SVG: several series, bands, a common zoom, a logarithmic axis, smoothing, exact values on hover.
+
+import { el, hideTip, number, showTip } from "./dom.js";
+
+const [LEFT, RIGHT, TOP, BOTTOM, HEIGHT] = [48, 8, 8, 20, 190];
+
+/** An exponential moving average that forgets its start (as Adam's), with weight 0 to 1 of the past. */
+export function smoothed(points, weight) {
+  if (!weight) return points;
+  let mean = 0, mass = 0;
+  return points.map(([x, y]) => {
+    mean = weight * mean + (1 - weight) * y;
+    mass = weight * mass + (1 - weight);
+    return [x, mean / mass];
+  });
+}
+
+/** At most two points for each pixel: the lowest and the highest. */
+function thinned(points, pixels) {
+  if (points.length <= 2 * pixels) return points;
+  const size = Math.ceil(points.length / pixels), kept = [];
+  for (let at = 0; at < points.length; at += size) {
+    const piece = points.slice(at, at + size);
+    const low = piece.reduce((a, b) => (b[1] < a[1] ? b : a)), high = piece.reduce((a, b) => (b[1] > a[1] ? b : a));
+    kept.push(...(low === high ? [low] : low[0] < high[0] ? [low, high] : [high, low]));
+  }
+  return kept;
+}
+
+function ticks(low, high, count) {
+  const raw = (high - low) / count, size = 10 ** Math.floor(Math.log10(raw));
+  const step = [1, 2, 5, 10].find((each) => each * size >= raw) * size;
+  const found = [];
+  for (let at = Math.ceil(low / step) * step; at <= high + step / 1e6; at += step) found.push(Math.abs(at) < step / 1e6 ? 0 : at);
+  return found;
+}
+
+/**
+ * `series`: {name, colour, points: [[x, y]], band: [[x, low, high]], dots}. `options`: log, smooth, zoom: [x, x] or null,
+ * onzoom(range or null), height.
+ */
+export function chart(holder, series, options) {
+  const width = Math.max(180, holder.clientWidth || 400), height = options.height || HEIGHT;
+  const positive = (y) => !options.log || y > 0;
+  const shown = series.map((one) => {
+    const points = one.points.filter(([, y]) => Number.isFinite(y) && positive(y));
+    return { ...one, points, line: smoothed(points, one.dots ? 0 : options.smooth) };
+  });
+  const all = shown.flatMap((one) => one.points);
+  if (!all.length) { holder.replaceChildren(el("div", { class: "empty small" }, options.log ? "nothing above 0" : "no value yet")); return; }
+  const xs = all.map(([x]) => x);
+  const reach = (values, start) => values.reduce(([a, b], each) => [Math.min(a, each), Math.max(b, each)], start);
+  let [x0, x1] = options.zoom || reach(xs, [Infinity, -Infinity]);
+  if (x0 === x1) { x0 -= 0.5; x1 += 0.5; }
+  const inside = ([x]) => x >= x0 && x <= x1;
+  const ys = shown.flatMap((one) => [
+    ...one.line.filter(inside).map(([, y]) => y),
+    ...(one.band || []).filter(inside).flatMap(([, low, high]) => [low, high]).filter(positive),
+  ]);
+  const scale = options.log ? Math.log10 : (y) => y;
+  let [y0, y1] = reach(ys.map(scale), [Infinity, -Infinity]);
+  if (!Number.isFinite(y0)) [y0, y1] = [0, 1];
+  if (y1 - y0 < 1e-12) { const room = Math.abs(y1) * 0.1 || 0.5; y0 -= room; y1 += room; }
+  const room = (y1 - y0) * 0.06;
+  y0 -= room; y1 += room;
+  const px = (x) => LEFT + ((x - x0) / (x1 - x0)) * (width - LEFT - RIGHT);
+  const py = (y) => height - BOTTOM - ((scale(y) - y0) / (y1 - y0)) * (height - TOP - BOTTOM);
+  const unscaled = options.log ? (y) => 10 ** y : (y) => y;
+
+  const svg = el("svg", { viewBox: `0 0 ${width} ${height}`, style: { height: `${height}px` }, role: "img", "aria-label": options.label || "" });
+  for (const at of ticks(y0, y1, 4)) {
+    const y = py(unscaled(at));
+    svg.append(el("line", { class: "axis", x1: LEFT, x2: width - RIGHT, y1: y, y2: y }), el("text", { class: "tick", x: LEFT - 6, y: y + 3.5, "text-anchor": "end" }, number(unscaled(at))));
+  }
+  for (const at of ticks(x0, x1, Math.max(2, Math.floor(width / 110))).filter(Number.isInteger)) {
+    svg.append(el("text", { class: "tick", x: px(at), y: height - 5, "text-anchor": "middle" }, String(at)));
+  }
+  const path = (points) => points.map(([x, y], i) => `${i ? "L" : "M"}${px(x).toFixed(1)} ${py(y).toFixed(1)}`).join("");
+  const drawn = el("g", {});
+  for (const one of shown) {
+    const band = (one.band || []).filter(inside).filter(([, low]) => positive(low));
+    if (band.length > 1) {
+      const outline = [...band.map(([x, , high]) => [x, high]), ...band.map(([x, low]) => [x, low]).reverse()];
+      drawn.append(el("path", { d: `${path(outline)}Z`, fill: one.colour, opacity: 0.14 }));
+    } else if (band.length) {
+      drawn.append(el("line", { x1: px(band[0][0]), x2: px(band[0][0]), y1: py(band[0][1]), y2: py(band[0][2]), stroke: one.colour, opacity: 0.4, "stroke-width": 3 }));
+    }
+    const near = one.line.filter(([x], i) => inside([x]) || (one.line[i + 1] && inside(one.line[i + 1])) || (one.line[i - 1] && inside(one.line[i - 1])));
+    if (options.smooth && !one.dots) drawn.append(el("path", { d: path(thinned(one.points.filter(inside), width)), fill: "none", stroke: one.colour, opacity: 0.22 }));
+    drawn.append(el("path", { d: path(thinned(near, width)), fill: "none", stroke: one.colour, "stroke-width": 1.8, "stroke-linejoin": "round", "stroke-dasharray": one.dash || "none" }));
+    if (one.dots || one.points.length === 1) for (const [x, y] of one.line.filter(inside)) drawn.append(el("circle", { cx: px(x), cy: py(y), r: 3, fill: one.colour }));
+  }
+  const cursor = el("line", { class: "cursor", y1: TOP, y2: height - BOTTOM, visibility: "hidden" });
+  const brush = el("rect", { class: "brush", y: TOP, height: height - TOP - BOTTOM, width: 0 });
+  svg.append(drawn, brush, cursor);
+
+  const at = (event) => {
+    const box = svg.getBoundingClientRect();
+    return x0 + ((((event.clientX - box.left) / box.width) * width - LEFT) / (width - LEFT - RIGHT)) * (x1 - x0);
+  };
+  let from = null;
+  svg.addEventListener("pointerdown", (event) => { from = at(event); svg.setPointerCapture(event.pointerId); });
+  svg.addEventListener("pointermove", (event) => {
+    const x = at(event);
+    if (from !== null) {
+      brush.setAttribute("x", Math.min(px(from), px(x)));
+      brush.setAttribute("width", Math.abs(px(from) - px(x)));
+    }
+    const nearest = all.reduce((a, b) => (Math.abs(b[0] - x) < Math.abs(a[0] - x) ? b : a))[0];
+    cursor.setAttribute("x1", px(nearest));
+    cursor.setAttribute("x2", px(nearest));
+    cursor.setAttribute("visibility", "visible");
+    const rows = shown.flatMap((one) => {
+      const raw = one.points.find(([each]) => each === nearest), soft = one.line.find(([each]) => each === nearest);
+      if (!raw) return [];
+      const band = (one.band || []).find(([each]) => each === nearest);
+      const value = options.smooth && !one.dots ? `${number(raw[1], 4)} (smooth ${number(soft[1], 4)})` : number(raw[1], 4);
+      return [[one.name, band ? `${value} (${number(band[1])} to ${number(band[2])})` : value, one.colour]];
+    });
+    showTip(event, `step ${nearest}`, rows);
+  });
+  svg.addEventListener("pointerup", (event) => {
+    const x = at(event), begun = from;
+    from = null;
+    brush.setAttribute("width", 0);
+    if (begun !== null && Math.abs(px(begun) - px(x)) > 6) options.onzoom([Math.min(begun, x), Math.max(begun, x)]);
+  });
+  svg.addEventListener("pointerleave", () => { cursor.setAttribute("visibility", "hidden"); hideTip(); });
+  svg.addEventListener("dblclick", () => options.onzoom(null));
+  holder.replaceChildren(svg);
+}

@@ -1,0 +1,65 @@
+// Elements, numbers and times. Whatever a run contains gets into the page as text nodes only.
+
+const SVG = "http://www.w3.org/2000/svg";
+const DRAWN = new Set(["svg", "g", "path", "line", "rect", "text", "circle"]);
+
+/** An element; `on` + name are listeners, `style` is an object, other attributes are set as such. */
+export function el(tag, attributes = {}, ...children) {
+  const made = DRAWN.has(tag) ? document.createElementNS(SVG, tag) : document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === undefined || value === null || value === false) continue;
+    if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
+    else if (name === "style") for (const [key, each] of Object.entries(value)) made.style.setProperty(key, each);
+    else made.setAttribute(name, value === true ? "" : value);
+  }
+  return add(made, ...children);
+}
+
+/** Appends children; those that are nothing are left out. */
+export function add(parent, ...children) {
+  parent.append(...children.flat(9).filter((child) => child !== null && child !== undefined && child !== false));
+  return parent;
+}
+
+export function number(value, digits = 3) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  if (typeof value !== "number") return String(value);
+  const size = Math.abs(value);
+  if (size >= 1e6) return `${(value / 1e6).toFixed(2)} M`;
+  if (size >= 1e4) return `${(value / 1e3).toFixed(1)} k`;
+  if (Number.isInteger(value)) return String(value);
+  if (size !== 0 && size < 1e-3) return value.toExponential(1);
+  return String(Number(value.toPrecision(size >= 100 ? 4 : digits)));
+}
+
+export const percent = (value) => (value === null || value === undefined ? "–" : `${(100 * value).toFixed(1)} %`);
+
+export function duration(seconds) {
+  if (seconds === null || seconds === undefined) return "–";
+  if (seconds < 0.01) return `${(1e3 * seconds).toFixed(1)} ms`;
+  if (seconds < 1) return `${(1e3 * seconds).toFixed(0)} ms`;
+  if (seconds < 90) return `${seconds.toFixed(seconds < 10 ? 1 : 0)} s`;
+  if (seconds < 5400) return `${Math.floor(seconds / 60)} min ${Math.round(seconds % 60)} s`;
+  return `${Math.floor(seconds / 3600)} h ${Math.round((seconds % 3600) / 60)} min`;
+}
+
+const tip = document.getElementById("tip");
+
+/** Shows rows of [name, value, colour] beside the pointer. */
+export function showTip(event, title, rows = []) {
+  tip.replaceChildren(
+    ...(title ? [el("b", {}, title)] : []),
+    ...rows.map(([name, value, colour]) =>
+      el("div", {}, el("span", {}, colour ? el("i", { class: "dot", style: { background: colour } }) : null, name), el("span", {}, value))),
+  );
+  tip.hidden = false;
+  const box = tip.getBoundingClientRect();
+  const left = event.clientX + 16 + box.width > innerWidth ? event.clientX - 16 - box.width : event.clientX + 16;
+  const top = event.clientY + 16 + box.height > innerHeight ? event.clientY - 12 - box.height : event.clientY + 16;
+  tip.style.left = `${Math.max(4, left)}px`;
+  tip.style.top = `${Math.max(4, top)}px`;
+}
+
+export function hideTip() { tip.hidden = true; }
+
+export const colourOf = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();

@@ -1,0 +1,99 @@
+// The page Time: lanes of the resources, what bound the steps, and the episodes of one step.
+
+import { ask } from "./data.js";
+import { add, colourOf, duration, el, hideTip, number, showTip } from "./dom.js";
+
+const HUES = { trainer: "#3b82c4", weights: "#b468c2", engine: "#37a06f", environments: "#dd8136", "episodes in play": "#7d8a95", "waits for episodes": "#c2a029", evaluation: "#4fb0b8", "rest of the loop": "#8d949b" };
+const ORDER = ["trainer", "waits for episodes", "weights", "engine", "environments", "episodes in play", "evaluation", "rest of the loop"];
+const [LEFT, LANE] = [132, 30];
+
+export async function showTime(room, context) {
+  const run = context.chosen[0].name, place = context.place;
+  const found = await ask("time", { run, first: place.get("first"), last: place.get("last") });
+  if (found.begin === null) { add(room, el("p", { class: "empty" }, "Nothing was timed yet (timeline.jsonl is empty, or older than this page).")); return {}; }
+  const shown = found.steps.map(([step]) => step), first = shown[0], last = shown.at(-1), all = found.all;
+  const step = Number(place.get("step") ?? shown.findLast((each) => found.played.includes(each)) ?? last);
+  const move = (by) => {
+    const count = shown.length, at = Math.max(0, Math.min(all.length - count, all.indexOf(first) + by * count));
+    context.go("time", { first: all[at], last: all[Math.min(all.length, at + count) - 1] });
+  };
+  const span = (count) => context.go("time", { first: all[Math.max(0, all.indexOf(last) - count + 1)], last });
+  const lanes = el("div", { class: "panel lanes" }), gantt = el("div", {});
+  const total = found.busy.reduce((sum, one) => sum + one.seconds, 0) || 1;
+  add(room, 
+    el("div", { class: "bar" }, el("h1", {}, first === last ? `Step ${first}` : `Steps ${first} to ${last}`), el("span", { class: "soft" }, duration(found.seconds)),
+      el("button", { disabled: first === all[0], onclick: () => move(-1) }, "earlier"), el("button", { disabled: last === all.at(-1), onclick: () => move(1) }, "later"),
+      [1, 4, 16, 64].filter((count) => count <= all.length || count === 1).map((count) => el("button", { "aria-pressed": String(shown.length === count), onclick: () => span(count) }, count === 1 ? "1 step" : `${count} steps`))),
+    el("ul", { class: "advice" }, found.advice.map((text) => el("li", {}, text))), lanes,
+    el("div", { class: "two" },
+      el("section", {}, el("h2", {}, "Who was busy at the same time"), el("div", { class: "panel table" }, el("table", {}, el("thead", {}, el("tr", {}, el("th", {}, "busy"), el("th", { class: "number" }, "time"), el("th", { class: "number" }, "share"), el("th", {}))), el("tbody", {}, found.busy.map((one) => el("tr", {}, el("td", {}, one.set.join(" + ") || "none of these"), el("td", { class: "number" }, duration(one.seconds)), el("td", { class: "number" }, `${((100 * one.seconds) / total).toFixed(1)} %`), el("td", { style: { width: "30%" } }, el("div", { class: "meter", style: { width: `${(100 * one.seconds) / total}%` } })))))))),
+      el("section", {}, el("h2", {}, "Episodes of step ", el("select", { "aria-label": "step", onchange: (event) => context.go("time", { first, last, step: event.target.value }, undefined, true) }, shown.map((each) => el("option", { value: each, selected: each === step }, String(each))))), gantt)));
+  const drawn = await ask("gantt", { run, step });
+  const draw = () => { drawLanes(lanes, found); drawGantt(gantt, drawn, context, step); };
+  return { attached: draw, resized: draw };
+}
+
+function drawLanes(holder, found) {
+  const width = Math.max(420, holder.clientWidth - 32), px = (seconds) => LEFT + (seconds / found.seconds) * (width - LEFT - 6);
+  const lanes = [...found.lanes].sort((a, b) => ORDER.indexOf(a.name) - ORDER.indexOf(b.name)).filter((lane) => (lane.intervals || lane.load).length);
+  const height = lanes.length * (LANE + 6) + 24;
+  const svg = el("svg", { viewBox: `0 0 ${width} ${height}`, style: { width: `${width}px`, height: `${height}px`, display: "block" }, role: "img", "aria-label": "what was busy when" });
+  for (const [step, at] of found.steps) svg.append(el("line", { class: "axis", x1: px(at), x2: px(at), y1: 0, y2: height - 18 }), el("text", { class: "tick", x: px(at) + 2, y: height - 4 }, String(step)));
+  lanes.forEach((lane, i) => {
+    const top = i * (LANE + 6) + 4, colour = HUES[lane.name] || "#888";
+    svg.append(el("text", { class: "lane-name", x: 0, y: top + LANE / 2 + 4 }, lane.name));
+    if (lane.intervals) {
+      for (const [from, to] of lane.intervals) {
+        const box = el("rect", { x: px(from), y: top + 5, width: Math.max(0.7, px(to) - px(from)), height: LANE - 10, rx: 2, fill: colour, opacity: lane.name === "waits for episodes" ? 0.45 : 0.9 });
+        box.addEventListener("pointermove", (event) => showTip(event, lane.name, [["from", duration(from)], ["for", duration(to - from)]]));
+        box.addEventListener("pointerleave", hideTip);
+        svg.append(box);
+      }
+      return;
+    }
+    const most = Math.max(...lane.load, 1e-9), bin = found.seconds / lane.load.length, base = top + LANE - 2;
+    const outline = lane.load.map((value, bar) => `L${px(bar * bin).toFixed(1)} ${(base - (value / most) * (LANE - 4)).toFixed(1)}L${px((bar + 1) * bin).toFixed(1)} ${(base - (value / most) * (LANE - 4)).toFixed(1)}`).join("");
+    const area = el("path", { d: `M${px(0)} ${base}${outline}L${px(found.seconds)} ${base}Z`, fill: colour, opacity: 0.75 });
+    const over = el("rect", { x: LEFT, y: top, width: width - LEFT, height: LANE, fill: "transparent" });
+    over.addEventListener("pointermove", (event) => {
+      const box = svg.getBoundingClientRect(), at = ((event.clientX - box.left - LEFT) / (width - LEFT - 6)) * found.seconds;
+      showTip(event, lane.name, [["at", duration(Math.max(0, at))], ["at once", number(lane.load[Math.min(lane.load.length - 1, Math.max(0, Math.floor(at / bin)))])], ["most", number(most)]]);
+    });
+    over.addEventListener("pointerleave", hideTip);
+    svg.append(area, over);
+  });
+  holder.replaceChildren(svg);
+}
+
+function drawGantt(holder, episodes, context, step) {
+  if (!episodes.length) { holder.replaceChildren(el("p", { class: "empty" }, "No episode of this step was kept.")); return; }
+  const row = Math.max(2, Math.min(14, Math.floor(560 / episodes.length))), width = Math.max(300, holder.clientWidth - 32);
+  const begin = Math.min(...episodes.map((one) => one.started)), end = Math.max(...episodes.map((one) => one.started + one.seconds));
+  const canvas = el("canvas", { class: "gantt", role: "img", "aria-label": `${episodes.length} episodes of step ${step}` });
+  const density = devicePixelRatio || 1, pen = canvas.getContext("2d");
+  canvas.width = width * density; canvas.height = row * episodes.length * density;
+  canvas.style.height = `${row * episodes.length}px`;
+  pen.scale(density, density);
+  const px = (at) => ((at - begin) / (end - begin || 1)) * width, line = colourOf("--line");
+  episodes.forEach((one, i) => {
+    const y = i * row, thick = Math.max(1, row - 1);
+    pen.fillStyle = line;
+    pen.fillRect(px(one.started), y, Math.max(1, px(one.started + one.seconds) - px(one.started)), thick);
+    for (const [asked, model, env] of one.turns) {
+      pen.fillStyle = HUES.engine;
+      pen.fillRect(px(asked), y, Math.max(0.4, px(asked + model) - px(asked)), thick);
+      pen.fillStyle = HUES.environments;
+      pen.fillRect(px(asked + model), y, px(asked + model + env) - px(asked + model), thick);
+    }
+  });
+  const at = (event) => episodes[Math.floor((event.clientY - canvas.getBoundingClientRect().top) / row)];
+  canvas.addEventListener("pointermove", (event) => {
+    const one = at(event);
+    if (!one) return;
+    const sum = (column) => one.turns.reduce((total, turn) => total + turn[column], 0);
+    showTip(event, one.id, [["score", number(one.score)], ["turns", String(one.turns.length)], ["begins after", duration(one.started - begin)], ["lasts", duration(one.seconds)], ["model", duration(sum(1)), HUES.engine], ["environment", duration(sum(2)), HUES.environments]]);
+  });
+  canvas.addEventListener("pointerleave", hideTip);
+  canvas.addEventListener("click", (event) => { const one = at(event); if (one) context.go("episode", { id: one.id, agent: one.agent, step }); });
+  holder.replaceChildren(el("div", { class: "panel" }, canvas, el("p", { class: "soft small" }, `${episodes.length} episodes over ${duration(end - begin)}. Green: the model answers; orange: the environment works; grey: neither. Click one to open it.`)));
+}

@@ -1,0 +1,269 @@
+"""`agentrl view`: a page over the files of runs, and the data that it asks for. Nothing here writes to a run."""
+
+import asyncio
+import json
+import math
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any
+
+import uvicorn
+from fastapi import Depends, FastAPI, HTTPException, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from agentrl.errors import AgentRLError, ConfigError
+from agentrl.observe.meanings import MEANINGS
+from agentrl.remote.gate import RequestGate, idle_timeout
+from agentrl.viewer.episode import EpisodeReader
+from agentrl.viewer.episodes import EpisodeIndex, EpisodeQuery
+from agentrl.viewer.folders import RunFolder, find_runs
+from agentrl.viewer.timing import timing
+
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS = {
+    "Content-Security-Policy": _POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+_LOOK_SECONDS = 0.5
+
+
+class PageServer(uvicorn.Server):
+    """Serves the page over the runs in `places`. `on_start` is called with its address.
+
+    Raises:
+        ConfigError: other machines could reach the server, and there is no token; there is no run; DuckDB is missing.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[Path],
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: str | None = None,
+        on_start: Callable[[str], None] = lambda url: None,
+    ) -> None:
+        if not token and host not in ("127.0.0.1", "::1", "localhost"):
+            raise ConfigError(
+                f"other machines can reach host {host}: give a token (set the variable that --token-env names), or "
+                "listen on 127.0.0.1 and forward the port with ssh -L"
+            )
+        self._on_start = on_start
+        super().__init__(
+            uvicorn.Config(
+                create_page_app(places, token),
+                host=host,
+                port=port,
+                http=idle_timeout(60.0),
+                access_log=False,
+                log_level="warning",
+                timeout_graceful_shutdown=1,  # streams of events do not end by themselves
+            )
+        )
+
+    @property
+    def url(self) -> str:
+        """The address it listens on, once it has started."""
+        host, port = self.servers[0].sockets[0].getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and call `on_start` with the address."""
+        await super().startup(sockets)
+        if self.servers:
+            self._on_start(self.url)
+
+
+class _OpenRuns:
+    """The runs that the server knows, each with its index, which is made when it is first asked for."""
+
+    def __init__(self, places: Sequence[Path]) -> None:
+        self._places = places
+        self._runs: dict[str, RunFolder] = {}
+        self._open: dict[str, tuple[EpisodeIndex, EpisodeReader]] = {}
+        self.look()
+        if not self._runs:
+            named = ", ".join(map(str, places))
+            raise ConfigError(f"there is no run in {named}: a run is a folder with a config.yaml, such as runs/NAME")
+
+    def look(self) -> list[RunFolder]:
+        """All runs, new ones too."""
+        for run in find_runs(self._places):
+            if all(known.path != run.path for known in self._runs.values()):
+                self._runs[run.name if run.name not in self._runs else str(run.path)] = run
+        return list(self._runs.values())
+
+    def run(self, name: str) -> RunFolder:
+        """The run of this name."""
+        if name not in self._runs:
+            raise HTTPException(404, f"there is no run {name!r}")
+        return self._runs[name]
+
+    def episodes(self, name: str) -> tuple[EpisodeIndex, EpisodeReader]:
+        """The index and the reader of a run's episodes."""
+        run = self.run(name)
+        if name not in self._open:
+            index = EpisodeIndex(run)
+            self._open[name] = index, EpisodeReader(run, index)
+        return self._open[name]
+
+
+class _PageHeaders:
+    """Middleware that adds the headers which forbid a browser everything that the page does not need."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_more(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(_HEADERS)
+            await send(message)
+
+        await self._app(scope, receive, send_more)
+
+
+class _Json(JSONResponse):
+    """JSON in which a number that JSON has no word for is null."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(_finite(content), separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")
+
+
+def create_page_app(places: Sequence[Path], token: str | None = None) -> FastAPI:
+    """The ASGI application: the page's files, which anyone may read, and the data, for which a token may be needed."""
+    runs = _OpenRuns(places)
+    app = FastAPI(title="agentrl view", docs_url=None, redoc_url=None, openapi_url=None, default_response_class=_Json)
+    open_paths = _add_page(app)
+    _add_runs(app, runs)
+    _add_episodes(app, runs)
+
+    @app.exception_handler(AgentRLError)
+    async def refuse(request: Request, error: AgentRLError) -> JSONResponse:
+        return JSONResponse({"detail": str(error)}, 400)
+
+    app.add_middleware(_PageHeaders)
+    app.add_middleware(
+        RequestGate, token=token, max_body_bytes=1 << 16, request_seconds=10.0, open_paths=frozenset(open_paths)
+    )
+    return app
+
+
+def _add_page(app: FastAPI) -> list[str]:
+    """Add the page's files, and return their paths."""
+    paths = ["/"]
+    for file in files("agentrl.viewer").joinpath("page").iterdir():
+        kind = _TYPES.get(Path(file.name).suffix)
+        if kind is None:
+            continue
+        path = "/" if file.name == "index.html" else f"/{file.name}"
+        paths.append(path)
+
+        def page(content: bytes = file.read_bytes(), kind: str = kind) -> Response:
+            return Response(content, media_type=f"{kind}; charset=utf-8")
+
+        app.add_api_route(path, _without_parameters(page), methods=["GET"], include_in_schema=False)
+    return paths
+
+
+def _without_parameters(page: Callable[[], Response]) -> Callable[[], Response]:
+    """The same function, whose defaults a request cannot set."""
+
+    def answer() -> Response:
+        return page()
+
+    return answer
+
+
+def _add_runs(app: FastAPI, runs: _OpenRuns) -> None:
+    @app.get("/api/runs")
+    def listed() -> Any:
+        return _Json([run.status() for run in runs.look()])
+
+    @app.get("/api/meanings")
+    def meanings() -> Any:
+        return _Json(MEANINGS)
+
+    @app.get("/api/metrics")
+    def metrics(run: str, after: int = 0, generation: int = 0) -> Any:
+        folder = runs.run(run)
+        rows = folder.metrics()
+        begin = after if generation == folder.generation else 0
+        return _Json({"generation": folder.generation, "from": begin, "rows": rows[begin:]})
+
+    @app.get("/api/config")
+    def config(run: str) -> Any:
+        folder = runs.run(run)
+        return _Json({"settings": folder.settings(), "origins": folder.origins()})
+
+    @app.get("/api/events")
+    async def events() -> StreamingResponse:
+        return StreamingResponse(_events(runs), media_type="text/event-stream")
+
+
+def _add_episodes(app: FastAPI, runs: _OpenRuns) -> None:
+    @app.get("/api/episodes")
+    def episodes(run: str, query: Annotated[EpisodeQuery, Depends()]) -> Any:
+        return _Json(runs.episodes(run)[0].page(query))
+
+    @app.get("/api/choices")
+    def choices(run: str) -> Any:
+        return _Json(runs.episodes(run)[0].choices())
+
+    @app.get("/api/episode")
+    def episode(run: str, id: str, agent: str = "", step: int | None = None) -> Any:  # noqa: A002  a query's name
+        return _Json(runs.episodes(run)[1].episode(id, agent, step))
+
+    @app.get("/api/group")
+    def group(run: str, task: str) -> Any:
+        return _Json(runs.episodes(run)[1].group(task))
+
+    @app.get("/api/time")
+    def time(run: str, first: int | None = None, last: int | None = None) -> Any:
+        index, reader = runs.episodes(run)
+        return _Json(timing(runs.run(run), index, reader, None if first is None or last is None else (first, last)))
+
+    @app.get("/api/gantt")
+    def gantt(run: str, step: int) -> Any:
+        return _Json(runs.episodes(run)[1].turns_of_step(step))
+
+
+async def _events(runs: _OpenRuns) -> AsyncIterator[str]:
+    """An event for each change of a run's status or metrics, and a comment now and then, which shows a lost client."""
+    said: dict[str, Any] = {}
+    quiet = 0.0
+    while True:
+        for run in await asyncio.to_thread(runs.look):
+            status = await asyncio.to_thread(run.status)
+            news = {**status, "rows": len(await asyncio.to_thread(run.metrics)), "generation": run.generation}
+            if said.get(run.name) != news:
+                said[run.name] = news
+                quiet = 0.0
+                yield f"data: {json.dumps(_finite(news))}\n\n"
+        if quiet >= 15:
+            quiet = 0.0
+            yield ": still here\n\n"
+        await asyncio.sleep(_LOOK_SECONDS)
+        quiet += _LOOK_SECONDS
+
+
+def _finite(value: Any) -> Any:
+    """The same value with null for each number that is not finite, and text that UTF-8 can write."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return value

@@ -1,0 +1,177 @@
+"""Where a run's time went: which resources were busy while others waited, and what follows from it.
+
+The table of busy sets is RL-Scope's (J. Gleeson et al., MLSys 2021, section 3): every moment belongs to the set of
+resources that were busy in it.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from agentrl.viewer.episode import EpisodeReader
+from agentrl.viewer.episodes import EpisodeIndex
+from agentrl.viewer.folders import Phase, RunFolder
+
+Intervals = Sequence[tuple[float, float]]
+_BINS = 240
+_MOST_FILES = 16
+"""More files of trajectories than these are not read for one picture, which then lacks engine and environments."""
+_LANES = {"train": "trainer", "weights": "weights", "evaluation": "evaluation"}
+_OTHER = "rest of the loop"
+
+
+def timing(run: RunFolder, index: EpisodeIndex, reader: EpisodeReader, steps: tuple[int, int] | None) -> dict[str, Any]:
+    """The lanes of the steps from the first to the last of `steps`, by default the newest ones.
+
+    `lanes`: for each resource, its intervals (phases) or its mean load in equal bins. `busy`: seconds by set of busy
+    resources. `advice`: what bound these steps, in sentences. `all` and `played`: the steps that can be asked for, and
+    those whose episodes are known. Times are seconds from `begin`.
+    """
+    phases = [one for one in run.phases() if one["end"] is not None]
+    if not phases:
+        return {"begin": None, "steps": [], "lanes": [], "busy": [], "advice": [], "all": [], "played": []}
+    known = sorted({one["step"] for one in phases})
+    first, last = steps or (known[-min(8, len(known))], known[-1])
+    shown = [one for one in phases if first <= one["step"] <= last] or phases[-1:]
+    begin, end = shown[0]["begin"], max(one["end"] or one["begin"] for one in shown)
+    by_lane = _lanes_of_phases(shown)
+    model, env = _turns(run, reader, index.in_play(begin, end), begin, end)
+    resources = {
+        "engine": model,
+        "environments": env,
+        **{name: by_lane.get(name, []) for name in ("trainer", "weights")},
+    }
+    bins = np.linspace(begin, end, _BINS + 1)
+    played = [(row["started"], row["started"] + row["seconds"]) for row in index.in_play(begin, end)]
+    lanes: list[dict[str, Any]] = [
+        {"name": name, "intervals": [[a - begin, b - begin] for a, b in found]} for name, found in by_lane.items()
+    ]
+    for name, intervals in (("episodes in play", played), ("engine", model), ("environments", env)):
+        lanes.append({"name": name, "load": [round(float(one), 3) for one in load(intervals, bins)]})
+    busy = busy_sets(resources, begin, end)
+    return {
+        "begin": begin,
+        "seconds": end - begin,
+        "steps": [[step, at - begin] for step, at in _step_begins(shown)],
+        "all": known,
+        "played": list(run.files("trajectories")),
+        "lanes": lanes,
+        "busy": [{"set": sorted(names), "seconds": seconds} for names, seconds in busy.items()],
+        "advice": advice(busy, run.settings()),
+    }
+
+
+def busy_sets(resources: Mapping[str, Intervals], begin: float, end: float) -> dict[frozenset[str], float]:
+    """The seconds between `begin` and `end` in which exactly these resources were busy, the most first.
+
+    The seconds add up to `end - begin`. The empty set is the time in which none of them was busy.
+    """
+    marks = [begin, end, *(at for found in resources.values() for pair in found for at in pair)]
+    times = np.unique(np.clip(np.asarray(marks, np.float64), begin, end))
+    lengths, codes = np.diff(times), np.zeros(max(0, len(times) - 1), np.int64)
+    for bit, found in enumerate(resources.values()):
+        if len(found):
+            edges = np.searchsorted(times, np.clip(np.asarray(found, np.float64), begin, end))
+            change = np.zeros(len(times) + 1, np.int64)
+            np.add.at(change, edges[:, 0], 1)
+            np.add.at(change, edges[:, 1], -1)
+            codes |= (np.cumsum(change)[: len(lengths)] > 0).astype(np.int64) << bit
+    totals = {}
+    for code in np.unique(codes).tolist():
+        names = frozenset(name for bit, name in enumerate(resources) if code >> bit & 1)
+        totals[names] = float(lengths[codes == code].sum())
+    return dict(sorted(totals.items(), key=lambda pair: -pair[1]))
+
+
+def load(intervals: Intervals, bins: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """The mean number of intervals that are open in each bin."""
+    if not len(intervals):
+        return np.zeros(len(bins) - 1)
+    ends = np.asarray(intervals, np.float64)
+    covered = np.zeros(len(bins))
+    for sign, times in ((1.0, np.sort(ends[:, 0])), (-1.0, np.sort(ends[:, 1]))):
+        # The integral up to a bin's edge of how many intervals have begun (or ended) by then.
+        summed = np.concatenate([[0.0], np.cumsum(times)])
+        count = np.searchsorted(times, bins)
+        covered += sign * (count * bins - summed[count])
+    return np.diff(covered) / np.diff(bins)
+
+
+def advice(busy: Mapping[frozenset[str], float], settings: Mapping[str, Any]) -> list[str]:
+    """What bound the run, and which settings change it."""
+    total = sum(busy.values())
+    if total <= 0:
+        return []
+
+    def share(*names: str, without: tuple[str, ...] = ()) -> float:
+        fitting = [
+            seconds for found, seconds in busy.items() if found.issuperset(names) and not found.intersection(without)
+        ]
+        return sum(fitting) / total
+
+    said = []
+    waits, staleness = 1 - share("trainer"), settings.get("rollout.max_staleness", 0)
+    if waits > 0.5 and share("engine") > 0.2:
+        way_out = (
+            "raise rollout.max_staleness to 1, so that the next step's episodes are played while it trains"
+            if not staleness and share("trainer") > 0.1
+            else "add engines, or give the devices of the trainer to them"
+        )
+        said.append(f"The trainer does not train in {waits:.0%} of the time: {way_out}.")
+    if share("environments", without=("engine", "trainer")) > 0.15:
+        alone = share("environments", without=("engine", "trainer"))
+        said.append(
+            f"In {alone:.0%} of the time only environments work: play more episodes at once "
+            "(rollout.max_live_episodes), run them on more workers (cluster.env_workers), or make them faster."
+        )
+    if share("trainer") > 0.6:
+        said.append(
+            f"The trainer is busy in {share('trainer'):.0%} of the time: more ranks (trainer.world_size) or larger "
+            "micro-batches (trainer.micro_batch_tokens) make steps faster."
+        )
+    if share("weights") > 0.15:
+        said.append(
+            f"Publishing weights takes {share('weights'):.0%} of the time: see weights.transport, or train longer "
+            "between updates (rollout.groups_per_step)."
+        )
+    idle = share(without=("engine", "environments", "trainer", "weights"))
+    if idle > 0.2:
+        said.append(
+            f"In {idle:.0%} of the time none of these was busy. Evaluation, checkpoints, rewards (a judge?) and "
+            "the writing of files are not among them: see the other lanes."
+        )
+    return said or ["Nothing stands out: engine and trainer share the time evenly."]
+
+
+def _lanes_of_phases(phases: Sequence[Phase]) -> dict[str, list[tuple[float, float]]]:
+    found: dict[str, list[tuple[float, float]]] = {"trainer": [], "weights": []}
+    for one in phases:
+        name = "waits for episodes" if one["phase"] == "rollout" else _LANES.get(one["phase"], _OTHER)
+        found.setdefault(name, []).append((one["begin"], one["end"] or one["begin"]))
+    return found
+
+
+def _turns(
+    run: RunFolder, reader: EpisodeReader, rows: Sequence[Mapping[str, Any]], begin: float, end: float
+) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """When the model answered and when environments worked, in the episodes of these rows."""
+    steps = sorted({row["step"] for row in rows})
+    model: list[tuple[float, float]] = []
+    env: list[tuple[float, float]] = []
+    for step in steps if len(steps) <= _MOST_FILES else ():
+        for episode in reader.turns_of_step(step):
+            for asked, generated, waited in episode["turns"]:
+                answered = asked + generated
+                if asked < end and answered + waited > begin:
+                    model.append((asked, answered))
+                    env.append((answered, answered + waited))
+    return model, env
+
+
+def _step_begins(phases: Sequence[Phase]) -> list[tuple[int, float]]:
+    found: dict[int, float] = {}
+    for one in phases:
+        found.setdefault(one["step"], one["begin"])
+    return sorted(found.items())

@@ -1,0 +1,265 @@
+"""The page in a real browser: every page, keys, colours, narrow screens, hostile texts, and runs that go on."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from urllib.parse import quote, urlsplit
+
+import pytest
+
+from agentrl.testing.made_up_run import MadeUpRun
+from agentrl.viewer.server import PageServer
+from tests.processes import PATIENCE_SECONDS
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning:selenium")]
+
+HOSTILE = (
+    "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">",
+    "</pre></script><svg onload=\"document.title='owned'\"><a href=\"javascript:document.title='owned'\">x</a>",
+    "{{constructor.constructor('return 1')()}} ${document.title='owned'} \u202eright to left \ud7ff \x00 \x1b[31m",
+    "<iframe srcdoc=\"<script>parent.document.title='owned'</script>\"></iframe><style>*{display:none}</style>",
+    "<form action=https://evil.example><input autofocus onfocus=\"document.title='owned'\"></form>",
+)
+
+
+class Page:
+    """The page over some runs, in a browser."""
+
+    def __init__(self, browser, url: str) -> None:
+        self.browser = browser
+        self.url = url
+
+    def open(self, path: str) -> None:
+        """Go to an address of the page, and wait until it is drawn."""
+        self.browser.get("about:blank")
+        self.browser.get(f"{self.url}/{path}")
+        self.wait(lambda: self.script("return document.querySelector('#view > div')?.childElementCount > 0"))
+        assert self.script("return document.querySelector('.error')?.textContent ?? null") is None
+
+    def script(self, text: str, *arguments):
+        return self.browser.execute_script(text, *arguments)
+
+    def texts(self, selector: str) -> list[str]:
+        return self.script(
+            "return [...document.querySelectorAll(arguments[0])].map((one) => one.textContent)", selector
+        )
+
+    def press(self, keys: str) -> None:
+        """Press keys, wherever the focus is on the page."""
+        from selenium.webdriver.common.by import By
+
+        self.browser.find_element(By.TAG_NAME, "body").send_keys(keys)
+
+    def wait(self, holds: Callable[[], object]) -> None:
+        limit = time.monotonic() + PATIENCE_SECONDS
+        while not holds():
+            assert time.monotonic() < limit, self.script("return document.body.innerText")
+            time.sleep(0.05)
+
+    def requested(self) -> set[str]:
+        """The hosts that the browser has asked for anything since the last call."""
+        events = [json.loads(entry["message"])["message"] for entry in self.browser.get_log("performance")]
+        urls = [one["params"]["request"]["url"] for one in events if one["method"] == "Network.requestWillBeSent"]
+        return {urlsplit(url).netloc for url in urls if urlsplit(url).scheme not in ("data", "about", "chrome")}
+
+    def complaints(self) -> list[str]:
+        """Errors and warnings in the browser's console since the last call."""
+        return [entry["message"] for entry in self.browser.get_log("browser") if entry["level"] != "INFO"]
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Two runs with different settings, in a folder."""
+    for name, lr in (("first", 1e-3), ("second", 2e-3)):
+        run = MadeUpRun(tmp_path / name, settings={"trainer": {"name": "local", "lr": lr}})
+        run.begin()
+        for _ in range(3):
+            run.step()
+    return tmp_path
+
+
+@pytest.fixture
+def serve(browser) -> Iterator[Callable[..., Page]]:
+    """Serves folders, and opens the page over them."""
+    started: list[tuple[PageServer, threading.Thread]] = []
+
+    def start(*places, token: str | None = None) -> Page:
+        listening = threading.Event()
+        server = PageServer(places, token=token, on_start=lambda url: listening.set())
+        thread = threading.Thread(target=server.run, daemon=True)
+        thread.start()
+        started.append((server, thread))
+        assert listening.wait(PATIENCE_SECONDS)
+        page = Page(browser, server.url)
+        page.requested()
+        page.complaints()
+        return page
+
+    yield start
+    browser.get("about:blank")
+    for server, thread in started:
+        server.should_exit = True
+        thread.join(PATIENCE_SECONDS)
+        assert not thread.is_alive()
+
+
+def test_every_page_is_drawn_without_an_error_or_a_request_to_another_host(serve, runs):
+    page = serve(runs)
+    page.open("#/run?runs=first,second")
+    page.wait(lambda: page.script("return document.querySelectorAll('.chart svg path').length > 10"))
+    assert {"reward", "success", "entropy"} <= set(page.texts(".chart h3"))
+    assert page.texts(".status h3 span") == ["stopped in step 2, record"] * 2
+    page.open("#/episodes?runs=first")
+    assert page.texts("#total") == ["1 to 51 of 51"]
+    assert len(page.texts("tbody tr")) == 51
+    page.open("#/episodes?runs=first&group=train-000001")
+    assert len(page.texts(".columns section")) == 4
+    page.open("#/episode?runs=first&id=train-000001%2F0%2F0")
+    assert "was trained at step 0 as samples" in page.texts(".fate")[0]
+    assert len(page.texts(".token")) == 18
+    page.open("#/time?runs=first")
+    assert {"trainer", "engine", "environments", "waits for episodes"} <= set(page.texts(".lane-name"))
+    page.wait(lambda: page.script("return document.querySelector('canvas.gantt') !== null"))
+    page.open("#/config?runs=first,second")
+    assert page.texts("tbody td:first-child") == ["trainer.lr"]
+    assert page.complaints() == []
+    assert page.requested() == {urlsplit(page.url).netloc}
+
+
+def test_the_colour_of_a_token_says_what_its_tip_says_exactly(serve, runs):
+    page = serve(runs)
+    page.open("#/episodes?runs=first&fate=trained&step=0")
+    names = [name for name in page.texts("tbody td:first-child") if "/1/0" in name]
+    for name in names:  # the numbers of one group were kept
+        page.open(f"#/episode?runs=first&id={quote(name, safe='')}")
+        if not page.script("return document.body.innerText.includes('were not kept')"):
+            break
+    facts = page.script("return document.querySelector('.token').about")
+    assert facts["old"] == pytest.approx(facts["engine"] + 0.01, abs=1e-6)
+    page.script(
+        "const token = document.querySelector('.token');"
+        "token.dispatchEvent(new PointerEvent('pointerover', {bubbles: true, clientX: 50, clientY: 50}))"
+    )
+    rows = dict(page.script(
+        "return [...document.querySelectorAll('#tip div')].map((row) => [...row.children].map((c) => c.textContent))"
+    ))  # fmt: skip
+    assert float(rows["logprob (engine)"]) == pytest.approx(facts["engine"], rel=1e-4)
+    assert float(rows["advantage"]) == pytest.approx(facts["advantage"], rel=1e-4)
+    colours = set()
+    for by in ("advantage", "engine", "version", "mask", "ratio", "none"):
+        page.script(
+            "const select = document.querySelector('select[aria-label^=colour]'); select.value = arguments[0];"
+            "select.dispatchEvent(new Event('change'))",
+            by,
+        )
+        colours.add(page.script("return document.querySelector('.token').style.background"))
+    assert "" in colours
+    assert len(colours) >= 4
+
+
+def test_keys_lead_through_the_pages(serve, runs):
+    page = serve(runs)
+    page.open("#/run?runs=first")
+    page.press("2")
+    page.wait(lambda: len(page.texts("tbody tr")) == 51)
+    page.press("jjk")
+    assert page.script("return [...document.querySelectorAll('tbody tr')].findIndex((r) => r.ariaSelected)") == 0
+    first = page.texts("tbody td:first-child a")[0]
+    page.press("\ue007")  # Enter
+    page.wait(lambda: page.texts("h1") and first in page.texts("h1")[0])
+    page.press("u")
+    page.wait(lambda: len(page.texts("tbody tr")) == 51)
+    page.press("/")
+    assert page.script("return document.activeElement.type") == "search"
+    page.open("#/time?runs=first")
+    page.press("4")
+    page.wait(lambda: "trainer.lr" in page.texts("tbody td:first-child"))
+    page.press("?")
+    assert page.script("return document.querySelector('dialog').open") is True
+
+
+def test_it_is_readable_in_light_and_dark_and_fits_a_narrow_screen(serve, runs):
+    page = serve(runs)
+    page.open("#/run?runs=first")
+
+    def contrast() -> float:
+        """WCAG's contrast of the text and its background."""
+        return page.script("""
+            const light = (name) => {
+              const [r, g, b] = getComputedStyle(document.body)[name].match(/\\d+/g).map((c) => c / 255)
+                .map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4));
+              return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+            };
+            const [a, b] = [light("color"), light("backgroundColor")].sort().reverse();
+            return (a + 0.05) / (b + 0.05);""")
+
+    backgrounds = []
+    for _ in range(2):
+        assert contrast() > 7
+        backgrounds.append(page.script("return getComputedStyle(document.body).backgroundColor"))
+        page.press("t")
+    assert len(set(backgrounds)) == 2
+    try:
+        page.browser.execute_cdp_cmd(
+            "Emulation.setDeviceMetricsOverride", {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+        )
+        for path in ("run", "episodes", "episode", "time", "config"):
+            page.open(f"#/{path}?runs=first&id=train-000001%2F0%2F0")
+            width = page.script("return document.documentElement.scrollWidth")
+            assert width <= 390, f"{path} is {width} wide"
+    finally:
+        page.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_no_text_of_a_run_runs(serve, tmp_path):
+    name = "<img src=x onerror=document.title='owned'>"
+    run = MadeUpRun(
+        tmp_path / name, texts=HOSTILE, env=HOSTILE[0], settings={HOSTILE[1]: HOSTILE[2], "model": {"name": HOSTILE[3]}}
+    )
+    run.begin()
+    run.step()
+    page = serve(tmp_path)
+    runs = quote(quote(name))
+    for path in ("run", "episodes", "episodes&group", "episode", "episode failed", "time", "config"):
+        kind, _, what = path.replace("&", " ").partition(" ")
+        more = {"group": "&group=train-000001", "failed": "&id=train-000004%2F0%2F0"}.get(what, "")
+        page.open(f"#/{kind}?runs={runs}{more or '&id=train-000001%2F0%2F0'}")
+        assert page.script("return document.title") == f"{name} · agentrl"
+        assert (
+            page.script("return document.querySelectorAll('#view img, #view iframe, #view script, form').length") == 0
+        )
+    assert page.requested() == {urlsplit(page.url).netloc}
+    assert page.complaints() == []
+    page.open(f"#/episode?runs={runs}&id=train-000001%2F0%2F0")
+    assert HOSTILE[0] in page.texts(".words")
+
+
+def test_a_new_step_of_a_live_run_is_on_the_page_without_reloading(serve, runs):
+    page = serve(runs)
+    page.open("#/run?runs=second")
+    page.script("window.marked = true")
+    assert "3 of 100" in page.texts(".status b")
+    run = MadeUpRun(runs / "second")
+    run._done, run._tasks = 3, 15
+    run.step()
+    page.wait(lambda: "4 of 100" in page.texts(".status b"))
+    MadeUpRun(runs / "third").begin()
+    page.wait(lambda: "third" in page.texts(".chip"))
+    assert page.script("return window.marked") is True
+
+
+def test_two_runs_are_compared_by_paired_differences(serve, runs):
+    page = serve(runs)
+    page.open("#/run?runs=first,second")
+    page.script("[...document.querySelectorAll('button')].find((b) => b.textContent.startsWith('difference')).click()")
+    values = dict(zip(page.texts(".chart h3"), page.texts(".chart .value"), strict=True))
+    assert values["entropy"] == "mean 0 ± 0"
+    assert values["reward"].startswith("mean ")
+
+
+def test_the_page_sends_the_token_of_its_address(serve, runs):
+    page = serve(runs / "first", token="a secret")
+    page.open("#token=a%20secret")
+    assert page.texts(".status h3 span") == ["stopped in step 2, record"]
+    assert "secret" not in page.script("return location.href")

@@ -1,0 +1,100 @@
+"""The index of episodes: filters, fates, and runs that go on."""
+
+import pyarrow.parquet as pq
+import pytest
+
+from agentrl.errors import ConfigError
+from agentrl.testing.made_up_run import MadeUpRun
+from agentrl.viewer.episodes import EpisodeIndex, EpisodeQuery
+from agentrl.viewer.folders import RunFolder
+
+
+@pytest.fixture
+def made(tmp_path):
+    run = MadeUpRun(tmp_path / "run", texts=("A door.", "A Dragon, 100% asleep."))
+    run.begin()
+    for _ in range(2):
+        run.step()
+    return run
+
+
+def index_of(run: MadeUpRun) -> EpisodeIndex:
+    return EpisodeIndex(RunFolder("run", run.folder))
+
+
+def test_each_episode_is_listed_once_with_its_fate_also_those_that_were_never_trained(made):
+    found = index_of(made).page(EpisodeQuery(limit=1000))
+    assert found["total"] == 2 * (4 * 4 + 1)
+    assert len({row["id"] for row in found["rows"]}) == found["total"]
+    failed = [row for row in found["rows"] if row["fate"] == "failed"]
+    assert [(row["layer"], row["why"], row["score"]) for row in failed] == [
+        ("environment", "environment: A door.", None)
+    ] * 2
+    trained = [row for row in found["rows"] if row["fate"] == "trained"]
+    assert {(row["num_turns"], row["num_tokens"], row["staleness"]) for row in trained} == {(3, 18, 0)}
+
+
+def test_filters_are_conditions_that_all_hold(made):
+    index = index_of(made)
+    every = index.page(EpisodeQuery(limit=1000))["rows"]
+    wanted = [row for row in every if row["step"] == 1 and row["fate"] == "trained" and row["score"] >= 0.5]
+    found = index.page(EpisodeQuery(step=1, fate="trained", low=0.5, limit=1000))
+    assert {row["id"] for row in found["rows"]} == {row["id"] for row in wanted}
+    assert found["total"] == len(wanted)
+    assert index.page(EpisodeQuery(status="truncated"))["total"] == sum(row["status"] == "truncated" for row in every)
+    assert index.page(EpisodeQuery(layer="environment"))["total"] == 2
+    assert index.page(EpisodeQuery(stale=1))["total"] == 0
+    assert index.page(EpisodeQuery(env="no such"))["total"] == 0
+
+
+def test_a_text_is_found_in_messages_ids_and_reasons_whatever_its_case_and_characters(made):
+    index = index_of(made)
+    assert index.page(EpisodeQuery(text="dragon, 100%"))["total"] == 32
+    assert index.page(EpisodeQuery(text="DRAGON", step=0))["total"] == 16
+    assert index.page(EpisodeQuery(text="0% a", step=0))["total"] == 16
+    assert index.page(EpisodeQuery(text="%d%"))["total"] == 0  # it is no pattern
+    assert index.page(EpisodeQuery(text="'); DROP TABLE fates; --"))["total"] == 0
+    assert index.page(EpisodeQuery(text="train-000004/0"))["total"] == 1
+    assert index.page(EpisodeQuery(text="a door"))["total"] == 34
+
+
+def test_the_histogram_counts_all_scores_that_the_other_filters_leave(made):
+    index = index_of(made)
+    whole = index.page(EpisodeQuery(step=0))["histogram"]
+    assert (whole["low"], whole["high"], sum(whole["counts"])) == (0.0, 1.0, 16)
+    assert index.page(EpisodeQuery(step=0, low=0.9))["histogram"] == whole
+    assert index.page(EpisodeQuery(fate="failed"))["histogram"]["counts"] == []
+
+
+def test_rows_are_sorted_and_come_in_pages(made):
+    index = index_of(made)
+    scores = [row["score"] for row in index.page(EpisodeQuery(fate="trained", sort="score", limit=1000))["rows"]]
+    assert scores == sorted(scores, reverse=True)
+    pages = [
+        index.page(EpisodeQuery(sort="id", descending=False, offset=at, limit=10))["rows"] for at in (0, 10, 20, 30)
+    ]
+    names = [row["id"] for page in pages for row in page]
+    assert names == sorted(names)
+    assert len(names) == 34
+    with pytest.raises(ConfigError, match="cannot be sorted by 'id; DROP"):
+        index.page(EpisodeQuery(sort="id; DROP TABLE fates"))
+
+
+def test_a_new_step_and_one_that_is_made_again_are_seen_without_a_restart(made):
+    index = index_of(made)
+    assert index.page(EpisodeQuery())["total"] == 34
+    made.step()
+    assert index.page(EpisodeQuery())["total"] == 51
+    path = made.folder / "trajectories" / "step_000002.parquet"
+    pq.write_table(pq.read_table(path).slice(0, 3), path)
+    again = index.page(EpisodeQuery(step=2, fate="trained", limit=1000))["rows"]
+    assert sum(row["place"] is not None for row in again) == 3
+    path.unlink()
+    assert all(row["place"] is None for row in index.page(EpisodeQuery(step=2))["rows"])
+
+
+def test_files_of_earlier_versions_with_fewer_columns_are_read_too(made):
+    path = made.folder / "trajectories" / "step_000000.parquet"
+    pq.write_table(pq.read_table(path).drop_columns(["num_turns", "num_tokens", "started"]), path)
+    rows = index_of(made).page(EpisodeQuery(fate="trained", limit=100))["rows"]
+    assert {(row["step"], row["num_turns"]) for row in rows} == {(0, None), (1, 3)}

@@ -1,0 +1,129 @@
+"""What `agentrl view` answers, and to whom."""
+
+import json
+
+import pytest
+from fastapi.testclient import TestClient
+
+from agentrl.errors import ConfigError
+from agentrl.testing.made_up_run import MadeUpRun
+from agentrl.viewer.folders import RunFolder, find_runs
+from agentrl.viewer.server import PageServer, create_page_app
+
+
+@pytest.fixture
+def made(tmp_path):
+    run = MadeUpRun(tmp_path / "runs" / "one")
+    run.begin()
+    run.step()
+    return run
+
+
+@pytest.fixture
+def client(made):
+    return TestClient(create_page_app([made.folder.parent]), base_url="http://127.0.0.1")
+
+
+def test_the_page_and_its_parts_are_served_with_a_policy_that_forbids_all_else(client):
+    page = client.get("/")
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    for part in ("main.js", "style.css", "icon.svg", "theme.js"):
+        assert part in page.text or part == "main.js"
+        assert client.get(f"/{part}").status_code == 200
+    policy = page.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert page.headers["x-content-type-options"] == "nosniff"
+    assert client.get("/style.css?content=evil").text == client.get("/style.css").text
+
+
+def test_a_page_whose_name_was_led_here_is_refused(client):
+    assert client.get("/api/runs", headers={"Host": "evil.example"}).status_code == 403
+    assert client.get("/", headers={"Host": "evil.example:8801"}).status_code == 403
+    assert client.get("/api/runs", headers={"Origin": "http://evil.example"}).status_code == 403
+    assert client.get("/api/runs", headers={"Host": "localhost"}).status_code == 200
+
+
+def test_with_a_token_only_the_page_itself_is_open(made):
+    client = TestClient(create_page_app([made.folder], "secret"), base_url="http://train.example")
+    assert client.get("/").status_code == client.get("/main.js").status_code == 200
+    for path in ("runs", "meanings", "metrics?run=one", "episodes?run=one", "events", "config?run=one"):
+        assert client.get(f"/api/{path}").status_code == 401
+        assert client.get(f"/api/{path}", headers={"Authorization": "Bearer guess"}).status_code == 401
+    assert client.get("/api/runs", headers={"Authorization": "Bearer secret"}).status_code == 200
+
+
+def test_other_machines_need_a_token(made):
+    with pytest.raises(ConfigError, match="give a token"):
+        PageServer([made.folder], host="0.0.0.0")
+    PageServer([made.folder], host="0.0.0.0", token="secret")
+
+
+def test_nothing_in_a_run_changes_by_being_looked_at(client, made):
+    def state():
+        files = [path for path in made.folder.rglob("*") if path.is_file() and "sqlite-" not in path.name]
+        return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+    before = state()
+    for path in ("metrics", "episodes", "choices", "time", "config"):
+        assert client.get(f"/api/{path}?run=one").status_code == 200
+    assert client.get("/api/episode?run=one&id=train-000000/0/0").status_code == 200
+    assert state() == before
+    assert client.post("/api/runs").status_code == 405
+
+
+def test_metrics_come_from_where_the_page_left_off_and_again_after_a_resume(client, made):
+    first = client.get("/api/metrics?run=one").json()
+    assert [row["step"] for row in first["rows"]] == [0]
+    made.step()
+    more = client.get(f"/api/metrics?run=one&after=1&generation={first['generation']}").json()
+    assert (more["from"], [row["step"] for row in more["rows"]]) == (1, [1])
+    path = made.folder / "metrics.jsonl"
+    lines = path.read_text().splitlines()
+    path.unlink()
+    path.write_text(f'{lines[0]}\n{{"step": 1, "reward": NaN}}\n{{"step": 2, "rew')
+    again = client.get(f"/api/metrics?run=one&after=2&generation={first['generation']}").json()
+    assert again["from"] == 0
+    assert [(row["step"], row["reward"]) for row in again["rows"]][1] == (1, None)
+
+
+def test_what_does_not_exist_is_refused_with_a_reason(client):
+    assert client.get("/api/episode?run=one&id=nothing").json()["detail"] == "this run has no episode 'nothing'"
+    assert client.get("/api/episodes?run=two").json()["detail"] == "there is no run 'two'"
+    assert client.get("/api/episodes?run=one&sort=fate;drop").status_code == 400
+    assert client.get("/api/episodes?run=one&step=much").status_code == 422
+    assert client.get("/../../etc/passwd").status_code == 404
+
+
+def test_a_folder_without_runs_is_refused_before_anything_is_served(tmp_path):
+    with pytest.raises(ConfigError, match="there is no run in"):
+        create_page_app([tmp_path])
+    with pytest.raises(ConfigError, match="there is no folder"):
+        create_page_app([tmp_path / "missing"])
+
+
+def test_runs_are_found_in_folders_and_by_themselves_and_have_names_of_their_own(tmp_path):
+    for name in ("a/one", "b/one", "c"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.yaml").write_text("seed: 0")
+    found = find_runs([tmp_path, tmp_path / "c"])
+    assert sorted(run.name for run in found) == ["a/one", "b/one", "c"]
+
+
+def test_a_damaged_run_is_shown_as_far_as_it_goes(tmp_path):
+    (tmp_path / "config.yaml").write_text("seed: [")
+    for name in ("metrics.jsonl", "status.json", "origins.json", "summary.json", "timeline.jsonl"):
+        (tmp_path / name).write_text('[1]\n{"step": "x"}\n{"st')
+    run = RunFolder("run", tmp_path)
+    assert (run.settings(), run.origins(), run.metrics(), run.phases()) == ({}, {}, [], [])
+    assert run.status()["live"] is False
+
+
+def test_a_process_that_lives_makes_a_run_live_until_it_has_a_summary(made):
+    import os
+
+    (made.folder / "status.json").write_text(json.dumps({"pid": os.getpid(), "step": 3, "phase": "train"}))
+    run = RunFolder("one", made.folder)
+    assert run.status()["live"] is True
+    (made.folder / "summary.json").write_text('{"steps": 4}')
+    assert run.status()["live"] is False

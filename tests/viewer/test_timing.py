@@ -1,0 +1,99 @@
+"""Where the time went: sets of busy resources, loads, and what follows from them."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.testing.made_up_run import MadeUpRun
+from agentrl.viewer.episode import EpisodeReader
+from agentrl.viewer.episodes import EpisodeIndex
+from agentrl.viewer.folders import RunFolder
+from agentrl.viewer.timing import advice, busy_sets, load, timing
+
+spans = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)).map(lambda pair: tuple(sorted(pair))), max_size=8)
+
+
+def test_every_moment_belongs_to_the_set_of_resources_that_were_busy_in_it():
+    found = busy_sets({"engine": [(0, 4), (2, 5)], "trainer": [(4, 8)], "idle": []}, 0, 10)
+    assert found == {
+        frozenset({"engine"}): 4,
+        frozenset({"trainer"}): 3,
+        frozenset(): 2,
+        frozenset({"engine", "trainer"}): 1,
+    }
+    assert busy_sets({}, 0, 3) == {frozenset(): 3}
+    assert busy_sets({"engine": [(-5, 20)]}, 0, 3) == {frozenset({"engine"}): 3}
+
+
+@given(engine=spans, trainer=spans, env=spans)
+def test_the_sets_add_up_to_the_whole_time_and_each_resource_to_its_own(engine, trainer, env):
+    found = busy_sets({"engine": engine, "trainer": trainer, "env": env}, 0, 50)
+    assert sum(found.values()) == pytest.approx(50)
+    moments = np.arange(50) + 0.5
+    for name, intervals in (("engine", engine), ("trainer", trainer), ("env", env)):
+        busy = sum(any(a < at < b for a, b in intervals) for at in moments)
+        assert sum(seconds for names, seconds in found.items() if name in names) == pytest.approx(busy)
+
+
+@given(intervals=spans)
+def test_the_load_is_the_mean_number_of_open_intervals(intervals):
+    bins = np.linspace(0, 50, 11)
+    found = load([(float(a), float(b)) for a, b in intervals], bins)
+    moments = np.arange(0, 50, 0.5) + 0.25
+    open_ones = np.array([sum(a < at < b for a, b in intervals) for at in moments]).reshape(10, 10).mean(1)
+    assert found == pytest.approx(open_ones, abs=1e-9)
+
+
+def test_advice_names_the_setting_that_changes_what_bound_the_run():
+    waits = {frozenset({"engine"}): 60.0, frozenset({"trainer"}): 40.0}
+    assert "rollout.max_staleness to 1" in advice(waits, {"rollout.max_staleness": 0})[0]
+    assert "add engines" in advice(waits, {"rollout.max_staleness": 2})[0]
+    assert "trainer.world_size" in advice({frozenset({"trainer"}): 9.0, frozenset(): 1.0}, {})[0]
+    assert "only environments work" in advice({frozenset({"environments"}): 5.0, frozenset({"engine"}): 5.0}, {})[1]
+    assert "Publishing weights takes 30%" in " ".join(
+        advice({frozenset({"weights"}): 3.0, frozenset({"trainer"}): 7.0}, {})
+    )
+    assert advice({}, {}) == []
+
+
+def test_the_lanes_of_a_run_are_its_phases_and_its_episodes_turns(tmp_path):
+    made = MadeUpRun(tmp_path / "run")
+    made.begin()
+    for _ in range(3):
+        made.step()
+    folder = RunFolder("run", made.folder)
+    index = EpisodeIndex(folder)
+    found = timing(folder, index, EpisodeReader(folder, index), (1, 1))
+    lanes = {lane["name"]: lane for lane in found["lanes"]}
+    assert found["seconds"] == pytest.approx(10)
+    assert lanes["trainer"]["intervals"] == [[pytest.approx(6), pytest.approx(9)]]
+    assert lanes["weights"]["intervals"] == [[pytest.approx(9), pytest.approx(10)]]
+    assert lanes["waits for episodes"]["intervals"] == [[pytest.approx(0), pytest.approx(6)]]
+    assert max(lanes["episodes in play"]["load"]) == 16
+    by_set = {tuple(one["set"]): one["seconds"] for one in found["busy"]}
+    assert by_set["trainer",] == pytest.approx(3)
+    assert sum(by_set.values()) == pytest.approx(10)
+    assert found["all"] == found["played"] == [0, 1, 2]
+
+
+def test_a_phase_that_its_process_did_not_live_to_end_has_no_length(tmp_path):
+    lines = (
+        '{"pid": 1, "step": 0, "phase": "train", "since": "2030-01-01T00:00:00+00:00"}',
+        '{"pid": 2, "step": 0, "phase": "rollout", "since": "2030-01-01T05:00:00+00:00"}',
+        '{"pid": 2, "step": 0, "phase": "train", "since": "2030-01-01T05:00:10+00:00"}',
+        '{"pid": 2, "step": 0, "pha',
+    )
+    (tmp_path / "timeline.jsonl").write_text("\n".join(lines))
+    phases = RunFolder("run", tmp_path).phases()
+    assert [(one["phase"], one["end"] - one["begin"]) for one in phases] == [
+        ("train", 0),
+        ("rollout", 10),
+        ("train", 0),
+    ]
+
+
+def test_a_run_that_was_never_timed_has_no_lanes(tmp_path):
+    folder = RunFolder("run", tmp_path)
+    index = EpisodeIndex(folder)
+    assert timing(folder, index, EpisodeReader(folder, index), None)["begin"] is None
