@@ -8,6 +8,7 @@ runs/NAME/
   trajectories/      step_000000.parquet ...: every episode that was trained on
   samples/           step_000000.parquet ...: what each step was trained on, and what the trainer computed of tokens
   timeline.jsonl     when each phase of each step began
+  warnings.jsonl     what the run has warned of, if anything
   origins.json       where each setting of config.yaml comes from
   checkpoints/       step_000010/ ... (each a Hugging Face folder with the optimizer beside it)
   model_commit       the commit of a model that was taken from the hub
@@ -45,6 +46,7 @@ from agentrl.errors import ConfigError
 from agentrl.flow import now, run_to_completion
 from agentrl.model_source import check_architecture, commit_of, description_folder, model_folder
 from agentrl.observe.curve import draw_curve
+from agentrl.observe.health import batch_health, episode_health
 from agentrl.observe.metrics import MetricsFile, rollout_metrics
 from agentrl.observe.progress import ProgressDisplay
 from agentrl.observe.samples import TrainedBatch, drawn_groups, write_samples
@@ -177,6 +179,8 @@ class Run:
     def _warn(self, row: Mapping[str, Any]) -> None:
         for text in self._silence.read(row):
             self.display.say(f"[yellow]warning:[/yellow] {text} (docs/why-it-does-not-learn.md)")
+            with (self.folder / "warnings.jsonl").open("a") as file:
+                file.write(json.dumps({"step": row["step"], "text": text}) + "\n")
 
     def source_model(self) -> Path:
         """The folder of the configured model. One on the hub stays at the commit that the run began with.
@@ -222,14 +226,18 @@ class Run:
 
     async def record_samples(
         self, step: int, batch: TrainBatch, origins: Sequence[SampleOrigin], trainer: Trainer
-    ) -> None:
-        """Record the batch that the trainer has just made step `step` on, and what it computed of its tokens."""
+    ) -> Mapping[str, float]:
+        """Record the batch that the trainer has just made step `step` on, and what it computed of its tokens.
+
+        Returns metrics of the batch's health.
+        """
         count = self.config.observe.token_groups
         told = await trainer.token_logprobs() if count and isinstance(trainer, SupportsTokenLogprobs) else None
         detailed = drawn_groups(batch, count, derive_seed(self.config.seed, "token_groups", step))
         path = self.folder / "samples" / f"step_{step:06d}.parquet"
         trained = TrainedBatch(batch, origins, told)
         await run_to_completion(asyncio.to_thread(write_samples, path, step, trained, detailed))
+        return await asyncio.to_thread(batch_health, trained)
 
     def _write_rollouts(self, step: int, groups: Sequence[Group], epoch: float) -> dict[str, float]:
         """Write the trajectories of a step, and return its rollout metrics."""
@@ -238,7 +246,10 @@ class Run:
             [pair for group in groups for pair in zip(group.trajectories, group.scores, strict=True)],
             epoch,
         )
-        return rollout_metrics(groups, step, self.config.rollout.oldest_trained(step))
+        return {
+            **rollout_metrics(groups, step, self.config.rollout.oldest_trained(step)),
+            **episode_health(groups),
+        }
 
     def record_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record an evaluation of the weights after `step` steps."""

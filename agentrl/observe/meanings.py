@@ -69,6 +69,16 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "groups_without_pairs": "The same: share of its groups whose members all earned the same. They give no pair.",
         "updates": "The same: updates of the optimizer in the iteration. Other metrics are means over them.",
     },
+    "Health: signs that learning goes wrong before the reward shows it": {
+        "health/effective_sample_size": "(sum w)^2 / (N sum w^2) of the weights w = exp(old logprob - engine's).",
+        "health/ratio_p1": "1st percentile of exp(logprob - old logprob): how far the step lowers a token.",
+        "health/ratio_p99": "99th percentile of it: how far the step raises a token.",
+        "health/advantage_std": "Standard deviation of the advantages of the loss tokens.",
+        "health/advantage_positive": "Share of the loss tokens with an advantage above 0.",
+        "health/length_correlation": "Correlation of an episode's score and its sampled tokens.",
+        "health/repetition": "Share of passages of 8 tokens that stood in the same answer before.",
+        "health/disagreement": "Share of the pairs of members that two parts of the reward order differently.",
+    },
     "The critic (`algorithm: ppo`)": {
         "critic/explained_variance": "1 - Var(return - value) / Var(return): 1 is perfect, 0 as good as the mean.",
         "critic/value": "Mean value of a token, before the step.",

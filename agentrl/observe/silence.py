@@ -43,6 +43,7 @@ def conditions(max_tokens: int, max_turns: int, *, compares_groups: bool, extend
             lambda row: "the gradient was zero: the advantages of all tokens are zero, or clipped",
         ),
     ]
+    found += _HEALTH
     if not extends:
         found.append(
             Condition(
@@ -65,6 +66,62 @@ def conditions(max_tokens: int, max_turns: int, *, compares_groups: bool, extend
             )
         )
     return found
+
+
+_HEALTH = (
+    Condition(
+        lambda row: row.get("health/effective_sample_size", 1.0) < 0.5,
+        lambda row: (
+            f"engine and trainer give the tokens so different probabilities that only "
+            f"{row['health/effective_sample_size']:.0%} of them count: lower rollout.max_staleness, and see "
+            "logprob_gap_mean at staleness 0, which is a difference of the two programs"
+        ),
+    ),
+    Condition(
+        lambda row: row.get("health/ratio_p99", 1.0) > 3 or row.get("health/ratio_p1", 1.0) < 1 / 3,
+        lambda row: (
+            f"within a step, one token in a hundred becomes {row['health/ratio_p99']:.2g} times as likely, or "
+            f"{row['health/ratio_p1']:.2g} times: lower trainer.lr or trainer.minibatches"
+        ),
+    ),
+    Condition(
+        lambda row: row.get("clipped_low", 0.0) + row.get("clipped_high", 0.0) > 0.3,
+        lambda row: (
+            f"{row.get('clipped_low', 0.0) + row.get('clipped_high', 0.0):.0%} of the tokens are clipped and teach "
+            "nothing: lower trainer.lr or trainer.minibatches"
+        ),
+    ),
+    Condition(
+        lambda row: row.get("health/repetition", 0.0) > 0.3,
+        lambda row: (
+            f"{row['health/repetition']:.0%} of what the model writes repeats passages of the same answer: look at "
+            "episodes (`agentrl view`), lower trainer.lr, or go back to an earlier checkpoint"
+        ),
+    ),
+    Condition(
+        lambda row: row.get("health/length_correlation", 0.0) > 0.8,
+        lambda row: (
+            f"the score rises with the length of an episode (correlation {row['health/length_correlation']:.2f}): look "
+            "whether length itself is paid for; the reward `length` can charge for it"
+        ),
+    ),
+    Condition(
+        lambda row: row.get("health/disagreement", 0.0) > 0.5,
+        lambda row: (
+            f"two parts of the reward order {row['health/disagreement']:.0%} of the members differently, which may "
+            "mean that one of them is exploited: compare reward/..., and look at episodes where they differ (`agentrl "
+            "view`)"
+        ),
+    ),
+    Condition(
+        lambda row: row.get("entropy", 1.0) < 0.02 and row.get("success", 1.0) < 0.5,
+        lambda row: (
+            f"the policy hardly tries anything any more (entropy {row['entropy']:.2g} nats) and succeeds in "
+            f"{row['success']:.0%}: raise algorithm.entropy_bonus or algorithm.clip_high, from an earlier checkpoint"
+        ),
+    ),
+)
+"""Signs of health (`agentrl/observe/health.py`) that ask for a look."""
 
 
 @dataclass(slots=True)

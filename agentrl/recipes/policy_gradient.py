@@ -80,12 +80,13 @@ async def train(
                         batch, advice = await parts.advisors.advise(batch, step, groups)
                         exact = await parts.exact.measured(groups, batch)
                         metrics = await trainer.step(batch, algorithm.loss, algorithm.normalizer(batch))
-                        await run.record_samples(step, batch, origins, trainer)
+                        health = await run.record_samples(step, batch, origins, trainer)
                 with clock("weights"):
                     async with rollouts.new_weights(step + 1):
                         published = await weights.publish(trainer, version=step + 1)
                 metrics = {
                     **metrics,
+                    **health,
                     **advice,
                     **exact,
                     **published.metrics(),

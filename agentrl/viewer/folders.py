@@ -52,7 +52,7 @@ class RunFolder:
         return self._rows
 
     def status(self) -> dict[str, Any]:
-        """The step and phase, since when, whether its process lives on this machine, and the run's summary."""
+        """The step and phase, since when, whether its process lives here, its summary, and its warnings."""
         status = _json(self.path / "status.json")
         return {
             "name": self.name,
@@ -63,7 +63,14 @@ class RunFolder:
             "steps": self.settings().get("steps"),
             "live": _lives(status.get("pid")) and not (self.path / "summary.json").exists(),
             "summary": _json(self.path / "summary.json"),
+            "warnings": self.warnings(),
         }
+
+    def warnings(self) -> list[str]:
+        """What the run has warned of, in order; once, also where a resumed run said it again."""
+        path = self.path / "warnings.jsonl"
+        lines = path.read_bytes().split(b"\n") if path.exists() else []
+        return list(dict.fromkeys(str(row.get("text")) for line in lines if (row := _row(line)) is not None))
 
     def settings(self) -> dict[str, Any]:
         """The settings of the run, by dotted name."""

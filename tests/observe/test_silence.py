@@ -32,6 +32,16 @@ def warnings(reader: Silence, *rows: dict[str, Any]) -> list[str]:
         ({"truncated": 0.95}, "rollout.max_turns=8"),
         ({"grad_norm": 0.0}, "the gradient was zero"),
         ({"mixed_groups": 0.0}, "all members of each group scored the same .*rollout.group_size"),
+        ({"health/effective_sample_size": 0.3}, "only 30% of them count: lower rollout.max_staleness"),
+        (
+            {"health/ratio_p1": 0.9, "health/ratio_p99": 4.0},
+            "becomes 4 times as likely, or 0.9 times: lower trainer.lr",
+        ),
+        ({"clipped_low": 0.2, "clipped_high": 0.2}, "40% of the tokens are clipped"),
+        ({"health/repetition": 0.5}, "50% of what the model writes repeats"),
+        ({"health/length_correlation": 0.9}, "rises with the length of an episode"),
+        ({"health/disagreement": 0.6}, "order 60% of the members differently"),
+        ({"entropy": 0.01, "success": 0.2}, "hardly tries anything .* succeeds in 20%: raise algorithm.entropy_bonus"),
     ],
 )
 def test_a_condition_that_lasts_is_named_once_and_again_when_it_has_come_back(

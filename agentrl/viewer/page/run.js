@@ -4,7 +4,7 @@ import { chart } from "./chart.js";
 import { ask, metrics } from "./data.js";
 import { add, duration, el, number, percent } from "./dom.js";
 
-const FIRST = ["reward", "success", "entropy", "mixed_groups", "staleness/mean", "logprob_gap_mean", "turns", "sampled_tokens", "truncated", "grad_norm", "kl", "tokens_per_second", "seconds"];
+const FIRST = ["reward", "success", "entropy", "mixed_groups", "health/effective_sample_size", "health/ratio_p99", "staleness/mean", "logprob_gap_mean", "turns", "sampled_tokens", "truncated", "grad_norm", "kl", "tokens_per_second", "seconds"];
 const settings = { smooth: 0, log: false, zoom: null, filter: "", every: false, differences: false };
 let meanings = null;
 
@@ -80,7 +80,7 @@ export async function showRun(room, context) {
 
   function drawStatuses() {
     statuses.replaceChildren(...context.chosen.map((run) => statusOf(run, rows.get(run.name) || [], context)));
-    const texts = context.chosen.flatMap((run) => (run.summary?.warnings || []).map((text) => `${run.name}: ${text}`));
+    const texts = context.chosen.flatMap((run) => (run.warnings || []).map((text) => `${run.name}: ${text}`));
     warnings.replaceChildren(...texts.map((text) => el("p", { class: "panel warning" }, text)));
   }
 

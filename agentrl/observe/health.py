@@ -1,0 +1,105 @@
+"""Signs that learning goes wrong before the reward shows it: of a step's episodes, and of its batch.
+
+`agentrl/observe/silence.py` has the thresholds, and what to do. Dimension suffixes: N loss tokens, G members of
+a group.
+"""
+
+from collections.abc import Sequence
+from itertools import combinations
+
+import numpy as np
+
+from agentrl.arrays import IntArray
+from agentrl.observe.samples import TrainedBatch
+from agentrl.trajectory import Group
+
+_WINDOW = 8
+"""Tokens of a passage that counts as repeated when it comes again in the same answer."""
+
+
+def episode_health(groups: Sequence[Group]) -> dict[str, float]:
+    """Signs in a step's whole episodes; those of which the step has no case are left out.
+
+    `health/length_correlation` is Pearson's, of score and sampled tokens. `health/repetition` is the share of passages
+    of 8 tokens that stood in the same answer before. `health/disagreement`: of the pairs of members of a group that two
+    parts of the reward both tell apart, the share that they order differently; of all pairs of parts the largest.
+    """
+    whole = [group for group in groups if not group.partial]
+    scores = np.array([score.value for group in whole for score in group.scores], np.float64)
+    lengths = np.array([trajectory.num_tokens for group in whole for trajectory in group.trajectories], np.float64)
+    answers = [
+        turn.completion.token_ids for group in whole for trajectory in group.trajectories for turn in trajectory.turns
+    ]
+    found = {
+        "health/length_correlation": correlation(scores, lengths),
+        "health/repetition": repetition(answers),
+        "health/disagreement": disagreement(whole),
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def batch_health(trained: TrainedBatch) -> dict[str, float]:
+    """Signs in what a step was trained on; those that need the trainer's logprobs only if it tells them.
+
+    `health/effective_sample_size` is (sum w)^2 / (N sum w^2) of the importance weights w = exp(old logprob - engine's)
+    (Kish, "Survey Sampling", 1965): the share of the tokens that would be worth as much without weights.
+    """
+    advantages_N = trained.batch.advantages_N.astype(np.float64)
+    found = {
+        "health/advantage_std": float(advantages_N.std()),
+        "health/advantage_positive": float((advantages_N > 0).mean()),
+    }
+    if trained.logprobs_2N is None:
+        return found
+    old_N, new_N = trained.logprobs_2N.astype(np.float64)
+    weights_N = np.exp(np.clip(old_N - trained.batch.rollout_logprobs_N, -30, 30))
+    low, high = np.exp(np.quantile(new_N - old_N, (0.01, 0.99)))
+    return {
+        **found,
+        "health/effective_sample_size": float(weights_N.sum() ** 2 / (len(weights_N) * np.square(weights_N).sum())),
+        "health/ratio_p1": float(low),
+        "health/ratio_p99": float(high),
+    }
+
+
+def correlation(one: Sequence[float] | np.ndarray, other: Sequence[float] | np.ndarray) -> float | None:
+    """Pearson's correlation; `None` where one of them does not vary."""
+    a, b = np.asarray(one, np.float64), np.asarray(other, np.float64)
+    if len(a) < 2 or a.std() == 0 or b.std() == 0:
+        return None
+    return float(np.clip(np.mean((a - a.mean()) * (b - b.mean())) / (a.std() * b.std()), -1, 1))
+
+
+def repetition(answers: Sequence[IntArray]) -> float | None:
+    """The share of an answer's passages that stood in it before, over all answers; `None` if all are too short."""
+    factors = np.random.default_rng(0).integers(1, 2**63, _WINDOW, dtype=np.uint64) | np.uint64(1)
+    passages = distinct = 0
+    for tokens in answers:
+        if len(tokens) >= 2 * _WINDOW:
+            windows = np.lib.stride_tricks.sliding_window_view(tokens.astype(np.uint64), _WINDOW)
+            hashes = (windows * factors).sum(1, dtype=np.uint64)  # modulo 2^64
+            passages += len(hashes)
+            distinct += len(np.unique(hashes))
+    return 1 - distinct / passages if passages else None
+
+
+def disagreement(groups: Sequence[Group]) -> float | None:
+    """See `episode_health`; `None` if no two parts tell the same members apart."""
+    parts = sorted({name for group in groups for score in group.scores for name in score.parts if "/" not in name})
+    by_agent = [of_agent for group in groups for of_agent in group.by_agent()]
+    shares = []
+    for one, other in combinations(parts, 2):
+        apart = opposite = 0
+        for of_agent in by_agent:
+            both = [score.parts for score in of_agent.scores if one in score.parts and other in score.parts]
+            ordered = _order([each[one] for each in both]) * _order([each[other] for each in both])
+            apart, opposite = apart + int((ordered != 0).sum()), opposite + int((ordered < 0).sum())
+        if apart:
+            shares.append(opposite / apart)
+    return max(shares, default=None)
+
+
+def _order(values_G: Sequence[float]) -> np.ndarray:
+    """1, 0 or -1 for each two members: whether the first has more."""
+    values = np.asarray(values_G, np.float64)
+    return np.sign(values[:, None] - values[None, :])

@@ -1,0 +1,91 @@
+"""Signs of health, each with numbers worked out by hand."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.algorithms.batch_processing import BatchProcessing, BatchProcessingConfig
+from agentrl.algorithms.grpo import Grpo
+from agentrl.algorithms.samples import traced_batch_of
+from agentrl.arrays import floats, ints
+from agentrl.observe.health import batch_health, correlation, disagreement, episode_health, repetition
+from agentrl.observe.samples import TrainedBatch
+from agentrl.trajectory import Completion, Group, Score, Task, Terminated, Trajectory, Turn
+
+
+def group(*scored: tuple[int, Score]) -> Group:
+    """A member of so many sampled tokens for each score."""
+    task = Task("lake", 0, id="t")
+    members = []
+    for number, (tokens, _) in enumerate(scored):
+        completion = Completion([5] * tokens, [-1.0] * tokens, [0] * tokens, "stop")
+        members.append(Trajectory(f"t/{number}/0", task, (Turn([1], completion, 0.0, {}),), Terminated()))
+    return Group(task, tuple(members), tuple(score for _, score in scored))
+
+
+def trained(old_ratios: list[float], update_ratios: list[float]) -> TrainedBatch:
+    """Two members of as many tokens as each list has numbers in its half."""
+    half = len(old_ratios) // 2
+    played = group((half, Score(1.0)), (half, Score(0.0)))
+    batch, origins = traced_batch_of([played], Grpo(), BatchProcessing(BatchProcessingConfig()), 0)
+    old_N = batch.rollout_logprobs_N + np.log(old_ratios)
+    return TrainedBatch(batch, origins, floats(np.stack([old_N, old_N + np.log(update_ratios)])))
+
+
+def test_the_effective_sample_size_is_the_share_of_tokens_that_count():
+    assert batch_health(trained([1, 1, 1, 1], [1] * 4))["health/effective_sample_size"] == pytest.approx(1)
+    assert batch_health(trained([2, 2, 2, 2], [1] * 4))["health/effective_sample_size"] == pytest.approx(1)
+    # (1 + 1 + 1 + 3)^2 / (4 (1 + 1 + 1 + 9))
+    assert batch_health(trained([1, 1, 1, 3], [1] * 4))["health/effective_sample_size"] == pytest.approx(36 / 48)
+
+
+def test_ratios_are_those_of_the_update_and_not_of_the_engine():
+    found = batch_health(trained([1.5] * 200, [0.5] * 100 + [2.0] * 100))
+    assert found["health/ratio_p1"] == pytest.approx(0.5)
+    assert found["health/ratio_p99"] == pytest.approx(2.0)
+
+
+def test_advantages_are_of_the_loss_tokens():
+    found = batch_health(trained([1] * 4, [1] * 4))
+    assert found["health/advantage_positive"] == 0.5
+    assert found["health/advantage_std"] > 0
+
+
+def test_a_trainer_that_tells_nothing_leaves_out_what_needs_its_logprobs():
+    known = trained([1] * 4, [1] * 4)
+    found = batch_health(TrainedBatch(known.batch, known.origins, None))
+    assert set(found) == {"health/advantage_std", "health/advantage_positive"}
+
+
+def test_repetition_counts_the_passages_that_stood_in_the_same_answer_before():
+    assert repetition([ints(range(100))]) == 0
+    assert repetition([ints([3] * 27)]) == pytest.approx(19 / 20)  # 20 passages, all the same
+    assert repetition([ints([*range(16), *range(16)])]) == pytest.approx(9 / 25)
+    assert repetition([ints(range(16)), ints(range(16))]) == 0  # in another answer
+    assert repetition([ints([3] * 15)]) is None
+
+
+@given(st.lists(st.integers(0, 3), min_size=16, max_size=60))
+def test_repetition_equals_a_count_of_tuples(tokens):
+    passages = [tuple(tokens[at : at + 8]) for at in range(len(tokens) - 7)]
+    assert repetition([ints(tokens)]) == pytest.approx(1 - len(set(passages)) / len(passages))
+
+
+def test_parts_disagree_where_they_order_members_differently():
+    def of(*parts: tuple[float, float]) -> Group:
+        return group(*((1, Score(0.0, {"judge": a, "tests": b, "judge/clear": -a})) for a, b in parts))
+
+    assert disagreement([of((0, 0), (1, 1), (2, 2))]) == 0
+    assert disagreement([of((0, 2), (1, 1), (2, 0))]) == 1
+    assert disagreement([of((0, 0), (1, 2), (2, 1))]) == pytest.approx(1 / 3)
+    assert disagreement([of((0, 0), (1, 0), (2, 0))]) is None  # the tests tell none apart
+    assert disagreement([of((0, 0), (1, 1)), of((5, 9), (6, 8))]) == 0.5  # members of different groups are not compared
+
+
+def test_a_score_that_follows_length_shows_as_a_correlation():
+    longer = [group(*((tokens, Score(tokens / 10)) for tokens in (1, 2, 3)))]
+    assert episode_health(longer)["health/length_correlation"] == pytest.approx(1)
+    same = [group((2, Score(0.0)), (2, Score(1.0)))]
+    assert "health/length_correlation" not in episode_health(same)
+    assert correlation([0.0, 1.0, 0.0], [1.0, 0.0, 1.0]) == pytest.approx(-1)
