@@ -56,6 +56,7 @@ from agentrl.scoring.pipeline import RewardPipeline
 from agentrl.scoring.rule_pool import RulePool
 from agentrl.scoring.rule_workers import RuleWorkers
 from agentrl.task_sources import task_source
+from agentrl.tasks.mixture import Mixture
 from agentrl.teacher import Teacher, TeacherConfig
 from agentrl.weights.publisher import TakesWeights, WeightPublisher
 from agentrl.weights.snapshots import Snapshots
@@ -121,7 +122,9 @@ class TrainingAssembly(RolloutAssembly):
         """A scheduler for the steps from `step` on. Tasks that an earlier launch left open come first."""
         run.metrics.rewind(step)
         pending = run.ledger.rewind(step)
-        tasks = task_source(self.config, "train")
+        tasks, gives_up = task_source(self.config, "train"), self.config.env.exhausted == "others"
+        if isinstance(tasks, Mixture):
+            tasks.restore(run.ledger.fates_by_env(), run.metrics.rows(), gives_up=gives_up)
         if isinstance(tasks, Curriculum):
             for number, task, rewards_G in run.ledger.outcomes():
                 tasks.observe(number, task, rewards_G)
@@ -138,6 +141,7 @@ class TrainingAssembly(RolloutAssembly):
             version=step,
             pending=pending,
             next_number=run.ledger.next_number(),
+            gives_up=gives_up,
         )
 
 
@@ -275,19 +279,23 @@ def _check_takes_weights(config: RunConfig) -> None:
 @asynccontextmanager
 async def env_host(config: RunConfig, cluster: Cluster | None = None) -> AsyncIterator[EnvHost]:
     """Host the run's environments in this process or on workers of the cluster, and close them at the end."""
-    env = config.env
-    make = partial(env_factory, address(env.name, env.wrappers), env.isolation, env.python, env.requires)
+    made = {
+        name: partial(env_factory, address(env.name, env.wrappers), env.isolation, env.python, env.requires)
+        for name, env in config.env.all.items()
+    }
     async with AsyncExitStack() as stack:
         if cluster is None or not cluster.config.env_workers:
-            host = EnvHost({env.name: make()}, config.rollout.deadlines, env.isolation)
+            isolation = {name: env.isolation for name, env in config.env.all.items()}
+            host = EnvHost({name: make() for name, make in made.items()}, config.rollout.deadlines, isolation)
         else:
             sessions = ServerLimits(max_sessions=config.rollout.max_live_episodes)
-            workers = env_workers(
-                cluster.start_one,
-                cluster.config.env_workers,
-                partial(EnvWorker, make, sessions, own_address() if cluster.spans_machines else "127.0.0.1"),
-            )
-            host = EnvHost({env.name: await stack.enter_async_context(workers)}, config.rollout.deadlines)
+            at = own_address() if cluster.spans_machines else "127.0.0.1"
+            served = {}
+            for name, make in made.items():  # of a mixture, each environment has as many workers
+                worker = partial(EnvWorker, make, sessions, at)
+                workers = env_workers(cluster.start_one, cluster.config.env_workers, worker)
+                served[name] = await stack.enter_async_context(workers)
+            host = EnvHost(served, config.rollout.deadlines)
         stack.push_async_callback(host.close)
         yield host
 
@@ -299,7 +307,12 @@ async def _rollouts_on(placed: PlacedCluster, model: Path) -> AsyncIterator[Roll
     async with (
         env_host(config, cluster) as envs,  # first, so that their errors come before a model is loaded
         _router(config, cluster, model) as engine,
-        config.reward.make(_rules(config, cluster), config.rollout.deadlines.reward, config.rollout.retries) as reward,
+        config.reward.make(
+            _rules(config, cluster),
+            config.rollout.deadlines.reward,
+            config.rollout.retries,
+            {one.called: one.reward for one in config.env.mixture if one.reward is not None},
+        ) as reward,
         _frozen_engines(config, cluster, model) as frozen,
     ):
         runner = EnvEpisodeRunner(
@@ -310,6 +323,7 @@ async def _rollouts_on(placed: PlacedCluster, model: Path) -> AsyncIterator[Roll
             config.rollout.deadlines.episode,
             config.rollout.context,
             _other_roles(config, model, renderer, frozen),
+            config.env.limits("max_turns"),
         )
         yield RolloutAssembly(config, engine, runner, reward, frozen)
 
@@ -387,7 +401,7 @@ def _policy(
 ) -> EnginePolicy:
     stops = tuple(dict.fromkeys((*renderer.stop_token_ids, *sampling.stop_token_ids)))
     params = sampling.model_copy(update={"stop_token_ids": stops})
-    return EnginePolicy(engine, params, config.rollout.deadlines.generate, trained)
+    return EnginePolicy(engine, params, config.rollout.deadlines.generate, trained, config.env.limits("max_tokens"))
 
 
 @asynccontextmanager

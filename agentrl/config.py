@@ -9,15 +9,12 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args, get_origin
+from typing import Any, Literal, Self, get_args, get_origin
 
 import yaml
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     Field,
-    InstanceOf,
-    PlainSerializer,
     ValidationError,
     field_validator,
     model_validator,
@@ -27,16 +24,16 @@ from agentrl import plugins
 from agentrl.algorithms.batch_processing import BatchProcessingConfig
 from agentrl.credentials import refuse_credentials, without_credentials
 from agentrl.errors import ConfigError
-from agentrl.hosting.wrappers import wrapper
 from agentrl.observe.config import ObserveConfig
 from agentrl.placement.device_map import PlacementConfig
 from agentrl.plugins import Component
-from agentrl.protocols import ActorCritic, Isolation, SamplingParams, Settings, SupportsPredict
-from agentrl.rollout.agents import AgentRoute, FrozenRoute
+from agentrl.protocols import ActorCritic, SamplingParams, Settings, SupportsPredict
+from agentrl.rollout.agents import FrozenRoute
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.renderer import RendererConfig
 from agentrl.scoring.config import RewardsConfig, name_of, settings_of_part
 from agentrl.simulate.world import SimulationConfig
+from agentrl.tasks.env_config import ComponentField, EnvConfig, RewardsField
 from agentrl.tasks.rows import is_data
 from agentrl.weights.publisher import WeightsConfig
 
@@ -67,53 +64,6 @@ GONE = {
     "gradient_checkpointing": "write activation_checkpointing=full for true, and none for false",
 }
 """Settings of trainers that there were once, and what to do instead."""
-
-
-ComponentField = Annotated[InstanceOf[Component], PlainSerializer(Component.dump)]
-RewardsField = Annotated[InstanceOf[RewardsConfig], PlainSerializer(RewardsConfig.dump)]
-
-
-def _wrapper(raw: Any) -> Component:
-    try:
-        return wrapper(raw)
-    except ConfigError as error:
-        raise ValueError(str(error)) from error
-
-
-WrapperField = Annotated[ComponentField, BeforeValidator(_wrapper)]
-
-
-class EnvConfig(Settings):
-    """Which environment to train on."""
-
-    name: str
-    """A registered name or `package.module:Name`."""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Passed to every `reset`."""
-    isolation: Isolation | None = None
-    """Where it runs: `inline` (on the event loop), `thread` or `process`; by default what the environment declares."""
-    wrappers: tuple[WrapperField, ...] = ()
-    """Wrappers around it, each around those before: `time_limit`, `action_format`, or your own."""
-    agents: dict[str, AgentRoute] = Field(default_factory=dict)
-    """Who plays each agent of a multi-agent environment: `policy`, `frozen` or `scripted`
-    (`agentrl/rollout/agents.py`); by default the policy plays all."""
-    python: str | None = None
-    """The Python that runs it, each episode in its own process: a path, or a name on the PATH; by default this one."""
-    requires: tuple[str, ...] = ()
-    """Packages for its own interpreter, in pip's syntax; installed once, into the cache folder."""
-
-    @model_validator(mode="after")
-    def _another_interpreter_is_another_process(self) -> Self:
-        if self.foreign and self.isolation not in (None, "process"):
-            raise ValueError(
-                f"with python or requires it runs in a process; leave out isolation, which is {self.isolation!r}"
-            )
-        return self
-
-    @property
-    def foreign(self) -> bool:
-        """Whether it runs in another interpreter; only that one can check whether the environment exists."""
-        return self.python is not None or bool(self.requires)
 
 
 class ModelConfig(RendererConfig):
@@ -167,8 +117,10 @@ class CheckpointConfig(Settings):
     @field_validator("best")
     @classmethod
     def _is_measured_on_held_out_tasks(cls, name: str | None) -> str | None:
-        if name is not None and not re.fullmatch(r"eval/(agents/.+/)?(success|reward)", name):
-            raise ValueError("write eval/success or eval/reward, or those of one agent, as eval/agents/NAME/success")
+        if name is not None and not re.fullmatch(r"eval/((agents|envs)/.+/)?(success|reward)", name):
+            raise ValueError(
+                "write eval/success or eval/reward, or those of one agent or environment, as eval/agents/NAME/success"
+            )
         return name
 
 
@@ -225,9 +177,22 @@ class RunConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _a_mixture_can_be_trained_on(self) -> Self:
+        own = [one for one in self.env.mixture if one.algorithm is not None]
+        if own and (brings_algorithm(self.recipe) or hasattr(self.algorithm.factory, "estimate")):
+            raise ValueError(
+                f"env.mixture: {own[0].called} has algorithm settings of its own, which only the advantages of groups "
+                "can have: leave them out with an algorithm that has a critic, or a recipe with its own algorithm"
+            )
+        if other := [one for one in own if one.algorithm and one.algorithm.name != self.algorithm.name]:
+            raise ValueError(f"env.mixture: {other[0].called} names another algorithm: write only settings of it")
+        return self
+
+    @model_validator(mode="after")
     def _members_have_others_to_be_compared_with(self) -> Self:
         compares = getattr(self.algorithm.factory, "compares_members", False) and not brings_algorithm(self.recipe)
-        if self.rollout.group_size == 1 and compares:
+        sizes = {one.group_size or self.rollout.group_size for one in self.env.mixture} or {self.rollout.group_size}
+        if 1 in sizes and compares:
             raise ValueError(
                 f"rollout.group_size is 1, and the algorithm {self.algorithm.name!r} compares the members of a group: "
                 "all advantages would be 0, and nothing would be learned. Set rollout.group_size to 2 or more (8 is "
@@ -258,7 +223,9 @@ class RunConfig(Settings):
                 f"what a critic says: the {asks_none}, as configured, asks none. Choose "
                 "algorithm=ppo or algorithm=turn_ppo, with algorithm.truncated=bootstrap, or another staleness_rule"
             )
-        if compared := [name_of(part) for part in self.reward.parts if hasattr(part.factory, "score_group")]:
+        rewards = [self.reward, *(one.reward for one in self.env.mixture if one.reward is not None)]
+        parts = [part for reward in rewards for part in reward.parts]
+        if compared := [name_of(part) for part in parts if hasattr(part.factory, "score_group")]:
             raise ValueError(
                 f"rollout.staleness_rule=segment trains on parts of groups, and the reward {compared[0]!r} compares "
                 "whole ones: leave it out, or choose another staleness_rule"
@@ -300,7 +267,9 @@ def brings_algorithm(recipe: Component) -> bool:
     return bool(getattr(recipe.settings, "own_algorithm", False))
 
 
+_MIXTURE = ("env", "mixture")
 _DEFAULT_NAMES = {
+    "reward": "environment",
     "engine": "local",
     "trainer": "local",
     "algorithm": "grpo",
@@ -314,7 +283,16 @@ def _is_named(path: tuple[str, ...]) -> bool:
     """Whether a name alone may stand for the section at `path`."""
     if len(path) == 1:
         return path[0] in _NAMED
+    if path[:2] == _MIXTURE:
+        return len(path) == 3 or (len(path) == 4 and path[3] in ("tasks", "reward", "algorithm")) or _is_part(path)
     return path == ("rollout", "context") or path[:-1] == ("env", "agents") or _is_part(path)
+
+
+def _as_listed(path: tuple[str, ...]) -> tuple[str, ...] | None:
+    """The path under which the items of a list are kept by their numbers, if a list at `path` is of sections."""
+    if path in (("env",), _MIXTURE):
+        return _MIXTURE
+    return path if path == ("reward",) or (path[:2] == _MIXTURE and path[3:] == ("reward",)) else None
 
 
 @dataclass(slots=True)
@@ -328,8 +306,9 @@ class _Source:
         refuse_credentials(value, f"{'.'.join(path)} ({origin})")
         if path == ("reward",) and isinstance(value, list | str):
             self._forget("reward", keep_one=isinstance(value, str))
-        if path == ("reward",) and isinstance(value, list) and value:
-            value = {str(number): part for number, part in enumerate(value)}
+        listed = _as_listed(tuple(path))
+        if listed is not None and isinstance(value, list) and value:
+            path, value = listed, {str(number): part for number, part in enumerate(value)}
         if isinstance(value, str) and path[-1] == "tasks" and is_data(value):
             value = {"name": "dataset", "data": value}
         if isinstance(value, str) and _is_named(tuple(path)):
@@ -356,8 +335,8 @@ class _Source:
 
 
 def _is_part(path: Sequence[str]) -> bool:
-    """Whether this is the path of a part of the reward: `reward.1`."""
-    return len(path) == 2 and path[0] == "reward" and path[1].isdigit()
+    """Whether this is the path of a part of a reward: `reward.1`, `env.mixture.0.reward.1`."""
+    return len(path) in (2, 5) and path[-2] == "reward" and path[-1].isdigit()
 
 
 @dataclass(frozen=True, slots=True)
@@ -419,9 +398,10 @@ def _read_node(node: yaml.Node, keys: tuple[str, ...], path: Path, source: _Sour
         for key, inner in node.value:
             _read_node(inner, (*keys, str(key.value)), path, source)
         return
-    if keys == ("reward",) and isinstance(node, yaml.SequenceNode) and node.value:
+    listed = _as_listed(keys)
+    if listed is not None and isinstance(node, yaml.SequenceNode) and node.value:
         for number, part in enumerate(node.value):
-            _read_node(part, (*keys, str(number)), path, source)
+            _read_node(part, (*listed, str(number)), path, source)
         return
     value: Any = yaml.SafeLoader("").construct_object(node, deep=True)
     bare = (
@@ -451,6 +431,11 @@ def validate_config(values: Mapping[str, Any], origins: Mapping[str, str] | None
         except ConfigError as error:
             problems.append(str(error))
             sections.pop(section, None)
+    try:
+        sections["env"] = _mixture(sections.get("env"), sections.get("algorithm"), origins)
+    except ConfigError as error:
+        problems.append(str(error))
+        del sections["env"]
     if not problems:
         try:
             sections |= {helper: _helper(helper, sections, values, origins) for helper in HELPERS}
@@ -463,12 +448,13 @@ def validate_config(values: Mapping[str, Any], origins: Mapping[str, str] | None
         problems += [
             line
             for line, at in _explain(RunConfig, error, (), origins)
-            if at not in failed or at not in (*COMPONENTS, "reward")
+            if at not in failed or at not in (*COMPONENTS, "reward", "env")
         ]
     if problems:
         raise ConfigError("\n".join(problems))
-    if not config.env.foreign:
-        plugins.load("envs", config.env.name)
+    for env in config.env.all.values():
+        if not env.foreign:
+            plugins.load("envs", env.name)
     for tracker in config.trackers:
         plugins.load("trackers", tracker)
     return LoadedConfig(config, origins)
@@ -476,7 +462,7 @@ def validate_config(values: Mapping[str, Any], origins: Mapping[str, str] | None
 
 def _component(section: str, kind: str, raw: Any, origins: Mapping[str, str]) -> Component:
     raw = {"name": raw} if isinstance(raw, str) else dict(raw or {})
-    name = raw.pop("name", _DEFAULT_NAMES.get(section))
+    name = raw.pop("name", _DEFAULT_NAMES.get(section.rpartition(".")[2]))
     if name is None:
         raise ConfigError(f"{section}.name: missing{_at(origins, section)}. {_installed(kind)}")
     try:
@@ -536,30 +522,54 @@ def component_like(other: Component, section: str, kind: str, own: Mapping[str, 
     return _component(section, kind, {"name": other.name, **shared, **own}, {})
 
 
-def _rewards(raw: Any, origins: Mapping[str, str]) -> RewardsConfig:
+def _mixture(raw: Any, algorithm: Component | None, origins: Mapping[str, str]) -> Any:
+    """The section `env` with the components of the environments in a mixture made."""
+    if not isinstance(raw, dict) or not isinstance(raw.get("mixture"), dict):
+        return raw
+    entries, problems = [], []
+    for number, entry in raw["mixture"].items():
+        made, section = dict(entry), f"env.mixture.{number}"
+        try:
+            if entry.get("tasks") is not None:
+                made["tasks"] = _component(f"{section}.tasks", "task_sources", entry["tasks"], origins)
+            if entry.get("reward") is not None:
+                made["reward"] = _rewards(entry["reward"], origins, f"{section}.reward")
+            if made.pop("algorithm", None) is not None and algorithm is not None:
+                shared = algorithm.settings.model_dump(exclude_unset=True)
+                settings = {"name": algorithm.name, **shared, **entry["algorithm"]}
+                made["algorithm"] = _component(f"{section}.algorithm", "algorithms", settings, origins)
+        except ConfigError as error:
+            problems.append(str(error))
+        entries.append(made)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return {**raw, "mixture": entries}
+
+
+def _rewards(raw: Any, origins: Mapping[str, str], section: str = "reward") -> RewardsConfig:
     """Read the section `reward`: a mapping of settings, or of part numbers to the parts' settings."""
     numbers = [key for key in raw if key.isdigit()] if isinstance(raw, dict) else []
     if not numbers:
         if isinstance(raw, list):
-            raise ConfigError(f"reward: the list is empty{_at(origins, 'reward')}: name at least one part")
-        return RewardsConfig((_component("reward", "rewards", {"name": "environment"} | dict(raw), origins),), False)
+            raise ConfigError(f"{section}: the list is empty{_at(origins, section)}: name at least one part")
+        return RewardsConfig((_component(section, "rewards", {"name": "environment"} | dict(raw), origins),), False)
     wrong = [key for key in raw if key not in map(str, range(len(raw)))]
     if wrong:
         parts = ", ".join(f"{number} is {raw[number].get('name')}" for number in sorted(numbers) if number not in wrong)
         raise ConfigError(
-            f"reward.{wrong[0]}{_at(origins, f'reward.{wrong[0]}')}: reward is a list here, so name the part, "
-            f"as in reward.0.weight=0.5; there is {parts or 'no part 0'}"
+            f"{section}.{wrong[0]}{_at(origins, f'{section}.{wrong[0]}')}: reward is a list here, so name the part, "
+            f"as in {section}.0.weight=0.5; there is {parts or 'no part 0'}"
         )
     found: list[Component] = []
     problems: list[str] = []
     for number in map(str, range(len(raw))):
         try:
-            found.append(_component(f"reward.{number}", "rewards", raw[number], origins))
+            found.append(_component(f"{section}.{number}", "rewards", raw[number], origins))
         except ConfigError as error:
             problems.append(str(error))
     names = [name_of(part) for part in found]
     if twice := {name for name in names if names.count(name) > 1}:
-        numbered = ", ".join(f"reward.{number}" for number, name in enumerate(names) if name in twice)
+        numbered = ", ".join(f"{section}.{number}" for number, name in enumerate(names) if name in twice)
         problems.append(f"{numbered}: more than one part is called {min(twice)!r}; give each a name with `as: NAME`")
     if problems:
         raise ConfigError("\n".join(problems))

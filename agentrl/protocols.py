@@ -729,6 +729,39 @@ class Curriculum(TaskSource, Protocol):
         ...
 
 
+class EnvLimits(Protocol):
+    """What an environment of a mixture has of its own."""
+
+    @property
+    def group_size(self) -> int:
+        """Members of its groups."""
+        ...
+
+    @property
+    def max_failed_tasks(self) -> int:
+        """How many of its tasks may fail permanently."""
+        ...
+
+
+@runtime_checkable
+class MixesEnvironments(TaskSource, Protocol):
+    """A task source of several environments, which keeps their shares of what is trained on."""
+
+    def __getitem__(self, env: str, /) -> EnvLimits: ...
+
+    def trained(self, groups: Iterable[Group]) -> None:
+        """These groups are trained on."""
+        ...
+
+    def lost(self, task: Task) -> None:
+        """The group of this task will not be trained on."""
+        ...
+
+    def give_up(self, env: str) -> bool:
+        """Give an environment no more tasks; returns whether another is left."""
+        ...
+
+
 class Tracker(Protocol):
     """Receives the metrics of a run."""
 

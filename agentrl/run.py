@@ -246,8 +246,9 @@ class Run:
             [pair for group in groups for pair in zip(group.trajectories, group.scores, strict=True)],
             epoch,
         )
+        envs = [one.called for one in self.config.env.mixture]
         return {
-            **rollout_metrics(groups, step, self.config.rollout.oldest_trained(step)),
+            **rollout_metrics(groups, step, self.config.rollout.oldest_trained(step), envs),
             **episode_health(groups),
         }
 

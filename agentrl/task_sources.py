@@ -5,12 +5,52 @@ from collections.abc import Mapping
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.protocols import FiniteTasks, TaskSource
+from agentrl.tasks.mixture import Mixture, Share
+from agentrl.trajectory import Task
 
 
 def task_source(config: RunConfig, split: str) -> TaskSource:
-    """The tasks of one split ("train", "held-out", "demonstrations", "corpus")."""
-    source: TaskSource = config.tasks.make(config.env.name, config.seed, split, config.env.options)
-    return source
+    """The tasks of one split ("train", "held-out", "demonstrations", "corpus"), of all environments of the run."""
+    sources = sources_by_env(config, split)
+    if not config.env.mixture:
+        return next(iter(sources.values()))
+    rollout = config.rollout
+    return Mixture(
+        [
+            Share(
+                one.called,
+                one.name,
+                one.weight,
+                sources[one.called],
+                one.group_size or rollout.group_size,
+                rollout.max_failed_tasks if one.max_failed_tasks is None else one.max_failed_tasks,
+            )
+            for one in config.env.mixture
+        ],
+        config.env.weights_count,
+    )
+
+
+def sources_by_env(config: RunConfig, split: str) -> dict[str, TaskSource]:
+    """The tasks of one split, by the environment's name in the run."""
+    chosen = {one.called: one.tasks or config.tasks for one in config.env.mixture} or {config.env.name: config.tasks}
+    made = {}
+    for name, env in config.env.all.items():
+        try:
+            made[name] = chosen[name].make(env.name, config.seed, split, env.options)
+        except ConfigError as error:
+            raise ConfigError(f"tasks of {name}: {error}") from error
+    return made
+
+
+def held_out_tasks(config: RunConfig, count: int) -> list[Task]:
+    """The tasks to evaluate on: `count` of each environment, or as many as it has."""
+    tasks: list[Task] = []
+    for name, source in sources_by_env(config, "held-out").items():
+        there = min(count, len(source)) if isinstance(source, FiniteTasks) else count
+        own = [source.task(index) for index in range(there)]
+        tasks += [Task(name, one.seed, one.options, f"{name}-{one.id}") for one in own] if config.env.mixture else own
+    return tasks
 
 
 def fingerprints(config: RunConfig) -> Mapping[str, str]:
@@ -19,12 +59,9 @@ def fingerprints(config: RunConfig) -> Mapping[str, str]:
     Raises:
         ConfigError: the data cannot be read, or is not fit for this run.
     """
-    found = {}
-    for split in ("train", "held-out") if config.evaluation.tasks else ("train",):
-        try:
-            source = task_source(config, split)
-        except ConfigError as error:
-            raise ConfigError(f"tasks: {error}") from error
-        if isinstance(source, FiniteTasks):
-            found[split] = source.fingerprint
-    return found
+    return {
+        split if not config.env.mixture else f"{split} of {name}": source.fingerprint
+        for split in (("train", "held-out") if config.evaluation.tasks else ("train",))
+        for name, source in sources_by_env(config, split).items()
+        if isinstance(source, FiniteTasks)
+    }

@@ -19,6 +19,7 @@ from agentrl import plugins
 from agentrl.config import COMPONENTS, RunConfig
 from agentrl.observe.meanings import MEANINGS
 from agentrl.plugins import Component, NoSettings
+from agentrl.scoring.config import RewardsConfig
 
 DOCS = Path(__file__).parent
 KINDS = {**COMPONENTS, "reward": "rewards", "env.wrappers": "env_wrappers"}
@@ -32,6 +33,7 @@ _SIMPLE = {
     type(None): "null",
     Any: "anything",
     Component: "as `trainer`",
+    RewardsConfig: "as `reward`",
 }
 _CONTAINERS = {tuple: "list of {0}", list: "list of {0}", dict: "map of {0} to {1}"}
 _BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<", "min_length": "length ≥", "max_length": "length ≤"}
@@ -69,6 +71,10 @@ def _settings_of_forms(annotation: Any, path: str) -> Iterator[Setting]:
         for name, field in list(annotation.model_fields.items())[1:]:
             meaning = f"With `{_form_of(annotation)}`: {field.description or ''}"
             yield Setting(f"{path}.{name}", _type_of(field), _default_of(field), meaning)
+    listed = _section(get_args(annotation)[0]) if get_origin(annotation) is tuple else None
+    if listed is not None:
+        for name, field in listed.model_fields.items():
+            yield Setting(f"{path}.N.{name}", _type_of(field), _default_of(field), field.description or "")
     for inner in get_args(annotation):
         yield from _settings_of_forms(inner, path)
 

@@ -1,8 +1,9 @@
 """From groups to the samples that are trained on: with the algorithm's advantages and the turns' rewards."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from types import MappingProxyType
 
 from agentrl.algorithms.batch_processing import BatchProcessing, BatchProcessingConfig
 from agentrl.batch import TrainBatch, TrainingSample, collate, to_samples
@@ -27,13 +28,21 @@ def batch_of(groups: list[Group], algorithm: Algorithm, processing: BatchProcess
 
 
 def traced_batch_of(
-    groups: list[Group], algorithm: Algorithm, processing: BatchProcessing, oldest_version: int
+    groups: list[Group],
+    algorithm: Algorithm,
+    processing: BatchProcessing,
+    oldest_version: int,
+    by_env: Mapping[str, Algorithm] = MappingProxyType({}),
 ) -> tuple[TrainBatch, Sequence[SampleOrigin]]:
-    """The batch of a step's groups, and where each of its samples comes from."""
+    """The batch of a step's groups, and where each of its samples comes from.
+
+    `by_env`: whose advantages the groups of some environments have instead.
+    """
     origins = []
 
     def samples() -> Iterator[TrainingSample]:
-        for trajectory, sample in _traced_samples(processing.scores(groups), algorithm, oldest_version, processing):
+        scored = processing.scores(groups)
+        for trajectory, sample in _traced_samples(scored, algorithm, oldest_version, processing, by_env):
             first, last = int(sample.turn_ids[0]), int(sample.turn_ids[-1])
             origins.append(SampleOrigin(trajectory.id, trajectory.agent, trajectory.task.id, first, last))
             yield sample
@@ -52,12 +61,18 @@ def samples_of(
 
 
 def _traced_samples(
-    groups: list[Group], algorithm: Algorithm, oldest_version: int, processing: BatchProcessing | None
+    groups: list[Group],
+    algorithm: Algorithm,
+    oldest_version: int,
+    processing: BatchProcessing | None,
+    by_env: Mapping[str, Algorithm] = MappingProxyType({}),
 ) -> Iterator[tuple[Trajectory, TrainingSample]]:
     """The training samples of `samples_of`, each with its trajectory."""
     processing = processing or BatchProcessing(BatchProcessingConfig())
     parts = [of_agent for group in groups for of_agent in group.by_agent()]
-    by_group: Sequence[Sequence[MemberAdvantage]] = [algorithm.advantages(part) for part in parts]
+    by_group: Sequence[Sequence[MemberAdvantage]] = [
+        by_env.get(part.task.env, algorithm).advantages(part) for part in parts
+    ]
     if isinstance(algorithm, NormalizesAdvantages):
         by_group = algorithm.normalized(by_group)
     advantages = chain(*processing.advantages(parts, by_group))

@@ -213,15 +213,19 @@ class LiveEnv:
 class EnvHost:
     """Makes environments by name and keeps the idle ones for the next episode.
 
-    `isolation`, where given, overrides the environments' own; for "process" the factories make `ProcessEnv`s.
+    `isolation`, where given (for all, or by name), overrides the environments' own; for "process" the factories make
+    `ProcessEnv`s.
     """
 
     def __init__(
-        self, factories: Mapping[str, Callable[[], Env]], deadlines: EnvDeadlines, isolation: Isolation | None = None
+        self,
+        factories: Mapping[str, Callable[[], Env]],
+        deadlines: EnvDeadlines,
+        isolation: Isolation | Mapping[str, Isolation | None] | None = None,
     ) -> None:
         self._factories = factories
         self._deadlines = deadlines
-        self._isolation = isolation
+        self._isolation = isolation if isinstance(isolation, Mapping) else dict.fromkeys(factories, isolation)
         self._idle: dict[str, list[LiveEnv]] = {name: [] for name in factories}
 
     def acquire(self, name: str) -> LiveEnv:
@@ -237,7 +241,7 @@ class EnvHost:
             env = self._factories[name]()
         except Exception as error:
             raise EnvError(f"making the environment {name!r} raised {with_frame(error)}") from error
-        return LiveEnv(env, self._deadlines, isolation=self._isolation)
+        return LiveEnv(env, self._deadlines, isolation=self._isolation.get(name))
 
     async def release(self, name: str, env: LiveEnv) -> None:
         """Keep a working instance for the next episode; close a broken one."""

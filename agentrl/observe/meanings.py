@@ -29,6 +29,9 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "agents/<agent>/reward": "Mean score of one agent, where the environment names several.",
         "agents/<agent>/success": "Share of its successful episodes.",
         "agents/<agent>/turns": "Its mean turns.",
+        "envs/<env>/<metric>": "The same of one environment of a mixture: `reward`, `success`, `turns`, `tokens`.",
+        "envs/<env>/groups": "Its groups in the batch.",
+        "envs/<env>/episodes": "Its episodes in the batch.",
         "bias/seconds": "Mean duration of trained episodes / of all played ones. Below 1, long episodes are missing.",
         "bias/tokens": "The same of lengths in tokens.",
         "failed_tasks": "Tasks of the run so far that failed after all retries.",
@@ -117,6 +120,7 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "eval/episodes": "Held-out episodes that came to an end.",
         "eval/failed": "Held-out episodes that failed. They are not averaged in.",
         "eval/agents/<agent>/<metric>": "The same of one agent.",
+        "eval/envs/<env>/<metric>": "The same of one environment of a mixture.",
         "eval/preference_accuracy": "Recipes `reward_model` and `dpo`: share of held-out pairs in the right order.",
     },
     "Time": {

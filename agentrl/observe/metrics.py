@@ -17,12 +17,15 @@ from agentrl.errors import StorageError
 from agentrl.trajectory import Group, Score, Trajectory, succeeded
 
 
-def rollout_metrics(groups: Sequence[Group], step: int, oldest_version: int = 0) -> dict[str, float]:
+def rollout_metrics(
+    groups: Sequence[Group], step: int, oldest_version: int = 0, envs: Sequence[str] = ()
+) -> dict[str, float]:
     """Metrics of the trajectories trained on at `step`.
 
     Staleness is in versions; its histograms are shares of groups (by their oldest token) and of tokens. Lengths are in
     turns and tokens. Only staleness also counts the partial groups; whole episodes count all their turns. Tokens older
-    than `oldest_version` carry no loss: they are `stale_tokens`, and have no part in staleness.
+    than `oldest_version` carry no loss: they are `stale_tokens`, and have no part in staleness. `envs` are the
+    environments of a mixture.
     """
     parts_of_episodes = [trajectory for group in groups if group.partial for trajectory in group.trajectories]
     by_group = [_versions(group) for group in groups]
@@ -45,6 +48,8 @@ def rollout_metrics(groups: Sequence[Group], step: int, oldest_version: int = 0)
         "reward": fmean(score.value for score in scores),
         "reward_std": pstdev(score.value for score in scores),
         **by_agent(list(zip(trajectories, scores, strict=True))),
+        **by_env(list(zip(trajectories, scores, strict=True)), envs),
+        **{f"envs/{env}/groups": float(sum(group.task.env == env for group in groups)) for env in envs},
         **{f"reward/{name}": fmean(values) for name, values in parts.items()},
         **{f"reward_std/{name}": pstdev(values) for name, values in parts.items()},
         "success": fmean(map(succeeded, trajectories, scores)),
@@ -100,6 +105,24 @@ def by_agent(scored: Sequence[tuple[Trajectory, Score]]) -> dict[str, float]:
         metrics[f"agents/{agent}/reward"] = fmean(score.value for _, score in own)
         metrics[f"agents/{agent}/success"] = fmean(succeeded(trajectory, score) for trajectory, score in own)
         metrics[f"agents/{agent}/turns"] = fmean(len(trajectory.turns) for trajectory, _ in own)
+    return metrics
+
+
+def by_env(scored: Sequence[tuple[Trajectory, Score]], envs: Sequence[str]) -> dict[str, float]:
+    """Reward, success and turns of each environment of a mixture that has been played."""
+    metrics: dict[str, float] = {}
+    for env in envs:
+        if own := [(trajectory, score) for trajectory, score in scored if trajectory.task.env == env]:
+            low, high = wilson_interval(sum(succeeded(*pair) for pair in own), len(own))
+            metrics |= {
+                f"envs/{env}/reward": fmean(score.value for _, score in own),
+                f"envs/{env}/success": fmean(succeeded(*pair) for pair in own),
+                f"envs/{env}/success_low": low,
+                f"envs/{env}/success_high": high,
+                f"envs/{env}/turns": fmean(len(trajectory.turns) for trajectory, _ in own),
+                f"envs/{env}/episodes": float(len(own)),
+                f"envs/{env}/tokens": float(sum(trajectory.num_tokens for trajectory, _ in own)),
+            }
     return metrics
 
 

@@ -86,7 +86,8 @@ async def demonstrate(config: RunConfig, demonstrations: DemonstrationsConfig, m
     policy = ScriptedPolicy(plugins.load("players", demonstrations.player), renderer)
     source = task_source(config, "demonstrations")
     async with env_host(config) as envs:
-        runner = EnvEpisodeRunner(policy, renderer, envs, config.rollout.max_turns, config.rollout.deadlines.episode)
+        limits = config.rollout.max_turns, config.rollout.deadlines.episode
+        runner = EnvEpisodeRunner(policy, renderer, envs, *limits, own_max_turns=config.env.limits("max_turns"))
         tasks = [source.task(index) for index in range(demonstrations.episodes)]
         trajectories = await play_all(runner, tasks, config, policy.turnstile)
     whole = [trajectory for trajectory in trajectories if trajectory.trainable]

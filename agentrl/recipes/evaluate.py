@@ -10,14 +10,13 @@ from statistics import fmean, stdev
 from agentrl.assembly import RolloutAssembly
 from agentrl.config import RunConfig
 from agentrl.flow import Flow, Turnstile, now, run_to_completion
-from agentrl.observe.metrics import by_agent, wilson_interval
+from agentrl.observe.metrics import by_agent, by_env, wilson_interval
 from agentrl.observe.trajectories import write_trajectories
-from agentrl.protocols import FiniteTasks
 from agentrl.rollout.episode import EnvEpisodeRunner, Episode
 from agentrl.rollout.outage import Outages
 from agentrl.rollout.seeds import derive_seed
 from agentrl.run import Run
-from agentrl.task_sources import task_source
+from agentrl.task_sources import held_out_tasks
 from agentrl.trajectory import Failed, Score, Task, Trajectory, succeeded
 
 
@@ -27,6 +26,8 @@ class Evaluation:
 
     scored: tuple[tuple[Trajectory, Score], ...]
     failed: tuple[Trajectory, ...]
+    envs: tuple[str, ...] = ()
+    """The environments of a mixture."""
 
     def metrics(self) -> dict[str, float]:
         """Success, reward and turns of the scored episodes, and how many episodes failed."""
@@ -44,6 +45,7 @@ class Evaluation:
             "eval/episodes": float(len(played)),
             "eval/failed": float(len(self.failed)),
             **{f"eval/{name}": value for name, value in by_agent(self.scored).items()},
+            **{f"eval/{name}": value for name, value in by_env(self.scored, self.envs).items()},
         }
 
 
@@ -88,10 +90,7 @@ async def evaluate(rollouts: RolloutAssembly, tasks: int | None = None) -> Evalu
     Each task is played once, so the scores exclude reward parts that compare the members of a group.
     """
     config = rollouts.config
-    source = task_source(config, "held-out")
-    wanted = config.evaluation.tasks if tasks is None else tasks
-    count = min(wanted, len(source)) if isinstance(source, FiniteTasks) else wanted
-    held_out = [source.task(index) for index in range(count)]
+    held_out = held_out_tasks(config, config.evaluation.tasks if tasks is None else tasks)
     trajectories = await play_all(rollouts.evaluating(), held_out, config)
     ended = [t for t in trajectories if not isinstance(t.status, Failed)]
     async with Flow("scoring") as flow:
@@ -99,7 +98,8 @@ async def evaluate(rollouts: RolloutAssembly, tasks: int | None = None) -> Evalu
     scores = [score.result() for score in asked]
     scored = [pair for pair in zip(ended, scores, strict=True) if not isinstance(pair[1].status, Failed)]
     kept = {(trajectory.id, trajectory.agent) for trajectory, _ in scored}
-    return Evaluation(tuple(scored), tuple(t for t in trajectories if (t.id, t.agent) not in kept))
+    failed = tuple(trajectory for trajectory in trajectories if (trajectory.id, trajectory.agent) not in kept)
+    return Evaluation(tuple(scored), failed, tuple(one.called for one in config.env.mixture))
 
 
 async def evaluate_run(run: Run, rollouts: RolloutAssembly, step: int) -> None:

@@ -66,6 +66,7 @@ async def train(
         await evaluate_run(run, parts, start)
         async with parts.rollouts(run, start) as rollouts:
             processing = BatchProcessing(config.batch_processing, run.metrics.rows(), algorithm)
+            by_env = {one.called: one.algorithm.make() for one in config.env.mixture if one.algorithm is not None}
             for step in range(start, config.steps):
                 clock = Stopwatch(partial(run.begin_phase, step))
                 with clock("rollout"):
@@ -73,7 +74,7 @@ async def train(
                         groups = await rollouts.next_batch()
                 with clock("train"):
                     oldest = config.rollout.oldest_trained(step)
-                    make = partial(traced_batch_of, groups, algorithm, processing, oldest)
+                    make = partial(traced_batch_of, groups, algorithm, processing, oldest, by_env)
                     batch, origins = await asyncio.to_thread(make)  # millions of tokens take long
                     batch = await parts.advisors.taught(batch)
                     async with parts.sharing.training():

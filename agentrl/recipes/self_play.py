@@ -37,6 +37,8 @@ async def self_play(run: Run, settings: SelfPlaySettings) -> None:
 
 async def _agents(config: RunConfig) -> Sequence[str]:
     """The agents of the environment that `env.agents` leaves to the policy."""
+    if config.env.mixture:
+        raise ConfigError("recipe=self_play plays one environment: name it in env, instead of a list")
     routed = {agent: route for agent, route in config.env.agents.items() if not isinstance(route, PolicyRoute)}
     async with env_host(config) as envs:
         env = envs.acquire(config.env.name)

@@ -55,9 +55,9 @@ async def opening_texts(config: RunConfig, episodes: int = 64) -> list[str]:
     in_a_row = 0
     async with env_host(config) as envs:
         for index in range(episodes):
-            env = envs.acquire(config.env.name)
+            task = source.task(index)
+            env = envs.acquire(task.env)
             try:
-                task = source.task(index)
                 observation, _ = await env.reset(task.seed, task.options)
                 texts += [env.system_prompt, observation, *(json.dumps(tool) for tool in env.tools)]
                 in_a_row = 0
@@ -67,5 +67,5 @@ async def opening_texts(config: RunConfig, episodes: int = 64) -> list[str]:
                     raise
                 logger.warning("reading the environment's texts for the tokenizer: %s; it is left out", error)
             finally:
-                await envs.release(config.env.name, env)
+                await envs.release(task.env, env)
     return texts

@@ -100,12 +100,16 @@ class Policy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EnginePolicy:
-    """The model that an engine serves. `trained`: on these answers, so what they were sampled from is kept."""
+    """The model that an engine serves. `trained`: on these answers, so what they were sampled from is kept.
+
+    `max_tokens`: longest answer in the environments of a mixture that have a limit of their own.
+    """
 
     engine: Engine
     sampling: SamplingParams
     deadline: float
     trained: bool = True
+    max_tokens: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def max_context(self) -> int:
@@ -118,10 +122,13 @@ class EnginePolicy:
 
     async def sample(self, episode: Episode, turn: int, prompt: Prompt) -> Completion:
         """Sample a completion within the deadline, wherever the prompt comes from."""
+        sampling = self.sampling.with_bounded_support() if self.trained else self.sampling
+        if (longest := self.max_tokens.get(episode.task.env)) is not None:
+            sampling = sampling.model_copy(update={"max_tokens": longest})
         request = GenerateRequest(
             id=f"{episode.id}/{turn}",
             prompt_ids=prompt.ids,
-            sampling=self.sampling.with_bounded_support() if self.trained else self.sampling,
+            sampling=sampling,
             seed=derive_seed(episode.seed, turn),
             priority=episode.priority,
             session=episode.id,
@@ -315,7 +322,8 @@ class ObservesBatches(EpisodeRunner, Protocol):
 class EnvEpisodeRunner:
     """`EpisodeRunner` of a policy and environments: the parts that all episodes share.
 
-    `others` are the agents that the policy does not play. `max_turns` counts the turns of all agents together.
+    `others` are the agents that the policy does not play. `max_turns` counts the turns of all agents together;
+    `own_max_turns` are the limits of environments of a mixture that have one of their own.
     """
 
     policy: Policy
@@ -325,6 +333,7 @@ class EnvEpisodeRunner:
     deadline: float
     context: ContextPolicy = FULL
     others: Mapping[str, Role] = field(default_factory=dict)
+    own_max_turns: Mapping[str, int] = field(default_factory=dict)
 
     async def play(self, episode: Episode) -> tuple[Trajectory, ...]:
         """Play `episode` to its end, however it ends. Only wrong settings, cancellation and defects are raised."""
@@ -356,7 +365,7 @@ class EnvEpisodeRunner:
         episode_state.agents = self._agent_states(episode, agents, info, env)
         state = episode_state.agents[next_agent(info, agents)]
         state.unanswered = [*state.unanswered, Message("user", observation)]
-        for _ in range(self.max_turns):
+        for _ in range(self.own_max_turns.get(episode.task.env, self.max_turns)):
             if request := state.role.context.request(state.conversation, state.unanswered):
                 ended = await self._summarise(episode_state, state, env, request)
                 if ended is not None:

@@ -53,7 +53,10 @@ class _GroupState:
 
 @dataclass(frozen=True, slots=True)
 class GroupRunner:
-    """Plays the groups of a run. `episode_ended` is called whenever an episode has released its slot."""
+    """Plays the groups of a run. `episode_ended` is called whenever an episode has released its slot.
+
+    `group_size_of`: how many members the group of a task has.
+    """
 
     config: RolloutConfig
     runner: EpisodeRunner
@@ -65,6 +68,7 @@ class GroupRunner:
     seed: int
     episode_ended: Callable[[], None]
     outages: Outages
+    group_size_of: Callable[[Task], int]
     playing: dict[int, _GroupState] = field(default_factory=dict)
     """The groups of which parts can be trained on, by the numbers of their tasks."""
 
@@ -116,16 +120,17 @@ class GroupRunner:
 
     async def _play(self, state: _GroupState) -> Group:
         ticket, number, task = state.ticket, state.number, state.task
+        size = self.group_size_of(task)
         self.playing[number] = state
         try:
             async with state.flow as members:
-                for member in range(self.config.group_size + self.config.extra_members):
+                for member in range(size + self.config.extra_members):
                     members.start(self._play_member(state, member), name=str(member))
         finally:
             del self.playing[number]
             for _ in range(state.reserved_slots):
                 self.slots.release()
-        if len(state.played) < self.config.group_size:
+        if len(state.played) < size:
             raise MembersLostError("; ".join(state.lost))
         for member in state.live:
             attempt = state.attempts[member]
@@ -173,7 +178,7 @@ class GroupRunner:
                 break
             if outcome.layer in ("engine", "environment"):
                 await asyncio.sleep(jittered(failures[outcome.layer], rng))
-        complete = len(state.played) == self.config.group_size
+        complete = len(state.played) == self.group_size_of(state.task)
         if complete or len(state.lost) > self.config.extra_members:
             state.flow.cancel()
 

@@ -247,6 +247,10 @@ class LedgerReader:
         for record in map(_task_record, self._rows(query)):
             yield record.number, record.task, record.rewards
 
+    def fates_by_env(self) -> Iterator[tuple[int, str, Fate | None]]:
+        """(number, environment, fate) of all tasks, by number."""
+        yield from self._rows("SELECT number, env, fate FROM tasks ORDER BY number")
+
     def trained_steps(self, before: int) -> int:
         """How many of the first `before` steps have trained tasks."""
         query = "SELECT COUNT(DISTINCT step) FROM tasks WHERE fate = 'trained' AND step < ?"

@@ -13,7 +13,8 @@ that says why.
 """
 
 import asyncio
-from collections import deque
+import logging
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple, Self
 
 from agentrl.errors import DeadlineError, FilterBudgetError, RetriesExhaustedError, StalenessError
 from agentrl.flow import Channel, EventLog, Flow
-from agentrl.protocols import Curriculum, Engine, GroupReward, Reward, TaskSource
+from agentrl.protocols import Curriculum, Engine, GroupReward, MixesEnvironments, Reward, TaskSource
 from agentrl.rollout.bias import Bias
 from agentrl.rollout.concurrency import ConcurrencyController, EngineLoad, EpisodeSlots
 from agentrl.rollout.config import RolloutConfig
@@ -33,6 +34,8 @@ from agentrl.rollout.staleness import STALENESS_RULES, Ticket
 from agentrl.rollout.watchdog import watch
 from agentrl.scoring.pipeline import RewardPipeline
 from agentrl.trajectory import Group, Task, staleness
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
@@ -57,7 +60,8 @@ class Rollouts:
     `pending` are tasks to play first, with their numbers (the open tasks of a resumed run); `next_number` is the first
     new number. `groups` is how many groups the run still trains on: no more are started, so none is left over at the
     end. Of `engine`, only the statistics are used. `rescue` is called when nothing progresses any more, before the run
-    is ended; it returns whether it could help.
+    is ended; it returns whether it could help. `gives_up`: whether an environment of a mixture that has spent its
+    budget of failures gets no more tasks, instead of ending the run.
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class Rollouts:
         next_number: int = 0,
         events: EventLog | None = None,
         rescue: Callable[[], bool] = lambda: False,
+        gives_up: bool = False,
     ) -> None:
         self._config = config
         self._tasks = tasks
@@ -94,11 +99,13 @@ class Rollouts:
         self._preemptions = 0
         self._episodes_ended = 0
         self._observe_at = 0
-        self._failed_tasks = 0
+        self._failed_tasks: Counter[str] = Counter()  # by environment, of a mixture
         self._last_failures: deque[str] = deque(maxlen=5)
         self._filtered: list[tuple[int, Group]] = []  # for the next batch
         self.blocked = False
         """Whether `next_batch` is waiting."""
+        self._mixture = tasks if isinstance(tasks, MixesEnvironments) else None
+        self._gives_up = gives_up
         self._curriculum = tasks if isinstance(tasks, Curriculum) else None
         self._observer = runner if isinstance(runner, ObservesBatches) else None
         self._closing = False
@@ -118,6 +125,7 @@ class Rollouts:
             seed,
             self._episode_ended,
             Outages(config.deadlines.outage),
+            self._group_size,
         )
 
     async def __aenter__(self) -> Self:
@@ -164,6 +172,8 @@ class Rollouts:
             self._bias.trained(group)
         self._ledger.trained(step, {number: group.rewards_G for number, group in chosen})
         groups = [group for _, group in chosen]
+        if self._mixture is not None:
+            self._mixture.trained(groups)
         if self._observer is not None:
             self._observer.observe(groups)
         return [*groups, *self._segments(step)]
@@ -191,7 +201,10 @@ class Rollouts:
             "live_episodes": float(self._slots.taken),
             "live_episodes/limit": float(self._slots.limit),
             "blocked_seconds": self._finished.snapshot().get_wait,
-            "failed_tasks": float(self._failed_tasks),
+            "failed_tasks": float(self._failed_tasks.total()),
+            **(
+                {f"envs/{env}/failed_tasks": float(n) for env, n in self._failed_tasks.items()} if self._mixture else {}
+            ),
             **self._bias.metrics(),
             **self._groups.reward.metrics(),
             **(self._observer.metrics() if self._observer is not None else {}),
@@ -211,15 +224,17 @@ class Rollouts:
 
     def _admit(self) -> None:
         """Start groups while the rule has a slot and an episode slot is free."""
-        members = self._config.group_size + self._config.extra_members
         while not self._closing and self._groups_left and self._slots.free and (ticket := self._rule.admit()):
             self._groups_left -= 1
             number, task = self._next_task()
             self._ledger.admit(number, task, ticket.admitted_version)
             self._events.record("admitted", task.id)
             playing = _Playing(ticket, number, task)
-            work = self._play_group(playing, self._slots.reserve(members))
+            work = self._play_group(playing, self._slots.reserve(self._group_size(task) + self._config.extra_members))
             self._playing[ticket] = (playing, self._flow.start(work, name=task.id))
+
+    def _group_size(self, task: Task) -> int:
+        return self._mixture[task.env].group_size if self._mixture is not None else self._config.group_size
 
     def _next_task(self) -> tuple[int, Task]:
         if self._pending:
@@ -256,18 +271,39 @@ class Rollouts:
         del self._playing[playing.ticket]
         self._ledger.end_task(playing.number, "failed", why)
         self._events.record("failed", task.id)
-        self._failed_tasks += 1
+        self._lose(task)
         self._last_failures.append(f"{task.id}: {why}")
-        too_many = self._failed_tasks - self._config.max_failed_tasks
-        if too_many > 1:
-            return  # the previous failure is already ending the run
-        if too_many == 1:
-            self._closing = True
-            raise RetriesExhaustedError(
-                f"{self._failed_tasks} tasks failed permanently, but rollout.max_failed_tasks allows only "
-                f"{self._config.max_failed_tasks}. The last ones:\n  " + "\n  ".join(self._last_failures)
-            )
-        self._replace(playing.ticket)
+        if not self._closing:  # else an earlier failure is already ending the run
+            self._spend(task.env)
+            self._replace(playing.ticket)
+
+    def _spend(self, env: str) -> None:
+        """Count a failed task in the budget of its environment, or of the run.
+
+        Raises:
+            RetriesExhaustedError: the budget is spent, and no other environment takes its place.
+        """
+        if self._mixture is None:
+            env, allowed, setting = "", self._config.max_failed_tasks, "rollout.max_failed_tasks"
+        else:
+            allowed, setting = self._mixture[env].max_failed_tasks, f"max_failed_tasks of {env}"
+        self._failed_tasks[env] += 1
+        failed = self._failed_tasks[env]
+        if failed <= allowed:
+            return
+        if self._mixture is not None and self._gives_up and self._mixture.give_up(env):
+            if failed == allowed + 1:
+                logger.warning("%d tasks of %s failed; the others get its tasks (env.exhausted=others)", failed, env)
+            return
+        self._closing = True
+        raise RetriesExhaustedError(
+            f"{failed} tasks failed permanently, but {setting} allows only {allowed}. The last ones:\n  "
+            + "\n  ".join(self._last_failures)
+        )
+
+    def _lose(self, task: Task) -> None:
+        if self._mixture is not None:
+            self._mixture.lost(task)
 
     def _filter(self, playing: _Playing, group: Group) -> None:
         number = playing.number
@@ -276,6 +312,7 @@ class Rollouts:
         self._ledger.filtered(self._rule.next_step, number, why, group.rewards_G)
         self._events.record("filtered", group.task.id)
         self._filtered.append((number, group))
+        self._lose(group.task)
         if len(self._filtered) > self._config.max_filtered_per_step:
             self._closing = True
             raise FilterBudgetError(
@@ -296,10 +333,12 @@ class Rollouts:
     def _cancel_stale(self, ticket: Ticket) -> None:
         """Cancel the group of a ticket that the rule has given up, or drop it if it was finished."""
         if ticket in self._ready:
-            number, _ = self._ready.pop(ticket)
+            number, group = self._ready.pop(ticket)
+            self._lose(group.task)
         else:
             playing, work = self._playing.pop(ticket)
             number = playing.number
+            self._lose(playing.task)
             work.cancel("its weights are too old")
             work.add_done_callback(lambda task: self._admit())
         self._ledger.end_task(number, "stale", f"its weights would be older than {self._config.max_staleness} versions")

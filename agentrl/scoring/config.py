@@ -13,6 +13,7 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
+from types import MappingProxyType
 from typing import Annotated, Any
 
 from pydantic import Field, create_model
@@ -51,9 +52,19 @@ class RewardsConfig:
         written = [part.dump() for part in self.parts]
         return written if self.listed else written[0]
 
-    def make(self, rules: RulePool, deadline: float, retries: Retries) -> RewardPipeline:
-        """The reward itself, not yet entered; its rules run in the processes of `rules`."""
-        return RewardPipeline([_part(component) for component in self.parts], rules, deadline=deadline, retries=retries)
+    def make(
+        self,
+        rules: RulePool,
+        deadline: float,
+        retries: Retries,
+        by_env: Mapping[str, "RewardsConfig"] = MappingProxyType({}),
+    ) -> RewardPipeline:
+        """The reward itself, not yet entered; its rules run in the processes of `rules`. `by_env`: those of the
+        environments of a mixture that have their own.
+        """
+        others = {env: rewards.make(rules, deadline, retries) for env, rewards in by_env.items()}
+        parts = [_part(component) for component in self.parts]
+        return RewardPipeline(parts, rules, deadline=deadline, retries=retries, by_env=others)
 
 
 def name_of(part: Component) -> str:

@@ -5,9 +5,10 @@ data: a failed score, never a number.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from itertools import zip_longest
+from types import MappingProxyType
 from typing import Any, Self
 
 from agentrl.blame import with_frame
@@ -32,20 +33,27 @@ class RewardPipeline:
     """The parts of a run's reward. An async context manager: entering also enters the parts that are context managers.
 
     `deadline`: seconds for each call of a part. `retries`: how often a failed part is retried. `pool`: the processes
-    that rules run in.
+    that rules run in. `by_env`: what scores the episodes of some environments instead, with the same pool.
 
     Raises:
         ValueError: there is no part, or two have the same name.
     """
 
     def __init__(
-        self, parts: Sequence[RewardPart], pool: RulePool | None = None, *, deadline: float, retries: Retries = _ONCE
+        self,
+        parts: Sequence[RewardPart],
+        pool: RulePool | None = None,
+        *,
+        deadline: float,
+        retries: Retries = _ONCE,
+        by_env: Mapping[str, "RewardPipeline"] = MappingProxyType({}),
     ) -> None:
         names = [part.name for part in parts]
         if not names or len(set(names)) < len(names):
             raise ValueError(f"a reward needs one or more parts, each with a name of its own, got {names}")
         self.parts = tuple(parts)
         self._pool = pool or RulePool()
+        self._by_env = by_env
         self._asks = {part: part.asked_in(self._pool) for part in parts}
         self._single = [part for part in parts if not part.compares]
         self._grouped = [part for part in parts if part.compares]
@@ -64,7 +72,7 @@ class RewardPipeline:
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as opened:
             await opened.enter_async_context(self._pool)
-            for part in self.parts:
+            for part in [*self.parts, *(part for own in self._by_env.values() for part in own.parts)]:
                 if hasattr(part.reward, "__aenter__"):
                     await opened.enter_async_context(part.reward)
             self._open = opened.pop_all()
@@ -79,11 +87,15 @@ class RewardPipeline:
         Raises:
             ConfigError: a part cannot work with such tasks at all.
         """
+        if own := self._by_env.get(trajectory.task.env):
+            return await own.score(trajectory, failed)
         scores_by_part = await _all(self._ask(part, (trajectory,), failed) for part in self._single)
         return total(self._single, [scores[0] for scores in scores_by_part])
 
     def score_turns(self, trajectory: Trajectory) -> Score:
         """What the turns of an episode that goes on have earned so far, by the parts that score single turns."""
+        if own := self._by_env.get(trajectory.task.env):
+            return own.score_turns(trajectory)
         played = [part for part in self._single if isinstance(part.reward, ScoresTurns)]
         turns = [part.reward.score_turns(trajectory) for part in played]
         return total(played, [Score(sum(of_part), turns=tuple(of_part)) for of_part in turns])
@@ -96,6 +108,8 @@ class RewardPipeline:
         Raises:
             ConfigError: as `score`.
         """
+        if own := self._by_env.get(trajectories[0].task.env):
+            return await own.score_group(trajectories, scores, failed)
         if not self._grouped:
             return list(scores)
         scores_by_part = await _all(self._ask(part, trajectories, failed) for part in self._grouped)
@@ -109,6 +123,10 @@ class RewardPipeline:
             for part in self.parts
             if hasattr(part.reward, "metrics")
             for name, value in part.reward.metrics().items()
+        } | {
+            name.replace("scoring/", f"scoring/{env}/", 1): value
+            for env, own in self._by_env.items()
+            for name, value in own.metrics().items()
         }
 
     async def _ask(self, part: RewardPart, trajectories: Sequence[Trajectory], failed: OnFailure) -> list[Score]:

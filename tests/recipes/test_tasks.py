@@ -33,6 +33,16 @@ evaluation: {{tasks: 9}}
 trackers: []
 """
 
+MIXED = """
+env:
+  - {{name: guess_number, weight: 2, options: {{high: 4}}, max_turns: 2}}
+  - {{name: qa, tasks: {data}, reward: {{name: length, free: 1, limit: 9}}, group_size: 3, max_tokens: 2}}
+steps: 2
+rollout: {{groups_per_step: 3, group_size: 2, max_turns: 3, sampling: {{max_tokens: 4}}}}
+evaluation: {{tasks: 2}}
+trackers: []
+"""
+
 
 class Widening:
     """The range of numbers grows by one with each task that was trained on."""
@@ -98,3 +108,31 @@ def test_a_file_of_questions_is_trained_on_once_an_epoch_and_a_run_does_not_go_o
     done = agentrl("train", "--resume", str(run), "steps=5")
     assert done.returncode == 2
     assert "are not those that the run in" in done.stderr
+
+
+def test_a_mixture_trains_each_environment_in_its_own_way_and_goes_on_with_the_same_tasks(
+    tmp_path: Path, agentrl: Any, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{n}?", "answer": n}) + "\n" for n in range(30)))
+    tasks = {}
+    for name, launches in {"whole": [4], "resumed": [2, 4]}.items():
+        run, path = tmp_path / name, tmp_path / f"{name}.yaml"
+        path.write_text(MIXED.format(data=data) + f"model: {tiny_model_dir}\nrun_dir: {run}\n")
+        for number, steps in enumerate(launches):
+            done = agentrl("train", *(["--resume", str(run)] if number else [str(path)]), f"steps={steps}")
+            assert done.returncode == 0, done.stdout + done.stderr
+        with read_ledger(run / "ledger.sqlite") as ledger:
+            outcomes = list(ledger.outcomes())
+        tasks[name] = [task for _, task, _ in outcomes]
+        assert {len(rewards) for _, task, rewards in outcomes if task.env == "qa"} == {3}
+    assert tasks["whole"] == tasks["resumed"]
+    assert [task.env for task in tasks["whole"]] == ["guess_number", "guess_number", "qa"] * 4
+    rows = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+    step = next(row for row in rows if "loss" in row)
+    assert (step["envs/qa/groups"], step["envs/qa/episodes"], step["envs/guess_number/groups"]) == (1, 3, 2)
+    assert step["envs/qa/tokens"] <= 6
+    assert step["envs/guess_number/turns"] <= 2
+    [held_out] = [row for row in rows if row["step"] == 4 and "eval/success" in row]
+    assert (held_out["eval/episodes"], held_out["eval/envs/qa/episodes"]) == (4, 2)

@@ -1,0 +1,135 @@
+"""`EnvConfig`: the section `env` of a config, one environment or a list of them.
+
+env: frozen_lake
+
+env:
+  - {name: sokoban, weight: 2, max_turns: 40}
+  - {name: qa, tasks: questions.jsonl, reward: math, group_size: 16}
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, InstanceOf, PlainSerializer, field_validator, model_validator
+
+from agentrl.errors import ConfigError
+from agentrl.hosting.wrappers import wrapper
+from agentrl.plugins import Component
+from agentrl.protocols import Isolation, Settings
+from agentrl.rollout.agents import AgentRoute
+from agentrl.scoring.config import RewardsConfig
+
+ComponentField = Annotated[InstanceOf[Component], PlainSerializer(Component.dump)]
+RewardsField = Annotated[InstanceOf[RewardsConfig], PlainSerializer(RewardsConfig.dump)]
+
+
+def _wrapper(raw: Any) -> Component:
+    try:
+        return wrapper(raw)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+
+
+WrapperField = Annotated[ComponentField, BeforeValidator(_wrapper)]
+
+
+class OneEnv(Settings):
+    """Which environment, and where it runs."""
+
+    name: str
+    """A registered name or `package.module:Name`."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Passed to every `reset`."""
+    isolation: Isolation | None = None
+    """Where it runs: `inline` (on the event loop), `thread` or `process`; by default what the environment declares."""
+    wrappers: tuple[WrapperField, ...] = ()
+    """Wrappers around it, each around those before: `time_limit`, `action_format`, or your own."""
+    python: str | None = None
+    """The Python that runs it, each episode in its own process: a path, or a name on the PATH; by default this one."""
+    requires: tuple[str, ...] = ()
+    """Packages for its own interpreter, in pip's syntax; installed once, into the cache folder."""
+
+    @model_validator(mode="after")
+    def _another_interpreter_is_another_process(self) -> Self:
+        if self.foreign and self.isolation not in (None, "process"):
+            raise ValueError(
+                f"with python or requires it runs in a process; leave out isolation, which is {self.isolation!r}"
+            )
+        return self
+
+    @property
+    def foreign(self) -> bool:
+        """Whether it runs in another interpreter; only that one can check whether the environment exists."""
+        return self.python is not None or bool(self.requires)
+
+
+class MixedEnv(OneEnv):
+    """An environment of a mixture. What it leaves out is as the rest of the config says."""
+
+    label: str | None = Field(None, pattern=r"^[^/\s]+$")
+    """Its name in metrics and in the ledger, by default `name`. Two entries of one environment need different ones."""
+    weight: float = Field(1.0, gt=0, allow_inf_nan=False)
+    """Its share of what is trained on, relative to the other weights."""
+    tasks: ComponentField | None = None
+    """Where its tasks come from, as the section `tasks`, which it is by default."""
+    reward: RewardsField | None = None
+    """Its reward, as the section `reward`, which it is by default."""
+    algorithm: ComponentField | None = None
+    """Settings of the run's algorithm that differ for the advantages of its groups. The loss is the same for all."""
+    group_size: int | None = Field(None, gt=0)
+    """As `rollout.group_size`."""
+    max_turns: int | None = Field(None, gt=0)
+    """As `rollout.max_turns`."""
+    max_tokens: int | None = Field(None, gt=0)
+    """As `rollout.sampling.max_tokens`."""
+    max_failed_tasks: int | None = Field(None, ge=0)
+    """As `rollout.max_failed_tasks`: each environment has a budget of its own."""
+
+    @property
+    def called(self) -> str:
+        """Its name in the run."""
+        return self.label or self.name
+
+
+class EnvConfig(OneEnv):
+    """Which environment to train on. A list of environments stands for `mixture`."""
+
+    name: str = ""
+    """A registered name or `package.module:Name`."""
+    agents: dict[str, AgentRoute] = Field(default_factory=dict)
+    """Who plays each agent of a multi-agent environment: `policy`, `frozen` or `scripted`
+    (`agentrl/rollout/agents.py`); by default the policy plays all."""
+    mixture: tuple[MixedEnv, ...] = ()
+    """Several environments in one run, instead of `name`."""
+    weights_count: Literal["groups", "tokens"] = "groups"
+    """What the weights of a mixture are shares of: trained groups, or the sampled tokens in them."""
+    exhausted: Literal["end", "others"] = "end"
+    """What happens when an environment of a mixture has spent its `max_failed_tasks`: the run ends, or it gets no more
+    tasks and the others share its weight."""
+
+    @field_validator("mixture")
+    @classmethod
+    def _each_has_a_name_of_its_own(cls, mixture: tuple[MixedEnv, ...]) -> tuple[MixedEnv, ...]:
+        names = [one.called for one in mixture]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"more than one environment is called {min(twice)!r}: give each a `label`")
+        return mixture
+
+    @model_validator(mode="after")
+    def _is_one_or_several(self) -> Self:
+        if bool(self.name) == bool(self.mixture):
+            raise ValueError("write the name of one environment, or a list of several")
+        own = {**dict.fromkeys(OneEnv.model_fields), "agents": None}
+        if self.mixture and (given := [name for name in own if getattr(self, name)]):
+            raise ValueError(f"{given[0]} belongs to one environment: write it in the entries of env.mixture")
+        return self
+
+    def limits(self, name: str) -> dict[str, int]:
+        """The environments of a mixture that have their own `max_turns` or `max_tokens`, with it."""
+        own = {one.called: getattr(one, name) for one in self.mixture}
+        return {env: limit for env, limit in own.items() if limit is not None}
+
+    @property
+    def all(self) -> Mapping[str, OneEnv]:
+        """The environments of the run, by their names in it."""
+        return {one.called: one for one in self.mixture} or {self.name: self}

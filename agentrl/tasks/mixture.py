@@ -1,0 +1,121 @@
+"""`Mixture`: tasks of several environments, in shares that are kept however slow or broken an environment is.
+
+The next task belongs to the environment that is furthest behind its weight: the one with the smallest (n + 1) / weight,
+where n are its groups that have been trained on or are being played (the method of D'Hondt). A group that fails, is
+filtered or is too old no longer counts, so its place goes to the same environment. What follows depends on these counts
+alone, which a resumed run reads from its ledger.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from agentrl.protocols import Curriculum, TaskSource
+from agentrl.rollout.ledger import Fate
+from agentrl.trajectory import Group, Task
+
+
+@dataclass(slots=True)
+class Share:
+    """An environment of a mixture: `name` in the run, `env` the environment's own, and what has become of its tasks.
+
+    `issued`: tasks so far; `live`: groups that are being played; `groups`: those trained on, with `tokens` sampled
+    tokens.
+    """
+
+    name: str
+    env: str
+    weight: float
+    tasks: TaskSource
+    group_size: int
+    max_failed_tasks: int
+    issued: int = 0
+    live: int = 0
+    groups: int = 0
+    tokens: float = 0.0
+    given_up: bool = False
+    numbers: dict[int, int] = field(default_factory=dict)
+    """The index of a task among its own, by its number in the run, for a curriculum."""
+
+
+class Mixture:
+    """`TaskSource` of several environments. `count`: what the weights are shares of.
+
+    A task keeps the id that its own source gave it, after the environment's name. Each source is asked for its tasks in
+    order, and a curriculum observes the outcomes of its own tasks only.
+    """
+
+    def __init__(self, shares: Sequence[Share], count: Literal["groups", "tokens"] = "groups") -> None:
+        self._shares = {share.name: share for share in shares}
+        self._count = count
+
+    def __getitem__(self, env: str) -> Share:
+        """An environment's share, by its name in the run."""
+        return self._shares[env]
+
+    def task(self, index: int) -> Task:
+        """The task with this number. Called once for each, in order."""
+        share = min((share for share in self._shares.values() if not share.given_up), key=self._next)
+        task = share.tasks.task(share.issued)
+        self._issue(share, index)
+        share.live += 1
+        return replace(task, env=share.name, id=f"{share.name}-{task.id}")
+
+    def trained(self, groups: Iterable[Group]) -> None:
+        """These groups are trained on."""
+        for group in groups:
+            share = self._shares[group.task.env]
+            share.live -= 1
+            share.groups += 1
+            share.tokens += sum(trajectory.num_tokens for trajectory in group.trajectories)
+
+    def lost(self, task: Task) -> None:
+        """The group of this task will not be trained on."""
+        self._shares[task.env].live -= 1
+
+    def give_up(self, env: str) -> bool:
+        """Give an environment no more tasks; returns whether another is left."""
+        self._shares[env].given_up = True
+        return not all(share.given_up for share in self._shares.values())
+
+    def observe(self, index: int, task: Task, rewards_G: Sequence[float]) -> None:
+        """Pass an outcome on to the curriculum of its environment, if it has one."""
+        share = self._shares[task.env]
+        own = share.numbers.pop(index, None)
+        if isinstance(share.tasks, Curriculum) and own is not None:
+            share.tasks.observe(own, replace(task, env=share.env, id=task.id.removeprefix(f"{task.env}-")), rewards_G)
+
+    def restore(
+        self, fates: Iterable[tuple[int, str, Fate | None]], rows: Iterable[Mapping[str, float]], *, gives_up: bool
+    ) -> None:
+        """Continue an earlier launch, from (number, environment, fate) of its tasks in order and its steps' metrics.
+
+        `gives_up`: an environment that had spent its budget of failures gets no more tasks.
+        """
+        failed = dict.fromkeys(self._shares, 0)
+        for number, env, fate in fates:
+            share = self._shares[env]
+            self._issue(share, number)
+            share.live += fate is None
+            share.groups += fate == "trained"
+            failed[env] += fate == "failed"
+        for row in rows:
+            for name, share in self._shares.items():
+                share.tokens += row.get(f"envs/{name}/tokens", 0.0)
+        for name, share in self._shares.items():
+            share.given_up = gives_up and failed[name] > share.max_failed_tasks
+
+    def _issue(self, share: Share, number: int) -> None:
+        if isinstance(share.tasks, Curriculum):
+            share.numbers[number] = share.issued
+        share.issued += 1
+
+    def _next(self, share: Share) -> float:
+        """How far an environment would be ahead with one more group; the smallest is the next."""
+        if self._count == "groups":
+            return (share.groups + share.live + 1) / share.weight
+        # A group that is being played counts as much as those of its environment did so far, or else those of all.
+        known = [share] if share.groups else list(self._shares.values())
+        groups = sum(one.groups for one in known)
+        mean = sum(one.tokens for one in known) / groups if groups else 1.0
+        return (share.tokens + (share.live + 1) * max(mean, 1.0)) / share.weight
