@@ -74,7 +74,7 @@ def transport(request: pytest.FixtureRequest) -> Iterator[Transport]:
 
 
 def trajectories(transport: Transport, episodes: int = 24) -> list[Trajectory]:
-    """Episodes of six seeds, eight at a time, as they were but for the time they took."""
+    """Episodes of six seeds, eight at a time, as they were but for when, and for how long."""
 
     async def play() -> list[Trajectory]:
         host = EnvHost({"dials": transport.make}, EnvDeadlines(), transport.isolation)
@@ -90,14 +90,14 @@ def trajectories(transport: Transport, episodes: int = 24) -> list[Trajectory]:
         async with asyncio.TaskGroup() as group:
             playing = [group.create_task(one(task)) for task in tasks]
         await host.close()
-        return [without_seconds(task.result()) for task in playing]
+        return [without_times(task.result()) for task in playing]
 
     return asyncio.run(play())
 
 
-def without_seconds(trajectory: Trajectory) -> Trajectory:
-    turns = tuple(replace(turn, generate_seconds=0.0, env_seconds=0.0) for turn in trajectory.turns)
-    return replace(trajectory, turns=turns, seconds=0.0)
+def without_times(trajectory: Trajectory) -> Trajectory:
+    turns = tuple(replace(turn, asked=0.0, generate_seconds=0.0, env_seconds=0.0) for turn in trajectory.turns)
+    return replace(trajectory, turns=turns, started=0.0, seconds=0.0)
 
 
 @pytest.fixture(scope="module")
