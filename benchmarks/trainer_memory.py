@@ -26,9 +26,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from agentrl.batch import TrainingSample, collate
 from agentrl.trainers.forward import to_device
 from agentrl.trainers.local import LocalTrainer
-from agentrl.trainers.model import Predictor, load_model
+from agentrl.trainers.model import Predictor
+from agentrl.trainers.one_device import open_sharding
 from agentrl.trainers.packing import MicroBatch
-from agentrl.trainers.spec import TrainerSpec
+from agentrl.trainers.spec import RankInfo, TrainerSpec
 
 MIB = 1 << 20
 
@@ -109,8 +110,8 @@ def main() -> None:
     device = torch.device(given.device)
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder), given.vocab)
-        config = LocalTrainer.Config(activation_checkpointing="full")
-        model, _ = load_model(TrainerSpec("", config, Path(folder), 1, 1.0), device)
+        config = LocalTrainer.Config(device=given.device, activation_checkpointing="full")
+        model = open_sharding(TrainerSpec("", config, Path(folder), 1, 1.0), RankInfo(0, 1, "")).model
     measured(model, device, 256, 16)  # makes the gradients
     lengths = given.lengths
     peaks = [measured(model, device, length, length // 16) for length in lengths]

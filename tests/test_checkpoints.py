@@ -29,7 +29,7 @@ from agentrl.errors import CheckpointError, ConfigError
 from agentrl.observe.metrics import MetricsFile
 from agentrl.rollout.ledger import Ledger, check_ledger
 from agentrl.run import was_begun
-from agentrl.trainers.checkpoint import FORMAT, STATE_FILE, read_checkpoint, save_model, save_state
+from agentrl.trainers.checkpoint import FORMAT, STATE_FILE, read_state, save_state
 from agentrl.trajectory import Task
 from tests.commands import Command
 from tests.processes import PATIENCE_SECONDS
@@ -344,15 +344,19 @@ def test_a_best_that_is_measured_is_taken():
 # A state of another version.
 
 
-def test_a_state_of_a_newer_version_says_so_and_one_without_a_version_is_read(tmp_path):
-    state = {"step": 3, "optimizer": {}}
+def test_a_state_of_another_version_says_so_and_what_to_do(tmp_path):
+    state = {"step": 3, "moments": [], "updates": {}}
     save_state(tmp_path, {**state, "format": FORMAT + 1})
-    with pytest.raises(CheckpointError, match=rf"newer agentrl \(format {FORMAT + 1}; this one reads up to {FORMAT}\)"):
-        read_checkpoint(tmp_path, {})
-    torch.save(state, tmp_path / STATE_FILE)
-    assert read_checkpoint(tmp_path, {}) == ({}, state)
+    with pytest.raises(CheckpointError, match=rf"newer agentrl \(format {FORMAT + 1}; this one reads {FORMAT}\)"):
+        read_state(tmp_path)
+    torch.save({"step": 3, "optimizer": {}}, tmp_path / STATE_FILE)
+    with pytest.raises(CheckpointError, match=rf"older agentrl \(format 1; .* start a new run .* model={tmp_path}"):
+        read_state(tmp_path)
+    torch.save({"step": 3, "format": FORMAT}, tmp_path / STATE_FILE)
+    with pytest.raises(CheckpointError, match="lacks the step or the optimizer"):
+        read_state(tmp_path)
     save_state(tmp_path, state)
-    assert read_checkpoint(tmp_path, {})[1]["format"] == FORMAT
+    assert read_state(tmp_path) == {**state, "format": FORMAT}
 
 
 # `--resume auto`.
@@ -412,7 +416,8 @@ def test_an_exported_checkpoint_is_the_same_model_without_the_optimizer_and_over
             )
             expected = model(ids).logits
         folder = run / "checkpoints" / f"step_{step:06d}"
-        save_model(folder, model, tiny_model_dir)
+        shutil.copytree(tiny_model_dir, folder)
+        model.save_pretrained(folder)
         save_state(folder, {"step": step, "optimizer": {}})
         (folder / "optimizer").mkdir()
         MetricsFile(run / "metrics.jsonl").append({"step": step, "eval/success": value})

@@ -1,35 +1,39 @@
-"""A trainer's state as a folder: a Hugging Face model with its tokenizer, and the optimizer beside it."""
+"""A trainer's checkpoint: a Hugging Face folder that all ranks fill, and the moments of the optimizer beside it.
+
+    model.safetensors ...    the weights in float32; with adapters, merged
+    adapter/                 the adapters, as peft writes them
+    optimizer/exp_avg/ ...   the moments in float32, by the names of the model's parameters
+    trainer.pt               steps done, updates of each parameter
+
+Each rank copies what it has (`Snapshot.of`) and writes the copies while training goes on (`Snapshot.write`). Ranks need
+not talk to each other for that: the place of each element follows from the shapes. Any number of ranks of any kind of
+trainer can read the files.
+"""
 
 import logging
 import pickle
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from agentrl.errors import CheckpointError
+from agentrl.trainers.tensor_files import Part, Piece, Stored, TensorFiles, pieces
+
+if TYPE_CHECKING:
+    from agentrl.trainers.sharding import Sharding
+    from agentrl.trainers.trainable import TrainableParameters
 
 STATE_FILE = "trainer.pt"
-FORMAT = 1
+OPTIMIZER = "optimizer"
+"""The folder in a checkpoint with a folder for each moment."""
+FORMAT = 2
 """The version in the state file. Raise it when an older reader would misread the folder."""
-_MODEL_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", "config.json", "generation_config.json")
-
-
-def named_weights(model: Any) -> dict[str, Tensor]:
-    """The model's weights by their Hugging Face names, not copied; tied weights only under their first name."""
-    weights: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, weight in model.state_dict().items():
-        if weight.data_ptr() not in seen or not weight.numel():
-            weights[name] = weight
-        seen.add(weight.data_ptr())
-    return weights
+_WAY_OUT = "resume from an older checkpoint, or start a new run from a model folder"
 
 
 @contextmanager
@@ -59,64 +63,169 @@ def _only_errors(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.ERROR
 
 
-def save_model(folder: Path, model: Any, origin: Path, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Write weights (by default the model's own) and config, and `origin`'s other files: the tokenizer."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with quiet():
-        model.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
-    for file in sorted(origin.iterdir()):
-        if file.is_file() and not any(file.match(pattern) for pattern in _MODEL_FILES):
-            shutil.copyfile(file, folder / file.name)
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """What an optimizer remembers of its updates, as a rank has it now.
+
+    `parts`: by the name of the moment, such as exp_avg, and that of the parameter. `updates`: how many updates each
+    parameter has had.
+    """
+
+    parts: Mapping[str, Mapping[str, Part]]
+    updates: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensors:
+    """Tensors of one folder of a checkpoint: their shapes by name, and the pieces of them that this rank writes."""
+
+    folder: str
+    stem: str
+    shapes: Mapping[str, torch.Size]
+    pieces: Sequence[Piece]
+
+    def write(self, checkpoint: Path, rank: int) -> None:
+        folder = checkpoint / self.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        files = TensorFiles.planned(folder, self.shapes, self.stem)
+        if rank == 0:
+            files.write_headers(self.stem)
+        for piece in self.pieces:
+            files.write(piece)
+        files.to_disk()
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What one rank writes of a checkpoint: copies in the machine's memory, which further steps do not change."""
+
+    rank: int
+    tensors: Sequence[_Tensors]
+    rest: Callable[[Path], None]
+    state: Mapping[str, Any]
+
+    @staticmethod
+    def of(sharding: "Sharding", trainable: "TrainableParameters", step: int) -> "Snapshot":
+        """Copy the state after `step` steps. All ranks have to do so at the same time."""
+        rank, ranks = sharding.rank, sharding.ranks
+
+        def copied(stored: Sequence[Stored], parts: Mapping[str, Part]) -> list[Piece]:
+            own = {name: part.share(rank, ranks) for name, part in parts.items()}
+            here = [one for one in stored if one.of in own]
+            return [Piece(one.name, one.start, _copy(one.values)) for one in pieces(here, own)]
+
+        stored = trainable.stored
+        shapes = {one.name: one.shape for one in stored}
+        weights = copied(stored, sharding.held(trainable.shapes))
+        tensors = [_Tensors(trainable.weights_in, trainable.stem, shapes, weights)]
+        moments = sharding.moments()
+        for moment, parts in moments.parts.items():
+            of_moment = [
+                Stored(name, shape, name) for name, shape in trainable.shapes.items() if name in moments.updates
+            ]
+            shapes = {one.name: one.shape for one in of_moment}
+            tensors.append(_Tensors(f"{OPTIMIZER}/{moment}", "model", shapes, copied(of_moment, parts)))
+        state = {"step": step, "moments": sorted(moments.parts), "updates": dict(moments.updates)}
+        return Snapshot(rank, tensors, trainable.rest(sharding), state)
+
+    def write(self, folder: Path) -> None:
+        """Write into a folder that all ranks see. It is complete when all ranks have written.
+
+        Raises:
+            OSError: the disk is full, or the folder cannot be written.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        for tensors in self.tensors:
+            tensors.write(folder, self.rank)
+        self.rest(folder)
+        if self.rank == 0:
+            save_state(folder, self.state)
+
+
+def _copy(values: Tensor) -> Tensor:
+    copied = torch.empty(values.shape, dtype=torch.float32)
+    return copied.copy_(values.detach())
 
 
 def save_state(folder: Path, state: Mapping[str, Any]) -> None:
-    """Write the state beside the weights. This comes last, since it marks the checkpoint as complete."""
+    """Write the state beside the weights."""
     torch.save({"format": FORMAT, **state}, folder / STATE_FILE)
 
 
-def read_checkpoint(
-    folder: Path, shapes: Mapping[str, Sequence[int]], *, weights_in: str = "."
-) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
-    """Read the weights (from the folder `weights_in`) and the state of a checkpoint to the CPU; check the shapes.
+def load(sharding: "Sharding", trainable: "TrainableParameters", folder: Path) -> int:
+    """Read this rank's part of a checkpoint; returns the number of steps done.
 
     Raises:
         CheckpointError: the folder is missing, incomplete, damaged or of another model.
     """
-    way_out = "resume from an older checkpoint, or start a new run from a model folder"
+    state = read_state(folder)
+    shapes = {one.name: one.shape for one in trainable.stored}
+    weights = _open(folder / trainable.weights_in, shapes)
+    files = {name: _open(folder / OPTIMIZER / name, trainable.shapes, some=True) for name in state["moments"]}
+    _read(weights, trainable.stored, sharding.held(trainable.shapes))
+    sharding.refresh()
+    if state["moments"]:
+        moments = sharding.new_moments(state["moments"])
+        for name, parts in moments.parts.items():
+            stored = [Stored(one, shape, one) for one, shape in files[name].shapes.items() if one in parts]
+            _read(files[name], stored, parts)
+        sharding.set_updates(state["updates"])
+    return int(state["step"])
+
+
+def read_state(folder: Path) -> Mapping[str, Any]:
+    """The state of a checkpoint: `step`, `moments`, `updates`.
+
+    Raises:
+        CheckpointError: the folder is missing or incomplete, or of another version.
+    """
     if not (folder / STATE_FILE).is_file():
         present = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else "nothing"
         raise CheckpointError(
-            f"{folder} is no complete trainer checkpoint: no {STATE_FILE} in it ({present}); {way_out}"
+            f"{folder} is no complete trainer checkpoint: no {STATE_FILE} in it ({present}); {_WAY_OUT}"
         )
     try:
         state: Mapping[str, Any] = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)
-        saved: dict[str, Tensor] = {}
-        for file in sorted((folder / weights_in).glob("*.safetensors")):
-            saved |= load_file(file)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
-        raise CheckpointError(f"{folder} is damaged: {error}; {way_out}") from error
-    if (written := state.get("format", FORMAT)) > FORMAT:
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{folder} is damaged: {error}; {_WAY_OUT}") from error
+    written = state.get("format", 1)
+    if written > FORMAT:
         raise CheckpointError(
-            f"{folder} was written by a newer agentrl (format {written}; this one reads up to {FORMAT}): install that "
-            f"one, or {way_out}"
+            f"{folder} was written by a newer agentrl (format {written}; this one reads {FORMAT}): install that "
+            f"one, or {_WAY_OUT}"
         )
-    if not {"step", "optimizer"} <= state.keys():
+    if written < FORMAT:
         raise CheckpointError(
-            f"{folder / STATE_FILE} lacks the step or the optimizer: it has {sorted(state)}; {way_out}"
+            f"{folder} was written by an older agentrl (format {written}; this one reads {FORMAT}), whose optimizer "
+            f"cannot be read: start a new run from its weights by model={folder}"
         )
-    differing = sorted(name for name in shapes if name not in saved or tuple(saved[name].shape) != tuple(shapes[name]))
+    if not {"step", "moments", "updates"} <= state.keys():
+        raise CheckpointError(
+            f"{folder / STATE_FILE} lacks the step or the optimizer: it has {sorted(state)}; {_WAY_OUT}"
+        )
+    return state
+
+
+def _open(folder: Path, shapes: Mapping[str, torch.Size], *, some: bool = False) -> TensorFiles:
+    """The tensors in a folder: all of these, or some. What has had no update has no moments."""
+    try:
+        files = TensorFiles.open(folder)
+    except OSError as error:
+        raise CheckpointError(f"{folder} is damaged: {error}; {_WAY_OUT}") from error
+    saved = files.shapes
+    differing = sorted(name for name in shapes if saved.get(name, shapes[name] if some else None) != shapes[name])
     unknown = sorted(saved.keys() - shapes.keys())
     if differing or unknown:
         raise CheckpointError(
-            f"{folder / weights_in} does not fit the model: missing or of another shape: {differing[:5]}, unknown: "
-            f"{unknown[:5]}; give the run the model that the checkpoint was made from, or {way_out}"
+            f"{folder} does not fit the model: missing or of another shape: {differing[:5]}, unknown: {unknown[:5]}; "
+            f"give the run the model that the checkpoint was made from, or {_WAY_OUT}"
         )
-    return saved, state
+    return files
 
 
-def kept_by_another(folder: Path, trainer: str) -> CheckpointError:
-    """The error for an optimizer state that another kind of trainer has saved."""
-    return CheckpointError(
-        f"the optimizer in {folder} was not saved by the trainer {trainer!r}: use the one that saved it, or "
-        f"start a new run from these weights by model={folder}"
-    )
+def _read(files: TensorFiles, stored: Sequence[Stored], parts: Mapping[str, Part]) -> None:
+    try:
+        for piece in pieces(stored, parts):
+            files.read(piece)
+    except OSError as error:
+        raise CheckpointError(f"{files.folder} is damaged: {error}; {_WAY_OUT}") from error

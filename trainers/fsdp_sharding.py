@@ -1,48 +1,49 @@
 """The torch code of a rank of `FsdpTrainer`."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from agentrl.trainers.checkpoint import kept_by_another, save_state
+from agentrl.trainers.checkpoint import Moments
 from agentrl.trainers.forward import DeviceMicroBatch
-from agentrl.trainers.model import Predictor, in_bfloat16, load_model
-from agentrl.trainers.optimizer import adamw, apply, move
-from agentrl.trainers.process_group import join, max_of_ranks, sum_of_ranks
+from agentrl.trainers.model import Predictor, begin, in_bfloat16, make_model
+from agentrl.trainers.optimizer import adamw, apply, check_moments, make_state, moments_of, move, set_updates
+from agentrl.trainers.process_group import join, max_of_ranks, sent, sum_of_ranks
 from agentrl.trainers.spec import RankInfo, TrainerSpec
-from agentrl.trainers.trainable import TrainableParameters, trainable_tensors
+from agentrl.trainers.tensor_files import Part
+from agentrl.trainers.trainable import TrainableParameters, model_tensors, trainable_tensors
 
 if TYPE_CHECKING:
     from agentrl.trainers.fsdp import FsdpTrainer
 
-_OPTIMIZER = "optimizer"
-"""The folder in a checkpoint where the ranks keep their shards of the optimizer."""
-
 
 def open_sharding(spec: TrainerSpec, rank_info: RankInfo) -> "FullyShard":
-    """Load the model, shard it, make the optimizer."""
+    """Make the model, shard it before it has any memory, read the shards, make the optimizer."""
     config = cast("FsdpTrainer.Config", spec.config)
     device = join(rank_info)
-    model, trainable = load_model(spec, device)
+    model, trainable, origin = make_model(spec)
     _shard(model, config, device, rank_info.world_size)
-    optimizer = adamw(model, config)
     home = torch.device("cpu") if config.cpu_offload else device
-    return FullyShard(rank_info.rank, device, home, model, trainable, optimizer, config.keep_gradients)
+    _take_memory(model, home, device)
+    sharding = FullyShard(
+        rank_info.rank,
+        rank_info.world_size,
+        device,
+        home,
+        model,
+        trainable,
+        adamw(model, config),
+        config.keep_gradients,
+    )
+    begin(sharding, origin)
+    return sharding
 
 
 def _shard(model: Predictor, config: "FsdpTrainer.Config", device: torch.device, world_size: int) -> None:
@@ -66,6 +67,14 @@ def _shard(model: Predictor, config: "FsdpTrainer.Config", device: torch.device,
         module.set_force_sum_reduction_for_comms(True)
 
 
+def _take_memory(model: Predictor, home: torch.device, device: torch.device) -> None:
+    """Give the shards memory on `home`, without values, and move the buffers, which have theirs, to the device."""
+    buffers = [(owner, name, one) for owner in model.modules() for name, one in owner.named_buffers(recurse=False)]
+    model.to_empty(device=home)
+    for owner, name, buffer in buffers:
+        setattr(owner, name, buffer.to(device))
+
+
 def _sharded(model: Predictor) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
@@ -80,12 +89,19 @@ class FullyShard:
     """`Sharding` with FSDP2. `home`: the device of its shards while it is awake."""
 
     rank: int
+    ranks: int
     device: torch.device
     home: torch.device
     model: Predictor
     trainable: TrainableParameters
     optimizer: torch.optim.AdamW
     keep_gradients: bool
+
+    def prepare(self) -> None:
+        """See `Sharding`."""
+        with torch.no_grad():
+            self.model(None)
+        _reshard(self.model)
 
     def predict(self, samples: DeviceMicroBatch, *, entropy: bool = False) -> Tensor:
         """See `Sharding`."""
@@ -118,33 +134,39 @@ class FullyShard:
         apply(self.optimizer, norm, lr, largest)
         return norm
 
-    def weights(self) -> Mapping[str, Tensor]:
-        """All weights on rank 0, in CPU memory; the other ranks take part, but return none."""
-        whole = self._whole()
-        return self.trainable.weights(whole) if self.rank == 0 else {}
+    def whole(self, *, everywhere: bool = False) -> Mapping[str, Tensor]:
+        """See `Sharding`."""
+        whole: dict[str, Tensor] = {}
+        for name, tensor in trainable_tensors(self.trainable).items():
+            gathered = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if everywhere or self.rank == 0:
+                whole[name] = gathered.detach().cpu()
+        return whole
 
-    def save(self, folder: Path, step: int) -> None:
-        """Rank 0 writes the weights as a Hugging Face folder; each rank writes its shards of the optimizer."""
-        whole = self._whole()
-        if self.rank == 0:
-            self.trainable.save(folder, whole)
-        dist.barrier()
-        dcp.save(get_optimizer_state_dict(self.model, self.optimizer), checkpoint_id=folder / _OPTIMIZER)  # type: ignore[attr-defined]
-        if self.rank == 0:
-            save_state(folder, {"step": step, "optimizer": _OPTIMIZER})
-        dist.barrier()
+    def sent(self, tensor: Tensor) -> Tensor:
+        """See `Sharding`."""
+        return sent(tensor)
 
-    def load(self, folder: Path) -> int:
-        """Any number of ranks can load what any number of ranks has saved."""
-        saved, state = self.trainable.read(folder)
-        if state["optimizer"] != _OPTIMIZER:
-            raise kept_by_another(folder, "fsdp")
-        options = StateDictOptions(full_state_dict=True, strict=False)  # a tied weight is saved under one name only
-        set_model_state_dict(self.model.model, cast(Any, saved), options=options)
-        optimizer = get_optimizer_state_dict(self.model, self.optimizer)
-        dcp.load(optimizer, checkpoint_id=folder / _OPTIMIZER)  # type: ignore[attr-defined]
-        set_optimizer_state_dict(self.model, self.optimizer, optim_state_dict=optimizer)
-        return int(state["step"])
+    def held(self, names: Iterable[str]) -> Mapping[str, Part]:
+        """See `Sharding`."""
+        tensors = model_tensors(self.trainable.model)
+        return {name: self._part(name, tensors[name]) for name in names}
+
+    def refresh(self) -> None:
+        """See `Sharding`. Nothing depends on the weights."""
+
+    def moments(self) -> Moments:
+        """See `Sharding`."""
+        return moments_of(self.optimizer, trainable_tensors(self.trainable), self._part)
+
+    def new_moments(self, names: Sequence[str]) -> Moments:
+        """See `Sharding`."""
+        make_state(self.optimizer)
+        return check_moments(self.moments(), names)
+
+    def set_updates(self, updates: Mapping[str, float]) -> None:
+        """See `Sharding`."""
+        set_updates(self.optimizer, trainable_tensors(self.trainable), updates)
 
     def sleep(self) -> None:
         """See `Sharding`."""
@@ -158,11 +180,10 @@ class FullyShard:
         """See `Sharding`."""
         dist.destroy_process_group()
 
-    def _whole(self) -> dict[str, Tensor]:
-        """The trainable tensors, gathered one by one; only rank 0 keeps them, in CPU memory."""
-        whole: dict[str, Tensor] = {}
-        for name, tensor in trainable_tensors(self.trainable).items():
-            gathered = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if self.rank == 0:
-                whole[name] = gathered.detach().cpu()
-        return whole
+    def _part(self, name: str, tensor: Tensor) -> Part:
+        """FSDP gives each rank the same number of rows, as far as there are enough."""
+        if not isinstance(tensor, DTensor):
+            return Part(tensor.shape, 0, tensor.detach(), replicated=True)
+        rows = -(-tensor.shape[0] // self.ranks)
+        start = min(self.rank * rows, tensor.shape[0]) * tensor.shape[1:].numel()
+        return Part(tensor.shape, start, tensor.to_local().detach())

@@ -4,9 +4,9 @@ import asyncio
 import json
 import logging
 import math
-import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
@@ -33,8 +33,22 @@ _CALL_SECONDS = 3600.0
 """How long a call may take, besides the time for its tokens."""
 _SECONDS_PER_TOKEN = 0.01
 """Ranks that train slower count as hanging."""
+_LOOK_SECONDS = 0.05
+"""How often to look whether a checkpoint is written."""
 _LEAVE_SECONDS = 5.0
 """How long the ranks may take to disconnect and free their memory before they are stopped."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Saving:
+    """A checkpoint that is being written: the state after `done` steps, into a folder."""
+
+    folder: Path
+    done: int
+
+    async def begin(self, ranks: WorkerGroup) -> None:
+        """Let ranks copy their state and begin to write it."""
+        await ranks.all("begin_save", self.folder)
 
 
 class GroupTrainer:
@@ -82,6 +96,8 @@ class GroupTrainer:
         self._running = False
         self._ranks: WorkerGroup | None = None
         self._made: tuple[TrainBatch, Sequence[BatchShard]] | None = None
+        self._starting = asyncio.Lock()
+        self._saving: _Saving | None = None
         self._attention = attention_share(model) if self.world_size > 1 else 0.0
 
     @property
@@ -159,16 +175,40 @@ class GroupTrainer:
     async def save(self, folder: Path) -> None:
         """Write a Hugging Face folder with the tokenizer, and the optimizer's state and step beside it.
 
-        To save all or nothing, save to a temporary folder and rename it. The folder is removed before each attempt,
-        so nothing remains of a rank that died while it saved.
+        To save all or nothing, save to a temporary folder and rename it.
         """
+        await self.begin_save(folder)
+        await self.saved()
 
-        async def save(ranks: WorkerGroup) -> None:
-            shutil.rmtree(folder, ignore_errors=True)
-            await ranks.all("save", folder)
+    async def begin_save(self, folder: Path) -> None:
+        """Copy the state, and let the ranks write it while steps go on; `saved` waits for them.
 
+        Ranks that are restarted meanwhile write it again, over what there is, when they have come to the same step.
+        """
+        if self._saving is not None:
+            await self.saved()
         self._log.drop_saved()  # those in the last checkpoint only: this one may not become complete
-        await self._ask(save)
+        saving = _Saving(folder, self._log.done)
+        await self._ask(saving.begin)
+        self._saving = saving
+
+    async def saved(self) -> None:
+        """Wait until all ranks have written what `begin_save` began.
+
+        Raises:
+            OSError: they cannot write it.
+        """
+        if self._saving is None:
+            return
+        seconds = self._recovery.deadline or _CALL_SECONDS
+        try:
+            async with asyncio.timeout(seconds):
+                while not all(await self._ask(lambda ranks: ranks.all("saved"))):  # noqa: ASYNC110  steps go on
+                    await asyncio.sleep(_LOOK_SECONDS)
+        except TimeoutError as error:
+            raise self._stalled("write its checkpoint", seconds, "a faster disk") from error
+        finally:
+            self._saving = None
 
     async def load(self, folder: Path) -> None:
         """Continue exactly where `save` left off; settings (learning rate, decay, ...) stay those of this run.
@@ -221,39 +261,65 @@ class GroupTrainer:
         if not self._running:
             raise AgentRLError("the trainer is not running: use it inside `async with trainer:`")
         while True:
+            ranks = None
             try:
                 async with asyncio.timeout(seconds):
-                    return await call(self._ranks or await self._begin())
+                    ranks = await self._living()
+                    return await call(ranks)
             except WorkerDiedError as error:
                 if _is_cancelled():  # the ranks may have died because the run is ending
                     raise asyncio.CancelledError from error
-                if self._restarts_left == 0:
-                    raise
-                self._restarts_left -= 1
-                logger.warning("%s; restarting all ranks", error)
-                await self._leave(error)
+                await self._end_dead(ranks, error)
             except TimeoutError as error:
-                raise StallError(
-                    f"the {self._role} did not answer within {seconds:g} s (rollout.deadlines.train), "
-                    "and none of its ranks is dead: give it more time, or smaller batches"
-                ) from error
+                raise self._stalled("answer", seconds, "smaller batches") from error
+
+    def _stalled(self, what: str, seconds: float, or_else: str) -> StallError:
+        return StallError(
+            f"the {self._role} did not {what} within {seconds:g} s (rollout.deadlines.train), "
+            f"and none of its ranks is dead: give it more time, or {or_else}"
+        )
+
+    async def _living(self) -> WorkerGroup:
+        """The ranks, which are started if there are none."""
+        async with self._starting:
+            if self._ranks is None:
+                self._ranks = await self._begin()
+            return self._ranks
+
+    async def _end_dead(self, ranks: WorkerGroup | None, error: WorkerDiedError) -> None:
+        """End a group of ranks of which some have died, so that the next call starts others."""
+        async with self._starting:
+            if self._ranks is not ranks:  # another call has noticed it too
+                return
+            if self._restarts_left == 0:
+                raise error
+            self._restarts_left -= 1
+            logger.warning("%s; restarting all ranks", error)
+            await self._leave(error)
 
     async def _begin(self) -> WorkerGroup:
-        """Start ranks, and bring them to the state after the steps done."""
+        """Start ranks, and bring them to the state after the steps done. They save again what they had not saved."""
         ranks = await self._start(self._role, self._spec.make_rank, self.world_size)
         try:
             one_machine = len(set(await ranks.all("machine"))) == 1
             await ranks.all("open", len(ranks), await ranks.one("reserve", one_machine))
+            checkpoint = self._log.checkpoint()
+            if checkpoint is not None:
+                await ranks.all("load", checkpoint[1])
+            done = checkpoint[0] if checkpoint else 0
+            for number, step in enumerate(self._log.since(done), done):
+                await self._save_again(ranks, number)
+                await self._make(ranks, step)
+            await self._save_again(ranks, self._log.done)
         except BaseException:
             await ranks.stop()
             raise
-        self._ranks = ranks
-        checkpoint = self._log.checkpoint()
-        if checkpoint is not None:
-            await ranks.all("load", checkpoint[1])
-        for step in self._log.since(checkpoint[0] if checkpoint else 0):
-            await self._make(ranks, step)
         return ranks
+
+    async def _save_again(self, ranks: WorkerGroup, done: int) -> None:
+        """Begin to save again, if these are the steps done in what was being saved."""
+        if self._saving is not None and self._saving.done == done:
+            await self._saving.begin(ranks)
 
     async def _leave(self, error: BaseException | None) -> None:
         """End the ranks. `error`: the reason, if there is one."""

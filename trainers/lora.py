@@ -1,20 +1,24 @@
 """LoRA: trains small adapters beside a frozen model (arXiv:2106.09685), with the library peft."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from agentrl.errors import ConfigError
 from agentrl.rollout.seeds import derive_seed
-from agentrl.trainers.checkpoint import read_checkpoint, save_model
 from agentrl.trainers.settings import LoraSettings
+from agentrl.trainers.tensor_files import Piece, Stored, TensorFiles
+from agentrl.trainers.trainable import write_model_files
+from agentrl.weights.bundle import weight_shapes
 from agentrl.weights.low_rank import Factors, LowRank, weight_files
+
+if TYPE_CHECKING:
+    from agentrl.trainers.sharding import Sharding
 
 ADAPTER = "adapter"
 """The folder in a checkpoint that holds the adapters, as peft writes them."""
@@ -33,11 +37,14 @@ class Adapters:
     model: Any
     origin: Path
     shapes: Mapping[str, torch.Size]
+    stored: Sequence[Stored]
     config: Any
+    weights_in: str = ADAPTER
+    stem: str = "adapter_model"
 
     @staticmethod
     def add(model: Any, origin: Path, settings: LoraSettings) -> "Adapters":
-        """Freeze a model that was loaded from the folder `origin`, and add adapters that change nothing yet.
+        """Freeze a model of the folder `origin`, and add adapters, whose values `first_factor` gives.
 
         Raises:
             ConfigError: peft is missing, the model has none of the targets, or the folder lacks their weights.
@@ -53,8 +60,9 @@ class Adapters:
         except ValueError as error:
             raise ConfigError(f"trainer.lora.targets={targets}: {error}") from error
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        _begin(trained)
-        adapters = Adapters(model, origin, {name: p.shape for name, p in trained.items()}, config)
+        shapes = {name: p.shape for name, p in trained.items()}
+        stored = [Stored(_in_peft(name), shape, name) for name, shape in shapes.items()]
+        adapters = Adapters(model, origin, shapes, stored, config)
         missing = adapters.factors(trained).keys() - weight_files(origin).keys()
         if missing:
             raise ConfigError(
@@ -77,31 +85,33 @@ class Adapters:
         """See `TrainableParameters`."""
         return LowRank(self.origin, self.factors(whole))
 
-    def save(self, folder: Path, whole: Mapping[str, Tensor]) -> None:
-        """See `TrainableParameters`."""
-        save_model(folder, self.model, self.origin, self.weights(whole))
-        self.config.save_pretrained(str(folder / ADAPTER))
-        adapters = {_in_peft(name): tensor.detach().cpu().contiguous() for name, tensor in whole.items()}
-        save_file(adapters, folder / ADAPTER / "adapter_model.safetensors")
+    def rest(self, sharding: "Sharding") -> Callable[[Path], None]:
+        """See `TrainableParameters`. Each rank merges some of the weights, one after another."""
+        rank, ranks = sharding.rank, sharding.ranks
+        whole = {name: tensor.detach().cpu().clone() for name, tensor in sharding.whole(everywhere=True).items()}
+        merged = LowRank(self.origin, self.factors(whole))
 
-    def read(self, folder: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
-        """See `TrainableParameters`."""
-        names = {_in_peft(name): name for name in self.shapes}
-        shapes = {saved: self.shapes[name] for saved, name in names.items()}
-        adapters, state = read_checkpoint(folder, shapes, weights_in=ADAPTER)
-        return {names[saved]: tensor for saved, tensor in adapters.items()}, state
+        def write(folder: Path) -> None:
+            shapes = {name: torch.Size(shape) for name, shape in weight_shapes(self.origin).items()}
+            files = TensorFiles.planned(folder, shapes)
+            for name in list(shapes)[rank::ranks]:
+                files.write(Piece(name, 0, merged[name].flatten()))
+            if rank == 0:
+                files.write_headers()
+                write_model_files(folder, self.model, self.origin)
+                self.config.save_pretrained(str(folder / ADAPTER))
+            files.to_disk()
+
+        return write
 
 
-def _begin(trained: Mapping[str, Tensor]) -> None:
-    """Set B to zero and A uniformly within 1 / sqrt(inputs), as peft does, but equally on all ranks and in all runs."""
-    with torch.no_grad():
-        for name, tensor in trained.items():
-            if ".lora_B." in name:
-                tensor.zero_()
-                continue
-            bound = tensor.shape[-1] ** -0.5
-            generator = torch.Generator().manual_seed(derive_seed(0, "lora", name))
-            tensor.copy_(torch.empty(tensor.shape).uniform_(-bound, bound, generator=generator))
+def first_factor(name: str, shape: torch.Size) -> Tensor:
+    """A: uniform within 1 / sqrt(inputs), as peft does, but equal on all ranks and in all runs. B: zero."""
+    if ".lora_B." in name:
+        return torch.zeros(shape)
+    bound = shape[-1] ** -0.5
+    generator = torch.Generator().manual_seed(derive_seed(0, "lora", name))
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
 def _in_peft(name: str) -> str:

@@ -3,7 +3,10 @@
 The output is a policy's logprob of the token, or the reward that a critic expects before it.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,11 +24,14 @@ from agentrl.trainers.forward import (
     token_logprobs,
     token_values,
 )
-from agentrl.trainers.lora import Adapters
+from agentrl.trainers.lora import Adapters, first_factor
+from agentrl.trainers.origin import Origin, load_by_transformers, on_meta, state_by_name, stored_tensors
 from agentrl.trainers.recomputation import recompute_blocks
 from agentrl.trainers.settings import TrainerSettings
+from agentrl.trainers.sharding import Sharding
 from agentrl.trainers.spec import TrainerSpec
 from agentrl.trainers.trainable import AllWeights, TrainableParameters
+from agentrl.weights.names import WeightNames
 
 
 class Predictor(nn.Module):
@@ -39,10 +45,19 @@ class Predictor(nn.Module):
         self.model = model
         self.autocast = autocast
 
-    def forward(self, samples: DeviceMicroBatch, *, entropy: bool = False) -> Tensor:
-        """One output for each loss token, float32, shape N; with `entropy` a policy's entropy too, shape 2N."""
+    def forward(self, samples: DeviceMicroBatch | None, *, entropy: bool = False) -> Tensor:
+        """One output for each loss token, float32, shape N; with `entropy` a policy's entropy too, shape 2N.
+
+        Without samples, `prepare`.
+        """
+        if samples is None:
+            self.prepare()
+            return torch.zeros(())
         with torch.autocast(samples.tokens_S.device.type, torch.bfloat16) if self.autocast else nullcontext():
             return self.compute(samples, entropy=entropy)
+
+    def prepare(self) -> None:
+        """What has to be done once before all else, with the weights in place."""
 
     def compute(self, samples: DeviceMicroBatch, *, entropy: bool) -> Tensor:
         """See `forward`."""
@@ -54,7 +69,11 @@ class LogprobPredictor(Predictor):
 
     def __init__(self, model: Any, temperature: float, *, autocast: bool) -> None:
         super().__init__(model, autocast=autocast)
-        compute_logprobs_in(model.get_output_embeddings(), scaling_of(model, temperature))
+        self.temperature = temperature
+
+    def prepare(self) -> None:
+        """See `Predictor`."""
+        compute_logprobs_in(self.model.get_output_embeddings(), scaling_of(self.model, self.temperature))
 
     def compute(self, samples: DeviceMicroBatch, *, entropy: bool) -> Tensor:
         """See `Predictor`."""
@@ -76,54 +95,77 @@ def in_bfloat16(settings: TrainerSettings, device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
-def load_model(
-    spec: TrainerSpec, device: torch.device, *, autocast: bool = False
-) -> tuple[Predictor, TrainableParameters]:
-    """Load the spec's model in float32 and without dropout, like the policy that sampled; and its trainable parameters.
+def make_model(spec: TrainerSpec, *, autocast: bool = False) -> tuple[Predictor, TrainableParameters, Origin]:
+    """Make the spec's model in float32 and without dropout, like the policy that sampled; its trainable parameters; and
+    where its values are. Its parameters are on the meta device. When they have memory, `begin` fills them.
 
     A critic is the same model with a head of zeros in place of the output head, so its first values are all zero.
 
     Raises:
         ConfigError: the folder has no model, or one that cannot be trained exactly.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
     folder, valued = here(spec.origin), spec.head == "value"
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} is no Hugging Face model folder: there is no config.json in it")
     kind: Any = AutoModelForTokenClassification if valued else AutoModelForCausalLM
-    options: dict[str, Any] = {"num_labels": 1} if valued else {}
-    with quiet(warnings=not valued):  # about the missing head, which is made here
-        model = kind.from_pretrained(
-            folder,
+    options: dict[str, Any] = {"trust_remote_code": spec.config.trust_remote_code}
+    options |= {"num_labels": 1} if valued else {}
+    with quiet(), on_meta():
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, **options)
+        model = kind.from_config(
+            config,
             dtype=torch.float32,
             attn_implementation=ATTENTION,
-            local_files_only=True,
             trust_remote_code=spec.config.trust_remote_code,
-            **options,
         )
-    model.to(device).eval()
+    model.eval()
     check_attention(model)
+    stored, before = stored_tensors(model), state_by_name(model)
+    others = {
+        name: [other for other, tied in model.state_dict(keep_vars=True).items() if tied is tensor and other != name]
+        for name, tensor in before.items()
+    }
+    made: dict[str, Callable[[], Tensor]] = {}
     if valued:
-        _zero_head(model)
+        made |= {name: partial(torch.zeros, shape) for name, shape in _value_head(model).items()}
     how = spec.config.recomputed(sum(parameter.numel() for parameter in model.parameters()))
     recompute_blocks(model, how, offload=spec.config.activation_offload)
     lora = spec.config.lora
-    trainable = AllWeights.of(model, folder) if lora is None else Adapters.add(model, folder, lora)
+    trainable: TrainableParameters
+    if lora is None:
+        trainable = AllWeights(
+            model, folder, {name: weight.shape for name, weight in before.items()}, WeightNames.of(model), stored
+        )
+    else:
+        with on_meta():
+            trainable = Adapters.add(model, folder, lora)
+        made |= {name: partial(first_factor, name, shape) for name, shape in trainable.shapes.items()}
+    now = {id(tensor): name for name, tensor in state_by_name(model).items()}
+    names = {name: now[id(tensor)] for name, tensor in before.items()}
+    stored = [replace(one, of=names[one.of]) for one in stored if names[one.of] not in made]
     predictor = (
         ValuePredictor(model, autocast=autocast)
         if valued
         else LogprobPredictor(model, spec.temperature, autocast=autocast)
     )
-    return predictor, trainable
+    load = partial(load_by_transformers, kind, folder, options)
+    return predictor, trainable, Origin(folder, stored, others, made, names, load)
 
 
-def _zero_head(model: Any) -> None:
+def begin(sharding: Sharding, origin: Origin) -> None:
+    """Read the model's first values, and prepare it."""
+    origin.fill(sharding)
+    sharding.prepare()
+
+
+def _value_head(model: Any) -> dict[str, torch.Size]:
+    """The parameters of a critic's head."""
     head = getattr(model, "score", None)
     if not isinstance(head, nn.Linear):
         raise ConfigError(
             f"{type(model).__name__} has no linear head named `score`, as transformers' Llama, Qwen and their "
             "relatives have, so it cannot be a critic: take an algorithm without one, such as grpo"
         )
-    for parameter in head.parameters():
-        nn.init.zeros_(parameter)
+    return {f"score.{name}": parameter.shape for name, parameter in head.named_parameters()}

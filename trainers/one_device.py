@@ -1,20 +1,21 @@
 """The trivial sharding: all weights on one device."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
 from agentrl.errors import ConfigError
-from agentrl.trainers.checkpoint import kept_by_another, save_state
+from agentrl.trainers.checkpoint import Moments
 from agentrl.trainers.forward import DeviceMicroBatch
-from agentrl.trainers.model import Predictor, in_bfloat16, load_model
-from agentrl.trainers.optimizer import adamw, apply, move
+from agentrl.trainers.model import Predictor, begin, in_bfloat16, make_model
+from agentrl.trainers.optimizer import adamw, apply, check_moments, make_state, moments_of, move, set_updates
+from agentrl.trainers.origin import take_memory
 from agentrl.trainers.spec import RankInfo, TrainerSpec
-from agentrl.trainers.trainable import TrainableParameters, trainable_tensors
+from agentrl.trainers.tensor_files import Part
+from agentrl.trainers.trainable import TrainableParameters, model_tensors, trainable_tensors
 
 if TYPE_CHECKING:
     from agentrl.trainers.local import LocalTrainer
@@ -24,9 +25,11 @@ def open_sharding(spec: TrainerSpec, rank_info: RankInfo) -> "OneDevice":
     """Load the model and make the optimizer."""
     config = cast("LocalTrainer.Config", spec.config)
     device = device_named(config.device)
-    model, trainable = load_model(spec, device, autocast=in_bfloat16(config, device))
-    optimizer = adamw(model, config)
-    return OneDevice(device, model, trainable, optimizer)
+    model, trainable, origin = make_model(spec, autocast=in_bfloat16(config, device))
+    take_memory(model, device)
+    sharding = OneDevice(device, model, trainable, adamw(model, config))
+    begin(sharding, origin)
+    return sharding
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,13 @@ class OneDevice:
     model: Predictor
     trainable: TrainableParameters
     optimizer: torch.optim.AdamW
+    rank: int = 0
+    ranks: int = 1
+
+    def prepare(self) -> None:
+        """See `Sharding`."""
+        with torch.no_grad():
+            self.model(None)
 
     def predict(self, samples: DeviceMicroBatch, *, entropy: bool = False) -> Tensor:
         """See `Sharding`."""
@@ -65,26 +75,34 @@ class OneDevice:
         apply(self.optimizer, norm, lr, largest)
         return norm
 
-    def weights(self) -> Mapping[str, Tensor]:
-        """The float32 weights themselves, not copied."""
-        return self.trainable.weights(self._whole())
+    def whole(self, *, everywhere: bool = False) -> Mapping[str, Tensor]:
+        """The tensors themselves, not copied."""
+        return {name: tensor.detach() for name, tensor in trainable_tensors(self.trainable).items()}
 
-    def save(self, folder: Path, step: int) -> None:
+    def sent(self, tensor: Tensor) -> Tensor:
         """See `Sharding`."""
-        self.trainable.save(folder, self._whole())
-        save_state(folder, {"step": step, "optimizer": self.optimizer.state_dict()["state"]})
+        return tensor
 
-    def load(self, folder: Path) -> int:
+    def held(self, names: Iterable[str]) -> Mapping[str, Part]:
         """See `Sharding`."""
-        saved, state = self.trainable.read(folder)
-        if not isinstance(state["optimizer"], dict):
-            raise kept_by_another(folder, "local")
-        with torch.no_grad():
-            for name, tensor in self._whole().items():
-                tensor.copy_(saved[name])
-        groups = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict({"state": state["optimizer"], "param_groups": groups})
-        return int(state["step"])
+        tensors = model_tensors(self.trainable.model)
+        return {name: _part(name, tensors[name]) for name in names}
+
+    def refresh(self) -> None:
+        """See `Sharding`. Nothing depends on the weights."""
+
+    def moments(self) -> Moments:
+        """See `Sharding`."""
+        return moments_of(self.optimizer, trainable_tensors(self.trainable), _part)
+
+    def new_moments(self, names: Sequence[str]) -> Moments:
+        """See `Sharding`."""
+        make_state(self.optimizer)
+        return check_moments(self.moments(), names)
+
+    def set_updates(self, updates: Mapping[str, float]) -> None:
+        """See `Sharding`."""
+        set_updates(self.optimizer, trainable_tensors(self.trainable), updates)
 
     def sleep(self) -> None:
         """See `Sharding`."""
@@ -97,8 +115,9 @@ class OneDevice:
     def close(self) -> None:
         """See `Sharding`. There are no other ranks."""
 
-    def _whole(self) -> dict[str, Tensor]:
-        return {name: tensor.detach() for name, tensor in trainable_tensors(self.trainable).items()}
+
+def _part(name: str, tensor: Tensor) -> Part:
+    return Part(tensor.shape, 0, tensor.detach())
 
 
 def device_named(name: str) -> torch.device:

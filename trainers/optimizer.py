@@ -1,12 +1,16 @@
-"""AdamW and its step."""
+"""AdamW, its step, and its state by the names of parameters."""
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from agentrl.errors import CheckpointError
+from agentrl.trainers.checkpoint import Moments
 from agentrl.trainers.settings import TrainerSettings
+from agentrl.trainers.tensor_files import Part
 
 
 def adamw(module: nn.Module, settings: TrainerSettings) -> torch.optim.AdamW:
@@ -17,11 +21,15 @@ def adamw(module: nn.Module, settings: TrainerSettings) -> torch.optim.AdamW:
     """
     parameters = [p for p in module.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in parameters if _is_matrix(p)], "weight_decay": settings.weight_decay},
+        {"params": [p for p in parameters if not _is_matrix(p)], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
+
+
+def _is_matrix(parameter: Any) -> bool:
+    return len(getattr(parameter, "ds_shape", parameter.shape)) >= 2  # ZeRO 3 leaves an empty vector of a parameter
 
 
 def move(module: nn.Module, optimizer: torch.optim.AdamW, device: torch.device) -> None:
@@ -49,3 +57,58 @@ def apply(optimizer: torch.optim.AdamW, norm: float, lr: float, largest: float |
             if parameter.grad is not None:
                 parameter.grad.mul_(scale)
     optimizer.step()
+
+
+def moments_of(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], part: Callable[[str, Tensor], Part]
+) -> Moments:
+    """The moments and the updates of each parameter; none of parameters without an update.
+
+    `part`: of the parameter with this name, the part that a tensor of its state is.
+    """
+    parts: dict[str, dict[str, Part]] = {}
+    updates: dict[str, float] = {}
+    for name, parameter in parameters.items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if value.ndim:
+                parts.setdefault(key, {})[name] = part(name, value)
+            else:
+                updates[name] = float(value)
+    return Moments(parts, updates)
+
+
+def make_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make the state of an optimizer without an update: by one that changes nothing."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def set_updates(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], updates: Mapping[str, float]
+) -> None:
+    """Set how many updates each parameter has had; parameters without a number have had none."""
+    for name, parameter in parameters.items():
+        for value in optimizer.state[parameter].values():
+            if not value.ndim:
+                value.fill_(updates.get(name, 0.0))
+
+
+def check_moments(moments: Moments, names: Sequence[str]) -> Moments:
+    """The moments, if they have these names.
+
+    Raises:
+        CheckpointError: they have others.
+    """
+    if moments.parts.keys() != set(names):
+        raise CheckpointError(
+            f"the checkpoint has the moments {', '.join(sorted(names))}, and this optimizer "
+            f"{', '.join(sorted(moments.parts))}: resume with the trainer settings that it was saved with"
+        )
+    return moments

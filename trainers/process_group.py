@@ -54,3 +54,9 @@ def max_of_ranks(value: Tensor) -> Tensor:
     gathered = [torch.empty_like(value) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, value.detach().contiguous())
     return torch.stack(gathered).max()
+
+
+def sent(tensor: Tensor) -> Tensor:
+    """A tensor in CPU memory, as rank 0 has it."""
+    dist.broadcast(tensor, 0)
+    return tensor

@@ -10,6 +10,7 @@ import math
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from agentrl.cluster.workers import LOOPBACK, own_address
 from agentrl.errors import AgentRLError, TrainingError
 from agentrl.placement.time_share import free_on_cpu, free_on_gpus
 from agentrl.protocols import Loss, LossTokens, uses_entropy
+from agentrl.trainers import checkpoint
 from agentrl.trainers.batch_shards import BatchShard
 from agentrl.trainers.forward import to_device
 from agentrl.trainers.packing import MicroBatch
@@ -42,6 +44,8 @@ class TrainerRank:
         self._meeting: socket.socket | None = None
         self._steps_done = 0
         self._logprobs: Sequence[FloatArray] = ()
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
 
     def machine(self) -> str:
         """A name of this machine: the same for ranks that can meet on the loopback interface."""
@@ -64,6 +68,7 @@ class TrainerRank:
     def close(self) -> None:
         """Leave the other ranks, and free the model. All ranks have to do so."""
         sharding, self._sharding = self._sharding, None
+        self._writer.shutdown()
         if sharding is not None:
             sharding.close()
 
@@ -111,25 +116,41 @@ class TrainerRank:
 
     def weights(self) -> Mapping[str, Tensor]:
         """All weights, whole, by Hugging Face names, on rank 0; tied weights only under their first name."""
-        return self.sharding.weights()
+        whole = self.sharding.whole()
+        return self.sharding.trainable.weights(whole) if self._rank == 0 else {}
 
     def write_weights(self, place: BundlePlace) -> Mapping[str, Tensor]:
         """Publish the weights: all ranks gather them, and rank 0 writes them if it can reach the place.
 
         Returns the bundle, or else the weights themselves, for the caller to write. Other ranks return nothing.
         """
-        weights = self.sharding.weights()
+        weights = self.weights()
         if self._rank > 0:
             return {}
         return place.write(weights) if place.folder.parent.is_dir() else weights
 
-    def save(self, folder: Path) -> None:
-        """Write weights, optimizer and steps done into a folder."""
-        self.sharding.save(folder, self._steps_done)
+    def begin_save(self, folder: Path) -> None:
+        """Copy weights, optimizer and steps done, and begin to write this rank's part of them into a folder."""
+        if self._writing is not None:
+            self._writing.exception()  # of an attempt that was given up
+        snapshot = checkpoint.Snapshot.of(self.sharding, self.sharding.trainable, self._steps_done)
+        self._writing = self._writer.submit(snapshot.write, folder)
+
+    def saved(self) -> bool:
+        """Whether what `begin_save` began is written.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        if self._writing is None or not self._writing.done():
+            return self._writing is None
+        writing, self._writing = self._writing, None
+        writing.result()
+        return True
 
     def load(self, folder: Path) -> None:
-        """Load what `save` wrote."""
-        self._steps_done = self.sharding.load(folder)
+        """Load what `begin_save` wrote."""
+        self._steps_done = checkpoint.load(self.sharding, self.sharding.trainable, folder)
 
     def sleep(self) -> None:
         """Free the device's memory."""

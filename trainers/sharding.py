@@ -1,13 +1,15 @@
 """How a trainer's weights are divided over its ranks: the interface behind `local`, `fsdp` and `deepspeed`."""
 
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from agentrl.trainers.checkpoint import Moments
 from agentrl.trainers.forward import DeviceMicroBatch
+from agentrl.trainers.tensor_files import Part
+from agentrl.trainers.trainable import TrainableParameters
 
 
 class Sharding(Protocol):
@@ -16,6 +18,25 @@ class Sharding(Protocol):
     @property
     def device(self) -> torch.device:
         """Where this rank computes."""
+        ...
+
+    @property
+    def rank(self) -> int:
+        """This rank's number."""
+        ...
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        ...
+
+    @property
+    def trainable(self) -> TrainableParameters:
+        """What is trained."""
+        ...
+
+    def prepare(self) -> None:
+        """Run `Predictor.prepare` with the weights in place."""
         ...
 
     def predict(self, samples: DeviceMicroBatch, *, entropy: bool = False) -> Tensor:
@@ -46,20 +67,40 @@ class Sharding(Protocol):
         """
         ...
 
-    def weights(self) -> Mapping[str, Tensor]:
-        """All weights, whole, by Hugging Face names, on rank 0; tied weights only under their first name."""
+    def whole(self, *, everywhere: bool = False) -> Mapping[str, Tensor]:
+        """The trainable tensors, gathered one by one, in CPU memory; on rank 0 only, or `everywhere`."""
         ...
 
-    def save(self, folder: Path, step: int) -> None:
-        """Write weights, optimizer and `step` into a folder."""
+    def sent(self, tensor: Tensor) -> Tensor:
+        """A tensor in CPU memory, as rank 0 has it."""
         ...
 
-    def load(self, folder: Path) -> int:
-        """Load what `save` wrote; returns the step."""
+    def held(self, names: Iterable[str]) -> Mapping[str, Part]:
+        """What this rank has of tensors of the model. `Part.values` are the weights themselves, to read and to fill."""
+        ...
+
+    def refresh(self) -> None:
+        """Let everything follow that depends on the weights, after they have been filled."""
+        ...
+
+    def moments(self) -> Moments:
+        """The optimizer's moments themselves, to read and to fill; none before the first update."""
+        ...
+
+    def new_moments(self, names: Sequence[str]) -> Moments:
+        """The same for an optimizer without an update, with moments that are zero.
+
+        Raises:
+            CheckpointError: it has others than these.
+        """
+        ...
+
+    def set_updates(self, updates: Mapping[str, float]) -> None:
+        """Set how many updates each parameter has had; parameters without a number have had none."""
         ...
 
     def sleep(self) -> None:
-        """Move everything to CPU memory, and drop gradients. `weights` still works."""
+        """Move everything to CPU memory, and drop gradients. `whole` and `held` still work."""
         ...
 
     def wake(self) -> None:

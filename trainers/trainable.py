@@ -1,15 +1,23 @@
 """The trainable part of a model, by name, and how it becomes weights for the engines and checkpoints."""
 
-from collections.abc import Mapping
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from agentrl.trainers.checkpoint import named_weights, read_checkpoint, save_model
+from agentrl.trainers.checkpoint import quiet
+from agentrl.trainers.tensor_files import Stored
 from agentrl.weights.names import WeightNames
+
+if TYPE_CHECKING:
+    from agentrl.trainers.sharding import Sharding
+
+_MODEL_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "config.json")
 
 
 class TrainableParameters(Protocol):
@@ -25,28 +33,41 @@ class TrainableParameters(Protocol):
         """Shapes of the whole tensors by their names in the model's state; tied ones only under their first name."""
         ...
 
+    @property
+    def stored(self) -> Sequence[Stored]:
+        """The tensors of a checkpoint from which a run resumes, in files `stem` of its folder `weights_in`."""
+        ...
+
+    @property
+    def weights_in(self) -> str:
+        """See `stored`."""
+        ...
+
+    @property
+    def stem(self) -> str:
+        """See `stored`."""
+        ...
+
     def weights(self, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """All weights of the model by their Hugging Face names, given the `whole` trainable tensors."""
         ...
 
-    def save(self, folder: Path, whole: Mapping[str, Tensor]) -> None:
-        """Write a Hugging Face folder from which any engine or trainer can start, and what `read` needs."""
-        ...
+    def rest(self, sharding: "Sharding") -> Callable[[Path], None]:
+        """What else this rank writes into a checkpoint, so that any engine or trainer can start from it.
 
-    def read(self, folder: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
-        """The whole tensors that `save` wrote, on the CPU, and the state saved beside them.
-
-        Raises:
-            CheckpointError: the folder is missing, incomplete, damaged or of another model.
+        All ranks have to call it at the same time. What it returns writes the state as it was then.
         """
         ...
 
 
 def trainable_tensors(trainable: TrainableParameters) -> dict[str, Tensor]:
     """The trainable tensors as this rank has them now: whole, or its part of each."""
-    model = trainable.model
-    everything = {**dict(model.named_buffers()), **dict(model.named_parameters(remove_duplicate=False))}
-    return {name: everything[name] for name in trainable.shapes}
+    return {name: tensor for name, tensor in model_tensors(trainable.model).items() if name in trainable.shapes}
+
+
+def model_tensors(model: Any) -> dict[str, Tensor]:
+    """All parameters and buffers of a model by name, as this rank has them now, tied ones under each name."""
+    return {**dict(model.named_buffers()), **dict(model.named_parameters(remove_duplicate=False))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,22 +78,27 @@ class AllWeights:
     origin: Path
     shapes: Mapping[str, torch.Size]
     names: WeightNames
-
-    @staticmethod
-    def of(model: Any, origin: Path) -> "AllWeights":
-        """All weights of a model that was loaded from the folder `origin`."""
-        shapes = {name: weight.shape for name, weight in named_weights(model).items()}
-        return AllWeights(model, origin, shapes, WeightNames.of(model))
+    stored: Sequence[Stored]
+    weights_in: str = "."
+    stem: str = "model"
 
     def weights(self, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """See `TrainableParameters`."""
         return self.names.published(whole)
 
-    def save(self, folder: Path, whole: Mapping[str, Tensor]) -> None:
+    def rest(self, sharding: "Sharding") -> Callable[[Path], None]:
         """See `TrainableParameters`."""
-        save_model(folder, self.model, self.origin, whole)
+        return lambda folder: write_model_files(folder, self.model, self.origin) if sharding.rank == 0 else None
 
-    def read(self, folder: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
-        """See `TrainableParameters`."""
-        saved, state = read_checkpoint(folder, self.names.published_shapes(self.shapes))
-        return dict(self.names.own(saved)), state
+
+def write_model_files(folder: Path, model: Any, origin: Path) -> None:
+    """Write what a Hugging Face folder has beside the weights: the config, and the tokenizer of the folder `origin`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.dtype = torch.float32
+    with quiet():
+        config.save_pretrained(folder)
+    for file in sorted(origin.iterdir()):
+        if file.is_file() and not any(file.match(pattern) for pattern in _MODEL_FILES):
+            shutil.copyfile(file, folder / file.name)

@@ -4,41 +4,64 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from agentrl.errors import ConfigError
-from agentrl.trainers.checkpoint import kept_by_another, save_state
+from agentrl.trainers.checkpoint import Moments
 from agentrl.trainers.forward import DeviceMicroBatch
-from agentrl.trainers.model import in_bfloat16, load_model
+from agentrl.trainers.model import Predictor, begin, in_bfloat16, make_model
 from agentrl.trainers.optimizer import adamw
-from agentrl.trainers.process_group import join, max_of_ranks, sum_of_ranks
+from agentrl.trainers.origin import replace_parameters, take_memory
+from agentrl.trainers.process_group import join, max_of_ranks, sent, sum_of_ranks
 from agentrl.trainers.spec import RankInfo, TrainerSpec
-from agentrl.trainers.trainable import TrainableParameters, trainable_tensors
+from agentrl.trainers.tensor_files import Part
+from agentrl.trainers.trainable import TrainableParameters, model_tensors, trainable_tensors
 
 if TYPE_CHECKING:
     from agentrl.trainers.deepspeed import DeepSpeedTrainer
 
-_OPTIMIZER = "deepspeed"
-"""The folder in a checkpoint where the ranks keep their shards."""
-
 
 def open_sharding(spec: TrainerSpec, rank_info: RankInfo) -> "Zero":
-    """Load the model and pass it to DeepSpeed."""
+    """Make the model, pass it to DeepSpeed, and read its weights.
+
+    With ZeRO 3, each parameter is divided over the ranks as soon as it has memory, before it has values. ZeRO 1 and 2
+    keep all weights on each rank.
+    """
     config = cast("DeepSpeedTrainer.Config", spec.config)
     deepspeed = _deepspeed()
     device = join(rank_info)
     os.environ["LOCAL_RANK"] = str(device.index or 0)
-    model, trainable = load_model(spec, device, autocast=in_bfloat16(config, device))
+    model, trainable, origin = make_model(spec, autocast=in_bfloat16(config, device))
     deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model, config), config=_settings(config))
-    return Zero(rank_info, device, engine, trainable)
+    settings = _settings(config)
+    if config.zero_stage == 3:
+        _take_shares(deepspeed, model, device, settings)
+    else:
+        take_memory(model, device)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model, config), config=settings)
+    sharding = Zero(rank_info, device, engine, trainable)
+    begin(sharding, origin)
+    return sharding
+
+
+def _take_shares(deepspeed: Any, model: Predictor, device: torch.device, settings: Mapping[str, Any]) -> None:
+    """Give each parameter memory and divide it over the ranks, one after another."""
+
+    def divided(parameter: nn.Parameter) -> nn.Parameter:
+        made = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
+        deepspeed.zero.Init(module=nn.ParameterList([made]), config_dict_or_path=settings, dtype=torch.float32)
+        return made
+
+    replace_parameters(model, divided)
+    for owner in model.modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            setattr(owner, name, buffer.to(device))
 
 
 def _deepspeed() -> Any:
@@ -83,6 +106,21 @@ class Zero:
     engine: Any
     trainable: TrainableParameters
 
+    @property
+    def rank(self) -> int:
+        """See `Sharding`."""
+        return self.rank_info.rank
+
+    @property
+    def ranks(self) -> int:
+        """See `Sharding`."""
+        return self.rank_info.world_size
+
+    def prepare(self) -> None:
+        """See `Sharding`."""
+        with torch.no_grad():
+            self.engine(None)
+
     def predict(self, samples: DeviceMicroBatch, *, entropy: bool = False) -> Tensor:
         """See `Sharding`."""
         predicted: Tensor = self.engine(samples, entropy=entropy)
@@ -112,33 +150,61 @@ class Zero:
         self.engine.step()
         return float(self.engine.get_global_grad_norm()) if self.engine.was_step_applied() else math.nan
 
-    def weights(self) -> Mapping[str, Tensor]:
-        """All weights on rank 0, in CPU memory; the other ranks take part, but return none."""
-        whole = self._whole()
-        return self.trainable.weights(whole) if self.rank_info.rank == 0 else {}
+    def whole(self, *, everywhere: bool = False) -> Mapping[str, Tensor]:
+        """See `Sharding`."""
+        import deepspeed
 
-    def save(self, folder: Path, step: int) -> None:
-        """Rank 0 writes the weights as a Hugging Face folder; each rank writes its shards."""
-        whole = self._whole()
-        if self.rank_info.rank == 0:
-            self.trainable.save(folder, whole)
-        dist.barrier()
-        self.engine.save_checkpoint(str(folder / _OPTIMIZER), tag="step", exclude_frozen_parameters=True)
-        if self.rank_info.rank == 0:
-            save_state(folder, {"step": step, "optimizer": f"{_OPTIMIZER} of {self.rank_info.world_size} ranks"})
-        dist.barrier()
+        whole: dict[str, Tensor] = {}
+        for name, tensor in trainable_tensors(self.trainable).items():
+            with deepspeed.zero.GatheredParameters([tensor] if hasattr(tensor, "ds_id") else []):
+                if everywhere or self.rank == 0:
+                    whole[name] = tensor.detach().cpu().clone()
+        return whole
 
-    def load(self, folder: Path) -> int:
-        """See `Sharding`. Needs as many ranks as saved it."""
-        _, state = self.trainable.read(folder)
-        if state["optimizer"] != f"{_OPTIMIZER} of {self.rank_info.world_size} ranks":
-            raise kept_by_another(folder, f"deepspeed with trainer.world_size={self.rank_info.world_size}")
-        groups = self.engine.optimizer.param_groups
-        settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-        self.engine.load_checkpoint(str(folder / _OPTIMIZER), tag="step", load_module_strict=False)  # no frozen ones
-        for group, own in zip(self.engine.optimizer.param_groups, settings, strict=True):
-            group.update(own)  # the settings are those of this run
-        return int(state["step"])
+    def sent(self, tensor: Tensor) -> Tensor:
+        """See `Sharding`."""
+        return sent(tensor)
+
+    def held(self, names: Iterable[str]) -> Mapping[str, Part]:
+        """See `Sharding`."""
+        tensors = model_tensors(self.trainable.model)
+        return {name: self._part(tensors[name]) for name in names}
+
+    def refresh(self) -> None:
+        """The optimizer has its own copies of the weights. ZeRO 3 keeps small ones whole until they are freed."""
+        for share in self._shares():
+            share.master.copy_(share.weights)
+        gathered = [p for p in self.engine.module.parameters() if hasattr(p, "ds_id")]
+        if gathered:
+            gathered[0].partition(gathered)
+
+    def moments(self) -> Moments:
+        """See `Sharding`."""
+        optimizer = self.engine.optimizer.optimizer
+        parts: dict[str, dict[str, Part]] = {}
+        done = 0.0
+        for share in self._shares():
+            for key, value in optimizer.state.get(share.flat, {}).items():
+                if value.ndim:
+                    own = value.narrow(0, share.first, share.weights.numel())
+                    parts.setdefault(key, {})[share.name] = Part(share.shape, share.start, own)
+                else:
+                    done = max(done, float(value))
+        trained = [name for name, tensor in trainable_tensors(self.trainable).items() if tensor.requires_grad]
+        return Moments(parts, dict.fromkeys(trained, done) if done else {})
+
+    def new_moments(self, names: Sequence[str]) -> Moments:
+        """See `Sharding`."""
+        optimizer = self.engine.optimizer.optimizer
+        for share in self._shares():
+            moments = {name: torch.zeros_like(share.flat, requires_grad=False) for name in names}
+            optimizer.state[share.flat] = {"step": torch.zeros(()), **moments}
+        return self.moments()
+
+    def set_updates(self, updates: Mapping[str, float]) -> None:
+        """See `Sharding`. All parameters get an update in each step."""
+        for state in self.engine.optimizer.optimizer.state.values():
+            state["step"].fill_(max(updates.values()))
 
     def sleep(self) -> None:
         """See `Sharding`.
@@ -162,13 +228,50 @@ class Zero:
         self.engine.destroy()
         deepspeed.comm.destroy_process_group()
 
-    def _whole(self) -> dict[str, Tensor]:
-        """The trainable tensors, gathered one by one; only rank 0 keeps them, in CPU memory."""
-        import deepspeed
+    def _part(self, tensor: Any) -> Part:
+        """ZeRO 3 divides the elements of a parameter into parts of equal size, and fills up the last one."""
+        if not hasattr(tensor, "ds_id"):
+            return Part(tensor.shape, 0, tensor.detach(), replicated=True)
+        size = tensor.ds_tensor.numel()
+        start = min(self.rank * size, tensor.ds_numel)
+        return Part(tensor.ds_shape, start, tensor.ds_tensor.detach().view(-1)[: tensor.ds_numel - start])
 
-        whole: dict[str, Tensor] = {}
-        for name, tensor in trainable_tensors(self.trainable).items():
-            with deepspeed.zero.GatheredParameters([tensor] if hasattr(tensor, "ds_id") else []):
-                if self.rank_info.rank == 0:
-                    whole[name] = tensor.detach().cpu().clone()
-        return whole
+    def _shares(self) -> Iterator["_Share"]:
+        """This rank's part of each trained parameter in the optimizer."""
+        zero = self.engine.optimizer
+        tensors: Mapping[str, Any] = trainable_tensors(self.trainable)
+        for name, tensor in tensors.items():
+            if not tensor.requires_grad:
+                continue
+            part = self._part(tensor)
+            weights, start = part.values, part.start
+            if hasattr(tensor, "ds_id"):
+                group, first, _ = zero.grad_position[zero.get_param_id(tensor)]
+                flat = zero.fp32_partitioned_groups_flat[group]
+            else:
+                mapping = tensor._hp_mapping
+                if mapping is None:  # all of it is of other ranks
+                    continue
+                address, start = mapping.get_hp_fragment_address(), mapping.lp_fragment_address.start
+                flat, first = zero.single_partition_of_fp32_groups[mapping.param_group_index], address.start
+                weights = weights.view(-1)[start : start + address.numel]
+            if weights.numel():
+                yield _Share(name, part.shape, start, weights, flat, first)
+
+
+class _Share(NamedTuple):
+    """The elements of a parameter from `start` on that this rank updates: `weights`, and in the float32 copy of the
+    optimizer those from `first` on of a tensor `flat` of several parameters.
+    """
+
+    name: str
+    shape: torch.Size
+    start: int
+    weights: Tensor
+    flat: Tensor
+    first: int
+
+    @property
+    def master(self) -> Tensor:
+        """The float32 copy."""
+        return self.flat.detach().narrow(0, self.first, self.weights.numel())

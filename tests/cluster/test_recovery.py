@@ -34,6 +34,7 @@ class Summing:
 
     def __init__(self) -> None:
         self.learned: list[int] = []
+        self.saving = (Path(), "")
 
     def machine(self) -> str:
         return "this one"
@@ -54,9 +55,14 @@ class Summing:
     def weights(self) -> Any:
         return list(self.learned)
 
-    def save(self, folder: Path) -> None:
-        folder.mkdir()
-        (folder / "learned").write_text(json.dumps(self.learned))
+    def begin_save(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        self.saving = (folder / "learned", json.dumps(self.learned))
+
+    def saved(self) -> bool:
+        path, learned = self.saving
+        path.write_text(learned)
+        return True
 
     def load(self, folder: Path) -> None:
         self.learned = json.loads((folder / "learned").read_text())

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from agentrl.algorithms.grpo import Grpo
 from agentrl.batch import TrainBatch, TrainingSample, collate
@@ -261,7 +261,11 @@ def test_a_checkpoint_that_is_missing_or_damaged_or_foreign_says_the_way_out(
             with pytest.raises(CheckpointError, match="damaged"):
                 await trainer.load(tmp_path / "cut")
             weights.unlink()
-            with pytest.raises(CheckpointError, match="does not fit"):
+            with pytest.raises(CheckpointError, match=r"damaged: there are no \*\.safetensors"):
+                await trainer.load(tmp_path / "cut")
+            foreign = {"model.norm.weight": torch.zeros(3), "model.other": torch.zeros(3)}
+            save_file(foreign, weights, metadata={"format": "pt"})
+            with pytest.raises(CheckpointError, match=r"does not fit .*unknown: \['model.other'\]"):
                 await trainer.load(tmp_path / "cut")
             await trainer.save(tmp_path / "torn")
             state = tmp_path / "torn" / "trainer.pt"
@@ -419,13 +423,13 @@ def test_adapters_that_cannot_be_made_say_why(shallow_model_dir: Path, tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_saving_says_nothing_though_deepspeed_is_installed(shallow_model_dir: Path, tmp_path: Path) -> None:
+def test_loading_and_saving_say_nothing(shallow_model_dir: Path, tmp_path: Path) -> None:
     program = (
         "import asyncio, sys; from pathlib import Path; from agentrl.trainers.local import LocalTrainer\n"
         "async def main():\n"
         "    async with LocalTrainer(LocalTrainer.Config(device='cpu'), Path(sys.argv[1]), total_steps=1) as trainer:\n"
         "        await trainer.save(Path(sys.argv[2]))\n"
-        "asyncio.run(main()); assert 'deepspeed' in sys.modules"
+        "asyncio.run(main())"
     )
     ran = subprocess.run(
         [sys.executable, "-c", program, shallow_model_dir, tmp_path / "saved"],
