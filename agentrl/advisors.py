@@ -16,6 +16,7 @@ import numpy as np
 
 from agentrl.arrays import FloatArray
 from agentrl.batch import TrainBatch
+from agentrl.checkpoint import begin_save, saved
 from agentrl.protocols import ActorCritic, Algorithm, Estimate, PreparesBatch, SupportsPredict
 from agentrl.questions import questions
 from agentrl.replay import Replay
@@ -113,10 +114,20 @@ class Advisors:
 
     async def save(self, folder: Path) -> None:
         """Save the critic into a checkpoint, and the replay."""
+        await self.begin_save(folder)
+        await self.saved()
+
+    async def begin_save(self, folder: Path) -> None:
+        """Begin to save the critic into a checkpoint, and save the replay."""
         if self.critic is not None:
-            await self.critic.save(folder / CRITIC_FOLDER)
+            await begin_save(self.critic, folder / CRITIC_FOLDER)
         if self.training.replay is not None:
             await asyncio.to_thread(self.training.replay.save, folder)
+
+    async def saved(self) -> None:
+        """Wait until what `begin_save` began is written."""
+        if self.critic is not None:
+            await saved(self.critic)
 
     async def load(self, folder: Path) -> None:
         """Load the critic from a checkpoint, and the replay."""

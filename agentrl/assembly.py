@@ -16,7 +16,7 @@ from typing import Any, Literal, cast
 
 from agentrl import plugins
 from agentrl.advisors import CRITIC_FOLDER, ON_NEWEST, Advisors, CriticTraining
-from agentrl.checkpoint import Checkpoints
+from agentrl.checkpoint import Checkpoints, begin_save, saved
 from agentrl.cluster.workers import Cluster, own_address
 from agentrl.config import RunConfig, component_like
 from agentrl.engines.router import Router
@@ -101,8 +101,18 @@ class TrainingAssembly(RolloutAssembly):
 
     async def save(self, folder: Path) -> None:
         """Save the trainer and the critic into a checkpoint."""
-        await self.trainer.save(folder)
-        await self.advisors.save(folder)
+        await self.begin_save(folder)
+        await self.saved()
+
+    async def begin_save(self, folder: Path) -> None:
+        """Copy the state of the trainer and the critic, and begin to write it into a checkpoint."""
+        await begin_save(self.trainer, folder)
+        await self.advisors.begin_save(folder)
+
+    async def saved(self) -> None:
+        """Wait until what `begin_save` began is written."""
+        await saved(self.trainer)
+        await self.advisors.saved()
 
     async def resume(self, run: Run) -> int:
         """Load a resumed run's newest checkpoint, if any, publish its weights, and return the number of steps done."""

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import xxhash
 
@@ -18,7 +18,7 @@ from agentrl.errors import CheckpointError, ConfigError
 
 CHECKSUMS = "checksums.json"
 """The file of a checkpoint that has the XXH3-128 of every other file."""
-_STATE = {".pt", ".distcp"}
+_STATE = {".pt"}
 """Suffixes of the trainer's own files, which lie beside the model. Folders in a checkpoint are the trainer's too."""
 
 
@@ -28,6 +28,33 @@ class Savable(Protocol):
     async def save(self, folder: Path) -> None:
         """Write all state that training continues from into a new folder."""
         ...
+
+
+@runtime_checkable
+class SavesInBackground(Savable, Protocol):
+    """State that is copied first, and written while it goes on to change."""
+
+    async def begin_save(self, folder: Path) -> None:
+        """Copy all state that training continues from, and begin to write it into a new folder."""
+        ...
+
+    async def saved(self) -> None:
+        """Wait until what `begin_save` began is written."""
+        ...
+
+
+async def begin_save(state: Savable, folder: Path) -> None:
+    """Begin to save a state, or save it if it cannot be written in the background."""
+    if isinstance(state, SavesInBackground):
+        await state.begin_save(folder)
+    else:
+        await state.save(folder)
+
+
+async def saved(state: Savable) -> None:
+    """Wait until what `begin_save` began is written."""
+    if isinstance(state, SavesInBackground):
+        await state.saved()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +106,15 @@ class Checkpoints:
         Raises:
             CheckpointError: this step has a checkpoint already.
         """
+        return await (await self.begin(step, state, values)).finish()
+
+    async def begin(self, step: int, state: Savable, values: Mapping[int, float] | None = None) -> "BegunCheckpoint":
+        """Begin to save the state after `step` steps, which may change when this returns. It counts when it is
+        finished, and must be before the next one begins.
+
+        Raises:
+            CheckpointError: this step has a checkpoint already.
+        """
         final = self.folder / f"step_{step:06d}"
         if final.exists():
             raise CheckpointError(
@@ -87,11 +123,8 @@ class Checkpoints:
         for leftover in self.folder.glob(f"{UNFINISHED}*"):
             shutil.rmtree(leftover)
         self.folder.mkdir(parents=True, exist_ok=True)
-        await state.save(unfinished(final))
-        await asyncio.to_thread(_write_checksums, unfinished(final))
-        await asyncio.to_thread(finish_folder, final)
-        await asyncio.to_thread(self._thin_out, values or {})
-        return final
+        await begin_save(state, unfinished(final))
+        return BegunCheckpoint(self, final, state, values or {})
 
     def set_aside_damaged(self, announce: Callable[[str], None]) -> None:
         """Rename the checkpoints whose files are not as they were written, so that a run resumes from a sound one.
@@ -110,7 +143,7 @@ class Checkpoints:
             announce(f"{path} is damaged ({problem}); it is set aside as {set_aside(path, 'damaged').name}")
 
     def check_origin(self) -> None:
-        """Check that the checkpoints are this run's own: reading the optimizer of some trainers can run code.
+        """Check that the checkpoints are this run's own: others decide what the model does.
 
         Raises:
             CheckpointError: one lies outside of the run's folder, by a link, or belongs to another user.
@@ -125,8 +158,8 @@ class Checkpoints:
                     foreign = "belongs to another user"
                 if foreign:
                     raise CheckpointError(
-                        f"{path} {foreign}. Reading a checkpoint can run code that is hidden in it: if you trust its "
-                        "author, write checkpoint.allow_foreign=true"
+                        f"{path} {foreign}. Its author decides what the model does that goes on from it: if you trust "
+                        "them, write checkpoint.allow_foreign=true"
                     )
 
     def go_back_to(self, step: int) -> None:
@@ -140,12 +173,31 @@ class Checkpoints:
             if later > step:
                 set_aside(path, "left")
 
-    def _thin_out(self, values: Mapping[int, float]) -> None:
+    def thin_out(self, values: Mapping[int, float]) -> None:
+        """Remove the checkpoints that are neither among the newest nor among the best by these values."""
         newest = sorted(self.all())[-self.keep :]
         best = [step for step, _ in self.best(values)[: self.keep_best]]
         for step, path in self.all().items():
             if step not in {*newest, *best}:
                 remove_folder(path)
+
+
+@dataclass(frozen=True, slots=True)
+class BegunCheckpoint:
+    """A checkpoint that is being written, under a temporary name."""
+
+    checkpoints: Checkpoints
+    final: Path
+    state: Savable
+    values: Mapping[int, float]
+
+    async def finish(self) -> Path:
+        """Wait until it is written, give it its name, and remove the checkpoints not to keep."""
+        await saved(self.state)
+        await asyncio.to_thread(_write_checksums, unfinished(self.final))
+        await asyncio.to_thread(finish_folder, self.final)
+        await asyncio.to_thread(self.checkpoints.thin_out, self.values)
+        return self.final
 
 
 def damage(checkpoint: Path) -> str | None:

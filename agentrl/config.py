@@ -111,8 +111,7 @@ class CheckpointConfig(Settings):
     keep_best: int = Field(1, gt=0)
     """How many of the best to keep."""
     allow_foreign: bool = False
-    """Resume from checkpoints that lie outside of the run's folder, by a link, or that belong to another user. Reading
-    the optimizer of `fsdp` and `deepspeed` can run code that is hidden in it."""
+    """Resume from checkpoints that lie outside of the run's folder, by a link, or that belong to another user."""
 
     @field_validator("best")
     @classmethod

@@ -43,7 +43,7 @@ from agentrl.checkpoint import Checkpoints, Savable
 from agentrl.config import LoadedConfig, RunConfig, load_config
 from agentrl.durable import unfinished, write_whole
 from agentrl.errors import ConfigError
-from agentrl.flow import now, run_to_completion
+from agentrl.flow import Flow, now, run_to_completion
 from agentrl.model_source import check_architecture, commit_of, description_folder, model_folder
 from agentrl.observe.curve import draw_curve
 from agentrl.observe.health import batch_health, episode_health
@@ -63,6 +63,8 @@ from agentrl.run_temp import RunTemp
 from agentrl.task_sources import fingerprints
 from agentrl.tiny_model import SIZES
 from agentrl.trajectory import Group
+from agentrl.weights.low_rank import LowRank
+from agentrl.weights.publisher import checksum
 
 logger = logging.getLogger(__name__)
 _COMMIT = "model_commit"
@@ -115,6 +117,8 @@ class Run:
             self._origins = {key: origin for key, _, origin in loaded.rows()}
             self._trackers: list[Tracker] = []
             self._silence = self._new_silence()
+            self._checkpoint_flow = Flow("checkpoints")
+            self._begun: asyncio.Task[Path] | None = None
             self._open = opened.pop_all()
 
     def _check_state(self, console: Console, step: int | None) -> None:
@@ -275,8 +279,39 @@ class Run:
         """Save the state after `step` steps. The ledger is flushed to disk first, as a resumed run relies on it."""
         self.begin_phase(step, "checkpoint")
         await asyncio.to_thread(self.ledger.sync)
+        await self.checkpoints.save(step, state, self._values())
+
+    @asynccontextmanager
+    async def writing_checkpoints(self) -> AsyncIterator[None]:
+        """While the block lasts, `begin_checkpoint` may be used. Leaving it waits for what has been begun, also when
+        the run is stopped.
+        """
+        async with Flow("checkpoints") as flow:
+            self._checkpoint_flow = flow
+            try:
+                yield
+            except asyncio.CancelledError:
+                await self._begun_is_finished()
+                raise
+
+    async def begin_checkpoint(self, step: int, state: Savable) -> None:
+        """Save the state after `step` steps in the background; it may change when this returns."""
+        if self._begun is not None:
+            await self._begun
+        self.begin_phase(step, "checkpoint")
+        await asyncio.to_thread(self.ledger.sync)
+        begun = await self.checkpoints.begin(step, state, self._values())
+        self._begun = self._checkpoint_flow.start(begun.finish(), name=f"step {step}")
+
+    async def _begun_is_finished(self) -> None:
+        """Wait until the checkpoint that has been begun is finished or has failed, which its owner reports."""
+        if self._begun is not None:
+            await asyncio.wait({self._begun})
+
+    def _values(self) -> Mapping[int, float] | None:
+        """The values that the best checkpoints are chosen by."""
         best = self.config.checkpoint.best
-        await self.checkpoints.save(step, state, self.metrics.values(best) if best else None)
+        return self.metrics.values(best) if best else None
 
     @asynccontextmanager
     async def saved_if_stopped(self, step: int, state: Savable) -> AsyncIterator[None]:
@@ -284,6 +319,7 @@ class Run:
         try:
             yield
         except asyncio.CancelledError:
+            await self._begun_is_finished()
             newest = self.checkpoints.latest()
             if step > (newest[0] if newest else 0):
                 self.display.say(f"stopping: saving the state after {step} steps; a second Ctrl-C stops at once")
@@ -297,8 +333,8 @@ class Run:
         """Whether the weights after `step` steps have been evaluated already (by an earlier launch)."""
         return any("eval/success" in row and row["step"] == step for row in self.metrics.rows())
 
-    async def finish(self, weights_checksum: str) -> None:
-        """Draw the curve and write `summary.json`."""
+    async def finish(self) -> None:
+        """Draw the curve and write `summary.json`, with the checksum of the weights in the newest checkpoint."""
         rows, silence = self.metrics.rows(), self._new_silence()
         trained = [row for row in rows if "reward" in row]
         tested = [row for row in rows if "eval/success" in row]
@@ -314,12 +350,16 @@ class Run:
             "largest_staleness": max((row["staleness/max"] for row in trained), default=0),
             "largest_logprob_gap": max((row.get("logprob_gap_max", 0.0) for row in trained), default=0.0),
             "warnings": [text for row in rows for text in silence.read(row)],
-            "weights_sha256": weights_checksum,
+            "weights_sha256": await asyncio.to_thread(self._weights_checksum),
             "tasks": asdict(self.ledger.task_fates()),
             "episodes": asdict(self.ledger.episode_fates()),
         }
         await asyncio.to_thread(draw_curve, rows, self.folder / "reward_curve.png", self.folder.name)
         write_whole(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+
+    def _weights_checksum(self) -> str | None:
+        newest = self.checkpoints.latest()
+        return checksum(LowRank(newest[1], {})) if newest else None  # reads one weight after another
 
 
 def _interval(row: Mapping[str, float]) -> list[float] | None:

@@ -41,7 +41,6 @@ from agentrl.recipes.starting_model import starting_model
 from agentrl.rollout.seeds import derive_seed
 from agentrl.run import Run
 from agentrl.trajectory import Group, Trajectory
-from agentrl.weights.publisher import checksum
 
 
 class IterativeDpoSettings(Settings):
@@ -145,7 +144,7 @@ async def iterative_dpo(run: Run, settings: IterativeDpoSettings) -> None:
                 if config.evaluation.every and (iteration + 1) % config.evaluation.every == 0:
                     await evaluate_run(run, parts, iteration + 1)
         await evaluate_run(run, parts, config.steps)
-        await run.finish(checksum(await parts.trainer.weights()))
+        await run.finish()
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,6 @@ from agentrl.recipes.starting_model import starting_model
 from agentrl.rollout.opponents import Matches
 from agentrl.run import Run
 from agentrl.teacher import TeacherConfig
-from agentrl.weights.publisher import checksum
 
 
 class PolicyGradientSettings(Settings):
@@ -64,7 +63,7 @@ async def train(
         trainer, weights = parts.trainer, parts.weights
         start = await parts.resume(run)
         await evaluate_run(run, parts, start)
-        async with parts.rollouts(run, start) as rollouts:
+        async with parts.rollouts(run, start) as rollouts, run.writing_checkpoints():
             processing = BatchProcessing(config.batch_processing, run.metrics.rows(), algorithm)
             by_env = {one.called: one.algorithm.make() for one in config.env.mixture if one.algorithm is not None}
             for step in range(start, config.steps):
@@ -97,11 +96,11 @@ async def train(
                 }
                 await run.record_step(step, groups, metrics, clock.seconds)
                 if (step + 1) % config.checkpoint.every == 0 or step + 1 == config.steps:
-                    await run.save_checkpoint(step + 1, parts)
+                    await run.begin_checkpoint(step + 1, parts)
                 if config.evaluation.every and (step + 1) % config.evaluation.every == 0:
                     await evaluate_run(run, parts, step + 1)
         await evaluate_run(run, parts, config.steps)
-        await run.finish(checksum(await trainer.weights()))
+        await run.finish()
 
 
 class Stopwatch:

@@ -4,6 +4,8 @@ import asyncio
 import json
 import random
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -213,6 +215,45 @@ def test_a_run_whose_newest_checkpoint_or_ledger_is_damaged_says_so_and_trains_n
     refused = start("--resume", "run", cwd=tmp_path)
     assert refused.wait(PATIENCE_SECONDS) == 2
     assert "ledger.sqlite is missing or empty" in refused.output
+
+
+WRITING = """
+import pathlib, sys, time
+from agentrl.trainers.checkpoint import Snapshot
+write = Snapshot.write
+def held(snapshot, folder):
+    if snapshot.state["step"] == 2:
+        snapshot.tensors[0].write(folder, snapshot.rank)
+        time.sleep(1e6)
+    write(snapshot, folder)
+Snapshot.write = held
+from agentrl.cli import main
+main()
+"""
+"""A run that never gets further with its second checkpoint than the weights."""
+
+
+@pytest.mark.slow
+def test_a_run_killed_while_it_writes_a_checkpoint_and_trains_goes_on_from_the_one_before(tmp_path):
+    settings = [*SMALL, "run_dir=run", "steps=4", "evaluation.tasks=0", "checkpoint.every=1"]
+    whole = train(*settings, cwd=folder(tmp_path, "whole"))
+    killed_in = folder(tmp_path, "killed")
+    with (killed_in / "run.log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-c", WRITING, "train", *settings], cwd=killed_in, stdout=log, stderr=log
+        )
+    limit, metrics = time.monotonic() + PATIENCE_SECONDS, killed_in / "run" / "metrics.jsonl"
+    while not (metrics.exists() and '"step": 2, "reward"' in metrics.read_text()):
+        assert process.poll() is None, (killed_in / "run.log").read_text()
+        assert time.monotonic() < limit, (killed_in / "run.log").read_text()
+        time.sleep(0.05)
+    process.kill()
+    process.wait(PATIENCE_SECONDS)
+    there = sorted(path.name for path in (killed_in / "run" / "checkpoints").iterdir())
+    assert there == [".unfinished-step_000002", "step_000001"]
+    resumed = train("--resume", "run", cwd=killed_in)
+    assert resumed["weights_sha256"] == whole["weights_sha256"]
+    assert resumed["tasks"] == whole["tasks"]
 
 
 def kill_during(command: Command, run: Path, *, steps: int, extra: float) -> None:

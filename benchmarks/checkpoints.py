@@ -1,0 +1,119 @@
+"""How long a checkpoint blocks training, as a share of the time that it takes to write.
+
+    python benchmarks/checkpoints.py                       # one rank, 500 MB
+    python benchmarks/checkpoints.py --ranks 2 --mb 1000
+
+All figures are of one run: seconds of a step alone, the seconds in which a checkpoint is copied (nothing else goes on
+then), the seconds from there until it is written, and the steps that were made meanwhile. A checkpoint blocks for as
+long as it is copied, and for as long as the steps beside it take longer than alone. On a machine whose cores are all
+busy with the steps, the second part is what the writing threads compute.
+"""
+
+import argparse
+import asyncio
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from agentrl.testing.trainers import LOSS, random_batches
+from agentrl.trainers.fsdp import FsdpTrainer
+from agentrl.trainers.group import GroupTrainer
+from agentrl.trainers.local import LocalTrainer
+
+BYTES = 12
+"""Of a parameter in a checkpoint: its weight and two moments, in float32."""
+
+
+def make_model(folder: Path, megabytes: float) -> None:
+    """A model whose checkpoint has at least so many megabytes."""
+    block = 2_500_000
+    config = Qwen3Config(
+        vocab_size=1024,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=int(megabytes * 1e6 / BYTES / block) + 1,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        tie_word_embeddings=True,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+
+
+def bytes_in(folder: Path) -> int:
+    """Bytes of all files."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+async def step(trainer: GroupTrainer, batch: Any) -> float:
+    """Seconds of a step."""
+    start = time.perf_counter()
+    await trainer.step(batch, LOSS, float(batch.num_loss_tokens))
+    return time.perf_counter() - start
+
+
+async def measured(trainer: GroupTrainer, batch: Any, folder: Path) -> dict[str, float]:
+    """A checkpoint, with steps while it is written."""
+    alone = median([await step(trainer, batch) for _ in range(3)])
+    start = time.perf_counter()
+    await trainer.begin_save(folder)
+    copied = time.perf_counter() - start
+    beside: list[float] = []
+
+    async def saved() -> float:
+        await trainer.saved()
+        return time.perf_counter() - start
+
+    async with asyncio.TaskGroup() as group:
+        saving = group.create_task(saved())
+        while not saving.done():
+            beside.append(await step(trainer, batch))
+    written = saving.result()
+    size = await asyncio.to_thread(bytes_in, folder)
+    slower = sum(max(0.0, seconds - alone) for seconds in beside)
+    return {
+        "MB": size / 1e6,
+        "a step alone, s": alone,
+        "steps meanwhile": len(beside),
+        "write, s": written,
+        "blocked: copy, s": copied,
+        "blocked: slower steps, s": slower,
+        "copy / write": copied / written,
+        "blocked / write": (copied + slower) / written,
+    }
+
+
+async def main(given: argparse.Namespace, folder: Path) -> None:
+    """Print a row for each checkpoint."""
+    make_model(folder / "model", given.mb)
+    batch = random_batches(folder / "model", 1)[0]
+    kind: Any = FsdpTrainer if given.ranks > 1 else LocalTrainer
+    config = kind.Config(world_size=given.ranks) if given.ranks > 1 else kind.Config(device="cpu")
+    rows = []
+    async with kind(config, folder / "model", total_steps=100) as trainer:
+        await step(trainer, batch)
+        for number in range(given.repeat):
+            rows.append(await measured(trainer, batch, folder / f"checkpoint-{number}"))
+            shutil.rmtree(folder / f"checkpoint-{number}")
+    table = Table(*rows[0], title=f"checkpoints of {kind.__name__} with {given.ranks} ranks")
+    for row in rows:
+        table.add_row(*(f"{value:.3g}" for value in row.values()))
+    Console(width=150).print(table)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mb", type=float, default=500, help="megabytes of a checkpoint")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--folder", type=Path, help="where to write; by default a temporary folder")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as made:
+        asyncio.run(main(arguments, Path(made)))
