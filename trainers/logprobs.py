@@ -59,7 +59,7 @@ def linear_logprobs(
     """
     inputs = (hidden_NH, weight_VH, bias_V, targets_N, support_NS, scaling, entropy)
     found: Tensor = _LinearLogprobs.apply(*inputs)  # type: ignore[no-untyped-call]
-    return found if entropy else found[0]
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,12 +154,12 @@ class _LinearLogprobs(torch.autograd.Function):
             head.forward(hidden_NH[piece], targets_N[piece], support_CS, found_3N[:, piece], entropy=entropy)
         ctx.scaling, ctx.low, ctx.entropy = scaling, head.low, entropy
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, support_NS, found_3N[1:])
-        return found_3N[:2].clone()
+        return (found_3N[:2] if entropy else found_3N[0]).clone()  # a sharded module must not return a view
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, bias_V, targets_N, support_NS, found_2N = ctx.saved_tensors
-        (grads_2N,) = grads
+        grads_2N = grads[0] if ctx.entropy else torch.stack([grads[0], torch.zeros_like(grads[0])])
         head = _Head(weight_VH, bias_V, ctx.scaling, ctx.low)
         grad_hidden_NH = torch.empty_like(hidden_NH) if ctx.needs_input_grad[0] else None
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if ctx.needs_input_grad[1] else None
