@@ -15,7 +15,7 @@ from agentrl.batch import TrainBatch
 from agentrl.cluster.processes import start_local
 from agentrl.cluster.workers import StartWorkers, WorkerGroup
 from agentrl.errors import AgentRLError, ConfigError, StallError, TrainingError, WorkerDiedError
-from agentrl.placement.footprint import model_facts
+from agentrl.placement.model_facts import model_facts
 from agentrl.protocols import Loss, Recovery
 from agentrl.trainers.batch_shards import BatchShard, gather, gather_pairs, shard_batch
 from agentrl.trainers.replay import ReplayLog, TrainingStep
@@ -352,7 +352,7 @@ def attention_share(model: Path) -> float:
         facts = model_facts(model)
     except ConfigError:
         return 0.0
-    return 4 * facts.layers * facts.heads * facts.head_dim / (2 * facts.blocks)
+    return facts.attention / (2 * facts.active)
 
 
 def _is_cancelled() -> bool:

@@ -94,6 +94,7 @@ class VllmEngine:
                 kv_bytes=None if self.kv_cache_gib is None else int(self.kv_cache_gib * 2**30),
                 kv_bytes_on_cpu=2**30,
                 prefill_tokens=8192,
+                compact_cache=True,
                 sleeps=self.sleep_mode,
             )
 

@@ -12,7 +12,7 @@ from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.placement.device_map import device_maps
 from agentrl.placement.devices import GPUS, Inventory
-from agentrl.placement.footprint import ModelFacts
+from agentrl.placement.model_facts import ModelFacts
 from agentrl.planner.memory import overfull
 from agentrl.planner.run_facts import layouts, placement_request_of, stages_of
 from agentrl.plugins import Component
@@ -59,12 +59,16 @@ def _together(
 
 
 def _other_devices(config: RunConfig, inventory: Inventory, facts: ModelFacts) -> list[str]:
-    """More devices of the same kind, and as many of other kinds."""
-    if not inventory.kind.is_gpu:
-        return []
-    more = [replace(inventory, per_node=count) for count in (2, 4, 8) if count > inventory.per_node]
-    others = [replace(inventory, kind=kind) for kind in reversed(GPUS.values()) if kind != inventory.kind]
-    return [str(devices) for devices in (*more[:1], *others, *more[1:]) if _filled(config, devices, facts) <= 1][:2]
+    """Other kinds of devices, and more of them, from few to many; a machine without GPUs needs some."""
+    kinds = [inventory.kind] if inventory.kind.is_gpu else []
+    kinds += [kind for kind in reversed(GPUS.values()) if kind not in kinds]
+    counts = [(1, 1), (2, 1), (4, 1), (8, 1), (8, 2), (8, 4), (8, 8)]
+    offers = (
+        next((offer for offer in (Inventory(kind, *count) for count in counts)
+              if len(offer) >= len(inventory) and _filled(config, offer, facts) <= 1), None)
+        for kind in kinds
+    )  # fmt: skip
+    return [str(offer) for offer in offers if offer is not None][:2]
 
 
 def _filled(config: RunConfig | None, inventory: Inventory, facts: ModelFacts) -> float:

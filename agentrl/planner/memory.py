@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from agentrl.placement.device_map import DeviceMap
 from agentrl.placement.devices import GIB
-from agentrl.placement.footprint import USABLE, Footprint, engine_footprint, kv_bytes_per_token, trainer_footprint
+from agentrl.placement.footprint import USABLE, Footprint, engine_footprint, tokens_cached, trainer_footprint
 from agentrl.simulate.stages import Stages, Workload
 
 ASLEEP = GIB
@@ -30,10 +30,11 @@ def problems(stages: Stages, work: Workload, devices: DeviceMap) -> Iterator[str
     for load in fullest:
         if load.peak > load.limit:
             parts = " and ".join(f"{role} {size.total / GIB:.1f}" for role, size in load.awake.items())
+            turns = ", in turns" if devices.time_shared else ""
             kind = devices.inventory.kind
             yield (
                 f"{' and '.join(load.awake)} need {load.peak / GIB:.1f} GiB on device {load.device}"
-                f"{f' ({parts})' if len(load.awake) > 1 else ''}, which has {kind.memory / GIB:.1f} "
+                f"{f' ({parts}{turns})' if len(load.awake) > 1 else ''}, which has {kind.memory / GIB:.1f} "
                 f"({load.limit / GIB:.1f} usable)"
             )
             break
@@ -65,8 +66,8 @@ def _short_cache(stages: Stages, work: Workload, devices: DeviceMap) -> Iterator
         return
     split = devices.tensor_parallel()
     size = engine_footprint(facts, layout, split, kind, round(work.episode_tokens))
-    tokens = size.parts["kv cache"] // kv_bytes_per_token(facts, layout, split)
     longest = min(layout.max_context or facts.max_positions, facts.max_positions)
+    tokens = tokens_cached(facts, layout, split, size.parts["kv cache"], longest)
     if tokens < longest:
         taken = (size.total - size.parts["kv cache"]) / GIB
         yield (
@@ -110,7 +111,7 @@ def loads(stages: Stages, work: Workload, devices: DeviceMap) -> tuple[DeviceLoa
 
 def _learners(stages: Stages, work: Workload, ranks: int) -> Footprint:
     """The trainer at its peak, with the memory that reference and critic hold meanwhile on the same device."""
-    longest = round(work.episode_tokens)
+    longest = stages.longest(work)
     whole = trainer_footprint(stages.facts, stages.trainer, ranks, stages.micro_batches(work, ranks), longest)
     parts, host = dict(whole.parts), whole.host
     for helper, layout, kept in (

@@ -13,7 +13,7 @@ from agentrl.config import RunConfig
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.placement.device_map import DeviceMap, device_maps
 from agentrl.placement.devices import Inventory
-from agentrl.placement.footprint import ModelFacts
+from agentrl.placement.model_facts import ModelFacts
 from agentrl.planner.advice import what_fits
 from agentrl.planner.memory import DeviceLoad, loads, overfull, problems
 from agentrl.planner.run_facts import placement_request_of, stages_of, with_defaults

@@ -1,13 +1,15 @@
 """Reads from a run's config what a plan needs: the model, the stages, and the requested placement."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.model_source import description_folder
 from agentrl.placement.device_map import PlacementRequest
-from agentrl.placement.footprint import EngineLayout, ModelFacts, TrainerLayout, facts_of, model_facts
+from agentrl.placement.footprint import EngineLayout, TrainerLayout
+from agentrl.placement.model_facts import PUBLISHED, ModelFacts, facts_of, model_facts
 from agentrl.plugins import Component
 from agentrl.rollout.agents import FrozenRoute
 from agentrl.rollout.opponents import OpponentsConfig
@@ -18,12 +20,17 @@ from agentrl.tiny_model import SIZES, model_config
 def model_of(config: RunConfig) -> ModelFacts:
     """The shape of a run's model; a randomly initialised one counts with the largest vocabulary that it can have.
 
+    Of some published models, the package has the configs, so that a plan needs no network.
+
     Raises:
         ConfigError: there is no such model.
     """
     name = config.model.name
     if name in SIZES:
         return facts_of(model_config(SIZES[name]), name)
+    known = PUBLISHED / name
+    if not Path(name).exists() and config.model.revision is None and (known / "config.json").is_file():
+        return replace(model_facts(known), name=name)
     return model_facts(description_folder(name, config.model.revision))
 
 

@@ -12,7 +12,15 @@ from statistics import fmean
 
 from agentrl.placement.device_map import DeviceMap
 from agentrl.placement.devices import Assumptions, DeviceKind
-from agentrl.placement.footprint import EngineLayout, ModelFacts, TrainerLayout, engine_footprint, kv_bytes_per_token
+from agentrl.placement.footprint import (
+    EngineLayout,
+    TrainerLayout,
+    context_bytes,
+    engine_footprint,
+    tokens_cached,
+    trained_parameters,
+)
+from agentrl.placement.model_facts import ModelFacts
 from agentrl.rollout.config import RolloutConfig
 from agentrl.simulate.engine import SimulatedEngine
 from agentrl.simulate.latency import Constant, Latency
@@ -23,12 +31,16 @@ _OF_ALL_REPLICAS = ("groups_per_step", "max_live_episodes", "min_live_episodes")
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A step's work: the episodes trained on, and the mean turns, sampled tokens and observed tokens of an episode."""
+    """A step's work: the episodes trained on, and the mean turns, sampled tokens and observed tokens of an episode.
+
+    `longest`: the tokens of the longest episode that can be; 0 if nothing bounds it but the model's context.
+    """
 
     episodes: int
     turns: float
     sampled: float
     observed: float
+    longest: int = 0
 
     @property
     def episode_tokens(self) -> float:
@@ -46,7 +58,9 @@ def workload(rollout: RolloutConfig, simulation: SimulationConfig) -> Workload:
     turns = _mean(simulation.env.turns, 1, rollout.max_turns)
     answer = _mean(simulation.engine.answer_tokens, 1, rollout.sampling.max_tokens)
     observed = simulation.prompt_tokens + (turns - 1) * simulation.observation_tokens
-    return Workload(rollout.groups_per_step * rollout.group_size, turns, turns * answer, observed)
+    longest = simulation.prompt_tokens + (rollout.max_turns - 1) * simulation.observation_tokens
+    longest += rollout.max_turns * rollout.sampling.max_tokens
+    return Workload(rollout.groups_per_step * rollout.group_size, turns, turns * answer, observed, longest)
 
 
 @lru_cache(maxsize=64)
@@ -85,18 +99,19 @@ class Stages:
     def train_flop(self, work: Workload) -> float:
         """FLOP of a step.
 
-        For each weight and token, the forward pass takes 2 and the backward pass twice that (6 N in all: Kaplan et al.
-        2020, arXiv 2001.08361). Attention adds 4 for each layer, query size and token before. The head counts only
-        at sampled tokens. Recomputation is one more forward pass, and so are the old logprobs of all minibatches except
-        the first. A reference takes one forward pass; a critic takes what the trainer does and one more forward pass.
-        Both are counted with the trainer's head.
+        For each weight that a token meets, the forward pass takes 2 and the backward pass twice that (6 N in all:
+        Kaplan et al. 2020, arXiv 2001.08361); of experts, only the chosen ones count. Attention comes on top. The head
+        counts only at sampled tokens, and once more in the backward pass, which computes the logits again. Full
+        recomputation is one more forward pass, and so are the old logprobs of all minibatches except the first. A
+        reference takes one forward pass; a critic takes what the trainer does and one more forward pass. Both are
+        counted with the trainer's head.
         """
         facts, layout = self.facts, self.trainer
-        attention = 4 * facts.layers * facts.heads * facts.head_dim * work.episode_tokens / 2
-        forward = work.tokens * (2 * facts.blocks + attention)
-        forward += work.episodes * work.sampled * 2 * facts.embedding
+        head = work.episodes * work.sampled * 2 * facts.embedding
+        forward = work.tokens * (2 * facts.active + facts.attention * facts.kv.attended(work.episode_tokens)) + head
         passes = 3 + (layout.recompute != "none") + (layout.minibatches - 1) / layout.minibatches
-        return (passes * (2 if self.critic else 1) + bool(self.critic) + bool(self.reference)) * forward
+        others = bool(self.critic) + bool(self.reference)
+        return (1 + bool(self.critic)) * (passes * forward + head) + others * forward
 
     def train(self, work: Workload, devices: DeviceMap) -> TrainSeconds:
         """Seconds of a training step."""
@@ -113,27 +128,36 @@ class Stages:
         bandwidth = kind.bandwidth * self._share(devices, "trainer") * self.assume.engine_bandwidth
         if layout.offload and kind.is_gpu:
             bandwidth = kind.host_link * self.assume.links
-        # AdamW reads weight, gradient and two moments, and writes all but the gradient, in float32.
-        optimizer = layout.minibatches * 28 * facts.parameters / parts / bandwidth
+        # AdamW reads weight, gradient and two moments, and writes all but the gradient.
+        each = 3 * 4 + 4 * layout.moment_bytes
+        optimizer = layout.minibatches * each * trained_parameters(facts, layout) / parts / bandwidth
         if self.critic:
             communication, optimizer = 2 * communication, 2 * optimizer
         return TrainSeconds(compute, communication, optimizer)
 
+    def longest(self, work: Workload) -> int:
+        """Tokens of the longest episode: what its turns can have, within the context of engine and model."""
+        context = min(self.engine.max_context or self.facts.max_positions, self.facts.max_positions)
+        return min(context, work.longest or context)
+
     def micro_batches(self, work: Workload, ranks: int) -> float:
-        """Micro-batches of each rank in each minibatch."""
-        tokens = work.tokens / self.trainer.minibatches / ranks
-        return max(1.0, tokens / self.trainer.micro_batch_tokens)
+        """Micro-batches of each rank in each minibatch. An episode is never cut, and a longer one goes alone."""
+        episode = max(1.0, work.episode_tokens)
+        together = max(1.0, self.trainer.micro_batch_tokens // episode)
+        return max(1.0, work.episodes / self.trainer.minibatches / ranks / together)
 
     def _traffic(self, micro_batches: float) -> float:
         """Bytes that each rank receives from the others in a step: weights for each pass (ZeRO 3) or once after the
-        update, and gradients once for each minibatch, in float32.
+        update, and gradients in float32, of each micro-batch if they are sharded, else once for each minibatch.
         """
         facts, layout = self.facts, self.trainer
+        sums = micro_batches if layout.shards >= 2 and not layout.accumulates_whole else 1
+        gradients = 4 * trained_parameters(facts, layout) * sums * layout.minibatches
         if layout.shards < 3:
-            return layout.minibatches * 8 * facts.parameters
+            return layout.minibatches * 4 * facts.parameters + gradients
         gathers = (1 if layout.keeps_gathered else 2) * micro_batches * layout.minibatches
         gathers += micro_batches * (layout.minibatches - 1)
-        return facts.parameters * (gathers * layout.number + 4 * layout.minibatches)
+        return facts.parameters * gathers * layout.number + gradients
 
     def update_seconds(self, devices: DeviceMap) -> float:
         """Seconds to transfer new weights: gathered in float32, cast, and sent to all engines at the same time."""
@@ -146,7 +170,8 @@ class Stages:
         if not devices.time_shared or not kind.is_gpu:
             return 0.0
         sharded = len(devices.of("trainer")) if self.trainer.shards >= 3 else 1
-        each = (0 if self.trainer.offload else 16) + (4 if self.reference else 0) + (16 if self.critic else 0)
+        state = 8 + 2 * self.trainer.moment_bytes
+        each = (0 if self.trainer.offload else state) + (4 if self.reference else 0) + (state if self.critic else 0)
         trainer = each * self.facts.parameters // sharded
         engine = self.engine.number * self.facts.parameters // devices.tensor_parallel()
         return 2 * (trainer + engine) / (kind.host_link * self.assume.links)
@@ -156,29 +181,29 @@ class Stages:
     ) -> SimulatedEngine.Config:
         """The settings of the simulated engine: a step of B requests takes `fixed + B * each` seconds.
 
-        `fixed` is the time to read the weights once; `each` is the time to read a request's KV cache and to multiply by
-        every weight. This is the roofline of Pope et al. 2022 (arXiv 2211.05102), except that its two terms are added
-        instead of taking the larger one.
+        `fixed` is the time to read the weights once, of experts those that the requests choose; `each` is the time to
+        read a request's KV cache and to multiply by every weight that a token meets. This is the roofline of Pope et
+        al. 2022 (arXiv 2211.05102), except that its two terms are added instead of taking the larger one.
         """
         facts, layout, kind = self.facts, self.engine, devices.inventory.kind
-        split = devices.tensor_parallel()
+        split, context = devices.tensor_parallel(), round(work.episode_tokens)
         share = self._share(devices, "engine")
         bandwidth = split * kind.bandwidth * share * self.assume.engine_bandwidth
         flops = split * share * (kind.flops if layout.number == 2 else kind.flops_float32) * self.assume.engine_flops
-        each = 2 * (facts.blocks + facts.embedding) / flops
+        live = min(layout.max_batch, max(1.0, work.episodes / max(1, len(devices.of("engine")))))
+        each = 2 * (facts.active + facts.embedding) / flops
         prefill = each
-        each += work.episode_tokens / 2 * facts.kv_bytes(layout.number) / bandwidth
-        fixed = layout.number * facts.parameters / bandwidth
+        each += context_bytes(facts, layout, 1, max(1, context // 2)) / bandwidth
+        fixed = layout.number * facts.read(live) / bandwidth
         if kind.is_gpu:
             fixed += self.assume.engine_step_seconds
             sums = 2 * facts.layers * (split > 1)
             fixed += sums * self.assume.all_reduce_seconds
             each += sums * 2 * layout.number * facts.hidden * (split - 1) / split / (kind.link * self.assume.links)
-        cache = engine_footprint(facts, layout, split, kind, round(work.episode_tokens)).parts["kv cache"]
-        tokens = cache // kv_bytes_per_token(facts, layout, split)
+        cache = engine_footprint(facts, layout, split, kind, context).parts["kv cache"]
+        tokens = tokens_cached(facts, layout, split, cache, max(1, context))
         longest = min(layout.max_context or facts.max_positions, facts.max_positions)
         bounded = layout.fraction is not None or layout.kv_bytes is not None
-        live = min(layout.max_batch, max(1.0, work.episodes / max(1, len(devices.of("engine")))))
         slowdown = each / (fixed + each)
         return base.model_copy(
             update={

@@ -1,8 +1,9 @@
 """The plan before a run: it fits, says why, refuses what cannot be, says what would, and agrees with measured runs."""
 
 import json
+import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from agentrl.config import RunConfig, load_config
 from agentrl.errors import ConfigError
 from agentrl.placement.device_map import device_maps
 from agentrl.placement.devices import GIB, GPUS, Inventory, gpu_named, host
-from agentrl.placement.footprint import ModelFacts
+from agentrl.placement.layer_facts import Heads, Kept
+from agentrl.placement.model_facts import PUBLISHED, KvShape, ModelFacts
 from agentrl.planner.check import check_placement
 from agentrl.planner.measured import measured, with_measured
 from agentrl.planner.memory import loads, problems
@@ -55,6 +57,9 @@ def refused(inventory: Inventory, name: str, *overrides: str) -> str:
 SHIPPED = {
     "colocated_8gpu": (Inventory(H100, 8), "colocated"),
     "disaggregated_16gpu": (Inventory(H100, 8, 2), "disaggregated"),
+    "qwen3_8b": (Inventory(H100, 8), "colocated"),
+    "qwen3_32b": (Inventory(H100, 8, 2), "colocated"),
+    "qwen3_30b_a3b": (Inventory(H100, 8), "colocated"),
     "frozen_lake": (Inventory(host(cores=2, memory=16 * GIB)), "local"),
 }
 
@@ -74,6 +79,23 @@ def test_shipped_configs_get_a_map_that_respects_memory(name: str) -> None:
     assert min(step.rollout, step.train) > 0
     assert (step.switch > 0) == plan.devices.time_shared
     assert step.staleness <= config(name).rollout.max_staleness
+
+
+@pytest.mark.parametrize("name", ["qwen3_8b", "qwen3_32b", "qwen3_30b_a3b"])
+def test_configs_of_real_size_are_short_and_leave_the_layout_to_the_planner(name: str) -> None:
+    assert len((EXAMPLES / f"{name}.yaml").read_text().splitlines()) <= 30
+    inventory, _ = SHIPPED[name]
+    plan = planned(inventory, name, *SMALL)
+    assert len(plan.devices.of("trainer")) == len(inventory)
+    assert len(plan.devices.of("engine")) * plan.devices.tensor_parallel() == len(inventory)
+
+
+def test_what_devices_of_80_gb_cannot_hold_is_refused_in_plain_words() -> None:
+    said = refused(Inventory(H100, 2), "qwen3_32b")
+    assert "Qwen/Qwen3-32B (32.76 billion parameters) does not fit on 2 x H100" in said
+    assert "What would fit:\n  2 nodes of 8 x H100" in said
+    with pytest.raises(ConfigError, match="'Qwen/Qwen3-33B'"):
+        planned(Inventory(H100, 8), "qwen3_32b", "model=Qwen/Qwen3-33B")
 
 
 def test_a_reference_and_a_critic_are_counted_where_the_trainer_is() -> None:
@@ -140,30 +162,49 @@ def test_what_is_said_to_fit_does(name: str, inventory: Inventory, overrides: tu
 def test_a_folder_without_weights_is_planned_with_and_not_trained_on(
     agentrl: Callable[..., Any], tmp_path: Path
 ) -> None:
-    done = agentrl("train", "examples/colocated_8gpu.yaml", f"run_dir={tmp_path / 'run'}", "env=frozen_lake")
+    folder = tmp_path / "model"
+    shutil.copytree(PUBLISHED / "Qwen" / "Qwen3-1.7B", folder)
+    assert planned(Inventory(H100, 8), "colocated_8gpu", *SMALL, f"model={folder}").facts.name == str(folder)
+    overrides = f"model={folder}", f"run_dir={tmp_path / 'run'}", "env=frozen_lake"
+    done = agentrl("train", "examples/colocated_8gpu.yaml", *overrides)
     assert done.returncode == 2
-    assert "has the config of a model and no weights" in done.stderr
+    assert str(folder) in done.stderr
     assert not (tmp_path / "run").exists()
 
 
-shapes = st.builds(
-    lambda layers, hidden, vocab: ModelFacts(
+def drawn(layers: int, hidden: int, vocab: int, experts: int) -> ModelFacts:
+    """A decoder with MLPs of four times its hidden size: one in each layer, or several of which a token uses one."""
+    attention, mlp = 4 * hidden**2, 8 * hidden**2
+    block = attention + max(1, experts) * mlp
+    heads = Heads(hidden // 64, max(1, hidden // 256), 64, 64)
+    kept = Kept(24 * hidden, 2 * hidden, 12 * hidden, hidden, 10 * hidden, heads.queries, 9 * hidden)
+    return ModelFacts(
         name="drawn",
-        parameters=layers * 12 * hidden**2 + vocab * hidden,
-        blocks=layers * 12 * hidden**2,
-        block=12 * hidden**2,
+        parameters=layers * block + vocab * hidden,
+        blocks=layers * block,
+        block=block,
+        active=layers * (attention + mlp),
         layers=layers,
         hidden=hidden,
-        heads=hidden // 64,
-        kv_heads=max(1, hidden // 256),
-        head_dim=64,
-        mlp=4 * hidden,
         vocab=vocab,
         max_positions=32768,
-    ),
+        attention=4 * layers * hidden,
+        inner=4 * hidden,
+        linear_ends=20 * layers * hidden,
+        kv=KvShape(layers, heads),
+        kept=Kept(*(layers * number for number in astuple(kept))),
+        largest=kept,
+        experts=experts,
+        chosen=min(experts, 1),
+    )
+
+
+shapes = st.builds(
+    drawn,
     st.integers(4, 96),
     st.sampled_from([512, 1024, 4096, 8192]),
     st.sampled_from([32000, 152000]),
+    st.sampled_from([0, 8]),
 )
 
 
@@ -217,9 +258,12 @@ def test_training_flop_are_six_for_each_weight_and_token() -> None:
     work = workload(chosen.rollout, chosen.simulation)
     everything_sampled = replace(work, sampled=2.0, observed=0.0)  # attention to one token adds next to nothing
     flop = stages_of(chosen, facts).train_flop(everything_sampled)
-    assert flop == pytest.approx(6 * facts.parameters * everything_sampled.tokens, rel=0.01)
+    tokens = everything_sampled.tokens
+    once_more = 2 * facts.embedding * tokens  # the backward pass computes the logits again
+    assert flop == pytest.approx(6 * facts.parameters * tokens + once_more, rel=0.01)
     twice = config("colocated_8gpu")  # recomputation is one more forward pass
-    assert stages_of(twice, facts).train_flop(everything_sampled) == pytest.approx(flop * 4 / 3)
+    again = stages_of(twice, facts).train_flop(everything_sampled)
+    assert again == pytest.approx(flop + 2 * facts.parameters * tokens, rel=0.01)
 
 
 @pytest.fixture
@@ -268,6 +312,6 @@ def test_what_cannot_be_on_this_machine_is_refused_before_a_run_starts(
     assert not (tmp_path / "run").exists()
     laptop = Inventory(host(cores=2, memory=64 * GIB))
     check_placement(config("frozen_lake"), laptop)
-    check_placement(config("frozen_lake", "model=examples/shapes/qwen3-1.7b"), laptop)
+    check_placement(config("frozen_lake", "model=Qwen/Qwen3-1.7B"), laptop)
     with pytest.raises(ConfigError, match=r"need 152\.6 GiB on no GPU, CPU x2 with 64\.0 GiB"):  # 16 + 4 bytes each
-        check_placement(config("frozen_lake", "model=examples/shapes/qwen3-8b"), laptop)
+        check_placement(config("frozen_lake", "model=Qwen/Qwen3-8B"), laptop)
