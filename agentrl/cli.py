@@ -472,6 +472,31 @@ def view(
     PageServer(runs or [Path("runs")], host=host, port=port, token=token, on_start=said).run()
 
 
+@app.command("profile")
+def show_profile(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, which may still be running.")],
+    steps: Annotated[
+        str | None, typer.Option(metavar="FIRST:LAST", help="Only these steps, counted from 0; by default all.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write a trace, for https://ui.perfetto.dev.")
+    ] = None,
+) -> None:
+    """Show where a run's time went: by set of resources that were busy at the same time, and what follows."""
+    from agentrl.viewer.profile import profile
+
+    profile(_run_config(run).parent, console, _range_of(steps), trace)
+
+
+def _range_of(steps: str | None) -> tuple[int, int] | None:
+    if steps is None:
+        return None
+    first, _, last = steps.partition(":")
+    if not (first.isdecimal() and (last or first).isdecimal()):
+        raise ConfigError(f"--steps {steps!r} is no range of steps: write FIRST:LAST, such as 10:19, or a single step")
+    return int(first), int(last or first)
+
+
 @app.command()
 def envs() -> None:
     """List the environments and their origins, and the address schemes with an example each."""

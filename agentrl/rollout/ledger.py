@@ -305,12 +305,13 @@ class LedgerReader:
         rows = self._rows(_TALLY[kind].format(why="why"))
         return list(islice((Tally(*row) for row in rows if row[0] not in ("open", "trained")), limit))
 
-    def all_episodes(self) -> Iterator[tuple[str, str, EpisodeRecord]]:
-        """The task's id, its environment and the record of every episode in its latest launch."""
-        columns = "id, env, member, attempt, MAX(launch), episodes.fate, episodes.step, episodes.why"
-        query = f"SELECT {columns} FROM episodes JOIN tasks ON number = task GROUP BY task, member, attempt"
-        for task_id, env, *record in self._rows(query):
-            yield task_id, env, EpisodeRecord(*record)
+    def all_episodes(self) -> Iterator[tuple[str, str, str, str, int | None, str | None]]:
+        """Every episode in its latest launch: its id, its task's id, environment, fate ("open" if none), step, why."""
+        query = (
+            "SELECT id || '/' || member || '/' || attempt, id, env, COALESCE(e.fate, 'open'), e.step, e.why "
+            "FROM (SELECT *, MAX(launch) FROM episodes GROUP BY task, member, attempt) AS e JOIN tasks ON number = task"
+        )
+        return iter(self._rows(query))
 
     def open_episodes(self, limit: int) -> list[str]:
         """The ids of episodes without a fate, by task."""

@@ -91,6 +91,11 @@ class EpisodeIndex:
         self._known: dict[int, tuple[int, int]] = {}
         self._ledger: tuple[tuple[int, int], ...] = ()
 
+    def refresh(self) -> None:
+        """Read what is new in the files, which the next call would do otherwise."""
+        with self._lock:
+            self._refresh()
+
     def page(self, query: EpisodeQuery) -> dict[str, Any]:
         """The rows of a table, how many there are in all, and the histogram of their scores.
 
@@ -178,10 +183,7 @@ class EpisodeIndex:
         if not path.exists():
             return
         with read_ledger(path) as ledger:
-            rows = [
-                (f"{task}/{one.member}/{one.attempt}", task, env, one.fate or "open", one.step, one.why)
-                for task, env, one in ledger.all_episodes()
-            ]
+            rows = list(ledger.all_episodes())
         if rows:
             names = ("id", "task", "env", "fate", "step", "why")
             table = pa.table(dict(zip(names, map(list, zip(*rows, strict=True)), strict=True)))

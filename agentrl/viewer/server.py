@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import uvicorn
-from fastapi import Depends, FastAPI, HTTPException, Request, Response
+from fastapi import BackgroundTasks, Depends, FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -196,11 +196,14 @@ def _add_runs(app: FastAPI, runs: _OpenRuns) -> None:
         return _Json(MEANINGS)
 
     @app.get("/api/metrics")
-    def metrics(run: str, after: int = 0, generation: int = 0) -> Any:
+    def metrics(run: str, later: BackgroundTasks, after: int = 0, generation: int = 0) -> Any:
         folder = runs.run(run)
+        if after == 0:  # who looks at curves will look at episodes
+            later.add_task(_refresh, runs, run)
         rows = folder.metrics()
         begin = after if generation == folder.generation else 0
-        return _Json({"generation": folder.generation, "from": begin, "rows": rows[begin:]})
+        found = {"generation": folder.generation, "from": begin, "rows": rows[begin:]}
+        return _Json(found, background=later)
 
     @app.get("/api/config")
     def config(run: str) -> Any:
@@ -210,6 +213,10 @@ def _add_runs(app: FastAPI, runs: _OpenRuns) -> None:
     @app.get("/api/events")
     async def events() -> StreamingResponse:
         return StreamingResponse(_events(runs), media_type="text/event-stream")
+
+
+def _refresh(runs: _OpenRuns, name: str) -> None:
+    runs.episodes(name)[0].refresh()
 
 
 def _add_episodes(app: FastAPI, runs: _OpenRuns) -> None:

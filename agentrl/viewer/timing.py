@@ -5,6 +5,7 @@ resources that were busy in it.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,60 @@ from agentrl.viewer.folders import Phase, RunFolder
 
 Intervals = Sequence[tuple[float, float]]
 _BINS = 240
+_SHOWN = 8
 _MOST_FILES = 16
 """More files of trajectories than these are not read for one picture, which then lacks engine and environments."""
 _LANES = {"train": "trainer", "weights": "weights", "evaluation": "evaluation"}
 _OTHER = "rest of the loop"
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What happened in some steps, in Unix time: the loop's phases, and when the model answered, environments worked
+    and episodes were played.
+    """
+
+    begin: float
+    end: float
+    phases: Sequence[Phase]
+    model: Intervals
+    env: Intervals
+    played: Intervals
+
+    @property
+    def lanes(self) -> dict[str, list[tuple[float, float]]]:
+        """The phases by resource; `trainer` and `weights` are always among them."""
+        found: dict[str, list[tuple[float, float]]] = {"trainer": [], "weights": []}
+        for one in self.phases:
+            name = "waits for episodes" if one["phase"] == "rollout" else _LANES.get(one["phase"], _OTHER)
+            found.setdefault(name, []).append((one["begin"], one["end"] or one["begin"]))
+        return found
+
+    @property
+    def busy(self) -> dict[frozenset[str], float]:
+        """Seconds by set of busy resources."""
+        lanes = self.lanes
+        resources = {"engine": self.model, "environments": self.env}
+        resources |= {name: lanes[name] for name in ("trainer", "weights")}
+        return busy_sets(resources, self.begin, self.end)
+
+
+def window_of(
+    run: RunFolder, index: EpisodeIndex, reader: EpisodeReader, steps: tuple[int, int] | None, most_files: int
+) -> Window | None:
+    """The steps from the first to the last of `steps`, by default all of the run; `None` if none of them was timed.
+
+    If their episodes are in more than `most_files` files, turns are left out.
+    """
+    timed = [one for one in run.phases() if one["end"] is not None]
+    phases = timed if steps is None else [one for one in timed if steps[0] <= one["step"] <= steps[1]]
+    if not phases:
+        return None
+    begin, end = phases[0]["begin"], max(one["end"] or one["begin"] for one in phases)
+    rows = index.in_play(begin, end)
+    model, env = _turns(reader, rows, begin, end, most_files)
+    played = [(row["started"], row["started"] + row["seconds"]) for row in rows]
+    return Window(begin, end, phases, model, env, played)
 
 
 def timing(run: RunFolder, index: EpisodeIndex, reader: EpisodeReader, steps: tuple[int, int] | None) -> dict[str, Any]:
@@ -29,32 +80,22 @@ def timing(run: RunFolder, index: EpisodeIndex, reader: EpisodeReader, steps: tu
     resources. `advice`: what bound these steps, in sentences. `all` and `played`: the steps that can be asked for, and
     those whose episodes are known. Times are seconds from `begin`.
     """
-    phases = [one for one in run.phases() if one["end"] is not None]
-    if not phases:
-        return {"begin": None, "steps": [], "lanes": [], "busy": [], "advice": [], "all": [], "played": []}
-    known = sorted({one["step"] for one in phases})
-    first, last = steps or (known[-min(8, len(known))], known[-1])
-    shown = [one for one in phases if first <= one["step"] <= last] or phases[-1:]
-    begin, end = shown[0]["begin"], max(one["end"] or one["begin"] for one in shown)
-    by_lane = _lanes_of_phases(shown)
-    model, env = _turns(run, reader, index.in_play(begin, end), begin, end)
-    resources = {
-        "engine": model,
-        "environments": env,
-        **{name: by_lane.get(name, []) for name in ("trainer", "weights")},
-    }
-    bins = np.linspace(begin, end, _BINS + 1)
-    played = [(row["started"], row["started"] + row["seconds"]) for row in index.in_play(begin, end)]
+    known = sorted({one["step"] for one in run.phases() if one["end"] is not None})
+    newest = (known[-min(_SHOWN, len(known))], known[-1]) if known else None
+    window = window_of(run, index, reader, steps or newest, _MOST_FILES)
+    if window is None:
+        return {"begin": None, "steps": [], "lanes": [], "busy": [], "advice": [], "all": known, "played": []}
+    begin, busy = window.begin, window.busy
+    bins = np.linspace(begin, window.end, _BINS + 1)
     lanes: list[dict[str, Any]] = [
-        {"name": name, "intervals": [[a - begin, b - begin] for a, b in found]} for name, found in by_lane.items()
+        {"name": name, "intervals": [[a - begin, b - begin] for a, b in found]} for name, found in window.lanes.items()
     ]
-    for name, intervals in (("episodes in play", played), ("engine", model), ("environments", env)):
-        lanes.append({"name": name, "load": [round(float(one), 3) for one in load(intervals, bins)]})
-    busy = busy_sets(resources, begin, end)
+    for name, found in (("episodes in play", window.played), ("engine", window.model), ("environments", window.env)):
+        lanes.append({"name": name, "load": [round(float(one), 3) for one in load(found, bins)]})
     return {
         "begin": begin,
-        "seconds": end - begin,
-        "steps": [[step, at - begin] for step, at in _step_begins(shown)],
+        "seconds": window.end - begin,
+        "steps": [[step, at - begin] for step, at in _step_begins(window.phases)],
         "all": known,
         "played": list(run.files("trajectories")),
         "lanes": lanes,
@@ -145,22 +186,14 @@ def advice(busy: Mapping[frozenset[str], float], settings: Mapping[str, Any]) ->
     return said or ["Nothing stands out: engine and trainer share the time evenly."]
 
 
-def _lanes_of_phases(phases: Sequence[Phase]) -> dict[str, list[tuple[float, float]]]:
-    found: dict[str, list[tuple[float, float]]] = {"trainer": [], "weights": []}
-    for one in phases:
-        name = "waits for episodes" if one["phase"] == "rollout" else _LANES.get(one["phase"], _OTHER)
-        found.setdefault(name, []).append((one["begin"], one["end"] or one["begin"]))
-    return found
-
-
 def _turns(
-    run: RunFolder, reader: EpisodeReader, rows: Sequence[Mapping[str, Any]], begin: float, end: float
+    reader: EpisodeReader, rows: Sequence[Mapping[str, Any]], begin: float, end: float, most_files: int
 ) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
     """When the model answered and when environments worked, in the episodes of these rows."""
     steps = sorted({row["step"] for row in rows})
     model: list[tuple[float, float]] = []
     env: list[tuple[float, float]] = []
-    for step in steps if len(steps) <= _MOST_FILES else ():
+    for step in steps if len(steps) <= most_files else ():
         for episode in reader.turns_of_step(step):
             for asked, generated, waited in episode["turns"]:
                 answered = asked + generated

@@ -1,0 +1,129 @@
+"""`agentrl profile`: where a run's time went, as a table and as a trace for Perfetto.
+
+Everything comes from times that each run records anyway (`timeline.jsonl`, and those of turns in `trajectories/`), so
+profiling costs a run nothing. The trace is Chrome's JSON format, which https://ui.perfetto.dev opens.
+"""
+
+import heapq
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from agentrl.durable import write_whole
+from agentrl.errors import ConfigError
+from agentrl.viewer.episode import EpisodeReader
+from agentrl.viewer.episodes import EpisodeIndex
+from agentrl.viewer.folders import RunFolder
+from agentrl.viewer.timing import Window, advice, window_of
+
+_ALL = 1 << 30
+_LOOP, _EPISODES = 1, 2  # the trace's "processes"
+
+
+def profile(folder: Path, console: Console, steps: tuple[int, int] | None, trace: Path | None) -> None:
+    """Print where the time of some steps went, by default of all, and write their trace.
+
+    Raises:
+        ConfigError: none of these steps was timed.
+    """
+    run = RunFolder(folder.name, folder)
+    index = EpisodeIndex(run)
+    reader = EpisodeReader(run, index)
+    window = window_of(run, index, reader, steps, _ALL)
+    if window is None:
+        known = sorted({one["step"] for one in run.phases()})
+        there = f"steps {known[0]} to {known[-1]} were" if known else "no step was"
+        raise ConfigError(f"there is nothing to profile in {folder}: {there} timed (timeline.jsonl)")
+    console.print(busy_table(window))
+    console.print(_shares(window), highlight=False)
+    for text in advice(window.busy, run.settings()):
+        console.print(f"[yellow]•[/yellow] {text}", highlight=False, soft_wrap=True)
+    if trace is not None:
+        write_whole(trace, json.dumps(trace_of(window, _episodes(reader, index, window))))
+        console.print(f"wrote {trace}: open it in https://ui.perfetto.dev", highlight=False, soft_wrap=True)
+
+
+def busy_table(window: Window) -> Table:
+    """The time by set of busy resources; the shares add up to the whole."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("busy at the same time")
+    table.add_column("seconds", justify="right")
+    table.add_column("share", justify="right")
+    total = window.end - window.begin
+    for names, seconds in window.busy.items():
+        table.add_row(
+            " + ".join(sorted(names)) or "none of these", f"{seconds:,.2f}", f"{seconds / max(total, 1e-9):.1%}"
+        )
+    table.add_row("[bold]all[/bold]", f"[bold]{total:,.2f}[/bold]", "[bold]100.0%[/bold]")
+    return table
+
+
+def trace_of(window: Window, episodes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The trace: the loop's phases on one track, and episodes with their turns on as many as ran at once."""
+    events = [
+        _named("process_name", _LOOP, 0, "agentrl loop"),
+        _named("process_name", _EPISODES, 0, "episodes"),
+        _named("thread_name", _LOOP, 1, "phases of a step"),
+    ]
+    for one in window.phases:
+        begin, seconds = one["begin"] - window.begin, (one["end"] or one["begin"]) - one["begin"]
+        events.append(_span((_LOOP, 1), one["phase"], begin, seconds, {"step": one["step"]}))
+    for episode, track in _tracked(episodes):
+        place, about = (_EPISODES, track), {name: episode[name] for name in ("score", "success", "agent")}
+        begin = episode["started"] - window.begin
+        events.append(_span(place, episode["id"], begin, episode["seconds"], about))
+        for number, (asked, generated, waited) in enumerate(episode["turns"]):
+            begin = asked - window.begin
+            events.append(_span(place, "model", begin, generated, {"turn": number}))
+            events.append(_span(place, "environment", begin + generated, waited, {"turn": number}))
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _episodes(reader: EpisodeReader, index: EpisodeIndex, window: Window) -> list[dict[str, Any]]:
+    steps = sorted({row["step"] for row in index.in_play(window.begin, window.end)})
+    found = [episode for step in steps for episode in reader.turns_of_step(step)]
+    return [one for one in found if one["started"] < window.end and one["started"] + one["seconds"] > window.begin]
+
+
+def _tracked(episodes: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], int]]:
+    """Each episode with the first track that is free when it begins."""
+    free: list[int] = []
+    playing: list[tuple[float, int]] = []
+    tracks = 0
+    for episode in sorted(episodes, key=lambda one: one["started"]):
+        while playing and playing[0][0] <= episode["started"]:
+            heapq.heappush(free, heapq.heappop(playing)[1])
+        if free:
+            track = heapq.heappop(free)
+        else:
+            tracks += 1
+            track = tracks
+        heapq.heappush(playing, (episode["started"] + episode["seconds"], track))
+        yield episode, track
+
+
+def _span(place: tuple[int, int], name: str, begin: float, seconds: float, about: dict[str, Any]) -> dict[str, Any]:
+    micros = {"ts": round(1e6 * begin, 1), "dur": round(1e6 * seconds, 1)}
+    return {"name": name, "cat": "agentrl", "ph": "X", "pid": place[0], "tid": place[1], **micros, "args": about}
+
+
+def _named(kind: str, process: int, track: int, name: str) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": process, "tid": track, "args": {"name": name}}
+
+
+def _shares(window: Window) -> str:
+    total = max(window.end - window.begin, 1e-9)
+
+    def share(name: str) -> float:
+        return sum(seconds for names, seconds in window.busy.items() if name in names) / total
+
+    answers = sum(end - begin for begin, end in window.model) / total
+    other = sum(b - a for name, found in window.lanes.items() if name == "rest of the loop" for a, b in found) / total
+    return (
+        f"\ntokens are sampled in {share('engine'):.1%} of the time ({answers:,.1f} answers at once on average), "
+        f"and trained on in {share('trainer'):.1%}; the loop itself (records, checkpoints) takes {other:.1%}\n"
+    )

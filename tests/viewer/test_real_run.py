@@ -1,0 +1,46 @@
+"""The files of a real run have what the page shows."""
+
+from pathlib import Path
+
+import pytest
+
+from agentrl.viewer.episode import EpisodeReader
+from agentrl.viewer.episodes import EpisodeIndex, EpisodeQuery
+from agentrl.viewer.folders import RunFolder
+from agentrl.viewer.timing import timing
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+def test_every_trained_episode_of_a_run_has_its_sample_and_some_groups_each_tokens_numbers(agentrl, tmp_path):
+    done = agentrl(
+        "train", str(ROOT / "examples" / "frozen_lake.yaml"), "recipe.demonstrations=null", "steps=2", "trackers=[]",
+        "rollout.groups_per_step=3", "rollout.group_size=3", "rollout.max_turns=3", "trainer.minibatches=2",
+        "evaluation.tasks=0", f"run_dir={tmp_path / 'run'}", "observe.token_groups=2",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    folder = RunFolder("run", tmp_path / "run")
+    index = EpisodeIndex(folder)
+    reader = EpisodeReader(folder, index)
+    rows = index.page(EpisodeQuery(limit=1000))["rows"]
+    assert len(rows) == 18
+    detailed = []
+    for row in rows:
+        episode = reader.episode(row["id"])
+        assert f"was trained at step {row['step']} as sample" in episode["fate"]
+        turns = episode["trajectory"]["turns"]
+        assert [len(turn["token_ids"]) > 0 for turn in turns] == [True] * row["num_turns"]
+        if turns[0]["trainer"]["old_logprobs"][0] is not None:
+            detailed.append(row)
+            for turn in turns:  # one process with one model: the trainer's logprobs are the engine's
+                assert turn["trainer"]["old_logprobs"] == pytest.approx(turn["logprobs"], abs=1e-4)
+    assert len(detailed) == 2 * 2 * 3
+    found = timing(folder, index, reader, (0, 1))
+    lanes = {lane["name"]: lane for lane in found["lanes"]}
+    assert len(lanes["trainer"]["intervals"]) == 2
+    assert max(lanes["engine"]["load"]) > 1
+    busy = {tuple(one["set"]): one["seconds"] for one in found["busy"]}
+    assert sum(busy.values()) == pytest.approx(found["seconds"])
+    assert busy.get(("trainer",), 0) > 0
+    assert "health/effective_sample_size" in folder.metrics()[0]
