@@ -488,6 +488,32 @@ def show_profile(
     profile(_run_config(run).parent, console, _range_of(steps), trace)
 
 
+@app.command("export-episodes")
+def export_run_episodes(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, which may still be running.")],
+    into: Annotated[Path, typer.Argument(metavar="INTO", help="A new folder, for ATIF; or a new file NAME.jsonl.")],
+    step: Annotated[int | None, typer.Option(metavar="N", help="Only the episodes of this step.")] = None,
+) -> None:
+    """Write the trained episodes of a run for other programs: as ATIF, Harbor's format, or as JSON lines."""
+    from agentrl.viewer.episode_export import export_episodes
+
+    count = export_episodes(_run_config(run).parent, into, step)
+    console.print(f"wrote {count:,} episodes to {into}", highlight=False, soft_wrap=True)
+
+
+@app.command("replay")
+def replay_episode(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
+    episode: Annotated[str, typer.Argument(metavar="EPISODE", help="Its id, such as train-000012/3/0.")],
+    agent: Annotated[str, typer.Option(help="From the view of this agent, if there are several.")] = "",
+    speed: Annotated[float, typer.Option(min=0, help="How many times as fast as it was played; 0: at once.")] = 1.0,
+) -> None:
+    """Play a recorded episode again in the terminal."""
+    from agentrl.viewer.episode_replay import replay
+
+    asyncio.run(replay(_run_config(run).parent, episode, console, agent=agent, speed=speed))
+
+
 def _range_of(steps: str | None) -> tuple[int, int] | None:
     if steps is None:
         return None

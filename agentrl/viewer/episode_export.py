@@ -1,0 +1,167 @@
+"""Episodes of a run for other programs: as ATIF, the interchange format of Harbor, or as JSON lines.
+
+ATIF is the Agent Trajectory Interchange Format (RFC 0001 of https://github.com/laude-institute/harbor), version 1.7.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from agentrl.durable import unfinished, write_whole
+from agentrl.errors import ConfigError
+from agentrl.trajectory import Message, ToolCall
+from agentrl.viewer.episode import EpisodeReader
+from agentrl.viewer.episodes import EpisodeIndex, EpisodeQuery
+from agentrl.viewer.folders import RunFolder
+
+_AT_ONCE = 500
+
+
+def export_episodes(folder: Path, into: Path, step: int | None) -> int:
+    """Write the trained episodes of a run, or of one step; returns how many.
+
+    Into a file that ends in `.jsonl`: a line for each, with all that is known of it. Into a new folder: a file of ATIF
+    for each.
+
+    Raises:
+        ConfigError: the folder or the file is there already, or there is no episode.
+    """
+    if into.exists():
+        raise ConfigError(f"{into} is there already: name a new folder (for ATIF), or a new file that ends in .jsonl")
+    run = RunFolder(folder.name, folder)
+    index = EpisodeIndex(run)
+    found = _episodes(EpisodeReader(run, index), index, step)
+    count = 0
+    if into.suffix == ".jsonl":
+        into.parent.mkdir(parents=True, exist_ok=True)
+        with unfinished(into).open("w") as file:
+            for episode in found:
+                file.write(json.dumps(episode) + "\n")
+                count += 1
+        if count:
+            unfinished(into).replace(into)
+        else:
+            unfinished(into).unlink()
+    else:
+        model = str(run.settings().get("model.name", "")) or None
+        for episode in found:
+            name = "_".join(filter(None, (episode["row"]["id"].replace("/", "_"), episode["row"]["agent"])))
+            into.mkdir(parents=True, exist_ok=True)
+            file_name = f"step_{episode['row']['step']:06d}_{name}.json"
+            write_whole(into / file_name, json.dumps(atif_of(episode, run.name, model), indent=1))
+            count += 1
+    if not count:
+        raise ConfigError(f"{folder} has no trained episode" + ("" if step is None else f" of step {step}"))
+    return count
+
+
+def atif_of(episode: Mapping[str, Any], run: str, model: str | None) -> dict[str, Any]:
+    """An episode of `EpisodeReader` as an ATIF document. Tokens, logprobs and versions are among its metrics."""
+    row, played = episode["row"], episode["trajectory"]
+    steps: list[dict[str, Any]] = []
+    turns = iter(_prompted(played["turns"]))
+    for message in played["messages"]:
+        if message["role"] == "tool" and steps and steps[-1]["source"] == "agent":
+            _observe(steps[-1], message)
+        elif message["role"] == "assistant":
+            steps.append(_agent_step(message, next(turns, None), len(steps)))
+        else:
+            source = "system" if message["role"] == "system" else "user"
+            steps.append({"source": source, "message": message["content"] or ""})
+    counts = [len(turn["token_ids"]) for turn in played["turns"]]
+    return {
+        "schema_version": "ATIF-v1.7",
+        "session_id": run,
+        "trajectory_id": row["id"] + (f"/{row['agent']}" if row["agent"] else ""),
+        "agent": {"name": row["agent"] or "agentrl", "version": version("agentrl"), "model_name": model},
+        "steps": [{"step_id": number, **step} for number, step in enumerate(steps, 1)],
+        "final_metrics": {
+            "total_prompt_tokens": sum(len(turn["prompt_ids"]) for turn in played["turns"]),
+            "total_completion_tokens": sum(counts),
+            "total_steps": len(steps),
+        },
+        "extra": {
+            "environment": row["env"],
+            "seed": played["seed"],
+            "status": row["status"],
+            "success": row["success"],
+            "score": row["score"],
+            "parts": json.loads(played["parts"]),
+            "training_step": row["step"],
+            "samples": [sample["sample"] for sample in episode["samples"]],
+            "fate": episode["fate"],
+        },
+    }
+
+
+def _episodes(reader: EpisodeReader, index: EpisodeIndex, step: int | None) -> Iterator[dict[str, Any]]:
+    offset = 0
+    while True:
+        query = EpisodeQuery(step=step, fate="trained", sort="id", descending=False, offset=offset, limit=_AT_ONCE)
+        rows = index.page(query)["rows"]
+        if not rows:
+            return
+        for row in rows:
+            if row["place"] is not None:
+                yield reader.episode(row["id"], row["agent"] or "", row["step"])
+        offset += len(rows)
+
+
+def _prompted(turns: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], list[int]]]:
+    """Each turn with its whole prompt."""
+    shown: list[int] = []
+    for turn in turns:
+        shown = [*([] if turn["forked"] else shown), *turn["prompt_ids"]]
+        yield turn, shown
+        shown = [*shown, *turn["token_ids"]]
+
+
+def _agent_step(
+    message: Mapping[str, Any], prompted: tuple[Mapping[str, Any], list[int]] | None, number: int
+) -> dict[str, Any]:
+    calls = json.loads(message["tool_calls"] or "[]")
+    made = tuple(ToolCall(call["name"], call["arguments"], call.get("id") or "") for call in calls)
+    step: dict[str, Any] = {
+        "source": "agent",
+        "message": Message("assistant", message["content"] or "", tool_calls=made).said,
+        "llm_call_count": 1,
+    }
+    if message["reasoning"]:
+        step["reasoning_content"] = message["reasoning"]
+    if made:
+        step["tool_calls"] = [
+            {
+                "tool_call_id": call.id or f"call-{number}-{place}",
+                "function_name": call.name,
+                "arguments": dict(call.arguments),
+            }
+            for place, call in enumerate(made)
+        ]
+    if prompted is not None:
+        turn, prompt_ids = prompted
+        step["metrics"] = {
+            "prompt_tokens": len(prompt_ids),
+            "completion_tokens": len(turn["token_ids"]),
+            "prompt_token_ids": prompt_ids,
+            "completion_token_ids": turn["token_ids"],
+            "logprobs": turn["logprobs"],
+            "extra": {"policy_versions": turn["policy_versions"], "reward": turn["reward"], "forked": turn["forked"]},
+        }
+        if turn.get("asked"):
+            step["timestamp"] = datetime.fromtimestamp(turn["asked"], UTC).isoformat()
+    return step
+
+
+def _observe(step: dict[str, Any], message: Mapping[str, Any]) -> None:
+    """Add a tool's result to the step that called it: to the call that it names, or else to the next one."""
+    results = step.setdefault("observation", {"results": []})["results"]
+    calls = [call["tool_call_id"] for call in step.get("tool_calls", ())]
+    result = {"content": message["content"] or ""}
+    if message["tool_call_id"] in calls:
+        result["source_call_id"] = message["tool_call_id"]
+    elif len(results) < len(calls):
+        result["source_call_id"] = calls[len(results)]
+    results.append(result)

@@ -1,0 +1,116 @@
+"""Episodes for other programs, and again in the terminal."""
+
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from agentrl.errors import ConfigError
+from agentrl.testing.made_up_run import MadeUpRun
+from agentrl.viewer.episode_export import atif_of, export_episodes
+
+
+@pytest.fixture
+def made(tmp_path):
+    run = MadeUpRun(tmp_path / "run", groups=2, members=2)
+    run.begin()
+    for _ in range(2):
+        run.step()
+    return run
+
+
+CALLED = {
+    "row": {"id": "t/0/0", "agent": "", "env": "shop", "status": "terminated", "success": True, "score": 1, "step": 3},
+    "trajectory": {
+        "seed": 1,
+        "parts": '{"environment": 1.0}',
+        "messages": [
+            {"role": "user", "content": "Buy tea.", "reasoning": "", "tool_calls": "", "tool_call_id": ""},
+            {
+                "role": "assistant",
+                "content": 'Yes.\n<tool_call>\n{"name": "buy", "arguments": {"what": "tea"}}\n</tool_call>',
+                "reasoning": "Tea it is.",
+                "tool_calls": '[{"name": "buy", "arguments": {"what": "tea"}, "id": ""}]',
+                "tool_call_id": "",
+            },
+            {"role": "tool", "content": "bought", "reasoning": "", "tool_calls": "", "tool_call_id": "unknown"},
+        ],
+        "turns": [
+            {"prompt_ids": [1, 2], "token_ids": [3], "logprobs": [-0.5], "policy_versions": [3], "reward": 1.0,
+             "forked": False, "asked": 1_800_000_000.0},
+        ],
+    },
+    "samples": [{"sample": 7}],
+    "fate": "t/0/0 was trained at step 3 as sample 7 of 8",
+}  # fmt: skip
+
+
+def test_a_tools_result_belongs_to_the_step_that_called_it():
+    first, second = atif_of(CALLED, "run", "tiny")["steps"]
+    assert (first["source"], first["message"]) == ("user", "Buy tea.")
+    assert (second["message"], second["reasoning_content"]) == ("Yes.", "Tea it is.")
+    (call,) = second["tool_calls"]
+    assert (call["function_name"], call["arguments"]) == ("buy", {"what": "tea"})
+    assert second["observation"]["results"] == [{"content": "bought", "source_call_id": call["tool_call_id"]}]
+    assert second["timestamp"] == "2027-01-15T08:00:00+00:00"
+
+
+def test_each_answer_has_its_whole_prompt_and_a_fork_begins_it_again(made, tmp_path):
+    assert export_episodes(made.folder, tmp_path / "atif", None) == 8
+    found = {path.name: json.loads(path.read_text()) for path in (tmp_path / "atif").iterdir()}
+    forked = next(one for one in found.values() if one["trajectory_id"].endswith("/0/0"))
+    answers = [step for step in forked["steps"] if step["source"] == "agent"]
+    ids = [answer["metrics"]["prompt_token_ids"] for answer in answers]
+    assert ids[0] == ids[1] == [1, 2, 3, 4]
+    assert ids[2] == [1, 2, 3, 4, *answers[1]["metrics"]["completion_token_ids"], 1, 2, 3, 4]
+    assert [step["step_id"] for step in forked["steps"]] == list(range(1, 8))
+    assert forked["extra"]["fate"].startswith(forked["trajectory_id"])
+
+
+def test_json_lines_have_all_that_is_known_and_a_step_can_be_chosen(made, tmp_path):
+    assert export_episodes(made.folder, tmp_path / "made" / "all.jsonl", 1) == 4
+    lines = [json.loads(line) for line in (tmp_path / "made" / "all.jsonl").read_text().splitlines()]
+    assert {line["row"]["step"] for line in lines} == {1}
+    assert all(len(line["trajectory"]["turns"]) == 3 for line in lines)
+
+
+def test_nothing_is_overwritten_and_nothing_is_left_of_an_empty_export(made, tmp_path):
+    with pytest.raises(ConfigError, match="is there already"):
+        export_episodes(made.folder, tmp_path, None)
+    with pytest.raises(ConfigError, match="no trained episode of step 9"):
+        export_episodes(made.folder, tmp_path / "none.jsonl", 9)
+    assert not list(tmp_path.glob("none*"))
+
+
+def test_an_episode_is_played_again_without_commands_for_the_terminal(tmp_path, agentrl):
+    run = MadeUpRun(tmp_path / "run", texts=("\x1b]0;owned\x07 [red]not red[/red]",))
+    run.begin()
+    run.step()
+    done = agentrl("replay", str(run.folder), "train-000001/2/0", "--speed", "0")
+    assert done.returncode == 0, done.stderr
+    assert "\x1b]0" not in done.stdout
+    assert "[red]not red[/red]" in done.stdout
+    assert "was trained at step 0 as sample" in " ".join(done.stdout.split())
+    failed = agentrl("replay", str(run.folder), "train-000004/0/0")
+    assert failed.returncode == 2
+    assert "only the fate of train-000004/0/0 was kept" in failed.stderr
+
+
+@pytest.mark.long
+def test_harbors_own_models_accept_what_is_exported(made, tmp_path, monkeypatch):
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--python-version", "3.12"]
+    subprocess.run([*command, "--only-binary=:all:", "harbor", "-d", str(tmp_path / "wheel")], check=True)
+    (wheel,) = (tmp_path / "wheel").glob("harbor-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        models = [name for name in archive.namelist() if name.startswith("harbor/models/trajectories/")]
+        archive.extractall(tmp_path / "harbor", models)
+    monkeypatch.syspath_prepend(str(tmp_path / "harbor"))
+    from harbor.models.trajectories import Trajectory
+
+    export_episodes(made.folder, tmp_path / "atif", None)
+    documents = [json.loads(Path(path).read_text()) for path in (tmp_path / "atif").iterdir()]
+    for document in [*documents, atif_of(CALLED, "run", "tiny")]:
+        assert Trajectory.model_validate(document).to_json_dict()["steps"]
