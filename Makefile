@@ -28,7 +28,7 @@ test fast long chaos demo-cluster: export OMP_NUM_THREADS ?= 1
 # none are to be kept. (Compiling all that is installed would take minutes, and most of it is never imported.)
 demo demo-cluster test fast long chaos: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: install demo demo-cluster test fast long chaos check docs wheel wheel-demo format clean
+.PHONY: install demo demo-cluster real test fast long chaos check docs wheel wheel-demo format clean
 
 install: $(STAMP)
 
@@ -55,6 +55,16 @@ fast: install
 test: install
 	$(PYTEST) -m "not vllm and not slow and not long and not chaos and not hypothesis"
 	$(PYTEST) $(MARKED) --hypothesis-profile=full -m "(vllm or slow or hypothesis) and not long and not chaos"
+
+# A pretrained model learns, on two cores: three seeds, and a table of success before and after. Not in CI.
+SEEDS ?= 1 2 3
+REAL  ?= models/smollm2-135m
+real: install
+	test -d $(REAL) || $(BIN)/agentrl model fetch smollm2-135m $(REAL)
+	for seed in $(SEEDS); do \
+	    $(BIN)/agentrl train examples/smollm2.yaml model=$(REAL) seed=$$seed run_dir=runs/real-$$seed --resume auto || exit 1; \
+	done
+	$(BIN)/python benchmarks/real.py $(SEEDS:%=runs/real-%)
 
 chaos: install
 	$(BIN)/python -m pytest -o addopts="-q -s --import-mode=importlib --strict-markers --strict-config" -m "chaos or (slow and not long)" \

@@ -46,8 +46,12 @@ def templates() -> dict[str, str]:
 
 @cache
 def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
+    """A tokenizer of bytes with this template of TRL."""
+    return byte_tokenizer(templates()[name])
+
+
+def byte_tokenizer(template: str) -> PreTrainedTokenizerFast:
     """A tokenizer of bytes with this template."""
-    template = templates()[name]
     specials = set(_SPECIAL.findall(template))
     end = next((end for end in _ENDS if end in specials), "</s>")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -21,8 +21,8 @@ SHARED_NAMES = {"Config", "Options"}
 # Who may import whom inside agentrl: a package imports those of the layers before its own, so there are no circles.
 LAYERS = [
     {"arrays", "blame", "durable", "errors", "storage"},
-    {"checkpoint", "credentials", "model_source", "run_lock", "run_temp", "tiny_model", "trajectory"},
-    {"batch", "http_client", "openai_wire"},
+    {"checkpoint", "credentials", "gguf", "model_source", "run_lock", "run_temp", "tiny_model", "trajectory"},
+    {"batch", "http_client", "openai_wire", "pretrained"},
     {"protocols", "questions", "replay"},
     {"algorithms", "flow", "plugins"},
     {"hosting", "new_env", "placement", "sandbox", "weights"},

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from warnings import catch_warnings, filterwarnings
 
 import torch
 from torch import Tensor
@@ -56,7 +57,9 @@ class Adapters:
         targets = settings.targets if isinstance(settings.targets, str) else list(settings.targets)
         config = LoraConfig(r=settings.rank, lora_alpha=settings.alpha, lora_dropout=0.0, target_modules=targets)
         try:
-            inject_adapter_in_model(config, model)
+            with catch_warnings():  # peft writes ranks for the experts of a mixture into the config, and warns of them
+                filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
+                inject_adapter_in_model(config, model)
         except ValueError as error:
             raise ConfigError(f"trainer.lora.targets={targets}: {error}") from error
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -21,6 +21,7 @@ from agentrl.errors import ConformanceError, TrainingError
 from agentrl.protocols import Loss, LossTokens, SupportsPredict, SupportsTokenLogprobs, Trainer
 from agentrl.weights.bundle import BundlePlace
 from agentrl.weights.low_rank import Factors, LowRank
+from agentrl.weights.names import WeightNames
 from agentrl.weights.publisher import write_weights
 
 TOLERANCE = 1e-5
@@ -198,7 +199,8 @@ async def check_resume(
         await _steps(trainer, batches[2:])
         _compare(await trainer.weights(), unbroken, 0.0, "two steps after load, against never having stopped")
     as_model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
-    _compare(saved, as_model.state_dict(), 0.0, "the saved folder as a Hugging Face model")
+    as_published = WeightNames.of(as_model).published(as_model.state_dict())
+    _compare(saved, as_published, 0.0, "the saved folder as a Hugging Face model")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if (model / name).exists() and not (folder / name).exists():
             raise ConformanceError(

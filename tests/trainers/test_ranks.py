@@ -16,6 +16,7 @@ from agentrl.algorithms import losses as of_tokens
 from agentrl.batch import TrainBatch
 from agentrl.cluster.processes import ProcessWorker
 from agentrl.cluster.workers import Make, WorkerGroup
+from agentrl.engines.packed_model import PackedModel
 from agentrl.testing.trainers import (
     LOSS,
     TrainerCase,
@@ -29,6 +30,9 @@ from agentrl.trainers.deepspeed import DeepSpeedTrainer
 from agentrl.trainers.fsdp import FsdpTrainer
 from agentrl.trainers.group import GroupTrainer
 from agentrl.trainers.local import LocalTrainer
+from agentrl.weights.bundle import weight_shapes
+from agentrl.weights.names import WeightNames
+from tests.model_families import make_model
 from tests.processes import open_to_others
 
 pytestmark = pytest.mark.slow
@@ -182,6 +186,36 @@ def test_twenty_steps_on_two_ranks_are_those_of_one_process(
     assert weights.keys() == expected.keys()
     for key, weight in weights.items():
         torch.testing.assert_close(weight, expected[key], atol=1e-5, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def mixture_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "mixture"
+    make_model("Qwen3-MoE", folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["fsdp", pytest.param("deepspeed, ZeRO 2", marks=pytest.mark.long)])
+def test_a_mixture_of_experts_on_two_ranks_is_that_of_one_process_and_is_taken_up(
+    name: str, processes: Processes, mixture_dir: Path, tmp_path: Path
+) -> None:
+    batches = random_batches(mixture_dir, 20)
+    make = make_trainer(*KINDS[name], start=processes)
+    losses, weights = asyncio.run(train(make, mixture_dir, batches))
+    alone = make_trainer(LocalTrainer, {"device": "cpu"})
+    expected_losses, expected = asyncio.run(train(alone, mixture_dir, batches))
+    assert losses == pytest.approx(expected_losses, abs=1e-5)
+    published = {name: tuple(weight.shape) for name, weight in weights.items()}
+    assert published == weight_shapes(mixture_dir)
+    assert "model.layers.0.mlp.experts.3.gate_proj.weight" in published
+    for key, weight in weights.items():
+        torch.testing.assert_close(weight, expected[key], atol=1e-5, rtol=0)
+    engine = PackedModel(mixture_dir, dtype=torch.float32, device=torch.device("cpu"), max_slots=1)
+    engine.check_weights(weights)
+    engine.load_weights(weights)
+    own = WeightNames.of(engine._model).published(engine.weights)
+    assert all(torch.equal(own[key], weight) for key, weight in weights.items())
+    asyncio.run(check_resume(make, mixture_dir, tmp_path))
 
 
 @each_of(KINDS, long=("fsdp, whole", "deepspeed, ZeRO 1", "deepspeed, ZeRO 2"))

@@ -1,0 +1,48 @@
+"""The table of `make real`: held-out success of a pretrained model before and after training, for each seed.
+
+    python benchmarks/real.py runs/real-1 runs/real-2 runs/real-3
+
+It ends with status 1 unless success rose in all runs: the interval of the difference is above 0 (Newcombe 1998, method
+10: from the Wilson intervals of both shares).
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def rise(summary: dict[str, Any]) -> tuple[float, float]:
+    """The 95 % interval of success after minus success before."""
+    before, after = summary["success_before"], summary["success_after"]
+    (low_before, high_before), (low_after, high_after) = (
+        summary["success_before_interval"],
+        summary["success_after_interval"],
+    )
+    down = ((after - low_after) ** 2 + (high_before - before) ** 2) ** 0.5
+    up = ((high_after - after) ** 2 + (before - low_before) ** 2) ** 0.5
+    return after - before - down, after - before + up
+
+
+def main(runs: Sequence[str]) -> int:
+    """Print a row for each run."""
+    print("| run | before | after | difference | steps | minutes |\n|---|---|---|---|---|---|")
+    all_rose = True
+    for run in runs:
+        summary = json.loads((Path(run) / "summary.json").read_text())
+        low, high = rise(summary)
+        all_rose = all_rose and low > 0
+        shares = []
+        for when in ("success_before", "success_after"):
+            bounds = " to ".join(f"{end:.1%}" for end in summary[f"{when}_interval"])
+            shares.append(f"{summary[when]:.1%} ({bounds})")
+        print(
+            f"| {Path(run).name} | {' | '.join(shares)} | {low:+.1%} to {high:+.1%} | {summary['steps']} "
+            f"| {summary['seconds'] / 60:.1f} |"
+        )
+    return 0 if all_rose else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

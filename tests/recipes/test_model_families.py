@@ -1,0 +1,125 @@
+"""Each family of models: played with tools, trained, published and taken up, as docs/model-families.md says.
+
+With AGENTRL_WRITE_TABLE=1, the tests write what they have found into the table.
+"""
+
+import asyncio
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentrl.arrays import ints
+from agentrl.batch import TrainingSample, collate
+from agentrl.engines.vllm import VllmEngine
+from agentrl.errors import EngineError
+from agentrl.protocols import GenerateRequest, SamplingParams
+from agentrl.rollout.renderer import RendererConfig, renderer_of
+from agentrl.testing.trainers import LOSS
+from agentrl.trainers.local import LocalTrainer
+from tests.model_families import FAMILIES, TABLE, make_model, row_of
+
+IN_CI = ("Qwen3-MoE", "Gemma 3", "gpt-oss", "DeepSeek-V3")
+"""Those with experts, windows, sinks or latent attention. The others differ from other tests' models in less."""
+SETTINGS = [
+    "env: tests.model_families:Parrot", "reward: tests.model_families:EvenLetters", "steps: 2",
+    "rollout: {groups_per_step: 2, group_size: 3, max_turns: 3, max_staleness: 0, sampling: {max_tokens: 12}}",
+    "evaluation: {tasks: 0}", "trackers: []", "checkpoint: {every: 2}", "engine: {name: local, max_context: 2048}",
+]  # fmt: skip
+GAP = 1e-3
+"""Most nats between the logprobs of engine and trainer. One step of this size moves them by far more."""
+
+
+def each(*, some_in_ci: bool) -> pytest.MarkDecorator:
+    marks = {name: pytest.mark.slow if name in IN_CI and some_in_ci else pytest.mark.long for name in FAMILIES}
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in marks.items()])
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    made: dict[str, Path] = {}
+
+    def folder(name: str) -> Path:
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp("families") / "model"
+            make_model(name, made[name])
+        return made[name]
+
+    return folder
+
+
+def trained(agentrl: Any, folder: Path, run: Path, *overrides: str) -> list[dict[str, float]]:
+    """The rows of the steps of a run that starts from this model."""
+    (run.parent / f"{run.name}.yaml").write_text("\n".join([*SETTINGS, f"run_dir: {run}"]))
+    done = agentrl("train", str(run.parent / f"{run.name}.yaml"), f"model={folder}", *overrides)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "loss" in row]
+
+
+def found(name: str, first: int, cells: list[str]) -> None:
+    """Compare cells of the family's row with the docs, or write them there."""
+    row = row_of(name)
+    new = [*row[:first], *cells, *row[first + len(cells) :]]
+    if os.environ.get("AGENTRL_WRITE_TABLE"):
+        old_line, new_line = (f"| {' | '.join([name, *each])} |" for each in (row, new))
+        TABLE.write_text(TABLE.read_text().replace(old_line, new_line))
+        return
+    assert row == new
+
+
+@each(some_in_ci=True)
+def test_a_family_plays_with_tools_trains_and_is_taken_up(
+    name: str, agentrl: Any, folder_of: Any, tmp_path: Path
+) -> None:
+    folder = folder_of(name)
+    rows = trained(agentrl, folder, tmp_path / "run", "trainer.lr=0.02", "trainer.max_grad_norm=null")
+    assert len(rows) == 2
+    # The second step's tokens were sampled from the weights that the first step has published.
+    assert [row["logprob_gap_max"] < GAP for row in rows] == [True, True], [row["logprob_gap_max"] for row in rows]
+    assert all(row["grad_norm"] > 0 for row in rows)
+    renderer = renderer_of(folder, RendererConfig())
+    can = renderer.template.abilities
+    tools = "own" if can.tools and can.calls else "in text"
+    extends = "yes" if all(row["forked_turns"] == 0 for row in rows) else "no"
+    found(name, 0, ["yes", extends, tools, "apart" if renderer.reasons else "none"])
+    # What was saved is a model that training starts from, and its adapters are taken up as well.
+    saved, changes = tmp_path / "run" / "checkpoints" / "step_000002", ["trainer.lora.rank=4", "trainer.lr=0.1"]
+    again = trained(agentrl, saved, tmp_path / "adapters", *changes)
+    assert all(row["logprob_gap_max"] < GAP for row in again), [row["logprob_gap_max"] for row in again]
+    found(name, 4, ["yes"])
+
+
+async def gaps_of_vllm(folder: Path) -> list[float]:
+    """The largest gap between vLLM's logprobs and the trainer's, before and after an update."""
+    config = VllmEngine.Config(max_batch=4, max_context=256, kv_cache_gib=0.1)
+    prompt, gaps = ints(range(40, 100)), []
+    trainer = LocalTrainer(LocalTrainer.Config(device="cpu", lr=0.02, max_grad_norm=None), folder, total_steps=1)
+    async with VllmEngine(config, folder) as engine, trainer:
+        for version in (0, 1):
+            request = GenerateRequest(f"r{version}", prompt, SamplingParams(max_tokens=24), seed=version)
+            answer = await engine.generate(request)
+            ids, loss = np.append(prompt, answer.token_ids), np.repeat([False, True], [len(prompt), 24])
+            logprobs = np.append(np.zeros(len(prompt)), answer.logprobs)
+            versions = np.where(loss, version, -1)
+            batch = collate([TrainingSample(ids, loss, logprobs, loss * 1.0, versions, np.zeros(len(ids)))])
+            gaps.append(float(np.abs(await trainer.predict(batch) - answer.logprobs).max()))
+            if version == 0:
+                await trainer.step(batch, LOSS, 24.0)
+                await engine.update_weights(await trainer.weights(), 1)
+    return gaps
+
+
+@pytest.mark.vllm
+@each(some_in_ci=False)
+def test_vllm_serves_a_family_and_takes_up_its_weights(name: str, folder_of: Any) -> None:
+    if row_of(name)[5] == "not on CPUs":  # vLLM for GPUs knows more
+        with pytest.raises(EngineError, match="vLLM did not start"):
+            asyncio.run(asyncio.wait_for(gaps_of_vllm(folder_of(name)), 200))
+        return
+    gaps = asyncio.run(asyncio.wait_for(gaps_of_vllm(folder_of(name)), 200))
+    assert max(gaps) < GAP, gaps
+    found(name, 5, ["yes"])

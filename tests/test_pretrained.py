@@ -1,0 +1,186 @@
+"""Pretrained models out of packages: a GGUF file becomes a Hugging Face folder that can be trained."""
+
+import hashlib
+import json
+import struct
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from agentrl import pretrained
+from agentrl.errors import ConfigError
+from agentrl.gguf import GgufFile
+from agentrl.pretrained import Packaged, convert, fetch_model
+from tests.chat_templates import templates
+
+HEADS, KEY_HEADS = 4, 2
+PARTS = {value: key for key, value in pretrained._PARTS.items()}
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value.encode())) + value.encode()
+
+
+def setting(name: str, value: Any) -> bytes:
+    """A name and its value, as a GGUF file has them."""
+    if isinstance(value, list):
+        kind, packed = (
+            (8, map(text, value)) if isinstance(value[0], str) else (5, (struct.pack("<i", n) for n in value))
+        )
+        return text(name) + struct.pack("<IIQ", 9, kind, len(value)) + b"".join(packed)
+    if isinstance(value, str):
+        return text(name) + struct.pack("<I", 8) + text(value)
+    return text(name) + (struct.pack("<If", 6, value) if isinstance(value, float) else struct.pack("<II", 4, value))
+
+
+def q4_1(numbers: np.ndarray) -> bytes:
+    """Blocks of 32 numbers: scale and minimum in float16, then 4 bits for each."""
+    packed = b""
+    for block in numbers.reshape(-1, 32):
+        low, scale = np.float16(block.min()), np.float16((block.max() - block.min()) / 15)
+        q = np.clip(np.round((block - low) / max(float(scale), 1e-8)), 0, 15).astype(np.uint8)
+        packed += scale.tobytes() + low.tobytes() + (q[:16] | q[16:] << 4).tobytes()
+    return packed
+
+
+def q8_0(numbers: np.ndarray) -> bytes:
+    packed = b""
+    for block in numbers.reshape(-1, 32):
+        scale = np.float16(np.abs(block).max() / 127)
+        packed += scale.tobytes() + np.round(block / max(float(scale), 1e-8)).astype(np.int8).tobytes()
+    return packed
+
+
+def rotated_as_neighbours(weight: np.ndarray, heads: int) -> np.ndarray:
+    """llama.cpp's order of a head's rows, of transformers' (`LlamaModel.permute` of its converter)."""
+    rows = weight.shape[0]
+    return weight.reshape(heads, 2, rows // heads // 2, -1).swapaxes(1, 2).reshape(weight.shape)
+
+
+def tensors_of(model: LlamaForCausalLM) -> dict[str, tuple[int, np.ndarray, bytes]]:
+    """By llama.cpp's name: the format's number, the numbers and their bytes."""
+    found = {}
+    for name, parameter in model.state_dict().items():
+        numbers = parameter.numpy()
+        stem = name.removesuffix(".weight")
+        if stem.startswith("model.layers."):
+            _, _, layer, part = stem.split(".", 3)
+            if part.endswith(("q_proj", "k_proj")):
+                numbers = rotated_as_neighbours(numbers, HEADS if part.endswith("q_proj") else KEY_HEADS)
+            stem = f"blk.{layer}.{PARTS[part]}"
+        elif stem == "lm_head":
+            continue
+        else:
+            stem = {"model.embed_tokens": "token_embd", "model.norm": "output_norm"}[stem]
+        kind, pack = (0, np.ndarray.tobytes) if numbers.ndim == 1 else (8, q8_0) if "token" in stem else (3, q4_1)
+        found[f"{stem}.weight"] = (kind, numbers, pack(numbers))
+    return found
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LlamaForCausalLM]:
+    """A GGUF file of a random small model, and the model."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *alphabet, "he", "ll"]
+    config = LlamaConfig(
+        vocab_size=len(tokens), hidden_size=64, intermediate_size=96, num_hidden_layers=2, tie_word_embeddings=True,
+        num_attention_heads=HEADS, num_key_value_heads=KEY_HEADS, max_position_embeddings=256,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        model = LlamaForCausalLM(config).eval()
+    settings = {
+        "general.architecture": "llama", "llama.block_count": 2, "llama.context_length": 256,
+        "llama.embedding_length": 64, "llama.feed_forward_length": 96, "llama.attention.head_count": HEADS,
+        "llama.attention.head_count_kv": KEY_HEADS, "llama.attention.layer_norm_rms_epsilon": 1e-6,
+        "llama.rope.freq_base": 10000.0, "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [3] * 3 + [1] * (len(tokens) - 3),
+        "tokenizer.ggml.merges": ["h e", "l l"], "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.padding_token_id": 2, "tokenizer.chat_template": templates()["qwen2_5"],
+    }  # fmt: skip
+    tensors = tensors_of(model)
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(settings))
+    head += b"".join(setting(name, value) for name, value in settings.items())
+    data = b""
+    for name, (kind, numbers, packed) in tensors.items():
+        head += text(name) + struct.pack(f"<I{numbers.ndim}Q", numbers.ndim, *numbers.shape[::-1])
+        head += struct.pack("<IQ", kind, len(data))
+        data += packed + bytes(-len(packed) % 32)
+    file = tmp_path_factory.mktemp("gguf") / "small.gguf"
+    file.write_bytes(head + bytes(-len(head) % 32) + data)
+    return file, model
+
+
+def test_a_gguf_file_becomes_the_model_that_it_was_made_from(
+    small: tuple[Path, LlamaForCausalLM], tmp_path: Path
+) -> None:
+    file, model = small
+    convert(file, tmp_path / "model", say=lambda _: None)
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+    for name, weight in model.state_dict().items():
+        # A sixteenth of what a block's numbers span, or what bfloat16 leaves of a norm.
+        torch.testing.assert_close(found.state_dict()[name], weight, atol=0.01, rtol=0.01)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert tokenizer.tokenize("hello 12") == ["he", "ll", "o", "Ġ", "1", "2"]
+    assert tokenizer("<|im_end|>")["input_ids"] == [2] == [tokenizer.eos_token_id]
+    assert json.loads((tmp_path / "model" / "generation_config.json").read_text())["eos_token_id"] == 2
+
+
+@pytest.mark.slow
+def test_a_converted_model_is_trained(small: tuple[Path, LlamaForCausalLM], agentrl: Any, tmp_path: Path) -> None:
+    convert(small[0], tmp_path / "model", say=lambda _: None)
+    settings = ["steps=1", f"run_dir={tmp_path / 'run'}", "rollout.groups_per_step=2", "rollout.group_size=2"]
+    settings += ["evaluation.tasks=2", "trackers=[]", "engine.max_batch=8"]
+    done = agentrl("train", "examples/smollm2.yaml", f"model={tmp_path / 'model'}", *settings)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert next(row for row in rows if "loss" in row)["logprob_gap_max"] < 1e-3
+
+
+def test_a_package_is_checked_before_it_is_used(
+    small: tuple[Path, LlamaForCausalLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheel, said = tmp_path / "small-1.whl", list[str]()
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(small[0], "small/small.gguf")
+    sha256 = hashlib.sha256(small[0].read_bytes()).hexdigest()
+    packages = {
+        "small": Packaged("small==1", "small/small.gguf", sha256, ""),
+        "other": Packaged("small==1", "small/small.gguf", "0" * 64, ""),
+        "absent": Packaged("small==2", "small/large.gguf", sha256, ""),
+    }
+    monkeypatch.setattr(pretrained, "PACKAGED", packages)
+    for name, message in (
+        ("nothing", r"no packaged model 'nothing'; there is small, other, absent"),
+        ("other", rf"has the SHA-256 {sha256} instead of 000"),
+        ("absent", r"small-1.whl is not the wheel of small==2"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            fetch_model(name, tmp_path / "model", wheel=wheel, say=said.append)
+    assert not (tmp_path / "model").exists()
+    fetch_model("small", tmp_path / "model", wheel=wheel, say=said.append)
+    assert any(sha256 in line for line in said)
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "small-1.whl"}
+    with pytest.raises(ConfigError, match="exists already"):
+        fetch_model("small", tmp_path / "model", wheel=wheel, say=said.append)
+
+
+def test_a_file_that_is_no_gguf_or_cut_short_is_refused(small: tuple[Path, LlamaForCausalLM], tmp_path: Path) -> None:
+    other = tmp_path / "other.gguf"
+    other.write_bytes(b"PK\x03\x04 something else")
+    with pytest.raises(ConfigError, match=r"no GGUF file: it begins with b'PK"):
+        GgufFile(other)
+    whole = small[0].read_bytes()
+    other.write_bytes(whole[:200])
+    with pytest.raises(ConfigError, match="damaged"):
+        GgufFile(other)
+    other.write_bytes(whole[:-64])
+    file = GgufFile(other)
+    with pytest.raises(ConfigError, match="cut short"):
+        file.tensor(file.names[-1])
