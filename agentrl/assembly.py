@@ -7,7 +7,7 @@ The parts are started here and stopped in reverse order.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +23,12 @@ from agentrl.engines.router import Router
 from agentrl.errors import ConfigError
 from agentrl.exact_metrics import ExactMetrics
 from agentrl.flow import spare_what_lives
+from agentrl.gateway.address import SCHEME as AGENT_SCHEME
+from agentrl.gateway.address import scheme as agent_scheme
+from agentrl.gateway.desk import Desk
+from agentrl.gateway.episode import AgentEpisodeRunner
+from agentrl.gateway.remote_agents import RemoteAgents
+from agentrl.gateway.server import serving
 from agentrl.hosting.factory import env_factory
 from agentrl.hosting.host import EnvHost
 from agentrl.hosting.wrappers import address
@@ -52,6 +58,7 @@ from agentrl.rollout.opponents import Matches, Opponent, SelfPlay
 from agentrl.rollout.renderer import RendererConfig, TemplateRenderer, renderer_of
 from agentrl.rollout.scheduler import Rollouts
 from agentrl.run import Run
+from agentrl.scoring.config import name_of
 from agentrl.scoring.pipeline import RewardPipeline
 from agentrl.scoring.rule_pool import RulePool
 from agentrl.scoring.rule_workers import RuleWorkers
@@ -77,11 +84,11 @@ class RolloutAssembly:
 
     config: RunConfig
     engine: Router
-    runner: EnvEpisodeRunner
+    runner: EnvEpisodeRunner | AgentEpisodeRunner
     reward: RewardPipeline
     frozen: Mapping[FrozenRoute, Router]
 
-    def evaluating(self) -> EnvEpisodeRunner:
+    def evaluating(self) -> EnvEpisodeRunner | AgentEpisodeRunner:
         """The same runner, sampling as the evaluation does."""
         sampling = self.config.evaluation.sampling(self.config.rollout.sampling)
         policy = _policy(self.config, self.engine, self.runner.renderer, sampling, trained=False)
@@ -315,7 +322,7 @@ async def _rollouts_on(placed: PlacedCluster, model: Path) -> AsyncIterator[Roll
     config, cluster = placed.config, placed.cluster
     renderer = renderer_of(model, config.model)
     async with (
-        env_host(config, cluster) as envs,  # first, so that their errors come before a model is loaded
+        _player(config, cluster, renderer) as player,  # first, so that its errors come before a model is loaded
         _router(config, cluster, model) as engine,
         config.reward.make(
             _rules(config, cluster),
@@ -325,17 +332,53 @@ async def _rollouts_on(placed: PlacedCluster, model: Path) -> AsyncIterator[Roll
         ) as reward,
         _frozen_engines(config, cluster, model) as frozen,
     ):
-        runner = EnvEpisodeRunner(
-            _policy(config, engine, renderer, config.rollout.sampling, trained=True),
+        policy = _policy(config, engine, renderer, config.rollout.sampling, trained=True)
+        yield RolloutAssembly(
+            config, engine, player(policy, _other_roles(config, model, renderer, frozen)), reward, frozen
+        )
+
+
+@asynccontextmanager
+async def _player(
+    config: RunConfig, cluster: Cluster, renderer: TemplateRenderer
+) -> AsyncIterator[Callable[[EnginePolicy, Mapping[str, Role]], EnvEpisodeRunner | AgentEpisodeRunner]]:
+    """What makes the episodes' runner of a policy, and of the roles of the agents that it does not play."""
+    rollout = config.rollout
+    if config.env.is_agent:
+        async with agent_player(config, renderer) as agents:
+            yield lambda policy, others: agents(policy)
+        return
+    async with env_host(config, cluster) as envs:
+        yield lambda policy, others: EnvEpisodeRunner(
+            policy,
             renderer,
             envs,
-            config.rollout.max_turns,
-            config.rollout.deadlines.episode,
-            config.rollout.context,
-            _other_roles(config, model, renderer, frozen),
+            rollout.max_turns,
+            rollout.deadlines.episode,
+            rollout.context,
+            others,
             config.env.limits("max_turns"),
         )
-        yield RolloutAssembly(config, engine, runner, reward, frozen)
+
+
+@asynccontextmanager
+async def agent_player(
+    config: RunConfig, renderer: TemplateRenderer
+) -> AsyncIterator[Callable[[EnginePolicy], AgentEpisodeRunner]]:
+    """Serve the gateway to the run's program, and yield what makes the episodes' runner of a policy.
+
+    Raises:
+        ConfigError: there is no such program, or the gateway cannot be served.
+    """
+    desk, rollout = Desk(config.gateway), config.rollout
+    program = agent_scheme(config.env.name.removeprefix(AGENT_SCHEME)).program(
+        desk, config.env.isolation, config.env.python
+    )
+    rewarded = any(name_of(part) == "environment" for part in config.reward.parts)
+    async with serving(desk, program if isinstance(program, RemoteAgents) else None):
+        yield lambda policy: AgentEpisodeRunner(
+            policy, renderer, desk, program, rollout.max_turns, rollout.deadlines.episode, needs_reward=rewarded
+        )
 
 
 def _router(config: RunConfig, cluster: Cluster, model: Path) -> Router:
@@ -380,6 +423,10 @@ async def _opponent_engines(
 
 def _self_play(rollouts: RolloutAssembly, engines: Sequence[Router], model: Path, matches: Matches) -> SelfPlay:
     config, runner, rules = rollouts.config, rollouts.runner, matches.config
+    if not isinstance(runner, EnvEpisodeRunner):
+        raise ConfigError(
+            f"recipe=self_play needs an environment of several agents, and {config.env.name} is a program"
+        )
     snapshots = Snapshots(config.run_dir.absolute() / "opponents", rules.every, rules.pool)
     opponents = []
     for engine in engines:

@@ -6,6 +6,7 @@ is short for `engine: {name: local}`, in the file and on the command line.
 """
 
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ from agentrl import plugins
 from agentrl.algorithms.batch_processing import BatchProcessingConfig
 from agentrl.credentials import refuse_credentials, without_credentials
 from agentrl.errors import ConfigError
+from agentrl.gateway.config import GatewayConfig
 from agentrl.observe.config import ObserveConfig
 from agentrl.placement.device_map import PlacementConfig
 from agentrl.plugins import Component
@@ -163,6 +165,8 @@ class RunConfig(Settings):
     observe: ObserveConfig = ObserveConfig()
     placement: PlacementConfig = PlacementConfig()
     """Which devices the engine and the trainer run on."""
+    gateway: GatewayConfig = GatewayConfig()
+    """Where programs reach the model (`env: agent:...`)."""
     simulation: SimulationConfig = SimulationConfig()
     """The models that replace the engine, the environments and the trainer in `agentrl simulate`."""
     trackers: tuple[str, ...] = ("tensorboard",)
@@ -185,6 +189,25 @@ class RunConfig(Settings):
             )
         if other := [one for one in own if one.algorithm and one.algorithm.name != self.algorithm.name]:
             raise ValueError(f"env.mixture: {other[0].called} names another algorithm: write only settings of it")
+        return self
+
+    @model_validator(mode="after")
+    def _an_agent_decides_what_an_environment_leaves_to_the_run(self) -> Self:
+        if not self.env.is_agent:
+            return self
+        own = {
+            "env.wrappers": bool(self.env.wrappers),
+            "env.agents": bool(self.env.agents),
+            "env.requires": bool(self.env.requires),
+            "env.isolation=inline": self.env.isolation == "inline",
+            "rollout.context": self.rollout.context.name != "full",
+            "model.history=template": self.model.history == "template",
+        }
+        if wrong := [name for name, is_set in own.items() if is_set]:
+            raise ValueError(
+                f"env is a program, {self.env.name!r}, which keeps its own conversations and runs as it is: leave out "
+                f"{' and '.join(wrong)}"
+            )
         return self
 
     @model_validator(mode="after")
@@ -360,6 +383,7 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> LoadedConfig:
     source = _Source()
     source.set(("run_dir",), f"runs/{path.stem}", "the config's file name")
     _read_yaml(path, source)
+    _look_beside(path, source.values.get("env", {}))
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key:
@@ -367,6 +391,13 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> LoadedConfig:
             raise ConfigError(f"cannot read the override {shown!r}: write key=value, such as trainer.lr=1e-3")
         source.set(tuple(key.split(".")), _scalar(text), "command line")
     return validate_config(source.values, source.origins)
+
+
+def _look_beside(path: Path, env: Any) -> None:
+    """Find an agent's function beside the config file too, after all other places."""
+    folder = str(path.absolute().parent)
+    if str(env.get("name", "") if isinstance(env, dict) else "").startswith("agent:") and folder not in sys.path:
+        sys.path.append(folder)
 
 
 def _scalar(text: str) -> Any:

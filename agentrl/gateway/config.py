@@ -15,6 +15,9 @@ class GatewayConfig(Settings):
     """The port; 0: any free one."""
     url: str | None = None
     """The address that agents are given, if it is not that of `host` and `port`: that of a proxy, or of a container."""
+    token_env: str | None = None
+    """The environment variable with the token that agents elsewhere (`env: agent:remote`) show to get tasks. Needed
+    unless the gateway listens on this machine alone."""
     max_body_bytes: int = Field(16 << 20, ge=1024)
     """The longest request."""
     request_seconds: float = Field(30.0, gt=0)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from agentrl.errors import DeadlineError, EnvError, OutageError, RewardError, RolloutError
 from agentrl.flow import Flow, deadline, now
 from agentrl.gateway.desk import Desk
-from agentrl.gateway.outcome import Outcome
+from agentrl.gateway.outcome import AgentOutcome
 from agentrl.gateway.program import AgentProgram, Assignment
 from agentrl.gateway.recording import trajectory_of
 from agentrl.gateway.session import AgentSession, CallLimits
@@ -42,7 +42,7 @@ class AgentEpisodeRunner:
         """See `EpisodeRunner`."""
         config, started = self.desk.config, now()
         limits = CallLimits(self.max_turns, config.max_answers, config.calls_at_once)
-        outcome, failure = Outcome(), None
+        outcome, failure = AgentOutcome(), None
         try:
             async with Flow(f"calls of {episode.id}") as flow:
                 session = AgentSession(episode, self.policy, self.renderer, limits, flow)
@@ -58,7 +58,7 @@ class AgentEpisodeRunner:
         status = self._status(session, outcome, failure)
         return (trajectory_of(session, outcome, status, now() - started),)
 
-    async def _run(self, session: AgentSession, key: str) -> Outcome:
+    async def _run(self, session: AgentSession, key: str) -> AgentOutcome:
         """Run the program, and wait for a reward that comes later."""
         outcome = await self.program.run(Assignment(session.episode.task, self.desk.url, key))
         if outcome.reward is not None or session.refused:
@@ -74,7 +74,7 @@ class AgentEpisodeRunner:
                 ) from None
         return session.outcome or outcome
 
-    def _status(self, session: AgentSession, outcome: Outcome, failure: RolloutError | None) -> Status:
+    def _status(self, session: AgentSession, outcome: AgentOutcome, failure: RolloutError | None) -> Status:
         hung = isinstance(failure, DeadlineError)
         if session.refused and not hung:
             if session.first_too_long:
@@ -103,7 +103,7 @@ async def _watch(session: AgentSession, seconds: float) -> None:
     """Fail the episode when its program has been idle for `seconds`."""
     while True:
         left = session.used + seconds - now()
-        if session.calls_at_once:
+        if session.calls_at_once or session.waiting:
             left = seconds
         if left <= 0:
             raise EnvError(f"the program made no call for {seconds:g} s (gateway.idle_seconds)")

@@ -10,7 +10,7 @@ from agentrl.trajectory import Failed, Score
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class AgentOutcome:
     """How a program ended: the reward that it earned, if it says so, and more about that.
 
     Without a reward, the run's own rewards are all there is. `parts`: named parts of it, for the records.
@@ -27,27 +27,27 @@ class Outcome:
         return {**known, **{f"reward/{name}": value for name, value in self.parts.items()}}
 
 
-def outcome_of(result: object, name: str) -> Outcome:
+def outcome_of(result: object, name: str) -> AgentOutcome:
     """What a program returned, as an outcome: nothing, a number, a `Score`, or a mapping with `reward` and `success`.
 
     Raises:
         EnvError: it is something else, or no finite number.
     """
-    if isinstance(result, Outcome) or result is None:
-        return result or Outcome()
+    if isinstance(result, AgentOutcome) or result is None:
+        return result or AgentOutcome()
     if isinstance(result, Score):
         if isinstance(result.status, Failed):
             raise EnvError(f"{name} returned a failed score: {result.status.error}")
-        return Outcome(_finite(result.value, name), None, dict(result.parts))
+        return AgentOutcome(_finite(result.value, name), None, dict(result.parts))
     if isinstance(result, dict):
         if unknown := sorted(result.keys() - {"reward", "success", "parts"}):
             raise EnvError(f"{name} returned {', '.join(unknown)}: write reward, success and parts")
         reward, success = result.get("reward"), result.get("success")
         parts = {str(part): _finite(value, name) for part, value in dict(result.get("parts") or {}).items()}
-        return Outcome(
+        return AgentOutcome(
             None if reward is None else _finite(reward, name), None if success is None else bool(success), parts
         )
-    return Outcome(_finite(result, name))
+    return AgentOutcome(_finite(result, name))
 
 
 def _finite(value: object, name: str) -> float:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from agentrl.gateway.outcome import Outcome
+from agentrl.gateway.outcome import AgentOutcome
 from agentrl.trajectory import Task
 
 
@@ -27,7 +27,7 @@ class Assignment:
 class AgentProgram(Protocol):
     """A program that solves tasks by calling a model."""
 
-    async def run(self, assignment: Assignment) -> Outcome:
+    async def run(self, assignment: Assignment) -> AgentOutcome:
         """Solve one task. When this returns or raises, or is cancelled, nothing of it runs any more.
 
         Raises:

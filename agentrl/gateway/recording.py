@@ -6,12 +6,12 @@ from typing import Any
 
 from agentrl.gateway.call import Answer
 from agentrl.gateway.call_tree import messages_of
-from agentrl.gateway.outcome import Outcome
+from agentrl.gateway.outcome import AgentOutcome
 from agentrl.gateway.session import AgentSession
 from agentrl.trajectory import Status, Trajectory, Turn
 
 
-def trajectory_of(session: AgentSession, outcome: Outcome, status: Status, seconds: float) -> Trajectory:
+def trajectory_of(session: AgentSession, outcome: AgentOutcome, status: Status, seconds: float) -> Trajectory:
     """The seen answers of an episode as turns, row by row; each row but the first begins with a fork.
 
     The reward belongs to the last turn, which is the one that was asked for last. Those of calls belong to their turns.

@@ -5,12 +5,16 @@
     POST /v1/messages           Anthropic's messages
     GET  /v1/models             one model: the policy
     POST /v1/rewards            a reward of the episode, or of one of its calls
+    POST /v1/tasks              a task for an agent elsewhere
+    POST /v1/failures           that an agent elsewhere has failed
 
 It runs on the event loop of the run, because that is where the policy is. Each request carries the key of its episode,
 as `Authorization: Bearer` or `x-api-key`.
 """
 
 import asyncio
+import hmac
+import os
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
@@ -31,8 +35,9 @@ from agentrl.gateway import anthropic_messages, openai_chat, openai_responses
 from agentrl.gateway.call import Call
 from agentrl.gateway.config import GatewayConfig
 from agentrl.gateway.desk import Desk
-from agentrl.gateway.outcome import Outcome
+from agentrl.gateway.outcome import AgentOutcome
 from agentrl.gateway.refusal import CallRefusedError
+from agentrl.gateway.remote_agents import RemoteAgents
 from agentrl.gateway.session import AgentSession
 from agentrl.gateway.wire import Asked, Shape, invalid
 from agentrl.remote.gate import RequestGate, idle_timeout
@@ -60,6 +65,16 @@ class PostedReward(BaseModel):
     reward: float = Field(allow_inf_nan=False)
     call: str | None = None
     success: bool | None = None
+    done: bool = False
+    """Whether the episode is over. Only agents elsewhere say so; of others, the end of the program does."""
+
+
+class PostedFailure(BaseModel):
+    """The body of `POST /v1/failures`: an agent elsewhere has failed, for this reason."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    error: str = Field("", max_length=10_000)
 
 
 class ModelEntry(BaseModel):
@@ -136,8 +151,10 @@ class GatewayServer(uvicorn.Server):
 
 
 @asynccontextmanager
-async def serving(desk: Desk) -> AsyncIterator[None]:
+async def serving(desk: Desk, agents: RemoteAgents | None = None) -> AsyncIterator[None]:
     """Inside the block, the programs of a desk's episodes can call, and the desk knows its address.
+
+    `agents`: those elsewhere, if tasks are for them.
 
     Raises:
         ConfigError: it cannot listen there, or the packages of the protocols are missing.
@@ -145,13 +162,14 @@ async def serving(desk: Desk) -> AsyncIterator[None]:
     if missing := [name for name in ("openai", "anthropic") if find_spec(name) is None]:
         raise ConfigError(f"the gateway needs the packages {' and '.join(missing)}: pip install 'agentrl[gateway]'")
     config = desk.config
+    app = create_app(desk, agents, _token(config, agents))
     listener = _listener(config)
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     desk.url = config.url or (f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
     server = GatewayServer(
         uvicorn.Config(
-            create_app(desk),
+            app,
             http=idle_timeout(config.request_seconds),
             ws="none",
             lifespan="off",
@@ -186,8 +204,25 @@ def _listener(config: GatewayConfig) -> socket.socket:
     return listener
 
 
-def create_app(desk: Desk) -> FastAPI:
-    """The ASGI application."""
+def _token(config: GatewayConfig, agents: RemoteAgents | None) -> str:
+    """The token of agents elsewhere; empty if every program on this machine may take tasks.
+
+    Raises:
+        ConfigError: it is needed, and there is none.
+    """
+    token = os.environ.get(config.token_env, "") if config.token_env else ""
+    if config.token_env and not token:
+        raise ConfigError(f"gateway.token_env: the environment variable {config.token_env} is not set")
+    if agents is not None and not token and config.host not in ("127.0.0.1", "::1", "localhost"):
+        raise ConfigError(
+            f"other machines can reach gateway.host={config.host} and could take tasks: name an environment variable "
+            "with a token in gateway.token_env, or listen on 127.0.0.1"
+        )
+    return token
+
+
+def create_app(desk: Desk, agents: RemoteAgents | None = None, token: str = "") -> FastAPI:
+    """The ASGI application. Agents elsewhere show `token` to get tasks."""
     app = FastAPI(title="agentrl gateway", responses=_refusals(), docs_url=None, redoc_url=None)
     _add_calls(app, desk)
 
@@ -200,10 +235,22 @@ def create_app(desk: Desk) -> FastAPI:
     async def rewards(posted: PostedReward, request: Request) -> dict[str, str]:
         session = desk.session(_key(request))
         if posted.call is None:
-            session.earned(Outcome(posted.reward, posted.success))
+            session.earned(AgentOutcome(posted.reward, posted.success))
         else:
             session.call_earned(posted.call.rpartition("chatcmpl-")[2].rpartition("_")[2], posted.reward)
+        if posted.done:
+            session.done.set()
         return {}
+
+    @app.post("/v1/failures")
+    async def failures(posted: PostedFailure, request: Request) -> dict[str, str]:
+        session = desk.session(_key(request))
+        session.failure = posted.error or "it did not say why"
+        session.done.set()
+        return {}
+
+    if agents is not None:
+        _add_tasks(app, agents, token)
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
@@ -219,6 +266,31 @@ def create_app(desk: Desk) -> FastAPI:
         any_host=True,
     )
     return app
+
+
+def _add_tasks(app: FastAPI, agents: RemoteAgents, token: str) -> None:
+    @app.post("/v1/tasks", responses={204: {"description": "No task waits for an agent now; ask again later"}})
+    async def tasks(request: Request) -> Response:
+        if token and not hmac.compare_digest(_key(request).encode(), token.encode()):
+            raise CallRefusedError(401, "invalid_token", "the token of agents is missing or wrong (gateway.token_env)")
+        taken = agents.take()
+        if taken is None:
+            return Response(status_code=204)
+        task = {
+            "env": taken.task.env,
+            "seed": taken.task.seed,
+            "options": dict(taken.task.options),
+            "id": taken.task.id,
+        }
+        return JSONResponse(
+            {
+                "task": task,
+                "base_url": taken.base_url,
+                "anthropic_base_url": taken.url,
+                "api_key": taken.api_key,
+                "lease_seconds": agents.desk.config.lease_seconds,
+            }
+        )
 
 
 def _add_calls(app: FastAPI, desk: Desk) -> None:

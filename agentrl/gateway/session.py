@@ -16,7 +16,7 @@ from agentrl.errors import ConfigError, DeadlineError, EngineError, RolloutError
 from agentrl.flow import Flow, now
 from agentrl.gateway.call import Answer, Call, ChatRequest, Wishes, digest_after
 from agentrl.gateway.call_tree import CallTree, Place
-from agentrl.gateway.outcome import Outcome
+from agentrl.gateway.outcome import AgentOutcome
 from agentrl.gateway.refusal import CallRefusedError
 from agentrl.protocols import Prompt
 from agentrl.rollout.episode import EnginePolicy, Episode
@@ -76,10 +76,16 @@ class AgentSession:
         """The tokens of the first prompt, if the context is too small for it."""
         self.engine_error: RolloutError | None = None
         """Why the engine has not answered the last call, if it has not."""
-        self.outcome: Outcome | None = None
+        self.outcome: AgentOutcome | None = None
         """The reward of the episode, if it came by a request."""
         self.rewarded = asyncio.Event()
         """Whether a reward came by a request, of the episode or of a call."""
+        self.done = asyncio.Event()
+        """Whether an agent elsewhere has said that it has ended."""
+        self.failure = ""
+        """Why it failed, if it said so."""
+        self.waiting = False
+        """Whether the task waits for an agent."""
         self.used = now()
         self.closed = False
         self._policy = policy
@@ -134,7 +140,7 @@ class AgentSession:
                 return answer
         raise CallRefusedError(404, "no_such_call", f"the episode has no answer {answer_id!r:.80}")
 
-    def earned(self, outcome: Outcome) -> None:
+    def earned(self, outcome: AgentOutcome) -> None:
         """The reward of the episode has come. A later one replaces it."""
         self.outcome = outcome
         self.rewarded.set()

@@ -2,25 +2,27 @@
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import Any, cast
 
 from pydantic import Field
 
 from agentrl import plugins
 from agentrl.algorithms.sft import Sft
-from agentrl.assembly import env_host, make_trainer, open_cluster
+from agentrl.assembly import agent_player, env_host, make_trainer, open_cluster
 from agentrl.batch import collate, to_samples
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, EnvError
-from agentrl.protocols import Settings
+from agentrl.gateway.player import PlayerEngine
+from agentrl.protocols import SamplingParams, ScriptedPlayer, Settings
 from agentrl.recipes.evaluate import play_all
-from agentrl.rollout.episode import EnvEpisodeRunner, ScriptedPolicy
-from agentrl.rollout.renderer import renderer_of
+from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner, ScriptedPolicy
+from agentrl.rollout.renderer import TemplateRenderer, renderer_of
 from agentrl.run import Run
 from agentrl.task_sources import task_source
-from agentrl.trajectory import Trajectory
+from agentrl.trajectory import Task, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +31,8 @@ class DemonstrationsConfig(Settings):
     """Episodes of a scripted player that the model imitates before reinforcement learning."""
 
     player: str
-    """`package.module:function`, called with (environment, random.Random), returning the next action."""
+    """`package.module:function`, called with (environment, random.Random), returning the next action. For a program
+    (`env: agent:...`) it is called with the text of the prompt instead of an environment."""
     episodes: int = Field(512, gt=0)
     """Episodes to play, each with a different seed."""
     episodes_per_step: int = Field(32, gt=0)
@@ -83,13 +86,9 @@ async def demonstrate(config: RunConfig, demonstrations: DemonstrationsConfig, m
         EnvError: more than `rollout.max_failed_tasks` episodes failed, or all.
     """
     renderer = await asyncio.to_thread(renderer_of, model, config.model)
-    policy = ScriptedPolicy(plugins.load("players", demonstrations.player), renderer)
     source = task_source(config, "demonstrations")
-    async with env_host(config) as envs:
-        limits = config.rollout.max_turns, config.rollout.deadlines.episode
-        runner = EnvEpisodeRunner(policy, renderer, envs, *limits, own_max_turns=config.env.limits("max_turns"))
-        tasks = [source.task(index) for index in range(demonstrations.episodes)]
-        trajectories = await play_all(runner, tasks, config, policy.turnstile)
+    tasks = [source.task(index) for index in range(demonstrations.episodes)]
+    trajectories = await _played(config, plugins.load("players", demonstrations.player), renderer, tasks)
     whole = [trajectory for trajectory in trajectories if trajectory.trainable]
     failed = [trajectory for trajectory in trajectories if not trajectory.trainable]
     if failed:
@@ -98,6 +97,21 @@ async def demonstrate(config: RunConfig, demonstrations: DemonstrationsConfig, m
             raise EnvError(f"{text} (rollout.max_failed_tasks={config.rollout.max_failed_tasks})")
         logger.warning("%s; they are left out", text)
     return whole
+
+
+async def _played(
+    config: RunConfig, player: ScriptedPlayer, renderer: TemplateRenderer, tasks: Sequence[Task]
+) -> list[Trajectory]:
+    if config.env.is_agent:
+        async with agent_player(config, renderer) as agents:
+            sampling = SamplingParams(stop_token_ids=renderer.stop_token_ids)
+            policy = EnginePolicy(PlayerEngine(cast(Any, player), renderer), sampling, 3600.0, trained=False)
+            return await play_all(agents(policy), tasks, config)
+    scripted = ScriptedPolicy(player, renderer)
+    async with env_host(config) as envs:
+        limits = config.rollout.max_turns, config.rollout.deadlines.episode
+        runner = EnvEpisodeRunner(scripted, renderer, envs, *limits, own_max_turns=config.env.limits("max_turns"))
+        return await play_all(runner, tasks, config, scripted.turnstile)
 
 
 def _episodes(trajectories: Iterable[Trajectory]) -> int:

@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
 from statistics import fmean, stdev
@@ -12,7 +12,7 @@ from agentrl.config import RunConfig
 from agentrl.flow import Flow, Turnstile, now, run_to_completion
 from agentrl.observe.metrics import by_agent, by_env, wilson_interval
 from agentrl.observe.trajectories import write_trajectories
-from agentrl.rollout.episode import EnvEpisodeRunner, Episode
+from agentrl.rollout.episode import Episode, EpisodeRunner
 from agentrl.rollout.outage import Outages
 from agentrl.rollout.seeds import derive_seed
 from agentrl.run import Run
@@ -50,7 +50,7 @@ class Evaluation:
 
 
 async def play_all(
-    runner: EnvEpisodeRunner, tasks: Iterable[Task], config: RunConfig, turnstile: Turnstile | None = None
+    runner: EpisodeRunner, tasks: Iterable[Task], config: RunConfig, turnstile: Turnstile | None = None
 ) -> list[Trajectory]:
     """Play each task once, at most `rollout.max_live_episodes` at a time. One trajectory for each trained agent, in
     order of the tasks.
@@ -61,7 +61,7 @@ async def play_all(
     slots = asyncio.Semaphore(config.rollout.max_live_episodes)
     outages = Outages(config.rollout.deadlines.outage)
 
-    async def play(task: Task) -> tuple[Trajectory, ...]:
+    async def play(task: Task) -> Sequence[Trajectory]:
         episode = Episode(task.id, task, derive_seed(config.seed, "sampling", task.id))
         rng = Random(derive_seed(config.seed, "pause", task.id))
         async with slots:

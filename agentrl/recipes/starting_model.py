@@ -4,13 +4,19 @@ import json
 import logging
 from pathlib import Path
 
-from agentrl.assembly import env_host
+from agentrl.assembly import agent_player, env_host
 from agentrl.config import RunConfig
 from agentrl.durable import finish_folder, new_unfinished
-from agentrl.errors import RolloutError
+from agentrl.errors import EnvError, RolloutError
+from agentrl.gateway.player import PlayerEngine
+from agentrl.protocols import SamplingParams
 from agentrl.recipes.demonstrations import DemonstrationsConfig, imitate
+from agentrl.recipes.evaluate import play_all
+from agentrl.rollout.episode import EnginePolicy
+from agentrl.rollout.renderer import TemplateRenderer
 from agentrl.run import Run
 from agentrl.task_sources import task_source
+from agentrl.testing.tokenizer import ByteTokenizer
 from agentrl.tiny_model import SIZES, create_tiny_model
 
 logger = logging.getLogger(__name__)
@@ -38,7 +44,7 @@ async def base_model(run: Run) -> Path:
         return run.source_model()
     folder = run.folder / "model"
     if not folder.exists():
-        corpus = await opening_texts(run.config)
+        corpus = await (texts_of_agent if run.config.env.is_agent else opening_texts)(run.config)
         create_tiny_model(new_unfinished(folder), corpus=corpus, size=SIZES[name], seed=run.config.seed)
         finish_folder(folder)
     return folder
@@ -68,4 +74,24 @@ async def opening_texts(config: RunConfig, episodes: int = 64) -> list[str]:
                 logger.warning("reading the environment's texts for the tokenizer: %s; it is left out", error)
             finally:
                 await envs.release(task.env, env)
+    return texts
+
+
+async def texts_of_agent(config: RunConfig, episodes: int = 16) -> list[str]:
+    """What a program writes to the model in some episodes of the split "corpus", in which all answers are empty.
+
+    A program may fail over such answers; what it has written until then is kept.
+
+    Raises:
+        EnvError: no episode has a text.
+    """
+    renderer = TemplateRenderer(ByteTokenizer())
+    engine = PlayerEngine(lambda prompt, rng: "", renderer)
+    source = task_source(config, "corpus")
+    async with agent_player(config, renderer) as agents:
+        runner = agents(EnginePolicy(engine, SamplingParams(), config.rollout.deadlines.generate, trained=False))
+        played = await play_all(runner, [source.task(index) for index in range(episodes)], config)
+    texts = [message.content for trajectory in played for message in trajectory.messages if message.content]
+    if not texts:
+        raise EnvError(f"{config.env.name} has asked the model nothing in {episodes} episodes: {played[0].status}")
     return texts

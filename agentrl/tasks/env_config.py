@@ -58,6 +58,11 @@ class OneEnv(Settings):
         return self
 
     @property
+    def is_agent(self) -> bool:
+        """Whether it is a program that calls the model (`agent:...`)."""
+        return self.name.startswith("agent:")
+
+    @property
     def foreign(self) -> bool:
         """Whether it runs in another interpreter; only that one can check whether the environment exists."""
         return self.python is not None or bool(self.requires)

@@ -9,7 +9,7 @@ from agentrl.gateway.call import Answer, ChatRequest, Wishes
 from agentrl.gateway.config import GatewayConfig
 from agentrl.gateway.desk import Desk
 from agentrl.gateway.episode import AgentEpisodeRunner
-from agentrl.gateway.outcome import Outcome
+from agentrl.gateway.outcome import AgentOutcome
 from agentrl.gateway.program import Assignment
 from agentrl.gateway.refusal import CallRefusedError
 from agentrl.gateway.session import AgentSession
@@ -27,11 +27,11 @@ RENDERER = TemplateRenderer(ByteTokenizer())
 class Scripted:
     """A program that is a function of its session."""
 
-    play: Callable[[AgentSession], Awaitable[Outcome]]
+    play: Callable[[AgentSession], Awaitable[AgentOutcome]]
     desk: Desk
     sessions: list[AgentSession] = field(default_factory=list)
 
-    async def run(self, assignment: Assignment) -> Outcome:
+    async def run(self, assignment: Assignment) -> AgentOutcome:
         session = self.desk.session(assignment.api_key)
         self.sessions.append(session)
         try:
@@ -41,7 +41,7 @@ class Scripted:
 
 
 def runner_of(
-    play: Callable[[AgentSession], Awaitable[Outcome]],
+    play: Callable[[AgentSession], Awaitable[AgentOutcome]],
     engine: ScriptedEngine,
     *,
     trained: bool = True,

@@ -9,8 +9,8 @@ from typing import Any
 from agentrl.gateway.config import GatewayConfig
 from agentrl.gateway.desk import Desk
 from agentrl.gateway.episode import AgentEpisodeRunner
-from agentrl.gateway.outcome import Outcome, outcome_of
-from agentrl.gateway.program import Assignment
+from agentrl.gateway.outcome import AgentOutcome, outcome_of
+from agentrl.gateway.program import AgentProgram, Assignment
 from agentrl.gateway.server import serving
 from agentrl.gateway.session import AgentSession
 from agentrl.protocols import Engine, SamplingParams
@@ -19,6 +19,7 @@ from agentrl.rollout.renderer import RendererConfig, TemplateRenderer
 from agentrl.testing import ScriptedEngine
 from agentrl.testing.tokenizer import ByteTokenizer
 from agentrl.trajectory import Task, ToolCall, Trajectory
+from tests.processes import PATIENCE_SECONDS
 
 RENDERER = TemplateRenderer(ByteTokenizer(), RendererConfig(tool_format="canonical"))
 TOOL: dict[str, Any] = {
@@ -40,7 +41,7 @@ class Calling:
     desk: Desk
     sessions: list[AgentSession] = field(default_factory=list)
 
-    async def run(self, assignment: Assignment) -> Outcome:
+    async def run(self, assignment: Assignment) -> AgentOutcome:
         self.sessions.append(self.desk.session(assignment.api_key))
         return outcome_of(await self.play(assignment), "play")
 
@@ -53,6 +54,14 @@ def saying(*texts: str, **fields: Any) -> ScriptedEngine:
         return list(texts[min(number, len(texts) - 1)].encode())
 
     return ScriptedEngine.replying(reply, max_context=fields.pop("max_context", 100_000), **fields)
+
+
+def runner_on(
+    desk: Desk, engine: Engine, program: AgentProgram, seconds: float, *, trained: bool = True
+) -> AgentEpisodeRunner:
+    """Plays a program's episodes, of up to 100 calls."""
+    sampling = SamplingParams(max_tokens=4096, stop_token_ids=RENDERER.stop_token_ids)
+    return AgentEpisodeRunner(EnginePolicy(engine, sampling, 60.0, trained), RENDERER, desk, program, 100, seconds)
 
 
 def served(
@@ -68,9 +77,7 @@ def served(
     async def main() -> tuple[Trajectory, AgentSession]:
         desk = Desk(config or GatewayConfig())
         program = Calling(play, desk)
-        sampling = SamplingParams(max_tokens=4096, stop_token_ids=RENDERER.stop_token_ids)
-        policy = EnginePolicy(engine, sampling, 60.0, trained)
-        runner = AgentEpisodeRunner(policy, RENDERER, desk, program, 100, seconds)
+        runner = runner_on(desk, engine, program, seconds, trained=trained)
         async with engine, serving(desk):
             (trajectory,) = await runner.play(Episode("e", Task("agent", 0), 0))
         return trajectory, program.sessions[0]
@@ -80,3 +87,10 @@ def served(
 
 def loads(text: str) -> Any:
     return json.loads(text)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Wait for something outside, with patience."""
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.05)

@@ -8,7 +8,7 @@ from agentrl.errors import EngineError, EnvError
 from agentrl.flow import run_virtual
 from agentrl.gateway.call import ChatRequest, Wishes
 from agentrl.gateway.config import GatewayConfig
-from agentrl.gateway.outcome import Outcome, outcome_of
+from agentrl.gateway.outcome import AgentOutcome, outcome_of
 from agentrl.gateway.refusal import CallRefusedError
 from agentrl.rollout.episode import Episode
 from agentrl.testing import ScriptedEngine
@@ -34,10 +34,10 @@ def played(play, engine=None, **fields):
     return trajectory, runner.program.sessions[0] if runner.program.sessions else None
 
 
-async def two_calls(session) -> Outcome:
+async def two_calls(session) -> AgentOutcome:
     (first,) = await said(session, [user("begin")])
     await said(session, [user("begin"), Message("assistant", first.message.content), user("on")])
-    return Outcome(2.0, success=True)
+    return AgentOutcome(2.0, success=True)
 
 
 def test_the_reward_is_that_of_the_last_turn():
@@ -55,7 +55,7 @@ def test_rewards_of_calls_are_those_of_their_turns():
         session.call_earned(first.id, 0.25)
         with pytest.raises(CallRefusedError, match="no answer '7'"):
             session.call_earned("7", 1.0)
-        return Outcome()
+        return AgentOutcome()
 
     trajectory, _ = played(play)
     assert [turn.reward for turn in trajectory.turns] == [0.25, 0.0]
@@ -96,7 +96,7 @@ def test_an_idle_program_fails():
 def test_a_slow_engine_does_not_make_a_program_idle():
     async def play(session):
         await said(session, [user("begin")])
-        return Outcome(1.0)
+        return AgentOutcome(1.0)
 
     trajectory, _ = played(play, saying(prefill_seconds=lambda request: 500), config=GatewayConfig(idle_seconds=50))
     assert trajectory.status == Terminated()
@@ -118,7 +118,7 @@ def test_a_program_may_survive_a_failure_of_the_engine():
             await said(session, [user("begin")])
         assert refused.value.status == 503
         await said(session, [user("begin")])
-        return Outcome(1.0)
+        return AgentOutcome(1.0)
 
     trajectory, session = played(play, saying(fail=lambda request: failures.pop() if failures else None))
     assert trajectory.status == Terminated()
@@ -143,7 +143,7 @@ def test_a_program_that_goes_on_with_a_shorter_prompt_is_not_truncated():
             await said(session, [user("x" * 200)])
         assert (refused.value.status, refused.value.code) == (400, "context_length_exceeded")
         await said(session, [user("shorter")])
-        return Outcome(1.0)
+        return AgentOutcome(1.0)
 
     trajectory, _ = played(play, saying(max_context=100))
     assert trajectory.status == Terminated()
@@ -171,7 +171,7 @@ def test_a_call_after_the_last_turn_truncates_the_episode():
 def test_a_program_without_a_reward_failed_unless_the_run_has_its_own():
     async def play(session):
         await said(session, [user("begin")])
-        return Outcome()
+        return AgentOutcome()
 
     trajectory, _ = played(play)
     assert isinstance(trajectory.status, Failed)
@@ -183,8 +183,8 @@ def test_a_program_without_a_reward_failed_unless_the_run_has_its_own():
 def test_a_reward_may_come_after_the_program_has_ended_but_not_too_late():
     async def play(session):
         await said(session, [user("begin")])
-        asyncio.get_running_loop().call_later(20, session.earned, Outcome(3.0))
-        return Outcome()
+        asyncio.get_running_loop().call_later(20, session.earned, AgentOutcome(3.0))
+        return AgentOutcome()
 
     trajectory, _ = played(play, config=GatewayConfig(reward_seconds=30))
     assert trajectory.env_return == 3.0
@@ -195,7 +195,7 @@ def test_a_reward_may_come_after_the_program_has_ended_but_not_too_late():
 
 def test_a_program_that_asks_nothing_has_failed():
     async def play(session):
-        return Outcome(1.0)
+        return AgentOutcome(1.0)
 
     trajectory, _ = played(play)
     assert isinstance(trajectory.status, Failed)
@@ -208,7 +208,7 @@ def test_a_call_that_is_asked_again_after_its_connection_broke_is_sampled_once()
     async def play(session):
         assert not await abandoned(session, [user("begin")], 5)
         await said(session, [user("begin")])
-        return Outcome(1.0)
+        return AgentOutcome(1.0)
 
     trajectory, _ = played(play, engine)
     assert len(engine.requests) == len(trajectory.turns) == 1
@@ -219,7 +219,7 @@ def test_an_answer_that_no_program_got_is_dropped_with_a_reason():
     async def play(session):
         assert await abandoned(session, [user("begin")], 5)
         await said(session, [user("other")])
-        return Outcome(1.0)
+        return AgentOutcome(1.0)
 
     trajectory, _ = played(play)
     assert len(trajectory.turns) == 1
@@ -230,7 +230,7 @@ def test_a_call_that_is_under_way_at_the_end_is_dropped_with_a_reason():
     async def play(session):
         await said(session, [user("begin")])
         await abandoned(session, [user("slow")], 5)
-        return Outcome(1.0)
+        return AgentOutcome(1.0)
 
     slow = saying(prefill_seconds=lambda request: 1000 if len(request.prompt_ids) < 21 else 0)
     trajectory, _ = played(play, slow)
@@ -245,7 +245,7 @@ def test_parallel_calls_with_the_same_content_get_answers_of_their_own():
         async with asyncio.TaskGroup() as group:
             for _ in range(3):
                 group.create_task(said(session, [user("begin")]))
-        return Outcome(1.0)
+        return AgentOutcome(1.0)
 
     trajectory, _ = played(play, engine)
     assert len(engine.requests) == len(trajectory.turns) == 3
@@ -261,7 +261,7 @@ def test_a_request_id_names_one_call_with_one_content():
         with pytest.raises(CallRefusedError, match="came with other content") as refused:
             await said(session, [user("other")], request_id="a")
         assert refused.value.status == 409
-        return Outcome(1.0)
+        return AgentOutcome(1.0)
 
     trajectory, _ = played(play, engine)
     assert len(engine.requests) == len(trajectory.turns) == 1
@@ -274,7 +274,7 @@ def test_a_request_that_says_it_is_a_retry_gets_the_first_answer():
         (first,) = await said(session, [user("begin")])
         (again,) = await said(session, [user("begin")], repeated=True)
         assert first is again
-        return Outcome(1.0)
+        return AgentOutcome(1.0)
 
     played(play, engine)
     assert len(engine.requests) == 1
@@ -286,7 +286,7 @@ def test_in_training_the_runs_sampling_wins(trained, temperature):
 
     async def play(session):
         await said(session, [user("begin")], wishes=Wishes(max_tokens=7, temperature=0.3, seed=5))
-        return Outcome(1.0)
+        return AgentOutcome(1.0)
 
     played(play, engine, trained=trained)
     (request,) = engine.requests
@@ -297,7 +297,7 @@ def test_in_training_the_runs_sampling_wins(trained, temperature):
 def test_a_key_is_of_no_use_after_its_episode():
     async def play(session):
         await said(session, [user("begin")])
-        return Outcome(1.0)
+        return AgentOutcome(1.0)
 
     engine = saying()
     runner = runner_of(play, engine)
@@ -317,10 +317,10 @@ def test_a_key_is_of_no_use_after_its_episode():
 
 
 def test_what_a_program_returns_becomes_an_outcome():
-    assert outcome_of(1, "run") == Outcome(1.0)
-    assert outcome_of(None, "run") == Outcome()
-    assert outcome_of({"reward": 0.5, "success": True}, "run") == Outcome(0.5, True)
-    assert outcome_of(Score(0.5, {"style": 0.1}), "run") == Outcome(0.5, None, {"style": 0.1})
+    assert outcome_of(1, "run") == AgentOutcome(1.0)
+    assert outcome_of(None, "run") == AgentOutcome()
+    assert outcome_of({"reward": 0.5, "success": True}, "run") == AgentOutcome(0.5, True)
+    assert outcome_of(Score(0.5, {"style": 0.1}), "run") == AgentOutcome(0.5, None, {"style": 0.1})
     for wrong in ("1", float("nan"), True, {"rewards": 1}, Score.failed("broken")):
         with pytest.raises(EnvError, match="run returned"):
             outcome_of(wrong, "run")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from agentrl.batch import to_samples
 from agentrl.flow import Flow, run_virtual
-from agentrl.gateway.outcome import Outcome
+from agentrl.gateway.outcome import AgentOutcome
 from agentrl.rollout.episode import Episode
 from agentrl.testing import ScriptedEngine
 from agentrl.trajectory import Message, Task, Terminated
@@ -48,13 +48,13 @@ class RandomProgram:
         self.steps = steps
         self.known: list[list[Message]] = []  # conversations that end with an answer
 
-    async def play(self, session) -> Outcome:
+    async def play(self, session) -> AgentOutcome:
         await self._asks(session, [Message("system", "You play."), user("begin")])
         async with Flow("program") as flow:
             for number in range(self.steps):
                 flow.start(self._step(session), name=str(number))
                 await asyncio.sleep(self.rng.uniform(0, 2))
-        return Outcome(1.0)
+        return AgentOutcome(1.0)
 
     async def _step(self, session) -> None:
         conversation = list(self.rng.choice(self.known)) if self.known else [user("begin")]
@@ -169,7 +169,7 @@ def kinds(*asked: list[Message]) -> list[str]:
     async def play(session):
         for messages in asked:
             await said(session, messages)
-        return Outcome(1.0)
+        return AgentOutcome(1.0)
 
     runner = runner_of(play, engine)
 
@@ -223,7 +223,7 @@ def test_requests_of_one_conversation_go_to_one_session_of_the_engine():
         await said(session, BEGIN)
         await said(session, [*FIRST, user("a")])
         await said(session, [*FIRST, user("b")])
-        return Outcome(1.0)
+        return AgentOutcome(1.0)
 
     async def main():
         async with engine:

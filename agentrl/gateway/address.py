@@ -1,0 +1,81 @@
+"""The addresses of programs: `env: agent:...`."""
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from shlex import join
+from shutil import which
+from sys import executable
+
+from agentrl import plugins
+from agentrl.errors import ConfigError
+from agentrl.gateway.command_agent import CommandAgent
+from agentrl.gateway.desk import Desk
+from agentrl.gateway.function_agent import FunctionAgent
+from agentrl.gateway.program import AgentProgram
+from agentrl.gateway.remote_agents import RemoteAgents
+from agentrl.protocols import Env, Isolation
+
+SCHEME = "agent:"
+
+
+@dataclass(frozen=True, slots=True)
+class AgentAddress:
+    """What follows `agent:`. It stands where a factory of environments does, and makes none."""
+
+    rest: str
+
+    def __call__(self) -> Env:
+        """Say that this is no environment.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            f"{SCHEME}{self.rest} is a program that calls the model, and no environment that is reset and stepped: "
+            "train and evaluate it (`agentrl train`, `agentrl eval`)"
+        )
+
+    def program(self, desk: Desk, isolation: Isolation | None, python: str | None) -> AgentProgram:
+        """The program at this address. Functions run in a thread, or in a process if `isolation` or `python` says so.
+
+        Raises:
+            ConfigError: there is no such function or interpreter.
+        """
+        if self.rest == "remote":
+            return RemoteAgents(desk)
+        if self.rest.startswith("command "):
+            return CommandAgent(self.rest.removeprefix("command ").strip())
+        if python is None and isolation != "process":
+            return FunctionAgent(plugins.load("agents", self.rest), self.rest)
+        found = executable if python is None else which(python)
+        if found is None:
+            raise ConfigError(f"env.python: there is no program {python!r}: write its path, or a name on the PATH")
+        child = Path(__file__).with_name("function_child.py")
+        return CommandAgent(join([found, str(child), self.rest]), {} if python else {"PYTHONPATH": self._folder()})
+
+    def _folder(self) -> str:
+        """Where the function's package was found."""
+        module = plugins.load("agents", self.rest).__module__
+        file = Path(sys.modules[module].__file__ or "").absolute()
+        depth = module.count(".") + (file.name == "__init__.py")
+        return os.pathsep.join(filter(None, (str(file.parents[depth]), os.environ.get("PYTHONPATH"))))
+
+
+def scheme(rest: str) -> AgentAddress:
+    """The scheme `agent`. Checks the address.
+
+    Raises:
+        ConfigError: it names nothing that can be run.
+    """
+    if rest in ("", "command") or (not rest.startswith("command ") and rest != "remote" and ":" not in rest):
+        raise ConfigError(
+            f'{SCHEME}{rest} names no program: write agent:my_package.module:run, "agent:command python my_agent.py", '
+            "or agent:remote"
+        )
+    if rest == "remote" or rest.startswith("command "):
+        return AgentAddress(rest)
+    if not callable(plugins.load("agents", rest)):
+        raise ConfigError(f"{SCHEME}{rest} is no function: write `async def run(task, base_url, api_key)`")
+    return AgentAddress(rest)

@@ -1,0 +1,241 @@
+"""Programs as episodes: functions, commands, agents elsewhere. How they end, and that nothing of them is left."""
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from agentrl.errors import ConfigError, EnvError
+from agentrl.gateway.address import scheme
+from agentrl.gateway.command_agent import CommandAgent
+from agentrl.gateway.config import GatewayConfig
+from agentrl.gateway.desk import Desk
+from agentrl.gateway.outcome import AgentOutcome
+from agentrl.gateway.program import Assignment
+from agentrl.gateway.remote_agents import RemoteAgents
+from agentrl.gateway.server import serving
+from agentrl.rollout.episode import Episode
+from agentrl.trajectory import Failed, Task, Terminated
+from tests.gateway.served import runner_on, saying, until
+from tests.processes import PATIENCE_SECONDS
+
+TASK = Task("agent:x", 7, {"size": 3}, "t1")
+
+
+def played(address: str, *, seconds: float = PATIENCE_SECONDS, isolation=None, text: str = "left"):
+    async def main():
+        desk, engine = Desk(GatewayConfig()), saying(text)
+        runner = runner_on(desk, engine, scheme(address).program(desk, isolation, None), seconds)
+        async with engine, serving(desk):
+            return (await runner.play(Episode("e", TASK, 0)))[0]
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("isolation", [None, "process"])
+def test_a_function_plays_an_episode_in_a_thread_or_in_a_process(isolation):
+    trajectory = played("tests.gateway.programs:follow", isolation=isolation)
+    assert trajectory.status == Terminated()
+    assert len(trajectory.turns) == 1
+    assert trajectory.env_return in (0.0, 1.0)
+
+
+@pytest.mark.parametrize("isolation", [None, "process"])
+def test_a_function_that_raises_has_failed(isolation):
+    trajectory = played("tests.gateway.programs:crashes", isolation=isolation)
+    assert isinstance(trajectory.status, Failed)
+    assert trajectory.status.layer == "environment"
+    assert "the agent is lost" in trajectory.status.error
+
+
+def test_a_function_that_hangs_is_cancelled_at_the_deadline():
+    trajectory = played("tests.gateway.programs:hangs", seconds=2.0)
+    assert isinstance(trajectory.status, Failed)
+    assert "rollout.deadlines.episode" in trajectory.status.error
+
+
+def processes_with(key: str) -> list[str]:
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if key.encode() in entry.read_bytes():
+                found.append(entry.parent.name)
+        except OSError:
+            continue
+    return found
+
+
+def run_command(command: str, key: str = "k-of-a-test", **variables: str) -> AgentOutcome:
+    assignment = Assignment(TASK, "http://127.0.0.1:1", key)
+    return asyncio.run(CommandAgent(command, variables).run(assignment))
+
+
+SCRIPT = """
+import json, os
+assert os.environ["OPENAI_BASE_URL"] == "http://127.0.0.1:1/v1"
+assert os.environ["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:1"
+assert json.loads(os.environ["AGENTRL_TASK"]) == {"env": "agent:x", "seed": 7, "options": {"size": 3}, "id": "t1"}
+with open(os.environ["AGENTRL_REWARD_FILE"], "w") as file:
+    json.dump({"reward": 0.5, "success": True}, file)
+"""
+
+
+def test_a_command_gets_its_task_and_writes_its_reward(tmp_path):
+    file = tmp_path / "agent.py"
+    file.write_text(SCRIPT)
+    assert run_command(f"{sys.executable} {file}") == AgentOutcome(0.5, True)
+
+
+def test_a_command_that_writes_nothing_leaves_the_reward_to_others():
+    assert run_command("true") == AgentOutcome()
+
+
+@pytest.mark.parametrize(
+    ("command", "error"),
+    [
+        ("echo no idea; exit 3", "status 3: no idea"),
+        ("exit 7", "status 7: it printed nothing"),
+        ('echo much > "$AGENTRL_REWARD_FILE"', "wrote 'much"),
+        ('echo NaN > "$AGENTRL_REWARD_FILE"', "returned nan"),
+        ("kill -9 $$", "status 137"),
+    ],
+)
+def test_a_command_that_fails_has_failed(command, error):
+    with pytest.raises(EnvError, match=error):
+        run_command(command)
+
+
+def test_all_processes_of_a_command_end_with_it(tmp_path):
+    key, started = f"agentrl-key-{os.getpid()}-ends", tmp_path / "started"
+    code = "from tests.gateway.programs import leaves_processes as p; p(0, 0, 0)"
+    child = f"PYTHONPATH={Path.cwd()} {sys.executable} -c '{code}'"
+
+    async def main():
+        agent = CommandAgent(child, {"AGENTRL_TEST_STARTED": str(started)})
+        assignment = Assignment(TASK, "http://127.0.0.1:1", key)
+        playing = asyncio.get_running_loop().create_task(agent.run(assignment))
+        await until(started.exists)
+        assert len(processes_with(key)) >= 3
+        playing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await playing
+        await until(lambda: not processes_with(key))
+
+    asyncio.run(main())
+
+
+def test_processes_end_when_the_run_is_killed(tmp_path):
+    key, started = f"agentrl-key-{os.getpid()}-killed", tmp_path / "started"
+    driver = f"""
+import asyncio
+from agentrl.gateway.command_agent import CommandAgent
+from agentrl.gateway.program import Assignment
+from agentrl.trajectory import Task
+asyncio.run(CommandAgent("touch {started}; sleep 600").run(Assignment(Task("x", 0), "http://127.0.0.1:1", {key!r})))
+"""
+
+    async def main():
+        run = await asyncio.create_subprocess_exec(sys.executable, "-c", driver)
+        await until(started.exists)
+        run.kill()
+        await run.wait()
+        await until(lambda: not processes_with(key))
+
+    asyncio.run(main())
+
+
+def remotely(agent, config=None, token=None):
+    """Play one episode by an agent elsewhere: `agent(client, url)` speaks HTTP."""
+
+    async def main():
+        desk, engine = Desk(config or GatewayConfig()), saying("left")
+        agents = RemoteAgents(desk)
+        runner = runner_on(desk, engine, agents, PATIENCE_SECONDS)
+        async with engine, serving(desk, agents), httpx.AsyncClient(base_url=desk.url) as client:
+            headers = {"authorization": f"Bearer {token}"} if token else {}
+            assert (await client.post("/v1/tasks", headers=headers)).status_code == 204
+            async with asyncio.TaskGroup() as group:
+                playing = group.create_task(runner.play(Episode("e", TASK, 0)))
+                while (taken := await client.post("/v1/tasks", headers=headers)).status_code == 204:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+                await agent(client, taken.json())
+            return playing.result()[0]
+
+    return asyncio.run(main())
+
+
+async def asks(client, taken):
+    body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+    headers = {"authorization": f"Bearer {taken['api_key']}"}
+    answer = await client.post("/v1/chat/completions", json=body, headers=headers)
+    assert answer.status_code == 200
+    return headers
+
+
+def test_an_agent_elsewhere_takes_a_task_and_posts_its_reward():
+    async def agent(client, taken):
+        assert taken["task"] == {"env": "agent:x", "seed": 7, "options": {"size": 3}, "id": "t1"}
+        headers = await asks(client, taken)
+        await client.post("/v1/rewards", json={"reward": 2.0, "done": True}, headers=headers)
+
+    trajectory = remotely(agent)
+    assert trajectory.status == Terminated()
+    assert trajectory.env_return == 2.0
+
+
+def test_an_agent_elsewhere_may_say_that_it_has_failed():
+    async def agent(client, taken):
+        headers = await asks(client, taken)
+        await client.post("/v1/failures", json={"error": "no disk"}, headers=headers)
+
+    trajectory = remotely(agent)
+    assert trajectory.status == Failed("environment", "the agent failed: no disk")
+
+
+def test_an_agent_elsewhere_that_falls_silent_loses_its_task():
+    async def agent(client, taken):
+        await asks(client, taken)
+
+    trajectory = remotely(agent, GatewayConfig(lease_seconds=0.3))
+    assert isinstance(trajectory.status, Failed)
+    assert "lost its task" in trajectory.status.error
+
+
+def test_tasks_are_only_for_agents_with_the_token(monkeypatch):
+    monkeypatch.setenv("AGENTS_TOKEN", "secret")
+
+    async def agent(client, taken):
+        assert (await client.post("/v1/tasks", headers={"authorization": "Bearer guessed"})).status_code == 401
+        headers = await asks(client, taken)
+        await client.post("/v1/rewards", json={"reward": 1.0, "done": True}, headers=headers)
+
+    config = GatewayConfig(token_env="AGENTS_TOKEN")
+    assert remotely(agent, config, "secret").status == Terminated()
+    monkeypatch.delenv("AGENTS_TOKEN")
+    with pytest.raises(ConfigError, match="is not set"):
+        remotely(agent, config, "secret")
+    with pytest.raises(ConfigError, match="other machines can reach"):
+        remotely(agent, GatewayConfig(host="0.0.0.0"))
+
+
+@pytest.mark.parametrize(
+    ("rest", "error"),
+    [
+        ("", "names no program"),
+        ("my_agent", "names no program"),
+        ("command", "names no program"),
+        ("tests.gateway.programs:folow", "Did you mean 'follow'"),
+        ("tests.gateway.programs:WORDS", "is no function"),
+    ],
+)
+def test_an_address_of_no_program_is_refused(rest, error):
+    with pytest.raises(ConfigError, match=error):
+        scheme(rest)
+
+
+def test_a_program_is_no_environment():
+    with pytest.raises(ConfigError, match="is a program that calls the model"):
+        scheme("remote")()
