@@ -1,42 +1,46 @@
 """Programs of agents, for tests: an adder, and some that crash, hang or leave processes behind."""
 
 import asyncio
+import json
 import os
 import random
 import subprocess
 import sys
 import time
-
-from openai import AsyncOpenAI
+import urllib.request
 
 WORDS = ("left", "right", "up", "down")
+
+
+def said(base_url, api_key, text):
+    """The model's answer to a text. The standard library is loaded in no time."""
+    body = {"model": "policy", "messages": [{"role": "user", "content": text}], "max_tokens": 4}
+    headers = {"authorization": f"Bearer {api_key}", "content-type": "application/json"}
+    request = urllib.request.Request(f"{base_url}/chat/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)["choices"][0]["message"]["content"] or ""
 
 
 async def follow(task, base_url, api_key):
     """The model must repeat a word."""
     word = random.Random(task.seed).choice(WORDS)
-    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-        answer = await client.chat.completions.create(
-            model="policy", messages=[{"role": "user", "content": f"Say{' ' + word}"}], max_tokens=4
-        )
-    return float((answer.choices[0].message.content or "").strip() == word)
+    answer = await asyncio.to_thread(said, base_url, api_key, f"Say {word}")
+    return float(answer.strip() == word)
 
 
 def repeats(prompt, rng):
     """Plays `follow` rightly half of the time, and else says any word."""
     words = [word for word in WORDS if f"Say {word}" in prompt]
-    return f" {words[0] if words and rng.random() < 0.5 else rng.choice(WORDS)}"
+    return words[0] if words and rng.random() < 0.5 else rng.choice(WORDS)
 
 
 async def crashes(task, base_url, api_key):
-    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-        await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hi"}])
+    await asyncio.to_thread(said, base_url, api_key, "hi")
     raise KeyError("the agent is lost")
 
 
 async def hangs(task, base_url, api_key):
-    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-        await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hi"}])
+    await asyncio.to_thread(said, base_url, api_key, "hi")
     await asyncio.Event().wait()
 
 
