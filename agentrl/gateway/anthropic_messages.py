@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from agentrl.gateway.call import Answer, Call, ChatRequest, Wishes
+from agentrl.gateway.call import Answer, Call, Wishes
 from agentrl.gateway.refusal import unsupported
 from agentrl.gateway.wire import (
     Asked,
@@ -14,7 +14,7 @@ from agentrl.gateway.wire import (
     as_json,
     assistant,
     call_of,
-    check_messages,
+    chat_request,
     event,
     function,
     invalid,
@@ -85,10 +85,10 @@ def read(body: Any) -> Asked:
         stop=tuple(checked.get("stop_sequences") or ()),
         may_call=choice.get("type") != "none",
     )
-    tools = tuple(_tool(tool) for tool in checked.get("tools") or ())
+    tools = [_tool(tool) for tool in checked.get("tools") or ()]
     model = str(body["model"])
     return Asked(
-        ChatRequest(check_messages(messages), tools, 1, wishes),
+        chat_request(messages, tools, wishes),
         bool(body.get("stream")),
         lambda session, call: as_json(_answer(call, model)),
         lambda session, call: _events(call, model),

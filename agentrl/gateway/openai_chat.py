@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from agentrl.gateway.call import Answer, Call, ChatRequest, Wishes
+from agentrl.gateway.call import Answer, Call, Wishes
 from agentrl.gateway.refusal import unsupported
 from agentrl.gateway.session import AgentSession
 from agentrl.gateway.wire import (
@@ -14,7 +14,7 @@ from agentrl.gateway.wire import (
     Shape,
     assistant,
     call_of,
-    check_messages,
+    chat_request,
     event,
     function,
     pieces,
@@ -100,19 +100,16 @@ def read(body: Any) -> Asked:
     with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
     stop = body.get("stop") or ()
     wishes = Wishes(
-        max_tokens=body.get("max_completion_tokens") or body.get("max_tokens"),
+        max_tokens=body.get("max_completion_tokens", body.get("max_tokens")),
         temperature=body.get("temperature"),
         top_p=body.get("top_p"),
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         seed=body.get("seed"),
         may_call=body.get("tool_choice") != "none",
     )
-    request = ChatRequest(
-        check_messages([_message(message, place) for place, message in enumerate(checked["messages"])]),
-        tuple(_tool(tool) for tool in checked.get("tools") or ()),
-        body.get("n") or 1,
-        wishes,
-    )
+    messages = [_message(message, place) for place, message in enumerate(checked["messages"])]
+    tools = [_tool(tool) for tool in checked.get("tools") or ()]
+    request = chat_request(messages, tools, wishes, 1 if body.get("n") is None else body["n"])
     return Asked(
         request,
         bool(body.get("stream")),

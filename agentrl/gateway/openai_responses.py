@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from agentrl.gateway.call import Call, ChatRequest, Wishes
+from agentrl.gateway.call import Call, Wishes
 from agentrl.gateway.refusal import unsupported
 from agentrl.gateway.wire import (
     Asked,
@@ -14,7 +14,7 @@ from agentrl.gateway.wire import (
     as_json,
     assistant,
     call_of,
-    check_messages,
+    chat_request,
     event,
     function,
     pieces,
@@ -100,9 +100,9 @@ def read(body: Any) -> Asked:
         top_p=body.get("top_p"),
         may_call=body.get("tool_choice") != "none",
     )
-    tools = tuple(_tool(tool) for tool in checked.get("tools") or ())
+    tools = [_tool(tool) for tool in checked.get("tools") or ()]
     return Asked(
-        ChatRequest(check_messages(messages), tools, 1, wishes),
+        chat_request(messages, tools, wishes),
         bool(body.get("stream")),
         lambda session, call: as_json(_response(call, body)),
         lambda session, call: _events(call, body),

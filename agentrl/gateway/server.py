@@ -60,7 +60,7 @@ STATUSES = {
 class PostedReward(BaseModel):
     """The body of `POST /v1/rewards`. With `call`, the id of an answer, it is the reward of that call's turn."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     reward: float = Field(allow_inf_nan=False)
     call: str | None = None
@@ -72,7 +72,7 @@ class PostedReward(BaseModel):
 class PostedFailure(BaseModel):
     """The body of `POST /v1/failures`: an agent elsewhere has failed, for this reason."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     error: str = Field("", max_length=10_000)
 

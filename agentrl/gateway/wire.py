@@ -1,7 +1,7 @@
 """What the three protocols have in common: reading requests strictly, writing answers, and server-sent events.
 
 A field of a request is supported, ignored (it cannot change an answer that is recorded, or the run decides it), or
-refused by its name. `docs/agents.md` lists them. The types are those of the vendors' packages.
+refused by its name. `docs/gateway.md` lists them. The types are those of the vendors' packages.
 """
 
 import json
@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from agentrl.gateway.call import Call, ChatRequest
+from agentrl.gateway.call import Call, ChatRequest, Wishes
 from agentrl.gateway.refusal import CallRefusedError, unsupported
 from agentrl.gateway.session import AgentSession
 from agentrl.trajectory import Message, ToolCall
@@ -165,17 +165,34 @@ def function(name: str, description: str | None, parameters: Any) -> Json:
     return {"type": "function", "function": described}
 
 
-def check_messages(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Messages that the model can answer.
+def chat_request(
+    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], wishes: Wishes, count: int = 1
+) -> ChatRequest:
+    """A request that the model can answer.
 
     Raises:
-        CallRefusedError: there is none, or the last one is an answer.
+        CallRefusedError: there is no message, the last one is an answer, a text is none, or a number makes no sense.
     """
     if not messages:
         raise invalid("there is no message to answer")
     if messages[-1].role == "assistant":
         raise unsupported("a last message of the assistant", "the model begins each answer itself")
-    return tuple(messages)
+    texts = [*(message.content for message in messages), json.dumps(list(tools), ensure_ascii=False), *wishes.stop]
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError as error:
+        raise invalid(f"a text has half of a surrogate pair, {error.object[error.start]!r}") from None
+    right = {
+        "n": count >= 1,
+        "max_tokens": wishes.max_tokens is None or wishes.max_tokens >= 1,
+        "temperature": wishes.temperature is None or 0 <= wishes.temperature <= 2,
+        "top_p": wishes.top_p is None or 0 < wishes.top_p <= 1,
+        "stop": all(wishes.stop),
+    }
+    for name, holds in right.items():
+        if not holds:
+            raise invalid(f"{name} is out of its range")
+    return ChatRequest(tuple(messages), tuple(tools), count, wishes)
 
 
 def pieces(text: str) -> Iterator[str]:

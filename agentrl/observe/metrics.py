@@ -60,6 +60,7 @@ def rollout_metrics(
         "forked_share": sum(turn.forked for turn in turns) / max(1, len(turns) - len(trajectories)),
         "cut_answers": lengths["length"] / max(1, len(turns)),
         **_reasoning(trajectories),
+        **_calls(trajectories),
         "truncated": fmean(trajectory.status.name == "truncated" for trajectory in trajectories),
         **({"segments": float(len(parts_of_episodes))} if parts_of_episodes else {}),
         "mixed_groups": fmean(group.mixed for group in groups),
@@ -94,6 +95,22 @@ def _reasoning(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return {
         "reasoning/tokens": float(sum(message.reasoning_tokens for message, _ in thought)),
         "reasoning/cut": cut / answers,
+    }
+
+
+def _calls(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """How the calls of programs became samples; nothing for environments, which make none."""
+    kinds = Counter(
+        turn.info["call_kind"] for trajectory in trajectories for turn in trajectory.turns if "call_kind" in turn.info
+    )
+    if not kinds:
+        return {}
+    rows = sum(1 + sum(turn.forked for turn in trajectory.turns) for trajectory in trajectories)
+    dropped = sum(tokens for trajectory in trajectories for _, tokens in trajectory.dropped.values())
+    return {
+        "calls/per_row": kinds.total() / rows,
+        "calls/dropped_tokens": float(dropped),
+        **{f"calls/{kind}": count / kinds.total() for kind, count in sorted(kinds.items())},
     }
 
 

@@ -1,0 +1,140 @@
+"""Programs that break connections, send nonsense, or look for the episodes of others."""
+
+import asyncio
+import re
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from agentrl.gateway.config import GatewayConfig
+from agentrl.trajectory import Terminated
+from tests.gateway.served import saying, served
+from tests.processes import PATIENCE_SECONDS
+
+BODY = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def client_of(assignment, key=None) -> httpx.AsyncClient:
+    headers = {"authorization": f"Bearer {key or assignment.api_key}"}
+    return httpx.AsyncClient(base_url=assignment.base_url, headers=headers, timeout=PATIENCE_SECONDS)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_connection_that_breaks_before_the_answer_costs_no_second_sample(streams):
+    asked = asyncio.Event()
+
+    def seconds(request):
+        asked.set()
+        return 0.5
+
+    engine = saying("left", prefill_seconds=seconds)
+
+    async def play(assignment):
+        body = BODY | {"stream": streams}
+        async with client_of(assignment) as client, asyncio.TaskGroup() as group:
+            broken = group.create_task(client.post("/chat/completions", json=body))
+            await asked.wait()
+            broken.cancel()
+        async with client_of(assignment) as client:
+            assert "left" in (await client.post("/chat/completions", json=body)).text
+        return 1.0
+
+    trajectory, session = served(play, engine)
+    assert trajectory.status == Terminated()
+    assert len(engine.requests) == len(session.tree.calls) == len(trajectory.turns) == 1
+    assert not trajectory.dropped
+
+
+def test_an_answer_to_a_connection_that_is_gone_is_not_trained_on():
+    asked = asyncio.Event()
+
+    def seconds(request):
+        asked.set()
+        return 0.2
+
+    async def play(assignment):
+        async with client_of(assignment) as client, asyncio.TaskGroup() as group:
+            broken = group.create_task(client.post("/chat/completions", json=BODY))
+            await asked.wait()
+            broken.cancel()
+        async with client_of(assignment) as client:
+            other = BODY | {"messages": [{"role": "user", "content": "something else"}]}
+            await client.post("/chat/completions", json=other)
+        return 1.0
+
+    trajectory, _ = served(play, saying("left", "right", prefill_seconds=seconds))
+    assert len(trajectory.turns) == 1
+    assert trajectory.dropped == {"unseen": (1, 5)}
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "error"),
+    [
+        (b"{", 400, "not JSON"),
+        (b"[]", 400, "JSON object"),
+        (b"null", 400, "JSON object"),
+        (b"{}", 400, "required"),
+        (b'{"model": "m", "messages": 5}', 400, "messages"),
+        (b'{"model": "m", "messages": [5]}', 400, "messages"),
+        (b'{"model": "m", "messages": [{"role": "user", "content": {"a": 1}}]}', 400, "messages"),
+        (b'{"model": "m", "messages": [{"role": "user"}]}', 400, "content"),
+        (b'{"model": "m", "messages": [{"role": "user", "content": "a"}], "n": 99}', 400, "n is 99"),
+        (b'{"model": "m", "messages": [{"role": "user", "content": "\\ud800"}]}', 400, "surrogate"),
+        (b'{"model": "m", "messages": [{"role": "user", "content": "a"}], "max_tokens": -1}', 400, "max_tokens"),
+        (b'{"model": "m", "messages": [{"role": "user", "content": "a"}], "n": 0}', 400, "n"),
+        (b'{"model": "m", "messages": [{"role": "user", "content": "a"}], "stop": [""]}', 400, "stop"),
+        (b"x" * 20_000, 413, "longer than"),
+        (b"[" * 10_000, 400, "not JSON"),
+    ],
+)
+def test_nonsense_is_refused_and_harms_no_episode(content, status, error):
+    async def play(assignment):
+        async with client_of(assignment) as client:
+            refused = await client.post("/chat/completions", content=content)
+            assert (refused.status_code, error in refused.text) == (status, True), refused.text
+            assert (await client.post("/chat/completions", json=BODY)).status_code == 200
+        return 1.0
+
+    trajectory, _ = served(play, saying("left"), config=GatewayConfig(max_body_bytes=16_384))
+    assert trajectory.status == Terminated()
+
+
+def test_a_page_of_another_site_may_send_nothing():
+    async def play(assignment):
+        async with client_of(assignment) as client:
+            refused = await client.post("/chat/completions", json=BODY, headers={"origin": "http://evil.example"})
+            assert refused.status_code == 403
+            await client.post("/chat/completions", json=BODY)
+        return 1.0
+
+    assert served(play, saying("left"))[0].status == Terminated()
+
+
+@pytest.mark.slow
+def test_schemathesis_finds_nothing(tmp_path):
+    async def play(assignment):
+        async with client_of(assignment) as client:
+            for path in ("/chat/completions", "/messages", "/responses"):
+                await client.post(path, json=BODY)  # the first request of a protocol loads its types
+        run = await asyncio.create_subprocess_exec(
+            str(Path(sys.executable).with_name("st")),
+            "run",
+            f"{assignment.url}/openapi.json",
+            f"--header=Authorization: Bearer {assignment.api_key}",
+            "--exclude-checks=positive_data_acceptance",  # the schema does not say which fields are refused
+            "--max-examples=12",
+            "--seed=1",
+            "--no-color",
+            cwd=tmp_path,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        output = (await run.communicate())[0].decode()
+        assert run.returncode == 0, output
+        generated, passed = re.findall(r"(\d+) generated, (\d+) passed", output)[0]
+        assert generated == passed
+        return 1.0
+
+    assert served(play, saying("left"), seconds=PATIENCE_SECONDS)[0].status == Terminated()
