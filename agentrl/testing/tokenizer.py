@@ -25,6 +25,7 @@ class ByteTokenizer:
         tools: list[dict[str, Any]] | None = None,
         tokenize: bool = False,
         add_generation_prompt: bool = True,
+        **variables: Any,
     ) -> str:
         """The conversation as text."""
         if tokenize:
