@@ -4,13 +4,13 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from agentrl.gateway.call import Answer, Call, Wishes
+from agentrl.gateway.call import AgentAnswer, AgentCall, Wishes
 from agentrl.gateway.refusal import unsupported
 from agentrl.gateway.wire import (
-    Asked,
     Fields,
     Json,
-    Shape,
+    WireRequest,
+    WireShape,
     as_json,
     assistant,
     call_of,
@@ -61,10 +61,10 @@ def _params() -> Any:
     return MessageCreateParams
 
 
-SHAPE = Shape(_params)
+SHAPE = WireShape(_params)
 
 
-def read(body: Any) -> Asked:
+def read(body: Any) -> WireRequest:
     """A request to `/v1/messages`.
 
     Raises:
@@ -87,7 +87,7 @@ def read(body: Any) -> Asked:
     )
     tools = [_tool(tool) for tool in checked.get("tools") or ()]
     model = str(body["model"])
-    return Asked(
+    return WireRequest(
         chat_request(messages, tools, wishes),
         bool(body.get("stream")),
         lambda session, call: as_json(_answer(call, model)),
@@ -127,7 +127,7 @@ def _tool(tool: Json) -> Mapping[str, Any]:
     return function(tool["name"], tool.get("description"), tool["input_schema"])
 
 
-def _reason(answer: Answer) -> Any:
+def _reason(answer: AgentAnswer) -> Any:
     if answer.completion.finish_reason == "length":
         return "max_tokens"
     if answer.message.tool_calls:
@@ -135,7 +135,7 @@ def _reason(answer: Answer) -> Any:
     return "stop_sequence" if answer.stopped_at else "end_turn"
 
 
-def _blocks(answer: Answer) -> list[Any]:
+def _blocks(answer: AgentAnswer) -> list[Any]:
     from anthropic.types import TextBlock, ThinkingBlock, ToolUseBlock
 
     blocks: list[Any] = []
@@ -148,7 +148,7 @@ def _blocks(answer: Answer) -> list[Any]:
     return blocks
 
 
-def _answer(call: Call, model: str) -> "AnthropicMessage":
+def _answer(call: AgentCall, model: str) -> "AnthropicMessage":
     from anthropic.types import Message as AnthropicMessage
     from anthropic.types import Usage
 
@@ -165,7 +165,7 @@ def _answer(call: Call, model: str) -> "AnthropicMessage":
     )
 
 
-def _events(call: Call, model: str) -> Iterator[bytes]:
+def _events(call: AgentCall, model: str) -> Iterator[bytes]:
     from anthropic.types import (
         MessageDeltaUsage,
         RawContentBlockStopEvent,

@@ -75,7 +75,7 @@ class ChatRequest:
 
 
 @dataclass(eq=False, slots=True)
-class Call:
+class AgentCall:
     """A request, and its answers so far. `number` counts the calls of the episode.
 
     Its prompt is the tokens up to `parent`, and `new_ids`. Without a parent, these are the whole prompt.
@@ -83,11 +83,11 @@ class Call:
 
     number: int
     kind: CallKind
-    parent: "Answer | None"
+    parent: "AgentAnswer | None"
     new_messages: Sequence[Message]
     new_ids: IntArray
     asked: float = 0.0
-    answers: list["Answer"] = field(default_factory=list)
+    answers: list["AgentAnswer"] = field(default_factory=list)
     delivered: bool = False
     """Whether the program has received all answers."""
     error: Exception | None = None
@@ -104,14 +104,14 @@ class Call:
 
 
 @dataclass(eq=False, slots=True)
-class Answer:
+class AgentAnswer:
     """A sampled answer. `message` is what the program got, with the ids of tool calls that the model wrote.
 
     `thread` names the engine's session that sampled it. `extended`: a call goes on after it, so the program saw it.
     `digest` is that of the conversation up to its end.
     """
 
-    call: Call
+    call: AgentCall
     completion: Completion
     message: Message
     thread: str

@@ -13,16 +13,16 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from agentrl.gateway.call import Answer, Call, CallKind, ChatRequest, digest_after, digest_of_tools
+from agentrl.gateway.call import AgentAnswer, AgentCall, CallKind, ChatRequest, digest_after, digest_of_tools
 from agentrl.trajectory import Message
 
 
-class Place(NamedTuple):
+class CallPlace(NamedTuple):
     """Where a request goes on: after `parent`, if any, with the messages `new`. `digests`: that of the whole request,
     and that of its opening, which are the messages before the first answer.
     """
 
-    parent: Answer | None
+    parent: AgentAnswer | None
     new: Sequence[Message]
     digest: bytes
     opening: bytes
@@ -33,15 +33,15 @@ class CallTree:
     """The calls of one episode, in the order in which they came."""
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []
-        self._answers: dict[bytes, list[Answer]] = {}
-        self._asked: dict[bytes, list[Call]] = {}
+        self.calls: list[AgentCall] = []
+        self._answers: dict[bytes, list[AgentAnswer]] = {}
+        self._asked: dict[bytes, list[AgentCall]] = {}
         self._openings: dict[bytes, int] = {}
 
-    def place(self, request: ChatRequest) -> Place:
+    def place(self, request: ChatRequest) -> CallPlace:
         """Where a request goes on: after the answer with which most of its messages end, if only new ones follow it."""
         digest = opening = digest_of_tools(request.tools)
-        known: list[tuple[int, Answer]] = []
+        known: list[tuple[int, AgentAnswer]] = []
         last_answer, at_opening = -1, True
         for position, message in enumerate(request.messages):
             digest = digest_after(digest, message)
@@ -53,13 +53,13 @@ class CallTree:
         parent = known[-1][1] if known and known[-1][0] == last_answer else None
         new = request.messages[last_answer + 1 :] if parent is not None else request.messages
         kind = self._kind(request.messages, parent, digest, opening)
-        return Place(parent, new, digest, opening, kind)
+        return CallPlace(parent, new, digest, opening, kind)
 
-    def asked(self, digest: bytes) -> Sequence[Call]:
+    def asked(self, digest: bytes) -> Sequence[AgentCall]:
         """The calls that asked the same."""
         return self._asked.get(digest, ())
 
-    def begin(self, call: Call, place: Place, length: int) -> None:
+    def begin(self, call: AgentCall, place: CallPlace, length: int) -> None:
         """Add a call, of `length` messages, to which answers will come."""
         self.calls.append(call)
         self._asked.setdefault(place.digest, []).append(call)
@@ -67,20 +67,20 @@ class CallTree:
         if place.parent is not None:
             place.parent.extended = True
 
-    def answered(self, answer: Answer) -> None:
+    def answered(self, answer: AgentAnswer) -> None:
         """Add an answer to its call."""
         answer.call.answers.append(answer)
         self._answers.setdefault(answer.digest, []).append(answer)
 
-    def answers(self) -> Iterator[Answer]:
+    def answers(self) -> Iterator[AgentAnswer]:
         """All answers, by call."""
         for call in self.calls:
             yield from call.answers
 
-    def rows(self) -> list[list[Answer]]:
+    def rows(self) -> list[list[AgentAnswer]]:
         """The seen answers as paths of the tree: each answer is in one row. The row that ends last is the last one."""
-        rows: list[list[Answer]] = []
-        by_end: dict[Answer, list[Answer]] = {}
+        rows: list[list[AgentAnswer]] = []
+        by_end: dict[AgentAnswer, list[AgentAnswer]] = {}
         for answer in self.answers():
             if not answer.seen:
                 continue
@@ -92,16 +92,16 @@ class CallTree:
             by_end[answer] = row
         return sorted(rows, key=lambda row: row[-1].call.number)
 
-    def unseen(self) -> list[Answer]:
+    def unseen(self) -> list[AgentAnswer]:
         """The answers that no program saw: those of abandoned calls, and those whose connection broke."""
         return [answer for answer in self.answers() if not answer.seen]
 
-    def _freshest(self, digest: bytes) -> list[Answer]:
+    def _freshest(self, digest: bytes) -> list[AgentAnswer]:
         """The answer that ends a conversation; of several that say the same, one that nothing goes on after yet."""
         found = self._answers.get(digest, [])
         return [next((answer for answer in found if not answer.extended), found[0])] if found else []
 
-    def _kind(self, messages: Sequence[Message], parent: Answer | None, digest: bytes, opening: bytes) -> CallKind:
+    def _kind(self, messages: Sequence[Message], parent: AgentAnswer | None, digest: bytes, opening: bytes) -> CallKind:
         if not self.calls:
             return "start"
         if digest in self._asked:
@@ -125,11 +125,11 @@ _QUOTE = 16
 """Shorter answers than so many characters can stand in a message by chance."""
 
 
-def messages_of(rows: Sequence[Sequence[Answer]]) -> tuple[Message, ...]:
+def messages_of(rows: Sequence[Sequence[AgentAnswer]]) -> tuple[Message, ...]:
     """The conversations of rows, one after another: of each call what was new, and its answer."""
     return tuple(message for row in rows for answer in row for message in (*answer.call.new_messages, answer.message))
 
 
-def kinds_of(calls: Sequence[Call]) -> Mapping[str, int]:
+def kinds_of(calls: Sequence[AgentCall]) -> Mapping[str, int]:
     """How many calls there are of each kind."""
     return Counter(call.kind for call in calls)

@@ -4,14 +4,14 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from agentrl.gateway.call import Answer, Call, Wishes
+from agentrl.gateway.call import AgentAnswer, AgentCall, Wishes
 from agentrl.gateway.refusal import unsupported
 from agentrl.gateway.session import AgentSession
 from agentrl.gateway.wire import (
-    Asked,
     Fields,
     Json,
-    Shape,
+    WireRequest,
+    WireShape,
     assistant,
     call_of,
     chat_request,
@@ -85,10 +85,10 @@ def _params() -> Any:
     return CompletionCreateParams
 
 
-SHAPE = Shape(_params)
+SHAPE = WireShape(_params)
 
 
-def read(body: Any) -> Asked:
+def read(body: Any) -> WireRequest:
     """A request to `/v1/chat/completions`.
 
     Raises:
@@ -110,7 +110,7 @@ def read(body: Any) -> Asked:
     messages = [_message(message, place) for place, message in enumerate(checked["messages"])]
     tools = [_tool(tool) for tool in checked.get("tools") or ()]
     request = chat_request(messages, tools, wishes, 1 if body.get("n") is None else body["n"])
-    return Asked(
+    return WireRequest(
         request,
         bool(body.get("stream")),
         lambda session, call: (
@@ -145,20 +145,20 @@ def _tool(tool: Json) -> Mapping[str, Any]:
     return function(described["name"], described.get("description"), described.get("parameters"))
 
 
-def _finish(answer: Answer) -> Any:
+def _finish(answer: AgentAnswer) -> Any:
     if answer.completion.finish_reason == "length":
         return "length"
     return "tool_calls" if answer.message.tool_calls else "stop"
 
 
-def _usage(call: Call) -> "CompletionUsage":
+def _usage(call: AgentCall) -> "CompletionUsage":
     from openai.types.completion_usage import CompletionUsage
 
     prompt, sampled = len(call.prompt_ids), sum(len(answer.completion.token_ids) for answer in call.answers)
     return CompletionUsage(prompt_tokens=prompt, completion_tokens=sampled, total_tokens=prompt + sampled)
 
 
-def _completion(session: AgentSession, call: Call, model: str, wants_logprobs: bool) -> "ChatCompletion":
+def _completion(session: AgentSession, call: AgentCall, model: str, wants_logprobs: bool) -> "ChatCompletion":
     from openai.types.chat import ChatCompletion, ChatCompletionMessage
     from openai.types.chat.chat_completion import Choice
     from openai.types.chat.chat_completion_message_function_tool_call import (
@@ -190,7 +190,7 @@ def _completion(session: AgentSession, call: Call, model: str, wants_logprobs: b
     )
 
 
-def _logprobs(session: AgentSession, answer: Answer) -> "ChoiceLogprobs":
+def _logprobs(session: AgentSession, answer: AgentAnswer) -> "ChoiceLogprobs":
     from openai.types.chat.chat_completion import ChoiceLogprobs
     from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenLogprob
 
@@ -203,7 +203,9 @@ def _logprobs(session: AgentSession, answer: Answer) -> "ChoiceLogprobs":
     return ChoiceLogprobs(content=tokens)
 
 
-def _chunks(session: AgentSession, call: Call, model: str, wants_logprobs: bool, with_usage: bool) -> Iterator[bytes]:
+def _chunks(
+    session: AgentSession, call: AgentCall, model: str, wants_logprobs: bool, with_usage: bool
+) -> Iterator[bytes]:
     from openai.types.chat import ChatCompletionChunk
     from openai.types.chat.chat_completion_chunk import Choice
 
@@ -231,7 +233,7 @@ def _chunks(session: AgentSession, call: Call, model: str, wants_logprobs: bool,
     yield event("[DONE]")
 
 
-def _deltas(answer: Answer) -> Iterator[Any]:
+def _deltas(answer: AgentAnswer) -> Iterator[Any]:
     from openai.types.chat.chat_completion_chunk import ChoiceDelta, ChoiceDeltaToolCall, ChoiceDeltaToolCallFunction
 
     yield ChoiceDelta(role="assistant", content="")

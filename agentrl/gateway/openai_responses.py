@@ -4,13 +4,13 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from agentrl.gateway.call import Call, Wishes
+from agentrl.gateway.call import AgentCall, Wishes
 from agentrl.gateway.refusal import unsupported
 from agentrl.gateway.wire import (
-    Asked,
     Fields,
     Json,
-    Shape,
+    WireRequest,
+    WireShape,
     as_json,
     assistant,
     call_of,
@@ -77,10 +77,10 @@ def _params() -> Any:
     return ResponseCreateParams
 
 
-SHAPE = Shape(_params)
+SHAPE = WireShape(_params)
 
 
-def read(body: Any) -> Asked:
+def read(body: Any) -> WireRequest:
     """A request to `/v1/responses`.
 
     Raises:
@@ -101,7 +101,7 @@ def read(body: Any) -> Asked:
         may_call=body.get("tool_choice") != "none",
     )
     tools = [_tool(tool) for tool in checked.get("tools") or ()]
-    return Asked(
+    return WireRequest(
         chat_request(messages, tools, wishes),
         bool(body.get("stream")),
         lambda session, call: as_json(_response(call, body)),
@@ -150,7 +150,7 @@ def _tool(tool: Json) -> Mapping[str, Any]:
     return function(tool["name"], tool.get("description"), tool.get("parameters"))
 
 
-def _items(call: Call) -> list[Any]:
+def _items(call: AgentCall) -> list[Any]:
     from openai.types.responses import (
         ResponseFunctionToolCall,
         ResponseOutputMessage,
@@ -185,7 +185,7 @@ def _items(call: Call) -> list[Any]:
     return items
 
 
-def _response(call: Call, body: Json, *, begun: bool = False) -> "Response":
+def _response(call: AgentCall, body: Json, *, begun: bool = False) -> "Response":
     from openai.types.responses import Response
 
     (answer,) = call.answers
@@ -222,7 +222,7 @@ def _response(call: Call, body: Json, *, begun: bool = False) -> "Response":
     return made
 
 
-def _events(call: Call, body: Json) -> Iterator[bytes]:
+def _events(call: AgentCall, body: Json) -> Iterator[bytes]:
     """The events of a stream: each item begins, grows and is done."""
     number = 0
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Any
 
-from agentrl.gateway.call import Answer
+from agentrl.gateway.call import AgentAnswer
 from agentrl.gateway.call_tree import messages_of
 from agentrl.gateway.outcome import AgentOutcome
 from agentrl.gateway.session import AgentSession
@@ -38,7 +38,7 @@ def trajectory_of(session: AgentSession, outcome: AgentOutcome, status: Status, 
 
 
 def _turn(
-    answer: Answer, *, begins: bool, first: bool, reward: float = 0.0, info: Mapping[str, Any] | None = None
+    answer: AgentAnswer, *, begins: bool, first: bool, reward: float = 0.0, info: Mapping[str, Any] | None = None
 ) -> Turn:
     call = answer.call
     shown = call.new_messages[-1].content if call.new_messages else ""

@@ -32,14 +32,14 @@ from starlette.types import Receive, Scope, Send
 from agentrl.errors import ConfigError
 from agentrl.flow import Flow
 from agentrl.gateway import anthropic_messages, openai_chat, openai_responses
-from agentrl.gateway.call import Call
+from agentrl.gateway.call import AgentCall
 from agentrl.gateway.config import GatewayConfig
 from agentrl.gateway.desk import Desk
 from agentrl.gateway.outcome import AgentOutcome
 from agentrl.gateway.refusal import CallRefusedError
 from agentrl.gateway.remote_agents import RemoteAgents
 from agentrl.gateway.session import AgentSession
-from agentrl.gateway.wire import Asked, Shape, invalid
+from agentrl.gateway.wire import WireRequest, WireShape, invalid
 from agentrl.remote.gate import RequestGate, idle_timeout
 
 STATUSES = {
@@ -104,7 +104,7 @@ class CallResponse(Response):
     The answers count as delivered when all but the end of the last message has been sent.
     """
 
-    def __init__(self, session: AgentSession, asked: Asked) -> None:
+    def __init__(self, session: AgentSession, asked: WireRequest) -> None:
         super().__init__()
         self._session = session
         self._asked = asked
@@ -120,7 +120,7 @@ class CallResponse(Response):
         except _ClientGoneError:
             pass
 
-    async def _send(self, call: Call, send: Send) -> None:
+    async def _send(self, call: AgentCall, send: Send) -> None:
         if self._asked.streams:
             parts = [*self._asked.parts(self._session, call)]
             headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
@@ -294,7 +294,7 @@ def _add_tasks(app: FastAPI, agents: RemoteAgents, token: str) -> None:
 
 
 def _add_calls(app: FastAPI, desk: Desk) -> None:
-    def add(path: str, read: Callable[[Any], Asked], shape: Shape) -> None:
+    def add(path: str, read: Callable[[Any], WireRequest], shape: WireShape) -> None:
         async def answer(request: Request) -> Response:
             session = desk.session(_key(request))
             try:

@@ -14,8 +14,8 @@ from typing import Any
 from agentrl.arrays import IntArray
 from agentrl.errors import ConfigError, DeadlineError, EngineError, RolloutError
 from agentrl.flow import Flow, now
-from agentrl.gateway.call import Answer, Call, ChatRequest, Wishes, digest_after
-from agentrl.gateway.call_tree import CallTree, Place
+from agentrl.gateway.call import AgentAnswer, AgentCall, ChatRequest, Wishes, digest_after
+from agentrl.gateway.call_tree import CallPlace, CallTree
 from agentrl.gateway.outcome import AgentOutcome
 from agentrl.gateway.refusal import CallRefusedError
 from agentrl.protocols import Prompt
@@ -41,7 +41,7 @@ class CallLimits:
 class _Pending:
     """A call with its request. `done`: it has all of its answers, or has failed. `listeners`: those who wait for it."""
 
-    call: Call
+    call: AgentCall
     request: ChatRequest
     digest: bytes
     done: asyncio.Event = field(default_factory=asyncio.Event)
@@ -92,7 +92,7 @@ class AgentSession:
         self._renderer = renderer
         self._limits = limits
         self._flow = flow
-        self._pending: dict[Call, _Pending] = {}
+        self._pending: dict[AgentCall, _Pending] = {}
         self._by_request: dict[str, _Pending] = {}
         self._calls_of_tools: dict[str, ToolCall] = {}
 
@@ -107,10 +107,10 @@ class AgentSession:
         return sum(not pending.done.is_set() for pending in self._pending.values())
 
     @asynccontextmanager
-    async def asking(self, request: ChatRequest) -> AsyncIterator[Call]:
+    async def asking(self, request: ChatRequest) -> AsyncIterator[AgentCall]:
         """The call of a request, with all of its answers: a new one, or an earlier one that is asked for once more.
 
-        The block hands the answers over, and sets `Call.delivered`.
+        The block hands the answers over, and sets `AgentCall.delivered`.
 
         Raises:
             CallRefusedError: it exceeds a limit, the episode is over, or the engine does not answer.
@@ -129,7 +129,7 @@ class AgentSession:
             pending.listeners -= 1
             self.used = now()
 
-    def answer(self, answer_id: str) -> Answer:
+    def answer(self, answer_id: str) -> AgentAnswer:
         """An answer by its id.
 
         Raises:
@@ -183,10 +183,10 @@ class AgentSession:
             self._by_request[request.request_id] = pending
         return pending
 
-    def _begin(self, request: ChatRequest, place: Place) -> _Pending:
+    def _begin(self, request: ChatRequest, place: CallPlace) -> _Pending:
         number = len(self.tree.calls)
         self._check_limits(request, number)
-        call = Call(number, place.kind, place.parent, place.new, self._rendered(request, place), now())
+        call = AgentCall(number, place.kind, place.parent, place.new, self._rendered(request, place), now())
         length = len(call.prompt_ids)
         if length >= self.max_context:
             self.first_too_long = length if not number else 0
@@ -215,7 +215,7 @@ class AgentSession:
         if self.calls_at_once >= limits.at_once:
             raise CallRefusedError(429, "too_many_calls", f"{limits.at_once} calls of this episode are under way", 1.0)
 
-    def _rendered(self, request: ChatRequest, place: Place) -> IntArray:
+    def _rendered(self, request: ChatRequest, place: CallPlace) -> IntArray:
         """The tokens after the parent's, or the whole prompt."""
         answer = place.parent
         try:
@@ -229,7 +229,7 @@ class AgentSession:
                 400, "cannot_render", f"the model's chat template refuses the messages: {error}"
             ) from error
 
-    def _thread(self, call: Call) -> str:
+    def _thread(self, call: AgentCall) -> str:
         """The engine's session of a call: that of the answer before, if nothing else goes on after it."""
         if call.parent is not None and not call.parent.extended:
             return call.parent.thread
@@ -247,26 +247,28 @@ class AgentSession:
                 ]
             sampled = [task.result() for task in tasks]
             for answer in sampled:
-                if isinstance(answer, Answer):
+                if isinstance(answer, AgentAnswer):
                     self._keep(answer, pending.digest)
-            call.error = self.engine_error = next((one for one in sampled if not isinstance(one, Answer)), None)
+            call.error = self.engine_error = next((one for one in sampled if not isinstance(one, AgentAnswer)), None)
         finally:
             pending.done.set()
 
-    def _keep(self, answer: Answer, asked: bytes) -> None:
+    def _keep(self, answer: AgentAnswer, asked: bytes) -> None:
         answer.digest = digest_after(asked, answer.message)
         self.tree.answered(answer)
         self._calls_of_tools |= {
             own.id: call for own, call in zip(answer.calls, answer.message.tool_calls, strict=True)
         }
 
-    async def _sampled(self, call: Call, request: ChatRequest, thread: str, place: int) -> Answer | RolloutError:
+    async def _sampled(
+        self, call: AgentCall, request: ChatRequest, thread: str, place: int
+    ) -> AgentAnswer | RolloutError:
         try:
             return await self._sample(call, request, thread, place)
         except RolloutError as error:
             return error
 
-    async def _sample(self, call: Call, request: ChatRequest, thread: str, place: int) -> Answer:
+    async def _sample(self, call: AgentCall, request: ChatRequest, thread: str, place: int) -> AgentAnswer:
         wishes, parent = request.wishes, call.parent
         goes_on = not place and parent is not None and parent.thread == thread
         own = f"{thread}/{call.number}.{place}" if place else thread
@@ -280,7 +282,7 @@ class AgentSession:
         stopped_at = _first_in(message, wishes.stop)
         if stopped_at:
             message = replace(message, content=message.content[: message.content.index(stopped_at)])
-        return Answer(call, completion, message, own, now(), stopped_at=stopped_at)
+        return AgentAnswer(call, completion, message, own, now(), stopped_at=stopped_at)
 
     def _seed(self, wishes: Wishes, place: int) -> int:
         """The seed of an answer; a program may choose it where nothing is trained."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from agentrl.gateway.call import Call, ChatRequest, Wishes
+from agentrl.gateway.call import AgentCall, ChatRequest, Wishes
 from agentrl.gateway.refusal import CallRefusedError, unsupported
 from agentrl.gateway.session import AgentSession
 from agentrl.trajectory import Message, ToolCall
@@ -43,7 +43,7 @@ class Fields:
             raise unsupported(name, self.refused.get(name, "leave it out"))
 
 
-class Shape:
+class WireShape:
     """The types of a protocol's requests, by the vendor's own definition."""
 
     def __init__(self, of: Callable[[], Any]) -> None:
@@ -83,15 +83,15 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class WireRequest:
     """A request that has been read, and how its answers are written: whole, or as the parts of a stream."""
 
     request: ChatRequest
     streams: bool
-    whole: Callable[[AgentSession, Call], bytes]
-    parts: Callable[[AgentSession, Call], Iterable[bytes]]
+    whole: Callable[[AgentSession, AgentCall], bytes]
+    parts: Callable[[AgentSession, AgentCall], Iterable[bytes]]
 
-    def with_headers(self, headers: Mapping[str, str]) -> "Asked":
+    def with_headers(self, headers: Mapping[str, str]) -> "WireRequest":
         """The same with what the headers say: an idempotency key, and that a client's library sends it once more."""
         repeated = headers.get("x-stainless-retry-count", "0") != "0"
         request = replace(self.request, request_id=headers.get("idempotency-key", ""), repeated=repeated)

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from agentrl.errors import EnvError
-from agentrl.gateway.call import Answer, ChatRequest, Wishes
+from agentrl.gateway.call import AgentAnswer, ChatRequest, Wishes
 from agentrl.gateway.config import GatewayConfig
 from agentrl.gateway.desk import Desk
 from agentrl.gateway.episode import AgentEpisodeRunner
@@ -58,7 +58,7 @@ def runner_of(
     )
 
 
-async def said(session: AgentSession, messages: Sequence[Message], **fields: object) -> list[Answer]:
+async def said(session: AgentSession, messages: Sequence[Message], **fields: object) -> list[AgentAnswer]:
     """Ask, and receive the answers."""
     async with session.asking(ChatRequest(tuple(messages), **fields)) as call:
         call.delivered = True
