@@ -339,6 +339,16 @@ async def _rollouts_on(placed: PlacedCluster, model: Path) -> AsyncIterator[Roll
 
 
 @asynccontextmanager
+async def assemble_policy(config: RunConfig, model: Path) -> AsyncIterator[tuple[EnginePolicy, TemplateRenderer]]:
+    """Start an engine that serves `model`, alone: the policy as evaluations sample it, and its renderer."""
+    async with open_cluster(config) as placed:
+        renderer = renderer_of(model, placed.config.model)
+        async with _router(placed.config, placed.cluster, model) as engine:
+            sampling = config.evaluation.sampling(config.rollout.sampling)
+            yield _policy(config, engine, renderer, sampling, trained=False), renderer
+
+
+@asynccontextmanager
 async def _player(
     config: RunConfig, cluster: Cluster, renderer: TemplateRenderer
 ) -> AsyncIterator[Callable[[EnginePolicy, Mapping[str, Role]], EnvEpisodeRunner | AgentEpisodeRunner]]:

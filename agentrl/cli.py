@@ -449,6 +449,46 @@ def serve(  # noqa: PLR0917  typer calls it by name
 
 
 @app.command()
+def gateway(
+    run: Annotated[Path, typer.Argument(metavar="RUN|CONFIG", help="The folder of a run, or a YAML file.")],
+    overrides: Overrides = None,
+    record: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Where what is said is recorded; `recipe: dpo` reads it.")
+    ] = Path("recordings"),
+    token_env: Annotated[
+        str, typer.Option(help="Environment variable with the token that API keys begin with.")
+    ] = "AGENTRL_GATEWAY_TOKEN",
+    step: Step = "latest",
+) -> None:
+    """Serve a run's checkpoint, or a config's model, to any client of a chat API, and record what is said."""
+    import asyncio
+
+    from agentrl.recipes.serve_policy import serve_policy
+
+    loaded = load_config(_run_config(run) if run.is_dir() else run, overrides or [])
+    model, token = _model_to_evaluate(run, loaded, step), os.environ.get(token_env, "")
+    if not token and loaded.config.gateway.host not in ("127.0.0.1", "::1", "localhost"):
+        raise ConfigError(
+            f"other machines can reach gateway.host={loaded.config.gateway.host}: set a token in the environment "
+            f"variable {token_env}, or listen on 127.0.0.1"
+        )
+
+    def said(url: str) -> None:
+        key = f"${token_env}:NAME" if token else "NAME"
+        console.print(
+            f"{url}/v1  (API key {key}, a name for each episode; Ctrl-C ends it)", highlight=False, soft_wrap=True
+        )
+
+    async def serve_until_stopped() -> None:
+        stopped, loop = asyncio.Event(), asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stopped.set)
+        await serve_policy(loaded.config, model, record, token=token, on_start=said, stopped=stopped)
+
+    run_steadily(serve_until_stopped())
+
+
+@app.command()
 def view(
     runs: Annotated[
         list[Path] | None, typer.Argument(metavar="[RUN|FOLDER ...]", help="Runs, or folders with runs in them.")

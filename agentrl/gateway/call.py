@@ -87,6 +87,8 @@ class AgentCall:
     new_messages: Sequence[Message]
     new_ids: IntArray
     asked: float = 0.0
+    opening: bytes = b""
+    """Identifies how its conversation begins: the messages before the first answer."""
     answers: list["AgentAnswer"] = field(default_factory=list)
     delivered: bool = False
     """Whether the program has received all answers."""
@@ -121,6 +123,8 @@ class AgentAnswer:
     stopped_at: str = ""
     """The text of the program's that it stopped at, which is not in the message."""
     reward: float = 0.0
+    rewarded: bool = False
+    """Whether a reward came for it."""
 
     @property
     def seen(self) -> bool:

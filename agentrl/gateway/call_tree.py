@@ -130,6 +130,16 @@ def messages_of(rows: Sequence[Sequence[AgentAnswer]]) -> tuple[Message, ...]:
     return tuple(message for row in rows for answer in row for message in (*answer.call.new_messages, answer.message))
 
 
+def conversation_of(row: Sequence[AgentAnswer]) -> tuple[Message, ...]:
+    """The whole conversation that a row ends with, from its first message on."""
+    before: list[AgentAnswer] = []
+    answer = row[0].call.parent
+    while answer is not None:
+        before.append(answer)
+        answer = answer.call.parent
+    return messages_of([[*before[::-1], *row]])
+
+
 def kinds_of(calls: Sequence[AgentCall]) -> Mapping[str, int]:
     """How many calls there are of each kind."""
     return Counter(call.kind for call in calls)

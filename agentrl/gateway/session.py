@@ -86,7 +86,7 @@ class AgentSession:
         """Why it failed, if it said so."""
         self.waiting = False
         """Whether the task waits for an agent."""
-        self.used = now()
+        self.began = self.used = now()
         self.closed = False
         self._policy = policy
         self._renderer = renderer
@@ -151,7 +151,9 @@ class AgentSession:
         Raises:
             CallRefusedError: there is no such answer.
         """
-        self.answer(answer_id).reward += reward
+        answer = self.answer(answer_id)
+        answer.reward += reward
+        answer.rewarded = True
         self.rewarded.set()
 
     def decoded(self, token_ids: IntArray) -> str:
@@ -186,7 +188,8 @@ class AgentSession:
     def _begin(self, request: ChatRequest, place: CallPlace) -> _Pending:
         number = len(self.tree.calls)
         self._check_limits(request, number)
-        call = AgentCall(number, place.kind, place.parent, place.new, self._rendered(request, place), now())
+        new_ids = self._rendered(request, place)
+        call = AgentCall(number, place.kind, place.parent, place.new, new_ids, now(), place.opening)
         length = len(call.prompt_ids)
         if length >= self.max_context:
             self.first_too_long = length if not number else 0

@@ -1,0 +1,105 @@
+"""A desk that anyone with the token may use: `agentrl gateway`. The API key names the episode.
+
+`TOKEN:NAME` is the key of the episode NAME; a new name begins a new episode. Without a token, the whole key is the
+name.
+"""
+
+import asyncio
+import hmac
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from agentrl.flow import Flow, now
+from agentrl.gateway.call_tree import conversation_of
+from agentrl.gateway.desk import Desk
+from agentrl.gateway.outcome import AgentOutcome
+from agentrl.gateway.recording import trajectory_of
+from agentrl.gateway.refusal import CallRefusedError
+from agentrl.gateway.session import AgentSession, CallLimits
+from agentrl.rollout.episode import EnginePolicy, Episode
+from agentrl.rollout.renderer import TemplateRenderer
+from agentrl.rollout.seeds import derive_seed
+from agentrl.trajectory import Score, Task, Terminated, Trajectory
+
+_MOST_CALLS = 100_000
+"""Of one episode."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class OpenDesk(Desk):
+    """Opens an episode for each name. Those that are idle for `config.idle_seconds` are over; `ended` gets them."""
+
+    policy: EnginePolicy
+    renderer: TemplateRenderer
+    token: str
+    seed: int
+    ended: Callable[[AgentSession], None]
+    calls: Flow = field(default_factory=lambda: Flow("calls"))
+    _named: dict[str, AgentSession] = field(default_factory=dict)
+    _opened: int = 0
+
+    def session(self, key: str) -> AgentSession:
+        """The episode that a key names, which begins now if it is new.
+
+        Raises:
+            CallRefusedError: the token is wrong, or too many episodes are open.
+        """
+        given, _, name = key.partition(":") if self.token else ("", "", key)
+        if not hmac.compare_digest(given.encode(), self.token.encode()):
+            raise CallRefusedError(401, "invalid_api_key", "the API key does not begin with the token")
+        found = self._named.get(name)
+        if found is None:
+            if len(self._named) >= self.config.max_episodes:
+                raise CallRefusedError(429, "too_many_episodes", f"{len(self._named)} episodes are open", 1.0)
+            self._opened += 1
+            number = f"{name or 'episode'}-{self._opened}"
+            episode = Episode(number, Task("gateway", 0, {}, number), derive_seed(self.seed, number))
+            limits = CallLimits(_MOST_CALLS, self.config.max_answers, self.config.calls_at_once)
+            found = self._named[name] = AgentSession(episode, self.policy, self.renderer, limits, self.calls)
+        return found
+
+    async def sweep(self) -> None:
+        """End idle episodes until cancelled."""
+        while True:
+            await asyncio.sleep(min(1.0, self.config.idle_seconds / 4))
+            for name, session in list(self._named.items()):
+                if not session.calls_at_once and session.used + self.config.idle_seconds <= now():
+                    self._end(name)
+
+    def end_all(self) -> None:
+        """End all episodes."""
+        for name in list(self._named):
+            self._end(name)
+
+    def _end(self, name: str) -> None:
+        session = self._named.pop(name)
+        session.closed = True
+        self.ended(session)
+
+
+def conversations_of(session: AgentSession) -> list[tuple[Trajectory, Score | None]]:
+    """The rows of an episode, each as a trajectory of its own, with its score if a reward came for it.
+
+    The task is named by how the conversation begins, so that the answers to the same question can be compared. The
+    reward of the episode counts for each of its conversations, and that of a call for the one that it is in.
+    """
+    found: list[tuple[Trajectory, Score | None]] = []
+    rows = session.tree.rows()
+    whole = trajectory_of(session, AgentOutcome(), Terminated(), now() - session.began)
+    first = 0
+    for number, row in enumerate(rows):
+        turns = whole.turns[first : first + len(row)]
+        first += len(row)
+        begins = row[0].call.opening.hex()
+        trajectory = replace(
+            whole,
+            id=f"{session.episode.id}/{number}",
+            task=Task("gateway", 0, {}, begins),
+            turns=(replace(turns[0], forked=False), *turns[1:]),
+            messages=conversation_of(row),
+            dropped={},
+        )
+        rewarded = session.outcome is not None or any(answer.rewarded for answer in row)
+        earned = trajectory.env_return + ((session.outcome.reward or 0.0) if session.outcome is not None else 0.0)
+        found.append((trajectory, Score(earned, {"gateway": earned}) if rewarded else None))
+    return found

@@ -1,0 +1,98 @@
+"""`agentrl gateway`: serves a model to any client of a chat API, and records what was said.
+
+The recordings are the folder of a run without training: `recipe: dpo` reads its pairs from there, and `agentrl view`
+shows it. Conversations for which a reward came are in `trajectories/`, all others in `unrewarded/`.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from agentrl.assembly import assemble_policy
+from agentrl.config import RunConfig
+from agentrl.flow import Flow, run_to_completion
+from agentrl.gateway.open_desk import OpenDesk, conversations_of
+from agentrl.gateway.server import serving
+from agentrl.gateway.session import AgentSession
+from agentrl.observe.trajectories import write_trajectories
+from agentrl.trajectory import Score, Trajectory
+
+logger = logging.getLogger(__name__)
+
+_ROWS_OF_A_FILE = 256
+_UNREWARDED = Score(float("nan"))
+
+
+@dataclass(eq=False, slots=True)
+class Recordings:
+    """The conversations of ended episodes, in files of a folder. `waiting`: those that no file has yet."""
+
+    folder: Path
+    waiting: dict[str, list[tuple[Trajectory, Score]]] = field(default_factory=dict)
+    _files: int = 0
+
+    def add(self, session: AgentSession) -> None:
+        """Keep the conversations of an episode that has ended."""
+        for trajectory, score in conversations_of(session):
+            kind = "unrewarded" if score is None else "trajectories"
+            self.waiting.setdefault(kind, []).append((trajectory, score or _UNREWARDED))
+
+    async def write(self, least: int = 1) -> None:
+        """Write the kinds of which at least so many conversations wait."""
+        for kind, rows in list(self.waiting.items()):
+            if len(rows) >= least:
+                del self.waiting[kind]
+                await run_to_completion(asyncio.to_thread(write_trajectories, self._file(kind), rows))
+
+    def _file(self, kind: str) -> Path:
+        """A file that there is not yet: an earlier launch may have written into the same folder."""
+        while True:
+            file = self.folder / kind / f"recorded_{self._files:06d}.parquet"
+            self._files += 1
+            if not file.exists():
+                return file
+
+
+async def serve_policy(
+    config: RunConfig,
+    model: Path,
+    folder: Path,
+    *,
+    token: str,
+    on_start: Callable[[str], None],
+    stopped: asyncio.Event,
+) -> None:
+    """Serve `model` until `stopped`, and record into `folder`.
+
+    Raises:
+        ConfigError: the model does not fit the engine, or the address cannot be used.
+    """
+    recordings = Recordings(folder)
+    async with assemble_policy(config, model) as (policy, renderer), Flow("gateway") as flow:
+        desk = OpenDesk(
+            config.gateway,
+            policy=policy,
+            renderer=renderer,
+            token=token,
+            seed=config.seed,
+            ended=recordings.add,
+            calls=flow,
+        )
+        async with serving(desk):
+            on_start(desk.url)
+            flow.start(desk.sweep(), name="sweep")
+            flow.start(_write_regularly(recordings), name="recordings")
+            try:
+                await stopped.wait()
+            finally:
+                desk.end_all()
+                flow.cancel()
+                await recordings.write()
+
+
+async def _write_regularly(recordings: Recordings) -> None:
+    while True:
+        await asyncio.sleep(1.0)
+        await recordings.write(_ROWS_OF_A_FILE)

@@ -1,0 +1,94 @@
+"""`agentrl gateway`: any client, and recordings that can be trained on."""
+
+import asyncio
+from random import Random
+
+import httpx
+import pyarrow.parquet as pq
+
+from agentrl.flow import Flow
+from agentrl.gateway.config import GatewayConfig
+from agentrl.gateway.open_desk import OpenDesk
+from agentrl.gateway.server import serving
+from agentrl.protocols import SamplingParams
+from agentrl.recipes.preferences import PreferencesConfig, read_preferences
+from agentrl.recipes.serve_policy import Recordings
+from agentrl.rollout.episode import EnginePolicy
+from tests.gateway.served import RENDERER, saying
+from tests.processes import PATIENCE_SECONDS
+
+QUESTION = [{"role": "user", "content": "Which way?"}]
+
+
+def desk_of(engine, recordings, flow, **config) -> OpenDesk:
+    sampling = SamplingParams(max_tokens=64, stop_token_ids=RENDERER.stop_token_ids)
+    policy = EnginePolicy(engine, sampling, 60.0, trained=False)
+    return OpenDesk(
+        GatewayConfig(**config),
+        policy=policy,
+        renderer=RENDERER,
+        token="secret",
+        seed=0,
+        ended=recordings.add,
+        calls=flow,
+    )
+
+
+async def ask(client, key, messages):
+    headers = {"authorization": f"Bearer {key}"}
+    return await client.post("/v1/chat/completions", json={"model": "m", "messages": messages}, headers=headers)
+
+
+def test_what_is_said_is_recorded_and_dpo_reads_it(tmp_path):
+    recordings = Recordings(tmp_path)
+
+    async def main():
+        engine = saying("left", "right")
+        async with engine, Flow("calls") as flow:
+            desk = desk_of(engine, recordings, flow)
+            async with serving(desk), httpx.AsyncClient(base_url=desk.url, timeout=PATIENCE_SECONDS) as client:
+                assert (await ask(client, "guessed:a", QUESTION)).status_code == 401
+                for name, reward in (("good", 1.0), ("bad", 0.0), ("nothing", None)):
+                    first = (await ask(client, f"secret:{name}", QUESTION)).json()
+                    said = first["choices"][0]["message"]
+                    again = [*QUESTION, {"role": "assistant", "content": said["content"]}, *QUESTION]
+                    await ask(client, f"secret:{name}", again)
+                    if reward is not None:
+                        headers = {"authorization": f"Bearer secret:{name}"}
+                        posted = await client.post("/v1/rewards", json={"reward": reward}, headers=headers)
+                        assert posted.status_code == 200
+                desk.end_all()
+            flow.cancel()
+        await recordings.write()
+
+    asyncio.run(main())
+    (pair,) = read_preferences(PreferencesConfig(path=tmp_path), Random(0))
+    assert [message.role for message in pair.chosen] == ["user", "assistant", "user", "assistant"]
+    rewarded, unrewarded = (pq.read_table(tmp_path / kind).to_pylist() for kind in ("trajectories", "unrewarded"))
+    assert [row["score"] for row in rewarded] == [1.0, 0.0]
+    assert len(unrewarded) == 1
+    assert [len(row["turns"]) for row in (*rewarded, *unrewarded)] == [2, 2, 2]
+    assert not any(turn["forked"] for row in rewarded for turn in row["turns"])
+
+
+def test_an_idle_episode_ends_and_its_name_begins_another():
+    ended = []
+
+    async def main():
+        engine = saying("left")
+        async with engine, Flow("calls") as flow:
+            recordings = type("Ended", (), {"add": staticmethod(ended.append)})
+            desk = desk_of(engine, recordings, flow, idle_seconds=0.2, max_episodes=1)
+            sweeping = flow.start(desk.sweep(), name="sweep")
+            async with serving(desk), httpx.AsyncClient(base_url=desk.url, timeout=PATIENCE_SECONDS) as client:
+                assert (await ask(client, "secret:a", QUESTION)).status_code == 200
+                full = await ask(client, "secret:b", QUESTION)
+                assert full.status_code == 429
+                async with asyncio.timeout(PATIENCE_SECONDS):
+                    while not ended:  # noqa: ASYNC110
+                        await asyncio.sleep(0.05)
+                assert (await ask(client, "secret:b", QUESTION)).status_code == 200
+            sweeping.cancel()
+
+    asyncio.run(main())
+    assert ended[0].episode.id == "a-1"
