@@ -683,10 +683,11 @@ class SupportsTokenLogprobs(Trainer, Protocol):
     """A trainer that keeps what it computed for each token of its last step."""
 
     async def token_logprobs(self) -> FloatArray | None:
-        """The logprobs of the last step's loss tokens, in the order of its batch, shape (2, N); None if it knows none.
+        """What it computed for the loss tokens of its last step, in the order of the batch, shape (3, N); else None.
 
-        The first row has those before the step's first update, the second those at the update of the token's
-        minibatch: exp(second - first) is the ratio that the loss saw.
+        The first row has the logprobs before the step's first update, the second those at the update of the token's
+        minibatch: exp(second - first) is the ratio that the loss saw. The third has the policy's entropies before the
+        tokens, at that update, for a loss that `uses_entropy`; else NaN.
         """
         ...
 

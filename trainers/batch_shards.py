@@ -68,22 +68,21 @@ def gather(batch: TrainBatch, shards: Sequence[BatchShard], predictions: Sequenc
     return gathered_N
 
 
-def gather_pairs(
-    batch: TrainBatch, shards: Sequence[BatchShard], minibatches: int, pairs: Sequence[Sequence[FloatArray]]
+def gather_rows(
+    batch: TrainBatch, shards: Sequence[BatchShard], minibatches: int, found: Sequence[Sequence[FloatArray]]
 ) -> FloatArray:
-    """Two numbers for each loss token, in the order of a batch that was sharded as `minibatches`; shape (2, N).
+    """K numbers for each loss token, in the order of a batch that was sharded as `minibatches`; shape (K, N).
 
-    `pairs` has those of each rank's micro-batches, one minibatch after another, each of shape (2, its loss tokens).
+    `found` has those of each rank's micro-batches, one minibatch after another, each of shape (K, its loss tokens).
     """
     gathered = []
-    unread = [iter(of_rank) for of_rank in pairs]
+    unread = [iter(of_rank) for of_rank in found]
     parts = [part for part in minibatches_of(batch, minibatches) if part.num_loss_tokens]
     for number, part in enumerate(parts):
         of_part = [[shard[number]] for shard in shards]
         values = [list(islice(of_rank, len(shard[0]))) for of_rank, shard in zip(unread, of_part, strict=True)]
-        gathered.append(
-            [gather(part, of_part, [[pair_2N[row] for pair_2N in own] for own in values]) for row in (0, 1)]
-        )
+        rows = range(len(values[0][0]))
+        gathered.append([gather(part, of_part, [[one_KN[row] for one_KN in own] for own in values]) for row in rows])
     return np.concatenate(gathered, axis=1)
 
 

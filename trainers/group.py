@@ -17,7 +17,7 @@ from agentrl.cluster.workers import StartWorkers, WorkerGroup
 from agentrl.errors import AgentRLError, ConfigError, StallError, TrainingError, WorkerDiedError
 from agentrl.placement.model_facts import model_facts
 from agentrl.protocols import Loss, Recovery
-from agentrl.trainers.batch_shards import BatchShard, gather, gather_pairs, shard_batch
+from agentrl.trainers.batch_shards import BatchShard, gather, gather_rows, shard_batch
 from agentrl.trainers.replay import ReplayLog, TrainingStep
 from agentrl.trainers.settings import MOST_TOKENS, TrainerSettings
 from agentrl.trainers.spec import Head, TrainerSpec
@@ -154,7 +154,7 @@ class GroupTrainer:
         by_rank: Sequence[Sequence[FloatArray]] = await self._ask(lambda ranks: ranks.all("token_logprobs"))
         if self._made is None or not all(by_rank):  # ranks that have been restarted after a checkpoint know of no step
             return None
-        return await asyncio.to_thread(gather_pairs, *self._made, self.config.minibatches, by_rank)
+        return await asyncio.to_thread(gather_rows, *self._made, self.config.minibatches, by_rank)
 
     async def weights(self) -> Mapping[str, "Tensor"]:
         """The whole float32 weights; tied weights only under their first name.

@@ -93,7 +93,7 @@ class TrainerRank:
             self._accumulate(micro_batches, old, loss, normalizer / len(shard), tally)
             self._update(lr, tally)
         self._steps_done += 1
-        self._logprobs = [logprobs_2N.float().cpu().numpy() for logprobs_2N in tally.logprobs]
+        self._logprobs = [told_3N.float().cpu().numpy() for told_3N in tally.logprobs]
         return {
             "loss": tally.loss / len(shard),
             "grad_norm": tally.grad_norm,
@@ -111,7 +111,7 @@ class TrainerRank:
         return [numbers_N.float().cpu().numpy() for numbers_N in predictions]
 
     def token_logprobs(self) -> Sequence[FloatArray]:
-        """For each micro-batch of the last step, in order: its old logprobs, and those of its update; shape (2, N)."""
+        """For each micro-batch of the last step, in order, the rows of `SupportsTokenLogprobs`; shape (3, N)."""
         return self._logprobs
 
     def weights(self) -> Mapping[str, Tensor]:
@@ -204,7 +204,8 @@ class TrainerRank:
                 # The factor is 1. For a loss that is not finite it is NaN, and no update applies such a gradient.
                 self.sharding.backward(part * (1 + 0 * part.detach()), last=i == len(micro_batches) - 1)
                 tally.add(part.detach(), output.metrics, (before_N - samples.rollout_logprobs_N).abs(), weight)
-                tally.logprobs.append(torch.stack([before_N, logprobs_N.detach()]))
+                known_N = torch.full_like(before_N, torch.nan) if entropies_N is None else entropies_N.detach()
+                tally.logprobs.append(torch.stack([before_N, logprobs_N.detach(), known_N]))
 
     def _update(self, lr: float, tally: "_Tally") -> None:
         with tally.phase("optimizer"):
@@ -229,7 +230,7 @@ class TrainerRank:
 class _Tally:
     """Sums of a step. `part` and `part_gap` are of this rank and the current minibatch, on the device.
 
-    `logprobs`: of each micro-batch, the old and the new ones, shape (2, N).
+    `logprobs`: of each micro-batch, the old and the new ones, and the entropies, shape (3, N).
     """
 
     part: Tensor = field(default_factory=lambda: torch.zeros(()))

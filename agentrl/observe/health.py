@@ -49,9 +49,9 @@ def batch_health(trained: TrainedBatch) -> dict[str, float]:
         "health/advantage_std": float(advantages_N.std()),
         "health/advantage_positive": float((advantages_N > 0).mean()),
     }
-    if trained.logprobs_2N is None:
+    if trained.told_3N is None:
         return found
-    old_N, new_N = trained.logprobs_2N.astype(np.float64)
+    old_N, new_N = trained.told_3N[:2].astype(np.float64)
     weights_N = np.exp(np.clip(old_N - trained.batch.rollout_logprobs_N, -30, 30))
     low, high = np.exp(np.quantile(new_N - old_N, (0.01, 0.99)))
     return {

@@ -34,12 +34,14 @@ SAMPLES_SCHEMA = pa.schema(
         ("turns", pa.list_(pa.int32())),
         ("old_logprobs", pa.list_(pa.float32())),
         ("logprobs", pa.list_(pa.float32())),
+        ("entropies", pa.list_(pa.float32())),
         ("advantages", pa.list_(pa.float32())),
     ]
 )
 """`weight` and `advantage` are means over the sample's loss tokens. The lists have one entry for each of these: its
-`positions` in the sample, its turn, the trainer's logprob before the step and that of its update, and its advantage.
-They are null for the groups that were not drawn, and the logprobs also for a trainer that does not tell them."""
+`positions` in the sample, its turn, the trainer's logprob before the step and that of its update, the entropy of the
+policy before it, and its advantage. They are null for the groups that were not drawn, the logprobs also for a trainer
+that does not tell them, and the entropies for a loss that does not use them (`algorithm.entropy_bonus`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ class TrainedBatch:
 
     batch: TrainBatch
     origins: Sequence[SampleOrigin]
-    logprobs_2N: FloatArray | None
+    told_3N: FloatArray | None
 
 
 def write_samples(path: Path, step: int, trained: TrainedBatch, detailed: frozenset[int]) -> None:
@@ -91,8 +93,9 @@ def _rows(step: int, trained: TrainedBatch, detailed: frozenset[int]) -> Iterato
             row["positions"] = np.flatnonzero(batch.loss_mask_S[begin : ends_S[number]])
             row["turns"] = batch.turns_N[own_N]
             row["advantages"] = batch.advantages_N[own_N]
-            if trained.logprobs_2N is not None:
-                row["old_logprobs"], row["logprobs"] = trained.logprobs_2N[:, own_N]
+            if trained.told_3N is not None:
+                row["old_logprobs"], row["logprobs"], entropies_N = trained.told_3N[:, own_N]
+                row["entropies"] = None if np.isnan(entropies_N).any() else entropies_N
         yield row
 
 

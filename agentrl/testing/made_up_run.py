@@ -60,8 +60,8 @@ class MadeUpRun:
         processing = BatchProcessing(BatchProcessingConfig())
         batch, origins = traced_batch_of(groups, Grpo(), processing, 0)
         old_N = batch.rollout_logprobs_N + 0.01
-        told_2N = floats(np.stack([old_N, old_N + np.linspace(-0.1, 0.1, len(old_N))]))
-        trained = TrainedBatch(batch, origins, told_2N)
+        told_3N = floats(np.stack([old_N, old_N + np.linspace(-0.1, 0.1, len(old_N)), np.linspace(0, 2, len(old_N))]))
+        trained = TrainedBatch(batch, origins, told_3N)
         write_samples(self.folder / "samples" / f"step_{step:06d}.parquet", step, trained, drawn_groups(batch, 1, step))
         self._record(step, groups)
         self._time(step)

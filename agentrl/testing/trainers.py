@@ -118,18 +118,18 @@ async def check_tells_logprobs(make_trainer: MakeTrainer, model: Path) -> None:
         batch = collate(random_samples(reference.vocab_size, seed=1))
         before_N = await trainer.predict(batch)
         await trainer.step(batch, LOSS, float(batch.num_loss_tokens))
-        told_2N = await trainer.token_logprobs()
-    if told_2N is None or told_2N.shape != (2, batch.num_loss_tokens):
+        told_3N = await trainer.token_logprobs()
+    if told_3N is None or told_3N.shape != (3, batch.num_loss_tokens):
         raise ConformanceError(
             f"after a step on {batch.num_loss_tokens} loss tokens, their logprobs have the shape "
-            f"{None if told_2N is None else told_2N.shape}, but should have two numbers for each"
+            f"{None if told_3N is None else told_3N.shape}, but should have three numbers for each"
         )
-    if not np.allclose(told_2N[0], before_N, rtol=0, atol=TOLERANCE):
+    if not np.allclose(told_3N[0], before_N, rtol=0, atol=TOLERANCE):
         raise ConformanceError("the first row of the token logprobs is not what `predict` gave before the step")
     first = int(batch.loss_tokens_M[: equal_parts(batch.loss_tokens_M, case.minibatches)[0]].sum())
-    if not np.allclose(told_2N[1, :first], before_N[:first], rtol=0, atol=TOLERANCE):
+    if not np.allclose(told_3N[1, :first], before_N[:first], rtol=0, atol=TOLERANCE):
         raise ConformanceError("nothing is updated before the first minibatch, and its token logprobs differ")
-    if np.allclose(told_2N[1, first:], before_N[first:], rtol=0, atol=TOLERANCE):
+    if np.allclose(told_3N[1, first:], before_N[first:], rtol=0, atol=TOLERANCE):
         raise ConformanceError("the second row of the token logprobs does not show the updates of earlier minibatches")
 
 

@@ -14,7 +14,7 @@ from agentrl.rollout.ledger import read_ledger
 from agentrl.viewer.episodes import EpisodeIndex
 from agentrl.viewer.folders import RunFolder
 
-_PER_TOKEN = ("old_logprobs", "logprobs", "advantages")
+_PER_TOKEN = ("old_logprobs", "logprobs", "entropies", "advantages")
 _SHORT = 2000
 
 
@@ -164,7 +164,7 @@ def _add_numbers(turns: Sequence[dict[str, Any]], samples: Sequence[Mapping[str,
         for place, position in enumerate(sample["positions"] or ()):
             number = sample["turns"][place]
             for name in _PER_TOKEN:
-                if sample[name] is not None and number in begins:
+                if sample.get(name) is not None and number in begins:
                     turns[number]["trainer"][name][position - begins[number]] = sample[name][place]
 
 

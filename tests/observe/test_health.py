@@ -30,7 +30,7 @@ def trained(old_ratios: list[float], update_ratios: list[float]) -> TrainedBatch
     played = group((half, Score(1.0)), (half, Score(0.0)))
     batch, origins = traced_batch_of([played], Grpo(), BatchProcessing(BatchProcessingConfig()), 0)
     old_N = batch.rollout_logprobs_N + np.log(old_ratios)
-    return TrainedBatch(batch, origins, floats(np.stack([old_N, old_N + np.log(update_ratios)])))
+    return TrainedBatch(batch, origins, floats(np.stack([old_N, old_N + np.log(update_ratios), old_N])))
 
 
 def test_the_effective_sample_size_is_the_share_of_tokens_that_count():

@@ -27,7 +27,7 @@ def group(name: str) -> Group:
 def traced(*groups: Group) -> TrainedBatch:
     processing = BatchProcessing(BatchProcessingConfig())
     batch, origins = traced_batch_of(list(groups), Grpo(), processing, 0)
-    told = np.stack([np.arange(batch.num_loss_tokens), np.arange(batch.num_loss_tokens) + 0.5])
+    told = np.stack([np.arange(batch.num_loss_tokens) + shift for shift in (0, 0.5, 0.25)])
     return TrainedBatch(batch, origins, floats(told))
 
 
@@ -53,6 +53,18 @@ def test_the_tokens_of_a_drawn_group_have_the_trainers_numbers_at_their_position
     assert last["turns"] == [0, 0, 1, 1, 1]
     assert last["old_logprobs"] == [11, 12, 13, 14, 15]
     assert last["logprobs"] == [11.5, 12.5, 13.5, 14.5, 15.5]
+    assert last["entropies"] == [11.25, 12.25, 13.25, 14.25, 15.25]
+
+
+def test_entropies_that_the_loss_does_not_use_are_left_out(tmp_path):
+    trained = traced(group("a"))
+    told = trained.told_3N.copy()
+    told[2] = np.nan
+    unknown = TrainedBatch(trained.batch, trained.origins, told)
+    write_samples(tmp_path / "samples.parquet", 0, unknown, frozenset({0}))
+    first = pq.read_table(tmp_path / "samples.parquet").to_pylist()[0]
+    assert first["entropies"] is None
+    assert len(first["logprobs"]) == 2
 
 
 def test_a_trainer_that_tells_nothing_leaves_the_logprobs_empty(tmp_path):

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from agentrl.batch import TrainBatch, TrainingSample, collate, equal_parts
 from agentrl.testing.trainers import random_samples
-from agentrl.trainers.batch_shards import gather, gather_pairs, minibatches_of, shard_batch
+from agentrl.trainers.batch_shards import gather, gather_rows, minibatches_of, shard_batch
 from agentrl.trainers.packing import MicroBatch
 from agentrl.trainers.settings import TrainerSettings
 from tests.properties import examples
@@ -114,13 +114,14 @@ def test_no_minibatches_at_all_are_refused():
 
 
 @given(seed=seeds, samples=counts, ranks=st.integers(1, 4), minibatches=st.integers(1, 5))
-def test_pairs_of_numbers_come_back_in_the_order_of_the_batch(seed, samples, ranks, minibatches):
+def test_rows_of_numbers_come_back_in_the_order_of_the_batch(seed, samples, ranks, minibatches):
     batch = batch_of(seed, samples)
+    assume(batch.num_loss_tokens > 0)
     numbered = replace(batch, advantages_N=np.arange(batch.num_loss_tokens, dtype=np.float32))
     shards = shard_batch(numbered, packed(64), ranks=ranks, minibatches=minibatches)
     pairs = [
         [np.stack([one.samples.advantages_N, -one.samples.advantages_N]) for part in shard for one in part]
         for shard in shards
     ]
-    gathered_2N = gather_pairs(numbered, shards, minibatches, pairs)
+    gathered_2N = gather_rows(numbered, shards, minibatches, pairs)
     assert np.array_equal(gathered_2N, np.stack([numbered.advantages_N, -numbered.advantages_N]))

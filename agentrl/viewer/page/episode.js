@@ -12,6 +12,7 @@ const COLOURINGS = {
   trainer: { title: "logprob (trainer)", value: (t) => t.old, scale: [-4, 0], hue: 32, flip: true },
   gap: { title: "trainer − engine", value: (t) => (t.old === null ? null : t.old - t.engine), both: true },
   ratio: { title: "ratio of the update", value: (t) => (t.updated === null ? null : Math.exp(t.updated - t.old) - 1), both: true, shown: (v) => v + 1 },
+  entropy: { title: "entropy", value: (t) => t.entropy, range: true, hue: 48 },
   advantage: { title: "advantage", value: (t) => t.advantage, both: true },
   version: { title: "weights' version", value: (t) => t.version, range: true, hue: 265 },
   reasoning: { title: "reasoning", value: (t) => (t.sampled ? Number(t.reasoning) : null), scale: [0, 1], hue: 200 },
@@ -96,7 +97,7 @@ function messageTurns(trajectory, scale) {
 }
 
 function tokenTurn(turn, number, scale) {
-  const prompt = turn.prompt.map((text, i) => tokenOf(text, { id: turn.prompt_ids[i], text, sampled: false, engine: null, old: null, updated: null, advantage: null, version: null }, null));
+  const prompt = turn.prompt.map((text, i) => tokenOf(text, { id: turn.prompt_ids[i], text, sampled: false, engine: null, old: null, updated: null, entropy: null, advantage: null, version: null }, null));
   const shown = el("div", { class: "words" }, prompt.slice(0, LONG));
   const more = prompt.length > LONG ? el("button", { onclick: () => { shown.append(...prompt.slice(LONG)); more.remove(); } }, `${prompt.length - LONG} more tokens`) : null;
   return el("article", { class: `message assistant${turn.forked ? " forked" : ""}` }, turnHead(turn, number), shown, more, el("div", { class: "words" }, tokensOf(turn, scale)), infoOf(turn));
@@ -118,7 +119,7 @@ function about(turn) {
   let reasoning = false;
   return turn.tokens.map((text, i) => {
     if (text.includes("<think>")) reasoning = true;
-    const one = { id: turn.token_ids[i], text, sampled: true, engine: turn.logprobs[i], old: turn.trainer.old_logprobs[i], updated: turn.trainer.logprobs[i], advantage: turn.trainer.advantages[i], version: turn.policy_versions[i], reasoning };
+    const one = { id: turn.token_ids[i], text, sampled: true, engine: turn.logprobs[i], old: turn.trainer.old_logprobs[i], updated: turn.trainer.logprobs[i], entropy: turn.trainer.entropies[i], advantage: turn.trainer.advantages[i], version: turn.policy_versions[i], reasoning };
     if (text.includes("</think>")) reasoning = false;
     return one;
   });
@@ -139,6 +140,7 @@ function tokenTip(event, facts) {
   if (facts.sampled) {
     rows.push(["logprob (engine)", exact(facts.engine)], ["version", String(facts.version)]);
     if (facts.old !== null) rows.push(["logprob (trainer)", exact(facts.old)], ["ratio trainer / engine", exact(Math.exp(facts.old - facts.engine))], ["ratio of the update", exact(Math.exp(facts.updated - facts.old))]);
+    if (facts.entropy !== null) rows.push(["entropy", exact(facts.entropy)]);
     rows.push(facts.advantage !== null ? ["advantage", exact(facts.advantage)] : ["loss", "unknown, or none"]);
     rows.push(["probability", exact(Math.exp(facts.engine))]);
   } else rows.push(["", "part of the prompt: no loss"]);
