@@ -6,7 +6,7 @@ A run is made up in the format of real ones: 1,000 episodes a step, in groups of
 own. Then the server is started in its own process and asked over HTTP. Printed are seconds until the first page stands
 (process start, page, list of runs, metrics), of the first table of episodes (which reads the whole index), of later
 tables with filters, of a search through all texts, of single episodes drawn at random (the median and the slowest of
-50), and the server's largest resident memory.
+50), each with the CPU time that the server took, and the server's largest resident memory.
 """
 
 import argparse
@@ -120,12 +120,15 @@ def _ask_all(client: httpx.Client, process: psutil.Process, started: float) -> N
         answer.raise_for_status()
         return time.perf_counter() - began
 
-    most = process.memory_info().rss
+    most, used = process.memory_info().rss, 0.0
 
     def line(what: str, value: float) -> None:
         nonlocal most
         most = max(most, process.memory_info().rss)
-        print(f"{what:46} {1e3 * value:8,.0f} ms   memory {process.memory_info().rss / 2**20:5,.0f} MiB", flush=True)
+        nonlocal used
+        used, before = _cpu_seconds(process), used
+        memory = process.memory_info().rss / 2**20
+        print(f"{what:44} {1e3 * value:8,.0f} ms   CPU {1e3 * (used - before):7,.0f} ms   memory {memory:4,.0f} MiB")
 
     line("start of the process", started)
     page = seconds("/") + seconds("/main.js") + seconds("/api/runs") + seconds("/api/metrics", run="long")
@@ -137,10 +140,15 @@ def _ask_all(client: httpx.Client, process: psutil.Process, started: float) -> N
     listed = client.get("/api/episodes", params={"run": "long", "limit": 100_000}).json()["rows"]
     names = random.Random(0).sample([row["id"] for row in listed if row["fate"] == "trained"], 50)
     taken = [seconds("/api/episode", run="long", id=name) for name in names]
-    line("an episode, median of 50", statistics.median(taken))
+    line("an episode, median of 50 (CPU: of all)", statistics.median(taken))
     line("an episode, the slowest of 50", max(taken))
     line("time of the last 8 steps", seconds("/api/time", run="long"))
     print(f"largest memory {most / 2**20:,.0f} MiB")
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
 
 
 if __name__ == "__main__":

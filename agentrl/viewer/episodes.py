@@ -24,7 +24,9 @@ SET memory_limit = '{_MEMORY}'; SET threads = 2; SET enable_progress_bar = false
 SET autoinstall_known_extensions = false; SET autoload_known_extensions = false;
 CREATE TABLE trajectories (step INTEGER, place INTEGER, {", ".join(map(" ".join, _COLUMNS.items()))});
 CREATE TABLE fates (id VARCHAR, task VARCHAR, env VARCHAR, fate VARCHAR, step INTEGER, why VARCHAR);
-CREATE VIEW episodes AS SELECT
+"""
+_JOIN = """
+CREATE OR REPLACE TABLE episodes AS SELECT
     coalesce(t.id, f.id) AS id, coalesce(t.task, f.task) AS task, coalesce(t.env, f.env) AS env,
     coalesce(f.fate, 'trained') AS fate, coalesce(t.step, f.step) AS step, f.why, t.place, t.agent, t.status, t.detail,
     t.success, t.score, t.started, t.seconds, t.num_turns, t.num_tokens, t.num_forks, t.trained_turns,
@@ -90,6 +92,7 @@ class EpisodeIndex:
         self._lock = threading.Lock()
         self._known: dict[int, tuple[int, int]] = {}
         self._ledger: tuple[tuple[int, int], ...] = ()
+        self._joined = False
 
     def refresh(self) -> None:
         """Read what is new in the files, which the next call would do otherwise."""
@@ -158,6 +161,7 @@ class EpisodeIndex:
             self._db.execute("DELETE FROM trajectories WHERE step = ?", [step])
         for group in _by_columns(files, changed):
             self._read(group)
+        self._joined = self._joined and not (changed or gone)
         self._known = stamps
         ledger = self._run.path / "ledger.sqlite"
         state = tuple(
@@ -168,6 +172,10 @@ class EpisodeIndex:
         if state != self._ledger:
             self._read_fates(ledger)
             self._ledger = state
+            self._joined = False
+        if not self._joined:
+            self._db.execute(_JOIN)
+            self._joined = True
 
     def _read(self, files: tuple[list[str], tuple[str, ...]]) -> None:
         paths, columns = files
