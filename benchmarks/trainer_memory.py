@@ -4,13 +4,13 @@
 
 A forward and a backward pass of a random model on one sample, with recomputed activations, beyond what the process had
 before, as torch's allocator counts it. In the first table every 16th token carries loss; in the second the length is
-fixed. `linear` is the peak that the first one would grow to if memory were proportional to the tokens.
+fixed (`--length`). `linear` is the peak that the first one would grow to if memory were proportional to the tokens.
 """
 
 import argparse
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from itertools import accumulate
 from pathlib import Path
 
@@ -35,14 +35,14 @@ MIB = 1 << 20
 
 
 def make_model(folder: Path, vocabulary: int) -> None:
-    """A model of four layers."""
+    """A model of two layers."""
     config = Qwen3Config(
         vocab_size=vocabulary,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
         head_dim=64,
         max_position_embeddings=1 << 20,
         tie_word_embeddings=True,
@@ -82,19 +82,18 @@ def measured(model: Predictor, device: torch.device, length: int, loss_tokens: i
     return peak_of(step, device)
 
 
-def picture(
-    path: Path, lengths: Sequence[int], peaks: Sequence[int], counts: Sequence[int], flat: Sequence[int]
-) -> None:
-    """Two curves on logarithmic axes."""
+def picture(path: Path, by_length: Mapping[int, int], by_loss: Mapping[int, int], length: int) -> None:
+    """Two curves on logarithmic axes: peaks by tokens, and by loss tokens."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
-    for axis, numbers, found, name in (
-        (axes[0], lengths, peaks, "tokens of a sample, 1 in 16 with loss"),
-        (axes[1], counts, flat, f"loss tokens of a sample of {lengths[-1]:,}"),
+    peaks = [peak / MIB for peak in by_length.values()]
+    for axis, found, name in (
+        (axes[0], by_length, "tokens of a sample, 1 in 16 with loss"),
+        (axes[1], by_loss, f"loss tokens of a sample of {length:,}"),
     ):
-        axis.loglog(numbers, [value / MIB for value in found], "o-", base=2)
-        axis.set(xlabel=name, ylabel="peak, MiB", ylim=(min(peaks) / MIB / 4, 2 * max(peaks) / MIB))
+        axis.loglog(list(found), [peak / MIB for peak in found.values()], "o-", base=2)
+        axis.set(xlabel=name, ylabel="peak, MiB", ylim=(min(peaks) / 4, 2 * max(peaks)))
         axis.grid(alpha=0.3)
     figure.savefig(path, dpi=110)
 
@@ -105,6 +104,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--vocab", type=int, default=151_936)
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8192, 16384, 32768, 65536])
+    parser.add_argument("--length", type=int, default=16384, help="tokens of the second table's sample")
     parser.add_argument("--picture", type=Path)
     given = parser.parse_args()
     device = torch.device(given.device)
@@ -113,20 +113,20 @@ def main() -> None:
         config = LocalTrainer.Config(device=given.device, activation_checkpointing="full")
         model = open_sharding(TrainerSpec("", config, Path(folder), 1, 1.0), RankInfo(0, 1, "")).model
     measured(model, device, 256, 16)  # makes the gradients
-    lengths = given.lengths
-    peaks = [measured(model, device, length, length // 16) for length in lengths]
-    counts = [lengths[-1] // share for share in (256, 64, 16, 4, 2)]
-    flat = [measured(model, device, lengths[-1], count) for count in counts]
+    length = given.length
+    peaks = {tokens: measured(model, device, tokens, tokens // 16) for tokens in given.lengths}
+    flat = {count: measured(model, device, length, count) for count in (length // n for n in (256, 64, 16, 4, 2))}
+    first, least = next(iter(peaks.items()))
     by_length = Table("tokens", "peak, MiB", "linear, MiB", title="by length")
-    for length, peak in zip(lengths, peaks, strict=True):
-        by_length.add_row(f"{length:,}", f"{peak / MIB:,.0f}", f"{peaks[0] / MIB * length / lengths[0]:,.0f}")
-    by_loss = Table("loss tokens", "peak, MiB", title=f"by loss tokens, of {lengths[-1]:,}")
-    for count, peak in zip(counts, flat, strict=True):
+    for tokens, peak in peaks.items():
+        by_length.add_row(f"{tokens:,}", f"{peak / MIB:,.0f}", f"{least / MIB * tokens / first:,.0f}")
+    by_loss = Table("loss tokens", "peak, MiB", title=f"by loss tokens, of {length:,}")
+    for count, peak in flat.items():
         by_loss.add_row(f"{count:,}", f"{peak / MIB:,.0f}")
     console = Console()
     console.print(by_length, by_loss)
     if given.picture:
-        picture(given.picture, lengths, peaks, counts, flat)
+        picture(given.picture, peaks, flat, length)
 
 
 if __name__ == "__main__":

@@ -124,20 +124,15 @@ def trainer_footprint(
         # The head and a layer are computed one after the other: what the one leaves, the other takes.
         "logits": max(0, head_bytes(facts, layout, tokens) - layer),
     }
+    host = 12 * trained // ranks  # a checkpoint that is being written: copies of weights and moments in float32
     if layout.activation_offload and layout.recompute != "none":
         inputs = _inputs_bytes(facts, layout, tokens)
         parts["activations"] -= inputs
-        return _offloaded(parts, layout, inputs)
-    return _offloaded(parts, layout)
-
-
-def _offloaded(parts: Mapping[str, int], layout: TrainerLayout, host: int = 0) -> Footprint:
-    """The parts that stay on the device, and the bytes of the others in the host's memory."""
-    if not layout.offload:
-        return Footprint(parts, host)
-    away = {"gradients", "optimizer", *(["weights"] if layout.shards == 3 else [])}
-    kept = {name: size for name, size in parts.items() if name not in away}
-    return Footprint(kept, host + sum(parts[name] for name in away))
+        host += inputs
+    if layout.offload:
+        away = {"gradients", "optimizer", *(["weights"] if layout.shards == 3 else [])}
+        host += sum(parts.pop(name) for name in away)
+    return Footprint(parts, host)
 
 
 def trained_parameters(facts: ModelFacts, layout: TrainerLayout) -> int:

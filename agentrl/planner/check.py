@@ -1,15 +1,13 @@
 """Refuses a run before it starts, if it cannot run on this machine."""
 
-import json
+from dataclasses import replace
 
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
-from agentrl.model_source import description_folder
 from agentrl.placement.devices import GIB, Inventory, visible
 from agentrl.placement.footprint import USABLE, trainer_footprint
 from agentrl.planner.advice import what_fits
 from agentrl.planner.run_facts import layouts, model_of, placement_request_of, with_defaults
-from agentrl.tiny_model import SIZES
 
 
 def check_placement(config: RunConfig, inventory: Inventory | None = None) -> None:
@@ -29,28 +27,19 @@ def check_placement(config: RunConfig, inventory: Inventory | None = None) -> No
             f"placement: {name}, but cluster={config.cluster.name} puts everything on the first device: write "
             "placement=local, or take a cluster that can place (cluster=ray)"
         )
-    if _is_mixture(config):
-        return
     if any(not hasattr(chosen.settings, "layout") for chosen in (config.engine, config.trainer)):
         return
     _check_memory(config, inventory or visible())
-
-
-def _is_mixture(config: RunConfig) -> bool:
-    """Whether the model is a mixture of experts, whose memory is not counted."""
-    if config.model.name in SIZES:
-        return False
-    described = json.loads((description_folder(config.model.name, config.model.revision) / "config.json").read_text())
-    return any(key.endswith("_experts") and count for key, count in described.items())
 
 
 def _check_memory(config: RunConfig, inventory: Inventory) -> None:
     facts, kind = model_of(config), inventory.kind
     config = with_defaults(config, facts, gpu=kind.is_gpu)
     (engine, trainer), request = layouts(config), placement_request_of(config)
-    size = trainer_footprint(facts, trainer, request.ranks)
+    # Without GPUs, what is offloaded lies in the same memory.
+    size = trainer_footprint(facts, trainer if kind.is_gpu else replace(trainer, offload=False), request.ranks)
     held = sum(size.parts.get(part, 0) for part in ("weights", "gradients", "optimizer"))
-    held = held * request.ranks + (0 if kind.is_gpu else size.host * request.ranks)
+    held *= request.ranks
     held += engine.here * request.engines * engine.number * facts.parameters
     usable = USABLE * kind.memory
     if held > usable:

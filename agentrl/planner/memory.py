@@ -1,6 +1,6 @@
 """The memory of the devices of a map: what each role holds at the peak, and what does not fit."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from agentrl.placement.device_map import DeviceMap
@@ -38,11 +38,12 @@ def problems(stages: Stages, work: Workload, devices: DeviceMap) -> Iterator[str
                 f"({load.limit / GIB:.1f} usable)"
             )
             break
-    for load in fullest:
-        if load.host > load.host_limit:
+    for node, share in _host_shares(fullest, devices).items():
+        if share > 1:
+            whole = devices.inventory.per_node * fullest[0].host_limit / GIB
             yield (
-                f"the host's memory would hold {load.host / GIB:.1f} GiB of device {load.device}, but has only "
-                f"{load.host_limit / GIB:.1f} for each device"
+                f"the memory of node {node}'s host would hold {share * whole:.0f} GiB of its devices' data and of "
+                f"checkpoints, but has only {whole:.0f} usable"
             )
             break
     if devices.time_shared and not stages.engine.sleeps:
@@ -56,8 +57,18 @@ def overfull(stages: Stages, work: Workload, devices: DeviceMap) -> float:
     """Memory use of the fullest device or host, as a share of its usable memory; also more than 1 if memory suffices
     but something else does not fit.
     """
-    shares = [max(load.peak / load.limit, load.host / load.host_limit) for load in loads(stages, work, devices)]
+    held = loads(stages, work, devices)
+    shares = [*(load.peak / load.limit for load in held), *_host_shares(held, devices).values()]
     return max(*shares, 1.0 + 1e-9) if any(problems(stages, work, devices)) else max(shares)
+
+
+def _host_shares(held: Sequence[DeviceLoad], devices: DeviceMap) -> dict[int, float]:
+    """Memory use of each node's host, as a share of what is usable for all of its devices."""
+    shares: dict[int, float] = {}
+    for load in held:
+        node = devices.inventory.node(load.device)
+        shares[node] = shares.get(node, 0.0) + load.host / load.host_limit / devices.inventory.per_node
+    return shares
 
 
 def _short_cache(stages: Stages, work: Workload, devices: DeviceMap) -> Iterator[str]:
@@ -96,6 +107,8 @@ def loads(stages: Stages, work: Workload, devices: DeviceMap) -> tuple[DeviceLoa
         totals = [size.total for size in awake.values()]
         turns = devices.time_shared and len(awake) > 1
         host = sum(size.host for size in awake.values())
+        gathers = ranks > 1 and any(r.role == "trainer" and r.number == 0 for r in devices.on(device))
+        host += 4 * stages.facts.parameters if gathers else 0  # the first rank publishes the weights
         if not kind.is_gpu:
             peak, host = sum(totals) + host, 0
         elif turns:

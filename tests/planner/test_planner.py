@@ -133,12 +133,13 @@ def test_the_command_prints_the_plan_and_gives_it_as_json(agentrl: Callable[...,
 
 
 def test_a_wish_that_cannot_fit_is_refused_with_what_would(agentrl: Callable[..., Any]) -> None:
-    done = agentrl("plan", "examples/colocated_8gpu.yaml", "--gpus", "1", "--device", "L4")
+    large = "engine.kv_cache_gib=100"
+    done = agentrl("plan", "examples/colocated_8gpu.yaml", large, "--gpus", "1", "--device", "A100")
     assert done.returncode == 2
     assert "GiB on device 0" in done.stderr
-    assert "which has 22.0 (20.9 usable)" in done.stderr
+    assert "which has 79.2 (75.2 usable)" in done.stderr
     way = done.stderr.split("What would fit:\n")[1].splitlines()[0].split()
-    assert planned(Inventory(gpu_named("L4")), "colocated_8gpu", *SMALL, *way).devices.mode == "local"
+    assert planned(Inventory(gpu_named("A100")), "colocated_8gpu", *SMALL, large, *way).devices.mode == "local"
 
 
 @pytest.mark.parametrize(
