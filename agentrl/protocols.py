@@ -722,7 +722,9 @@ class Curriculum(TaskSource, Protocol):
     """A task source that observes the outcomes of its tasks, and may choose the next tasks by them.
 
     Outcomes come with each batch: first those of filtered groups, then those of trained ones, each by task number. A
-    resumed run replays them in that order from its ledger before it asks for a task.
+    resumed run replays them in that order from its ledger before it asks for a task. A resumed run equals one that was
+    not stopped, if what `task` chooses depends only on the index, the seed and these outcomes. If it has a method
+    `metrics() -> Mapping[str, float]`, the run calls it after each step.
     """
 
     def observe(self, index: int, task: Task, rewards_G: Sequence[float]) -> None:

@@ -208,6 +208,7 @@ class Rollouts:
             **self._bias.metrics(),
             **self._groups.reward.metrics(),
             **(self._observer.metrics() if self._observer is not None else {}),
+            **(getattr(self._curriculum, "metrics", dict)()),
         }
 
     def _segments(self, step: int) -> list[Group]:

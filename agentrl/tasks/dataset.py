@@ -115,7 +115,12 @@ class DatasetTasks:
         """Which data, and which of it."""
 
     def __init__(
-        self, settings: Config, env: str, seed: int, split: str = "train", options: Mapping[str, Any] | None = None
+        self,
+        settings: DatasetSettings,
+        env: str,
+        seed: int,
+        split: str = "train",
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         self._settings, self._env, self._seed, self._split = settings, env, seed, split
         self._options = dict(options or {})
@@ -134,9 +139,13 @@ class DatasetTasks:
         """The task of this index; with as many as there are rows, each has been used once."""
         epoch, place = divmod(index, len(self._rows))
         seed = 0 if self._split == "held-out" else derive_seed(self._seed, "order", self._split, epoch)
-        number, row = self._rows.row(Permutation(len(self._rows), seed)[place])
+        return self._at(Permutation(len(self._rows), seed)[place], index)
+
+    def _at(self, place: int, index: int, mark: str = "") -> Task:
+        """The task of the row at `place`, for this index; `mark` ends its id."""
+        number, row = self._rows.row(place)
         options, named, own_seed = _task_of(row, self._settings.columns)
-        name = f"{self._split}-{index:06d}" + (f"-{_plain(named)}" if named is not None else "")
+        name = f"{self._split}-{index:06d}" + (f"-{_plain(named)}" if named is not None else "") + mark
         # The seed of the row and not of the index: a task stays the same in each epoch.
         seed = split_seed(self._seed, self._split, number) if own_seed is None else own_seed
         return Task(self._env, seed, {**self._options, **options}, name)

@@ -85,6 +85,14 @@ class Mixture:
         if isinstance(share.tasks, Curriculum) and own is not None:
             share.tasks.observe(own, replace(task, env=share.env, id=task.id.removeprefix(f"{task.env}-")), rewards_G)
 
+    def metrics(self) -> dict[str, float]:
+        """What the curricula of environments report, by the environment's name."""
+        return {
+            f"envs/{name}/{key}": value
+            for name, share in self._shares.items()
+            for key, value in getattr(share.tasks, "metrics", dict)().items()
+        }
+
     def restore(
         self, fates: Iterable[tuple[int, str, Fate | None]], rows: Iterable[Mapping[str, float]], *, gives_up: bool
     ) -> None:

@@ -136,3 +136,32 @@ def test_a_mixture_trains_each_environment_in_its_own_way_and_goes_on_with_the_s
     assert step["envs/guess_number/turns"] <= 2
     [held_out] = [row for row in rows if row["step"] == 4 and "eval/success" in row]
     assert (held_out["eval/episodes"], held_out["eval/envs/qa/episodes"]) == (4, 2)
+
+
+LEVELS = """
+env: guess_number
+steps: 4
+tasks: {{name: levels, levels: [{{high: 2}}, {{high: 3}}, {{high: 90}}], memory: 2, explore: 0.3}}
+reward: {{name: length, free: 1, limit: 9}}
+rollout: {{groups_per_step: 3, group_size: 2, max_turns: 2, sampling: {{max_tokens: 4}}}}
+evaluation: {{tasks: 0}}
+checkpoint: {{every: 1}}
+trackers: []
+"""
+
+
+def test_a_curriculum_run_that_was_resumed_equals_one_that_was_not(
+    tmp_path: Path, agentrl: Any, tiny_model_dir: Path
+) -> None:
+    ends = {}
+    for name, launches in {"whole": [4], "resumed": [2, 4]}.items():
+        run, path = tmp_path / name, tmp_path / f"{name}.yaml"
+        path.write_text(LEVELS.format() + f"model: {tiny_model_dir}\nrun_dir: {run}\n")
+        for number, steps in enumerate(launches):
+            done = agentrl("train", *(["--resume", str(run)] if number else [str(path)]), f"steps={steps}")
+            assert done.returncode == 0, done.stdout + done.stderr
+        with read_ledger(run / "ledger.sqlite") as ledger:
+            outcomes = list(ledger.outcomes())
+        ends[name] = outcomes, json.loads((run / "summary.json").read_text())["weights_sha256"]
+    assert ends["whole"] == ends["resumed"]
+    assert len({task.options["high"] for _, task, _ in ends["whole"][0]}) > 1
