@@ -64,6 +64,7 @@ from agentrl.scoring.rule_pool import RulePool
 from agentrl.scoring.rule_workers import RuleWorkers
 from agentrl.task_sources import task_source
 from agentrl.tasks.mixture import Mixture
+from agentrl.tasks.suites import EvaluationSampling
 from agentrl.teacher import Teacher, TeacherConfig
 from agentrl.weights.publisher import TakesWeights, WeightPublisher
 from agentrl.weights.snapshots import Snapshots
@@ -88,9 +89,9 @@ class RolloutAssembly:
     reward: RewardPipeline
     frozen: Mapping[FrozenRoute, Router]
 
-    def evaluating(self) -> EnvEpisodeRunner | AgentEpisodeRunner:
-        """The same runner, sampling as the evaluation does."""
-        sampling = self.config.evaluation.sampling(self.config.rollout.sampling)
+    def evaluating(self, how: EvaluationSampling) -> EnvEpisodeRunner | AgentEpisodeRunner:
+        """The same runner, sampling as an evaluation does."""
+        sampling = how.sampling(self.config.rollout.sampling)
         policy = _policy(self.config, self.engine, self.runner.renderer, sampling, trained=False)
         return replace(self.runner, policy=policy)
 
@@ -298,11 +299,11 @@ async def env_host(config: RunConfig, cluster: Cluster | None = None) -> AsyncIt
     """Host the run's environments in this process or on workers of the cluster, and close them at the end."""
     made = {
         name: partial(env_factory, address(env.name, env.wrappers), env.isolation, env.python, env.requires)
-        for name, env in config.env.all.items()
+        for name, env in config.envs.items()
     }
     async with AsyncExitStack() as stack:
         if cluster is None or not cluster.config.env_workers:
-            isolation = {name: env.isolation for name, env in config.env.all.items()}
+            isolation = {name: env.isolation for name, env in config.envs.items()}
             host = EnvHost({name: make() for name, make in made.items()}, config.rollout.deadlines, isolation)
         else:
             sessions = ServerLimits(max_sessions=config.rollout.max_live_episodes)
@@ -328,7 +329,7 @@ async def _rollouts_on(placed: PlacedCluster, model: Path) -> AsyncIterator[Roll
             _rules(config, cluster),
             config.rollout.deadlines.reward,
             config.rollout.retries,
-            {one.called: one.reward for one in config.env.mixture if one.reward is not None},
+            config.rewards_by_env(),
         ) as reward,
         _frozen_engines(config, cluster, model) as frozen,
     ):
@@ -367,7 +368,7 @@ async def _player(
             rollout.deadlines.episode,
             rollout.context,
             others,
-            config.env.limits("max_turns"),
+            config.own_limits("max_turns"),
         )
 
 
@@ -468,7 +469,7 @@ def _policy(
 ) -> EnginePolicy:
     stops = tuple(dict.fromkeys((*renderer.stop_token_ids, *sampling.stop_token_ids)))
     params = sampling.model_copy(update={"stop_token_ids": stops})
-    return EnginePolicy(engine, params, config.rollout.deadlines.generate, trained, config.env.limits("max_tokens"))
+    return EnginePolicy(engine, params, config.rollout.deadlines.generate, trained, config.own_limits("max_tokens"))
 
 
 @asynccontextmanager

@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -200,6 +201,7 @@ def _print_summary(folder: Path, summary: dict[str, Any]) -> None:
             highlight=False,
         )
     console.print(
+        f"{_suites_of(summary)}"
         f"largest staleness {summary['largest_staleness']:.0f} (bound {summary['max_staleness']}); "
         f"{summary['tasks']['trained']} of {summary['tasks']['total']} tasks trained, "
         f"{summary['tasks']['failed']} failed\n"
@@ -214,35 +216,88 @@ def _print_summary(folder: Path, summary: dict[str, Any]) -> None:
     )
 
 
+def _suites_of(summary: dict[str, Any]) -> str:
+    """A line for each suite: success before and after."""
+    lines = []
+    for name, ends in summary.get("suites", {}).items():
+        if ends:
+            before, after = ends["before"], ends["after"]
+            interval = _interval([after["success_low"], after["success_high"]])
+            passes = "".join(f", {key} {after[key]:.1%}" for key in after if re.fullmatch(r"pass@\d+", key))
+            lines.append(
+                f"{name}: success {before['success']:.1%} before, {after['success']:.1%} after{interval}{passes}\n"
+            )
+    return "".join(lines)
+
+
 @app.command("eval")
-def evaluate(
+def evaluate(  # noqa: PLR0917  typer calls it by name
     run: Annotated[Path, typer.Argument(metavar="RUN|CONFIG", help="The folder of a run, or a YAML file.")],
     overrides: Overrides = None,
     tasks: Annotated[int | None, typer.Option(help="Held-out tasks to play; by default the config's number.")] = None,
     show: Annotated[int, typer.Option(help="Episodes to print.")] = 1,
     step: Step = "latest",
+    suite: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Play only this suite; repeatable. held_out: no suite.")
+    ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Where to save the report; by default in the run."),
+    ] = None,
 ) -> None:
-    """Play held-out tasks with one of a run's checkpoints, or with a config's model."""
+    """Play held-out tasks and suites with one of a run's checkpoints, or with a config's model or endpoint."""
     from agentrl.assembly import assemble_rollouts
-    from agentrl.recipes.evaluate import evaluate as evaluate_rollouts
+    from agentrl.recipes.evaluate import evaluate_all, report_of
 
     loaded = load_config(_run_config(run) if run.is_dir() else run, overrides or [])
     model = _model_to_evaluate(run, loaded, step)
+    steps = int(model.name.removeprefix("step_")) if run.is_dir() else 0
+    if report is None and run.is_dir():
+        report = run / "evaluations" / f"eval-{datetime.now():%Y%m%d-%H%M%S}"
 
     async def play() -> Any:
         async with assemble_rollouts(loaded.config, model) as rollouts:
-            return await evaluate_rollouts(rollouts, tasks)
+            return await evaluate_all(rollouts, tasks, suite or ())
 
-    evaluation = run_steadily(play())
+    for name, evaluation in run_steadily(play()).items():
+        _print_evaluation(name, evaluation, show)
+        if report is not None:
+            path = report_of(name, steps, evaluation).write(report)
+            console.print(f"saved in {path}", highlight=False, soft_wrap=True)
+
+
+def _print_evaluation(suite: str, evaluation: Any, show: int) -> None:
+    """Print the first episodes of an evaluation, and its metrics."""
     for trajectory, score in evaluation.scored[:show]:
         console.rule(f"{_name_of(trajectory)}: {trajectory.status.name}, score {score.value:g}")
         for message in trajectory.messages:
             console.print(f"[bold cyan]{message.role}[/bold cyan] {escape(message.content)}", highlight=False)
     console.rule()
     for name, value in evaluation.metrics().items():
-        console.print(f"{name.removeprefix('eval/'):10} {value:.4g}", highlight=False)
+        shown = name.removeprefix("eval/").removeprefix(f"{suite}/")
+        console.print(f"{shown:10} {value:.4g}", highlight=False)
     for trajectory in evaluation.failed[:5]:
         console.print(f"[red]{_name_of(trajectory)}[/red] {escape(str(trajectory.status))}", highlight=False)
+
+
+@app.command("compare")
+def compare_runs(
+    first: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, or of a report.")],
+    second: Annotated[Path, typer.Argument(metavar="RUN", help="Another one, evaluated on the same tasks.")],
+) -> None:
+    """Compare the newest evaluations of two runs, task by task, with paired 95 % intervals."""
+    from agentrl.observe.reports import compare, read_reports
+
+    for one in compare(read_reports(first), read_reports(second)):
+        success, score = one.success, one.score
+        console.print(
+            f"[bold]{escape(one.name)}[/bold] ({one.tasks} tasks; after {one.steps[0]} and {one.steps[1]} steps): "
+            f"success {one.first:.1%} and {one.second:.1%}, difference {success.value:+.1%} "
+            f"(95 % interval {success.low:+.1%} to {success.high:+.1%}); score {score.value:+.3g} "
+            f"({score.low:+.3g} to {score.high:+.3g})",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def _name_of(trajectory: Trajectory) -> str:

@@ -29,14 +29,15 @@ from agentrl.gateway.config import GatewayConfig
 from agentrl.observe.config import ObserveConfig
 from agentrl.placement.device_map import PlacementConfig
 from agentrl.plugins import Component
-from agentrl.protocols import ActorCritic, SamplingParams, Settings, SupportsPredict
+from agentrl.protocols import ActorCritic, Settings, SupportsPredict
 from agentrl.rollout.agents import FrozenRoute
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.renderer import RendererConfig
 from agentrl.scoring.config import RewardsConfig, name_of, settings_of_part
 from agentrl.simulate.world import SimulationConfig
-from agentrl.tasks.env_config import ComponentField, EnvConfig, RewardsField
+from agentrl.tasks.env_config import ComponentField, EnvConfig, OneEnv, RewardsField
 from agentrl.tasks.rows import is_data
+from agentrl.tasks.suites import EvaluationSampling, SuiteConfig
 from agentrl.weights.publisher import WeightsConfig
 
 COMPONENTS = {
@@ -79,26 +80,23 @@ class ModelConfig(RendererConfig):
     with."""
 
 
-class EvaluationConfig(Settings):
+class EvaluationConfig(EvaluationSampling):
     """Evaluation on held-out seeds before, during and after training."""
 
     tasks: int = Field(200, ge=0)
     """Held-out tasks; 0 turns evaluation off."""
     every: int = Field(0, ge=0)
     """Also evaluate every so many steps; 0: only before and after."""
-    temperature: float | None = Field(None, ge=0)
-    """Sampling temperature of the evaluation; by default the run's (`rollout.sampling.temperature`)."""
-    top_p: float | None = Field(None, gt=0, le=1)
-    """As `rollout.sampling.top_p`, which it is by default."""
-    top_k: int | None = Field(None, ge=0)
-    """As `rollout.sampling.top_k`, which it is by default."""
-    min_p: float | None = Field(None, ge=0, le=1)
-    """As `rollout.sampling.min_p`, which it is by default."""
+    suites: tuple[SuiteConfig, ...] = ()
+    """More evaluations, each on a fixed set of tasks of its own (`agentrl/tasks/suites.py`)."""
 
-    def sampling(self, in_training: SamplingParams) -> SamplingParams:
-        """How the policy is sampled in the evaluation."""
-        own = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p")}
-        return in_training.model_copy(update={name: value for name, value in own.items() if value is not None})
+    @field_validator("suites")
+    @classmethod
+    def _each_has_a_name_of_its_own(cls, suites: tuple[SuiteConfig, ...]) -> tuple[SuiteConfig, ...]:
+        names = [suite.name for suite in suites]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"more than one suite is called {min(twice)!r}")
+        return suites
 
 
 class CheckpointConfig(Settings):
@@ -118,9 +116,10 @@ class CheckpointConfig(Settings):
     @field_validator("best")
     @classmethod
     def _is_measured_on_held_out_tasks(cls, name: str | None) -> str | None:
-        if name is not None and not re.fullmatch(r"eval/((agents|envs)/.+/)?(success|reward)", name):
+        if name is not None and not re.fullmatch(r"eval/((agents|envs)/.+/|[\w-]+/)?(success|reward|pass@\d+)", name):
             raise ValueError(
-                "write eval/success or eval/reward, or those of one agent or environment, as eval/agents/NAME/success"
+                "write eval/success or eval/reward, or those of a suite or an agent: eval/SUITE/success, "
+                "eval/agents/NAME/success"
             )
         return name
 
@@ -271,13 +270,49 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _what_is_best_is_measured(self) -> Self:
-        every, measured = self.checkpoint.every, self.evaluation.every
-        if self.checkpoint.best and not (self.evaluation.tasks and measured and measured % every == 0):
+        best, every = self.checkpoint.best, self.checkpoint.every
+        if not best:
+            return self
+        suites = {suite.name: suite for suite in self.evaluation.suites}
+        of = best.split("/")[1]
+        if of in suites:
+            section, measured, tasks = f"that of the suite {of}", suites[of].every, suites[of].tasks
+        elif best.count("/") == 2:
+            raise ValueError(f"checkpoint.best names the suite {of!r}; there is {', '.join(suites) or 'none'}")
+        else:
+            section, measured, tasks = "evaluation.every", self.evaluation.every, self.evaluation.tasks
+        if not (tasks and measured and measured % every == 0):
             raise ValueError(
                 f"checkpoint.best needs evaluations of steps that are saved: checkpoint.every ({every}) must divide "
-                f"evaluation.every ({measured}), and evaluation.tasks ({self.evaluation.tasks}) must be more than 0"
+                f"{section} ({measured}), and evaluation.tasks ({tasks}) must be more than 0"
             )
         return self
+
+    @model_validator(mode="after")
+    def _suites_have_an_environment(self) -> Self:
+        if self.env.mixture and (none := [suite.name for suite in self.evaluation.suites if suite.env is None]):
+            raise ValueError(
+                f"evaluation.suites: the run has several environments, so name that of {none[0]} in its env"
+            )
+        return self
+
+    @property
+    def envs(self) -> Mapping[str, OneEnv]:
+        """All environments by their names in the run: those that are trained on, and those of suites."""
+        suites = {suite.label: suite.env or self.env for suite in self.evaluation.suites}
+        return {**self.env.all, **suites}
+
+    def rewards_by_env(self) -> dict[str, RewardsConfig]:
+        """The rewards of environments that have their own."""
+        own = {one.called: one.reward for one in self.env.mixture}
+        own |= {suite.label: suite.reward for suite in self.evaluation.suites}
+        return {env: reward for env, reward in own.items() if reward is not None}
+
+    def own_limits(self, name: Literal["max_turns", "max_tokens"]) -> dict[str, int]:
+        """The environments that have their own `max_turns` or `max_tokens`, with it."""
+        own = {one.called: getattr(one, name) for one in self.env.mixture}
+        own |= {suite.label: getattr(suite, name) for suite in self.evaluation.suites}
+        return {env: limit for env, limit in own.items() if limit is not None}
 
     def to_yaml(self) -> str:
         """The resolved config as YAML; `agentrl train` reads it back as the same run."""
@@ -289,7 +324,8 @@ def brings_algorithm(recipe: Component) -> bool:
     return bool(getattr(recipe.settings, "own_algorithm", False))
 
 
-_MIXTURE = ("env", "mixture")
+_MIXTURE, _SUITES = _LISTS = (("env", "mixture"), ("evaluation", "suites"))
+"""Sections that are lists of sections, of which some are components."""
 _DEFAULT_NAMES = {
     "reward": "environment",
     "engine": "local",
@@ -305,6 +341,8 @@ def _is_named(path: tuple[str, ...]) -> bool:
     """Whether a name alone may stand for the section at `path`."""
     if len(path) == 1:
         return path[0] in _NAMED
+    if path[:2] == _SUITES:
+        return (len(path) == 4 and path[3] == "reward") or _is_part(path)
     if path[:2] == _MIXTURE:
         return len(path) == 3 or (len(path) == 4 and path[3] in ("tasks", "reward", "algorithm")) or _is_part(path)
     return path == ("rollout", "context") or path[:-1] == ("env", "agents") or _is_part(path)
@@ -314,7 +352,7 @@ def _as_listed(path: tuple[str, ...]) -> tuple[str, ...] | None:
     """The path under which the items of a list are kept by their numbers, if a list at `path` is of sections."""
     if path in (("env",), _MIXTURE):
         return _MIXTURE
-    return path if path == ("reward",) or (path[:2] == _MIXTURE and path[3:] == ("reward",)) else None
+    return path if path in (("reward",), _SUITES) or (path[:2] in _LISTS and path[3:] == ("reward",)) else None
 
 
 @dataclass(slots=True)
@@ -461,11 +499,12 @@ def validate_config(values: Mapping[str, Any], origins: Mapping[str, str] | None
         except ConfigError as error:
             problems.append(str(error))
             sections.pop(section, None)
-    try:
-        sections["env"] = _mixture(sections.get("env"), sections.get("algorithm"), origins)
-    except ConfigError as error:
-        problems.append(str(error))
-        del sections["env"]
+    for at in _LISTS:
+        try:
+            sections[at[0]] = _listed(sections.get(at[0], {}), at, sections.get("algorithm"), origins)
+        except ConfigError as error:
+            problems.append(str(error))
+            del sections[at[0]]
     if not problems:
         try:
             sections |= {helper: _helper(helper, sections, values, origins) for helper in HELPERS}
@@ -478,11 +517,11 @@ def validate_config(values: Mapping[str, Any], origins: Mapping[str, str] | None
         problems += [
             line
             for line, at in _explain(RunConfig, error, (), origins)
-            if at not in failed or at not in (*COMPONENTS, "reward", "env")
+            if at not in failed or at not in (*COMPONENTS, "reward", "env", "evaluation")
         ]
     if problems:
         raise ConfigError("\n".join(problems))
-    for env in config.env.all.values():
+    for env in config.envs.values():
         if not env.foreign:
             plugins.load("envs", env.name)
     for tracker in config.trackers:
@@ -552,28 +591,29 @@ def component_like(other: Component, section: str, kind: str, own: Mapping[str, 
     return _component(section, kind, {"name": other.name, **shared, **own}, {})
 
 
-def _mixture(raw: Any, algorithm: Component | None, origins: Mapping[str, str]) -> Any:
-    """The section `env` with the components of the environments in a mixture made."""
-    if not isinstance(raw, dict) or not isinstance(raw.get("mixture"), dict):
+def _listed(raw: Any, at: tuple[str, str], algorithm: Component | None, origins: Mapping[str, str]) -> Any:
+    """A section with a list of sections (`_LISTS`), with the components in them made."""
+    section, name = at
+    if not isinstance(raw, dict) or not isinstance(raw.get(name), dict):
         return raw
     entries, problems = [], []
-    for number, entry in raw["mixture"].items():
-        made, section = dict(entry), f"env.mixture.{number}"
+    for number, entry in raw[name].items():
+        made, path = dict(entry), f"{section}.{name}.{number}"
         try:
-            if entry.get("tasks") is not None:
-                made["tasks"] = _component(f"{section}.tasks", "task_sources", entry["tasks"], origins)
+            if isinstance(entry.get("tasks"), dict):
+                made["tasks"] = _component(f"{path}.tasks", "task_sources", entry["tasks"], origins)
             if entry.get("reward") is not None:
-                made["reward"] = _rewards(entry["reward"], origins, f"{section}.reward")
+                made["reward"] = _rewards(entry["reward"], origins, f"{path}.reward")
             if made.pop("algorithm", None) is not None and algorithm is not None:
                 shared = algorithm.settings.model_dump(exclude_unset=True)
                 settings = {"name": algorithm.name, **shared, **entry["algorithm"]}
-                made["algorithm"] = _component(f"{section}.algorithm", "algorithms", settings, origins)
+                made["algorithm"] = _component(f"{path}.algorithm", "algorithms", settings, origins)
         except ConfigError as error:
             problems.append(str(error))
         entries.append(made)
     if problems:
         raise ConfigError("\n".join(problems))
-    return {**raw, "mixture": entries}
+    return {**raw, name: entries}
 
 
 def _rewards(raw: Any, origins: Mapping[str, str], section: str = "reward") -> RewardsConfig:

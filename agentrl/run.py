@@ -20,6 +20,7 @@ runs/NAME/
   status.json        the current step and phase, since when, and the process id
   lock               held by the process that trains here, which it names
   tmp/               temporary files of the process that trains here, and of those that it has started
+  evaluations/       the result of each episode of each evaluation; `agentrl compare` reads them
   summary.json       success before and after, steps, seconds, largest staleness, fates
 """
 
@@ -27,6 +28,7 @@ import asyncio
 import json
 import logging
 import os
+import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import asdict
@@ -268,6 +270,18 @@ class Run:
         )
         self._warn({"step": step, **metrics})
 
+    def record_suite(self, step: int, name: str, metrics: Mapping[str, float]) -> None:
+        """Record the evaluation of the weights after `step` steps on a suite."""
+        self.metrics.append({"step": step, **metrics})
+        for tracker in self._trackers:
+            tracker.log(step, metrics)
+        own = {key.removeprefix(f"eval/{name}/"): value for key, value in metrics.items()}
+        passes = "".join(f", {key} {value:.1%}" for key, value in own.items() if re.fullmatch(r"pass@\d+", key))
+        self.display.say(
+            f"success on {name} after {step} steps: [bold]{own['success']:.1%}[/bold] of {own['tasks']:.0f} tasks "
+            f"(95 % interval {own['success_low']:.1%} to {own['success_high']:.1%}; {own['failed']:.0f} failed){passes}"
+        )
+
     def record_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record metrics without rollouts: of demonstrations, or of a step of another recipe."""
         self._warn({"step": step, **metrics})
@@ -329,9 +343,9 @@ class Run:
                     logger.warning("the state after %d steps cannot be saved", step, exc_info=True)
             raise
 
-    def evaluated(self, step: int) -> bool:
-        """Whether the weights after `step` steps have been evaluated already (by an earlier launch)."""
-        return any("eval/success" in row and row["step"] == step for row in self.metrics.rows())
+    def evaluated(self, step: int, suite: str | None = None) -> bool:
+        """Whether the weights after `step` steps have been evaluated already, on held-out tasks or on a suite."""
+        return step in self.metrics.values(f"eval/{suite}/success" if suite else "eval/success")
 
     async def finish(self) -> None:
         """Draw the curve and write `summary.json`, with the checksum of the weights in the newest checkpoint."""
@@ -345,6 +359,7 @@ class Run:
             "success_before_interval": _interval(before),
             "success_after": after.get("eval/success"),
             "success_after_interval": _interval(after),
+            "suites": {suite.name: _of_suite(rows, suite.name) for suite in self.config.evaluation.suites},
             "seconds": sum(row["seconds"] for row in trained),
             "max_staleness": self.config.rollout.max_staleness,
             "largest_staleness": max((row["staleness/max"] for row in trained), default=0),
@@ -365,6 +380,17 @@ class Run:
 def _interval(row: Mapping[str, float]) -> list[float] | None:
     """The 95 % interval of an evaluation's success."""
     return [row["eval/success_low"], row["eval/success_high"]] if "eval/success_low" in row else None
+
+
+def _of_suite(rows: Sequence[Mapping[str, Any]], name: str) -> dict[str, Mapping[str, float]]:
+    """The results of a suite before and after training, without the prefix of the metrics."""
+    prefix = f"eval/{name}/"
+    tested = [row for row in rows if f"{prefix}success" in row]
+    ends = {"before": tested[0], "after": tested[-1]} if tested else {}
+    return {
+        when: {key.removeprefix(prefix): value for key, value in row.items() if key.startswith(prefix)}
+        for when, row in ends.items()
+    }
 
 
 def check_model(config: RunConfig) -> None:

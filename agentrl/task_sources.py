@@ -59,9 +59,17 @@ def fingerprints(config: RunConfig) -> Mapping[str, str]:
     Raises:
         ConfigError: the data cannot be read, or is not fit for this run.
     """
-    return {
+    found = {
         split if not config.env.mixture else f"{split} of {name}": source.fingerprint
         for split in (("train", "held-out") if config.evaluation.tasks else ("train",))
         for name, source in sources_by_env(config, split).items()
         if isinstance(source, FiniteTasks)
     }
+    for suite in config.evaluation.suites:
+        try:
+            source = suite.source(config.envs[suite.label])
+        except ConfigError as error:
+            raise ConfigError(f"the suite {suite.name}: {error}") from error
+        if isinstance(source, FiniteTasks):
+            found[f"suite {suite.name}"] = source.fingerprint
+    return found

@@ -164,6 +164,11 @@ def wilson_interval(successes: int, episodes: int) -> tuple[float, float]:
     return max(0.0, min(low, rate)), min(1.0, max(high, rate))  # rounding must not leave out the rate itself
 
 
+def is_evaluation(row: Mapping[str, Any]) -> bool:
+    """Whether a row has the results of an evaluation of the weights after its number of steps."""
+    return any(name.startswith("eval/") for name in row)
+
+
 class MetricsFile:
     """`metrics.jsonl`: one JSON object per line, in order of steps. Every appended row is flushed to disk."""
 
@@ -208,5 +213,5 @@ class MetricsFile:
 
     def rewind(self, step: int) -> None:
         """Remove the rows of `step` and later, which will be repeated, except an evaluation at `step`."""
-        rows = [row for row in self.rows() if row["step"] < step or (row["step"] == step and "eval/success" in row)]
+        rows = [row for row in self.rows() if row["step"] < step or (row["step"] == step and is_evaluation(row))]
         write_whole(self._path, "".join(json.dumps(row) + "\n" for row in rows))

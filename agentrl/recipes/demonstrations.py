@@ -110,7 +110,7 @@ async def _played(
     scripted = ScriptedPolicy(player, renderer)
     async with env_host(config) as envs:
         limits = config.rollout.max_turns, config.rollout.deadlines.episode
-        runner = EnvEpisodeRunner(scripted, renderer, envs, *limits, own_max_turns=config.env.limits("max_turns"))
+        runner = EnvEpisodeRunner(scripted, renderer, envs, *limits, own_max_turns=config.own_limits("max_turns"))
         return await play_all(runner, tasks, config, scripted.turnstile)
 
 

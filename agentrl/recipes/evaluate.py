@@ -2,21 +2,26 @@
 
 import asyncio
 import math
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
 from statistics import fmean, stdev
 
 from agentrl.assembly import RolloutAssembly
 from agentrl.config import RunConfig
+from agentrl.errors import ConfigError
 from agentrl.flow import Flow, Turnstile, now, run_to_completion
+from agentrl.observe.intervals import mean_over_tasks, passes, share_over_tasks
 from agentrl.observe.metrics import by_agent, by_env, wilson_interval
+from agentrl.observe.reports import HELD_OUT, EpisodeResult, EvaluationReport
 from agentrl.observe.trajectories import write_trajectories
 from agentrl.rollout.episode import Episode, EpisodeRunner
 from agentrl.rollout.outage import Outages
 from agentrl.rollout.seeds import derive_seed
 from agentrl.run import Run
 from agentrl.task_sources import held_out_tasks
+from agentrl.tasks.suites import EvaluationSampling, SuiteConfig
 from agentrl.trajectory import Failed, Score, Task, Trajectory, succeeded
 
 
@@ -84,6 +89,39 @@ async def play_all(
     return [trajectory for episode in playing for trajectory in episode.result()]
 
 
+@dataclass(frozen=True, slots=True)
+class SuiteEvaluation:
+    """The episodes of a suite with their scores. Failed ones are counted and never averaged in."""
+
+    suite: SuiteConfig
+    scored: tuple[tuple[Trajectory, Score], ...]
+    failed: tuple[Trajectory, ...]
+
+    def metrics(self) -> dict[str, float]:
+        """Success, pass@k, reward and turns, as `eval/SUITE/...`, with intervals over tasks."""
+        by_task = defaultdict[str, list[bool]](list)
+        values = defaultdict[str, list[float]](list)
+        for trajectory, score in self.scored:
+            task = trajectory.task.id.rpartition("/")[0]
+            by_task[task].append(succeeded(trajectory, score))
+            values[task].append(score.value)
+        success = share_over_tasks([fmean(own) for own in by_task.values()])
+        reward = mean_over_tasks([fmean(own) for own in values.values()])
+        found = {"success": success, "reward": reward}
+        if self.suite.samples > 1:
+            found |= {f"pass@{k}": interval for k, interval in passes(by_task, self.suite.samples).items()}
+        turns = [len(trajectory.turns) for trajectory, _ in self.scored]
+        named = {
+            "turns": fmean(turns) if turns else math.nan,
+            "tasks": float(len(by_task)),
+            "episodes": float(len(self.scored)),
+            "failed": float(len(self.failed)),
+        }
+        for name, interval in found.items():
+            named |= {name: interval.value, f"{name}_low": interval.low, f"{name}_high": interval.high}
+        return {f"eval/{self.suite.name}/{name}": value for name, value in named.items()}
+
+
 async def evaluate(rollouts: RolloutAssembly, tasks: int | None = None) -> Evaluation:
     """Play the held-out tasks with the engine's current weights.
 
@@ -91,23 +129,79 @@ async def evaluate(rollouts: RolloutAssembly, tasks: int | None = None) -> Evalu
     """
     config = rollouts.config
     held_out = held_out_tasks(config, config.evaluation.tasks if tasks is None else tasks)
-    trajectories = await play_all(rollouts.evaluating(), held_out, config)
+    scored, failed = await _played(rollouts, config.evaluation, held_out)
+    return Evaluation(scored, failed, tuple(one.called for one in config.env.mixture))
+
+
+async def evaluate_suite(rollouts: RolloutAssembly, suite: SuiteConfig) -> SuiteEvaluation:
+    """Play the tasks of a suite with the engine's current weights, each as often as it says."""
+    tasks = await asyncio.to_thread(suite.episodes, rollouts.config.envs[suite.label])
+    return SuiteEvaluation(suite, *await _played(rollouts, suite, tasks))
+
+
+async def evaluate_all(
+    rollouts: RolloutAssembly, tasks: int | None, names: Collection[str]
+) -> dict[str, Evaluation | SuiteEvaluation]:
+    """The evaluations with these names, by default all: on held-out tasks (`tasks` of them), and on each suite.
+
+    Raises:
+        ConfigError: there is no such suite.
+    """
+    suites = {suite.name: suite for suite in rollouts.config.evaluation.suites}
+    if unknown := sorted(set(names) - {HELD_OUT, *suites}):
+        raise ConfigError(f"no suite {unknown[0]!r} in evaluation.suites; there is {', '.join([HELD_OUT, *suites])}")
+    found: dict[str, Evaluation | SuiteEvaluation] = {}
+    for name in names or ([HELD_OUT, *suites] if tasks != 0 else suites):
+        found[name] = await (evaluate(rollouts, tasks) if name == HELD_OUT else evaluate_suite(rollouts, suites[name]))
+    return found
+
+
+async def _played(
+    rollouts: RolloutAssembly, how: EvaluationSampling, tasks: Iterable[Task]
+) -> tuple[tuple[tuple[Trajectory, Score], ...], tuple[Trajectory, ...]]:
+    """(scored episodes, failed ones) of these tasks."""
+    trajectories = await play_all(rollouts.evaluating(how), tasks, rollouts.config)
     ended = [t for t in trajectories if not isinstance(t.status, Failed)]
     async with Flow("scoring") as flow:
         asked = [flow.start(rollouts.reward.score(trajectory), name=trajectory.id) for trajectory in ended]
     scores = [score.result() for score in asked]
     scored = [pair for pair in zip(ended, scores, strict=True) if not isinstance(pair[1].status, Failed)]
     kept = {(trajectory.id, trajectory.agent) for trajectory, _ in scored}
-    failed = tuple(trajectory for trajectory in trajectories if (trajectory.id, trajectory.agent) not in kept)
-    return Evaluation(tuple(scored), failed, tuple(one.called for one in config.env.mixture))
+    return tuple(scored), tuple(t for t in trajectories if (t.id, t.agent) not in kept)
 
 
-async def evaluate_run(run: Run, rollouts: RolloutAssembly, step: int) -> None:
-    """Evaluate the weights after `step` steps and record the result, unless that was done before."""
-    if run.config.evaluation.tasks == 0 or run.evaluated(step):
-        return
-    run.begin_phase(step, "evaluation")
-    evaluation = await evaluate(rollouts)
-    file = run.folder / "trajectories" / f"held_out_{step:06d}.parquet"
+async def evaluate_run(run: Run, rollouts: RolloutAssembly, step: int, *, due: bool = False) -> None:
+    """Evaluate the weights after `step` steps and record the results, unless that was done before.
+
+    `due`: only what `every` asks for at this step.
+    """
+    config = run.config.evaluation
+    if config.tasks and not (due and _not_due(config.every, step)) and not run.evaluated(step):
+        run.begin_phase(step, "evaluation")
+        evaluation = await evaluate(rollouts)
+        await _record(run, HELD_OUT, step, evaluation)
+        run.record_evaluation(step, evaluation.metrics())
+    for suite in config.suites:
+        if not (due and _not_due(suite.every, step)) and not run.evaluated(step, suite.name):
+            run.begin_phase(step, "evaluation")
+            of_suite = await evaluate_suite(rollouts, suite)
+            await _record(run, suite.name, step, of_suite)
+            run.record_suite(step, suite.name, of_suite.metrics())
+
+
+def _not_due(every: int, step: int) -> bool:
+    return not every or step % every != 0
+
+
+async def _record(run: Run, name: str, step: int, evaluation: Evaluation | SuiteEvaluation) -> None:
+    """Write the episodes of an evaluation, and its report."""
+    file = run.folder / "trajectories" / f"{name}_{step:06d}.parquet"
     await run_to_completion(asyncio.to_thread(write_trajectories, file, evaluation.scored))
-    run.record_evaluation(step, evaluation.metrics())
+    report_of(name, step, evaluation).write(run.folder / "evaluations")
+
+
+def report_of(name: str, step: int, evaluation: Evaluation | SuiteEvaluation) -> EvaluationReport:
+    """The report of an evaluation of the weights after `step` steps."""
+    sampled = isinstance(evaluation, SuiteEvaluation)
+    episodes = tuple(EpisodeResult.of(*pair, sampled) for pair in evaluation.scored)
+    return EvaluationReport(name, step, evaluation.metrics(), episodes)

@@ -141,8 +141,7 @@ async def iterative_dpo(run: Run, settings: IterativeDpoSettings) -> None:
                 lineage = iterations.lineage(iteration + 1, tasks, pairs=len(ranking.pairs), updates=updates)
                 await run.save_checkpoint(iteration + 1, _Trained(parts, ranking, lineage))
                 await asyncio.to_thread(iterations.add, iteration + 1)
-                if config.evaluation.every and (iteration + 1) % config.evaluation.every == 0:
-                    await evaluate_run(run, parts, iteration + 1)
+                await evaluate_run(run, parts, iteration + 1, due=True)
         await evaluate_run(run, parts, config.steps)
         await run.finish()
 

@@ -97,8 +97,7 @@ async def train(
                 await run.record_step(step, groups, metrics, clock.seconds)
                 if (step + 1) % config.checkpoint.every == 0 or step + 1 == config.steps:
                     await run.begin_checkpoint(step + 1, parts)
-                if config.evaluation.every and (step + 1) % config.evaluation.every == 0:
-                    await evaluate_run(run, parts, step + 1)
+                await evaluate_run(run, parts, step + 1, due=True)
         await evaluate_run(run, parts, config.steps)
         await run.finish()
 

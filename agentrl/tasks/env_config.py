@@ -129,11 +129,6 @@ class EnvConfig(OneEnv):
             raise ValueError(f"{given[0]} belongs to one environment: write it in the entries of env.mixture")
         return self
 
-    def limits(self, name: str) -> dict[str, int]:
-        """The environments of a mixture that have their own `max_turns` or `max_tokens`, with it."""
-        own = {one.called: getattr(one, name) for one in self.mixture}
-        return {env: limit for env, limit in own.items() if limit is not None}
-
     @property
     def all(self) -> Mapping[str, OneEnv]:
         """The environments of the run, by their names in it."""

@@ -1,0 +1,103 @@
+"""`SuiteConfig`: an evaluation suite, a fixed set of tasks that is played several times.
+
+evaluation:
+  suites:
+    - {name: hard, env: {name: sokoban, options: {level: 4}}, tasks: 200, every: 20}
+    - {name: gsm8k, env: qa, data: test.jsonl, reward: math, samples: 4}
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, field_validator
+
+from agentrl.plugins import NoSettings
+from agentrl.protocols import FiniteTasks, SamplingParams, Settings, TaskSource
+from agentrl.tasks.dataset import DatasetTasks
+from agentrl.tasks.env_config import OneEnv, RewardsField
+from agentrl.tasks.seeded import SeededTasks
+from agentrl.trajectory import Task
+
+
+class EvaluationSampling(Settings):
+    """How the policy is sampled in an evaluation; what is left out is as in training."""
+
+    temperature: float | None = Field(None, ge=0)
+    """Sampling temperature; by default the run's (`rollout.sampling.temperature`)."""
+    top_p: float | None = Field(None, gt=0, le=1)
+    """As `rollout.sampling.top_p`, which it is by default."""
+    top_k: int | None = Field(None, ge=0)
+    """As `rollout.sampling.top_k`, which it is by default."""
+    min_p: float | None = Field(None, ge=0, le=1)
+    """As `rollout.sampling.min_p`, which it is by default."""
+
+    def sampling(self, in_training: SamplingParams) -> SamplingParams:
+        """How the policy is sampled in the evaluation."""
+        own = {name: getattr(self, name) for name in EvaluationSampling.model_fields}
+        return in_training.model_copy(update={name: value for name, value in own.items() if value is not None})
+
+
+class SuiteConfig(EvaluationSampling):
+    """A fixed set of tasks to evaluate on: the same for every run, whatever its seed."""
+
+    name: str = Field(pattern=r"^[\w-]+$")
+    """Its name: results are the metrics `eval/NAME/...`."""
+    env: Annotated[OneEnv | None, BeforeValidator(lambda raw: {"name": raw} if isinstance(raw, str) else raw)] = None
+    """The environment with its options; by default the run's."""
+    data: str | None = None
+    """Rows of tasks, as `tasks.data`: all of them may be played. By default, tasks are held-out seeds."""
+    split: str = "test"
+    """Which split of `data`, if it is a folder or on the hub."""
+    subset: str | None = None
+    """As `tasks.subset`."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """As `tasks.columns`."""
+    tasks: int = Field(200, gt=0)
+    """How many tasks."""
+    samples: int = Field(1, gt=0)
+    """How often each is played; with more than one there are `pass@k` for k up to it."""
+    every: int = Field(0, ge=0)
+    """Also evaluate every so many steps; 0: only before and after."""
+    reward: RewardsField | None = None
+    """Its reward, by default the run's."""
+    max_turns: int | None = Field(None, gt=0)
+    """As `rollout.max_turns`, which it is by default."""
+    max_tokens: int | None = Field(None, gt=0)
+    """As `rollout.sampling.max_tokens`, which it is by default."""
+
+    @field_validator("name")
+    @classmethod
+    def _is_not_taken(cls, name: str) -> str:
+        if name in ("agents", "envs", "held_out"):
+            raise ValueError(f"{name} is the name of other metrics: choose another")
+        return name
+
+    @property
+    def label(self) -> str:
+        """The name of its environment among those of a run."""
+        return f"suite/{self.name}"
+
+    def episodes(self, env: OneEnv) -> list[Task]:
+        """Each task as often as it is played, in `env`. Their seeds belong to no training task of any run.
+
+        Raises:
+            ConfigError: the data cannot be read, or is not fit for the environment.
+        """
+        source = self.source(env)
+        count = min(self.tasks, len(source)) if isinstance(source, FiniteTasks) else self.tasks
+        tasks = [source.task(index) for index in range(count)]
+        return [
+            Task(self.label, task.seed, task.options, f"{self.name}-{task.id}/{sample}")
+            for task in tasks
+            for sample in range(self.samples)
+        ]
+
+    def source(self, env: OneEnv) -> TaskSource:
+        """Where the tasks come from."""
+        options: Mapping[str, Any] = env.options
+        if self.data is None:
+            return SeededTasks(NoSettings(), env.name, 0, "held-out", options)
+        settings = DatasetTasks.Config(
+            data=self.data, split=self.split, subset=self.subset, columns=self.columns, held_out=0.0
+        )
+        return DatasetTasks(settings, env.name, 0, "corpus", options)

@@ -1,0 +1,85 @@
+"""Evaluation suites in whole runs: fixed tasks, several samples, reports, and comparisons."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.config import load_config
+from agentrl.errors import ConfigError
+
+CONFIG = """
+env: {{name: guess_number, options: {{high: 4}}}}
+steps: 2
+rollout: {{groups_per_step: 2, group_size: 2, max_turns: 3, sampling: {{max_tokens: 4}}}}
+evaluation:
+  tasks: 2
+  suites:
+    - {{name: wide, tasks: 3, samples: 4, every: 1, env: {{name: guess_number, options: {{high: 90}}}}, max_turns: 1}}
+    - {{name: questions, env: qa, data: {data}, split: train, tasks: 9, reward: {{name: length, free: 1, limit: 9}}}}
+checkpoint: {{every: 1, keep: 1, best: eval/wide/success}}
+trackers: []
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{n}?", "answer": n}) + "\n" for n in range(5)))
+    path = tmp_path / "run.yaml"
+    path.write_text(CONFIG.format(data=data) + f"model: {tiny_model_dir}\nrun_dir: {tmp_path / 'run'}\n")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("override", "why"),
+    [
+        ("evaluation.suites.1.name=wide", "more than one suite is called 'wide'"),
+        ("evaluation.suites.1.name=envs", "envs is the name of other metrics"),
+        ("checkpoint.every=2", r"must divide that of the suite wide \(1\)"),
+        ("evaluation.suites.0.samlpes=3", "Did you mean 'samples'"),
+        ("evaluation.suites.1.reward=lenght", r"evaluation.suites.1.reward.name: no reward named 'lenght'"),
+        ("checkpoint.best=eval/wild/success", "names the suite 'wild'; there is wide, questions"),
+        ("checkpoint.best=eval/wide/turns", "write eval/success"),
+        ("env=[frozen_lake, {name: guess_number}]", ""),
+    ],
+)
+def test_a_wrong_suite_is_refused(path: Path, override: str, why: str) -> None:
+    if not why:
+        text = path.read_text().replace("env: {name: guess_number, options: {high: 4}}", "env: [frozen_lake, qa]", 1)
+        path.write_text(text.replace("env: qa, data", "data"))
+        override, why = "seed=0", "name that of questions in its env"
+    with pytest.raises(ConfigError, match=why):
+        load_config(path, [override])
+
+
+@pytest.mark.slow
+def test_suites_are_played_at_their_steps_saved_kept_and_compared(path: Path, agentrl: Any) -> None:
+    run = path.with_name("run")
+    done = agentrl("train", str(path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    wide = {row["step"]: row for row in rows if "eval/wide/success" in row}
+    assert list(wide) == [0, 1, 2]
+    assert [row["step"] for row in rows if "eval/questions/reward" in row] == [0, 2]
+    assert (wide[0]["eval/wide/tasks"], wide[0]["eval/wide/episodes"], wide[0]["eval/wide/turns"]) == (3, 12, 1)
+    assert {f"eval/wide/pass@{k}" for k in (1, 2, 4)} <= wide[0].keys()
+    last = next(row for row in rows if row["step"] == 2 and "eval/questions/reward" in row)
+    assert last["eval/questions/tasks"] == 5
+    assert json.loads((run / "summary.json").read_text())["suites"]["wide"]["after"]["tasks"] == 3
+    assert "wide: success" in done.stdout
+    reports = sorted(file.name for file in (run / "evaluations").iterdir())
+    assert reports == [f"held_out_{n:06d}.json" for n in (0, 2)] + [f"questions_{n:06d}.json" for n in (0, 2)] + [
+        f"wide_{n:06d}.json" for n in (0, 1, 2)
+    ]
+    done = agentrl("eval", str(run), "--suite", "wide", "--show", "0", "--report", str(path.with_name("again")))
+    assert done.returncode == 0, done.stdout + done.stderr
+    again = json.loads((path.with_name("again") / "wide_000002.json").read_text())
+    assert again == json.loads((run / "evaluations" / "wide_000002.json").read_text())
+    done = agentrl("eval", str(run), "--suite", "wild")
+    assert "no suite 'wild' in evaluation.suites; there is held_out, wide, questions" in done.stderr
+    done = agentrl("compare", str(run), str(path.with_name("again")))
+    assert done.returncode == 0, done.stderr
+    assert "+0.0% to +0.0%" in done.stdout
