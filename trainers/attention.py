@@ -6,9 +6,11 @@ block, for one call of torch's fused attention. Its causal order keeps the paddi
 the tokens. Layers with a sliding window, a soft cap or sinks are computed in pieces of a few hundred queries, which are
 computed again in the backward pass.
 
+If samples share a prefix, the sequence has its tokens once, and the segments of all of these samples take them.
+
 transformers calls `attend` in every attention layer of a model that was loaded with `attn_implementation=ATTENTION`.
-Dimension suffixes: S tokens of the sequence, H query heads, K key heads, D head size; R segments and L tokens of a
-block; Q queries of a piece, C columns that they see.
+Dimension suffixes: S tokens of the sequence, T of all segments, H query heads, K key heads, D head size;
+R segments and L tokens of a block; Q queries of a piece, C columns that they see.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +25,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
+from agentrl.trainers.prefixes import SharedPrefixes
+
 ATTENTION = "agentrl_segments"
 SIMILAR = 0.75
 """A segment joins a block if it has at least this share of the length of the block's longest one."""
@@ -35,10 +39,10 @@ FLASH_PRECISIONS = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Segments that are computed together: tokens `first` to `stop` of the sequence.
+    """Segments that are computed together: the tokens `first` to `stop` of all segments.
 
-    `padded_RL`: the token at each place of the block; padding repeats the first one. `kept_N`: the places that are
-    tokens, flat. Both are None for a single segment.
+    `padded_RL`: the token of the sequence at each place of the block; padding repeats the first one. `kept_N`: the
+    places that are tokens, flat. Both are None for a single segment, if its tokens lie together in the sequence.
     """
 
     first: int
@@ -49,18 +53,28 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """The blocks of a sequence, in its order; where each segment begins, and the last one ends (int32); the longest."""
+    """The blocks of a sequence, in its order; where each segment begins, and the last one ends (int32); the longest.
+
+    If tokens are in several segments, `places_T` is where the sequence has each token of the segments, and `computed_S`
+    where the segments have each token of the sequence.
+    """
 
     blocks: tuple[Block, ...]
     borders: Tensor
     longest: int
+    places_T: Tensor | None = None
+    computed_S: Tensor | None = None
 
     @staticmethod
-    def of(lengths: Sequence[int], device: torch.device) -> "Segments":
+    def of(lengths: Sequence[int], device: torch.device, shared: SharedPrefixes | None = None) -> "Segments":
         """The segments of these lengths, end to end. They make the fewest blocks if sorted by length."""
-        blocks = tuple(_block(first, run, device) for first, run in _runs(lengths))
+        places_T = None if shared is None else torch.from_numpy(shared.places_T).long()
+        blocks = tuple(_block(first, run, places_T, device) for first, run in _runs(lengths))
         borders = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
-        return Segments(blocks, borders, max(lengths))
+        if shared is None or places_T is None:
+            return Segments(blocks, borders, max(lengths))
+        computed_S = torch.from_numpy(shared.computed_S).long()
+        return Segments(blocks, borders, max(lengths), places_T.to(device), computed_S.to(device))
 
 
 def attend(
@@ -80,7 +94,7 @@ def attend(
     """transformers' attention interface: (1, H, S, D) in, (1, S, H, D) out."""
     flash = _flash(query) if softcap is None and s_aux is None else None
     if flash is not None:
-        return _at_once(flash, (query, key, value), segments, scaling, sliding_window)[None], None
+        return _once(segments, _at_once(flash, (query, key, value), segments, scaling, sliding_window)), None
     outputs = []
     for block in segments.blocks:
         query_RHLD, key_RKLD, value_RKLD = (_of_block(block, x) for x in (query, key, value))
@@ -99,10 +113,15 @@ def attend(
             out_RHLD = _in_pieces(query_RHLD, key_RKLD, value_RKLD, _Kind(scale, window, softcap), s_aux)
         out_NHD = out_RHLD.transpose(1, 2).flatten(0, 1)
         outputs.append(out_NHD if block.kept_N is None else out_NHD.index_select(0, block.kept_N))
-    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None], None
+    return _once(segments, outputs[0] if len(outputs) == 1 else torch.cat(outputs)), None
 
 
 AttentionInterface.register(ATTENTION, attend)
+
+
+def _once(segments: Segments, out_THD: Tensor) -> Tensor:
+    """(T, H, D) to (1, S, H, D): each token of the sequence once."""
+    return (out_THD if segments.computed_S is None else out_THD.index_select(0, segments.computed_S))[None]
 
 
 def _flash(query: Tensor) -> Callable[..., Any] | None:
@@ -137,22 +156,23 @@ def _at_once(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Attention of all segments in one call, (S, H, D). A window counts the token itself, and the kernel's does not."""
-    kind = _precision(inputs[0])
-    query_SHD, key_SKD, value_SKD = (x[0].transpose(0, 1).to(kind) for x in inputs)
-    out_SHD: Tensor = flash(
-        query_SHD,
-        key_SKD,
-        value_SKD,
+    """Attention of all segments in one call, (T, H, D). A window counts the token itself, and the kernel's does not."""
+    kind, places_T = _precision(inputs[0]), segments.places_T
+    by_token = [x[0].transpose(0, 1).to(kind) for x in inputs]
+    query_THD, key_TKD, value_TKD = by_token if places_T is None else [x.index_select(0, places_T) for x in by_token]
+    out_THD: Tensor = flash(
+        query_THD,
+        key_TKD,
+        value_TKD,
         segments.borders,
         segments.borders,
         segments.longest,
         segments.longest,
         scale=scaling,
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=query_SHD.shape[1] != key_SKD.shape[1],
+        enable_gqa=query_THD.shape[1] != key_TKD.shape[1],
     )
-    return out_SHD
+    return out_THD
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,15 +196,16 @@ def _runs(lengths: Sequence[int]) -> Iterator[tuple[int, Sequence[int]]]:
             start = end
 
 
-def _block(first: int, lengths: Sequence[int], device: torch.device) -> Block:
+def _block(first: int, lengths: Sequence[int], places_T: Tensor | None, device: torch.device) -> Block:
     stop = first + sum(lengths)
     if len(lengths) == 1:
-        return Block(first, stop, None, None)
+        return Block(first, stop, None if places_T is None else places_T[None, first:stop].to(device), None)
     lengths_R = torch.tensor(lengths)
     starts_R = first + lengths_R.cumsum(0) - lengths_R
     places_L = torch.arange(max(lengths))
     is_token_RL = places_L[None] < lengths_R[:, None]
     padded_RL = torch.where(is_token_RL, starts_R[:, None] + places_L[None], starts_R[:, None])
+    padded_RL = padded_RL if places_T is None else places_T[padded_RL]
     return Block(first, stop, padded_RL.to(device), is_token_RL.flatten().nonzero()[:, 0].to(device))
 
 
@@ -193,8 +214,9 @@ def _of_block(block: Block, packed: Tensor) -> Tensor:
     if block.padded_RL is None:
         return packed[:, :, block.first : block.stop]
     _, heads, _, size = packed.shape
-    taken_HND = packed[0].index_select(1, block.padded_RL.flatten())
-    return taken_HND.reshape(heads, *block.padded_RL.shape, size).transpose(0, 1)
+    # Of a model's queries and keys, all heads of a token lie together in memory.
+    taken_NHD = packed[0].transpose(0, 1).index_select(0, block.padded_RL.flatten())
+    return taken_NHD.reshape(*block.padded_RL.shape, heads, size).transpose(1, 2)
 
 
 def _in_pieces(query_RHLD: Tensor, key_RKLD: Tensor, value_RKLD: Tensor, kind: _Kind, s_aux: Tensor | None) -> Tensor:

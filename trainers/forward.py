@@ -1,6 +1,7 @@
 """Runs packed samples through a Hugging Face model, for the logprobs or the values of the loss tokens only.
 
-Dimension suffixes: S tokens of the micro-batch, end to end; N loss tokens among these.
+Dimension suffixes: S tokens of the micro-batch, end to end; N loss tokens among these; T tokens of its samples, of
+which several may be the same one of S; P tokens before loss tokens.
 """
 
 from collections.abc import Iterator
@@ -21,12 +22,12 @@ from agentrl.trainers.packing import MicroBatch
 
 @dataclass(frozen=True, slots=True)
 class DeviceMicroBatch:
-    """The samples of a micro-batch as tensors on the device, end to end in one sequence.
+    """The samples of a micro-batch as tensors on the device, end to end in one sequence, with shared prefixes once.
 
     `positions_S` restart at 0 with each sample, and attention stays inside of it (`segments`). `predictors_N`: for each
     loss token, the place of the token before it. `samples_N`: the number of its sample in the batch.
     `support_NS`: for each loss token, the ids that it was sampled from, filled up with -1. A row of -1 is the whole
-    vocabulary; `None` means that for all.
+    vocabulary; `None` means that for all. `needed_P`: the tokens whose last hidden states are used; `None` for all.
     """
 
     tokens_S: Tensor
@@ -40,6 +41,7 @@ class DeviceMicroBatch:
     samples_N: Tensor
     weights_N: Tensor
     support_NS: Tensor | None
+    needed_P: Tensor | None = None
 
 
 def to_device(micro_batch: MicroBatch, device: torch.device) -> DeviceMicroBatch:
@@ -49,13 +51,16 @@ def to_device(micro_batch: MicroBatch, device: torch.device) -> DeviceMicroBatch
         wide = array.astype(np.int64 if array.dtype == np.int32 else array.dtype)  # a copy; torch indexes with int64
         return torch.from_numpy(wide).to(device, non_blocking=True)
 
-    samples, lengths_M = micro_batch.samples, micro_batch.samples.lengths_M
+    samples, lengths_M, shared = micro_batch.samples, micro_batch.samples.lengths_M, micro_batch.shared
     starts_M = np.cumsum(lengths_M) - lengths_M
+    positions_T = np.arange(len(samples.tokens_S)) - np.repeat(starts_M, lengths_M)
+    before_N = samples.loss_mask_S.nonzero()[0] - 1
+    predictors_N = before_N if shared is None else shared.places_T[before_N]
     return DeviceMicroBatch(
-        tokens_S=move(samples.tokens_S),
-        positions_S=move(np.arange(len(samples.tokens_S)) - np.repeat(starts_M, lengths_M)),
-        segments=Segments.of(lengths_M.tolist(), device),
-        predictors_N=move(samples.loss_mask_S.nonzero()[0] - 1),
+        tokens_S=move(samples.tokens_S if shared is None else samples.tokens_S[shared.computed_S]),
+        positions_S=move(positions_T if shared is None else positions_T[shared.computed_S]),
+        segments=Segments.of(lengths_M.tolist(), device, shared),
+        predictors_N=move(predictors_N),
         targets_N=move(samples.tokens_S[samples.loss_mask_S]),
         rollout_logprobs_N=move(samples.rollout_logprobs_N),
         reference_logprobs_N=move(samples.reference_logprobs_N),
@@ -63,6 +68,7 @@ def to_device(micro_batch: MicroBatch, device: torch.device) -> DeviceMicroBatch
         samples_N=move(np.repeat(micro_batch.numbers_M, samples.loss_tokens_M)),
         weights_N=move(samples.weights_N),
         support_NS=move(samples.support_N.padded(-1)) if len(samples.support_N.values) else None,
+        needed_P=move(np.unique(predictors_N)),
     )
 
 
@@ -111,6 +117,7 @@ def _before(model: Any, samples: DeviceMicroBatch) -> Tensor:
         position_ids=samples.positions_S[None],
         use_cache=False,
         segments=samples.segments,
+        needed_P=samples.needed_P,
     ).last_hidden_state
     return hidden_1SH[0].index_select(0, samples.predictors_N)
 

@@ -118,7 +118,7 @@ class GroupTrainer:
         """One pass over the batch, in `minibatches` optimizer steps.
 
         Metrics: `loss` (summed token losses / normalizer), `grad_norm` (before clipping, largest of the minibatches),
-        `lr`, `loss_tokens`, `tokens`,
+        `lr`, `loss_tokens`, `tokens`, `tokens_computed` (a prefix that samples share counts once),
         `logprob_gap_mean` and `logprob_gap_max` (|engine's - trainer's logprob|, in nats), the seconds of each phase
         and the means of the loss's own metrics.
 
@@ -247,9 +247,11 @@ class GroupTrainer:
         args = (loss, normalizer, batch.num_loss_tokens)
         metrics = await ranks.scatter("step", [(shard, *args) for shard in shards])
         self._made = batch, shards
+        counted = [one for shard in shards for part in shard for one in part if one.counts]
         return {
             **metrics[0],
-            "tokens": float(sum(one.tokens for shard in shards for part in shard for one in part if one.counts)),
+            "tokens": float(sum(one.tokens for one in counted)),
+            "tokens_computed": float(sum(one.computed_tokens for one in counted)),
         }
 
     async def _ask(self, call: Callable[[WorkerGroup], Awaitable[T]], tokens: int = 0) -> T:

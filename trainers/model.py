@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.errors import ConfigError
+from agentrl.last_layer import compute_only_needed
 from agentrl.model_source import here
 from agentrl.trainers.attention import ATTENTION
 from agentrl.trainers.checkpoint import quiet
@@ -122,6 +123,7 @@ def make_model(spec: TrainerSpec, *, autocast: bool = False) -> tuple[Predictor,
         )
     model.eval()
     check_attention(model)
+    compute_only_needed(model)
     stored, before = stored_tensors(model), state_by_name(model)
     others = {
         name: [other for other, tied in model.state_dict(keep_vars=True).items() if tied is tensor and other != name]

@@ -11,29 +11,37 @@ import numpy as np
 
 from agentrl.arrays import IntArray
 from agentrl.batch import TrainBatch
+from agentrl.trainers.prefixes import SharedPrefixes, families, find_shared
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """Samples that one rank computes at once, end to end in one sequence, without padding; the longest come first.
 
-    `numbers_M`: the numbers of the samples in the packed batch. If `counts` is false, the micro-batch is computed with
-    a weight of zero: it keeps a rank that has no work left in step with the others.
+    `numbers_M`: the numbers of the samples in the packed batch. `shared`: the prefixes that are computed once; None if
+    every token is computed. If `counts` is false, the micro-batch is computed with a weight of zero: it keeps a rank
+    that has no work left in step with the others.
     """
 
     samples: TrainBatch
     numbers_M: IntArray
+    shared: SharedPrefixes | None = None
     counts: bool = True
 
     @property
     def tokens(self) -> int:
-        """Tokens that go through the model."""
+        """Tokens of the samples."""
         return len(self.samples.tokens_S)
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens that go through the model."""
+        return self.tokens if self.shared is None else len(self.shared.computed_S)
 
     def cost(self, attention: float) -> float:
         """The work, in tokens of a model without attention. `attention`: the share that each token before adds."""
         lengths_M = self.samples.lengths_M.astype(np.float64)
-        return float(lengths_M.sum() + attention / 2 * np.square(lengths_M).sum())
+        return float(self.computed_tokens + attention / 2 * np.square(lengths_M).sum())
 
 
 def pack(lengths: Sequence[int], tokens: int) -> list[list[int]]:
@@ -63,16 +71,22 @@ def pack(lengths: Sequence[int], tokens: int) -> list[list[int]]:
 
 
 def micro_batches(batch: TrainBatch, tokens: int, *, parts: int = 1) -> list[MicroBatch]:
-    """Pack a batch into micro-batches of at most `tokens` tokens, or of a single sample.
+    """Pack a batch into micro-batches of at most `tokens` tokens that go through the model, or of a single sample.
 
-    For several `parts`, micro-batches are small enough for each part to get its share.
+    Samples that share a prefix go into the same micro-batch, where it is computed once; its repetitions count as a part
+    of their tokens (`REPEATED`). For several `parts`, micro-batches are small enough for each part to get its share.
 
     Raises:
         ValueError: `tokens` is below 1.
     """
-    lengths = batch.lengths_M.tolist()
-    sequences = pack(lengths, min(tokens, -(-sum(lengths) // parts)))
-    numbers_R = [np.asarray(sequence, np.int32) for sequence in sequences]
+    rows = np.split(batch.tokens_S, np.cumsum(batch.lengths_M)[:-1])
+    found, sizes, limit = families(rows, tokens, parts=parts)
+    sequences = [[number for one in packed for number in found[one]] for packed in pack(sizes, limit)]
+    for sequence in sequences:
+        sequence.sort(key=lambda number: (-len(rows[number]), number))
     ordered = batch.ordered([number for sequence in sequences for number in sequence])
     parts_R = ordered.split([len(sequence) for sequence in sequences])
-    return [MicroBatch(*one) for one in zip(parts_R, numbers_R, strict=True)]
+    return [
+        MicroBatch(part, np.asarray(sequence, np.int32), find_shared([rows[number] for number in sequence]))
+        for part, sequence in zip(parts_R, sequences, strict=True)
+    ]

@@ -1,8 +1,8 @@
 """One rank of a trainer, as a worker. Its steps are the same for every sharding.
 
-A step first computes the old logprobs of all minibatches but the first, whose new logprobs are also the old ones. Then,
-for each minibatch, it accumulates micro-batches into the gradient of sum(token losses) / normalizer over all ranks, and
-updates the weights once.
+A step first computes the old logprobs of all minibatches but the first, whose new logprobs are also the old ones (with
+`old_logprobs=engine` it takes the engine's instead). Then, for each minibatch, it accumulates micro-batches into the
+gradient of sum(token losses) / normalizer over all ranks, and updates the weights once.
 """
 
 import asyncio
@@ -88,8 +88,9 @@ class TrainerRank:
             [None for _ in shard[0]],
             *(self._old_logprobs(micro_batches, tally) for micro_batches in shard[1:]),
         ]
-        for micro_batches, old in zip(shard, olds, strict=True):
+        for number, (micro_batches, old) in enumerate(zip(shard, olds, strict=True)):
             # Each minibatch is divided by the same share of the normalizer, so a token weighs the same in each.
+            tally.before_updates = number == 0
             self._accumulate(micro_batches, old, loss, normalizer / len(shard), tally)
             self._update(lr, tally)
         self._steps_done += 1
@@ -165,11 +166,17 @@ class TrainerRank:
         on_gpu = self.sharding.device.type == "cuda"
         return asyncio.run(free_on_gpus() if on_gpu else free_on_cpu())
 
+    @property
+    def _engine_is_old(self) -> bool:
+        return self._spec.config.old_logprobs == "engine"
+
     def _predicted(self, micro_batch: MicroBatch) -> Tensor:
         return self.sharding.predict(to_device(micro_batch, self.sharding.device))
 
     def _old_logprobs(self, micro_batches: Sequence[MicroBatch], tally: "_Tally") -> list[Tensor | None]:
-        """The trainer's logprobs before the first update on this batch."""
+        """The trainer's logprobs before the first update on this batch; None where the engine's stand for them."""
+        if self._engine_is_old:
+            return [None for _ in micro_batches]
         with tally.phase("old_logprobs"), torch.no_grad():
             return [self._predicted(micro_batch) for micro_batch in micro_batches]
 
@@ -191,7 +198,7 @@ class TrainerRank:
                 logprobs_N, entropies_N = predicted if exact else (predicted, None)
                 before_N = logprobs_N.detach() if old_N is None else old_N
                 tokens = LossTokens(
-                    before_N,
+                    samples.rollout_logprobs_N if self._engine_is_old else before_N,
                     samples.rollout_logprobs_N,
                     samples.reference_logprobs_N,
                     samples.advantages_N,
@@ -203,9 +210,11 @@ class TrainerRank:
                 part = (output.loss_N * samples.weights_N).sum() / normalizer * weight
                 # The factor is 1. For a loss that is not finite it is NaN, and no update applies such a gradient.
                 self.sharding.backward(part * (1 + 0 * part.detach()), last=i == len(micro_batches) - 1)
-                tally.add(part.detach(), output.metrics, (before_N - samples.rollout_logprobs_N).abs(), weight)
+                tally.add(part.detach(), output.metrics, weight)
+                if old_N is not None or tally.before_updates:
+                    tally.compare((before_N - samples.rollout_logprobs_N).abs(), weight)
                 known_N = torch.full_like(before_N, torch.nan) if entropies_N is None else entropies_N.detach()
-                tally.logprobs.append(torch.stack([before_N, logprobs_N.detach(), known_N]))
+                tally.logprobs.append(torch.stack([tokens.old_logprobs_N, logprobs_N.detach(), known_N]))
 
     def _update(self, lr: float, tally: "_Tally") -> None:
         with tally.phase("optimizer"):
@@ -220,21 +229,27 @@ class TrainerRank:
             tally.updated(loss, grad_norm)
 
     def _means(self, tally: "_Tally", loss_tokens: int) -> dict[str, float]:
-        """The mean of each metric over the loss tokens of all ranks."""
+        """The mean of each metric over the loss tokens of all ranks, and of the gap over those that were compared."""
         names = sorted(tally.sums)
-        sums = self.sharding.sum(torch.stack([tally.sums[name] for name in names]))
-        return {name: float(total) / loss_tokens for name, total in zip(names, sums, strict=True)}
+        sums = [tally.sums[name] for name in names]
+        *totals, gap, compared = self.sharding.sum(torch.stack([*sums, tally.gap, tally.compared])).tolist()
+        means = {name: total / loss_tokens for name, total in zip(names, totals, strict=True)}
+        return {**means, "logprob_gap_mean": gap / compared}
 
 
 @dataclass(slots=True)
 class _Tally:
     """Sums of a step. `part` and `part_gap` are of this rank and the current minibatch, on the device.
 
+    `gap`: the sum of |engine's - trainer's logprob| of the tokens that were `compared`, before any update.
     `logprobs`: of each micro-batch, the old and the new ones, and the entropies, shape (3, N).
     """
 
     part: Tensor = field(default_factory=lambda: torch.zeros(()))
     part_gap: Tensor = field(default_factory=lambda: torch.zeros(()))
+    gap: Tensor = field(default_factory=lambda: torch.zeros(()))
+    compared: Tensor = field(default_factory=lambda: torch.zeros(()))
+    before_updates: bool = True
     sums: dict[str, Tensor] = field(default_factory=dict)
     loss: float = 0.0
     gap_max: float = 0.0
@@ -242,12 +257,17 @@ class _Tally:
     seconds: dict[str, float] = field(default_factory=dict)
     logprobs: list[Tensor] = field(default_factory=list)
 
-    def add(self, part: Tensor, metrics: Mapping[str, Tensor], gap_N: Tensor, weight: float) -> None:
+    def add(self, part: Tensor, metrics: Mapping[str, Tensor], weight: float) -> None:
         """Count one micro-batch."""
         self.part = part + self.part.to(part.device)
-        self.part_gap = torch.maximum(gap_N.max() * weight, self.part_gap.to(gap_N.device))
-        for name, values_N in {**metrics, "logprob_gap_mean": gap_N}.items():
+        for name, values_N in metrics.items():
             self.sums[name] = values_N.detach().sum() * weight + self.sums.get(name, 0.0)
+
+    def compare(self, gap_N: Tensor, weight: float) -> None:
+        """Count the differences between the engine's and the trainer's logprobs of a micro-batch."""
+        self.part_gap = torch.maximum(gap_N.max() * weight, self.part_gap.to(gap_N.device))
+        self.gap = gap_N.sum() * weight + self.gap.to(gap_N.device)
+        self.compared = gap_N.new_tensor(len(gap_N) * weight) + self.compared.to(gap_N.device)
 
     def updated(self, loss: float, grad_norm: float) -> None:
         """Record that a minibatch has been trained on."""

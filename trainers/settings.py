@@ -62,11 +62,17 @@ class TrainerSettings(Settings):
 
     micro_batch_tokens: Annotated[int, Field(ge=2)] | None = None
     """Tokens that go through the model at once, as samples end to end; attention never crosses from one to another. A
-    longer sample goes alone. Changes memory and speed, not the result. By default as many as the longest context of the
-    engine, at most 16,384."""
+    prefix that samples share is computed once, and its repetitions count an eighth. A longer sample goes alone. Changes
+    memory and speed, not the result. By default as many as the longest context of the engine, at most 16,384."""
 
     minibatches: Annotated[int, Field(ge=1)] = 1
     """Optimizer steps per batch, each on its own part of the samples."""
+
+    old_logprobs: Literal["trainer", "engine"] = "trainer"
+    """The old logprobs of the loss, where there are several minibatches: the trainer's own before its first update,
+    which takes a forward pass over all minibatches but the first; or the engine's, which need none. These are the same
+    numbers if the engine has the trainer's weights and precision; otherwise the ratio is to what was sampled from, and
+    there is no importance weight between the two."""
 
     activation_checkpointing: Recompute | None = None
     """Activations that are computed again in the backward pass instead of kept: `none`; all of a layer except its

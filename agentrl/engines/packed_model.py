@@ -22,6 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from agentrl.arrays import FloatArray, IntArray, floats, ints
 from agentrl.engines.sampling import Sampler, Truncation, noise_keys
 from agentrl.errors import ConfigError, EngineError
+from agentrl.last_layer import compute_only_needed
 from agentrl.protocols import SamplingParams, ScoreRequest
 from agentrl.weights.bundle import shapes_of
 from agentrl.weights.names import WeightNames
@@ -339,6 +340,7 @@ class PackedModel:
             position_ids=plan.positions_N[None],
             use_cache=False,
             logits_to_keep=kept_R,
+            needed_P=kept_R,
             plan=plan,
         ).logits
         return logits[0]
@@ -472,6 +474,7 @@ def _load(folder: Path, dtype: torch.dtype, device: torch.device, trust_remote_c
             attn_implementation=_ATTENTION,
             trust_remote_code=trust_remote_code,
         )
+    compute_only_needed(model)
     return model.to(device).eval()
 
 

@@ -67,7 +67,7 @@ async def imitate(run: Run, demonstrations: DemonstrationsConfig, base: Path, in
     losses: list[float] = []
     async with (
         open_cluster(config) as placed,
-        make_trainer(placed, base, steps=len(batches), lr=demonstrations.lr) as trainer,
+        make_trainer(placed, base, steps=len(batches), lr=demonstrations.lr, old_logprobs="engine") as trainer,
     ):
         for number, played in enumerate(batches, 1):
             batch = collate(sample for trajectory in played for sample in to_samples(trajectory, 1.0))

@@ -229,7 +229,8 @@ async def check_refuses_non_finite(make_trainer: MakeTrainer, model: Path, case:
 def random_samples(vocab_size: int, *, seed: int, count: int = 8) -> list[TrainingSample]:
     """Samples of several turns with uneven lengths, advantages of both signs, and logprobs near a random model's.
 
-    In every third sample, most tokens were sampled from a few ids (`TrainingSample.support`).
+    In every third sample, most tokens were sampled from a few ids (`TrainingSample.support`). Every third begins as the
+    sample before it, as the members of a group do.
     """
     rng, truncating = np.random.default_rng(seed), np.random.default_rng((seed, 1))
     samples = []
@@ -239,6 +240,9 @@ def random_samples(vocab_size: int, *, seed: int, count: int = 8) -> list[Traini
         advantage = float(rng.normal())
         logprobs = rng.normal(-np.log(vocab_size), 0.3, length)
         tokens = ints(rng.integers(0, vocab_size, length))
+        if number % 3 == 1:
+            begun = samples[-1].token_ids[: 2 * length // 3]
+            tokens = ints([*begun, *tokens[len(begun) :]])
         support = _random_support(tokens, mask_T, vocab_size, truncating) if number % 3 == 2 else None
         if support is not None:
             logprobs = np.where(support.lengths > 0, -np.log(np.maximum(support.lengths, 1)), logprobs)

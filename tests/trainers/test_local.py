@@ -192,6 +192,24 @@ def test_logprobs_of_the_engine_that_equal_the_trainers_have_no_gap(shallow_mode
     asyncio.run(main())
 
 
+def test_the_engines_logprobs_stand_for_the_trainers_old_ones_without_a_pass(shallow_model_dir: Path) -> None:
+    async def main() -> None:
+        (batch,) = random_batches(shallow_model_dir, 1)
+        case, found = TrainerCase(minibatches=3), []
+        async with make_trainer(shallow_model_dir, case) as trainer:
+            batch = replace(batch, rollout_logprobs_N=await trainer.predict(batch))
+        for old in ("trainer", "engine"):
+            config = LocalTrainer.Config(**case.settings, device="cpu", old_logprobs=old)
+            async with LocalTrainer(config, shallow_model_dir, total_steps=1, temperature=case.temperature) as trainer:
+                metrics = await trainer.step(batch, LOSS, 10.0)
+                found.append({name: weight.clone() for name, weight in (await trainer.weights()).items()})
+            assert ("seconds_old_logprobs" in metrics) == (old == "trainer")
+            assert metrics["logprob_gap_mean"] <= metrics["logprob_gap_max"] < 1e-5
+        assert all(torch.allclose(one, found[1][name], rtol=0, atol=1e-6) for name, one in found[0].items())
+
+    asyncio.run(main())
+
+
 def test_the_event_loop_goes_on_during_a_step(shallow_model_dir: Path, batches: list[TrainBatch]) -> None:
     def slow(logprobs_N: torch.Tensor, tokens: LossTokens) -> LossOutput:
         time.sleep(0.05)

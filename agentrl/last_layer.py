@@ -1,0 +1,68 @@
+"""The last layer's feed-forward part, computed only for the tokens whose hidden states are used.
+
+A loss needs the last hidden states before its loss tokens, which are few among the tokens of a conversation, and an
+engine needs that of the last token of each prompt. Attention mixes tokens, so all of them go through the layers before.
+After the last attention nothing mixes them any more. What is left out has no influence on the logprobs, so these and
+the gradients are the same.
+
+Dimension suffixes: S tokens of the sequence, P needed ones, H hidden size.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+FEW = 0.75
+"""It is worth leaving tokens out if at most this share of them is needed."""
+
+
+def compute_only_needed(model: Any) -> None:
+    """Let the last layer's `mlp` compute the tokens `needed_P` only, if the layer has such a module.
+
+    `needed_P` is a keyword argument of the model's call; without it all tokens are computed. For the tokens that are
+    left out, the output of the module is 0.
+    """
+    layers: Any = getattr(model.base_model, "layers", None)
+    last = layers[-1] if layers else None
+    mlp = getattr(last, "mlp", None)
+    if last is not None and isinstance(mlp, nn.Module):
+        hooks = _Hooks()
+        last.register_forward_pre_hook(hooks.before_layer, with_kwargs=True)
+        mlp.register_forward_pre_hook(hooks.before_mlp)
+        mlp.register_forward_hook(hooks.after_mlp)
+
+
+class _Hooks:
+    """What the calls of a layer and its `mlp` know of each other."""
+
+    def __init__(self) -> None:
+        self._needed_P: Tensor | None = None
+        self._tokens = 0
+
+    def before_layer(self, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Runs again where a checkpointed layer is computed again."""
+        self._needed_P = kwargs.get("needed_P")
+
+    def before_mlp(self, mlp: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        """(1, S, H) to (1, P, H)."""
+        (hidden_1SH,) = args
+        self._tokens = hidden_1SH.shape[1]
+        if self._needed_P is not None and not 0 < len(self._needed_P) <= FEW * self._tokens:
+            self._needed_P = None
+        return None if self._needed_P is None else (hidden_1SH.index_select(1, self._needed_P),)
+
+    def after_mlp(self, mlp: nn.Module, args: tuple[Tensor, ...], output: Any) -> Any:
+        """(1, P, H) to (1, S, H). Some models return more than hidden states, which is of no use here."""
+        if self._needed_P is None:
+            return None
+        if isinstance(output, tuple):
+            return (self._spread(output[0]), *output[1:])
+        return self._spread(output)
+
+    def _spread(self, hidden_1PH: Tensor) -> Tensor:
+        assert self._needed_P is not None
+        hidden_1PH = hidden_1PH.reshape(1, len(self._needed_P), -1)
+        empty_1SH = torch.zeros(1, self._tokens, hidden_1PH.shape[2], dtype=hidden_1PH.dtype, device=hidden_1PH.device)
+        return empty_1SH.index_copy(1, self._needed_P, hidden_1PH)

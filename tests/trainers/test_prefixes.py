@@ -1,0 +1,110 @@
+"""Prefixes that samples share go through the model once, and change no logprob and no gradient."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.arrays import IntArray, ints
+from agentrl.batch import TrainingSample, collate
+from agentrl.last_layer import compute_only_needed
+from agentrl.trainers.forward import compute_logprobs_in, scaling_of, to_device, token_logprobs
+from agentrl.trainers.packing import MicroBatch, micro_batches
+from agentrl.trainers.prefixes import families, find_shared
+from tests.trainers.test_attention import FAMILIES, TEMPERATURE, alone, models
+
+CPU = torch.device("cpu")
+branching = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=12), min_size=1, max_size=12)
+
+
+def rows_of(listed: list[list[int]]) -> list[IntArray]:
+    return [ints(row) for row in listed]
+
+
+@given(branching)
+def test_two_tokens_are_the_same_one_if_and_only_if_all_tokens_up_to_them_are_equal(listed):
+    paths = [tuple(row[: end + 1]) for row in listed for end in range(len(row))]
+    shared = find_shared(rows_of(listed))
+    if shared is None:
+        assert len(set(paths)) == len(paths)
+        return
+    assert len(shared.computed_S) == len(set(paths)) < len(paths)
+    computed = [paths[place] for place in shared.computed_S]
+    assert [computed[place] for place in shared.places_T] == paths
+
+
+@given(branching, st.integers(1, 40), st.integers(1, 3))
+def test_families_hold_each_row_once_and_count_as_no_more_than_the_limit(listed, tokens, parts):
+    found, sizes, limit = families(rows_of(listed), tokens, parts=parts)
+    assert sorted(number for family in found for number in family) == list(range(len(listed)))
+    assert limit <= tokens
+    assert all(size <= limit or len(family) == 1 for family, size in zip(found, sizes, strict=True))
+
+
+def group(prompts: int, members: int, *, prompt: int = 40, answer: int = 12, seed: int = 0) -> list[TrainingSample]:
+    """Groups that share instructions, with a prompt for each group and an answer for each member; half of it is loss.
+
+    The last member of a group says what the first one says.
+    """
+    rng, samples = np.random.default_rng(seed), []
+    instructions = rng.integers(0, 60, 10)
+    for _ in range(prompts):
+        question = rng.integers(0, 60, prompt - 10)
+        answers = [rng.integers(0, 60, int(rng.integers(2, answer))) for _ in range(members - 1)]
+        for said in [*answers, answers[0]]:
+            ids = np.concatenate([instructions, question, said])
+            loss = np.arange(len(ids)) >= len(ids) - len(said) // 2 - 1
+            zeros = np.zeros(len(ids))
+            samples.append(TrainingSample(ids, loss, zeros, zeros, np.where(loss, 0, -1), zeros))
+    return samples
+
+
+def logprobs_of(model: Any, batch: MicroBatch) -> torch.Tensor:
+    compute_logprobs_in(model.get_output_embeddings(), scaling_of(model, TEMPERATURE))
+    compute_only_needed(model)
+    return token_logprobs(model, to_device(batch, CPU))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_samples_that_share_prefixes_have_the_logprobs_and_gradients_that_each_has_alone(family, checkpointed):
+    plain, shared = models(family)
+    if checkpointed:
+        shared.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        shared.train()
+    (batch,) = micro_batches(collate(group(2, 4)), 10**6)
+    assert batch.computed_tokens < 0.4 * batch.tokens
+    wanted_N, found_N = alone(plain, batch), logprobs_of(shared, batch)
+    assert torch.allclose(found_N, wanted_N, atol=1e-5)
+    directions_N = torch.from_numpy(np.random.default_rng(1).normal(size=len(wanted_N)))
+    for logprobs_N in (wanted_N, found_N):
+        (logprobs_N * directions_N).sum().backward()
+    for (name, one), other in zip(plain.named_parameters(), shared.parameters(), strict=True):
+        if one.grad is not None:
+            assert torch.allclose(one.grad, other.grad, atol=1e-5 * max(1.0, float(one.grad.abs().max()))), name
+
+
+def test_the_last_layer_computes_only_tokens_before_loss_tokens():
+    _, model = models("Qwen3Config")
+    seen: list[int] = []
+    model.model.layers[-1].mlp.gate_proj.register_forward_hook(lambda layer, args, out: seen.append(out.shape[1]))
+    (batch,) = micro_batches(collate(group(1, 4)), 10**6)
+    sample = to_device(batch, CPU)
+    logprobs_of(model, batch)
+    assert seen[-1] == len(sample.predictors_N.unique()) < 0.5 * batch.computed_tokens
+
+
+def test_members_of_a_group_are_packed_together_and_count_what_they_do_not_share():
+    samples = group(8, 4, prompt=100)
+    order = np.random.default_rng(0).permutation(len(samples))
+    found = micro_batches(collate([samples[number] for number in order]), 200)
+    assert len(found) <= 8
+    assert all(one.computed_tokens <= 200 for one in found)
+    assert sum(one.computed_tokens for one in found) < 0.4 * sum(len(sample.token_ids) for sample in samples)
+
+
+def test_samples_without_a_common_prefix_are_computed_as_they_are():
+    assert find_shared(rows_of([[1, 2, 3], [2, 2, 3], [3]])) is None
