@@ -1,6 +1,7 @@
 """Seconds per training step, tokens per second and model FLOP utilisation of each trainer, in one run.
 
     python benchmarks/trainer.py [--device cpu|cuda] [--ranks 2] [--dtype float32|bfloat16] [--layers 8] [--hidden 256]
+    python benchmarks/trainer.py --peers     (beside TRL and a plain loop: benchmarks/trainer_peers.py)
 
 Each trainer makes the same steps on the same batches, with a random model of the given sizes. A step is one pass with
 one update. The model's work is 6 N FLOPs for each token that is not padding (Kaplan et al. 2020, arXiv:2001.08361,
@@ -107,7 +108,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--peak", type=float, help="FLOP/s of a device; by default measured")
     parser.add_argument("--only", nargs="*", help="names of trainers; by default all")
+    parser.add_argument("--peers", action="store_true", help="compare a step with TRL's and with a plain loop's")
     given = parser.parse_args()
+    if given.peers:
+        import trainer_peers
+
+        trainer_peers.compare(max(2, given.steps))
+        return
     if given.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     peak = given.peak or peak_of(given.device, given.dtype)
