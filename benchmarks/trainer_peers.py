@@ -42,7 +42,7 @@ LR, BETAS = 1e-4, (0.9, 0.95)
 CONTENDERS = ("agentrl", "TRL 1.16", "plain transformers")
 
 
-def conversations(vocab: int, *, shared: bool) -> list[TrainingSample]:
+def conversations(vocab: int, groups: int, *, shared: bool) -> list[TrainingSample]:
     """Conversations of `TURNS` calls with a result after each but the last."""
     rng = np.random.default_rng(0)
 
@@ -50,7 +50,7 @@ def conversations(vocab: int, *, shared: bool) -> list[TrainingSample]:
         return rng.integers(10, vocab, int(length * rng.uniform(2 / 3, 4 / 3)))
 
     instructions, made = rng.integers(10, vocab, INSTRUCTIONS), []
-    for number in range(GROUPS):
+    for number in range(groups):
         task = rng.integers(10, vocab, TASK)
         for advantage in rng.permutation(np.linspace(-1.5, 1.5, MEMBERS)):
             begun = [instructions, task] if shared else [rng.integers(10, vocab, INSTRUCTIONS + TASK)]
@@ -208,7 +208,7 @@ def run_trl(model_dir: Path, batch: TrainBatch, steps: int) -> dict[str, Any]:
             output_dir=folder,
             max_steps=steps,
             per_device_train_batch_size=ROWS,
-            gradient_accumulation_steps=GROUPS * MEMBERS // ROWS,
+            gradient_accumulation_steps=batch.num_samples // ROWS,
             num_generations=MEMBERS,
             max_completion_length=rows["ids"].shape[1] - prompt,
             learning_rate=LR,
@@ -227,7 +227,7 @@ def run_trl(model_dir: Path, batch: TrainBatch, steps: int) -> dict[str, Any]:
             save_strategy="no",
             disable_tqdm=True,
         )
-        data = Dataset.from_dict({"prompt": ["go"] * GROUPS * MEMBERS})
+        data = Dataset.from_dict({"prompt": ["go"] * batch.num_samples})
         trainer = Given(
             str(model_dir), lambda completions, **_: [0.0] * len(completions), args=config, train_dataset=data
         )
@@ -252,7 +252,7 @@ def measured(folder: Path, steps: int) -> Iterator[tuple[str, dict[str, Any]]]:
         yield name, found
 
 
-def compare(steps: int) -> None:
+def compare(steps: int, groups: int = GROUPS) -> None:
     """Print a table for conversations that share their beginnings, and one for those that do not."""
     console = Console()
     for shared in (True, False):
@@ -260,7 +260,7 @@ def compare(steps: int) -> None:
             folder = Path(given)
             create_tiny_model(folder / "model")
             vocab = json.loads((folder / "model" / "config.json").read_text(encoding="utf-8"))["vocab_size"]
-            batch = collate(conversations(vocab, shared=shared))
+            batch = collate(conversations(vocab, groups, shared=shared))
             (folder / "batch").write_bytes(pickle.dumps(batch))
             found = dict(measured(folder, steps))
         what = "shared instructions and tasks" if shared else "nothing in common"
@@ -283,9 +283,10 @@ def main() -> None:
     parser.add_argument("--contender", choices=CONTENDERS)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--groups", type=int, default=GROUPS, help=f"each of {MEMBERS} conversations")
     given = parser.parse_args()
     if given.contender is None:
-        compare(given.steps)
+        compare(max(2, given.steps), given.groups)
         return
     batch = pickle.loads((given.folder / "batch").read_bytes())
     print(json.dumps(RUNS[given.contender](given.folder / "model", batch, given.steps)))
