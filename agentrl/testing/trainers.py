@@ -233,7 +233,7 @@ def random_samples(vocab_size: int, *, seed: int, count: int = 8) -> list[Traini
     sample before it, as the members of a group do.
     """
     rng, truncating = np.random.default_rng(seed), np.random.default_rng((seed, 1))
-    samples = []
+    samples: list[TrainingSample] = []
     for number in range(count):
         length = int(rng.integers(4, 50))
         mask_T = np.concatenate([[0], np.repeat(rng.integers(0, 2, length), 3)[: length - 1]])
