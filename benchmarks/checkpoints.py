@@ -3,15 +3,14 @@
     python benchmarks/checkpoints.py                       # one rank, 500 MB
     python benchmarks/checkpoints.py --ranks 2 --mb 1000
 
-All figures are of one run: seconds of a step alone, the seconds in which a checkpoint is copied (nothing else goes on
-then), the seconds from there until it is written, and the steps that were made meanwhile. A checkpoint blocks for as
-long as it is copied, and for as long as the steps beside it take longer than alone. On a machine whose cores are all
-busy with the steps, the second part is what the writing threads compute.
+All figures are of one run: seconds of a step alone (the median of two before and two after), the seconds in which a
+checkpoint is copied (nothing else goes on then), the seconds until it has its name (written, checked, on the disk), and
+the steps that were made meanwhile. A checkpoint blocks for as long as it is copied, and for as long as the steps beside
+it take longer than alone. The second part says something on a quiet machine only.
 """
 
 import argparse
 import asyncio
-import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -22,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from agentrl.checkpoint import Checkpoints
 from agentrl.testing.trainers import LOSS, random_batches
 from agentrl.trainers.fsdp import FsdpTrainer
 from agentrl.trainers.group import GroupTrainer
@@ -33,7 +33,7 @@ BYTES = 12
 
 def make_model(folder: Path, megabytes: float) -> None:
     """A model whose checkpoint has at least so many megabytes."""
-    block = 2_500_000
+    block = 2_360_000
     config = Qwen3Config(
         vocab_size=1024,
         hidden_size=512,
@@ -59,24 +59,26 @@ async def step(trainer: GroupTrainer, batch: Any) -> float:
     return time.perf_counter() - start
 
 
-async def measured(trainer: GroupTrainer, batch: Any, folder: Path) -> dict[str, float]:
+async def measured(trainer: GroupTrainer, batch: Any, checkpoints: Checkpoints, number: int) -> dict[str, float]:
     """A checkpoint, with steps while it is written."""
-    alone = median([await step(trainer, batch) for _ in range(3)])
+    single = [await step(trainer, batch) for _ in range(2)]
     start = time.perf_counter()
-    await trainer.begin_save(folder)
+    begun = await checkpoints.begin(number, trainer)
     copied = time.perf_counter() - start
     beside: list[float] = []
 
-    async def saved() -> float:
-        await trainer.saved()
+    async def finished() -> float:
+        await begun.finish()
         return time.perf_counter() - start
 
     async with asyncio.TaskGroup() as group:
-        saving = group.create_task(saved())
+        saving = group.create_task(finished())
         while not saving.done():
             beside.append(await step(trainer, batch))
     written = saving.result()
-    size = await asyncio.to_thread(bytes_in, folder)
+    single += [await step(trainer, batch) for _ in range(2)]
+    alone = median(single)
+    size = await asyncio.to_thread(bytes_in, begun.final)
     slower = sum(max(0.0, seconds - alone) for seconds in beside)
     return {
         "MB": size / 1e6,
@@ -96,12 +98,11 @@ async def main(given: argparse.Namespace, folder: Path) -> None:
     batch = random_batches(folder / "model", 1)[0]
     kind: Any = FsdpTrainer if given.ranks > 1 else LocalTrainer
     config = kind.Config(world_size=given.ranks) if given.ranks > 1 else kind.Config(device="cpu")
-    rows = []
+    rows, checkpoints = [], Checkpoints(folder / "checkpoints")
     async with kind(config, folder / "model", total_steps=100) as trainer:
         await step(trainer, batch)
         for number in range(given.repeat):
-            rows.append(await measured(trainer, batch, folder / f"checkpoint-{number}"))
-            shutil.rmtree(folder / f"checkpoint-{number}")
+            rows.append(await measured(trainer, batch, checkpoints, number))
     table = Table(*rows[0], title=f"checkpoints of {kind.__name__} with {given.ranks} ranks")
     for row in rows:
         table.add_row(*(f"{value:.3g}" for value in row.values()))
