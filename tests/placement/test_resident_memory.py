@@ -1,6 +1,7 @@
 """What the planner counts for a step is what the process really takes: its resident memory, on CPUs."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ PROGRAM = """
 import asyncio, json, sys
 from pathlib import Path
 import numpy as np, torch
+import agentrl.trainers.one_device, agentrl.trainers.rank, transformers.models.qwen3.modeling_qwen3
 from agentrl.batch import TrainingSample, collate
 from agentrl.testing.trainers import LOSS
 from agentrl.trainers.local import LocalTrainer
@@ -67,7 +69,11 @@ def compared(tmp_path: Path, sizes: dict[str, Any], recompute: str, length: int)
     settings = {"activation_checkpointing": recompute, "micro_batch_tokens": length, "device": "cpu"}
     given = (json.dumps(one) for one in (sizes, settings, length, 64))
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path), *given], capture_output=True, text=True, check=False
+        [sys.executable, "-c", PROGRAM, str(tmp_path), *given],
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},  # memory that is free goes back to Linux at once
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     layout = LocalTrainer.Config.model_validate(settings).layout()
