@@ -92,6 +92,12 @@ def attend(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: (1, H, S, D) in, (1, S, H, D) out."""
+    narrower = query.shape[-1] - value.shape[-1]
+    if narrower > 0:  # as DeepSeek's; for sizes that differ, torch builds all scores
+        options: dict[str, Any] = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
+        padded = torch.nn.functional.pad(value, (0, narrower))
+        out, _ = attend(module, query, key, padded, attention_mask, segments=segments, s_aux=s_aux, **options)
+        return out[..., :-narrower], None
     flash = _flash(query) if softcap is None and s_aux is None else None
     if flash is not None:
         return _once(segments, _at_once(flash, (query, key, value), segments, scaling, sliding_window)), None

@@ -119,7 +119,7 @@ SIZES: dict[str, Any] = {
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1}
 LATENT: dict[str, Any] = {
     "num_key_value_heads": 8, "q_lora_rank": 24, "kv_lora_rank": 20, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
-    "v_head_dim": 16, "head_dim": 8,
+    "v_head_dim": 12, "head_dim": 8,
 }  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {}, "qwen2": {}, "qwen3": {}, "mistral": {}, "gemma3_text": {}, "phi3": {}, "olmo2": {}, "granite": {},
@@ -176,7 +176,7 @@ def test_a_cache_holds_heads_or_latents_and_of_sliding_layers_only_the_window() 
     assert plain.numbers(100, 4, compact=True) == plain.numbers(100, 2, compact=True)  # a head is not divided
     latent = facts_of(tiny_of("deepseek_v3"), "deepseek_v3").kv
     assert latent.numbers(100, 2, compact=True) == 2 * 100 * (20 + 8)  # whole on each device
-    assert latent.numbers(100, 1, compact=False) == 2 * 100 * 8 * (16 + 16)
+    assert latent.numbers(100, 1, compact=False) == 2 * 100 * 8 * (16 + 12)
     sliding = tiny_of("gpt_oss")
     sliding.sliding_window = 32
     kv = facts_of(sliding, "gpt_oss").kv

@@ -253,3 +253,21 @@ def test_on_gpus_the_flash_kernel_gives_what_the_blocks_give(monkeypatch, window
         results.append((out, *torch.autograd.grad(out.float().square().sum(), inputs)))
     for one, other in zip(*results, strict=True):
         assert torch.allclose(one.float(), other.float(), atol=0.05, rtol=0.02)
+
+
+def test_values_that_are_narrower_than_keys_are_attended_to_without_all_scores() -> None:
+    rng, lengths = torch.Generator().manual_seed(0), (40, 23)
+    sizes = (12, 12, 8)
+    query, key, value = (torch.randn(1, 4, sum(lengths), size, generator=rng, requires_grad=True) for size in sizes)
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one.numel()) or one, lambda one: one):
+        out_1SHD, _ = attend(torch.nn.Module(), query, key, value, None, segments=Segments.of(lengths, query.device))
+    assert max(kept) <= query.numel()
+    start = 0
+    for length in lengths:
+        own = slice(start, start + length)
+        scores = query[0, :, own] @ key[0, :, own].mT / 12**0.5
+        ahead = torch.ones(length, length, dtype=torch.bool).triu(1)
+        expected = scores.masked_fill(ahead, float("-inf")).softmax(-1) @ value[0, :, own]
+        torch.testing.assert_close(out_1SHD[0, own].transpose(0, 1), expected)
+        start += length
