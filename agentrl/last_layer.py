@@ -8,7 +8,8 @@ the gradients are the same.
 Dimension suffixes: S tokens of the sequence, P needed ones, H hidden size.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ def compute_only_needed(model: Any) -> None:
     mlp = getattr(last, "mlp", None)
     if last is not None and isinstance(mlp, nn.Module):
         hooks = _Hooks()
-        last.register_forward_pre_hook(hooks.before_layer, with_kwargs=True)
+        last.forward = partial(hooks.layer, last.forward)
         mlp.register_forward_pre_hook(hooks.before_mlp)
         mlp.register_forward_hook(hooks.after_mlp)
 
@@ -41,17 +42,20 @@ class _Hooks:
         self._needed_P: Tensor | None = None
         self._tokens = 0
 
-    def before_layer(self, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Runs again where a checkpointed layer is computed again."""
+    def layer(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The layer's `forward`. It runs again where a layer is computed again in the backward pass."""
         self._needed_P = kwargs.get("needed_P")
+        return forward(*args, **kwargs)
 
-    def before_mlp(self, mlp: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        """(1, S, H) to (1, P, H)."""
-        (hidden_1SH,) = args
-        self._tokens = hidden_1SH.shape[1]
-        if self._needed_P is not None and not 0 < len(self._needed_P) <= FEW * self._tokens:
+    def before_mlp(self, mlp: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor] | None:
+        """(1, S, H) to (1, P, H). A module that takes anything else computes all tokens."""
+        if self._needed_P is None:
+            return None
+        if len(args) != 1 or args[0].dim() != 3 or not 0 < len(self._needed_P) <= FEW * args[0].shape[1]:
             self._needed_P = None
-        return None if self._needed_P is None else (hidden_1SH.index_select(1, self._needed_P),)
+            return None
+        self._tokens = args[0].shape[1]
+        return (args[0].index_select(1, self._needed_P),)
 
     def after_mlp(self, mlp: nn.Module, args: tuple[Tensor, ...], output: Any) -> Any:
         """(1, P, H) to (1, S, H). Some models return more than hidden states, which is of no use here."""
