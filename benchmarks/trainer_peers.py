@@ -117,7 +117,7 @@ def run_agentrl(model: Path, batch: TrainBatch, steps: int) -> dict[str, Any]:
 
     async def main() -> dict[str, Any]:
         config = LocalTrainer.Config(lr=LR, betas=BETAS, device="cpu", dtype="float32", micro_batch_tokens=4096)
-        algorithm = Grpo()
+        algorithm = Grpo(Grpo.Config(importance_cap=None))  # the others have no engine whose logprobs differ
         async with LocalTrainer(config, model, total_steps=steps) as trainer:
             watch = Watch()
             for _ in range(steps):
