@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from warnings import catch_warnings, filterwarnings
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from agentrl.trainers.tensor_files import Piece, Stored, TensorFiles
 from agentrl.trainers.trainable import write_model_files
 from agentrl.weights.bundle import weight_shapes
 from agentrl.weights.low_rank import Factors, LowRank, weight_files
+from agentrl.weights.names import WeightNames
 
 if TYPE_CHECKING:
     from agentrl.trainers.sharding import Sharding
@@ -54,12 +54,10 @@ class Adapters:
             from peft import LoraConfig, inject_adapter_in_model
         except ImportError as error:
             raise ConfigError(f"trainer.lora needs peft ({error}): pip install 'agentrl[lora]'") from error
-        targets = settings.targets if isinstance(settings.targets, str) else list(settings.targets)
+        targets = _linear_layers(model) if settings.targets == "all-linear" else list(settings.targets)
         config = LoraConfig(r=settings.rank, lora_alpha=settings.alpha, lora_dropout=0.0, target_modules=targets)
         try:
-            with catch_warnings():  # peft writes ranks for the experts of a mixture into the config, and warns of them
-                filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
-                inject_adapter_in_model(config, model)
+            inject_adapter_in_model(config, model)
         except ValueError as error:
             raise ConfigError(f"trainer.lora.targets={targets}: {error}") from error
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -106,6 +104,18 @@ class Adapters:
             files.to_disk()
 
         return write
+
+
+def _linear_layers(model: Any) -> str | list[str]:
+    """What peft calls all linear layers; of a mixture of experts, the linear layers outside of its MLPs.
+
+    For a mixture, peft would add adapters of the experts too, which are no linear layers in transformers 5 and have
+    other names in the model's folder.
+    """
+    if not WeightNames.of(model).conversions:
+        return "all-linear"
+    linear = (name for name, module in model.base_model.named_modules() if isinstance(module, torch.nn.Linear))
+    return sorted({name.rpartition(".")[2] for name in linear if ".mlp." not in name})
 
 
 def first_factor(name: str, shape: torch.Size) -> Tensor:

@@ -26,7 +26,7 @@ class LoraSettings(Settings):
 
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
     """The layers that get adapters, by the ends of their names, as [q_proj, v_proj]; or all linear ones except the
-    head."""
+    head; of a mixture of experts, those of attention."""
 
 
 class TrainerSettings(Settings):
