@@ -106,6 +106,8 @@ class TrainingAssembly(RolloutAssembly):
     weights: WeightPublisher
     sharing: DeviceSharing
     self_play: SelfPlay | None = None
+    evaluation_engine: Router | None = None
+    """What evaluates beside training, if the evaluation has engines of its own."""
 
     async def save(self, folder: Path) -> None:
         """Save the trainer and the critic into a checkpoint."""
@@ -206,6 +208,7 @@ async def assemble_training(
         _rollouts_on(placed, model) as rollouts,
         _teacher_on(placed, model, teacher, rollouts.engine.max_context) as served,
         _opponent_engines(placed, model, matches) as opponents,
+        _evaluation_engine(placed, model) as evaluating,
     ):
         trainer = make_trainer(placed, model, latest, steps=updates)
         advisors = make_advisors(placed, algorithm, model, latest, training)
@@ -232,6 +235,7 @@ async def assemble_training(
                     publisher,
                     sharing,
                     self_play,
+                    evaluating,
                 )
 
 
@@ -420,6 +424,30 @@ async def _frozen_engines(
             if isinstance(route, FrozenRoute) and route not in engines:
                 engines[route] = await stack.enter_async_context(_router(config, cluster, route.model or model))
         yield engines
+
+
+@asynccontextmanager
+async def _evaluation_engine(placed: PlacedCluster, model: Path) -> AsyncIterator[Router | None]:
+    """Start the engines that evaluate beside training, if there are any, as one.
+
+    Raises:
+        ConfigError: the placement has no devices for them.
+    """
+    config, count = placed.config, placed.config.evaluation.engines
+    if not count:
+        yield None
+        return
+    if placed.plan is not None:
+        raise ConfigError(
+            "evaluation.engines asks for engines of its own, and the planned placement has no devices for them: leave "
+            "it out, or assign devices yourself with placement=local"
+        )
+    factories = [factory for _ in range(count) for factory in placed.cluster.engines(config.engine, model)]
+    lease = placed.cluster.config.lease
+    async with Router(
+        [make() for make in factories], factory=lambda number: factories[number](), lease=lease
+    ) as engine:
+        yield engine
 
 
 @asynccontextmanager

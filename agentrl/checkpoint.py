@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -69,6 +69,8 @@ class Checkpoints:
     """How many of the newest checkpoints to keep."""
     keep_best: int = 0
     """How many of the checkpoints with the largest values to keep besides."""
+    awaited: set[int] = field(default_factory=set)
+    """Steps whose value is still to come: their checkpoints are kept too."""
 
     def latest(self) -> tuple[int, Path] | None:
         """(steps done, folder) of the newest checkpoint, or `None`."""
@@ -178,7 +180,7 @@ class Checkpoints:
         newest = sorted(self.all())[-self.keep :]
         best = [step for step, _ in self.best(values)[: self.keep_best]]
         for step, path in self.all().items():
-            if step not in {*newest, *best}:
+            if step not in {*newest, *best, *(self.awaited if self.keep_best else ())}:
                 remove_folder(path)
 
 

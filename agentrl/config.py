@@ -87,6 +87,9 @@ class EvaluationConfig(EvaluationSampling):
     """Held-out tasks; 0 turns evaluation off."""
     every: int = Field(0, ge=0)
     """Also evaluate every so many steps; 0: only before and after."""
+    engines: int = Field(0, ge=0)
+    """Engines of the evaluation's own, as many times those of training: it then runs beside training, pinned to its
+    version, and changes nothing of what is trained. 0: training waits, and its engines evaluate."""
     suites: tuple[SuiteConfig, ...] = ()
     """More evaluations, each on a fixed set of tasks of its own (`agentrl/tasks/suites.py`)."""
 

@@ -351,7 +351,7 @@ class Run:
         """Draw the curve and write `summary.json`, with the checksum of the weights in the newest checkpoint."""
         rows, silence = self.metrics.rows(), self._new_silence()
         trained = [row for row in rows if "reward" in row]
-        tested = [row for row in rows if "eval/success" in row]
+        tested = sorted((row for row in rows if "eval/success" in row), key=_step)  # some come late
         before, after = (tested[0], tested[-1]) if tested else ({}, {})
         summary = {
             "steps": len(trained),
@@ -382,10 +382,14 @@ def _interval(row: Mapping[str, float]) -> list[float] | None:
     return [row["eval/success_low"], row["eval/success_high"]] if "eval/success_low" in row else None
 
 
+def _step(row: Mapping[str, Any]) -> int:
+    return int(row["step"])
+
+
 def _of_suite(rows: Sequence[Mapping[str, Any]], name: str) -> dict[str, Mapping[str, float]]:
     """The results of a suite before and after training, without the prefix of the metrics."""
     prefix = f"eval/{name}/"
-    tested = [row for row in rows if f"{prefix}success" in row]
+    tested = sorted((row for row in rows if f"{prefix}success" in row), key=_step)
     ends = {"before": tested[0], "after": tested[-1]} if tested else {}
     return {
         when: {key.removeprefix(prefix): value for key, value in row.items() if key.startswith(prefix)}

@@ -170,27 +170,37 @@ async def _played(
     return tuple(scored), tuple(t for t in trajectories if (t.id, t.agent) not in kept)
 
 
-async def evaluate_run(run: Run, rollouts: RolloutAssembly, step: int, *, due: bool = False) -> None:
+async def evaluate_run(
+    run: Run, rollouts: RolloutAssembly, step: int, *, due: bool = False, beside: bool = False
+) -> None:
     """Evaluate the weights after `step` steps and record the results, unless that was done before.
 
-    `due`: only what `every` asks for at this step.
+    `due`: only what `every` asks for at this step. `beside`: training goes on meanwhile.
     """
-    config = run.config.evaluation
-    if config.tasks and not (due and _not_due(config.every, step)) and not run.evaluated(step):
-        run.begin_phase(step, "evaluation")
-        evaluation = await evaluate(rollouts)
-        await _record(run, HELD_OUT, step, evaluation)
-        run.record_evaluation(step, evaluation.metrics())
-    for suite in config.suites:
-        if not (due and _not_due(suite.every, step)) and not run.evaluated(step, suite.name):
+    suites = {suite.name: suite for suite in run.config.evaluation.suites}
+    for name in evaluations_left(run, step, due=due):
+        if not beside:
             run.begin_phase(step, "evaluation")
-            of_suite = await evaluate_suite(rollouts, suite)
-            await _record(run, suite.name, step, of_suite)
-            run.record_suite(step, suite.name, of_suite.metrics())
+        if name == HELD_OUT:
+            evaluation = await evaluate(rollouts)
+            await _record(run, name, step, evaluation)
+            run.record_evaluation(step, evaluation.metrics())
+        else:
+            of_suite = await evaluate_suite(rollouts, suites[name])
+            await _record(run, name, step, of_suite)
+            run.record_suite(step, name, of_suite.metrics())
 
 
-def _not_due(every: int, step: int) -> bool:
-    return not every or step % every != 0
+def evaluations_left(run: Run, step: int, *, due: bool) -> list[str]:
+    """The names of the evaluations of these weights that have no result yet. `due`: only of those that are due."""
+    config = run.config.evaluation
+    every = {HELD_OUT: config.every} if config.tasks else {}
+    every |= {suite.name: suite.every for suite in config.suites}
+    return [
+        name
+        for name, steps in every.items()
+        if not (due and (not steps or step % steps)) and not run.evaluated(step, None if name == HELD_OUT else name)
+    ]
 
 
 async def _record(run: Run, name: str, step: int, evaluation: Evaluation | SuiteEvaluation) -> None:

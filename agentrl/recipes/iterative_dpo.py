@@ -32,7 +32,7 @@ from agentrl.flow import loop_metrics
 from agentrl.protocols import Settings, SupportsPredict
 from agentrl.recipes.demonstrations import DemonstrationsConfig
 from agentrl.recipes.dpo import check_trainer, update
-from agentrl.recipes.evaluate import evaluate_run
+from agentrl.recipes.evaluations import evaluations
 from agentrl.recipes.iterations import Iterations
 from agentrl.recipes.lineage import LINEAGE, PAIRS, Lineage, weights_sha256
 from agentrl.recipes.policy_gradient import Stopwatch
@@ -113,36 +113,37 @@ async def iterative_dpo(run: Run, settings: IterativeDpoSettings) -> None:
     async with assemble_training(config, algorithm, first, iterations.latest_by_updates, updates=most) as parts:
         start = await parts.resume(run)
         await asyncio.to_thread(iterations.continue_after, start)
-        await evaluate_run(run, parts, start)
-        async with parts.rollouts(run, start) as rollouts:
-            processing = BatchProcessing(config.batch_processing, run.metrics.rows())
-            for iteration in range(start, config.steps):
-                clock = Stopwatch(partial(run.begin_phase, iteration))
-                with clock("rollout"):
-                    groups = await rollouts.next_batch()
-                with clock("train"):
-                    ranking = await asyncio.to_thread(rank, groups, settings, processing)
-                    async with parts.sharing.training():
-                        learned = await _learn(parts, algorithm, ranking, settings, iteration)
-                    for _ in range(1, settings.epochs):
-                        run.ledger.reused(iteration, ranking.tasks)
-                with clock("weights"):
-                    async with rollouts.new_weights(iteration + 1):
-                        published = await parts.weights.publish(parts.trainer, version=iteration + 1)
-                metrics = {
-                    **learned,
-                    **published.metrics(),
-                    **rollouts.metrics(),
-                    **processing.update(groups),
-                    **loop_metrics(),
-                }
-                await run.record_step(iteration, groups, metrics, clock.seconds)
-                tasks, updates = [group.task.id for group in groups], int(learned["updates"])
-                lineage = iterations.lineage(iteration + 1, tasks, pairs=len(ranking.pairs), updates=updates)
-                await run.save_checkpoint(iteration + 1, _Trained(parts, ranking, lineage))
-                await asyncio.to_thread(iterations.add, iteration + 1)
-                await evaluate_run(run, parts, iteration + 1, due=True)
-        await evaluate_run(run, parts, config.steps)
+        async with evaluations(run, parts, start) as evaluating:
+            await evaluating.evaluate(start)
+            async with parts.rollouts(run, start) as rollouts:
+                processing = BatchProcessing(config.batch_processing, run.metrics.rows())
+                for iteration in range(start, config.steps):
+                    clock = Stopwatch(partial(run.begin_phase, iteration))
+                    with clock("rollout"):
+                        groups = await rollouts.next_batch()
+                    with clock("train"):
+                        ranking = await asyncio.to_thread(rank, groups, settings, processing)
+                        async with parts.sharing.training():
+                            learned = await _learn(parts, algorithm, ranking, settings, iteration)
+                        for _ in range(1, settings.epochs):
+                            run.ledger.reused(iteration, ranking.tasks)
+                    with clock("weights"):
+                        async with rollouts.new_weights(iteration + 1):
+                            published = await parts.weights.publish(parts.trainer, version=iteration + 1)
+                    metrics = {
+                        **learned,
+                        **published.metrics(),
+                        **rollouts.metrics(),
+                        **processing.update(groups),
+                        **loop_metrics(),
+                    }
+                    await run.record_step(iteration, groups, metrics, clock.seconds)
+                    tasks, updates = [group.task.id for group in groups], int(learned["updates"])
+                    lineage = iterations.lineage(iteration + 1, tasks, pairs=len(ranking.pairs), updates=updates)
+                    await run.save_checkpoint(iteration + 1, _Trained(parts, ranking, lineage))
+                    await asyncio.to_thread(iterations.add, iteration + 1)
+                    await evaluating.evaluate(iteration + 1, due=True)
+            await evaluating.evaluate(config.steps)
         await run.finish()
 
 

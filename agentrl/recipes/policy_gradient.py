@@ -22,7 +22,7 @@ from agentrl.assembly import assemble_training
 from agentrl.flow import elapsed, loop_metrics
 from agentrl.protocols import Algorithm, Settings
 from agentrl.recipes.demonstrations import DemonstrationsConfig
-from agentrl.recipes.evaluate import evaluate_run
+from agentrl.recipes.evaluations import evaluations
 from agentrl.recipes.starting_model import starting_model
 from agentrl.rollout.opponents import Matches
 from agentrl.run import Run
@@ -62,43 +62,44 @@ async def train(
     ) as parts:
         trainer, weights = parts.trainer, parts.weights
         start = await parts.resume(run)
-        await evaluate_run(run, parts, start)
-        async with parts.rollouts(run, start) as rollouts, run.writing_checkpoints():
-            processing = BatchProcessing(config.batch_processing, run.metrics.rows(), algorithm)
-            by_env = {one.called: one.algorithm.make() for one in config.env.mixture if one.algorithm is not None}
-            for step in range(start, config.steps):
-                clock = Stopwatch(partial(run.begin_phase, step))
-                with clock("rollout"):
-                    async with run.saved_if_stopped(step, parts):
-                        groups = await rollouts.next_batch()
-                with clock("train"):
-                    oldest = config.rollout.oldest_trained(step)
-                    make = partial(traced_batch_of, groups, algorithm, processing, oldest, by_env)
-                    batch, origins = await asyncio.to_thread(make)  # millions of tokens take long
-                    batch = await parts.advisors.taught(batch)
-                    async with parts.sharing.training():
-                        batch, advice = await parts.advisors.advise(batch, step, groups)
-                        exact = await parts.exact.measured(groups, batch)
-                        metrics = await trainer.step(batch, algorithm.loss, algorithm.normalizer(batch))
-                        health = await run.record_samples(step, batch, origins, trainer)
-                with clock("weights"):
-                    async with rollouts.new_weights(step + 1):
-                        published = await weights.publish(trainer, version=step + 1)
-                metrics = {
-                    **metrics,
-                    **health,
-                    **advice,
-                    **exact,
-                    **published.metrics(),
-                    **rollouts.metrics(),
-                    **processing.update(groups),
-                    **loop_metrics(),
-                }
-                await run.record_step(step, groups, metrics, clock.seconds)
-                if (step + 1) % config.checkpoint.every == 0 or step + 1 == config.steps:
-                    await run.begin_checkpoint(step + 1, parts)
-                await evaluate_run(run, parts, step + 1, due=True)
-        await evaluate_run(run, parts, config.steps)
+        async with evaluations(run, parts, start) as evaluating:
+            await evaluating.evaluate(start)
+            async with parts.rollouts(run, start) as rollouts, run.writing_checkpoints():
+                processing = BatchProcessing(config.batch_processing, run.metrics.rows(), algorithm)
+                by_env = {one.called: one.algorithm.make() for one in config.env.mixture if one.algorithm is not None}
+                for step in range(start, config.steps):
+                    clock = Stopwatch(partial(run.begin_phase, step))
+                    with clock("rollout"):
+                        async with run.saved_if_stopped(step, parts):
+                            groups = await rollouts.next_batch()
+                    with clock("train"):
+                        oldest = config.rollout.oldest_trained(step)
+                        make = partial(traced_batch_of, groups, algorithm, processing, oldest, by_env)
+                        batch, origins = await asyncio.to_thread(make)  # millions of tokens take long
+                        batch = await parts.advisors.taught(batch)
+                        async with parts.sharing.training():
+                            batch, advice = await parts.advisors.advise(batch, step, groups)
+                            exact = await parts.exact.measured(groups, batch)
+                            metrics = await trainer.step(batch, algorithm.loss, algorithm.normalizer(batch))
+                            health = await run.record_samples(step, batch, origins, trainer)
+                    with clock("weights"):
+                        async with rollouts.new_weights(step + 1):
+                            published = await weights.publish(trainer, version=step + 1)
+                    metrics = {
+                        **metrics,
+                        **health,
+                        **advice,
+                        **exact,
+                        **published.metrics(),
+                        **rollouts.metrics(),
+                        **processing.update(groups),
+                        **loop_metrics(),
+                    }
+                    await run.record_step(step, groups, metrics, clock.seconds)
+                    if (step + 1) % config.checkpoint.every == 0 or step + 1 == config.steps:
+                        await run.begin_checkpoint(step + 1, parts)
+                    await evaluating.evaluate(step + 1, due=True)
+            await evaluating.evaluate(config.steps)
         await run.finish()
 
 

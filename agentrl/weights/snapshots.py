@@ -70,11 +70,16 @@ class Snapshots:
         self._keep(lambda there: 0 < there <= version)
 
     def _keep(self, which: Callable[[int], bool]) -> None:
-        for there in self._there():
+        for there in self.versions():
             if not which(there):
                 remove_folder(self._place(there))
 
-    def _there(self) -> list[int]:
+    def remove(self, version: int) -> None:
+        """Remove the snapshot of this version, if there is one."""
+        self._keep(lambda there: there != version)
+
+    def versions(self) -> list[int]:
+        """The versions that there are snapshots of."""
         paths = self.folder.glob("version_*")
         return [int(match[1]) for path in paths if (match := re.fullmatch(r"version_(\d+)", path.name))]
 

@@ -83,3 +83,24 @@ def test_suites_are_played_at_their_steps_saved_kept_and_compared(path: Path, ag
     done = agentrl("compare", str(run), str(path.with_name("again")))
     assert done.returncode == 0, done.stderr
     assert "+0.0% to +0.0%" in done.stdout
+
+
+@pytest.mark.slow
+def test_an_evaluation_beside_training_changes_no_weight_and_arrives_under_its_step(path: Path, agentrl: Any) -> None:
+    results, checksums = {}, {}
+    for name, overrides in {
+        "beside": ["evaluation.engines=1"],
+        "in_turn": [],
+        "none": ["evaluation.tasks=0", "evaluation.suites=[]", "checkpoint.best=null"],
+    }.items():
+        run = path.with_name(name)
+        done = agentrl("train", str(path), f"run_dir={run}", "steps=3", *overrides)
+        assert done.returncode == 0, done.stdout + done.stderr
+        checksums[name] = json.loads((run / "summary.json").read_text())["weights_sha256"]
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        evaluated = [{key: row[key] for key in row if key == "step" or "eval/" in key} for row in rows]
+        results[name] = sorted(json.dumps(row, sort_keys=True) for row in evaluated if len(row) > 1)
+        assert not list(run.glob("evaluation_weights/version_*"))
+    assert checksums["beside"] == checksums["in_turn"] == checksums["none"]
+    assert results["beside"] == results["in_turn"]
+    assert len(results["beside"]) == 2 + 2 + 4

@@ -1,0 +1,86 @@
+"""When a run is evaluated: in turn with training, or beside it on engines of its own (`evaluation.engines`)."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+from agentrl.assembly import RolloutAssembly, TrainingAssembly
+from agentrl.engines.router import Router
+from agentrl.flow import Flow, run_to_completion
+from agentrl.recipes.evaluate import evaluate_run, evaluations_left
+from agentrl.run import Run
+from agentrl.weights.snapshots import Snapshots
+
+
+class Evaluations(Protocol):
+    """Evaluates the weights of a run."""
+
+    async def evaluate(self, step: int, *, due: bool = False) -> None:
+        """Evaluate the trainer's weights after `step` steps, unless that was done before; see `evaluate_run`."""
+        ...
+
+
+@asynccontextmanager
+async def evaluations(run: Run, parts: TrainingAssembly, start: int) -> AsyncIterator[Evaluations]:
+    """The evaluations of a run that goes on after `start` steps. Leaving the block waits for those that go on."""
+    if parts.evaluation_engine is None:
+        yield _InTurn(run, parts)
+        return
+    async with Flow("evaluations") as flow:
+        beside = _Beside(run, parts, parts.evaluation_engine, flow)
+        beside.take_up(start)
+        yield beside
+
+
+class _InTurn:
+    """Evaluates on the engines of training, which waits meanwhile."""
+
+    def __init__(self, run: Run, parts: TrainingAssembly) -> None:
+        self._run, self._parts = run, parts
+
+    async def evaluate(self, step: int, *, due: bool = False) -> None:
+        await evaluate_run(self._run, self._parts, step, due=due)
+
+
+class _Beside:
+    """Evaluates snapshots of the weights one after another, while training goes on.
+
+    A checkpoint whose result is awaited is kept. What a killed run has left is evaluated when it is resumed.
+    """
+
+    def __init__(self, run: Run, parts: TrainingAssembly, engine: Router, flow: Flow) -> None:
+        self._run, self._trainer, self._engine, self._flow = run, parts.trainer, engine, flow
+        self._rollouts = RolloutAssembly(parts.config, engine, parts.runner, parts.reward, parts.frozen)
+        self._snapshots = Snapshots(run.folder.absolute() / "evaluation_weights", 1, 1)
+        self._last: asyncio.Task[None] | None = None
+
+    def take_up(self, start: int) -> None:
+        """Evaluate what an earlier launch has left, of steps before `start`; later ones will be trained again."""
+        self._snapshots.go_back_to(start)
+        for step in sorted(self._snapshots.versions()):
+            if step < start:
+                self._begin(step, due=True)
+
+    async def evaluate(self, step: int, *, due: bool = False) -> None:
+        """Take a snapshot of the weights and return; its evaluation begins after those before it."""
+        if not evaluations_left(self._run, step, due=due):
+            return
+        if step > 0:  # the engine began with version 0
+            weights = await self._trainer.weights()
+            await run_to_completion(asyncio.to_thread(self._snapshots.write, step, weights))
+        self._begin(step, due=due)
+
+    def _begin(self, step: int, *, due: bool) -> None:
+        self._run.checkpoints.awaited.add(step)
+        self._last = self._flow.start(self._play(step, self._last, due=due), name=f"step {step}")
+
+    async def _play(self, step: int, before: asyncio.Task[None] | None, *, due: bool) -> None:
+        if before is not None:
+            await asyncio.wait({before})
+        if step > self._engine.policy_version:
+            await self._engine.update_weights(self._snapshots.open(step), step)
+        await evaluate_run(self._run, self._rollouts, step, due=due, beside=True)
+        self._run.checkpoints.awaited.discard(step)
+        if step > 0:
+            await run_to_completion(asyncio.to_thread(self._snapshots.remove, step))
