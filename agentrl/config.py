@@ -195,11 +195,14 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _an_agent_decides_what_an_environment_leaves_to_the_run(self) -> Self:
+        if programs := [one.name for one in self.env.mixture if one.is_agent]:
+            raise ValueError(f"env.mixture: {programs[0]} is a program, which a run trains alone: write it as env")
         if not self.env.is_agent:
             return self
         own = {
             "env.wrappers": bool(self.env.wrappers),
             "env.agents": bool(self.env.agents),
+            "cluster.env_workers": bool(getattr(self.cluster.settings, "env_workers", 0)),
             "env.requires": bool(self.env.requires),
             "env.isolation=inline": self.env.isolation == "inline",
             "rollout.context": self.rollout.context.name != "full",

@@ -27,7 +27,7 @@ class GatewayConfig(Settings):
     calls_at_once: int = Field(64, ge=1)
     """Most calls of one episode that are under way; others get status 429 and are sent again."""
     max_episodes: int = Field(1024, ge=1)
-    """Most open episodes of `agentrl gateway`; further ones get status 429. A run limits its episodes itself."""
+    """Most open episodes where a model is served to any client; further ones get status 429. A run limits its own."""
     idle_seconds: float = Field(600.0, gt=0)
     """An episode fails if its program makes no call for so long."""
     reward_seconds: float = Field(0.0, ge=0)
