@@ -28,7 +28,7 @@ test fast long chaos demo-cluster: export OMP_NUM_THREADS ?= 1
 # none are to be kept. (Compiling all that is installed would take minutes, and most of it is never imported.)
 demo demo-cluster test fast long chaos: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: install demo demo-cluster real test fast long chaos check docs wheel wheel-demo format clean
+.PHONY: install demo demo-cluster real test fast long agents chaos check docs wheel wheel-demo format clean
 
 install: $(STAMP)
 
@@ -70,6 +70,10 @@ chaos: install
 	$(BIN)/python -m pytest -o addopts="-q -s --import-mode=importlib --strict-markers --strict-config" -m "chaos or (slow and not long)" \
 	    tests/cluster/test_chaos.py tests/cluster/test_ray_nodes.py tests/recipes/test_faults.py tests/recipes/test_runs.py \
 	    tests/remote/test_chaos.py
+
+# Unmodified programs of others, from PyPI and npm, in interpreters of their own: needs a network and Node.
+agents: install
+	$(PYTEST) -n 0 -m long tests/gateway/test_vendor_programs.py
 
 long: install
 	$(PYTEST) $(MARKED) -m long
