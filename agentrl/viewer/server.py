@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import uvicorn
 from fastapi import BackgroundTasks, Depends, FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -21,6 +22,7 @@ from agentrl.remote.gate import RequestGate, idle_timeout
 from agentrl.viewer.episode import EpisodeReader
 from agentrl.viewer.episodes import EpisodeIndex, EpisodeQuery
 from agentrl.viewer.folders import RunFolder, find_runs
+from agentrl.viewer.prometheus import exposition
 from agentrl.viewer.timing import timing
 
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -190,6 +192,10 @@ def _add_runs(app: FastAPI, runs: _OpenRuns) -> None:
     @app.get("/api/runs")
     def listed() -> Any:
         return _Json([run.status() for run in runs.look()])
+
+    @app.get("/metrics")
+    def prometheus() -> Response:
+        return Response(exposition(runs.look()), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/api/meanings")
     def meanings() -> Any:

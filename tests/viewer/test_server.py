@@ -87,6 +87,19 @@ def test_metrics_come_from_where_the_page_left_off_and_again_after_a_resume(clie
     assert [(row["step"], row["reward"]) for row in again["rows"]][1] == (1, None)
 
 
+def test_prometheus_reads_the_newest_metrics_of_each_run(client, made):
+    from prometheus_client.parser import text_string_to_metric_families
+
+    made.step()
+    families = {family.name: family for family in text_string_to_metric_families(client.get("/metrics").text)}
+    values = {sample.labels["metric"]: sample.value for sample in families["agentrl_metric"].samples}
+    assert values["entropy"] == 0.5
+    assert [(sample.labels, sample.value) for sample in families["agentrl_step"].samples] == [({"run": "one"}, 1.0)]
+    assert [sample.value for sample in families["agentrl_live"].samples] == [0.0]
+    closed = TestClient(create_page_app([made.folder], "secret"), base_url="http://train.example")
+    assert closed.get("/metrics").status_code == 401
+
+
 def test_what_does_not_exist_is_refused_with_a_reason(client):
     assert client.get("/api/episode?run=one&id=nothing").json()["detail"] == "this run has no episode 'nothing'"
     assert client.get("/api/episodes?run=two").json()["detail"] == "there is no run 'two'"
