@@ -92,7 +92,7 @@ def test_a_run_prints_its_warnings_and_keeps_them_in_the_summary(tmp_path: Path)
             row = {**GOOD, "cut_answers": 1.0, "success": 0.0, "seconds": 1.0, "staleness/max": 0.0}
             run.metrics.append({"step": step, **row})
             run._warn({"step": step, **row})
-        asyncio.run(run.finish("sum"))
+        asyncio.run(run.finish())
     assert "warning: in 3 steps in a row, up to step 3: 100% of the answers were cut" in printed.getvalue()
     (kept,) = json.loads((tmp_path / "run" / "summary.json").read_text())["warnings"]
     assert "rollout.sampling.max_tokens=3" in kept
