@@ -64,6 +64,7 @@ RENAMED = {
 """Old names of settings, with their present ones."""
 GONE = {
     "row_tokens": "a micro-batch is samples end to end, without rows: leave it out (see micro_batch_tokens)",
+    "cpu_offload": "write optimizer_offload",
     "gradient_checkpointing": "write activation_checkpointing=full for true, and none for false",
 }
 """Settings of trainers that there were once, and what to do instead."""

@@ -27,8 +27,9 @@ class FsdpTrainer(GroupTrainer):
         """Keep the gradients of all weights whole on each rank until the last micro-batch, and sum them over the ranks
         once: less traffic, for 4 bytes of memory for each parameter. Otherwise each micro-batch's are summed at once,
         and each rank keeps its part."""
-        cpu_offload: bool = False
-        """Keep the shards and the optimizer in CPU memory, if the devices are GPUs."""
+        optimizer_offload: bool = False
+        """Keep the shards of weights, gradients and moments in CPU memory, and update the weights there, if the devices
+        are GPUs."""
 
         def layout(self) -> TrainerLayout:
             """See `TrainerSettings.layout`. Weights are cast before they are gathered."""
@@ -40,7 +41,7 @@ class FsdpTrainer(GroupTrainer):
                 shards=3,
                 keeps_gathered=not self.reshard_after_forward,
                 accumulates_whole=self.keep_gradients,
-                offload=self.cpu_offload,
+                offload=self.optimizer_offload,
             )
 
     @property

@@ -30,7 +30,7 @@ def open_sharding(spec: TrainerSpec, rank_info: RankInfo) -> "FullyShard":
     device = join(rank_info)
     model, trainable, origin = make_model(spec)
     _shard(model, config, device, rank_info.world_size)
-    home = torch.device("cpu") if config.cpu_offload else device
+    home = torch.device("cpu") if config.optimizer_offload else device
     _take_memory(model, home, device)
     sharding = FullyShard(
         rank_info.rank,
@@ -54,7 +54,9 @@ def _shard(model: Predictor, config: "FsdpTrainer.Config", device: torch.device,
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if low else None, reduce_dtype=torch.float32 if low else None
         ),
-        "offload_policy": CPUOffloadPolicy(pin_memory=device.type != "cpu") if config.cpu_offload else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=device.type != "cpu")
+        if config.optimizer_offload
+        else OffloadPolicy(),
         "reshard_after_forward": config.reshard_after_forward,
     }
     blocks = set(model.model._no_split_modules or ())

@@ -101,13 +101,13 @@ def _changes(config: RunConfig, inventory: Inventory) -> Iterator[Change]:
         placement = config.placement.model_copy(update={"name": "auto", "engine": None, "trainer": None})
         lists = [f"placement.{role}=null" for role in config.placement.lists]
         yield Change(("placement=auto", *lists), lambda config: config.model_copy(update={"placement": placement}))
-    yield _setting("trainer", cpu_offload=True)
+    yield _setting("trainer", optimizer_offload=True)
     yield _setting("trainer", offload=True, zero_stage=3)
     others = [plugin.name for plugin in plugins.installed("trainers") if plugin.name != config.trainer.name]
     for name in others:
         yield _trainer(name)
         yield from (_trainer(name, world_size=n) for n in growing)
-        yield _trainer(name, cpu_offload=True)
+        yield _trainer(name, optimizer_offload=True)
         yield _trainer(name, offload=True, zero_stage=3)
 
 

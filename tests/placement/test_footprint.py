@@ -99,7 +99,7 @@ def test_ranks_hold_their_part_of_what_is_sharded(facts: ModelFacts) -> None:
 
 def test_what_is_offloaded_lies_in_the_hosts_memory(facts: ModelFacts) -> None:
     here = trainer_footprint(facts, FsdpTrainer.Config().layout(), 2)
-    there = trainer_footprint(facts, FsdpTrainer.Config(cpu_offload=True).layout(), 2)
+    there = trainer_footprint(facts, FsdpTrainer.Config(optimizer_offload=True).layout(), 2)
     assert here.host == 12 * facts.parameters // 2  # a checkpoint that is being written
     assert there.host - here.host == here.total - there.total == 16 * facts.parameters // 2
 

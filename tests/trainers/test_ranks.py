@@ -99,7 +99,7 @@ KINDS: dict[str, tuple[type[GroupTrainer], dict[str, Any]]] = {
 }
 LORA = {"rank": 4, "alpha": 8.0}
 OPTIONS: dict[str, tuple[type[GroupTrainer], dict[str, Any]]] = {
-    "fsdp, offloaded": (FsdpTrainer, {"world_size": RANKS, "cpu_offload": True, "activation_offload": True}),
+    "fsdp, offloaded": (FsdpTrainer, {"world_size": RANKS, "optimizer_offload": True, "activation_offload": True}),
     "fsdp, recomputing": (FsdpTrainer, {"world_size": RANKS, "activation_checkpointing": "selective"}),
     "fsdp, adapters": (FsdpTrainer, {"world_size": RANKS, "lora": LORA}),
     "ZeRO 2, offloaded": (DeepSpeedTrainer, {"world_size": RANKS, "zero_stage": 2, "offload": True}),
