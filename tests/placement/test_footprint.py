@@ -1,6 +1,7 @@
 """What is counted before a run is what there is in one: parameters, a trainer's tensors, activations, the KV cache."""
 
 import asyncio
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -242,6 +243,7 @@ def peak_of(step: Callable[[], None]) -> int:
     """Most bytes of tensors that are there at once while a step runs."""
     from torch.profiler import ProfilerActivity, profile
 
+    gc.collect()  # what other tests have left would be freed in between
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
         step()
     events = watched.profiler.kineto_results.events()

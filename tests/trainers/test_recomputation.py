@@ -1,5 +1,6 @@
 """Activations that are computed again: what is kept meanwhile, and that nothing else changes."""
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,7 @@ def test_what_is_computed_again_gives_the_same_gradients_to_the_bit(
 
 def kept_bytes(model: Any) -> int:
     """What a forward pass has allocated and not freed, as torch's allocator counts it."""
+    gc.collect()  # what other tests have left would be freed in between
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
         states = hidden_states(model)
     events = watched.profiler.kineto_results.events()
