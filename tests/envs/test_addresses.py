@@ -84,7 +84,7 @@ def test_a_scheme_is_of_environments_alone() -> None:
 @pytest.mark.parametrize(
     ("address", "said"),
     [
-        ("gymnasum:Taxi-v4", "Did you mean 'gymnasium'? Schemes: file, gem, gymnasium"),
+        ("gymnasum:Taxi-v4", "Did you mean 'gymnasium'? Schemes: agent, file, gem, gymnasium"),
         ("gymnasium:Taxi-v9", "Did you mean 'Taxi-v4'"),
         ("gymnasium:MiniGrid-Empty-5x5-v0", "Did you mean 'minigrid:MiniGrid-Empty-5x5-v0'"),
         ("gymnasium:no_such_package:Game-v0", "'no_such_package' cannot be imported"),
