@@ -33,6 +33,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -214,8 +215,7 @@ class Run:
     ) -> None:
         """Record the results of step `step` (counted from 0). `seconds` is by phase."""
         self.begin_phase(step, "record")
-        epoch = datetime.now(UTC).timestamp() - now()
-        rollout = await run_to_completion(asyncio.to_thread(self._write_rollouts, step, groups, epoch))
+        rollout = await run_to_completion(asyncio.to_thread(self._write_rollouts, step, groups, self._epoch))
         total = sum(seconds.values())
         metrics = {
             **rollout,
@@ -244,6 +244,11 @@ class Run:
         trained = TrainedBatch(batch, origins, told)
         await run_to_completion(asyncio.to_thread(write_samples, path, step, trained, detailed))
         return await asyncio.to_thread(batch_health, trained)
+
+    @cached_property
+    def _epoch(self) -> float:
+        """The Unix time when the event loop's clock showed 0. Read once: parts of an episode have the same times."""
+        return datetime.now(UTC).timestamp() - now()
 
     def _write_rollouts(self, step: int, groups: Sequence[Group], epoch: float) -> dict[str, float]:
         """Write the trajectories of a step, and return its rollout metrics."""

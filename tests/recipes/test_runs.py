@@ -113,7 +113,7 @@ class Slow:
         self.turn += 1
         while self.straggles and self.turn == 2 and steps_done() < 4:
             await asyncio.sleep(0.05)
-        return "a or b?", float("a" in action), self.turn == 3, False, {}
+        return "a or b?", float("a" in action), self.turn == 3, False, {"straggles": self.straggles}
 
     async def close(self):
         pass
@@ -137,7 +137,9 @@ def test_a_straggler_that_outlasts_four_steps_is_trained_on_in_parts_and_holds_n
         for file in sorted((tmp_path / "run" / "trajectories").glob("*.parquet"))
         for row in pq.read_table(file).to_pylist()
     ]
-    (cut,) = [row for row in episodes if row["detail"] == "segment"]
+    # On a busy machine other episodes may be cut too.
+    cuts = [row for row in episodes if row["detail"] == "segment"]
+    (cut,) = [row for row in cuts if json.loads(row["turns"][0]["info"])["straggles"]]
     (rest,) = [row for row in episodes if row["id"] == cut["id"] and row["status"] == "terminated"]
     assert (cut["step"], len(cut["turns"]), cut["trained_turns"]) == (1, 1, 0)
     assert (len(rest["turns"]), rest["trained_turns"]) == (3, 1)
