@@ -163,9 +163,19 @@ def _line(frame: FrameType) -> str:
 
 
 def run_steadily(main: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run` on a `SteadyLoop`."""
+    """`asyncio.run` on a `SteadyLoop`.
+
+    The task itself returns None: `asyncio.Runner` restores the handler of SIGINT, for which `signal` formats the whole
+    task with its result. That takes long for the trajectories of an evaluation.
+    """
+    results: list[T] = []
+
+    async def keep_result() -> None:
+        results.append(await main)
+
     with asyncio.Runner(loop_factory=SteadyLoop) as runner:
-        return runner.run(main)
+        runner.run(keep_result())
+    return results[0]
 
 
 def computes_by_design() -> None:

@@ -200,3 +200,18 @@ def test_what_lives_is_left_out_of_collections_of_garbage_until_the_loop_closes(
         assert gc.get_freeze_count() > 0
     finally:
         gc.freeze()
+
+
+def test_a_result_is_returned_without_being_formatted() -> None:
+    formatted: list[object] = []
+
+    class Large:
+        def __repr__(self) -> str:
+            formatted.append(self)  # an error would not be seen: `reprlib` catches it
+            return "Large()"
+
+    async def main() -> Large:
+        return Large()
+
+    assert isinstance(run_steadily(main()), Large)
+    assert not formatted
