@@ -20,6 +20,7 @@ from agentrl.errors import ConfigError
 from agentrl.rollout.ledger import Ledger
 from agentrl.tiny_model import create_tiny_model
 from tests.commands import Command
+from tests.model_families import make_model
 from tests.processes import PATIENCE_SECONDS, still_alive
 from tests.rollout.ledger_queries import trained_tasks
 
@@ -197,6 +198,24 @@ def test_a_run_killed_at_any_moment_trains_the_same_tasks_as_one_that_was_not_an
         # At staleness 0 the weights are those of the run that was not killed, too. Environments in processes answer at
         # any time, so the engine batches their requests differently, which changes the last bits of logprobs.
         assert killed["weights_sha256"] == whole["weights_sha256"]
+
+
+@pytest.mark.slow
+def test_a_killed_run_of_a_mixture_of_experts_ends_with_the_weights_of_one_that_was_not(tmp_path):
+    make_model("Qwen3-MoE", tmp_path / "model")
+    settings = [*SMALL, "run_dir=run", f"model={tmp_path / 'model'}", "steps=4", "evaluation.tasks=0"]
+    settings += ["checkpoint.every=1", "rollout.max_turns=2", "rollout.max_staleness=0", "env.isolation=inline"]
+    settings += ["rollout.sampling.max_tokens=8", "engine.max_context=2048"]
+    whole = train(*settings, cwd=folder(tmp_path, "whole"))
+    killed_in = folder(tmp_path, "killed")
+    command = start(*settings, cwd=killed_in)
+    kill_during(command, killed_in / "run", steps=2, extra=0)
+    assert command.poll() == -signal.SIGKILL, command.output
+    killed = train("--resume", "run", cwd=killed_in)
+    assert killed["weights_sha256"] == whole["weights_sha256"]
+    rows = [json.loads(line) for line in (killed_in / "run" / "metrics.jsonl").read_text().splitlines()]
+    # Each step has changed the weights, by the bonus for entropy alone where all rewards are equal.
+    assert [row["grad_norm"] > 0 for row in rows if "reward" in row] == [True] * 4
 
 
 @pytest.mark.slow
