@@ -1,6 +1,6 @@
 """Each family of models: played with tools, trained, published and taken up, as docs/model-families.md says.
 
-With AGENTRL_WRITE_TABLE=1, the tests write what they have found into the table.
+With AGENTRL_WRITE_TABLE=1 and in one process (-n 0), the tests write what they have found into the table.
 """
 
 import asyncio
@@ -29,6 +29,9 @@ SETTINGS = [
     "rollout: {groups_per_step: 2, group_size: 3, max_turns: 3, max_staleness: 0, sampling: {max_tokens: 12}}",
     "evaluation: {tasks: 0}", "trackers: []", "checkpoint: {every: 2}", "engine: {name: local, max_context: 2048}",
 ]  # fmt: skip
+WRITE = "AGENTRL_WRITE_TABLE=1 python -m pytest -n 0 -m long tests/recipes/test_model_families.py"
+UNTRIED = "?"
+"""A cell that claims nothing yet, so that nothing found can contradict it."""
 GAP = 1e-3
 """Most nats between the logprobs of engine and trainer. One step of this size moves them by far more."""
 
@@ -60,15 +63,17 @@ def trained(agentrl: Any, folder: Path, run: Path, *overrides: str) -> list[dict
     return [row for row in rows if "loss" in row]
 
 
-def found(name: str, first: int, cells: list[str]) -> None:
-    """Compare cells of the family's row with the docs, or write them there."""
+def found(name: str, first: int, cells: list[str], why: str = "") -> None:
+    """Compare cells of the family's row with the docs, or write them there. If one is untried, the test is skipped."""
     row = row_of(name)
     new = [*row[:first], *cells, *row[first + len(cells) :]]
     if os.environ.get("AGENTRL_WRITE_TABLE"):
         old_line, new_line = (f"| {' | '.join([name, *each])} |" for each in (row, new))
         TABLE.write_text(TABLE.read_text().replace(old_line, new_line))
-        return
-    assert row == new
+    elif UNTRIED in row[first : first + len(cells)]:
+        pytest.skip(f"{name}: found {', '.join(cells)} {why}where {TABLE.name} has `{UNTRIED}`; to write it: {WRITE}")
+    else:
+        assert row == new
 
 
 @each(some_in_ci=True)
@@ -116,10 +121,12 @@ async def gaps_of_vllm(folder: Path) -> list[float]:
 @pytest.mark.vllm
 @each(some_in_ci=False)
 def test_vllm_serves_a_family_and_takes_up_its_weights(name: str, folder_of: Any) -> None:
-    if row_of(name)[5] == "not on CPUs":  # vLLM for GPUs knows more
-        with pytest.raises(EngineError, match="vLLM did not start"):
-            asyncio.run(asyncio.wait_for(gaps_of_vllm(folder_of(name)), 200))
+    try:
+        gaps = asyncio.run(asyncio.wait_for(gaps_of_vllm(folder_of(name)), 200))
+    except EngineError as error:
+        if "vLLM did not start" not in str(error):
+            raise
+        found(name, 5, ["not on CPUs"], f"({error}) ")  # vLLM for GPUs knows more
         return
-    gaps = asyncio.run(asyncio.wait_for(gaps_of_vllm(folder_of(name)), 200))
     assert max(gaps) < GAP, gaps
     found(name, 5, ["yes"])
