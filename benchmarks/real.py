@@ -25,12 +25,25 @@ def rise(summary: dict[str, Any]) -> tuple[float, float]:
     return after - before - down, after - before + up
 
 
+def summary_of(run: str) -> dict[str, Any]:
+    """The summary of a run that has ended and was evaluated before and after."""
+    path = Path(run) / "summary.json"
+    if not path.exists():
+        sys.exit(f"{path} is missing: the run has not ended. `agentrl train --resume {run}` ends it.")
+    summary: dict[str, Any] = json.loads(path.read_text())
+    if summary["success_before_interval"] is None or summary["success_after_interval"] is None:
+        sys.exit(f"{run} was not evaluated: train it with evaluation.tasks=200.")
+    return summary
+
+
 def main(runs: Sequence[str]) -> int:
     """Print a row for each run."""
+    if not runs:
+        sys.exit("which runs? python benchmarks/real.py runs/real-1 runs/real-2 runs/real-3")
     print("| run | before | after | difference | steps | minutes |\n|---|---|---|---|---|---|")
     all_rose = True
     for run in runs:
-        summary = json.loads((Path(run) / "summary.json").read_text())
+        summary = summary_of(run)
         low, high = rise(summary)
         all_rose = all_rose and low > 0
         shares = []

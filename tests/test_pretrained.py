@@ -3,6 +3,8 @@
 import hashlib
 import json
 import struct
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from agentrl import pretrained
 from agentrl.errors import ConfigError
 from agentrl.gguf import GgufFile
+from agentrl.observe.metrics import wilson_interval
 from agentrl.pretrained import Packaged, convert, fetch_model
 from tests.chat_templates import templates
 
+REAL = Path(__file__).parents[1] / "benchmarks" / "real.py"
 HEADS, KEY_HEADS = 4, 2
 PARTS = {value: key for key, value in pretrained._PARTS.items()}
 
@@ -184,3 +188,32 @@ def test_a_file_that_is_no_gguf_or_cut_short_is_refused(small: tuple[Path, Llama
     file = GgufFile(other)
     with pytest.raises(ConfigError, match="cut short"):
         file.tensor(file.names[-1])
+
+
+def table(*runs: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(REAL), *map(str, runs)], capture_output=True, text=True, check=False)
+
+
+def ended(folder: Path, before: int, of_before: int, after: int, of_after: int) -> Path:
+    """A run with this many successes among its held-out tasks."""
+    folder.mkdir()
+    summary = {
+        "success_before": before / of_before, "success_before_interval": wilson_interval(before, of_before),
+        "success_after": after / of_after, "success_after_interval": wilson_interval(after, of_after),
+        "steps": 20, "seconds": 90.0,
+    }  # fmt: skip
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+def test_the_table_of_make_real_fails_unless_success_rose_in_all_runs(tmp_path: Path) -> None:
+    # Newcombe (1998), table II, example (a), method 10: 0.0524 to 0.3339.
+    rose = ended(tmp_path / "rose", 48, 80, 56, 70)
+    alone = table(rose)
+    assert alone.returncode == 0, alone.stderr
+    row = "| rose | 60.0% (49.0% to 70.0%) | 80.0% (69.2% to 87.7%) | +5.2% to +33.4% | 20 | 1.5 |"
+    assert alone.stdout.splitlines()[-1] == row
+    assert table(rose, ended(tmp_path / "same", 48, 80, 48, 80)).returncode == 1
+    (tmp_path / "begun").mkdir()
+    begun = table(tmp_path / "begun")
+    assert (begun.returncode, f"agentrl train --resume {tmp_path / 'begun'}" in begun.stderr) == (1, True)
