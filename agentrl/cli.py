@@ -519,14 +519,13 @@ def gateway(
     import asyncio
 
     from agentrl.recipes.serve_policy import serve_policy
+    from agentrl.remote.http_server import check_reach
 
     loaded = load_config(_run_config(run) if run.is_dir() else run, overrides or [])
     model, token = _model_to_evaluate(run, loaded, step), os.environ.get(token_env, "")
-    if not token and loaded.config.gateway.host not in ("127.0.0.1", "::1", "localhost"):
-        raise ConfigError(
-            f"other machines can reach gateway.host={loaded.config.gateway.host}: set a token in the environment "
-            f"variable {token_env}, or listen on 127.0.0.1"
-        )
+    check_reach(
+        "gateway.host", loaded.config.gateway.host, token, f"set a token in the environment variable {token_env}"
+    )
 
     def said(url: str) -> None:
         key = f"${token_env}:NAME" if token else "NAME"

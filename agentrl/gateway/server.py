@@ -41,6 +41,7 @@ from agentrl.gateway.remote_agents import RemoteAgents
 from agentrl.gateway.session import AgentSession
 from agentrl.gateway.wire import WireRequest, WireShape, invalid
 from agentrl.remote.gate import RequestGate, idle_timeout
+from agentrl.remote.http_server import check_reach, url_of
 
 STATUSES = {
     400: "The request is wrong, wants what is not supported, or exceeds the context or the calls of its episode",
@@ -164,9 +165,7 @@ async def serving(desk: Desk, agents: RemoteAgents | None = None) -> AsyncIterat
     config = desk.config
     app = create_app(desk, agents, _token(config, agents))
     listener = _listener(config)
-    host, port = listener.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    desk.url = config.url or (f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+    desk.url = config.url or url_of(listener)
     server = GatewayServer(
         uvicorn.Config(
             app,
@@ -213,10 +212,12 @@ def _token(config: GatewayConfig, agents: RemoteAgents | None) -> str:
     token = os.environ.get(config.token_env, "") if config.token_env else ""
     if config.token_env and not token:
         raise ConfigError(f"gateway.token_env: the environment variable {config.token_env} is not set")
-    if agents is not None and not token and config.host not in ("127.0.0.1", "::1", "localhost"):
-        raise ConfigError(
-            f"other machines can reach gateway.host={config.host} and could take tasks: name an environment variable "
-            "with a token in gateway.token_env, or listen on 127.0.0.1"
+    if agents is not None:
+        check_reach(
+            "gateway.host",
+            config.host,
+            token,
+            "name an environment variable with a token in gateway.token_env, so that they cannot take tasks",
         )
     return token
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import socket
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
@@ -14,13 +13,13 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
-from agentrl.errors import ConfigError
 from agentrl.flow import Flow, now
 from agentrl.hosting.client_options import SAFE_OPTIONS, ClientOptions, for_clients
 from agentrl.hosting.host import EnvDeadlines, EnvHost
 from agentrl.hosting.process import ProcessEnv
 from agentrl.protocols import Env, Isolation
 from agentrl.remote.gate import RequestGate, idle_timeout
+from agentrl.remote.http_server import HttpServer, check_reach
 from agentrl.remote.multiplex import Multiplexed
 from agentrl.remote.protocol import SOCKET_PATH, STATUSES, Began, Opened, ProblemDetail, Refusal, Reset, Step, Stepped
 from agentrl.remote.sessions import ServerLimits, Sessions
@@ -31,7 +30,7 @@ AddRoutes = Callable[[FastAPI, Sessions, str], None]
 """Adds the routes of another protocol to an application, for these sessions and the environment of this name."""
 
 
-class EnvServer(uvicorn.Server):
+class EnvServer(HttpServer):
     """Serves the environment that `factory` makes.
 
     SIGTERM and SIGINT drain the server: no session or episode begins any more, and the server ends when the running
@@ -57,11 +56,7 @@ class EnvServer(uvicorn.Server):
         protocols: Sequence[AddRoutes] = (),
         options: ClientOptions.Config | None = SAFE_OPTIONS,
     ) -> None:
-        if not token and host not in ("127.0.0.1", "::1", "localhost"):
-            raise ConfigError(
-                f"other machines can reach host {host}: give a token (set the variable that --token-env names), or "
-                "listen on 127.0.0.1"
-            )
+        check_reach("host", host, token, "give a token (set the variable that --token-env names)")
         self.limits = limits or ServerLimits()
         seconds = self.limits.call_seconds
         deadlines = EnvDeadlines(reset=seconds, step=seconds, tool=seconds)
@@ -71,7 +66,6 @@ class EnvServer(uvicorn.Server):
         host_of_envs = EnvHost({name: factory}, deadlines, isolation)
         self.sessions = Sessions(host_of_envs, name, self.limits, in_processes=in_processes)
         self._drain_until: float | None = None
-        self._on_start = on_start
         super().__init__(
             uvicorn.Config(
                 create_app(self.sessions, name, token, protocols),
@@ -86,20 +80,9 @@ class EnvServer(uvicorn.Server):
                 access_log=False,  # it would contain session ids
                 log_level="warning",
                 timeout_graceful_shutdown=5,
-            )
+            ),
+            on_start,
         )
-
-    @property
-    def url(self) -> str:
-        """The address it listens on, once it has started."""
-        host, port = self.servers[0].sockets[0].getsockname()[:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and call `on_start` with the address."""
-        await super().startup(sockets)
-        if self.servers:
-            self._on_start(self.url)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Drain at the first signal, end at the second."""

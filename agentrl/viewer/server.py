@@ -3,7 +3,6 @@
 import asyncio
 import json
 import math
-import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -19,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.observe.meanings import MEANINGS
 from agentrl.remote.gate import RequestGate, idle_timeout
+from agentrl.remote.http_server import HttpServer, check_reach
 from agentrl.viewer.episode import EpisodeReader
 from agentrl.viewer.episodes import EpisodeIndex, EpisodeQuery
 from agentrl.viewer.folders import RunFolder, find_runs
@@ -40,7 +40,7 @@ _HEADERS = {
 _LOOK_SECONDS = 0.5
 
 
-class PageServer(uvicorn.Server):
+class PageServer(HttpServer):
     """Serves the page over the runs in `places`. `on_start` is called with its address.
 
     Raises:
@@ -56,12 +56,12 @@ class PageServer(uvicorn.Server):
         token: str | None = None,
         on_start: Callable[[str], None] = lambda url: None,
     ) -> None:
-        if not token and host not in ("127.0.0.1", "::1", "localhost"):
-            raise ConfigError(
-                f"other machines can reach host {host}: give a token (set the variable that --token-env names), or "
-                "listen on 127.0.0.1 and forward the port with ssh -L"
-            )
-        self._on_start = on_start
+        check_reach(
+            "host",
+            host,
+            token,
+            "give a token (set the variable that --token-env names), forward the port with ssh -L",
+        )
         super().__init__(
             uvicorn.Config(
                 create_page_app(places, token),
@@ -71,20 +71,9 @@ class PageServer(uvicorn.Server):
                 access_log=False,
                 log_level="warning",
                 timeout_graceful_shutdown=1,  # streams of events do not end by themselves
-            )
+            ),
+            on_start,
         )
-
-    @property
-    def url(self) -> str:
-        """The address it listens on, once it has started."""
-        host, port = self.servers[0].sockets[0].getsockname()[:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and call `on_start` with the address."""
-        await super().startup(sockets)
-        if self.servers:
-            self._on_start(self.url)
 
 
 class _OpenRuns:
