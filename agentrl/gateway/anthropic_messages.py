@@ -9,8 +9,8 @@ from agentrl.gateway.refusal import unsupported
 from agentrl.gateway.wire import (
     Fields,
     Json,
+    WireProtocol,
     WireRequest,
-    WireShape,
     as_json,
     assistant,
     call_of,
@@ -26,7 +26,7 @@ from agentrl.trajectory import Message
 if TYPE_CHECKING:
     from anthropic.types import Message as AnthropicMessage
 
-FIELDS = Fields(
+_FIELDS = Fields(
     supported=(
         "messages",
         "model",
@@ -55,44 +55,31 @@ FIELDS = Fields(
 )
 
 
-def _params() -> Any:
-    from anthropic.types.message_create_params import MessageCreateParams
-
-    return MessageCreateParams
-
-
-SHAPE = WireShape(_params)
-
-
-def read(body: Any) -> WireRequest:
-    """A request to `/v1/messages`.
-
-    Raises:
-        CallRefusedError: it is wrong, or wants something that there is not.
-    """
-    if isinstance(body, dict) and "top_k" in body:
-        body = {key: value for key, value in body.items() if key != "top_k"}
-    checked = SHAPE.check(body)
-    FIELDS.check(body)
+def _read(checked: Json, _: Json) -> WireRequest:
     messages = [Message("system", text_of(checked["system"], "system"))] if checked.get("system") else []
     for place, message in enumerate(checked["messages"]):
         messages += _messages(message, f"messages[{place}]")
     choice = checked.get("tool_choice") or {}
     wishes = Wishes(
-        max_tokens=body["max_tokens"],
-        temperature=body.get("temperature"),
-        top_p=body.get("top_p"),
+        max_tokens=checked.get("max_tokens"),
+        temperature=checked.get("temperature"),
+        top_p=checked.get("top_p"),
         stop=tuple(checked.get("stop_sequences") or ()),
         may_call=choice.get("type") != "none",
     )
     tools = [_tool(tool) for tool in checked.get("tools") or ()]
-    model = str(body["model"])
+    model = str(checked["model"])
     return WireRequest(
         chat_request(messages, tools, wishes),
-        bool(body.get("stream")),
+        bool(checked.get("stream")),
         lambda session, call: as_json(_answer(call, model)),
         lambda session, call: _events(call, model),
     )
+
+
+def _without_top_k(body: Json) -> Json:
+    """The body without a field whose type does not say that null is a value of it. It is ignored anyway."""
+    return {key: value for key, value in body.items() if key != "top_k"}
 
 
 def _messages(message: Json, where: str) -> Iterator[Message]:
@@ -215,3 +202,22 @@ def _block_events(block: Any, place: int) -> Iterator[bytes]:
 
 def _event(made: Any) -> bytes:
     return event(made.model_dump_json(exclude_unset=True), made.type)
+
+
+MESSAGES = WireProtocol(
+    path="/v1/messages",
+    type_name="anthropic.types.message_create_params:MessageCreateParams",
+    required=("model", "messages", "max_tokens"),
+    fields=_FIELDS,
+    reader=_read,
+    without=_without_top_k,
+)
+
+COUNTED = WireProtocol(
+    path="/v1/messages/count_tokens",
+    type_name="anthropic.types.message_count_tokens_params:MessageCountTokensParams",
+    required=("model", "messages"),
+    fields=_FIELDS,
+    reader=_read,
+)
+"""The same without an answer: only the length of the prompt is asked for."""

@@ -10,8 +10,8 @@ from agentrl.gateway.session import AgentSession
 from agentrl.gateway.wire import (
     Fields,
     Json,
+    WireProtocol,
     WireRequest,
-    WireShape,
     assistant,
     call_of,
     chat_request,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from openai.types.chat.chat_completion import ChoiceLogprobs
     from openai.types.completion_usage import CompletionUsage
 
-FIELDS = Fields(
+_FIELDS = Fields(
     supported=(
         "messages",
         "model",
@@ -79,45 +79,34 @@ FIELDS = Fields(
 )
 
 
-def _params() -> Any:
-    from openai.types.chat.completion_create_params import CompletionCreateParams
-
-    return CompletionCreateParams
-
-
-SHAPE = WireShape(_params)
-
-
-def read(body: Any) -> WireRequest:
-    """A request to `/v1/chat/completions`.
-
-    Raises:
-        CallRefusedError: it is wrong, or wants something that there is not.
-    """
-    checked = SHAPE.check(body)
-    FIELDS.check(body)
-    model, wants_logprobs = str(body["model"]), bool(body.get("logprobs"))
-    with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
-    stop = body.get("stop") or ()
+def _read(checked: Json, _: Json) -> WireRequest:
+    model, wants_logprobs = str(checked["model"]), bool(checked.get("logprobs"))
+    with_usage = bool((checked.get("stream_options") or {}).get("include_usage"))
+    stop = checked.get("stop") or ()
     wishes = Wishes(
-        max_tokens=body.get("max_completion_tokens", body.get("max_tokens")),
-        temperature=body.get("temperature"),
-        top_p=body.get("top_p"),
+        max_tokens=_first_given(checked, "max_completion_tokens", "max_tokens"),
+        temperature=checked.get("temperature"),
+        top_p=checked.get("top_p"),
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
-        seed=body.get("seed"),
-        may_call=body.get("tool_choice") != "none",
+        seed=checked.get("seed"),
+        may_call=checked.get("tool_choice") != "none",
     )
     messages = [_message(message, place) for place, message in enumerate(checked["messages"])]
     tools = [_tool(tool) for tool in checked.get("tools") or ()]
-    request = chat_request(messages, tools, wishes, 1 if body.get("n") is None else body["n"])
+    request = chat_request(messages, tools, wishes, 1 if checked.get("n") is None else checked["n"])
     return WireRequest(
         request,
-        bool(body.get("stream")),
+        bool(checked.get("stream")),
         lambda session, call: (
             _completion(session, call, model, wants_logprobs).model_dump_json(exclude_unset=True).encode()
         ),
         lambda session, call: _chunks(session, call, model, wants_logprobs, with_usage),
     )
+
+
+def _first_given(checked: Json, *names: str) -> Any:
+    """The first of these fields that is not null."""
+    return next((checked[name] for name in names if checked.get(name) is not None), None)
 
 
 def _message(message: Json, place: int) -> Message:
@@ -247,3 +236,12 @@ def _deltas(answer: AgentAnswer) -> Iterator[Any]:
         for piece in pieces(json.dumps(call.arguments)):
             more = ChoiceDeltaToolCallFunction(arguments=piece)
             yield ChoiceDelta(tool_calls=[ChoiceDeltaToolCall(index=place, function=more)])
+
+
+CHAT = WireProtocol(
+    path="/v1/chat/completions",
+    type_name="openai.types.chat.completion_create_params:CompletionCreateParams",
+    required=("model", "messages"),
+    fields=_FIELDS,
+    reader=_read,
+)

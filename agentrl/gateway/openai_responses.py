@@ -9,8 +9,8 @@ from agentrl.gateway.refusal import unsupported
 from agentrl.gateway.wire import (
     Fields,
     Json,
+    WireProtocol,
     WireRequest,
-    WireShape,
     as_json,
     assistant,
     call_of,
@@ -25,7 +25,7 @@ from agentrl.trajectory import Message, ToolCall
 if TYPE_CHECKING:
     from openai.types.responses import Response
 
-FIELDS = Fields(
+_FIELDS = Fields(
     supported=(
         "input",
         "instructions",
@@ -71,48 +71,34 @@ FIELDS = Fields(
 _TEXTS = ("input_text", "output_text", "text", "refusal")
 
 
-def _params() -> Any:
-    from openai.types.responses.response_create_params import ResponseCreateParams
-
-    return ResponseCreateParams
-
-
-SHAPE = WireShape(_params)
-
-
-def read(body: Any) -> WireRequest:
-    """A request to `/v1/responses`.
-
-    Raises:
-        CallRefusedError: it is wrong, or wants something that there is not.
-    """
-    checked = SHAPE.check(body)
-    text = body.get("text")
-    FIELDS.check({key: value for key, value in body.items() if key != "text"} | {"text": _without_verbosity(text)})
-    given = body.get("input")
+def _read(checked: Json, body: Json) -> WireRequest:
+    given = checked.get("input")
     instructions = checked.get("instructions")
     messages = [Message("system", str(instructions))] if instructions else []
     items = [{"role": "user", "content": given}] if isinstance(given, str) else list(given or ())
     messages += _messages(items)
     wishes = Wishes(
-        max_tokens=body.get("max_output_tokens"),
-        temperature=body.get("temperature"),
-        top_p=body.get("top_p"),
-        may_call=body.get("tool_choice") != "none",
+        max_tokens=checked.get("max_output_tokens"),
+        temperature=checked.get("temperature"),
+        top_p=checked.get("top_p"),
+        may_call=checked.get("tool_choice") != "none",
     )
     tools = [_tool(tool) for tool in checked.get("tools") or ()]
     return WireRequest(
         chat_request(messages, tools, wishes),
-        bool(body.get("stream")),
+        bool(checked.get("stream")),
         lambda session, call: as_json(_response(call, body)),
         lambda session, call: _events(call, body),
     )
 
 
-def _without_verbosity(text: Any) -> Any:
+def _without_verbosity(body: Json) -> Json:
+    """The body, in whose `text` only what constrains the answer is left."""
+    text = body.get("text")
     if not isinstance(text, dict):
-        return text
-    return {key: value for key, value in text.items() if key != "verbosity" and value is not None}
+        return body
+    left = {key: value for key, value in text.items() if key != "verbosity" and value is not None}
+    return body | {"text": left}
 
 
 def _messages(items: list[Json]) -> Iterator[Message]:
@@ -257,3 +243,13 @@ def _events(call: AgentCall, body: Json) -> Iterator[bytes]:
         yield made("response.output_item.done", output_index=place, item=item)
     whole = _response(call, body).model_dump(mode="json", exclude_unset=True)
     yield made("response.incomplete" if whole["status"] == "incomplete" else "response.completed", response=whole)
+
+
+RESPONSES = WireProtocol(
+    path="/v1/responses",
+    type_name="openai.types.responses.response_create_params:ResponseCreateParams",
+    required=(),
+    fields=_FIELDS,
+    reader=_read,
+    without=_without_verbosity,
+)

@@ -2,8 +2,8 @@
 
     POST /v1/chat/completions   OpenAI's chat completions
     POST /v1/responses          OpenAI's responses
-    POST /v1/messages           Anthropic's messages
-    GET  /v1/models             one model: the policy
+    POST /v1/messages           Anthropic's messages; at /count_tokens, how long a prompt they are
+    GET  /v1/models             one model: the policy, by whatever name
     POST /v1/rewards            a reward of the episode, or of one of its calls
     POST /v1/tasks              a task for an agent elsewhere
     POST /v1/failures           that an agent elsewhere has failed
@@ -16,7 +16,7 @@ import asyncio
 import hmac
 import os
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from importlib.util import find_spec
 from typing import Any
@@ -31,15 +31,17 @@ from starlette.types import Receive, Scope, Send
 
 from agentrl.errors import ConfigError
 from agentrl.flow import Flow
-from agentrl.gateway import anthropic_messages, openai_chat, openai_responses
+from agentrl.gateway.anthropic_messages import COUNTED, MESSAGES
 from agentrl.gateway.call import AgentCall
 from agentrl.gateway.config import GatewayConfig
 from agentrl.gateway.desk import Desk
+from agentrl.gateway.openai_chat import CHAT
+from agentrl.gateway.openai_responses import RESPONSES
 from agentrl.gateway.outcome import AgentOutcome
 from agentrl.gateway.refusal import CallRefusedError
 from agentrl.gateway.remote_agents import RemoteAgents
 from agentrl.gateway.session import AgentSession
-from agentrl.gateway.wire import WireRequest, WireShape, invalid
+from agentrl.gateway.wire import WireProtocol, WireRequest, invalid
 from agentrl.remote.gate import RequestGate, idle_timeout
 from agentrl.remote.http_server import check_reach, url_of
 
@@ -232,6 +234,10 @@ def create_app(desk: Desk, agents: RemoteAgents | None = None, token: str = "") 
         session = desk.session(_key(request))
         return ModelList(data=[ModelEntry(id="policy", max_model_len=session.max_context)])
 
+    @app.get("/v1/models/{model}")
+    async def one_model(model: str, request: Request) -> ModelEntry:
+        return ModelEntry(id=model, max_model_len=desk.session(_key(request)).max_context)
+
     @app.post("/v1/rewards")
     async def rewards(posted: PostedReward, request: Request) -> dict[str, str]:
         session = desk.session(_key(request))
@@ -295,24 +301,58 @@ def _add_tasks(app: FastAPI, agents: RemoteAgents, token: str) -> None:
 
 
 def _add_calls(app: FastAPI, desk: Desk) -> None:
-    def add(path: str, read: Callable[[Any], WireRequest], shape: WireShape) -> None:
+    def add(protocol: WireProtocol) -> None:
         async def answer(request: Request) -> Response:
             session = desk.session(_key(request))
-            try:
-                body = await request.json()
-            except (ValueError, RecursionError) as error:
-                raise invalid(f"the body is not JSON: {error}") from None
-            if not shape.ready:
-                await asyncio.to_thread(lambda: shape.adapter)
-            return CallResponse(session, read(body).with_headers(request.headers))
+            asked = await _read(protocol, request)
+            return CallResponse(session, asked.with_headers(request.headers))
 
-        name = path.removeprefix("/v1/").replace("/", "_")
-        body = {"content": {"application/json": {"schema": {"type": "object"}}}, "required": True}
-        app.add_api_route(path, answer, methods=["POST"], operation_id=name, openapi_extra={"requestBody": body})
+        app.add_api_route(
+            protocol.path,
+            answer,
+            methods=["POST"],
+            operation_id=protocol.path.removeprefix("/v1/").replace("/", "_"),
+            responses={200: {"description": "The answer; with `stream`, its parts", "content": _ANSWERS}},
+            openapi_extra={"requestBody": _described(protocol)},
+        )
 
-    add("/v1/chat/completions", openai_chat.read, openai_chat.SHAPE)
-    add("/v1/responses", openai_responses.read, openai_responses.SHAPE)
-    add("/v1/messages", anthropic_messages.read, anthropic_messages.SHAPE)
+    for protocol in (CHAT, RESPONSES, MESSAGES):
+        add(protocol)
+
+    @app.post(COUNTED.path, openapi_extra={"requestBody": _described(COUNTED)})
+    async def count_tokens(request: Request) -> dict[str, int]:
+        session = desk.session(_key(request))
+        asked = await _read(COUNTED, request)
+        return {"input_tokens": session.prompt_length(asked.request)}
+
+
+async def _read(protocol: WireProtocol, request: Request) -> WireRequest:
+    try:
+        body = await request.json()
+    except (ValueError, RecursionError) as error:
+        raise invalid(f"the body is not JSON: {error}") from None
+    if not protocol.ready:
+        await asyncio.to_thread(lambda: protocol.adapter)
+    return protocol.read(body)
+
+
+_ANSWERS: dict[str, Any] = {
+    "application/json": {"schema": {"type": "object"}},
+    "text/event-stream": {"schema": {"type": "string"}},
+}
+
+
+def _described(protocol: WireProtocol) -> dict[str, Any]:
+    """A request's body for OpenAPI: which fields there are. What is in them, the vendor's own type says."""
+    fields = protocol.fields
+    schema = {
+        "type": "object",
+        "required": list(protocol.required),
+        "properties": {name: {} for name in fields.supported}
+        | {name: {"description": "Ignored"} for name in fields.ignored},
+        "description": f"As {protocol.type_name.replace(':', '.')}. Other fields are refused unless they are null.",
+    }
+    return {"content": {"application/json": {"schema": schema}}, "required": True}
 
 
 def _key(request: Request) -> str:

@@ -129,6 +129,19 @@ class AgentSession:
             pending.listeners -= 1
             self.used = now()
 
+    def prompt_length(self, request: ChatRequest) -> int:
+        """How many tokens the prompt of a request would have. Nothing is sampled or kept.
+
+        Raises:
+            CallRefusedError: the chat template refuses it.
+        """
+        asked = replace(request, messages=tuple(map(self._as_sampled, request.messages)))
+        place = self.tree.place(asked)
+        before = 0
+        if place.parent is not None:
+            before = len(place.parent.call.prompt_ids) + len(place.parent.completion.token_ids)
+        return before + len(self._rendered(asked, place))
+
     def answer(self, answer_id: str) -> AgentAnswer:
         """An answer by its id.
 

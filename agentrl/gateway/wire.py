@@ -5,8 +5,11 @@ refused by its name. `docs/gateway.md` lists them. The types are those of the ve
 """
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
+from pkgutil import resolve_name
 from typing import Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -43,45 +46,6 @@ class Fields:
             raise unsupported(name, self.refused.get(name, "leave it out"))
 
 
-class WireShape:
-    """The types of a protocol's requests, by the vendor's own definition."""
-
-    def __init__(self, of: Callable[[], Any]) -> None:
-        self._of = of
-        self._adapter: TypeAdapter[Any] | None = None
-
-    def check(self, body: Any) -> Json:
-        """The request, without fields that its types do not have.
-
-        Raises:
-            CallRefusedError: it does not fit.
-        """
-        if not isinstance(body, dict):
-            raise invalid("the body must be a JSON object")
-        checked: Json = {}
-        field = ""
-        try:
-            for field, value in self.adapter.validate_python(body).items():
-                checked[field] = _listed(value)
-        except ValidationError as error:
-            raise invalid(_what_is_wrong(error, field)) from None
-        except (TypeError, RecursionError) as error:
-            raise invalid(f"{field}: {error}") from None
-        return checked
-
-    @property
-    def ready(self) -> bool:
-        """Whether its types have been imported, which takes seconds."""
-        return self._adapter is not None
-
-    @property
-    def adapter(self) -> TypeAdapter[Any]:
-        """Checks and describes the type; made when it is first needed."""
-        if self._adapter is None:
-            self._adapter = TypeAdapter(self._of())
-        return self._adapter
-
-
 @dataclass(frozen=True, slots=True)
 class WireRequest:
     """A request that has been read, and how its answers are written: whole, or as the parts of a stream."""
@@ -98,6 +62,62 @@ class WireRequest:
         return replace(self, request=request)
 
 
+@dataclass(eq=False, slots=True, kw_only=True)
+class WireProtocol:
+    """One protocol: where its requests come in, the vendor's own type of them, and how one is read.
+
+    `reader` gets the request as that type has it, and the whole body. `without`: the body without what the types are
+    not asked about.
+    """
+
+    path: str
+    type_name: str
+    """`package.module:name` of the type, which is imported when a first request comes, because that takes seconds."""
+    required: Sequence[str]
+    fields: Fields
+    reader: Callable[[Json, Json], WireRequest]
+    without: Callable[[Json], Json] = lambda body: body
+    _adapter: TypeAdapter[Any] | None = None
+
+    def read(self, body: Any) -> WireRequest:
+        """A request to the path.
+
+        Raises:
+            CallRefusedError: it is wrong, or wants something that there is not.
+        """
+        if not isinstance(body, dict):
+            raise invalid("the body must be a JSON object")
+        body = self.without(body)
+        checked = self._checked(body)
+        self.fields.check(body)
+        return self.reader(checked, body)
+
+    @property
+    def ready(self) -> bool:
+        """Whether the type has been imported."""
+        return self._adapter is not None
+
+    @property
+    def adapter(self) -> TypeAdapter[Any]:
+        """Checks the type; made when it is first needed."""
+        if self._adapter is None:
+            self._adapter = TypeAdapter(resolve_name(self.type_name))
+        return self._adapter
+
+    def _checked(self, body: Json) -> Json:
+        """The request, without fields that its type does not have."""
+        checked: Json = {}
+        field = ""
+        try:
+            for field, value in self.adapter.validate_python(body).items():
+                checked[field] = _listed(value)
+        except ValidationError as error:
+            raise invalid(_what_is_wrong(error, field)) from None
+        except (TypeError, RecursionError) as error:
+            raise invalid(f"{field}: {error}") from None
+        return checked
+
+
 def _listed(value: Any) -> Any:
     """The same with lists for the generators that stand for checked sequences, which this checks."""
     if isinstance(value, dict):
@@ -112,7 +132,19 @@ def _what_is_wrong(error: ValidationError, field: str) -> str:
     found = error.errors(include_url=False, include_context=False, include_input=False)
     others = {one["loc"][:2] for one in found if one["loc"] and one["loc"][-1] in ("role", "type")}
     own = [one for one in found if one["loc"][:2] not in others] or found
-    return "; ".join(f"{'.'.join(map(str, (field, *one['loc'][-3:])))}: {one['msg']}" for one in own[:3])
+    own = [one for one in own if one["loc"][-1:] != ("stream",)] or own  # by which some types differ
+    said = (f"{_place(field, one['loc']) or 'the body'}: {one['msg']}" for one in own)
+    return "; ".join(islice(dict.fromkeys(said), 3))
+
+
+def _place(field: str, loc: tuple[int | str, ...]) -> str:
+    """Where in a body it is: without the names of types, which stand between the fields where several types fit."""
+    fields = (str(part) for part in (field, *loc))
+    return ".".join([part for part in fields if _FIELD.fullmatch(part) and part not in _SIMPLE][-4:])
+
+
+_FIELD = re.compile(r"[a-z0-9_]+")
+_SIMPLE = ("str", "int", "float", "bool")
 
 
 def invalid(detail: str) -> CallRefusedError:

@@ -77,6 +77,8 @@ def test_an_answer_to_a_connection_that_is_gone_is_not_trained_on():
         (b"null", 400, "JSON object"),
         (b"{}", 400, "required"),
         (b'{"model": "m", "messages": 5}', 400, "messages"),
+        (b'{"messages": []}', 400, '"model: Field required"'),
+        (b'{"model": "m", "messages": [], "n": 1.5}', 400, '"n: Input should be a valid integer'),
         (b'{"model": "m", "messages": [5]}', 400, "messages"),
         (b'{"model": "m", "messages": [{"role": "user", "content": {"a": 1}}]}', 400, "messages"),
         (b'{"model": "m", "messages": [{"role": "user"}]}', 400, "content"),

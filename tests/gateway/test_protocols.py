@@ -270,3 +270,55 @@ def test_a_reward_may_be_posted_for_the_episode_and_for_a_call():
     trajectory, _ = served(play, saying("hi"))
     assert trajectory.env_return == 2.5
     assert trajectory.success
+
+
+def test_the_length_of_a_prompt_is_counted_without_an_answer():
+    async def play(assignment):
+        async with anthropic.AsyncAnthropic(base_url=assignment.url, api_key=assignment.api_key) as client:
+            asked = {"model": "policy", "messages": [{"role": "user", "content": "Which way?"}]}
+            counted = await client.messages.count_tokens(**asked)
+            answer = await client.messages.create(**asked, max_tokens=16)
+            assert counted.input_tokens == answer.usage.input_tokens
+            said = {"role": "assistant", "content": answer.content[0].text}
+            asked["messages"] += [said, {"role": "user", "content": "And then?"}]
+            counted = await client.messages.count_tokens(**asked)
+            answer = await client.messages.create(**asked, max_tokens=16)
+            assert counted.input_tokens == answer.usage.input_tokens
+        return 1.0
+
+    trajectory, session = served(play, saying("left", "right"))
+    assert len(trajectory.turns) == len(session.tree.calls) == 2
+
+
+def test_the_policy_answers_to_any_name():
+    async def play(assignment):
+        async with client_of(assignment) as client:
+            assert (await client.models.retrieve("gpt-something")).id == "gpt-something"
+            assert [model.id async for model in await client.models.list()] == ["policy"]
+            await client.chat.completions.create(model="gpt-something", messages=[{"role": "user", "content": "hi"}])
+        return 1.0
+
+    assert served(play, saying("left"))[0].status == Terminated()
+
+
+@pytest.mark.parametrize(
+    ("fields", "most"),
+    [
+        ({"max_tokens": 2}, 2),
+        ({"max_tokens": "2"}, 2),
+        ({"max_tokens": 2, "max_completion_tokens": None}, 2),
+        ({"max_tokens": 2, "max_completion_tokens": 3}, 3),
+        ({}, 4096),
+    ],
+)
+def test_a_program_may_lower_the_length_of_an_answer(fields, most):
+    engine = saying("left")
+
+    async def play(assignment):
+        async with client_of(assignment) as client:
+            messages = [{"role": "user", "content": "hi"}]
+            await client.chat.completions.create(model="policy", messages=messages, extra_body=fields)
+        return 1.0
+
+    served(play, engine)
+    assert [request.sampling.max_tokens for request in engine.requests] == [most]
