@@ -61,13 +61,20 @@ async def imitate(run: Run, demonstrations: DemonstrationsConfig, base: Path, in
             f"no episode of {demonstrations.player} was successful, so recipe.demonstrations.successes_only leaves "
             "nothing to imitate: choose another player, or imitate all"
         )
-    size = demonstrations.episodes_per_step
-    batches = [trajectories[i : i + size] for i in range(0, len(trajectories), size)] * demonstrations.epochs
+    size, epochs = demonstrations.episodes_per_step, demonstrations.epochs
+    await learn(run, trajectories, base, into, size=size, epochs=epochs, lr=demonstrations.lr)
+
+
+async def learn(
+    run: Run, trajectories: Sequence[Trajectory], base: Path, into: Path, *, size: int, epochs: int, lr: float
+) -> None:
+    """Train the model `base` to say what was said in these trajectories, `size` of them a step, and save it."""
+    batches = [trajectories[i : i + size] for i in range(0, len(trajectories), size)] * epochs
     algorithm = Sft()
     losses: list[float] = []
     async with (
-        open_cluster(config) as placed,
-        make_trainer(placed, base, steps=len(batches), lr=demonstrations.lr, old_logprobs="engine") as trainer,
+        open_cluster(run.config) as placed,
+        make_trainer(placed, base, steps=len(batches), lr=lr, old_logprobs="engine") as trainer,
     ):
         for number, played in enumerate(batches, 1):
             batch = collate(sample for trajectory in played for sample in to_samples(trajectory, 1.0))

@@ -27,6 +27,7 @@ from agentrl.errors import ConfigError
 from agentrl.protocols import Settings, SupportsPredict
 from agentrl.recipes.demonstrations import DemonstrationsConfig
 from agentrl.recipes.preferences import Preference, PreferencesConfig, in_batches, read_preferences, split
+from agentrl.recipes.recordings import same_tokens
 from agentrl.recipes.starting_model import starting_model
 from agentrl.rollout.renderer import TemplateRenderer, renderer_of
 from agentrl.rollout.seeds import derive_seed
@@ -161,11 +162,13 @@ def _batch(pairs: Sequence[Pair]) -> TrainBatch:
 
 
 def _within(run: Run, pairs: Sequence[Preference], renderer: TemplateRenderer, config: PreferencesConfig) -> list[Pair]:
-    """The samples of the pairs that are short enough."""
-    made: list[Pair] = [
-        (to_samples(spoken(pair.chosen, renderer), 1.0), to_samples(spoken(pair.rejected, renderer), -1.0))
-        for pair in pairs
-    ]
+    """The samples of the pairs that are short enough: their exact tokens, if these mean the same to the model."""
+    exact = same_tokens([trajectory for pair in pairs for trajectory in pair.played or ()], renderer)
+    made: list[Pair] = []
+    for pair in pairs:
+        played = pair.played if exact else None
+        better, worse = played or (spoken(pair.chosen, renderer), spoken(pair.rejected, renderer))
+        made.append((to_samples(better, 1.0), to_samples(worse, -1.0)))
     short = [pair for pair in made if all(sum(len(s.token_ids) for s in half) <= config.max_tokens for half in pair)]
     if len(short) < len(made):
         run.display.say(

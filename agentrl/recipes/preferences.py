@@ -13,7 +13,8 @@ from pydantic import BaseModel, Field, ValidationError
 
 from agentrl.errors import ConfigError
 from agentrl.protocols import Settings
-from agentrl.trajectory import Message
+from agentrl.recipes.recordings import Recorded, read_recordings
+from agentrl.trajectory import Message, Trajectory
 
 T = TypeVar("T")
 
@@ -45,11 +46,15 @@ class PreferencesConfig(Settings):
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """Two conversations of one `task` (any name; `split` keeps pairs with the same name together)."""
+    """Two conversations of one `task` (any name; `split` keeps pairs with the same name together).
+
+    `played`: the chosen and the rejected one with their exact tokens, if a model has said them.
+    """
 
     task: str
     chosen: tuple[Message, ...]
     rejected: tuple[Message, ...]
+    played: tuple[Trajectory, Trajectory] | None = None
 
 
 class _Message(BaseModel):
@@ -145,18 +150,15 @@ def _messages(content: str | tuple[_Message, ...], role: Literal["user", "assist
 
 
 def _of_run(folder: Path, pairs_per_task: int, rng: Random) -> Iterator[Preference]:
-    import pyarrow.parquet as pq
-
-    played: dict[str, list[tuple[float, tuple[Message, ...]]]] = defaultdict(list)
-    for file in sorted(folder.glob("*.parquet")):
-        for row in pq.read_table(file, columns=["task", "score", "messages"]).to_pylist():
-            messages = tuple(Message(message["role"], message["content"]) for message in row["messages"])
-            played[row["task"]].append((row["score"], messages))
+    played: dict[str, list[Recorded]] = defaultdict(list)
+    for one in read_recordings(folder):
+        played[one.trajectory.task.id].append(one)
     for task, episodes in sorted(played.items()):
         differing = [
-            (one, other) if one[0] > other[0] else (other, one)
+            (one.trajectory, other.trajectory) if one.score > other.score else (other.trajectory, one.trajectory)
             for one, other in combinations(episodes, 2)
-            if one[0] != other[0]
+            if one.score != other.score
         ]
         for better, worse in rng.sample(differing, min(pairs_per_task, len(differing))):
-            yield Preference(task, better[1], worse[1])
+            tokens = (better, worse) if better.turns and worse.turns else None
+            yield Preference(task, better.messages, worse.messages, tokens)

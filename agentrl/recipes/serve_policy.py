@@ -12,6 +12,8 @@ from pathlib import Path
 
 from agentrl.assembly import assemble_policy
 from agentrl.config import RunConfig
+from agentrl.durable import write_whole
+from agentrl.errors import ConfigError
 from agentrl.flow import Flow, run_to_completion
 from agentrl.gateway.open_desk import OpenDesk, conversations_of
 from agentrl.gateway.server import serving
@@ -49,7 +51,7 @@ class Recordings:
     def _file(self, kind: str) -> Path:
         """A file that there is not yet: an earlier launch may have written into the same folder."""
         while True:
-            file = self.folder / kind / f"recorded_{self._files:06d}.parquet"
+            file = self.folder / kind / f"step_{self._files:06d}.parquet"
             self._files += 1
             if not file.exists():
                 return file
@@ -67,9 +69,10 @@ async def serve_policy(
     """Serve `model` until `stopped`, and record into `folder`.
 
     Raises:
-        ConfigError: the model does not fit the engine, or the address cannot be used.
+        ConfigError: the model does not fit the engine, the address cannot be used, or `folder` is that of a run.
     """
     recordings = Recordings(folder)
+    _begin(folder, config, model)
     async with assemble_policy(config, model) as (policy, renderer), Flow("gateway") as flow:
         desk = OpenDesk(
             config.gateway,
@@ -90,6 +93,15 @@ async def serve_policy(
                 desk.end_all()
                 flow.cancel()
                 await recordings.write()
+
+
+def _begin(folder: Path, config: RunConfig, model: Path) -> None:
+    """Say in the folder of the recordings which model has spoken, as the folder of a run does."""
+    if (folder / "ledger.sqlite").exists():
+        raise ConfigError(f"--record: {folder} is the folder of a run: name another one, new or of earlier recordings")
+    folder.mkdir(parents=True, exist_ok=True)
+    served = config.model.model_copy(update={"name": str(model.resolve())})
+    write_whole(folder / "config.yaml", config.model_copy(update={"model": served}).to_yaml())
 
 
 async def _write_regularly(recordings: Recordings) -> None:

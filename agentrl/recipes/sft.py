@@ -1,14 +1,19 @@
-"""Supervised fine-tuning: on the episodes of a scripted player, on the model's own best ones, or on both in turn."""
+"""Supervised fine-tuning: on the episodes of a scripted player, on recordings, on the model's own best episodes."""
 
+import asyncio
+from pathlib import Path
 from typing import ClassVar, Self
 
 from pydantic import model_validator
 
 from agentrl.algorithms.sft import RejectionSampling
+from agentrl.durable import finish_folder, new_unfinished
 from agentrl.protocols import Settings
-from agentrl.recipes.demonstrations import DemonstrationsConfig
+from agentrl.recipes.demonstrations import DemonstrationsConfig, learn
 from agentrl.recipes.policy_gradient import train
+from agentrl.recipes.recordings import RecordingsConfig, recorded
 from agentrl.recipes.starting_model import starting_model
+from agentrl.rollout.renderer import renderer_of
 from agentrl.run import Run
 
 
@@ -19,23 +24,40 @@ class SftSettings(Settings):
 
     demonstrations: DemonstrationsConfig | None = None
     """The episodes of a scripted player to imitate first."""
+    recordings: RecordingsConfig | None = None
+    """Conversations that were recorded, by the gateway or by a run, to imitate next: their exact tokens."""
     rejection: RejectionSampling.Config | None = None
     """Which of its own episodes the model then imitates, for `steps` steps of `rollout.groups_per_step` groups."""
 
     @model_validator(mode="after")
     def _something_is_imitated(self) -> Self:
-        if self.demonstrations is None and self.rejection is None:
+        if self.demonstrations is None and self.recordings is None and self.rejection is None:
             raise ValueError(
-                "there is nothing to imitate: name a player in recipe.demonstrations.player, or write "
-                "recipe.rejection={} to imitate the model's own best episodes"
+                "there is nothing to imitate: name a player in recipe.demonstrations.player or a folder in "
+                "recipe.recordings.path, or write recipe.rejection={} to imitate the model's own best episodes"
             )
         return self
 
 
 async def sft(run: Run, settings: SftSettings) -> None:
-    """Imitate the demonstrations, and then the model's own best episodes, as far as the settings say so."""
+    """Imitate the demonstrations, the recordings, and the model's own best episodes, as far as the settings say so."""
     folder = await starting_model(run, settings.demonstrations)
+    if settings.recordings is not None:
+        folder = await _after_recordings(run, settings.recordings, folder)
     if settings.rejection is None:
         run.display.say(f"the model is in {folder}")
     else:
         await train(run, RejectionSampling(settings.rejection), folder)
+
+
+async def _after_recordings(run: Run, config: RecordingsConfig, base: Path) -> Path:
+    """The folder of the model that has imitated the recordings; an earlier launch may have made it."""
+    final = run.folder / "sft"
+    if not final.exists():
+        renderer = await asyncio.to_thread(renderer_of, base, run.config.model)
+        conversations = await recorded(config, renderer)
+        run.display.say(f"imitating {len(conversations)} conversations of {config.path}")
+        size, epochs = config.episodes_per_step, config.epochs
+        await learn(run, conversations, base, new_unfinished(final), size=size, epochs=epochs, lr=config.lr)
+        finish_folder(final)
+    return final

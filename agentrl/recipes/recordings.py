@@ -1,0 +1,139 @@
+"""Conversations that were recorded, with their exact tokens: by `agentrl gateway`, or by a run."""
+
+import asyncio
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from math import isnan
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import Field
+
+from agentrl.arrays import floats, ints
+from agentrl.errors import ConfigError
+from agentrl.protocols import Settings
+from agentrl.rollout.renderer import TemplateRenderer
+from agentrl.trajectory import SEGMENT, Completion, Message, Task, Terminated, ToolCall, Trajectory, Turn
+
+
+class RecordingsConfig(Settings):
+    """Conversations of a folder that the model imitates."""
+
+    path: Path
+    """The folder of recordings that `agentrl gateway RUN` has written, or that of a run."""
+    least_score: float | None = None
+    """Imitate only conversations with at least this score. None: all, also those for which no reward came."""
+    episodes_per_step: int = Field(32, gt=0)
+    """Conversations in one supervised batch."""
+    epochs: int = Field(1, gt=0)
+    """Passes over the conversations."""
+    lr: float = Field(1e-4, gt=0)
+    """Learning rate of the supervised steps; all other settings are the trainer's."""
+
+
+class Recorded(NamedTuple):
+    """A conversation with its exact tokens. `score` is NaN if no reward came for it."""
+
+    trajectory: Trajectory
+    score: float
+
+
+async def recorded(config: RecordingsConfig, renderer: TemplateRenderer) -> list[Trajectory]:
+    """The conversations that are to be imitated, in the order in which they were recorded.
+
+    Raises:
+        ConfigError: there is none, or `renderer` is that of a model with other tokens.
+    """
+    path, least = config.path, config.least_score
+    kinds = [path / kind for kind in ("trajectories", "unrewarded") if (path / kind).is_dir()]
+    if not kinds:
+        raise ConfigError(
+            f"recipe.recordings.path: {path} has no folder trajectories/ or unrewarded/: name what "
+            "`agentrl gateway RUN` has written, or the folder of a run"
+        )
+    found = await asyncio.to_thread(
+        lambda: [one for kind in kinds for one in read_recordings(kind) if one.trajectory.turns]
+    )
+    if not found:
+        raise ConfigError(f"recipe.recordings.path: {path} has no conversations yet")
+    chosen = [one.trajectory for one in found if least is None or one.score >= least]
+    if not chosen:
+        scores = [one.score for one in found if not isnan(one.score)]
+        best = f"the best has {max(scores):g}" if scores else "none has a score"
+        raise ConfigError(
+            f"recipe.recordings: no conversation of {path} has a score of at least {least}: of {len(found)}, {best}"
+        )
+    if not same_tokens(chosen, renderer):
+        raise ConfigError(
+            f"recipe.recordings.path: the tokens of {path} mean something else to this run's model: they were recorded "
+            "with a model that has another tokenizer. Train that one (`model`), or one that is made from it"
+        )
+    return chosen
+
+
+def read_recordings(folder: Path) -> Iterator[Recorded]:
+    """All conversations in the Parquet files of a folder.
+
+    Of an episode that a run has trained on in parts, only the last one: it has all of the turns.
+    """
+    import pyarrow.parquet as pq
+
+    for file in sorted(folder.glob("*.parquet")):
+        with pq.ParquetFile(file) as opened:
+            for batch in opened.iter_batches(columns=_COLUMNS):
+                rows = (row for row in batch.to_pylist() if row["detail"] != SEGMENT.limit)
+                yield from (Recorded(_trajectory(row), row["score"]) for row in rows)
+
+
+_COLUMNS = ["id", "agent", "task", "env", "seed", "detail", "score", "messages", "turns"]
+
+
+def same_tokens(trajectories: Iterable[Trajectory], renderer: TemplateRenderer) -> bool:
+    """Whether tokens mean to `renderer` what was said: whether most answers with a text are decoded to that text."""
+    alike = [_is_said(trajectory, renderer) for trajectory in trajectories if any(_texts(trajectory))]
+    return sum(alike) * 2 >= len(alike)
+
+
+def _is_said(trajectory: Trajectory, renderer: TemplateRenderer) -> bool:
+    decoded = "".join(renderer.decode(turn.completion.token_ids) for turn in trajectory.turns)
+    return all(text in decoded for text in _texts(trajectory))
+
+
+def _texts(trajectory: Trajectory) -> list[str]:
+    """What the answers say: their texts, and the names of the tools that they call."""
+    answers = [message for message in trajectory.messages if message.role == "assistant"]
+    said = [answer.said.strip() for answer in answers]
+    return [*filter(None, said), *(call.name for answer in answers for call in answer.tool_calls)]
+
+
+def _trajectory(row: dict[str, Any]) -> Trajectory:
+    turns = [
+        Turn(
+            ints(turn["prompt_ids"]),
+            Completion(
+                ints(turn["token_ids"]),
+                floats(turn["logprobs"]),
+                ints(turn["policy_versions"]),
+                turn["finish_reason"],
+            ),
+            turn["reward"],
+            json.loads(turn["info"]),
+            bool(turn["forked"]),
+        )
+        for turn in row["turns"] or ()
+    ]
+    task = Task(row["env"], row["seed"], {}, row["task"])
+    return Trajectory(row["id"], task, tuple(turns), Terminated(), _messages(row["messages"]), agent=row["agent"] or "")
+
+
+def _messages(rows: Sequence[dict[str, Any]]) -> tuple[Message, ...]:
+    return tuple(
+        Message(
+            row["role"],
+            row["content"],
+            reasoning=row["reasoning"] or "",
+            tool_calls=tuple(ToolCall(**call) for call in json.loads(row["tool_calls"] or "[]")),
+            tool_call_id=row["tool_call_id"] or "",
+        )
+        for row in rows
+    )
