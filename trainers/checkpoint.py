@@ -2,7 +2,7 @@
 
     model.safetensors ...    the weights in float32; with adapters, merged
     adapter/                 the adapters, as peft writes them
-    optimizer/exp_avg/ ...   the moments in float32, by the names of the model's parameters
+    optimizer/exp_avg/ ...   the moments in float32, by the names of the parameters, whatever `trainer.moments` is
     trainer.pt               steps done, updates of each parameter
 
 Each rank copies what it has (`Snapshot.of`) and writes the copies while training goes on (`Snapshot.write`). Ranks need
@@ -14,7 +14,7 @@ import logging
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,7 +112,11 @@ class Snapshot:
         def copied(stored: Sequence[Stored], parts: Mapping[str, Part]) -> list[Piece]:
             own = {name: part.share(rank, ranks) for name, part in parts.items()}
             here = [one for one in stored if one.of in own]
-            return [Piece(one.name, one.start, _copy(one.values)) for one in pieces(here, own)]
+            return [
+                Piece(piece.name, piece.start, piece.values if own[one.of].copied else _copy(piece.values))
+                for one in here
+                for piece in pieces([one], own)
+            ]
 
         stored = trainable.stored
         shapes = {one.name: one.shape for one in stored}
@@ -169,7 +173,7 @@ def load(sharding: "Sharding", trainable: "TrainableParameters", folder: Path) -
         for name, parts in moments.parts.items():
             stored = [Stored(one, shape, one) for one, shape in files[name].shapes.items() if one in parts]
             _read(files[name], stored, parts)
-        sharding.set_updates(state["updates"])
+        sharding.set_moments(replace(moments, updates=state["updates"]))
     return int(state["step"])
 
 

@@ -1,9 +1,9 @@
 """The trainer for many ranks with DeepSpeed's ZeRO."""
 
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from agentrl.placement.footprint import TrainerLayout
 from agentrl.trainers.group import GroupTrainer
@@ -24,6 +24,15 @@ class DeepSpeedTrainer(GroupTrainer):
         """What is sharded: the optimizer (1), also the gradients (2), also the weights (3); arXiv:1910.02054."""
         offload: bool = False
         """Keep the optimizer (and with stage 3 the weights) in CPU memory, if the devices are GPUs."""
+
+        @model_validator(mode="after")
+        def _moments_are_divided_by_elements(self) -> Self:
+            if self.moments != "float32":
+                raise ValueError(
+                    f"DeepSpeed keeps the moments of many parameters as one float32 tensor, so it has no moments of "
+                    f"{self.moments}: write trainer: fsdp (or local), or moments: float32"
+                )
+            return self
 
         def layout(self) -> TrainerLayout:
             """See `TrainerSettings.layout`."""

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from agentrl.trainers.checkpoint import Moments
 from agentrl.trainers.forward import DeviceMicroBatch
 from agentrl.trainers.model import Predictor, begin, in_bfloat16, make_model
-from agentrl.trainers.optimizer import adamw, apply, check_moments, make_state, moments_of, move, set_updates
+from agentrl.trainers.optimizer import adamw, apply, check_moments, make_state, moments_of, move, set_moments
 from agentrl.trainers.process_group import join, max_of_ranks, sent, sum_of_ranks
 from agentrl.trainers.spec import RankInfo, TrainerSpec
 from agentrl.trainers.tensor_files import Part
@@ -96,7 +96,7 @@ class FullyShard:
     home: torch.device
     model: Predictor
     trainable: TrainableParameters
-    optimizer: torch.optim.AdamW
+    optimizer: torch.optim.Optimizer
     keep_gradients: bool
 
     def prepare(self) -> None:
@@ -166,9 +166,9 @@ class FullyShard:
         make_state(self.optimizer)
         return check_moments(self.moments(), names)
 
-    def set_updates(self, updates: Mapping[str, float]) -> None:
+    def set_moments(self, moments: Moments) -> None:
         """See `Sharding`."""
-        set_updates(self.optimizer, trainable_tensors(self.trainable), updates)
+        set_moments(self.optimizer, trainable_tensors(self.trainable), moments)
 
     def sleep(self) -> None:
         """See `Sharding`."""

@@ -11,7 +11,7 @@ from agentrl.errors import ConfigError
 from agentrl.trainers.checkpoint import Moments
 from agentrl.trainers.forward import DeviceMicroBatch
 from agentrl.trainers.model import Predictor, begin, in_bfloat16, make_model
-from agentrl.trainers.optimizer import adamw, apply, check_moments, make_state, moments_of, move, set_updates
+from agentrl.trainers.optimizer import adamw, apply, check_moments, make_state, moments_of, move, set_moments
 from agentrl.trainers.origin import take_memory
 from agentrl.trainers.spec import RankInfo, TrainerSpec
 from agentrl.trainers.tensor_files import Part
@@ -39,7 +39,7 @@ class OneDevice:
     device: torch.device
     model: Predictor
     trainable: TrainableParameters
-    optimizer: torch.optim.AdamW
+    optimizer: torch.optim.Optimizer
     rank: int = 0
     ranks: int = 1
 
@@ -100,9 +100,9 @@ class OneDevice:
         make_state(self.optimizer)
         return check_moments(self.moments(), names)
 
-    def set_updates(self, updates: Mapping[str, float]) -> None:
+    def set_moments(self, moments: Moments) -> None:
         """See `Sharding`."""
-        set_updates(self.optimizer, trainable_tensors(self.trainable), updates)
+        set_moments(self.optimizer, trainable_tensors(self.trainable), moments)
 
     def sleep(self) -> None:
         """See `Sharding`."""

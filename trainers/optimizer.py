@@ -2,18 +2,20 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from agentrl.errors import CheckpointError
+from agentrl.trainers import low_precision
 from agentrl.trainers.checkpoint import Moments
 from agentrl.trainers.settings import TrainerSettings
 from agentrl.trainers.tensor_files import Part
 
 
-def adamw(module: nn.Module, settings: TrainerSettings) -> torch.optim.AdamW:
+def adamw(module: nn.Module, settings: TrainerSettings) -> torch.optim.Optimizer:
     """AdamW over the trainable parameters. Matrices decay, norms and biases do not.
 
     Its fused kernel takes each parameter once, on CPUs, GPUs and over shards. Others keep results between their steps,
@@ -25,14 +27,17 @@ def adamw(module: nn.Module, settings: TrainerSettings) -> torch.optim.AdamW:
         {"params": [p for p in parameters if not _is_matrix(p)], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
+    options: dict[str, Any] = {"lr": settings.lr, "betas": settings.betas, "eps": settings.eps}
+    if settings.moments == "float32":
+        return torch.optim.AdamW(groups, **options, fused=True)
+    return low_precision.LowPrecisionAdamW(groups, getattr(torch, settings.moments), **options)
 
 
 def _is_matrix(parameter: Any) -> bool:
     return len(getattr(parameter, "ds_shape", parameter.shape)) >= 2  # ZeRO 3 leaves an empty vector of a parameter
 
 
-def move(module: nn.Module, optimizer: torch.optim.AdamW, device: torch.device) -> None:
+def move(module: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
     """Move weights and moments to another device; drop gradients. Step counters stay where the kernel keeps them."""
     optimizer.zero_grad(set_to_none=True)
     module.to(device)
@@ -42,7 +47,7 @@ def move(module: nn.Module, optimizer: torch.optim.AdamW, device: torch.device) 
         torch.cuda.empty_cache()  # others on the device can use the memory
 
 
-def apply(optimizer: torch.optim.AdamW, norm: float, lr: float, largest: float | None) -> None:
+def apply(optimizer: torch.optim.Optimizer, norm: float, lr: float, largest: float | None) -> None:
     """One step, with gradients of norm `norm` scaled down to `largest` if they exceed it.
 
     If the norm is not finite, no weight changes, and the gradients are dropped.
@@ -64,16 +69,21 @@ def moments_of(
 ) -> Moments:
     """The moments and the updates of each parameter; none of parameters without an update.
 
-    `part`: of the parameter with this name, the part that a tensor of its state is.
+    `part`: of the parameter with this name, the part that a tensor of its shape is. Moments that are kept in codes are
+    copies; `set_moments` writes them back.
     """
     parts: dict[str, dict[str, Part]] = {}
     updates: dict[str, float] = {}
     for name, parameter in parameters.items():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if value.ndim:
-                parts.setdefault(key, {})[name] = part(name, value)
-            else:
+        state = optimizer.state.get(parameter, {})
+        for key, value in state.items():
+            if not value.ndim:
                 updates[name] = float(value)
+            elif key + low_precision.SCALE in state:
+                decoded = low_precision.whole(state, key)
+                parts.setdefault(key, {})[name] = replace(part(name, parameter), values=decoded, copied=True)
+            elif not key.endswith(low_precision.SCALE):
+                parts.setdefault(key, {})[name] = part(name, value)
     return Moments(parts, updates)
 
 
@@ -90,14 +100,15 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = rate
 
 
-def set_updates(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], updates: Mapping[str, float]
-) -> None:
-    """Set how many updates each parameter has had; parameters without a number have had none."""
+def set_moments(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], moments: Moments) -> None:
+    """Set the moments of `moments_of`, after they have been filled, and how many updates each parameter has had."""
     for name, parameter in parameters.items():
-        for value in optimizer.state[parameter].values():
+        state = optimizer.state[parameter]
+        for key, value in state.items():
             if not value.ndim:
-                value.fill_(updates.get(name, 0.0))
+                value.fill_(moments.updates.get(name, 0.0))
+            elif key + low_precision.SCALE in state:
+                low_precision.set_whole(state, key, moments.parts[key][name].values)
 
 
 def check_moments(moments: Moments, names: Sequence[str]) -> Moments:

@@ -84,19 +84,21 @@ class Sharding(Protocol):
         ...
 
     def moments(self) -> Moments:
-        """The optimizer's moments themselves, to read and to fill; none before the first update."""
+        """The optimizer's moments themselves, or copies of those it keeps in codes; none before the first update."""
         ...
 
     def new_moments(self, names: Sequence[str]) -> Moments:
-        """The same for an optimizer without an update, with moments that are zero.
+        """The same for an optimizer without an update, with moments that are zero, to fill and then to set.
 
         Raises:
             CheckpointError: it has others than these.
         """
         ...
 
-    def set_updates(self, updates: Mapping[str, float]) -> None:
-        """Set how many updates each parameter has had; parameters without a number have had none."""
+    def set_moments(self, moments: Moments) -> None:
+        """Set the moments of `new_moments`, filled, and how many updates each parameter has had: those without a number
+        have had none.
+        """
         ...
 
     def sleep(self) -> None:

@@ -9,7 +9,7 @@ import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from math import prod
@@ -43,13 +43,15 @@ _CHUNK = 16 << 20
 class Part:
     """The elements of a tensor that a rank has: `values`, in the rank's own memory, from element `start` of the whole.
 
-    `shape` is that of the whole tensor. `replicated`: all ranks have the same elements.
+    `shape` is that of the whole tensor. `replicated`: all ranks have the same elements. `copied`: nothing else uses
+    the values.
     """
 
     shape: torch.Size
     start: int
     values: Tensor
     replicated: bool = False
+    copied: bool = False
 
     def share(self, rank: int, ranks: int) -> "Part":
         """What this rank writes: all of it, or an equal share if all ranks have the same."""
@@ -57,7 +59,7 @@ class Part:
             return self
         size = -(-self.values.numel() // ranks)
         own = self.values.view(-1)[rank * size : (rank + 1) * size]
-        return Part(self.shape, self.start + rank * size, own)
+        return replace(self, start=self.start + rank * size, values=own, replicated=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -201,10 +201,10 @@ class Zero:
             optimizer.state[share.flat] = {"step": torch.zeros(()), **moments}
         return self.moments()
 
-    def set_updates(self, updates: Mapping[str, float]) -> None:
+    def set_moments(self, moments: Moments) -> None:
         """See `Sharding`. All parameters get an update in each step."""
         for state in self.engine.optimizer.optimizer.state.values():
-            state["step"].fill_(max(updates.values()))
+            state["step"].fill_(max(moments.updates.values()))
 
     def sleep(self) -> None:
         """See `Sharding`.

@@ -55,7 +55,7 @@ class TrainerLayout:
     offload: bool = False
     lora_rank: int = 0
     activation_offload: bool = False
-    moment_bytes: int = 4
+    moment_bytes: float = 4
     sleeps: bool = True
 
     @property
@@ -118,7 +118,7 @@ def trainer_footprint(
     parts = {
         "weights": 4 * facts.parameters // part[3],
         "gradients": 4 * trained // part[2],
-        "optimizer": 2 * layout.moment_bytes * trained // part[1],
+        "optimizer": int(2 * layout.moment_bytes * trained) // part[1],
         "gathered": _gathered(facts, layout) + (4 * trained if whole else 0),
         "activations": kept + layer,
         # The head and a layer are computed one after the other: what the one leaves, the other takes.

@@ -140,7 +140,10 @@ def _trainer(name: str, **update: Any) -> Change:
         shared = {
             key: value for key, value in config.trainer.settings.model_dump().items() if key in model.model_fields
         }
-        settings = model.model_validate({**shared, **update})
+        try:
+            settings = model.model_validate({**shared, **update})
+        except ValidationError:
+            return None
         if not settings.layout().grows:
             return None
         return config.model_copy(update={"trainer": Component(name, factory, settings)})
