@@ -368,11 +368,11 @@ async def _player(
             policy,
             renderer,
             envs,
-            rollout.max_turns,
+            rollout.budget,
             rollout.deadlines.episode,
             rollout.context,
             others,
-            config.own_limits("max_turns"),
+            config.own_budgets(),
         )
 
 
@@ -392,7 +392,14 @@ async def agent_player(
     rewarded = any(name_of(part) == "environment" for part in config.reward.parts)
     async with serving(desk, program if isinstance(program, RemoteAgents) else None):
         yield lambda policy: AgentEpisodeRunner(
-            policy, renderer, desk, program, rollout.max_turns, rollout.deadlines.episode, needs_reward=rewarded
+            policy,
+            renderer,
+            desk,
+            program,
+            rollout.budget,
+            rollout.deadlines.episode,
+            needs_reward=rewarded,
+            own_budgets=config.own_budgets(),
         )
 
 
@@ -497,7 +504,7 @@ def _policy(
 ) -> EnginePolicy:
     stops = tuple(dict.fromkeys((*renderer.stop_token_ids, *sampling.stop_token_ids)))
     params = sampling.model_copy(update={"stop_token_ids": stops})
-    return EnginePolicy(engine, params, config.rollout.deadlines.generate, trained, config.own_limits("max_tokens"))
+    return EnginePolicy(engine, params, config.rollout.deadlines.generate, trained, config.own_max_tokens())
 
 
 @asynccontextmanager

@@ -31,6 +31,7 @@ from agentrl.placement.device_map import PlacementConfig
 from agentrl.plugins import Component
 from agentrl.protocols import ActorCritic, Settings, SupportsPredict
 from agentrl.rollout.agents import FrozenRoute
+from agentrl.rollout.budget import Budget
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.renderer import RendererConfig
 from agentrl.scoring.config import RewardsConfig, name_of, settings_of_part
@@ -56,12 +57,15 @@ _NAMED = (*COMPONENTS, *HELPERS, "reward", "env", "model", "placement")
 RENAMED = {
     "demonstrations": "recipe.demonstrations",
     "preferences": "recipe.preferences",
+    "env.mixture.N.max_turns": "env.mixture.N.budget.turns",
+    "evaluation.suites.N.max_turns": "evaluation.suites.N.budget.turns",
     "rollout.deadlines.update_weights": "weights.deadline",
+    "rollout.max_turns": "rollout.budget.turns",
     "rollout.weight_update": "weights.update",
     "shaping": "batch_processing",
     "simulation.in_turns": "simulation.time_shared",
 }
-"""Old names of settings, with their present ones."""
+"""Old names of settings, with their present ones; N is the number of an entry."""
 GONE = {
     "row_tokens": "a micro-batch is samples end to end, without rows: leave it out (see micro_batch_tokens)",
     "cpu_offload": "write optimizer_offload",
@@ -315,11 +319,17 @@ class RunConfig(Settings):
         own |= {suite.label: suite.reward for suite in self.evaluation.suites}
         return {env: reward for env, reward in own.items() if reward is not None}
 
-    def own_limits(self, name: Literal["max_turns", "max_tokens"]) -> dict[str, int]:
-        """The environments that have their own `max_turns` or `max_tokens`, with it."""
-        own = {one.called: getattr(one, name) for one in self.env.mixture}
-        own |= {suite.label: getattr(suite, name) for suite in self.evaluation.suites}
+    def own_max_tokens(self) -> dict[str, int]:
+        """The longest answer in environments that have their own `max_tokens`."""
+        own = {one.called: one.max_tokens for one in self.env.mixture}
+        own |= {suite.label: suite.max_tokens for suite in self.evaluation.suites}
         return {env: limit for env, limit in own.items() if limit is not None}
+
+    def own_budgets(self) -> dict[str, Budget]:
+        """The budget of an episode in the environments of a mixture, and in those of suites."""
+        own = {one.called: one.budget for one in self.env.mixture}
+        own |= {suite.label: suite.budget for suite in self.evaluation.suites}
+        return {env: self.rollout.budget.with_own(budget) for env, budget in own.items()}
 
     def to_yaml(self) -> str:
         """The resolved config as YAML; `agentrl train` reads it back as the same run."""
@@ -668,14 +678,21 @@ def _explain(
         if problem["type"] == "extra_forbidden":
             listed = ", ".join(known)
             line = f"{path}: no such setting{where}.{plugins.nearest(keys[-1], known)} Known here: {listed}"
-            if path in RENAMED:
-                line = f"{path}: renamed to {RENAMED[path]}{where}: write it there"
+            if (new := _renamed(path)) is not None:
+                line = f"{path}: renamed to {new}{where}: write it there"
             elif keys[-1] in GONE:
                 line = f"{path}: no such setting any more{where}: {GONE[keys[-1]]}"
         else:
             given = "" if problem["type"] == "missing" or not keys else f", got {problem['input']!r:.80}"
             line = f"{path}: {problem['msg']}{given}{where}".removeprefix(": ").replace("Value error, ", "", 1)
         yield line, next(iter((*prefix, *keys)), "")
+
+
+def _renamed(path: str) -> str | None:
+    """The present name of a setting that once had another; None if it had none."""
+    number = next((key for key in path.split(".") if key.isdigit()), "N")
+    new = RENAMED.get(".".join("N" if key.isdigit() else key for key in path.split(".")))
+    return None if new is None else new.replace(".N.", f".{number}.")
 
 
 def _locate(model: type[BaseModel], loc: Sequence[str]) -> tuple[list[str], list[str]]:

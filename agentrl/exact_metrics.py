@@ -149,7 +149,7 @@ def _enumeration(config: RunConfig) -> Enumeration | None:
 
 def _obstacle(config: RunConfig, renderer: Renderer, trainer: Trainer, enumeration: Enumeration) -> str:
     """Why the numbers would not be those of the policy that plays; empty if they are."""
-    sampling, context = config.rollout.sampling, config.rollout.context
+    sampling, context, budget = config.rollout.sampling, config.rollout.context, config.rollout.budget
     longest = max(sum(one.role == "assistant" for one in question.messages) + 1 for question in enumeration.questions)
     obstacles = {
         "the trainer has no method `predict`": not isinstance(trainer, SupportsPredict),
@@ -157,7 +157,8 @@ def _obstacle(config: RunConfig, renderer: Renderer, trainer: Trainer, enumerati
         "rollout.sampling has stops of its own": bool(sampling.stop or sampling.stop_token_ids),
         "rollout.context=summary asks for free text": context.name == "summary",
         "the model may reason before it answers": not isinstance(renderer, TemplateRenderer) or renderer.reasons,
-        f"episodes have up to {longest} turns, and rollout.max_turns is less": longest > config.rollout.max_turns,
+        f"episodes have up to {longest} turns, and rollout.budget.turns is less": longest > budget.turns,
+        "rollout.budget ends episodes by their tokens or seconds": bool(budget.tokens or budget.seconds),
     }
     return "; ".join(name for name, is_so in obstacles.items() if is_so)
 

@@ -74,7 +74,7 @@ steps: 50
 rollout:
   groups_per_step: 8
   group_size: 8
-  max_turns: 5
+  budget: {turns: 5}
 """
 
 

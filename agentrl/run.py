@@ -180,8 +180,8 @@ class Run:
         compares_groups = config.rollout.group_size > 1 and not hasattr(config.algorithm.factory, "estimate")
         sampling = config.rollout.sampling
         extends = config.model.history == "extend"
-        max_turns = config.rollout.max_turns
-        return Silence(conditions(sampling.max_tokens, max_turns, compares_groups=compares_groups, extends=extends))
+        budget = config.rollout.budget
+        return Silence(conditions(sampling.max_tokens, budget, compares_groups=compares_groups, extends=extends))
 
     def _warn(self, row: Mapping[str, Any]) -> None:
         for text in self._silence.read(row):

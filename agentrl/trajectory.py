@@ -159,7 +159,8 @@ class Terminated:
 
 @dataclass(frozen=True, slots=True)
 class Truncated:
-    """A limit cut the episode: the environment's own ("env"), `max_turns` ("turns") or the context ("context").
+    """A limit cut the episode: the environment's own ("env"), the context ("context"), or one of `rollout.budget`
+    ("turns", "tokens", "seconds").
 
     An episode that goes on, of which a part is trained on already (`staleness_rule: segment`), is cut by "segment".
     """

@@ -17,6 +17,7 @@ from random import Random
 from rich.console import Console
 from rich.table import Table
 
+from agentrl.rollout.budget import Budget
 from agentrl.rollout.config import Deadlines, RolloutConfig
 from agentrl.rollout.seeds import derive_seed
 from agentrl.rollout.staleness import STALENESS_RULES, StalenessRuleName
@@ -45,7 +46,7 @@ def played(rule: StalenessRuleName, tail: Callable[[Random], float], bound: int,
         group_size=1,
         max_staleness=bound,
         staleness_rule=rule,
-        max_turns=TURNS,
+        budget=Budget(turns=TURNS),
         deadlines=PATIENCE,
         sampling={"max_tokens": 32},
     )

@@ -36,6 +36,7 @@ from agentrl.observe.trajectories import write_trajectories
 from agentrl.plugins import NoSettings
 from agentrl.protocols import GenerateRequest, SamplingParams
 from agentrl.rewards.environment import EnvironmentReward
+from agentrl.rollout.budget import Budget
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner
 from agentrl.rollout.ledger import Ledger
@@ -126,7 +127,7 @@ async def play(folder: Path, renderer: TemplateRenderer, tokens: int, live: int)
     config = RolloutConfig(
         groups_per_step=max(1, tokens // (EPISODE * MEMBERS)),
         group_size=MEMBERS,
-        max_turns=TURNS,
+        budget=Budget(turns=TURNS),
         max_live_episodes=live,
         min_live_episodes=live,
     )
@@ -137,7 +138,7 @@ async def play(folder: Path, renderer: TemplateRenderer, tokens: int, live: int)
     rollouts = Rollouts(
         config,
         tasks=SeededTasks(NoSettings(), "game", seed=0),
-        runner=EnvEpisodeRunner(policy, renderer, host, config.max_turns, config.deadlines.episode),
+        runner=EnvEpisodeRunner(policy, renderer, host, config.budget, config.deadlines.episode),
         reward=EnvironmentReward(EnvironmentReward.Config()),
         engine=engine,
         ledger=ledger,

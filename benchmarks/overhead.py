@@ -39,6 +39,7 @@ from agentrl.hosting.host import EnvHost
 from agentrl.plugins import NoSettings
 from agentrl.protocols import Engine, EngineStats, GenerateRequest, SamplingParams
 from agentrl.rewards.environment import EnvironmentReward
+from agentrl.rollout.budget import Budget
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner
 from agentrl.rollout.ledger import Ledger
@@ -192,7 +193,7 @@ async def play(
     config = RolloutConfig(
         groups_per_step=trajectories // GROUP,
         group_size=GROUP,
-        max_turns=TURNS,
+        budget=Budget(turns=TURNS),
         max_live_episodes=live,
         min_live_episodes=live,
     )
@@ -207,7 +208,7 @@ async def play(
         rollouts = Rollouts(
             config,
             tasks=SeededTasks(NoSettings(), "game", seed=next(_EVER_NEW)),
-            runner=EnvEpisodeRunner(policy, renderer, host, config.max_turns, config.deadlines.episode),
+            runner=EnvEpisodeRunner(policy, renderer, host, config.budget, config.deadlines.episode),
             reward=EnvironmentReward(EnvironmentReward.Config()),
             engine=engine,
             ledger=ledger,

@@ -23,6 +23,7 @@ from rivals import SETTINGS, Result, Workload, lower_bound, mean, rivals
 
 from agentrl.flow import Retries
 from agentrl.protocols import GenerateRequest
+from agentrl.rollout.budget import Budget
 from agentrl.rollout.config import Deadlines, RolloutConfig
 from agentrl.rollout.staleness import StalenessRuleName
 from agentrl.simulate.engine import SimulatedEngine
@@ -69,7 +70,7 @@ def world(workload: Workload, bound: int, rule: StalenessRuleName) -> World:
         group_size=workload.group_size,
         max_staleness=bound,
         staleness_rule=rule,
-        max_turns=workload.num_turns,
+        budget=Budget(turns=workload.num_turns),
         max_live_episodes=1_000_000,
         min_live_episodes=1_000_000 if instant else workload.slots,
         max_failed_tasks=0,

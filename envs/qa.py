@@ -5,7 +5,7 @@
     reward: {name: math, tag: answer}
 
 With `tool: python` the model may run programs before it answers, and with `tool: calculator` compute. Its answer is
-then the first message without a call, and `rollout.max_turns` limits how long it may take.
+then the first message without a call, and `rollout.budget` limits how long it may take.
 """
 
 import ast

@@ -454,7 +454,7 @@ def test_an_exported_checkpoint_is_the_same_model_without_the_optimizer_and_over
 def test_one_command_begins_a_run_goes_on_after_a_kill_and_keeps_its_best(tmp_path, agentrl):
     arguments = [
         "train", str(LAKE), "recipe.demonstrations=null", "run_dir=run", "steps=4", "trackers=[]", "--resume", "auto",
-        "rollout.groups_per_step=2", "rollout.group_size=2", "rollout.max_turns=4",
+        "rollout.groups_per_step=2", "rollout.group_size=2", "rollout.budget.turns=4",
         "evaluation.tasks=4", "evaluation.every=1",
         "checkpoint.every=1", "checkpoint.keep=1", "checkpoint.best=eval/reward",
     ]  # fmt: skip

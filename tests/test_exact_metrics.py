@@ -115,7 +115,7 @@ def test_the_comparison_is_by_direction_and_by_distance() -> None:
         (["rollout.sampling.top_p=0.9"], "truncates the policy"),
         (["rollout.sampling.stop=[x]"], "stops of its own"),
         (["rollout.context={name: summary, max_prompt_tokens: 200}"], "asks for free text"),
-        (["rollout.max_turns=1"], "episodes have up to 2 turns, and rollout.max_turns is less"),
+        (["rollout.budget.turns=1"], "episodes have up to 2 turns, and rollout.budget.turns is less"),
     ],
 )
 def test_where_the_numbers_would_be_wrong_they_are_left_out_with_a_reason(

@@ -157,7 +157,7 @@ def test_a_run_from_the_hub_stays_at_the_commit_that_it_began_with(agentrl: Any,
         "rollout.groups_per_step=2",
         "evaluation.tasks=0",
     ]
-    small += ["rollout.group_size=2", "rollout.max_turns=2", "checkpoint.every=1", "trackers=[]", "trainer.lora={}"]
+    small += ["rollout.group_size=2", "rollout.budget.turns=2", "checkpoint.every=1", "trackers=[]", "trainer.lora={}"]
     config, run = str(ROOT / "examples" / "frozen_lake.yaml"), tmp_path / "run"
     done = agentrl("train", config, *small, f"run_dir={run}", "steps=1")
     assert done.returncode == 0, done.stderr

@@ -111,7 +111,7 @@ class BatchProcessing:
         if not any(kept):
             raise TrainingError(
                 f"all {len(kept)} episodes of the step were truncated, and batch_processing.overlong=mask trains on "
-                "none of these: raise rollout.max_turns or engine.max_context, or write batch_processing.overlong=train"
+                "none of these: raise rollout.budget or engine.max_context, or write batch_processing.overlong=train"
             )
         return kept
 

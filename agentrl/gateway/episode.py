@@ -8,8 +8,8 @@ What fails in a program is a failure of the environment's layer, unless the engi
 """
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from agentrl.errors import DeadlineError, EnvError, OutageError, RewardError, RolloutError
 from agentrl.flow import Flow, deadline, now
@@ -18,6 +18,7 @@ from agentrl.gateway.outcome import AgentOutcome
 from agentrl.gateway.program import AgentProgram, Assignment
 from agentrl.gateway.recording import trajectory_of
 from agentrl.gateway.session import AgentSession, CallLimits
+from agentrl.rollout.budget import Budget
 from agentrl.rollout.episode import EnginePolicy, Episode
 from agentrl.rollout.renderer import TemplateRenderer
 from agentrl.trajectory import Failed, Status, Terminated, Trajectory, Truncated
@@ -25,7 +26,8 @@ from agentrl.trajectory import Failed, Status, Terminated, Trajectory, Truncated
 
 @dataclass(frozen=True, slots=True)
 class AgentEpisodeRunner:
-    """`EpisodeRunner` of a program that calls the policy. `max_turns` counts its calls.
+    """`EpisodeRunner` of a program that calls the policy. The turns of its `budget` are its calls; `own_budgets` are
+    those of suites.
 
     `needs_reward`: the run's reward is what the program earns, so a program that names none has failed.
     """
@@ -34,14 +36,16 @@ class AgentEpisodeRunner:
     renderer: TemplateRenderer
     desk: Desk
     program: AgentProgram
-    max_turns: int
+    budget: Budget
     deadline: float
     needs_reward: bool = True
+    own_budgets: Mapping[str, Budget] = field(default_factory=dict)
 
     async def play(self, episode: Episode) -> Sequence[Trajectory]:
         """See `EpisodeRunner`."""
         config, started = self.desk.config, now()
-        limits = CallLimits(self.max_turns, config.max_answers, config.calls_at_once)
+        limits = CallLimits(config.max_answers, config.calls_at_once)
+        episode.progress.begin(self.own_budgets.get(episode.task.env, self.budget))
         outcome, failure = AgentOutcome(), None
         try:
             async with Flow(f"calls of {episode.id}") as flow:

@@ -16,7 +16,8 @@ from agentrl.gateway.outcome import AgentOutcome
 from agentrl.gateway.recording import trajectory_of
 from agentrl.gateway.refusal import CallRefusedError
 from agentrl.gateway.session import AgentSession, CallLimits
-from agentrl.rollout.episode import EnginePolicy, Episode
+from agentrl.rollout.budget import Budget
+from agentrl.rollout.episode import EnginePolicy, Episode, Progress
 from agentrl.rollout.renderer import TemplateRenderer
 from agentrl.rollout.seeds import derive_seed
 from agentrl.trajectory import Score, Task, Terminated, Trajectory
@@ -53,8 +54,10 @@ class OpenDesk(Desk):
                 raise CallRefusedError(429, "too_many_episodes", f"{len(self._named)} episodes are open", 1.0)
             self._opened += 1
             number = f"{name or 'episode'}-{self._opened}"
-            episode = Episode(number, Task("gateway", 0, {}, number), derive_seed(self.seed, number))
-            limits = CallLimits(_MOST_CALLS, self.config.max_answers, self.config.calls_at_once)
+            progress = Progress(budget=Budget(turns=_MOST_CALLS))
+            task = Task("gateway", 0, {}, number)
+            episode = Episode(number, task, derive_seed(self.seed, number), progress=progress)
+            limits = CallLimits(self.config.max_answers, self.config.calls_at_once)
             found = self._named[name] = AgentSession(episode, self.policy, self.renderer, limits, self.calls)
         return found
 

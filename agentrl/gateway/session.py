@@ -26,13 +26,14 @@ from agentrl.rollout.tools import parse_tool_calls
 from agentrl.trajectory import Message, ToolCall
 
 logger = logging.getLogger(__name__)
+_SPENT = {"turns": "turn_limit_exceeded", "tokens": "token_limit_exceeded", "seconds": "time_limit_exceeded"}
+"""What programs read when a limit of `rollout.budget` is reached."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallLimits:
-    """Limits of one episode: its calls in all, the answers of a call, and the calls at the same time."""
+    """Limits of one episode besides its budget: the answers of a call, and the calls at the same time."""
 
-    calls: int
     answers: int = 16
     at_once: int = 64
 
@@ -71,7 +72,7 @@ class AgentSession:
         self.episode = episode
         self.tree = CallTree()
         self.refused = ""
-        """The limit that the last call exceeded, if it did: "context" or "turns"."""
+        """The limit that the last call exceeded, if it did: "context", or one of the budget."""
         self.first_too_long = 0
         """The tokens of the first prompt, if the context is too small for it."""
         self.engine_error: RolloutError | None = None
@@ -221,11 +222,12 @@ class AgentSession:
 
     def _check_limits(self, request: ChatRequest, number: int) -> None:
         limits = self._limits
-        if number >= limits.calls:
-            self.refused = "turns"
-            raise CallRefusedError(
-                400, "turn_limit_exceeded", f"the episode has had its {limits.calls} calls (rollout.max_turns)"
-            )
+        progress = self.episode.progress
+        if spent := progress.budget.spent(number, progress.sampled_tokens, now() - self.began if number else 0.0):
+            self.refused = spent
+            limit = getattr(progress.budget, spent)
+            text = f"the episode has used up its {limit:g} {spent} (rollout.budget.{spent})"
+            raise CallRefusedError(400, _SPENT[spent], text)
         if request.count > limits.answers:
             raise CallRefusedError(400, "too_many_answers", f"n is {request.count}, and {limits.answers} is the most")
         if self.calls_at_once >= limits.at_once:

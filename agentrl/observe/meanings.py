@@ -26,7 +26,7 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "calls/<kind>": "Share of the calls of a kind: `extension`, `branch`, `subagent` and others (docs/gateway.md).",
         "cut_answers": "Share of answers cut at `rollout.sampling.max_tokens`, or at the end of the context.",
         "segments": "Parts of episodes that go on, in the batch (`rollout.staleness_rule=segment`). Only if any.",
-        "truncated": "Share of episodes that were cut off, mostly at `rollout.max_turns`.",
+        "truncated": "Share of episodes that were cut off, mostly at a limit of `rollout.budget`.",
         "informative_groups": "Share of groups that are trained on, with `batch_processing.keep_variance` below 1.",
         "mixed_groups": "Share of groups whose members scored differently. Only these teach anything.",
         "agents/<agent>/reward": "Mean score of one agent, where the environment names several.",

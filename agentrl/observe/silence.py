@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from agentrl.rollout.budget import Budget
+
 Row = Mapping[str, Any]
 IN_A_ROW = 3
 """Steps in a row after which a condition is no accident."""
@@ -17,12 +19,13 @@ class Condition:
     text: Callable[[Row], str]
 
 
-def conditions(max_tokens: int, max_turns: int, *, compares_groups: bool, extends: bool = True) -> Sequence[Condition]:
+def conditions(max_tokens: int, budget: Budget, *, compares_groups: bool, extends: bool = True) -> Sequence[Condition]:
     """The conditions to look for.
 
     `compares_groups`: the algorithm learns only from groups with different scores. `extends`: a conversation forks only
     where it is meant to (`model.history`).
     """
+    limits = ", ".join(f"{name}={limit:g}" for name, limit in budget if limit is not None)
     found = [
         Condition(
             lambda row: row.get("cut_answers", 0.0) >= 0.5,
@@ -34,7 +37,7 @@ def conditions(max_tokens: int, max_turns: int, *, compares_groups: bool, extend
         Condition(
             lambda row: row.get("truncated", 0.0) >= 0.9,
             lambda row: (
-                f"{row['truncated']:.0%} of the episodes were cut off, at rollout.max_turns={max_turns} or at the "
+                f"{row['truncated']:.0%} of the episodes were cut off, at rollout.budget ({limits}) or at the "
                 "engine's context: raise it, or end episodes earlier"
             ),
         ),

@@ -116,8 +116,8 @@ async def _played(
             return await play_all(agents(policy), tasks, config)
     scripted = ScriptedPolicy(player, renderer)
     async with env_host(config) as envs:
-        limits = config.rollout.max_turns, config.rollout.deadlines.episode
-        runner = EnvEpisodeRunner(scripted, renderer, envs, *limits, own_max_turns=config.own_limits("max_turns"))
+        limits = config.rollout.budget, config.rollout.deadlines.episode
+        runner = EnvEpisodeRunner(scripted, renderer, envs, *limits, own_budgets=config.own_budgets())
         return await play_all(runner, tasks, config, scripted.turnstile)
 
 

@@ -7,6 +7,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from agentrl.flow import Retries
 from agentrl.hosting.host import EnvDeadlines
 from agentrl.protocols import SamplingParams, Settings
+from agentrl.rollout.budget import Budget
 from agentrl.rollout.context import FULL, Context
 from agentrl.rollout.staleness import STALENESS_RULES, StalenessRuleName
 from agentrl.scoring.rule_pool import RulePoolConfig
@@ -29,7 +30,8 @@ class Deadlines(EnvDeadlines):
     reward: float = Field(60.0, gt=0)
     """One part of the reward scoring one trajectory, or one group."""
     episode: float = Field(900.0, gt=0)
-    """A whole episode. By default 900, and 0.2 for each token that it may sample in `rollout.max_turns` turns."""
+    """A whole episode, which has failed then; `rollout.budget.seconds` is when it is over. By default 900, and 0.2 for
+    each token that it may sample (`rollout.budget`), and at least the budget's seconds and the longest turn."""
     group: float = Field(7200.0, gt=0)
     """A whole group, including the episodes that are played again. By default 7200, and at least two episodes."""
     outage: float = Field(600.0, ge=0)
@@ -39,18 +41,26 @@ class Deadlines(EnvDeadlines):
     """How long the run may make no progress at all before it is ended; must exceed every phase of an episode. By
     default 1200, and at least twice the longest phase."""
 
-    def for_answers(self, tokens: int, turns: int) -> "Deadlines":
-        """The same, with more time for long answers where the settings say nothing.
+    def for_answers(self, tokens: int, budget: Budget) -> "Deadlines":
+        """The same, with more time for answers of so many `tokens` in an episode, where the settings say nothing.
 
         Raises:
-            ValueError: a deadline that the settings give is too short for the others.
+            ValueError: a deadline that the settings give is too short for the others, or for the budget.
         """
         given = {name: getattr(self, name) for name in self.model_fields_set}
         more = {
             "generate": self.generate + SECONDS_PER_SAMPLED_TOKEN * tokens,
-            "episode": self.episode + SECONDS_PER_SAMPLED_TOKEN * tokens * turns,
+            "episode": self.episode + SECONDS_PER_SAMPLED_TOKEN * budget.most_tokens(tokens),
         } | given
         longest = max(self.reset, self.step, self.tool, more["generate"], self.reward)
+        seconds = budget.seconds or 0.0
+        if "episode" not in given:
+            more["episode"] = max(more["episode"], seconds + more["generate"] + max(self.step, self.tool))
+        elif more["episode"] <= seconds:
+            raise ValueError(
+                f"an episode has failed after {more['episode']:g} s, and rollout.budget.seconds ends it after "
+                f"{seconds:g}: raise rollout.deadlines.episode, or leave it out"
+            )
         more = {"group": max(self.group, 2 * more["episode"]), "stall": max(self.stall, 2 * longest)} | more
         return Deadlines.model_validate({**self.model_dump(), **more})
 
@@ -72,8 +82,7 @@ class RolloutConfig(Settings):
     extra_members: int = Field(0, ge=0)
     """Episodes played beyond `group_size`: the first to finish make the group, the rest are cancelled. Hides slow and
     failing environments, and favours short episodes: watch the metric `bias/seconds`."""
-    max_turns: int = Field(16, gt=0)
-    """Turns, of all agents together, after which an episode is truncated."""
+    budget: Budget = Budget()
     context: Context = FULL
     """The part of its conversation that the model sees: `full`, `last_k`, `scratchpad` or `summary`
     (`agentrl/rollout/context.py`)."""
@@ -114,9 +123,9 @@ class RolloutConfig(Settings):
     @field_validator("deadlines")
     @classmethod
     def _long_answers_take_longer(cls, deadlines: Deadlines, made: ValidationInfo) -> Deadlines:
-        if not {"sampling", "max_turns"} <= made.data.keys():  # they are wrong, which is an error already
+        if not {"sampling", "budget"} <= made.data.keys():  # they are wrong, which is an error already
             return deadlines
-        return deadlines.for_answers(made.data["sampling"].max_tokens, made.data["max_turns"])
+        return deadlines.for_answers(made.data["sampling"].max_tokens, made.data["budget"])
 
     @field_validator("sampling")
     @classmethod

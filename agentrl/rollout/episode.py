@@ -27,6 +27,7 @@ from agentrl.protocols import (
     ScriptedPlayer,
 )
 from agentrl.rollout.agents import agents_in, check_routes, earnings, next_agent, success_of, system_prompt_in
+from agentrl.rollout.budget import Budget
 from agentrl.rollout.context import FULL, ContextPolicy
 from agentrl.rollout.renderer import TemplateRenderer
 from agentrl.rollout.seeds import derive_seed
@@ -56,12 +57,27 @@ class Progress:
     played: Callable[[], Sequence[Trajectory]] = tuple
     trained_turns: dict[str, int] = field(default_factory=dict)
     """How many turns of each agent have been trained on."""
+    budget: Budget = field(default_factory=Budget)
+    """What the episode may use."""
+    sampled_tokens: int = 0
+    """Tokens of the models' answers so far, of all agents."""
+    trained_tokens: int = 0
+    """How many of them have been trained on."""
+
+    def begin(self, budget: Budget) -> None:
+        """Begin an episode that may use this."""
+        self.budget, self.sampled_tokens, self.trained_tokens = budget, 0, 0
+
+    def longest_answer(self, most: int) -> int:
+        """The tokens that the next answer may have: `most`, or fewer if less is left of the budget."""
+        return most if self.budget.tokens is None else max(1, min(most, self.budget.tokens - self.sampled_tokens))
 
     def next_segments(self) -> list[Trajectory]:
         """The part of each agent's episode since the last call, if it has any turn."""
         marked = [self.mark(trajectory) for trajectory in self.played()]
         segments = [trajectory for trajectory in marked if trajectory.new_turns]
         self.trained_turns |= {segment.agent: len(segment.turns) for segment in segments}
+        self.trained_tokens += sum(len(turn.completion.token_ids) for one in segments for turn in one.new_turns)
         return segments
 
     def mark(self, trajectory: Trajectory) -> Trajectory:
@@ -123,8 +139,8 @@ class EnginePolicy:
     async def sample(self, episode: Episode, turn: int, prompt: Prompt) -> Completion:
         """Sample a completion within the deadline, wherever the prompt comes from."""
         sampling = self.sampling.with_bounded_support() if self.trained else self.sampling
-        if (longest := self.max_tokens.get(episode.task.env)) is not None:
-            sampling = sampling.model_copy(update={"max_tokens": longest})
+        longest = self.max_tokens.get(episode.task.env, sampling.max_tokens)
+        sampling = sampling.model_copy(update={"max_tokens": episode.progress.longest_answer(longest)})
         request = GenerateRequest(
             id=f"{episode.id}/{turn}",
             prompt_ids=prompt.ids,
@@ -139,6 +155,7 @@ class EnginePolicy:
             completion = await self.engine.generate(request)
         if completion.finish_reason == "abort":
             raise EngineError(f"the engine aborted request {request.id}")
+        episode.progress.sampled_tokens += len(completion.token_ids)
         return completion
 
 
@@ -322,24 +339,25 @@ class ObservesBatches(EpisodeRunner, Protocol):
 class EnvEpisodeRunner:
     """`EpisodeRunner` of a policy and environments: the parts that all episodes share.
 
-    `others` are the agents that the policy does not play. `max_turns` counts the turns of all agents together;
-    `own_max_turns` are the limits of environments of a mixture that have one of their own.
+    `others` are the agents that the policy does not play. `own_budgets` are those of environments that do not have the
+    usual `budget`.
     """
 
     policy: Policy
     renderer: Renderer
     envs: EnvHost
-    max_turns: int
+    budget: Budget
     deadline: float
     context: ContextPolicy = FULL
     others: Mapping[str, Role] = field(default_factory=dict)
-    own_max_turns: Mapping[str, int] = field(default_factory=dict)
+    own_budgets: Mapping[str, Budget] = field(default_factory=dict)
 
     async def play(self, episode: Episode) -> tuple[Trajectory, ...]:
         """Play `episode` to its end, however it ends. Only wrong settings, cancellation and defects are raised."""
         episode_state = _EpisodeState()
         started = now()
         episode.progress.played = partial(episode_state.segments, episode, started)
+        episode.progress.begin(self.own_budgets.get(episode.task.env, self.budget))
         try:
             env = self.envs.acquire(episode.task.env)
             try:
@@ -359,17 +377,22 @@ class EnvEpisodeRunner:
         return tuple([state.trajectory(episode, status, seconds) for state in states])
 
     async def _take_turns(self, episode: Episode, episode_state: _EpisodeState, env: LiveEnv) -> Status:
+        began = now()
         observation, info = await env.reset(episode.task.seed, episode.task.options)
         key = _state_key(info, observation)
         agents = agents_in(info)
         episode_state.agents = self._agent_states(episode, agents, info, env)
         state = episode_state.agents[next_agent(info, agents)]
         state.unanswered = [*state.unanswered, Message("user", observation)]
-        for _ in range(self.own_max_turns.get(episode.task.env, self.max_turns)):
+        turns = 0
+        while not (spent := _spent(episode, turns, began)):
             if request := state.role.context.request(state.conversation, state.unanswered):
                 ended = await self._summarise(episode_state, state, env, request)
                 if ended is not None:
                     return ended
+                if spent := _spent(episode, turns, began):
+                    break
+            turns += 1
             reply = await self._ask(episode_state, state, env)
             if not isinstance(reply, _Reply):
                 return reply
@@ -392,7 +415,7 @@ class EnvEpisodeRunner:
                 return Terminated()
             if is_over:
                 return _truncated("env", episode_state)
-        return _truncated("turns", episode_state)
+        return _truncated(spent, episode_state)
 
     def _agent_states(
         self, episode: Episode, agents: Sequence[str], info: Mapping[str, Any], env: LiveEnv
@@ -438,6 +461,11 @@ class EnvEpisodeRunner:
         episode_state.answers += 1
         answered = now()
         return _Reply(prompt, completion, conversation.answer(completion), asked, answered)
+
+
+def _spent(episode: Episode, turns: int, began: float) -> str:
+    """The limit of its budget that an episode has reached, if any. Its first turn is always played."""
+    return episode.progress.budget.spent(turns, episode.progress.sampled_tokens, now() - began) if turns else ""
 
 
 def _truncated(limit: str, episode_state: _EpisodeState) -> Truncated:

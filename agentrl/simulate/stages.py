@@ -55,11 +55,11 @@ class Workload:
 
 def workload(rollout: RolloutConfig, simulation: SimulationConfig) -> Workload:
     """The mean workload that the section `simulation` describes, within the limits of `rollout`."""
-    turns = _mean(simulation.env.turns, 1, rollout.max_turns)
+    turns = _mean(simulation.env.turns, 1, rollout.budget.turns)
     answer = _mean(simulation.engine.answer_tokens, 1, rollout.sampling.max_tokens)
     observed = simulation.prompt_tokens + (turns - 1) * simulation.observation_tokens
-    longest = simulation.prompt_tokens + (rollout.max_turns - 1) * simulation.observation_tokens
-    longest += rollout.max_turns * rollout.sampling.max_tokens
+    longest = simulation.prompt_tokens + (rollout.budget.turns - 1) * simulation.observation_tokens
+    longest += rollout.budget.most_tokens(rollout.sampling.max_tokens)
     return Workload(rollout.groups_per_step * rollout.group_size, turns, turns * answer, observed, longest)
 
 

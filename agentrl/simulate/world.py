@@ -178,7 +178,7 @@ class World:
             stop_token_ids=renderer.stop_token_ids,
         )
         policy = EnginePolicy(router, params, config.deadlines.generate)
-        runner: EpisodeRunner = EnvEpisodeRunner(policy, renderer, host, config.max_turns, config.deadlines.episode)
+        runner: EpisodeRunner = EnvEpisodeRunner(policy, renderer, host, config.budget, config.deadlines.episode)
         if simulation.episode_seconds is not None:
             runner = SpanEpisodeRunner.drawing(
                 simulation.episode_seconds, self.seed, lambda: router.policy_version, config.deadlines.episode

@@ -3,7 +3,7 @@
 env: frozen_lake
 
 env:
-  - {name: sokoban, weight: 2, max_turns: 40}
+  - {name: sokoban, weight: 2, budget: {turns: 40}}
   - {name: qa, tasks: questions.jsonl, reward: math, group_size: 16}
 """
 
@@ -17,6 +17,7 @@ from agentrl.hosting.wrappers import wrapper
 from agentrl.plugins import Component
 from agentrl.protocols import Isolation, Settings
 from agentrl.rollout.agents import AgentRoute
+from agentrl.rollout.budget import OwnBudget
 from agentrl.scoring.config import RewardsConfig
 
 ComponentField = Annotated[InstanceOf[Component], PlainSerializer(Component.dump)]
@@ -83,8 +84,8 @@ class MixedEnv(OneEnv):
     """Settings of the run's algorithm that differ for the advantages of its groups. The loss is the same for all."""
     group_size: int | None = Field(None, gt=0)
     """As `rollout.group_size`."""
-    max_turns: int | None = Field(None, gt=0)
-    """As `rollout.max_turns`."""
+    budget: OwnBudget = OwnBudget()
+    """As `rollout.budget`, of which it may set some."""
     max_tokens: int | None = Field(None, gt=0)
     """As `rollout.sampling.max_tokens`."""
     max_failed_tasks: int | None = Field(None, ge=0)

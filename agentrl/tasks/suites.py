@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field, field_validator
 
 from agentrl.plugins import NoSettings
 from agentrl.protocols import FiniteTasks, SamplingParams, Settings, TaskSource
+from agentrl.rollout.budget import OwnBudget
 from agentrl.tasks.dataset import DatasetTasks
 from agentrl.tasks.env_config import OneEnv, RewardsField
 from agentrl.tasks.seeded import SeededTasks
@@ -60,8 +61,8 @@ class SuiteConfig(EvaluationSampling):
     """Also evaluate every so many steps; 0: only before and after."""
     reward: RewardsField | None = None
     """Its reward, by default the run's."""
-    max_turns: int | None = Field(None, gt=0)
-    """As `rollout.max_turns`, which it is by default."""
+    budget: OwnBudget = OwnBudget()
+    """As `rollout.budget`, of which it may set some."""
     max_tokens: int | None = Field(None, gt=0)
     """As `rollout.sampling.max_tokens`, which it is by default."""
 

@@ -52,7 +52,7 @@ CONFIG = """
 steps: 1000000
 env: frozen_lake
 model: tiny
-rollout: {groups_per_step: 2, group_size: 4, max_turns: 5, sampling: {max_tokens: 4}}
+rollout: {groups_per_step: 2, group_size: 4, budget: {turns: 5}, sampling: {max_tokens: 4}}
 reward: [environment, {name: "tests.cluster.chaos:odd", isolation: process}]
 cluster: {name: ray, env_workers: 1, reward_workers: 1, lease: 5}
 engine: {max_batch: 16}

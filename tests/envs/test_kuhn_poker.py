@@ -23,6 +23,7 @@ from agentrl.envs.kuhn_poker import (
 from agentrl.errors import ConfigError
 from agentrl.flow import run_virtual
 from agentrl.hosting.host import EnvDeadlines, EnvHost
+from agentrl.rollout.budget import Budget
 from agentrl.rollout.episode import EnvEpisodeRunner, Episode, ScriptedPolicy
 from agentrl.rollout.renderer import TemplateRenderer
 from agentrl.testing import check_env
@@ -172,7 +173,7 @@ def test_the_questions_are_what_agents_are_shown_when_they_play():
     async def main() -> None:
         nonlocal seen
         host = EnvHost({"kuhn": KuhnPoker}, EnvDeadlines())
-        runner = EnvEpisodeRunner(ScriptedPolicy(weak_player, renderer), renderer, host, 9, 600)
+        runner = EnvEpisodeRunner(ScriptedPolicy(weak_player, renderer), renderer, host, Budget(turns=9), 600)
         for seed in range(300):
             for played in await runner.play(Episode("e", Task("kuhn", seed, {"strict": True}), seed)):
                 seen |= {played.messages[:n] for n, said in enumerate(played.messages) if said.role == "assistant"}

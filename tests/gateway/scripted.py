@@ -14,6 +14,7 @@ from agentrl.gateway.program import Assignment
 from agentrl.gateway.refusal import CallRefusedError
 from agentrl.gateway.session import AgentSession
 from agentrl.protocols import SamplingParams
+from agentrl.rollout.budget import Budget
 from agentrl.rollout.episode import EnginePolicy
 from agentrl.rollout.renderer import TemplateRenderer
 from agentrl.testing import ScriptedEngine
@@ -40,12 +41,15 @@ class Scripted:
             raise EnvError(f"the program crashed: {error!r}") from error
 
 
+MANY_CALLS = Budget(turns=1000)
+
+
 def runner_of(
     play: Callable[[AgentSession], Awaitable[AgentOutcome]],
     engine: ScriptedEngine,
     *,
     trained: bool = True,
-    max_turns: int = 1000,
+    budget: Budget = MANY_CALLS,
     seconds: float = 1e6,
     config: GatewayConfig | None = None,
     needs_reward: bool = True,
@@ -53,9 +57,7 @@ def runner_of(
     desk = Desk(config or GatewayConfig())
     sampling = SamplingParams(max_tokens=64, stop_token_ids=RENDERER.stop_token_ids)
     policy = EnginePolicy(engine, sampling, 1e5, trained)
-    return AgentEpisodeRunner(
-        policy, RENDERER, desk, Scripted(play, desk), max_turns, seconds, needs_reward=needs_reward
-    )
+    return AgentEpisodeRunner(policy, RENDERER, desk, Scripted(play, desk), budget, seconds, needs_reward=needs_reward)
 
 
 async def said(session: AgentSession, messages: Sequence[Message], **fields: object) -> list[AgentAnswer]:

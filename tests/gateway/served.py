@@ -14,6 +14,7 @@ from agentrl.gateway.program import AgentProgram, Assignment
 from agentrl.gateway.server import serving
 from agentrl.gateway.session import AgentSession
 from agentrl.protocols import Engine, SamplingParams
+from agentrl.rollout.budget import Budget
 from agentrl.rollout.episode import EnginePolicy, Episode
 from agentrl.rollout.renderer import RendererConfig, TemplateRenderer
 from agentrl.testing import ScriptedEngine
@@ -61,7 +62,9 @@ def runner_on(
 ) -> AgentEpisodeRunner:
     """Plays a program's episodes, of up to 100 calls."""
     sampling = SamplingParams(max_tokens=4096, stop_token_ids=RENDERER.stop_token_ids)
-    return AgentEpisodeRunner(EnginePolicy(engine, sampling, 60.0, trained), RENDERER, desk, program, 100, seconds)
+    return AgentEpisodeRunner(
+        EnginePolicy(engine, sampling, 60.0, trained), RENDERER, desk, program, Budget(turns=100), seconds
+    )
 
 
 def served(

@@ -10,6 +10,7 @@ from agentrl.gateway.call import ChatRequest, Wishes
 from agentrl.gateway.config import GatewayConfig
 from agentrl.gateway.outcome import AgentOutcome, outcome_of
 from agentrl.gateway.refusal import CallRefusedError
+from agentrl.rollout.budget import Budget
 from agentrl.rollout.episode import Episode
 from agentrl.testing import ScriptedEngine
 from agentrl.trajectory import Failed, Message, Score, Task, Terminated, Truncated
@@ -163,7 +164,7 @@ def test_a_call_after_the_last_turn_truncates_the_episode():
         for number in range(4):
             await said(session, [user(f"{number}")])
 
-    trajectory, _ = played(play, max_turns=3)
+    trajectory, _ = played(play, budget=Budget(turns=3))
     assert trajectory.status == Truncated("turns")
     assert len(trajectory.turns) == 3
 
@@ -324,3 +325,31 @@ def test_what_a_program_returns_becomes_an_outcome():
     for wrong in ("1", float("nan"), True, {"rewards": 1}, Score.failed("broken")):
         with pytest.raises(EnvError, match="run returned"):
             outcome_of(wrong, "run")
+
+
+@pytest.mark.parametrize(
+    ("budget", "limit", "code"),
+    [
+        (Budget(tokens=7), "tokens", "token_limit_exceeded"),
+        (Budget(seconds=25), "seconds", "time_limit_exceeded"),
+        (Budget(turns=2), "turns", "turn_limit_exceeded"),
+    ],
+)
+def test_a_call_beyond_the_budget_is_refused_by_its_name_and_truncates_the_episode(budget, limit, code):
+    refusals = []
+
+    async def play(session):
+        for number in range(9):
+            try:
+                await said(session, [user(f"{number}")])
+            except CallRefusedError as refusal:
+                refusals.append(refusal)
+                break
+            await asyncio.sleep(10)
+        return AgentOutcome(1.0)
+
+    trajectory, _ = played(play, saying("four"), budget=budget)
+    assert trajectory.status == Truncated(limit)
+    assert refusals[0].code == code
+    assert f"rollout.budget.{limit}" in str(refusals[0])
+    assert trajectory.num_tokens <= (budget.tokens or 99)

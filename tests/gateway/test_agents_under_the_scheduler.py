@@ -24,6 +24,7 @@ from agentrl.hosting.host import EnvHost
 from agentrl.plugins import NoSettings
 from agentrl.protocols import SamplingParams
 from agentrl.rewards.environment import EnvironmentReward
+from agentrl.rollout.budget import Budget
 from agentrl.rollout.config import Deadlines, RolloutConfig
 from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner
 from agentrl.rollout.ledger import Ledger
@@ -119,14 +120,14 @@ def rolled(make_runner, engine, config, steps, ledger=None):
 
 
 def agent_runner(play, desk):
-    return lambda policy: AgentEpisodeRunner(policy, RENDERER, desk, Plays(play, desk), 100, 500.0)
+    return lambda policy: AgentEpisodeRunner(policy, RENDERER, desk, Plays(play, desk), Budget(turns=100), 500.0)
 
 
 def test_a_task_gives_the_same_batch_as_an_environment_and_as_a_program():
     config = RolloutConfig(groups_per_step=3, group_size=4, deadlines=DEADLINES)
     host = EnvHost({"task": CountLetters}, DEADLINES)
     as_env = rolled(
-        lambda policy: EnvEpisodeRunner(policy, RENDERER, host, 16, 500.0), sampling_engine(), config, steps=3
+        lambda policy: EnvEpisodeRunner(policy, RENDERER, host, Budget(), 500.0), sampling_engine(), config, steps=3
     )
     as_agent = rolled(agent_runner(count_letters, Desk()), sampling_engine(), config, steps=3)
     algorithm = Grpo(Grpo.Config())

@@ -12,13 +12,14 @@ from rich.console import Console
 
 from agentrl.config import load_config
 from agentrl.observe.silence import IN_A_ROW, Silence, conditions
+from agentrl.rollout.budget import Budget
 from agentrl.run import Run
 
 GOOD = {"reward": 0.5, "cut_answers": 0.1, "truncated": 0.2, "grad_norm": 1.0, "mixed_groups": 0.6}
 
 
 def silence(*, compares_groups: bool = True) -> Silence:
-    return Silence(conditions(max_tokens=3, max_turns=8, compares_groups=compares_groups))
+    return Silence(conditions(max_tokens=3, budget=Budget(turns=8), compares_groups=compares_groups))
 
 
 def warnings(reader: Silence, *rows: dict[str, Any]) -> list[str]:
@@ -29,7 +30,7 @@ def warnings(reader: Silence, *rows: dict[str, Any]) -> list[str]:
     ("bad", "named"),
     [
         ({"cut_answers": 0.998}, "100% of the answers were cut at rollout.sampling.max_tokens=3: raise it"),
-        ({"truncated": 0.95}, "rollout.max_turns=8"),
+        ({"truncated": 0.95}, "rollout.budget .turns=8."),
         ({"grad_norm": 0.0}, "the gradient was zero"),
         ({"mixed_groups": 0.0}, "all members of each group scored the same .*rollout.group_size"),
         ({"health/effective_sample_size": 0.3}, "only 30% of them count: lower rollout.max_staleness"),
@@ -61,7 +62,7 @@ def test_groups_of_equal_scores_are_normal_with_a_critic() -> None:
 def test_conversations_that_fork_are_named_unless_they_are_meant_to() -> None:
     forks = [{**GOOD, "forked_share": 0.98}] * 10
     assert warnings(silence(), *forks) == []  # a context policy forgets messages
-    (text,) = warnings(Silence(conditions(3, 8, compares_groups=True, extends=False)), *forks)
+    (text,) = warnings(Silence(conditions(3, Budget(), compares_groups=True, extends=False)), *forks)
     assert "98% of the later turns forked" in text
     assert "model.history=extend" in text
 

@@ -15,7 +15,7 @@ recipe: {name: archer, replay: 2, replayed: 1.5, critic_updates: 2, critic_warmu
 algorithm: {name: archer, truncated: bootstrap}
 steps: 4
 env: guess_number
-rollout: {groups_per_step: 2, group_size: 2, max_turns: 3, sampling: {max_tokens: 4}}
+rollout: {groups_per_step: 2, group_size: 2, budget: {turns: 3}, sampling: {max_tokens: 4}}
 trainer: {lr: 3e-3, minibatches: 2}
 evaluation: {tasks: 0}
 checkpoint: {every: 1}
@@ -120,7 +120,7 @@ recipe:
 algorithm: archer
 steps: 30
 env: doors:Doors
-rollout: {groups_per_step: 32, group_size: 1, max_turns: 3, sampling: {max_tokens: 3}}
+rollout: {groups_per_step: 32, group_size: 1, budget: {turns: 3}, sampling: {max_tokens: 3}}
 trainer: {lr: 5e-4}
 critic: {lr: 3e-3, minibatches: 4}
 evaluation: {tasks: 50}

@@ -32,7 +32,7 @@ from tests.conftest import Done
 
 RUN = """
 env: {name: guess_number, options: {high: 4, max_turns: 2}}
-rollout: {groups_per_step: 8, group_size: 4, max_turns: 2, sampling: {max_tokens: 2}}
+rollout: {groups_per_step: 8, group_size: 4, budget: {turns: 2}, sampling: {max_tokens: 2}}
 engine: {device: cpu}
 trainer: {device: cpu, lr: 1.0e-3, micro_batch_tokens: 2048}
 evaluation: {tasks: 0}

@@ -135,7 +135,7 @@ recipe:
   pairs_per_step: 8
 model: model
 steps: 3
-rollout: {groups_per_step: 8, group_size: 8, max_turns: 1, sampling: {max_tokens: 4}}
+rollout: {groups_per_step: 8, group_size: 8, budget: {turns: 1}, sampling: {max_tokens: 4}}
 reward: {name: reward_model, path: judge/reward_model}
 trainer: {lr: 1.0e-3, device: cpu}
 evaluation: {tasks: 64}
@@ -209,7 +209,7 @@ SMALL = """
 env: {name: guess_number, options: {max_turns: 1}}
 recipe: {name: iterative_dpo, reference: first, pairs: all, epochs: 2, pairs_per_step: 4}
 steps: 3
-rollout: {groups_per_step: 3, group_size: 4, max_turns: 1, sampling: {max_tokens: 4}}
+rollout: {groups_per_step: 3, group_size: 4, budget: {turns: 1}, sampling: {max_tokens: 4}}
 reward: "letters:letters"
 trainer: {lr: 1.0e-3, device: cpu}
 evaluation: {tasks: 0}

@@ -32,7 +32,7 @@ SMALL = [
     "steps=6",
     "rollout.groups_per_step=4",
     "rollout.group_size=4",
-    "rollout.max_turns=4",
+    "rollout.budget.turns=4",
     "evaluation.tasks=8",
     "checkpoint.every=2",
     "trackers=[]",
@@ -209,7 +209,7 @@ def test_a_run_killed_at_any_moment_trains_the_same_tasks_as_one_that_was_not_an
 def test_a_killed_run_of_a_mixture_of_experts_ends_with_the_weights_of_one_that_was_not(tmp_path):
     make_model("Qwen3-MoE", tmp_path / "model")
     settings = [*SMALL, "run_dir=run", f"model={tmp_path / 'model'}", "steps=4", "evaluation.tasks=0"]
-    settings += ["checkpoint.every=1", "rollout.max_turns=2", "rollout.max_staleness=0", "env.isolation=inline"]
+    settings += ["checkpoint.every=1", "rollout.budget.turns=2", "rollout.max_staleness=0", "env.isolation=inline"]
     settings += ["rollout.sampling.max_tokens=8", "engine.max_context=2048"]
     whole = train(*settings, cwd=folder(tmp_path, "whole"))
     killed_in = folder(tmp_path, "killed")
@@ -372,7 +372,7 @@ def test_a_model_may_imitate_its_own_best_episodes(tmp_path):
 recipe: {name: sft, rejection: {keep: best}}
 steps: 2
 env: guess_number
-rollout: {groups_per_step: 2, group_size: 4, max_turns: 2, sampling: {max_tokens: 4}}
+rollout: {groups_per_step: 2, group_size: 4, budget: {turns: 2}, sampling: {max_tokens: 4}}
 evaluation: {tasks: 2}
 trackers: []
 """)
@@ -386,7 +386,7 @@ def test_a_policy_comes_nearer_to_a_teacher_that_a_trainer_computes(tmp_path):
     for name, seed in (("student", 0), ("teacher", 1)):
         create_tiny_model(tmp_path / name, corpus=["You cross a frozen lake: left, right, up or down."], seed=seed)
     settings = ["algorithm={name: distill, teacher: teacher}", "model.name=student", "trainer.lr=3e-3", "steps=6"]
-    less = ["rollout.groups_per_step=2", "rollout.max_turns=2", "evaluation.tasks=0", "checkpoint.every=6"]
+    less = ["rollout.groups_per_step=2", "rollout.budget.turns=2", "evaluation.tasks=0", "checkpoint.every=6"]
     train(SMALL[0], *SMALL[1:], "algorithm={}", *settings, *less, "run_dir=run", cwd=tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     kl = [row["reference_kl"] for row in rows if "reference_kl" in row]

@@ -12,11 +12,12 @@ from agentrl.errors import ConfigError
 CONFIG = """
 env: {{name: guess_number, options: {{high: 4}}}}
 steps: 2
-rollout: {{groups_per_step: 2, group_size: 2, max_turns: 3, sampling: {{max_tokens: 4}}}}
+rollout: {{groups_per_step: 2, group_size: 2, budget: {{turns: 3}}, sampling: {{max_tokens: 4}}}}
 evaluation:
   tasks: 2
   suites:
-    - {{name: wide, tasks: 3, samples: 4, every: 1, env: {{name: guess_number, options: {{high: 90}}}}, max_turns: 1}}
+    - {{name: wide, tasks: 3, samples: 4, every: 1, env: {{name: guess_number, options: {{high: 90}}}},
+       budget: {{turns: 1}}}}
     - {{name: questions, env: qa, data: {data}, split: train, tasks: 9, reward: {{name: length, free: 1, limit: 9}}}}
 checkpoint: {{every: 1, keep: 1, best: eval/wide/success}}
 trackers: []

@@ -18,7 +18,7 @@ CONFIG = """
 env: guess_number
 steps: 2
 tasks: {{name: "{module}:Widening", high: 4}}
-rollout: {{groups_per_step: 2, group_size: 2, max_turns: 3, sampling: {{max_tokens: 4}}}}
+rollout: {{groups_per_step: 2, group_size: 2, budget: {{turns: 3}}, sampling: {{max_tokens: 4}}}}
 evaluation: {{tasks: 2}}
 trackers: []
 """
@@ -35,10 +35,10 @@ trackers: []
 
 MIXED = """
 env:
-  - {{name: guess_number, weight: 2, options: {{high: 4}}, max_turns: 2}}
+  - {{name: guess_number, weight: 2, options: {{high: 4}}, budget: {{turns: 2}}}}
   - {{name: qa, tasks: {data}, reward: {{name: length, free: 1, limit: 9}}, group_size: 3, max_tokens: 2}}
 steps: 2
-rollout: {{groups_per_step: 3, group_size: 2, max_turns: 3, sampling: {{max_tokens: 4}}}}
+rollout: {{groups_per_step: 3, group_size: 2, budget: {{turns: 3}}, sampling: {{max_tokens: 4}}}}
 evaluation: {{tasks: 2}}
 trackers: []
 """
@@ -143,7 +143,7 @@ env: guess_number
 steps: 4
 tasks: {{name: levels, levels: [{{high: 2}}, {{high: 3}}, {{high: 90}}], memory: 2, explore: 0.3}}
 reward: {{name: length, free: 1, limit: 9}}
-rollout: {{groups_per_step: 3, group_size: 2, max_turns: 2, sampling: {{max_tokens: 4}}}}
+rollout: {{groups_per_step: 3, group_size: 2, budget: {{turns: 2}}, sampling: {{max_tokens: 4}}}}
 evaluation: {{tasks: 0}}
 checkpoint: {{every: 1}}
 trackers: []

@@ -14,6 +14,7 @@ from agentrl import plugins
 from agentrl.assembly import env_factory
 from agentrl.hosting.host import EnvDeadlines, EnvHost, LiveEnv
 from agentrl.protocols import Env, Isolation, Prompt
+from agentrl.rollout.budget import Budget
 from agentrl.rollout.episode import EnvEpisodeRunner, Episode
 from agentrl.rollout.renderer import TemplateRenderer
 from agentrl.rollout.seeds import derive_seed
@@ -78,7 +79,7 @@ def trajectories(transport: Transport, episodes: int = 24) -> list[Trajectory]:
 
     async def play() -> list[Trajectory]:
         host = EnvHost({"dials": transport.make}, EnvDeadlines(), transport.isolation)
-        player = EnvEpisodeRunner(ScriptedRoute(), RENDERER, host, max_turns=8, deadline=60)
+        player = EnvEpisodeRunner(ScriptedRoute(), RENDERER, host, Budget(turns=8), deadline=60)
         tasks = [Task("dials", number % 6, {"digits": 2 + number % 2}, f"{number}") for number in range(episodes)]
         places = asyncio.Semaphore(8)
 

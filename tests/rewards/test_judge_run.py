@@ -25,7 +25,7 @@ SMALL = {
     "seed": 0,
     "steps": STEPS,
     "env": "frozen_lake",
-    "rollout": {"groups_per_step": 4, "group_size": 4, "max_turns": 4, "sampling": {"max_tokens": 4}},
+    "rollout": {"groups_per_step": 4, "group_size": 4, "budget": {"turns": 4}, "sampling": {"max_tokens": 4}},
     "evaluation": {"tasks": 0},
     "trackers": [],
 }
@@ -161,7 +161,12 @@ def test_a_rule_a_sandbox_a_judge_and_a_monitor_train_together_on_a_tool_environ
                 **SMALL,
                 "env": {"name": "tests.rewards.test_judge_run:Programs", "options": {"tests": [{"stdout": "6"}]}},
                 "recipe": {"demonstrations": play},
-                "rollout": {"groups_per_step": 2, "group_size": 8, "max_turns": 3, "sampling": {"max_tokens": 64}},
+                "rollout": {
+                    "groups_per_step": 2,
+                    "group_size": 8,
+                    "budget": {"turns": 3},
+                    "sampling": {"max_tokens": 64},
+                },
                 "reward": parts,
             }
             path = tmp_path / "parts.yaml"

@@ -21,6 +21,7 @@ from agentrl.hosting.host import EnvDeadlines, EnvHost
 from agentrl.plugins import NoSettings
 from agentrl.protocols import SamplingParams
 from agentrl.remote.server import EnvServer
+from agentrl.rollout.budget import Budget
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.context import Full, LastK, Scratchpad, Summary
 from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner, Episode, Role, ScriptedPolicy
@@ -75,7 +76,7 @@ def player(engine, make_env, *, context=None, others=None, max_turns=50) -> EnvE
     policy = EnginePolicy(
         engine, SamplingParams(max_tokens=40, temperature=1.0, stop_token_ids=RENDERER.stop_token_ids), 60
     )
-    return EnvEpisodeRunner(policy, RENDERER, host, max_turns, 600, context or Full(), others or {})
+    return EnvEpisodeRunner(policy, RENDERER, host, Budget(turns=max_turns), 600, context or Full(), others or {})
 
 
 def talking() -> ScriptedEngine:
@@ -248,7 +249,7 @@ def test_an_agent_is_compared_with_itself_in_the_other_episodes():
 
 def test_groups_of_a_game_hold_every_agent_and_the_ledger_counts_episodes():
     async def main():
-        config = RolloutConfig(groups_per_step=3, group_size=4, max_turns=20, filter_zero_variance=True)
+        config = RolloutConfig(groups_per_step=3, group_size=4, budget=Budget(turns=20), filter_zero_variance=True)
         ledger = Ledger(":memory:")
         async with talking() as engine:
             rollouts = Rollouts(
@@ -297,7 +298,7 @@ def test_a_reward_that_compares_is_asked_about_one_agent_at_a_time():
     ranks = Ranks()
 
     async def main() -> Group:
-        config = RolloutConfig(groups_per_step=1, group_size=3, max_turns=20)
+        config = RolloutConfig(groups_per_step=1, group_size=3, budget=Budget(turns=20))
         async with talking() as engine:
             rollouts = Rollouts(
                 config,
@@ -324,7 +325,7 @@ def test_every_transport_carries_the_agents(transport):
         async with talking() as engine:
             policy = EnginePolicy(engine, SamplingParams(max_tokens=40, temperature=1.0, stop_token_ids=(3,)), 60)
             task = Task("env", 3, {"hands": 5})
-            played = await EnvEpisodeRunner(policy, RENDERER, host, 50, 60).play(Episode("e", task, 1))
+            played = await EnvEpisodeRunner(policy, RENDERER, host, Budget(turns=50), 60).play(Episode("e", task, 1))
         await host.close()
         return [(t.agent, t.status, t.messages, [turn.reward for turn in t.turns], t.head_start) for t in played]
 

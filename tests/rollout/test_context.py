@@ -9,6 +9,7 @@ from agentrl.batch import to_samples
 from agentrl.flow import run_virtual
 from agentrl.hosting.host import EnvDeadlines, EnvHost
 from agentrl.protocols import SamplingParams
+from agentrl.rollout.budget import Budget
 from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.context import Context, ContextPolicy, Full, LastK, Scratchpad, Summary
 from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner, Episode
@@ -52,7 +53,9 @@ def played(
             policy = EnginePolicy(
                 engine, SamplingParams(max_tokens=400, temperature=1.0, stop_token_ids=renderer.stop_token_ids), 60
             )
-            player = EnvEpisodeRunner(policy, renderer, EnvHost({"env": make_env}, EnvDeadlines()), 50, 600, context)
+            player = EnvEpisodeRunner(
+                policy, renderer, EnvHost({"env": make_env}, EnvDeadlines()), Budget(turns=50), 600, context
+            )
             (trajectory,) = await player.play(Episode("e", Task("env", 0), 0))
         return trajectory, [renderer.decode(request.prompt_ids) for request in engine.requests]
 
@@ -127,7 +130,7 @@ def test_a_summary_that_does_not_fit_into_the_context_truncates_the_episode():
     assert len(trajectory.turns) == 2
 
 
-def test_turns_of_the_environment_are_what_max_turns_counts():
+def test_turns_of_the_environment_are_what_the_budget_counts():
     summary = Summary(max_prompt_tokens=1, prompt="Sum up.")
     trajectory, _ = played(summary, ["a"])
     assert trajectory.status == Terminated()

@@ -10,6 +10,7 @@ from agentrl.flow import run_virtual
 from agentrl.hosting.host import EnvDeadlines, EnvHost
 from agentrl.protocols import SamplingParams
 from agentrl.rewards.environment import EnvironmentReward
+from agentrl.rollout.budget import Budget
 from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner, Episode
 from agentrl.rollout.renderer import TemplateRenderer
 from agentrl.scoring.part import RewardPart
@@ -48,7 +49,7 @@ def played(max_turns: int = 8, max_context: int = 2048, **options: object) -> Tr
         async with ScriptedEngine.replying(lambda request: list(b"on"), max_context=max_context) as engine:
             policy = EnginePolicy(engine, SamplingParams(stop_token_ids=RENDERER.stop_token_ids), 60.0)
             host = EnvHost({"rooms": Rooms}, DEADLINES)
-            runner = EnvEpisodeRunner(policy, RENDERER, host, max_turns, 600.0)
+            runner = EnvEpisodeRunner(policy, RENDERER, host, Budget(turns=max_turns), 600.0)
             try:
                 (trajectory,) = await runner.play(Episode("e", Task("rooms", 0, options), 0))
             finally:

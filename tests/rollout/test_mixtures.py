@@ -12,6 +12,7 @@ from agentrl.flow import Retries, run_virtual
 from agentrl.hosting.host import EnvHost
 from agentrl.plugins import NoSettings
 from agentrl.protocols import SamplingParams
+from agentrl.rollout.budget import Budget
 from agentrl.rollout.config import Deadlines, RolloutConfig
 from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner
 from agentrl.rollout.ledger import Ledger
@@ -85,7 +86,7 @@ def play(steps: int, weights: dict[str, float], *, budget: int = 10**6, gives_up
             rollouts = Rollouts(
                 config,
                 tasks=Mixture(shares),
-                runner=EnvEpisodeRunner(policy, renderer, host, 8, config.deadlines.episode),
+                runner=EnvEpisodeRunner(policy, renderer, host, Budget(turns=8), config.deadlines.episode),
                 reward=Earned(),
                 engine=engine,
                 ledger=ledger,

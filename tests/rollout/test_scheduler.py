@@ -17,6 +17,7 @@ from agentrl.flow import EventLog, Retries, deadline, now, run_virtual
 from agentrl.hosting.host import EnvHost
 from agentrl.plugins import NoSettings
 from agentrl.protocols import SamplingParams
+from agentrl.rollout.budget import Budget
 from agentrl.rollout.config import Deadlines, RolloutConfig
 from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner
 from agentrl.rollout.ledger import Ledger
@@ -107,7 +108,7 @@ class World:
             SamplingParams(max_tokens=64, temperature=1.0, stop_token_ids=renderer.stop_token_ids),
             config.deadlines.generate,
         )
-        runner = EnvEpisodeRunner(policy, renderer, host, config.max_turns, config.deadlines.episode)
+        runner = EnvEpisodeRunner(policy, renderer, host, config.budget, config.deadlines.episode)
         rollouts = Rollouts(
             config,
             tasks=self.tasks or SeededTasks(NoSettings(), "slow", self.seed),
@@ -317,7 +318,7 @@ def test_leaving_in_the_middle_cancels_everything_that_plays():
             ),
             renderer,
             host,
-            16,
+            Budget(),
             100,
         )
         async with engine:

@@ -40,7 +40,7 @@ PARTS = [
 CONFIG = {
     "steps": 2,
     "env": "calculator",
-    "rollout": {"groups_per_step": 2, "group_size": 4, "max_turns": 2, "sampling": {"max_tokens": 6}},
+    "rollout": {"groups_per_step": 2, "group_size": 4, "budget": {"turns": 2}, "sampling": {"max_tokens": 6}},
     "reward": PARTS,
     "batch_processing": {
         "constraints": [{"part": "rule/violated", "at_most": 0.25, "rate": 0.2}],

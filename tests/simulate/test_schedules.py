@@ -34,7 +34,7 @@ def random_world(seed: int, **changes: object) -> World:
         "groups_per_step": rng.randint(1, 4),
         "group_size": rng.randint(1, 4),
         "max_staleness": rng.randint(0, 4),
-        "max_turns": 4,
+        "budget": {"turns": 4},
         "max_live_episodes": rng.choice([2, 8, 64]),
         "min_live_episodes": 2,
         "max_failed_tasks": 0,

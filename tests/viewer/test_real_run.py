@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 def test_every_trained_episode_of_a_run_has_its_sample_and_some_groups_each_tokens_numbers(agentrl, tmp_path):
     done = agentrl(
         "train", str(ROOT / "examples" / "frozen_lake.yaml"), "recipe.demonstrations=null", "steps=2", "trackers=[]",
-        "rollout.groups_per_step=3", "rollout.group_size=3", "rollout.max_turns=3", "trainer.minibatches=2",
+        "rollout.groups_per_step=3", "rollout.group_size=3", "rollout.budget.turns=3", "trainer.minibatches=2",
         "evaluation.tasks=0", f"run_dir={tmp_path / 'run'}", "observe.token_groups=2",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
