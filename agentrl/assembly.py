@@ -302,7 +302,7 @@ def _check_takes_weights(config: RunConfig) -> None:
 async def env_host(config: RunConfig, cluster: Cluster | None = None) -> AsyncIterator[EnvHost]:
     """Host the run's environments in this process or on workers of the cluster, and close them at the end."""
     made = {
-        name: partial(env_factory, address(env.name, env.wrappers), env.isolation, env.python, env.requires)
+        name: partial(env_factory, address(env.name, env.all_wrappers), env.isolation, env.python, env.requires)
         for name, env in config.envs.items()
     }
     async with AsyncExitStack() as stack:

@@ -206,6 +206,8 @@ class RunConfig(Settings):
             return self
         own = {
             "env.wrappers": bool(self.env.wrappers),
+            "env.system_prompt": self.env.system_prompt is not None,
+            "env.rules": bool(self.env.rules),
             "env.agents": bool(self.env.agents),
             "cluster.env_workers": bool(getattr(self.cluster.settings, "env_workers", 0)),
             "env.requires": bool(self.env.requires),

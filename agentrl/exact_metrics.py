@@ -134,7 +134,7 @@ def _laid_out(
 
 def _enumeration(config: RunConfig) -> Enumeration | None:
     """What the run's environment offers, if it runs as it is: unwrapped, and by this interpreter."""
-    if config.env.mixture or config.env.foreign or config.env.wrappers:
+    if config.env.mixture or config.env.foreign or config.env.all_wrappers:
         return None
     factory = plugins.load("envs", config.env.name)
     if not hasattr(factory, "enumeration"):

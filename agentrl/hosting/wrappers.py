@@ -162,6 +162,42 @@ class ActionFormat(Wrapper):
         return f"{prompt}\n\n{self._hint}" if prompt else self._hint
 
 
+class Instructions(Wrapper):
+    """Says something else in the system message than the environment does, or more.
+
+    In an environment of several agents, each is told the same.
+    """
+
+    class Config(Settings):
+        """Settings of `instructions`."""
+
+        system_prompt: str | None = None
+        """The system message, instead of the environment's own."""
+        rules: str = ""
+        """Text added at the end of the system message."""
+
+    def __init__(self, config: Config, env: Env) -> None:
+        super().__init__(env)
+        self._config = config
+
+    @property
+    def system_prompt(self) -> str:
+        """The system message, which takes the place of the inner environment's."""
+        return self._said(str(getattr(self.env, "system_prompt", "") or ""))
+
+    def began(self, result: ResetResult) -> ResetResult:
+        """Change each agent's system prompt too."""
+        observation, info = result
+        prompts = info.get("system_prompts")
+        if not prompts:
+            return result
+        return observation, {**info, "system_prompts": {agent: self._said(prompts[agent]) for agent in prompts}}
+
+    def _said(self, inner: str) -> str:
+        prompt = inner if self._config.system_prompt is None else self._config.system_prompt
+        return "\n\n".join(filter(None, (prompt, self._config.rules)))
+
+
 @dataclass(frozen=True, slots=True)
 class Wrapped:
     """A factory of the environment `name` in its wrappers, which are JSON text: it pickles as two strings."""

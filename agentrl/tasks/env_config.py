@@ -43,6 +43,10 @@ class OneEnv(Settings):
     """Passed to every `reset`."""
     isolation: Isolation | None = None
     """Where it runs: `inline` (on the event loop), `thread` or `process`; by default what the environment declares."""
+    system_prompt: str | None = None
+    """The system message, instead of the environment's own."""
+    rules: str = ""
+    """Text added at the end of the system message, such as the rules of a game that does not tell them."""
     wrappers: tuple[WrapperField, ...] = ()
     """Wrappers around it, each around those before: `time_limit`, `action_format`, or your own."""
     python: str | None = None
@@ -57,6 +61,13 @@ class OneEnv(Settings):
                 f"with python or requires it runs in a process; leave out isolation, which is {self.isolation!r}"
             )
         return self
+
+    @property
+    def all_wrappers(self) -> tuple[Component, ...]:
+        """Its wrappers; the innermost one says what `system_prompt` and `rules` add, if they do."""
+        said = {"system_prompt": self.system_prompt} if self.system_prompt is not None else {}
+        said |= {"rules": self.rules} if self.rules else {}
+        return (wrapper({"name": "instructions", **said}), *self.wrappers) if said else self.wrappers
 
     @property
     def is_agent(self) -> bool:

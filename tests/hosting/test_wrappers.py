@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agentrl import plugins
-from agentrl.assembly import env_factory
+from agentrl.assembly import env_factory, env_host
 from agentrl.config import load_config
 from agentrl.envs.base import TextEnv
 from agentrl.envs.guess_number import GuessNumber, weak_player
@@ -153,6 +153,57 @@ def test_a_scripted_player_looks_at_the_environment_itself():
         return said
 
     assert asyncio.run(main("inline")) == asyncio.run(main("process"))
+
+
+def test_a_config_says_what_the_system_message_is_for_each_environment_of_a_mixture(tmp_path):
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        "env:\n"
+        "  - {name: guess_number, rules: Halve the range., wrappers: [{name: action_format, pattern: x, hint: H.}]}\n"
+        "  - {name: guess_number, label: terse, system_prompt: Guess., rules: Be quick.}\n"
+        "  - {name: guess_number, label: mute, system_prompt: ''}\n"
+        "  - {name: guess_number, label: plain}\n"
+    )
+    loaded = load_config(config).config
+
+    async def prompts() -> list[str]:
+        said = []
+        async with env_host(loaded) as host:
+            for name in loaded.envs:
+                env = host.acquire(name)
+                await env.reset(0, {})
+                said.append(env.system_prompt)
+                await host.release(name, env)
+        return said
+
+    own = GuessNumber.system_prompt
+    expected = [f"{own}\n\nHalve the range.\n\nH.", "Guess.\n\nBe quick.", "", own]
+    assert asyncio.run(prompts()) == expected
+    again = tmp_path / "again.yaml"
+    again.write_text(loaded.to_yaml())
+    assert load_config(again).config == loaded
+
+
+class Roles(TextEnv):
+    """Two agents, each with a system prompt of its own."""
+
+    def start(self, seed: int, options: Mapping[str, Any]) -> str:
+        return "Begin."
+
+    def reset(self, *, seed: int, options: Mapping[str, Any]) -> Any:
+        prompts = {"thief": "Steal.", "guard": "Watch."}
+        return self.start(seed, options), {"agents": list(prompts), "agent": "thief", "system_prompts": prompts}
+
+    def step(self, action: str) -> StepResult:
+        return "Caught.", 0.0, True, False, {}
+
+
+def test_each_agent_hears_the_rules():
+    told = wrapper({"name": "instructions", "rules": "No noise."}).make(Roles())
+    assert told.reset(seed=0, options={})[1]["system_prompts"] == {
+        "thief": "Steal.\n\nNo noise.",
+        "guard": "Watch.\n\nNo noise.",
+    }
 
 
 def test_what_is_wrong_is_said_before_a_run_starts(tmp_path):
