@@ -1,4 +1,4 @@
-"""Any Gymnasium environment with a discrete action space, as text.
+"""Any Gymnasium environment whose actions are words or numbers, as text.
 
     env.reset(seed=7, options={"id": "Taxi-v4", "kwargs": {"is_rainy": True}})
 
@@ -7,15 +7,18 @@ group `gymnasium.envs`, which Gymnasium itself no longer reads, work too; so do 
 `gymnasium:minigrid:MiniGrid-DoorKey-5x5-v0`.
 
 The observation is the environment's own text drawing ("ansi") if it has one, with the highlighted cell in square
-brackets; otherwise its observation as text. The action is the one action word in the model's message.
+brackets; otherwise its observation as text. The action is the one action word in the model's message, or its numbers
+(`agentrl/envs/spaces_text.py`). A reward of several parts (MO-Gymnasium) is summed with the weights of
+`options["reward_weights"]`; the parts are in `info["reward_parts"]`. Images are refused.
 """
 
 import difflib
 import importlib
+import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from importlib.metadata import entry_points
 from typing import Annotated, Any
@@ -26,14 +29,13 @@ from gymnasium.envs.registration import EnvSpec, load_env_creator, namespace
 from pydantic import Field
 
 from agentrl.envs import minigrid
-from agentrl.envs.base import TextEnv, read_options
+from agentrl.envs.base import TextEnv, ToolError, read_options
 from agentrl.envs.foreign import silenced
+from agentrl.envs.spaces_text import ActionReader, action_reader, check_readable, written_out
 from agentrl.errors import ConfigError, EnvError, PluginError
 from agentrl.protocols import Env, OwnerOnly, Settings, StepResult
 
 GymEnv = gymnasium.Env[Any, Any]
-MAX_NUMBERS = 256
-"""Most numbers of an observation that is written out as text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,17 @@ GAMES: Mapping[str, Game] = {
     "MountainCar": Game(
         ("left", "coast", "right"), "Drive the car up the right hill. You see its position and speed.", None, _reached
     ),
+    "MountainCarContinuous": Game(
+        (),
+        "Drive the car up the right hill. You see its position and speed, and say its acceleration.",
+        None,
+        _reached,
+    ),
+    "Pendulum": Game(
+        (),
+        "Swing the pendulum up and keep it there. You see cosine and sine of its angle and its speed, and say the "
+        "torque.",
+    ),
     "Acrobot": Game(
         ("minus", "none", "plus"),
         "Swing the lower link above the line. You see cosine and sine of both angles, then both speeds.",
@@ -121,7 +134,7 @@ FAMILIES: Mapping[str, Callable[[GymEnv], Game]] = {
 
 
 def scheme(rest: str) -> Callable[[], Env]:
-    """gymnasium:Taxi-v4: a Gymnasium environment of discrete actions, in text.
+    """gymnasium:Taxi-v4: a Gymnasium environment, in text.
 
     Raises:
         PluginError: there is no such environment.
@@ -134,13 +147,13 @@ def scheme(rest: str) -> Callable[[], Env]:
 
 
 class GymnasiumText(TextEnv):
-    """Gymnasium in text. A message without exactly one action word costs a turn; the answer lists the words.
+    """Gymnasium in text. A message without exactly one action costs a turn; the answer says what an action is.
 
     `info["success"]` is decided in the last step of an episode (it is false before): by the game's own rule if it is
     known, otherwise by whether the episode terminated with a last reward above zero.
     """
 
-    system_prompt = "You play a game. Answer each turn with one of the actions listed at its start."
+    system_prompt = "You play a game. Answer each turn with one of the actions told at its start."
 
     class Options(Settings):
         """What `reset(options=...)` takes."""
@@ -150,7 +163,9 @@ class GymnasiumText(TextEnv):
         kwargs: Annotated[dict[str, Any], OwnerOnly()] = Field(default_factory=dict)
         """Keyword arguments of `gymnasium.make`."""
         actions: tuple[str, ...] = ()
-        """A word for each action, in the order of the action space. Default: known games have words, others numbers."""
+        """A word for each action of a discrete space, in its order. Default: known games have words, others numbers."""
+        reward_weights: tuple[float, ...] = ()
+        """For an environment whose reward is a vector: the weight of each part in the sum that counts."""
 
     def __init__(self, env_id: str = "") -> None:
         """`env_id` is the id if the options give none."""
@@ -168,15 +183,14 @@ class GymnasiumText(TextEnv):
         chosen = read_options(self.Options, {**self._defaults, **options})
         if self._env is None or self._made_of != chosen:
             self.close()
-            self._env, self._game = _make(chosen)
-            self._first_action = int(getattr(self._env.action_space, "start", 0))
-            self._words = _pattern(self._game.actions)
+            self._env, self._game, self._reader = _make(chosen)
+            self._weights = chosen.reward_weights
             self._made_of = chosen.model_copy(deep=True)
         with silenced() if self._game.noisy else nullcontext():
             observation, _ = self._env.reset(seed=seed)
         self._over = False
         rules = f"{self._game.rules}\n" if self._game.rules else ""
-        return f"{rules}Actions: {', '.join(self._game.actions)}.\n{_as_text(self._env, self._game, observation)}"
+        return f"{rules}{self._reader.told}\n{_as_text(self._env, self._game, observation)}"
 
     def step(self, action: str) -> StepResult:
         """Take the action that the one action word in the message names.
@@ -186,17 +200,16 @@ class GymnasiumText(TextEnv):
         """
         if self._env is None or self._over:
             raise EnvError("no episode is being played; call reset first")
-        matched = {match.lastgroup for match in self._words.finditer(action)}
-        if len(matched) != 1:
-            problem = "more than one action" if matched else "no action"
-            hint = f"Your message names {problem}. Answer with one of: {', '.join(self._game.actions)}."
-            return hint, 0.0, False, False, {"success": False}
-        index = int(str(matched.pop()).removeprefix("action"))
-        observation, reward, terminated, truncated, _ = self._env.step(self._first_action + index)
-        reward, terminated, truncated = float(reward), bool(terminated), bool(truncated)
+        try:
+            taken = self._reader.read(action)
+        except ToolError as mistake:
+            return str(mistake), 0.0, False, False, {"success": False}
+        observation, paid, terminated, truncated, _ = self._env.step(taken)
+        reward, parts = _summed(paid, self._weights)
+        terminated, truncated = bool(terminated), bool(truncated)
         self._over = terminated or truncated
         success = self._over and self._game.success(reward, terminated)
-        return _as_text(self._env, self._game, observation), reward, terminated, truncated, {"success": success}
+        return _as_text(self._env, self._game, observation), reward, terminated, truncated, {"success": success} | parts
 
     def close(self) -> None:
         """Close the Gymnasium environment."""
@@ -208,7 +221,7 @@ class GymnasiumText(TextEnv):
 Options = GymnasiumText.Options
 
 
-def _make(options: Options) -> tuple[GymEnv, Game]:
+def _make(options: Options) -> tuple[GymEnv, Game, ActionReader]:
     spec = _find(options.id)
     try:
         point = spec.entry_point
@@ -225,7 +238,13 @@ def _make(options: Options) -> tuple[GymEnv, Game]:
             "or correct options['kwargs']"
         ) from error
     try:
-        return env, _game(options, spec, env)
+        game = _game(spec, env)
+        _check_reward(options, env)
+        if env.render_mode != "ansi" and game.describe is None:
+            check_readable(options.id, env.observation_space)
+        space = env.action_space
+        words = game.actions if len(game.actions) == getattr(space, "n", 0) else ()
+        return env, game, action_reader(options.id, space, options.actions or words)
     except ConfigError:
         env.close()
         raise
@@ -274,39 +293,36 @@ def _register_installed() -> tuple[str, ...]:
     return tuple(failed)
 
 
-def _game(options: Options, spec: EnvSpec, env: GymEnv) -> Game:
-    space = env.action_space
-    if not isinstance(space, gymnasium.spaces.Discrete):
-        raise ConfigError(
-            f"{options.id} has the action space {space}; only discrete ones can be played by words. "
-            "Wrap the environment so that it has a Discrete action space, or write an agentrl.envs.base.TextEnv for it"
-        )
+def _game(spec: EnvSpec, env: GymEnv) -> Game:
+    """What is known about an environment: about itself, about its package, or nothing."""
     family = FAMILIES.get(str(spec.entry_point).partition(".")[0])
-    known = GAMES.get(spec.name) or (family(env) if family else Game((), ""))
-    numbers = tuple(str(int(space.start) + index) for index in range(int(space.n)))
-    actions = options.actions or (known.actions if len(known.actions) == len(numbers) else numbers)
-    if len(actions) != len(numbers) or len({word.lower().strip() for word in actions} - {""}) != len(numbers):
-        raise ConfigError(
-            f"options['actions'] must hold {len(numbers)} different words for {options.id}, got {list(actions)}"
+    return GAMES.get(spec.name) or (family(env) if family else Game((), ""))
+
+
+def _check_reward(options: Options, env: GymEnv) -> None:
+    """Check that there is a weight for each part of the reward, where the environment says that it has parts."""
+    space = getattr(env.unwrapped, "reward_space", None)
+    parts = math.prod(getattr(space, "shape", None) or ())
+    if space is None or parts == len(options.reward_weights) or (parts == 1 and not options.reward_weights):
+        return
+    raise ConfigError(
+        f"the reward of {options.id} has {parts} parts, and options['reward_weights'] has "
+        f"{len(options.reward_weights)} weights: write one for each, such as {[1.0] * parts}, and their weighted sum "
+        "is the reward"
+    )
+
+
+def _summed(paid: Any, weights: tuple[float, ...]) -> tuple[float, dict[str, Any]]:
+    """The reward of a step, and what the info says of its parts."""
+    parts = np.asarray(paid, float).reshape(-1)
+    if len(parts) == 1 and not weights:
+        return float(parts[0]), {}
+    if len(parts) != len(weights):
+        raise EnvError(
+            f"the reward has {len(parts)} parts, {paid!r:.80}, and options['reward_weights'] {len(weights)} weights: "
+            "write one for each part, and their weighted sum is the reward"
         )
-    _check_readable(options, env)
-    return replace(known, actions=actions)
-
-
-def _check_readable(options: Options, env: GymEnv) -> None:
-    space = env.observation_space
-    if env.render_mode != "ansi" and isinstance(space, gymnasium.spaces.Box) and np.prod(space.shape) > MAX_NUMBERS:
-        raise ConfigError(
-            f"an observation of {options.id} is an array of {space.shape}, too long to write out as text (at most "
-            f"{MAX_NUMBERS} numbers). Wrap the environment, or write an agentrl.envs.base.TextEnv for it"
-        )
-
-
-def _pattern(actions: Sequence[str]) -> re.Pattern[str]:
-    """One group for each action, longest first, so that "pick up" is not read as "up"; whole words only."""
-    order = sorted(range(len(actions)), key=lambda index: -len(actions[index]))
-    words = "|".join(f"(?P<action{index}>{re.escape(actions[index].strip())})" for index in order)
-    return re.compile(rf"(?<![\w-])(?<!\d\.)(?:{words})(?![\w-]|\.\d)", re.IGNORECASE)
+    return float(parts @ np.array(weights)), {"reward_parts": parts.tolist()}
 
 
 def _as_text(env: GymEnv, game: Game, observation: Any) -> str:
@@ -315,7 +331,7 @@ def _as_text(env: GymEnv, game: Game, observation: Any) -> str:
     if game.describe is not None:
         parts.append(game.describe(env, observation))
     elif not parts:
-        parts.append(_written_out(observation))
+        parts.append(written_out(observation))
     return "\n".join(parts)
 
 
@@ -338,16 +354,3 @@ def _without_colours(drawing: str) -> str:
             text.append("]")
             highlighted = False
     return "".join(text) + drawing[at:] + ("]" if highlighted else "")
-
-
-def _written_out(observation: Any) -> str:
-    """The observation as text: floats with four digits, nested as they come."""
-    if isinstance(observation, str):
-        return observation
-    if isinstance(observation, Mapping):
-        return "\n".join(f"{key}: {_written_out(value)}" for key, value in observation.items())
-    if isinstance(observation, np.ndarray):
-        observation = observation.tolist()
-    if isinstance(observation, list | tuple):
-        return f"[{', '.join(map(_written_out, observation))}]"
-    return f"{float(observation):.4g}" if isinstance(observation, float | np.floating) else str(observation)

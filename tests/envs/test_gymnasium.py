@@ -12,12 +12,14 @@ from agentrl.envs.gymnasium_text import GymnasiumText
 from agentrl.errors import ConfigError, EnvError
 from agentrl.testing import check_env
 
+EYE = spaces.Box(0, 255, (8, 8, 3), "uint8")
+
 
 class Fixture(gymnasium.Env[Any, int]):
     """A Gymnasium environment of any spaces: action `good` ends it with reward 1, the others do nothing."""
 
     def __init__(self, action_space: Any = None, observation_space: Any = None, good: int = 1) -> None:
-        self.action_space = action_space or spaces.Discrete(2)
+        self.action_space = spaces.Discrete(2) if action_space is None else action_space
         self.observation_space = observation_space or spaces.Discrete(3)
         self.good = good
         self.done: list[int] = []
@@ -33,8 +35,8 @@ class Fixture(gymnasium.Env[Any, int]):
         self.done.append(action)
         return (
             self.observation_space.sample(),
-            np.float32(action == self.good),
-            np.bool_(action == self.good),
+            np.float32(np.array_equal(action, self.good)),
+            np.bool_(np.array_equal(action, self.good)),
             False,
             {},
         )
@@ -66,6 +68,8 @@ def start(env_id: str, seed: int = 0, **options: Any) -> tuple[GymnasiumText, st
         ("CartPole-v1", {}),
         ("MountainCar-v0", {}),
         ("Acrobot-v1", {}),
+        ("Pendulum-v1", {}),
+        ("MountainCarContinuous-v0", {}),
     ],
 )
 def test_gymnasium_environments_keep_the_contract(env_id: str, kwargs: dict[str, Any]) -> None:
@@ -194,10 +198,22 @@ def test_observations_of_any_structure_are_written_out(fixture_id: str, space: A
         ({"id": "FrozenLak-v1"}, "Did you mean 'FrozenLake-v1'"),
         ({"id": "Taxi-v3"}, "Did you mean 'Taxi-v4'"),
         ({"id": "no_such_package:Game-v0"}, "'no_such_package' cannot be imported"),
-        ({"id": "Pendulum-v1"}, "only discrete ones can be played by words"),
+        ({"id": "Pendulum-v1", "actions": ["left"]}, "whose actions are numbers: leave them out"),
+        (
+            {"id": "Fixture-v0", "kwargs": {"action_space": spaces.Text(3)}},
+            "Discrete, MultiDiscrete, MultiBinary and Box",
+        ),
+        ({"id": "Fixture-v0", "kwargs": {"action_space": spaces.Box(0, 1, (65,))}}, "at most 64 numbers"),
         ({"id": "FrozenLake-v1", "kwargs": {"map_name": "5x5"}}, "cannot make 'FrozenLake-v1'"),
         ({"id": "FrozenLake-v1", "kwargs": {"slippery": True}}, "cannot make 'FrozenLake-v1'"),
         ({"id": "Fixture-v0", "kwargs": {"observation_space": spaces.Box(0, 255, (64, 64, 3))}}, "too long to write"),
+        (
+            {
+                "id": "Fixture-v0",
+                "kwargs": {"observation_space": spaces.Dict(eye=spaces.Box(0, 255, (8, 8, 3), "uint8"))},
+            },
+            "['eye'] of an observation of Fixture-v0 is an image, an array of (8, 8, 3) in uint8",
+        ),
         ({}, "'id'"),
         ({"id": "Taxi-v4", "kwarg": {}}, "did you mean 'kwargs'"),
     ],
@@ -206,6 +222,74 @@ def test_what_cannot_be_played_says_the_way_out(options: dict[str, Any], said: s
     with pytest.raises(ConfigError) as error:
         GymnasiumText().reset(seed=0, options=options)
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("space", "told", "message", "action"),
+    [
+        (spaces.MultiDiscrete([5, 2]), "2 whole numbers: from 0 to 4, from 0 to 1", "I press 3, then 1.", [3, 1]),
+        (spaces.MultiDiscrete([[2], [2]], start=[[1], [1]]), "2 whole numbers, each from 1 to 2", "[2, 1]", [[2], [1]]),
+        (spaces.MultiBinary(3), "3 whole numbers, each from 0 to 1", "0 1 1", [0, 1, 1]),
+        (spaces.Box(-0.4, 0.4), "one number from -0.4 to 0.4", "push by -.4", [-0.4]),
+        (spaces.Box(0, np.inf, (2,)), "2 numbers, each from 0 up", "(1e3; +2.)", [1000, 2]),
+        (spaces.Discrete(1000), "one whole number from 0 to 999", "**999**", 999),
+    ],
+)
+def test_actions_of_several_numbers_are_read_in_their_order(
+    fixture_id: str, space: Any, told: str, message: str, action: Any
+) -> None:
+    env, first = start(fixture_id, kwargs={"action_space": space})
+    assert first.startswith(f"An action is {told}.\n")
+    env.step(message)
+    (taken,) = env._env.unwrapped.done  # type: ignore[union-attr]
+    np.testing.assert_array_equal(taken, np.array(action, taken.dtype))
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("", "holds no numbers"),
+        ("3", "holds one number"),
+        ("1, 1, 1", "holds 3 numbers"),
+        ("1.5 and 1", "Not every number is whole"),
+        ("5 1", "Not every number is within its bounds"),
+        ("1 1e999", "Not every number is"),
+        ("from 3-1 to v2", "holds no numbers"),
+    ],
+)
+def test_numbers_that_are_no_action_cost_a_turn_and_are_never_clipped(fixture_id: str, message: str, said: str) -> None:
+    env, _ = start(fixture_id, kwargs={"action_space": spaces.MultiDiscrete([5, 2])})
+    observation, *rest = env.step(message)
+    assert said in observation
+    assert observation.endswith("Answer with 2 whole numbers: from 0 to 4, from 0 to 1.")
+    assert rest == [0.0, False, False, {"success": False}]
+    assert env._env.unwrapped.done == []  # type: ignore[union-attr]
+
+
+class TwoAims(Fixture):
+    """A game whose reward has two parts, as those of MO-Gymnasium."""
+
+    reward_space = spaces.Box(-1, 1, (2,))
+
+    def step(self, action: int) -> Any:
+        observation, reward, *rest = super().step(action)
+        return observation, np.array([reward, -0.25]), *rest
+
+
+def test_a_reward_of_several_parts_is_summed_by_the_weights_of_the_options() -> None:
+    gymnasium.register("TwoAims-v0", entry_point=TwoAims)
+    try:
+        env, _ = start("TwoAims-v0", reward_weights=[2, 4])
+        assert env.step("1")[1:] == (1.0, True, False, {"success": True, "reward_parts": [1.0, -0.25]})
+        for weights in ([], [1.0]):
+            with pytest.raises(ConfigError, match=r"has 2 parts, .* write one for each, such as \[1.0, 1.0\]"):
+                start("TwoAims-v0", reward_weights=weights)
+        del TwoAims.reward_space
+        env, _ = start("TwoAims-v0")
+        with pytest.raises(EnvError, match="the reward has 2 parts"):
+            env.step("0")
+    finally:
+        del gymnasium.registry["TwoAims-v0"]
 
 
 def test_an_environment_is_kept_for_the_same_options_and_closed_for_others(fixture_id: str) -> None:
