@@ -582,6 +582,22 @@ def show_profile(
     profile(_run_config(run).parent, console, _range_of(steps), trace)
 
 
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, which may still be running.")],
+    into: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Where to write it; by default RUN.html here.")
+    ] = None,
+) -> None:
+    """Write a run as one HTML file to send to a colleague: curves, evaluations, warnings, time, episodes, config."""
+    from agentrl.viewer.report import write_report
+
+    folder = _run_config(run).parent
+    path = into or Path(f"{folder.resolve().name}.html")
+    write_report(folder, path)
+    console.print(f"wrote {path}", highlight=False, soft_wrap=True)
+
+
 @app.command("export-episodes")
 def export_run_episodes(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, which may still be running.")],

@@ -9,6 +9,7 @@ from urllib.parse import quote, urlsplit
 import pytest
 
 from agentrl.testing.made_up_run import MadeUpRun
+from agentrl.viewer.report import write_report
 from agentrl.viewer.server import PageServer
 from tests.processes import PATIENCE_SECONDS
 
@@ -263,3 +264,29 @@ def test_the_page_sends_the_token_of_its_address(serve, runs):
     page.open("#token=a%20secret")
     assert page.texts(".status h3 span") == ["stopped in step 2, record"]
     assert "secret" not in page.script("return location.href")
+
+
+def test_a_report_is_drawn_without_a_server_and_runs_no_text_of_a_run(browser, tmp_path):
+    run = MadeUpRun(tmp_path / "run", texts=HOSTILE, env=HOSTILE[0], settings={HOSTILE[1]: HOSTILE[2]})
+    run.begin()
+    run.step()
+    run.step()
+    write_report(run.folder, tmp_path / "report.html")
+    page = Page(browser, "")
+    page.requested()
+    page.complaints()
+    browser.get((tmp_path / "report.html").as_uri())
+    assert browser.title == "run · agentrl report"
+    assert page.script("return document.querySelectorAll('script, iframe, img, form, a').length") == 0
+    assert HOSTILE[0] in page.texts(".words")
+    assert page.script("return document.querySelector('path.line').getBoundingClientRect().width") > 100
+    page.script("for (const each of document.querySelectorAll('details')) each.open = true")
+    try:
+        browser.execute_cdp_cmd(
+            "Emulation.setDeviceMetricsOverride", {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+        )
+        assert page.script("return document.documentElement.scrollWidth") <= 390
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    assert page.requested() == {""}  # the file itself
+    assert page.complaints() == []

@@ -1,0 +1,169 @@
+"""`agentrl report`: a run as one HTML file to send to a colleague.
+
+The file holds no program and names no other file: curves are drawings, and conversations unfold by themselves. Whatever
+comes from a run is text (Jinja escapes it), and the file's own content security policy forbids the rest.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from agentrl.durable import write_whole
+from agentrl.errors import ConfigError
+from agentrl.rollout.ledger import read_ledger
+from agentrl.viewer.episode import EpisodeReader
+from agentrl.viewer.episodes import EpisodeIndex, EpisodeQuery
+from agentrl.viewer.folders import RunFolder
+from agentrl.viewer.report_curves import HEIGHT, WIDTH, curves_of
+from agentrl.viewer.timing import advice, window_of
+
+_LONGEST = 4000
+_MESSAGES = 40
+_REASONS = 12
+_TIMED = 16
+"""Steps, the newest, whose time is divided among resources."""
+
+
+def write_report(folder: Path, into: Path) -> None:
+    """Write the report of a run, which may still be running, into a file.
+
+    Raises:
+        ConfigError: the file's folder does not exist.
+    """
+    if not into.parent.is_dir():
+        raise ConfigError(f"there is no folder {str(into.parent)!r} for the report: make it, or write -o ELSEWHERE")
+    page = files("agentrl.viewer")
+    made = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True).from_string(
+        page.joinpath("report.html").read_text()
+    )
+    style = Markup(page.joinpath("page", "style.css").read_text())
+    text = made.render(style=style, longest=_LONGEST, width=WIDTH, height=HEIGHT, **_contents(folder))
+    write_whole(into, text.encode("utf-8", "replace").decode())
+
+
+def _contents(folder: Path) -> dict[str, Any]:
+    run = RunFolder(folder.resolve().name, folder)
+    index = EpisodeIndex(run)
+    reader = EpisodeReader(run, index)
+    rows, status = run.metrics(), run.status()
+    return {
+        "name": run.name,
+        "version": version("agentrl"),
+        "made": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        "state": _state(status),
+        "facts": _facts(rows, status, run),
+        "warnings": status["warnings"],
+        "curves": curves_of(rows),
+        "evaluations": _evaluations(rows),
+        **_time(run, index, reader),
+        **_fates(run, index),
+        "examples": list(_examples(index, reader)),
+        **_config(run),
+    }
+
+
+def _state(status: Mapping[str, Any]) -> str:
+    if status["live"]:
+        return f"The run goes on: step {status['step']}, {status['phase']}"
+    if status["summary"]:
+        return "The run has ended"
+    return (
+        f"The run stopped in step {status['step']}, {status['phase']}" if status["phase"] else "The run has not begun"
+    )
+
+
+def _facts(rows: Sequence[Mapping[str, Any]], status: Mapping[str, Any], run: RunFolder) -> list[tuple[str, Any]]:
+    trained = [row for row in rows if "reward" in row]
+    last: Mapping[str, Any] = trained[-1] if trained else {}
+    settings = run.settings()
+    return [
+        ("steps", f"{len(trained)} of {status['steps']}" if status["steps"] else len(trained)),
+        ("reward", last.get("reward")),
+        ("success in training", _percent(last.get("success"))),
+        ("environment", settings.get("env.name")),
+        ("model", settings.get("model.name")),
+        ("algorithm", settings.get("algorithm.name")),
+        ("time of its steps", str(timedelta(seconds=round(sum(row.get("seconds", 0.0) for row in trained))))),
+    ]
+
+
+def _percent(value: float | None) -> str | None:
+    return None if value is None else f"{value:.1%}"
+
+
+def _evaluations(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each evaluation, by suite and step; held-out tasks first."""
+    found = []
+    for row in rows:
+        for key in row:
+            prefix, _, metric = key.rpartition("/")
+            if metric == "success" and (prefix == "eval" or prefix.startswith("eval/")):
+                names = {"low": "success_low", "high": "success_high", "score": "reward"}
+                names |= {"episodes": "episodes", "failed": "failed"}
+                values = {short: row.get(f"{prefix}/{name}") for short, name in names.items()}
+                suite = prefix.removeprefix("eval").removeprefix("/")
+                found.append({"suite": suite or "held out", "step": row["step"], "success": row[key], **values})
+    return sorted(found, key=lambda one: (one["suite"] != "held out", one["suite"], one["step"]))
+
+
+def _time(run: RunFolder, index: EpisodeIndex, reader: EpisodeReader) -> dict[str, Any]:
+    steps = sorted({one["step"] for one in run.phases() if one["end"] is not None})[-_TIMED:]
+    window = window_of(run, index, reader, (steps[0], steps[-1]), _TIMED) if steps else None
+    if window is None:
+        return {"busy": [], "advice": [], "timed": None}
+    total = max(window.end - window.begin, 1e-9)
+    rows = [
+        {"names": " + ".join(sorted(names)) or "none of these", "seconds": seconds, "share": seconds / total}
+        for names, seconds in window.busy.items()
+    ]
+    return {"busy": rows, "advice": advice(window.busy, run.settings()), "timed": (steps[0], steps[-1])}
+
+
+def _fates(run: RunFolder, index: EpisodeIndex) -> dict[str, Any]:
+    choices = index.choices()
+    ledger = run.path / "ledger.sqlite"
+    if not ledger.exists():
+        return {"fates": choices["fate"], "layers": choices["layer"], "reasons": []}
+    with read_ledger(ledger) as reader:
+        reasons = reader.reasons("episodes", _REASONS)
+    return {"fates": choices["fate"], "layers": choices["layer"], "reasons": reasons}
+
+
+def _examples(index: EpisodeIndex, reader: EpisodeReader) -> Iterator[dict[str, Any]]:
+    """The best, the worst and the median episode of the newest step whose episodes were kept, and one that failed."""
+    newest = index.page(EpisodeQuery(fate="trained", limit=1))["rows"]
+    step = newest[0]["step"] if newest else None
+    total = index.page(EpisodeQuery(fate="trained", step=step, limit=1))["total"] if newest else 0
+    places = (("The best", 0), ("The worst", total - 1), ("The median", total // 2))[:total]
+    found = [
+        (f"{kind} of step {step}", EpisodeQuery(fate="trained", step=step, sort="score", offset=place, limit=1))
+        for kind, place in places
+    ]
+    for kind, query in (*found, ("One that failed", EpisodeQuery(fate="failed", limit=1))):
+        for row in index.page(query)["rows"]:
+            episode = reader.episode(row["id"], row["agent"] or "", row["step"])
+            messages = (episode["trajectory"] or {}).get("messages") or []
+            yield {
+                "kind": kind,
+                "row": row,
+                "fate": episode["fate"],
+                "messages": [{key: _short(value) for key, value in one.items()} for one in messages[:_MESSAGES]],
+                "left_out": max(0, len(messages) - _MESSAGES),
+            }
+
+
+def _short(text: str | None) -> str:
+    text = text or ""
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} … ({len(text) - _LONGEST:,} more characters)"
+
+
+def _config(run: RunFolder) -> dict[str, Any]:
+    origins = run.origins()
+    every = [(name, _short(str(value)), origins.get(name, "")) for name, value in sorted(run.settings().items())]
+    return {"every": every, "chosen": [row for row in every if row[2] not in ("", "default")]}

@@ -1,0 +1,97 @@
+"""The curves of a report: series of a run's metrics as the coordinates of a drawing, which needs no program to show."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from matplotlib.ticker import MaxNLocator
+
+from agentrl.observe.meanings import meaning_of
+
+WIDTH, HEIGHT = 420, 190
+"""Size of a drawing, in its own units."""
+_LEFT, _RIGHT, _TOP, _BOTTOM = 48, 8, 8, 20
+_POINTS = 400
+"""A curve of more points is drawn by the means of as many pieces of equal length."""
+_LEADING = (
+    "reward", "success", "eval/success", "entropy", "mixed_groups", "health/effective_sample_size", "staleness/mean",
+    "logprob_gap_mean", "turns", "sampled_tokens", "truncated", "grad_norm", "kl", "tokens_per_second", "seconds",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A metric over the steps, ready to be drawn.
+
+    `line` and `band` are paths of SVG, the band one around the interval (empty if the metric has none). `ticks_x` and
+    `ticks_y` are places with the number that stands there. `per_point`: how many steps a point stands for.
+    """
+
+    name: str
+    meaning: str
+    line: str
+    band: str
+    ticks_x: Sequence[tuple[float, str]]
+    ticks_y: Sequence[tuple[float, str]]
+    dots: Sequence[tuple[float, float]]
+    first: float
+    last: float
+    low: float
+    high: float
+    per_point: int
+
+
+def curves_of(rows: Sequence[Mapping[str, Any]]) -> list[Curve]:
+    """The curves that tell most about a run: those of the page *Run*, of which it has any value."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    suites = [name for name in names if name.startswith("eval/") and name.endswith("/success")]
+    parts = [name for name in names if name.startswith("reward/")]
+    leading = [*_LEADING[:3], *suites, *(parts if len(parts) > 1 else ()), *_LEADING[3:]]
+    return [curve for name in dict.fromkeys(leading) if name in names and (curve := _curve(name, rows)) is not None]
+
+
+def _curve(name: str, rows: Sequence[Mapping[str, Any]]) -> Curve | None:
+    bounds = f"{name}_low", f"{name}_high"
+    found = [(row["step"], row[name], *(row.get(bound, row[name]) for bound in bounds)) for row in rows if name in row]
+    values = np.array([one for one in found if all(isinstance(value, int | float) for value in one)], np.float64)
+    values = values[np.isfinite(values).all(1)] if len(values) else values
+    if not len(values):
+        return None
+    pieces = np.array_split(values[np.argsort(values[:, 0], kind="stable")], min(_POINTS, len(values)))
+    drawn = np.array([piece.mean(0) for piece in pieces])
+    x, px = _axis(drawn[:, 0], _LEFT, WIDTH - _RIGHT, whole=True)
+    y, py = _axis(drawn[:, 1:].ravel(), HEIGHT - _BOTTOM, _TOP)
+    xs, (ys, lows, highs) = px(drawn[:, 0]), py(drawn[:, 1:]).T
+    has_band = len(drawn) > 1 and any(bounds[0] in row for row in rows)
+    outline = [*zip(xs, highs, strict=True), *zip(xs[::-1], lows[::-1], strict=True)]
+    few = len(drawn) == 1 or name.startswith("eval/")
+    return Curve(
+        name=name,
+        meaning=meaning_of(name) or "",
+        line=_path(list(zip(xs, ys, strict=True))),
+        band=f"{_path(outline)}Z" if has_band else "",
+        ticks_x=[(float(place), f"{at:g}") for at, place in zip(x, px(x), strict=True)],
+        ticks_y=[(float(place), f"{at:.4g}") for at, place in zip(y, py(y), strict=True)],
+        dots=[(float(a), float(b)) for a, b in zip(xs, ys, strict=True)] if few else (),
+        first=float(values[0, 1]),
+        last=float(values[-1, 1]),
+        low=float(values[:, 1].min()),
+        high=float(values[:, 1].max()),
+        per_point=max(map(len, pieces)),
+    )
+
+
+def _axis(values: np.ndarray, begin: float, end: float, *, whole: bool = False) -> tuple[np.ndarray, Any]:
+    """The ticks of an axis, and what takes values to places between `begin` and `end`."""
+    low, high = float(values.min()), float(values.max())
+    room = (high - low) * 0.06 or abs(high) * 0.1 or 0.5
+    low, high = (low - (low == high) / 2, high + (low == high) / 2) if whole else (low - room, high + room)
+    ticks = np.asarray(MaxNLocator(4, integer=whole).tick_values(low, high))
+    return ticks[
+        (ticks >= low) & (ticks <= high)
+    ], lambda at: begin + (np.asarray(at) - low) / (high - low) * (end - begin)
+
+
+def _path(points: Sequence[tuple[float, float]]) -> str:
+    return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
