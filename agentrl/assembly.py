@@ -305,16 +305,22 @@ async def env_host(config: RunConfig, cluster: Cluster | None = None) -> AsyncIt
         name: partial(env_factory, address(env.name, env.all_wrappers), env.isolation, env.python, env.requires)
         for name, env in config.envs.items()
     }
+    pictures = config.observe.picture_kib > 0
     async with AsyncExitStack() as stack:
         if cluster is None or not cluster.config.env_workers:
             isolation = {name: env.isolation for name, env in config.envs.items()}
-            host = EnvHost({name: make() for name, make in made.items()}, config.rollout.deadlines, isolation)
+            host = EnvHost(
+                {name: make() for name, make in made.items()},
+                config.rollout.deadlines,
+                isolation,
+                pictures=pictures,
+            )
         else:
             sessions = ServerLimits(max_sessions=config.rollout.max_live_episodes)
             at = own_address() if cluster.spans_machines else "127.0.0.1"
             served = {}
             for name, make in made.items():  # of a mixture, each environment has as many workers
-                worker = partial(EnvWorker, make, sessions, at)
+                worker = partial(EnvWorker, make, sessions, at, pictures=pictures)
                 workers = env_workers(cluster.start_one, cluster.config.env_workers, worker)
                 served[name] = await stack.enter_async_context(workers)
             host = EnvHost(served, config.rollout.deadlines)
@@ -373,6 +379,7 @@ async def _player(
             rollout.context,
             others,
             config.own_budgets(),
+            1024 * config.observe.picture_kib,
         )
 
 

@@ -467,6 +467,7 @@ def serve(  # noqa: PLR0917  typer calls it by name
     allow_options: Annotated[
         str, typer.Option(metavar="NAME,...", help="Options that clients may set although they can choose code.")
     ] = "",
+    pictures: Annotated[bool, typer.Option(help="Send the environment's pictures of its states too.")] = False,
     python: EnvPython = None,
     requires: EnvRequires = None,
 ) -> None:
@@ -481,6 +482,7 @@ def serve(  # noqa: PLR0917  typer calls it by name
         env_factory(name, isolation, python=python, requires=requires or ()),
         name=name,
         isolation=isolation,
+        pictures=pictures,
         host=host,
         port=port,
         token=os.environ.get(token_env),

@@ -48,12 +48,14 @@ class Env(Protocol):
     """A Gymnasium environment with text in and out. Methods may be sync or async.
 
     One instance plays one episode at a time; `reset` may be called again for the next. All randomness comes from
-    `seed`. Environments never handle tokens. Three attributes are optional:
+    `seed`. Environments never handle tokens. Four attributes are optional:
 
     - `system_prompt: str`: the system message of every episode;
     - `tools: Sequence[Mapping]`: JSON schemas of callable functions, passed to the chat template;
     - `isolation: "inline" | "thread" | "process"`: where it runs. An inline environment must answer in microseconds.
-      By default a sync environment runs in its own thread and may block.
+      By default a sync environment runs in its own thread and may block;
+    - `render_html() -> str`: draws the present state as HTML, after each reset and step. `agentrl view` shows it beside
+      the messages, without scripts or requests: styles, SVG and `data:` images work.
 
     The optional `info["success"]` says whether the episode reached its goal. At the end of a game of one message,
     `info["answer"]` may give the message that would have reached it (`check_env` tries it). An environment that leaves

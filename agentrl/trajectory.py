@@ -131,7 +131,7 @@ class Turn:
 
     `state` names the environment's state that the turn answers: `info["state_key"]` of the step before (or of the
     reset), or else a hash of the observation. Turns of one task with the same name can be compared with each other.
-    `asked` is when the model was asked.
+    `asked` is when the model was asked. `picture`: the environment's own picture of that state, as HTML ("" for none).
     """
 
     prompt_ids: IntArray
@@ -143,6 +143,7 @@ class Turn:
     env_seconds: float = 0.0
     state: str = ""
     asked: float = 0.0
+    picture: str = ""
 
     __eq__ = same_fields
 
@@ -212,7 +213,7 @@ class Trajectory:
     `opponent`: the version of the policy that played the other agents, where that was an earlier one (self-play).
     `dropped`: what was sampled in the episode and is in no turn, by reason: the number of answers, and of their tokens
     (`agentrl/gateway`).
-    `started` is when the episode began.
+    `started` is when the episode began. `picture`: the environment's own picture of its last state (`Turn.picture`).
     """
 
     id: str
@@ -228,6 +229,7 @@ class Trajectory:
     opponent: int | None = None
     dropped: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     started: float = 0.0
+    picture: str = ""
 
     @property
     def trainable(self) -> bool:

@@ -16,6 +16,7 @@ from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_m
 from pydantic import Field
 
 from agentrl.envs.base import TextEnv, plays, read_options
+from agentrl.envs.board import board_html
 from agentrl.errors import EnvError
 from agentrl.protocols import Settings, StepResult
 
@@ -23,6 +24,8 @@ ACTIONS = ("left", "down", "right", "up")
 """The legal messages, in Gymnasium's order."""
 
 _HINT = "Say left, down, right or up."
+_COLOURS = {"S": "#dde7f0", "F": "#e4f1fa", "H": "#5b7f9e", "G": "#8fd3a5", "P": "#f2b35e"}
+_SIGNS = {"F": "", "H": "", "P": "●", "G": "★"}
 
 Map = tuple[str, ...]
 """Rows of S, F, H and G."""
@@ -84,6 +87,10 @@ class FrozenLake(TextEnv):
             return f"{self._grid()}\n{_HINT}", 0.0, False, False, {"success": False}
         self._state, reward, self._over, _, _ = self._lake.step(ACTIONS.index(word))
         return self._grid(), float(reward), self._over, False, {"success": float(reward) > 0}
+
+    def render_html(self) -> str:
+        """The lake: ice, holes (dark), the goal (a star), and the player (a dot)."""
+        return board_html([row[1::2] for row in self._grid().split("\n")[:-1]], _COLOURS, _SIGNS)
 
     def shortest_moves(self) -> list[str]:
         """The legal words that begin a shortest path from the player to the goal (on ice that is not slippery)."""

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
+from html import escape
 from importlib.metadata import entry_points
 from typing import Annotated, Any
 
@@ -211,6 +212,11 @@ class GymnasiumText(TextEnv):
         success = self._over and self._game.success(reward, terminated)
         return _as_text(self._env, self._game, observation), reward, terminated, truncated, {"success": success} | parts
 
+    def render_html(self) -> str:
+        """The environment's own text drawing, with the player's cell highlighted; "" if it has none."""
+        drawing = self._env.render() if self._env is not None and self._env.render_mode == "ansi" else None
+        return _with_highlight(drawing) if isinstance(drawing, str) else ""
+
     def close(self) -> None:
         """Close the Gymnasium environment."""
         env, self._env, self._over = self._env, None, True
@@ -336,7 +342,14 @@ def _as_text(env: GymEnv, game: Game, observation: Any) -> str:
 
 
 _COLOUR = re.compile(r"\x1b\[([\d;]*)m")
+_HIGHLIGHT = '<b style="background: #f2b35e; color: #22303c">'
 _BACKGROUND = re.compile(r"(?:^|;)(?:4[0-8]|10[0-7])(?:;|$)")
+
+
+def _with_highlight(drawing: str) -> str:
+    """A text drawing as HTML, with the cell that ANSI colours highlight, which is the player's."""
+    text = _COLOUR.sub(lambda code: _HIGHLIGHT if _BACKGROUND.search(code[1]) else "</b>", escape(drawing.strip("\n")))
+    return f'<pre style="font-size: 16px">{text}</pre>'
 
 
 def _without_colours(drawing: str) -> str:

@@ -109,6 +109,16 @@ class KuhnPoker(TextEnv):
         self._deal()
         return self._tell(), float(winnings[actor]), False, False, {**info, "agent": self.actor}
 
+    def render_html(self) -> str:
+        """Both cards, which the players do not see, what was said in this hand, and the chips so far."""
+        rows = "".join(
+            f"<tr><td>{agent}{' (to act)' if agent == self.actor else ''}</td><td><b>{self.cards[agent]}</b></td>"
+            f"<td>{self.chips[agent]:+d} chips</td></tr>"
+            for agent in AGENTS
+        )
+        said = ", ".join(self.history) or "nothing was said yet"
+        return f'<p>Hand {self.hand} of {self.options.hands}: {said}</p><table cellpadding="6">{rows}</table>'
+
     def _deal(self) -> None:
         self.actor = AGENTS[self.hand % 2]
         self.hand += 1

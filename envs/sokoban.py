@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import Field
 
 from agentrl.envs.base import TextEnv, plays, read_options
+from agentrl.envs.board import board_html
 from agentrl.errors import EnvError
 from agentrl.protocols import Settings, StepResult
 
@@ -29,6 +30,10 @@ MOVES: Mapping[str, Cell] = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "
 """The legal words, and the step of each."""
 
 _HINT = "Say one of left, down, right, up."
+_COLOURS = {
+    "#": "#7d8a95", "-": "#f4f1ea", ".": "#f7d9d0", "$": "#c9955c", "*": "#7cbf8e", "@": "#f4f1ea", "+": "#f7d9d0",
+}  # fmt: skip
+_SIGNS = {"#": "", "-": "", ".": "·", "$": "■", "*": "■", "@": "●", "+": "●"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +115,10 @@ class Sokoban(TextEnv):
         reward = float(self._solved) + self._shaping * (len(self._boxes & self._puzzle.goals) - before)
         observation = self._grid() if moved else f"{self._grid()}\nThat way is blocked."
         return observation, reward, self._solved, False, {"success": self._solved}
+
+    def render_html(self) -> str:
+        """The room: walls, goals (pink), boxes (squares, green on a goal), and the player (a dot)."""
+        return board_html([row[1::2] for row in self._grid().split("\n")], _COLOURS, _SIGNS)
 
     def known_moves(self) -> list[str]:
         """The words that continue the known solution; empty once a push has left it."""

@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import Field
 
 from agentrl.envs.base import TextEnv, plays, read_options
+from agentrl.envs.board import board_html
 from agentrl.errors import EnvError
 from agentrl.protocols import Settings, StepResult
 
@@ -30,6 +31,7 @@ LEVELS = {1: (3, 0), 2: (4, 0), 3: (5, 1), 4: (6, 2), 5: (7, 3)}
 COLOURS = ("red", "green", "blue", "yellow", "white")
 
 _HINT = "Say one of left, down, right, up."
+_SHADES = {"red": "#e8837a", "green": "#7cbf8e", "blue": "#7fa8d9", "yellow": "#ecd06f", "white": "#fbfbf8"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,25 @@ class TextMaze(TextEnv):
         happened = self._walk(*words) if len(words) == 1 else _HINT
         self._over = self.cell == self.maze.goal
         return f"{happened}\n{self._view()}".lstrip(), float(self._over), self._over, False, {"success": self._over}
+
+    def render_html(self) -> str:
+        """The whole maze, which the player never sees: walls, where the player has been, doors, keys and the goal."""
+        side = 1 + max(row for row, _ in self.maze.parents)
+        cells = [["#"] * (2 * side + 1) for _ in range(2 * side + 1)]
+        for (row, column), (up, left) in self.maze.parents.items():
+            cell = row, column
+            key = self.maze.keys.get(cell, "")
+            seen = "o" if cell in self.visited else "-"
+            cells[2 * row + 1][2 * column + 1] = key[0] if key and key not in self.keys else seen
+            door = self.maze.doors.get(cell, "")
+            cells[row + up + 1][column + left + 1] = door[0].upper() if door and door not in self.keys else "-"
+        for (row, column), letter in ((self.maze.goal, "*"), (self.cell, "@")):
+            cells[2 * row + 1][2 * column + 1] = letter
+        keys = {colour[0]: shade for colour, shade in _SHADES.items()}
+        doors = {letter.upper(): shade for letter, shade in keys.items()}
+        colours = {"#": "#5d6a75", "-": "#f4f1ea", "o": "#dfe9f3", "*": "#8fd3a5", "@": "#f2b35e", **keys, **doors}
+        signs = dict.fromkeys("#-o", "") | {"*": "★", "@": "●"} | dict.fromkeys(keys, "⚷") | dict.fromkeys(doors, "▮")
+        return board_html(["".join(row) for row in cells], colours, signs)
 
     def way_on(self) -> str:
         """The first word of a shortest path through visited cells to an unvisited one, or to the goal if it is next.

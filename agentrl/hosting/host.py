@@ -21,6 +21,7 @@ from pydantic import Field
 from agentrl.blame import with_frame
 from agentrl.errors import ConfigError, DeadlineError, EnvError, OutageError, RolloutError
 from agentrl.flow import Flow, deadline
+from agentrl.hosting.pictures import pictured
 from agentrl.hosting.process import ProcessEnv
 from agentrl.hosting.replies import checked_prompt, checked_reset, checked_step, checked_tools
 from agentrl.hosting.wrappers import Wrapper
@@ -116,7 +117,7 @@ class LiveEnv:
                 "write env.isolation=process in the config (or env.isolation=thread, if it may run here)"
             )
         inline = isolation == "inline" or inspect.iscoroutinefunction(self.env.step)
-        self._thread = None if inline else _Thread(f"env-{type(self.env).__name__}")
+        self._thread = None if inline else _Thread(f"env-{self._name}")
         inner = self.env.unwrapped if isinstance(self.env, Wrapper) else self.env
         calls = (self.env.reset, self.env.step, inner.reset, inner.step)
         self.answers_at_once = inline and not any(inspect.iscoroutinefunction(call) for call in calls)
@@ -214,7 +215,7 @@ class EnvHost:
     """Makes environments by name and keeps the idle ones for the next episode.
 
     `isolation`, where given (for all, or by name), overrides the environments' own; for "process" the factories make
-    `ProcessEnv`s.
+    `ProcessEnv`s. `pictures`: whether environments that can draw their states (`render_html`) do.
     """
 
     def __init__(
@@ -222,9 +223,12 @@ class EnvHost:
         factories: Mapping[str, Callable[[], Env]],
         deadlines: EnvDeadlines,
         isolation: Isolation | Mapping[str, Isolation | None] | None = None,
+        *,
+        pictures: bool = False,
     ) -> None:
         self._factories = factories
         self._deadlines = deadlines
+        self._pictures = pictures
         self._isolation = isolation if isinstance(isolation, Mapping) else dict.fromkeys(factories, isolation)
         self._idle: dict[str, list[LiveEnv]] = {name: [] for name in factories}
 
@@ -241,6 +245,10 @@ class EnvHost:
             env = self._factories[name]()
         except Exception as error:
             raise EnvError(f"making the environment {name!r} raised {with_frame(error)}") from error
+        if isinstance(env, ProcessEnv):
+            env.pictures = self._pictures
+        elif self._pictures:
+            env = pictured(env)
         return LiveEnv(env, self._deadlines, isolation=self._isolation.get(name))
 
     async def release(self, name: str, env: LiveEnv) -> None:

@@ -43,6 +43,7 @@ from agentrl import plugins
 from agentrl.blame import with_frame
 from agentrl.errors import ConfigError, EnvError
 from agentrl.hosting.interpreter import agentrl_alone, environment
+from agentrl.hosting.pictures import pictured
 from agentrl.hosting.wrappers import inner_name
 from agentrl.protocols import Env, ResetResult, ScriptedPlayer, StepResult
 
@@ -83,6 +84,8 @@ class ProcessEnv:
         """The environment's name, without its wrappers: for messages."""
         self.python = python
         self.preload = preload
+        self.pictures = False
+        """Whether the environment draws its states, if it can (`render_html`); known to a worker when it starts."""
         self.system_prompt = ""
         self.tools: Sequence[Mapping[str, Any]] = ()
         self._worker: _Worker | None = None
@@ -91,7 +94,7 @@ class ProcessEnv:
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetResult:
         """Start an episode, and the process if none is running."""
         self._start("reset").forget_old_output()
-        answer = self._ask("reset", seed=seed, options=dict(options))
+        answer = self._ask("reset", seed=seed, options=dict(options), pictures=self.pictures)
         self.system_prompt, self.tools = str(answer["system_prompt"]), tuple(answer["tools"])
         result: ResetResult = _result(answer)
         return result
@@ -455,6 +458,7 @@ class _Hosted:
             return json.dumps({"error": text, "config": config}).encode()
 
     def _call(self, call: str, arguments: dict[str, Any]) -> Any:
+        draws = arguments.pop("pictures", False)
         if self._env is None:
             if call == "close":  # there is none to close
                 return None
@@ -464,7 +468,7 @@ class _Hosted:
                 self._preload = list(getattr(make, "preload", ()))
                 return None
             os.chdir(self._scratch)
-            self._env = make()
+            self._env = pictured(make()) if draws else make()
         env = self._env
         if call != "consult":
             return getattr(env, call)(**arguments)

@@ -11,3 +11,6 @@ class ObserveConfig(Settings):
     token_groups: int = Field(1, ge=0)
     """Groups of each step, drawn at random, of whose tokens the trainer's logprobs, ratios and advantages are kept
     (`samples/` in the run's folder)."""
+    picture_kib: int = Field(32, ge=0)
+    """The longest picture of a state that is kept, in KiB, of environments that draw (`render_html`). 0: none is
+    drawn."""

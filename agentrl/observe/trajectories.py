@@ -25,6 +25,7 @@ _TURN = pa.struct(
         ("generate_seconds", pa.float64()),
         ("env_seconds", pa.float64()),
         ("asked", pa.float64()),
+        ("picture", pa.string()),
     ]
 )
 SCHEMA = pa.schema(
@@ -47,12 +48,14 @@ SCHEMA = pa.schema(
         ("success", pa.bool_()),
         ("score", pa.float64()),
         ("parts", pa.string()),
+        ("picture", pa.string()),
         ("messages", pa.list_(_MESSAGE)),
         ("turns", pa.list_(_TURN)),
     ]
 )
 """`info`, `parts` and `tool_calls` are JSON; `detail` is the limit, the error or the reason in the status. `started`
 and `asked` are Unix time, in seconds. `num_tokens` are the sampled ones, `oldest_version` that of the new turns.
+`picture` is HTML: the environment's drawing of the state that a turn answers, and of the last one.
 
 The first `trained_turns` turns were trained on before, in a segment: a row of an earlier step with the same id.
 """
@@ -96,6 +99,7 @@ def _row(trajectory: Trajectory, score: Score, epoch: float) -> dict[str, object
         "success": succeeded(trajectory, score),
         "score": score.value,
         "parts": json.dumps(dict(score.parts)),
+        "picture": trajectory.picture,
         "messages": [
             {
                 "role": message.role,
@@ -119,6 +123,7 @@ def _row(trajectory: Trajectory, score: Score, epoch: float) -> dict[str, object
                 "generate_seconds": turn.generate_seconds,
                 "env_seconds": turn.env_seconds,
                 "asked": turn.asked + epoch,
+                "picture": turn.picture,
             }
             for turn in trajectory.turns
         ],

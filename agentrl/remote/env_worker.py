@@ -39,8 +39,12 @@ _ATTEMPTS = 3
 class EnvWorker:
     """The worker: serves environments, in a thread, to clients that have the token."""
 
-    def __init__(self, make: MakeEnvs, limits: ServerLimits, host: str, token: str, rank: int) -> None:
-        self._server = EnvServer(make(), name=f"env-{rank}", host=host, token=token, limits=limits, options=None)
+    def __init__(
+        self, make: MakeEnvs, limits: ServerLimits, host: str, token: str, rank: int, *, pictures: bool = False
+    ) -> None:
+        self._server = EnvServer(
+            make(), name=f"env-{rank}", host=host, token=token, limits=limits, options=None, pictures=pictures
+        )
         self._thread = threading.Thread(target=self._server.run, name="env-server", daemon=True)
         self._listening = threading.Event()
 

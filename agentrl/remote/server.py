@@ -37,6 +37,7 @@ class EnvServer(HttpServer):
     episodes have ended, or after `limits.drain_seconds`. A second signal ends it immediately. `on_start` is called with
     the address. `protocols` are served beside the server's own, for example `agentrl.openenv.server.add_openenv`.
     `options` says which options clients may choose; None: all, because the clients may run code here anyway.
+    `pictures`: environments that draw their states (`render_html`) send the pictures in their infos.
 
     Raises:
         ConfigError: other machines could reach the server, and there is no token.
@@ -55,6 +56,7 @@ class EnvServer(HttpServer):
         on_start: Callable[[str], None] = lambda url: None,
         protocols: Sequence[AddRoutes] = (),
         options: ClientOptions.Config | None = SAFE_OPTIONS,
+        pictures: bool = False,
     ) -> None:
         check_reach("host", host, token, "give a token (set the variable that --token-env names)")
         self.limits = limits or ServerLimits()
@@ -63,7 +65,7 @@ class EnvServer(HttpServer):
         in_processes = getattr(factory, "func", factory) is ProcessEnv
         if options is not None:
             factory = for_clients(factory, options)
-        host_of_envs = EnvHost({name: factory}, deadlines, isolation)
+        host_of_envs = EnvHost({name: factory}, deadlines, isolation, pictures=pictures)
         self.sessions = Sessions(host_of_envs, name, self.limits, in_processes=in_processes)
         self._drain_until: float | None = None
         super().__init__(

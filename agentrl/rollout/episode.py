@@ -17,6 +17,7 @@ from agentrl.arrays import IntArray, floats, ints
 from agentrl.errors import EngineError, OutageError, RolloutError
 from agentrl.flow import Turnstile, deadline, now
 from agentrl.hosting.host import EnvHost, LiveEnv
+from agentrl.hosting.pictures import taken
 from agentrl.protocols import (
     Conversation,
     Engine,
@@ -199,11 +200,11 @@ class _Reply(NamedTuple):
     asked: float
     answered: float
 
-    def turn(self, reward: float, info: Mapping[str, Any], ended: float, state: str) -> Turn:
+    def turn(self, reward: float, info: Mapping[str, Any], ended: float, state: str, picture: str = "") -> Turn:
         prompt, seconds = self.prompt, self.answered - self.asked
         waited = ended - self.answered
         ids, forked = prompt.new_ids, prompt.forked
-        return Turn(ids, self.completion, reward, info, forked, seconds, waited, state, self.asked)
+        return Turn(ids, self.completion, reward, info, forked, seconds, waited, state, self.asked, picture)
 
 
 @dataclass(slots=True)
@@ -237,7 +238,7 @@ class _AgentState:
             known = {} if success is None else {"success": success}
             self.turns[-1] = replace(self.turns[-1], info={**info, **known})
 
-    def trajectory(self, episode: Episode, status: Status, seconds: float) -> Trajectory:
+    def trajectory(self, episode: Episode, status: Status, seconds: float, picture: str) -> Trajectory:
         messages = (*self.conversation.messages, *self.unanswered)
         turns = tuple(self.turns)
         return Trajectory(
@@ -251,6 +252,7 @@ class _AgentState:
             self.head_start,
             self.tail_ids,
             started=now() - seconds,
+            picture=picture,
         )
 
     def segment(self, episode: Episode, seconds: float) -> Trajectory:
@@ -293,10 +295,13 @@ class _AgentState:
 
 @dataclass(slots=True)
 class _EpisodeState:
-    """What has happened in an episode so far. `answers` counts the answers of all agents."""
+    """What has happened in an episode so far. `answers` counts the answers of all agents; `picture` is that of the
+    environment's present state.
+    """
 
     agents: dict[str, _AgentState] = field(default_factory=dict)
     answers: int = 0
+    picture: str = ""
 
     def segments(self, episode: Episode, started: float) -> list[Trajectory]:
         """What each trained agent has played so far; see `Progress`."""
@@ -340,7 +345,7 @@ class EnvEpisodeRunner:
     """`EpisodeRunner` of a policy and environments: the parts that all episodes share.
 
     `others` are the agents that the policy does not play. `own_budgets` are those of environments that do not have the
-    usual `budget`.
+    usual `budget`. `picture_bytes`: the longest picture of a state that is kept; 0 keeps none.
     """
 
     policy: Policy
@@ -351,6 +356,7 @@ class EnvEpisodeRunner:
     context: ContextPolicy = FULL
     others: Mapping[str, Role] = field(default_factory=dict)
     own_budgets: Mapping[str, Budget] = field(default_factory=dict)
+    picture_bytes: int = 0
 
     async def play(self, episode: Episode) -> tuple[Trajectory, ...]:
         """Play `episode` to its end, however it ends. Only wrong settings, cancellation and defects are raised."""
@@ -374,11 +380,12 @@ class EnvEpisodeRunner:
         if not episode_state.agents:
             return (Trajectory(episode.id, episode.task, (), status, (), seconds, started=started),)
         states = [state for state in episode_state.agents.values() if state.role.trained]
-        return tuple([state.trajectory(episode, status, seconds) for state in states])
+        return tuple([state.trajectory(episode, status, seconds, episode_state.picture) for state in states])
 
     async def _take_turns(self, episode: Episode, episode_state: _EpisodeState, env: LiveEnv) -> Status:
         began = now()
         observation, info = await env.reset(episode.task.seed, episode.task.options)
+        episode_state.picture, info = taken(info, self.picture_bytes)
         key = _state_key(info, observation)
         agents = agents_in(info)
         episode_state.agents = self._agent_states(episode, agents, info, env)
@@ -396,11 +403,12 @@ class EnvEpisodeRunner:
             reply = await self._ask(episode_state, state, env)
             if not isinstance(reply, _Reply):
                 return reply
-            reward, info = 0.0, {}
+            reward, info, picture = 0.0, {}, episode_state.picture
             try:
                 observation, reward, terminated, truncated, info = await env.step(reply.action)
+                episode_state.picture, info = taken(info, self.picture_bytes)
             finally:  # the model's reply is kept even if the environment fails
-                state.turns.append(reply.turn(float(reward), info, now(), key))
+                state.turns.append(reply.turn(float(reward), info, now(), key, picture))
                 state.asked = None
             if state.agent:
                 episode_state.settle(state.agent, reward, info)

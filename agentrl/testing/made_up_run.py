@@ -29,7 +29,8 @@ class MadeUpRun:
     """Writes the files of a run into a folder, step by step, without a model.
 
     In each step, episodes are played for the first 6 of 10 seconds; the trainer has 3, and weights take 1. The second
-    turn of each group's first member forks. `texts` are what the environment shows; tests give hostile ones.
+    turn of each group's first member forks. `texts` are what the environment shows, `pictures` how it draws its states;
+    tests give hostile ones.
     """
 
     folder: Path
@@ -39,6 +40,7 @@ class MadeUpRun:
     tokens: int = 6
     env: str = "made_up"
     texts: Sequence[str] = ("What is next?",)
+    pictures: Sequence[str] = ("",)
     settings: dict[str, object] = field(default_factory=dict)
     _done: int = 0
     _tasks: int = 0
@@ -90,7 +92,17 @@ class MadeUpRun:
             forked = member == 0 and number == 1
             earned = score if last else 0.0
             turns.append(
-                Turn(ints([1, 2, 3, 4]), completion, earned, info, forked, 0.8 * seconds, 0.2 * seconds, asked=asked)
+                Turn(
+                    ints([1, 2, 3, 4]),
+                    completion,
+                    earned,
+                    info,
+                    forked,
+                    0.8 * seconds,
+                    0.2 * seconds,
+                    asked=asked,
+                    picture=self.pictures[number % len(self.pictures)],
+                )
             )
             messages += [
                 Message("user", self.texts[number % len(self.texts)]),
@@ -98,7 +110,9 @@ class MadeUpRun:
             ]
         status = Truncated("turns") if rng.random() < 0.1 else Terminated()
         episode = f"{task.id}/{member}/0"
-        return Trajectory(episode, task, tuple(turns), status, tuple(messages), 5.0, started=started)
+        return Trajectory(
+            episode, task, tuple(turns), status, tuple(messages), 5.0, started=started, picture=self.pictures[-1]
+        )
 
     def _record(self, step: int, groups: Sequence[Group]) -> None:
         """The fates of a step's tasks: all are trained, and one more fails in its environment."""

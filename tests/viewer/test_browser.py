@@ -236,6 +236,44 @@ def test_no_text_of_a_run_runs(serve, tmp_path):
     assert HOSTILE[0] in page.texts(".words")
 
 
+def test_an_environments_picture_is_drawn_and_can_do_nothing_else(serve, tmp_path):
+    """In frames without scripts: what they hold cannot ask for anything, open anything, or reach the page."""
+    drawn = '<p id="drawn" style="color: rgb(1, 2, 3)">a board</p>'
+    hostile = [
+        *HOSTILE,
+        "<script>parent.document.title='owned'; top.location='https://evil.example/'</script>",
+        '<meta http-equiv="refresh" content="0; url=https://evil.example/refresh">',
+        '<img src="https://evil.example/image"><link rel="stylesheet" href="https://evil.example/style">',
+        '<style>@import "https://evil.example/import"; p { background: url(https://evil.example/back) }</style>',
+        '<iframe src="https://evil.example/frame"></iframe><object data="https://evil.example/object"></object>',
+        '<form action="https://evil.example/form" id="f"></form><button form="f" autofocus>send</button>',
+        '<base href="https://evil.example/"><a href="link" id="link" target="_top">open</a>',
+        "\"></iframe><script>document.title='owned'</script>",
+    ]
+    run = MadeUpRun(tmp_path / "run", turns=len(hostile) + 1, pictures=[*(one + drawn for one in hostile), drawn])
+    run.begin()
+    run.step()
+    page = serve(tmp_path)
+    page.open("#/episode?runs=run&id=train-000001%2F0%2F0")
+    frames = page.browser.find_elements("css selector", "iframe")
+    assert len(frames) == len(hostile) + 2
+    for frame in frames:
+        page.script("arguments[0].scrollIntoView()", frame)
+        page.browser.switch_to.frame(frame)
+        try:
+            page.wait(lambda: page.script("return document.querySelector('#drawn') !== null"))
+            colour = page.script("return getComputedStyle(document.querySelector('#drawn')).color")
+            assert colour == "rgb(1, 2, 3)"
+            assert page.script("return self.origin") == "null"
+            for link in page.browser.find_elements("css selector", "#link, button"):
+                page.script("arguments[0].click()", link)
+        finally:
+            page.browser.switch_to.default_content()
+    assert page.script("return document.title") == "run · agentrl"
+    assert page.script("return location.href").startswith(page.url)
+    assert page.requested() == {urlsplit(page.url).netloc}
+
+
 def test_a_new_step_of_a_live_run_is_on_the_page_without_reloading(serve, runs):
     page = serve(runs)
     page.open("#/run?runs=second")

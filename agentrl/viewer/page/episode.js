@@ -84,16 +84,27 @@ function conversation(trajectory) {
   return el("div", {}, el("div", { class: "bar" }, el("label", {}, "colour by", by), legend, tokens, note), list);
 }
 
-/** The messages; an answer is shown as its tokens. */
+/** The messages; an answer is shown as its tokens, and what the model was shown with the environment's own picture of it. */
 function messageTurns(trajectory, scale) {
   let answers = 0;
-  return trajectory.messages.map((message) => {
-    if (message.role !== "assistant" || !trajectory.turns[answers]) return el("article", { class: `message ${message.role === "assistant" ? "assistant" : ""}` }, el("header", {}, el("b", {}, message.role)), el("pre", { class: "words" }, message.content || ""));
+  const drawn = trajectory.messages.map((message, i) => {
+    const asked = trajectory.messages[i + 1]?.role === "assistant" ? trajectory.turns[answers]?.picture : null;
+    const last = i === trajectory.messages.length - 1 ? trajectory.picture : null;
+    if (message.role !== "assistant" || !trajectory.turns[answers]) return el("article", { class: `message ${message.role === "assistant" ? "assistant" : ""}` }, el("header", {}, el("b", {}, message.role)), el("pre", { class: "words" }, message.content || ""), picture(asked || last));
     const number = answers++, turn = trajectory.turns[number], calls = parsed(message.tool_calls) || [];
     return el("article", { class: `message assistant${turn.forked ? " forked" : ""}` }, turnHead(turn, number),
       el("div", { class: "words" }, tokensOf(turn, scale)),
       calls.map((call) => el("div", { class: "call mono" }, `${call.name}(${JSON.stringify(call.arguments)})`)), infoOf(turn));
   });
+  const ended = trajectory.messages.at(-1)?.role === "assistant" ? picture(trajectory.picture) : null;
+  return ended ? [...drawn, el("article", { class: "message" }, el("header", {}, el("b", {}, "how it ended")), ended)] : drawn;
+}
+
+const FRAME = `<!doctype html><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:"><meta http-equiv="x-dns-prefetch-control" content="off"><style>body{margin:6px;font:14px sans-serif;color:#22303c;background:#fff}</style>`;
+
+/** An environment's picture, in a frame where no script runs, and from which nothing can be asked or opened. */
+function picture(html) {
+  return html ? el("iframe", { class: "picture", sandbox: "", referrerpolicy: "no-referrer", loading: "lazy", title: "the environment's picture", srcdoc: FRAME + html }) : null;
 }
 
 function tokenTurn(turn, number, scale) {
