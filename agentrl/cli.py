@@ -575,13 +575,24 @@ def show_profile(
         str | None, typer.Option(metavar="FIRST:LAST", help="Only these steps, counted from 0; by default all.")
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write a trace, for https://ui.perfetto.dev.")
+        Path | None, typer.Option(metavar="FILE", help="Also write what episodes did, for https://ui.perfetto.dev.")
+    ] = None,
+    live: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", min=1.0, help="First record a trace of the running run for so long."),
     ] = None,
 ) -> None:
     """Show where a run's time went: by set of resources that were busy at the same time, and what follows."""
+    from agentrl.viewer.live_profile import record_live
     from agentrl.viewer.profile import profile
 
-    profile(_run_config(run).parent, console, _range_of(steps), trace)
+    folder, chosen = _run_config(run).parent, _range_of(steps)
+    if live is not None:
+        if steps is not None or trace is not None:
+            raise ConfigError("--live shows what happens from now on: leave out --steps and --trace")
+        console.print(f"recording for {live:g} s, or until the run ends", highlight=False)
+        asyncio.run(record_live(folder, live))
+    profile(folder, console, chosen, trace)
 
 
 @app.command()

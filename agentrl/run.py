@@ -6,6 +6,7 @@ runs/NAME/
   data.json          what the data of the tasks are (digests), where they come from files
   ledger.sqlite      the fate of every task and episode
   trajectories/      step_000000.parquet ...: every episode that was trained on
+  profile/           traces for Perfetto, where the run was profiled
   samples/           step_000000.parquet ...: what each step was trained on, and what the trainer computed of tokens
   timeline.jsonl     when each phase of each step began
   warnings.jsonl     what the run has warned of, if anything
@@ -51,6 +52,7 @@ from agentrl.model_source import check_architecture, commit_of, description_fold
 from agentrl.observe.curve import draw_curve
 from agentrl.observe.health import batch_health, episode_health
 from agentrl.observe.metrics import MetricsFile, rollout_metrics
+from agentrl.observe.profiler import Profiler
 from agentrl.observe.progress import ProgressDisplay
 from agentrl.observe.samples import TrainedBatch, drawn_groups, write_samples
 from agentrl.observe.silence import Silence, conditions
@@ -116,6 +118,7 @@ class Run:
             if resume:
                 self.metrics.mend()
             self.display = ProgressDisplay(console, self.config.steps)
+            self._profiler = Profiler(self.folder, always=self.config.observe.profile)
             self._settings = {key: str(value) for key, value, _ in loaded.rows()}
             self._origins = {key: origin for key, _, origin in loaded.rows()}
             self._trackers: list[Tracker] = []
@@ -165,6 +168,7 @@ class Run:
                 opened.callback(tracker.close)
                 self._trackers.append(tracker)
             opened.enter_context(self.display)
+            opened.enter_context(self._profiler)
             write_whole(self.folder / "config.yaml", self.config.to_yaml())
             if not self.resumed:  # then they come from config.yaml
                 write_whole(self.folder / "origins.json", json.dumps(self._origins, indent=2) + "\n")
@@ -203,7 +207,9 @@ class Run:
 
     def begin_phase(self, step: int, phase: str) -> None:
         """Record in `status.json` and `timeline.jsonl` that `phase` of step `step` begins."""
-        status = {"pid": os.getpid(), "step": step, "phase": phase, "since": datetime.now(UTC).isoformat()}
+        begin = datetime.now(UTC)
+        self._profiler.begin_phase(step, phase, begin.timestamp())
+        status = {"pid": os.getpid(), "step": step, "phase": phase, "since": begin.isoformat()}
         path = self.folder / "status.json"
         unfinished(path).write_text(json.dumps(status) + "\n")  # it need not survive a loss of power
         unfinished(path).replace(path)

@@ -19,7 +19,7 @@ from typing import Any, Protocol, Self
 from pydantic import Field
 
 from agentrl.errors import AgentRLError, WorkerDiedError
-from agentrl.flow import Flow, Retries
+from agentrl.flow import Flow, Retries, span
 from agentrl.placement.device_map import DeviceMap
 from agentrl.placement.devices import Inventory
 from agentrl.plugins import Component
@@ -95,7 +95,8 @@ class WorkerGroup:
 
     async def one(self, method: str, *args: Any, rank: int = 0) -> Any:
         """Call one worker."""
-        return await self.workers[rank].call(method, *args)
+        with span(self.role, method, rank):
+            return await self.workers[rank].call(method, *args)
 
     async def all(self, method: str, *args: Any) -> list[Any]:
         """Call all workers with the same arguments; the results by rank."""
@@ -112,8 +113,8 @@ class WorkerGroup:
         try:
             async with Flow(f"{self.role}.{method}") as flow:
                 calls = [
-                    flow.start(worker.call(method, *args), name=str(rank))
-                    for rank, (worker, args) in enumerate(zip(self.workers, args_by_rank, strict=True))
+                    flow.start(self.one(method, *args, rank=rank), name=str(rank))
+                    for rank, args in enumerate(args_by_rank)
                 ]
         except AgentRLError:
             raise

@@ -23,7 +23,7 @@ import numpy as np
 
 from agentrl.arrays import Ragged
 from agentrl.errors import EngineDeadError, EngineError, WeightsError
-from agentrl.flow import Flow
+from agentrl.flow import Flow, span
 from agentrl.placement.time_share import Sleeper
 from agentrl.protocols import (
     Engine,
@@ -154,7 +154,8 @@ class Router:
             replica = self._home(request.session)
             engine = replica.engine
             try:
-                completion = await self._ask(replica, engine.generate(_rest_of(request, done) if done else request))
+                with span("engine", "generate", replica.number):
+                    completion = await self._ask(replica, engine.generate(_rest_of(request, done) if done else request))
             except EngineDeadError as error:
                 self._mark_dead(replica, engine, error)
                 continue
@@ -177,7 +178,8 @@ class Router:
             if not isinstance(engine, SupportsScore):
                 raise EngineError(f"{type(engine).__name__} has no method `score`: it cannot score given tokens")
             try:
-                scores = await self._ask(replica, engine.score(request))
+                with span("engine", "score", replica.number):
+                    scores = await self._ask(replica, engine.score(request))
             except EngineDeadError as error:
                 self._mark_dead(replica, engine, error)
                 continue

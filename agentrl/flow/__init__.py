@@ -8,6 +8,7 @@ from agentrl.flow.event_log import EventLog
 from agentrl.flow.flow import Flow
 from agentrl.flow.notice_board import Notice, notice, notices
 from agentrl.flow.retries import Retries
+from agentrl.flow.spans import Span, SpanLog, recorded, span
 from agentrl.flow.steady_loop import (
     SteadyLoop,
     computes_by_design,
@@ -27,6 +28,8 @@ __all__ = [
     "Notice",
     "PendingWait",
     "Retries",
+    "Span",
+    "SpanLog",
     "SteadyLoop",
     "Turnstile",
     "VirtualDeadlockError",
@@ -38,9 +41,11 @@ __all__ = [
     "notice",
     "notices",
     "now",
+    "recorded",
     "run_steadily",
     "run_to_completion",
     "run_virtual",
+    "span",
     "spare_what_lives",
     "waits",
 ]

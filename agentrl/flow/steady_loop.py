@@ -21,6 +21,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
+from agentrl.flow.spans import recording
+
 T = TypeVar("T")
 GAP_SECONDS = 0.25
 """In a pause the clock runs for this long and then stands still, so a shorter pause is not a gap."""
@@ -92,7 +94,10 @@ class _GapSelector(selectors.DefaultSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         entered = self.clock()
-        self._count(entered - self.left, self.watch.take())
+        where = self.watch.take()
+        self._count(entered - self.left, where)
+        if (log := recording()) is not None and not self.by_design:
+            log.loop_worked(self.left, entered, where)
         self.by_design = False
         wait = _TICK_SECONDS if timeout is None else min(timeout, _TICK_SECONDS)
         ready = super().select(wait)

@@ -20,7 +20,7 @@ from pydantic import Field
 
 from agentrl.blame import with_frame
 from agentrl.errors import ConfigError, DeadlineError, EnvError, OutageError, RolloutError
-from agentrl.flow import Flow, deadline
+from agentrl.flow import Flow, deadline, span
 from agentrl.hosting.pictures import pictured
 from agentrl.hosting.process import ProcessEnv
 from agentrl.hosting.replies import checked_prompt, checked_reset, checked_step, checked_tools
@@ -192,6 +192,10 @@ class LiveEnv:
         return type(self.env.unwrapped if isinstance(self.env, Wrapper) else self.env).__name__
 
     async def _call(self, phase: str, seconds: float, work: Callable[[], Any]) -> Any:
+        with span("environments", phase):
+            return await self._answer(phase, seconds, work)
+
+    async def _answer(self, phase: str, seconds: float, work: Callable[[], Any]) -> Any:
         try:
             result = None if self._thread else work()
             if type(result) is tuple:  # an inline environment has answered already, and could not be interrupted

@@ -14,3 +14,6 @@ class ObserveConfig(Settings):
     picture_kib: int = Field(32, ge=0)
     """The longest picture of a state that is kept, in KiB, of environments that draw (`render_html`). 0: none is
     drawn."""
+    profile: bool = False
+    """Record a trace of the whole run in `profile/`, for `agentrl profile RUN` and https://ui.perfetto.dev. Of a run
+    that goes on, `agentrl profile RUN --live 60` records a minute."""

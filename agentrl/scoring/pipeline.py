@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from agentrl.blame import with_frame
 from agentrl.errors import ConfigError, RewardError
-from agentrl.flow import Flow, Retries, deadline
+from agentrl.flow import Flow, Retries, deadline, span
 from agentrl.protocols import GroupReward, Reward, ScoresTurns
 from agentrl.scoring.part import RewardPart
 from agentrl.scoring.rule_pool import RulePool
@@ -141,7 +141,7 @@ class RewardPipeline:
 
     async def _ask_once(self, part: RewardPart, trajectories: Sequence[Trajectory]) -> list[Score]:
         try:
-            with deadline("reward", "reward", self._deadline):
+            with span("rewards", part.name), deadline("reward", "reward", self._deadline):
                 return await self._asks[part](trajectories)
         except ConfigError:
             raise

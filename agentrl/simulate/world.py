@@ -9,17 +9,18 @@ import asyncio
 import gc
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from pydantic import Field
 
 from agentrl.engines.router import Router
-from agentrl.flow import EventLog, Flow, now, run_virtual
+from agentrl.flow import EventLog, Flow, now, run_virtual, span
 from agentrl.hosting.host import EnvHost
 from agentrl.placement.time_share import DeviceSharing, NoSharing, Tenant, TimeSharing
 from agentrl.plugins import NoSettings
@@ -134,11 +135,11 @@ class World:
     goes_on: bool = False
     """Stop after the last step as if more were to come: with live groups, whose fate stays open."""
 
-    def run(self) -> Report:
-        """Run the simulation to its end."""
+    def run(self, on: Callable[[Callable[[], Coroutine[Any, Any, Report]]], Report] = run_virtual) -> Report:
+        """Run the simulation to its end. `on` runs it: under the virtual clock, or for as long as it really takes."""
         started = time.process_time()
         with _rare_garbage_collection():
-            report = run_virtual(self._main)
+            report = on(self._main)
         report.cpu_seconds = time.process_time() - started
         return report
 
@@ -213,10 +214,12 @@ class World:
             seconds = self.simulation.train_seconds.sample(rng)
             report.train_seconds += seconds
             async with sharing.training():
-                await asyncio.sleep(seconds)
+                with span("trainer", "step", 0):
+                    await asyncio.sleep(seconds)
             async with rollouts.new_weights(step + 1):
-                await asyncio.sleep(self.simulation.update_seconds.sample(rng))
-                await router.update_weights({}, step + 1)
+                with span("weights", "commit"):
+                    await asyncio.sleep(self.simulation.update_seconds.sample(rng))
+                    await router.update_weights({}, step + 1)
             report.step_seconds.append(now() - began)
 
 

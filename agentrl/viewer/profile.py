@@ -1,16 +1,18 @@
 """`agentrl profile`: where a run's time went, as a table and as a trace for Perfetto.
 
-Everything comes from times that each run records anyway (`timeline.jsonl`, and those of turns in `trajectories/`), so
-profiling costs a run nothing. The trace is Chrome's JSON format, which https://ui.perfetto.dev opens.
+Without more, it comes from times that each run records anyway (`timeline.jsonl`, and those of turns in
+`trajectories/`). A run with `observe.profile` also records a trace, which knows more: rewards, evaluations and episodes
+that failed, the ranks of the trainer, the controller itself, and the load of workers and GPUs.
 """
 
 import heapq
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from agentrl.durable import write_whole
@@ -19,18 +21,27 @@ from agentrl.viewer.episode import EpisodeReader
 from agentrl.viewer.episodes import EpisodeIndex
 from agentrl.viewer.folders import RunFolder
 from agentrl.viewer.timing import Window, advice, window_of
+from agentrl.viewer.traced import TracedTime, advice_on, newest_trace
 
 _ALL = 1 << 30
+_ROWS = 14
+"""Rows of a table of busy sets."""
 _LOOP, _EPISODES = 1, 2  # the trace's "processes"
 
 
 def profile(folder: Path, console: Console, steps: tuple[int, int] | None, trace: Path | None) -> None:
-    """Print where the time of some steps went, by default of all, and write their trace.
+    """Print where the time of some steps went, by default of all, and write what episodes did in Chrome's JSON format,
+    which https://ui.perfetto.dev opens.
 
     Raises:
         ConfigError: none of these steps was timed.
     """
     run = RunFolder(folder.name, folder)
+    ended = [(one["step"], one["begin"], one["end"]) for one in run.phases() if one["end"] is not None]
+    during = [(begin, end) for step, begin, end in ended if steps is None or steps[0] <= step <= steps[1]]
+    if trace is None and during and (traced := newest_trace(folder, None if steps is None else during)) is not None:
+        show_traced(traced, console, run)
+        return
     index = EpisodeIndex(run)
     reader = EpisodeReader(run, index)
     window = window_of(run, index, reader, steps, _ALL)
@@ -38,7 +49,7 @@ def profile(folder: Path, console: Console, steps: tuple[int, int] | None, trace
         known = sorted({one["step"] for one in run.phases()})
         there = f"steps {known[0]} to {known[-1]} were" if known else "no step was"
         raise ConfigError(f"there is nothing to profile in {folder}: {there} timed (timeline.jsonl)")
-    console.print(busy_table(window))
+    console.print(busy_table(window.busy, window.end - window.begin))
     console.print(_shares(window), highlight=False)
     for text in advice(window.busy, run.settings()):
         console.print(f"[yellow]•[/yellow] {text}", highlight=False, soft_wrap=True)
@@ -47,17 +58,41 @@ def profile(folder: Path, console: Console, steps: tuple[int, int] | None, trace
         console.print(f"wrote {trace}: open it in https://ui.perfetto.dev", highlight=False, soft_wrap=True)
 
 
-def busy_table(window: Window) -> Table:
+def show_traced(traced: TracedTime, console: Console, run: RunFolder) -> None:
+    """Print what a trace of a run says."""
+    busy = traced.busy
+    console.print(busy_table(busy, traced.seconds))
+    console.print(
+        f"\ntokens are sampled in {traced.sampling:.1%} of the time ({traced.answers:,.1f} answers at once on "
+        f"average); the controller's own work takes {traced.controller:.1%}; recording took "
+        f"{traced.tracing:,.2f} s ({traced.tracing / max(traced.end - traced.begin, 1e-9):.2%}), which is subtracted\n",
+        highlight=False,
+        soft_wrap=True,
+    )
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("worker")
+    table.add_column("")
+    table.add_column("share", justify="right")
+    for name, kind, percent in traced.workers():
+        table.add_row(escape(name), kind, f"{percent:.1f}%")
+    console.print(table)
+    console.print()
+    for text in (*advice_on(busy), *advice(busy, run.settings())):
+        console.print(f"[yellow]•[/yellow] {text}", highlight=False, soft_wrap=True)
+    console.print(f"from {traced.path}: open it in https://ui.perfetto.dev", highlight=False, soft_wrap=True)
+
+
+def busy_table(busy: Mapping[frozenset[str], float], total: float) -> Table:
     """The time by set of busy resources; the shares add up to the whole."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("busy at the same time")
     table.add_column("seconds", justify="right")
     table.add_column("share", justify="right")
-    total = window.end - window.begin
-    for names, seconds in window.busy.items():
-        table.add_row(
-            " + ".join(sorted(names)) or "none of these", f"{seconds:,.2f}", f"{seconds / max(total, 1e-9):.1%}"
-        )
+    rows = [(" + ".join(sorted(names)) or "none of these", seconds) for names, seconds in busy.items()]
+    if len(rows) > _ROWS:
+        rows = [*rows[: _ROWS - 1], (f"{len(rows) - _ROWS + 1} other sets", sum(rest for _, rest in rows[_ROWS - 1 :]))]
+    for name, seconds in rows:
+        table.add_row(name, f"{seconds:,.2f}", f"{seconds / max(total, 1e-9):.1%}")
     table.add_row("[bold]all[/bold]", f"[bold]{total:,.2f}[/bold]", "[bold]100.0%[/bold]")
     return table
 

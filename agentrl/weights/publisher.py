@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, Self, runtime_checkable
 from pydantic import Field
 
 from agentrl.errors import EngineDeadError, EngineError, WeightsError
-from agentrl.flow import deadline, now, run_to_completion
+from agentrl.flow import deadline, now, run_to_completion, span
 from agentrl.protocols import Engine, Settings, SupportsStageWeights, Trainer
 from agentrl.weights.bundle import BundlePlace, WeightBundle
 from agentrl.weights.store import SHARED_MEMORY, WeightStore, default_parent
@@ -110,7 +110,8 @@ class Published:
         """Count the time of the block as the phase `name`."""
         start = now()
         try:
-            yield
+            with span("weights", name):
+                yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + now() - start
 

@@ -8,7 +8,8 @@ import pytest
 from rich.console import Console
 
 from agentrl.errors import ConfigError
-from agentrl.testing.made_up_run import MadeUpRun
+from agentrl.observe.trace_file import Slice, TraceFile
+from agentrl.testing.made_up_run import BEGIN, MadeUpRun
 from agentrl.viewer.profile import profile
 
 
@@ -70,3 +71,39 @@ def test_a_range_of_steps_that_is_none_is_refused(made, agentrl):
     done = agentrl("profile", str(made.folder), "--steps", "first")
     assert (done.returncode, "no range of steps" in done.stderr) == (2, True)
     assert agentrl("profile", str(made.folder), "--steps", "0:1").returncode == 0
+
+
+def test_of_a_run_that_has_ended_nothing_live_can_be_recorded(made, agentrl):
+    done = agentrl("profile", str(made.folder), "--live", "5")
+    assert (done.returncode, "does not run on this machine" in done.stderr) == (2, True)
+    done = agentrl("profile", str(made.folder), "--live", "5", "--steps", "1")
+    assert (done.returncode, "leave out --steps" in done.stderr) == (2, True)
+
+
+def traced(made):
+    """A trace of what happened in the run's second step, in which rewards took two seconds."""
+    begin = BEGIN + 10
+    with TraceFile(made.folder / "profile" / "known.pftrace") as file:
+        file.slice(Slice("phases", "loop", "rollout 1", begin, begin + 6))
+        file.slice(Slice("engine 0", "0", "generate", begin, begin + 4))
+        file.slice(Slice("rewards", "0", "judge", begin + 4, begin + 6))
+        file.slice(Slice("trainer 0", "0", "step", begin + 6, begin + 9))
+        file.slice(Slice("controller", "0", "callbacks", begin + 9, begin + 10))
+        for group, name, percent in (
+            ("CPU", "[red]env[/red] 4711", 80.0), ("controller", "event loop busy", 10.0), ("profiler", "tracing", 2.0)
+        ):  # fmt: skip
+            file.level(group, name, "%", begin, percent)
+            file.level(group, name, "%", begin + 10, 0.0)
+
+
+def test_a_trace_shows_rewards_the_controller_workers_and_what_recording_took(made):
+    traced(made)
+    shown = printed(made)
+    seconds = {" ".join(row[:-2]): row[-2] for row in map(str.split, shown.split("\n\n")[0].splitlines()[1:])}
+    assert seconds == {"engine": "4.00", "trainer": "3.00", "rewards": "2.00", "controller": "0.80", "all": "9.80"}
+    assert "sampled in 40.0% of the time" in shown
+    assert "recording took 0.20 s (2.00%)" in shown
+    assert ["[red]env[/red]", "4711", "CPU", "80.0%"] in [line.split() for line in shown.splitlines()]
+    assert "only rewards are computed" in shown
+    assert "9.80" in printed(made, (1, 1))
+    assert "known.pftrace" not in printed(made, (0, 0))

@@ -8,6 +8,7 @@ from agentrl.viewer.episode import EpisodeReader
 from agentrl.viewer.episodes import EpisodeIndex, EpisodeQuery
 from agentrl.viewer.folders import RunFolder
 from agentrl.viewer.timing import timing
+from agentrl.viewer.traced import newest_trace
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,6 +19,7 @@ def test_every_trained_episode_of_a_run_has_its_sample_and_some_groups_each_toke
         "train", str(ROOT / "examples" / "frozen_lake.yaml"), "recipe.demonstrations=null", "steps=2", "trackers=[]",
         "rollout.groups_per_step=3", "rollout.group_size=3", "rollout.budget.turns=3", "trainer.minibatches=2",
         "evaluation.tasks=0", f"run_dir={tmp_path / 'run'}", "observe.token_groups=2",
+        "observe.profile=true",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     folder = RunFolder("run", tmp_path / "run")
@@ -44,3 +46,11 @@ def test_every_trained_episode_of_a_run_has_its_sample_and_some_groups_each_toke
     assert sum(busy.values()) == pytest.approx(found["seconds"])
     assert busy.get(("trainer",), 0) > 0
     assert "health/effective_sample_size" in folder.metrics()[0]
+    traced = newest_trace(folder.path, None)
+    assert traced is not None
+    assert {"engine", "environments", "rewards", "trainer", "weights", "controller"} <= set(traced.resources)
+    assert sum(traced.busy.values()) == pytest.approx(traced.seconds)
+    phases = [one.name for one in traced.trace.slices if one.group == "phases"]
+    assert [name for name in phases if name.startswith("train")] == ["train 0", "train 1"]
+    answers = [one for one in traced.trace.slices if one.name == "generate"]
+    assert len(answers) == sum(row["num_turns"] for row in rows)
