@@ -1,4 +1,4 @@
-"""The last layer's feed-forward part, computed only for the tokens whose hidden states are used.
+"""The last layer's attention and feed-forward part, computed only for the tokens whose hidden states are used.
 
 A loss needs the last hidden states before its loss tokens, which are few among the tokens of a conversation, and an
 engine needs that of the last token of each prompt. Attention mixes tokens, so all of them go through the layers before.
@@ -23,7 +23,7 @@ def compute_only_needed(model: Any) -> None:
     """Let the last layer's `mlp` compute the tokens `needed_P` only, if the layer has such a module.
 
     `needed_P` is a keyword argument of the model's call; without it all tokens are computed. For the tokens that are
-    left out, the output of the module is 0.
+    left out, the output of the module is 0. Attention is called with `needed_only=True`, and may do the same.
     """
     layers: Any = getattr(model.base_model, "layers", None)
     last = layers[-1] if layers else None
@@ -45,7 +45,7 @@ class _Hooks:
     def layer(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The layer's `forward`. It runs again where a layer is computed again in the backward pass."""
         self._needed_P = kwargs.get("needed_P")
-        return forward(*args, **kwargs)
+        return forward(*args, **kwargs, **({} if self._needed_P is None else {"needed_only": True}))
 
     def before_mlp(self, mlp: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor] | None:
         """(1, S, H) to (1, P, H). A module that takes anything else computes all tokens."""

@@ -25,6 +25,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
+from agentrl.arrays import IntArray
+from agentrl.trainers.needed import Needed
 from agentrl.trainers.prefixes import SharedPrefixes
 
 ATTENTION = "agentrl_segments"
@@ -56,7 +58,8 @@ class Segments:
     """The blocks of a sequence, in its order; where each segment begins, and the last one ends (int32); the longest.
 
     If tokens are in several segments, `places_T` is where the sequence has each token of the segments, and `computed_S`
-    where the segments have each token of the sequence.
+    where the segments have each token of the sequence. `needed`: the tokens whose results the last layer needs, if they
+    are few.
     """
 
     blocks: tuple[Block, ...]
@@ -64,17 +67,27 @@ class Segments:
     longest: int
     places_T: Tensor | None = None
     computed_S: Tensor | None = None
+    needed: Needed | None = None
 
     @staticmethod
-    def of(lengths: Sequence[int], device: torch.device, shared: SharedPrefixes | None = None) -> "Segments":
-        """The segments of these lengths, end to end. They make the fewest blocks if sorted by length."""
+    def of(
+        lengths: Sequence[int],
+        device: torch.device,
+        shared: SharedPrefixes | None = None,
+        needed_P: IntArray | None = None,
+    ) -> "Segments":
+        """The segments of these lengths, end to end. They make the fewest blocks if sorted by length.
+
+        `needed_P`: the places in the sequence of the tokens that the last layer needs; by default all.
+        """
         places_T = None if shared is None else torch.from_numpy(shared.places_T).long()
         blocks = tuple(_block(first, run, places_T, device) for first, run in _runs(lengths))
         borders = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+        needed = None if needed_P is None else Needed.of(needed_P, lengths, blocks, device, shared)
         if shared is None or places_T is None:
-            return Segments(blocks, borders, max(lengths))
+            return Segments(blocks, borders, max(lengths), needed=needed)
         computed_S = torch.from_numpy(shared.computed_S).long()
-        return Segments(blocks, borders, max(lengths), places_T.to(device), computed_S.to(device))
+        return Segments(blocks, borders, max(lengths), places_T.to(device), computed_S.to(device), needed)
 
 
 def attend(
@@ -89,18 +102,25 @@ def attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    needed_only: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: (1, H, S, D) in, (1, S, H, D) out."""
+    """transformers' attention interface: (1, H, S, D) in, (1, S, H, D) out.
+
+    With `needed_only`, the results of tokens that are not `segments.needed` may be 0.
+    """
     narrower = query.shape[-1] - value.shape[-1]
     if narrower > 0:  # as DeepSeek's; for sizes that differ, torch builds all scores
         options: dict[str, Any] = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
+        options |= {"needed_only": needed_only}
         padded = torch.nn.functional.pad(value, (0, narrower))
         out, _ = attend(module, query, key, padded, attention_mask, segments=segments, s_aux=s_aux, **options)
         return out[..., :-narrower], None
     flash = _flash(query) if softcap is None and s_aux is None else None
     if flash is not None:
         return _once(segments, _at_once(flash, (query, key, value), segments, scaling, sliding_window)), None
+    if needed_only and segments.needed and sliding_window is None and softcap is None and s_aux is None:
+        return _of_needed(segments.needed, (query, key, value), segments, scaling)[None], None
     outputs = []
     for block in segments.blocks:
         query_RHLD, key_RKLD, value_RKLD = (_of_block(block, x) for x in (query, key, value))
@@ -128,6 +148,18 @@ AttentionInterface.register(ATTENTION, attend)
 def _once(segments: Segments, out_THD: Tensor) -> Tensor:
     """(T, H, D) to (1, S, H, D): each token of the sequence once."""
     return (out_THD if segments.computed_S is None else out_THD.index_select(0, segments.computed_S))[None]
+
+
+def _of_needed(
+    needed: Needed, inputs: tuple[Tensor, Tensor, Tensor], segments: Segments, scaling: float | None
+) -> Tensor:
+    """(S, H, D), with 0 for the tokens that are not needed."""
+    query, key, value = inputs
+    outputs = []
+    for number, own in needed.blocks:
+        block = segments.blocks[number]
+        outputs.append(own.attend(query, _of_block(block, key), _of_block(block, value), scaling))
+    return needed.spread(outputs[0] if len(outputs) == 1 else torch.cat(outputs), query.shape[2])
 
 
 def _flash(query: Tensor) -> Callable[..., Any] | None:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from agentrl.arrays import ints
 from agentrl.errors import ConfigError
 from agentrl.trainers.attention import Segments
 from agentrl.trainers.logprobs import Scaling, linear_logprobs
@@ -56,10 +57,11 @@ def to_device(micro_batch: MicroBatch, device: torch.device) -> DeviceMicroBatch
     positions_T = np.arange(len(samples.tokens_S)) - np.repeat(starts_M, lengths_M)
     before_N = samples.loss_mask_S.nonzero()[0] - 1
     predictors_N = before_N if shared is None else shared.places_T[before_N]
+    needed_P = ints(np.unique(predictors_N))
     return DeviceMicroBatch(
         tokens_S=move(samples.tokens_S if shared is None else samples.tokens_S[shared.computed_S]),
         positions_S=move(positions_T if shared is None else positions_T[shared.computed_S]),
-        segments=Segments.of(lengths_M.tolist(), device, shared),
+        segments=Segments.of(lengths_M.tolist(), device, shared, needed_P),
         predictors_N=move(predictors_N),
         targets_N=move(samples.tokens_S[samples.loss_mask_S]),
         rollout_logprobs_N=move(samples.rollout_logprobs_N),
@@ -68,7 +70,7 @@ def to_device(micro_batch: MicroBatch, device: torch.device) -> DeviceMicroBatch
         samples_N=move(np.repeat(micro_batch.numbers_M, samples.loss_tokens_M)),
         weights_N=move(samples.weights_N),
         support_NS=move(samples.support_N.padded(-1)) if len(samples.support_N.values) else None,
-        needed_P=move(np.unique(predictors_N)),
+        needed_P=move(needed_P),
     )
 
 
