@@ -19,6 +19,7 @@ from functools import lru_cache
 from inspect import signature
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -34,6 +35,10 @@ SIMILAR = 0.75
 """A segment joins a block if it has at least this share of the length of the block's longest one."""
 PIECE = 256
 """Queries of a piece."""
+SHORT_PIECE = 64
+"""Queries of a piece of a short segment on CPUs."""
+KEYS_AT_ONCE = 512
+"""Keys of a block of torch's fused attention on CPUs."""
 FLASH_DEVICE = "cuda"
 FLASH_PRECISIONS = (torch.bfloat16, torch.float16)
 """Where FlashAttention runs, and in what."""
@@ -126,14 +131,7 @@ def attend(
         query_RHLD, key_RKLD, value_RKLD = (_of_block(block, x) for x in (query, key, value))
         window = sliding_window if sliding_window is not None and sliding_window < query_RHLD.shape[2] else None
         if window is None and softcap is None and s_aux is None:
-            out_RHLD = scaled_dot_product_attention(
-                query_RHLD,
-                key_RKLD,
-                value_RKLD,
-                is_causal=True,
-                scale=scaling,
-                enable_gqa=query.shape[1] != key.shape[1],
-            )
+            out_RHLD = _causal(query_RHLD, key_RKLD, value_RKLD, scaling)
         else:
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
             out_RHLD = _in_pieces(query_RHLD, key_RKLD, value_RKLD, _Kind(scale, window, softcap), s_aux)
@@ -255,6 +253,32 @@ def _of_block(block: Block, packed: Tensor) -> Tensor:
     # Of a model's queries and keys, all heads of a token lie together in memory.
     taken_NHD = packed[0].transpose(0, 1).index_select(0, block.padded_RL.flatten())
     return taken_NHD.reshape(*block.padded_RL.shape, heads, size).transpose(1, 2)
+
+
+def _causal(query_RHLD: Tensor, key_RKLD: Tensor, value_RKLD: Tensor, scaling: float | None) -> Tensor:
+    """torch's fused attention. On CPUs, it computes for each query all keys of a block of 512, however few are seen. So
+    queries of short segments ask in pieces, each for the keys up to its end.
+    """
+    length, gqa = query_RHLD.shape[2], query_RHLD.shape[1] != key_RKLD.shape[1]
+    if query_RHLD.device.type != "cpu" or not 2 * SHORT_PIECE <= length <= KEYS_AT_ONCE:
+        return scaled_dot_product_attention(
+            query_RHLD, key_RKLD, value_RKLD, is_causal=True, scale=scaling, enable_gqa=gqa
+        )
+    pieces = []
+    for first in range(0, length, SHORT_PIECE):
+        stop = min(first + SHORT_PIECE, length)
+        piece = (query_RHLD[:, :, first:stop], key_RKLD[:, :, :stop], value_RKLD[:, :, :stop])
+        seen_QC = _seen(first)[: stop - first, :stop]
+        pieces.append(scaled_dot_product_attention(*piece, attn_mask=seen_QC, scale=scaling, enable_gqa=gqa))
+    return torch.cat(pieces, dim=2)
+
+
+@lru_cache
+def _seen(first: int) -> Tensor:
+    """Which tokens each query of a short piece sees, by the place of its first query."""
+    seen_QC = np.arange(first, first + SHORT_PIECE)[:, None] >= np.arange(first + SHORT_PIECE)
+    with torch.inference_mode(False):
+        return torch.from_numpy(seen_QC)
 
 
 def _in_pieces(query_RHLD: Tensor, key_RKLD: Tensor, value_RKLD: Tensor, kind: _Kind, s_aux: Tensor | None) -> Tensor:

@@ -149,6 +149,40 @@ def test_memory_is_linear_in_the_tokens(samples):
     assert large < 4.4 * small
 
 
+@pytest.mark.parametrize("length", [127, 128, 300, 512, 513])
+@pytest.mark.parametrize("key_heads", [4, 2])
+def test_short_segments_are_attended_to_in_pieces_with_the_same_results(length, key_heads):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, heads, length, 8) for heads in (4, key_heads, key_heads)]
+    inputs = [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
+    results = []
+    for causal in (attention._causal, torchs_causal):
+        out = causal(*inputs, 0.3)
+        results.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
+    for one, other in zip(*results, strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
+
+
+def torchs_causal(query, key, value, scale):
+    gqa = query.shape[1] != key.shape[1]
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scale, enable_gqa=gqa
+    )
+
+
+def test_pieces_of_short_segments_ask_for_little_more_than_what_they_see(monkeypatch):
+    asked: list[int] = []
+    fused = attention.scaled_dot_product_attention
+
+    def counted(query, key, *args, **options):
+        asked.append(query.shape[2] * key.shape[2])
+        return fused(query, key, *args, **options)
+
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", counted)
+    attention._causal(*[torch.randn(1, 2, 400, 8) for _ in range(3)], None)
+    assert sum(asked) < 0.6 * 400 * 400
+
+
 def test_layers_that_know_no_borders_between_samples_are_refused(tmp_path):
     from agentrl.errors import ConfigError
     from agentrl.trainers.forward import check_attention
