@@ -218,10 +218,11 @@ async def assemble_training(
             advisors = replace(advisors, teacher=_asked(config, teacher, served))
         self_play = _self_play(rollouts, opponents, model, matches) if matches else None
         trainers, engines = [trainer, *advisors.all], [rollouts.engine, *(engine for engine, _ in others), *opponents]
+        weights = config.weights.for_model(model)
         async with device_sharing(placed, engines, trainers) as sharing:
             followers: list[tuple[TakesWeights, int]] = [(engine, refresh) for engine, refresh in others if refresh]
             followers += [(self_play, 1)] if self_play else []
-            async with WeightPublisher(rollouts.engine, tuple(followers), config.weights) as publisher:
+            async with WeightPublisher(rollouts.engine, tuple(followers), weights) as publisher:
                 spare_what_lives()
                 yield TrainingAssembly(
                     config,
@@ -485,7 +486,7 @@ def _self_play(rollouts: RolloutAssembly, engines: Sequence[Router], model: Path
     for engine in engines:
         served = _policy(config, engine, runner.renderer, config.rollout.sampling, trained=False)
         role = Role(served, runner.renderer, config.rollout.context, trained=False)
-        opponents.append(Opponent(role, engine, snapshots, config.weights.deadline))
+        opponents.append(Opponent(role, engine, snapshots, config.weights.for_model(model).seconds))
     resumable = Checkpoints(config.run_dir / "checkpoints").all
     return SelfPlay(matches, config.seed, runner, opponents, snapshots, model, resumable)
 

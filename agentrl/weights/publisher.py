@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 
 
 WeightUpdate = Literal["keep", "abort_resume", "drain"]
+_SECONDS = 600.0
+_SECONDS_PER_GB = 20.0
+"""Files in bfloat16 are published in float32, so this is 100 MB/s: a slow disk."""
 
 
 class WeightsConfig(Settings):
@@ -41,9 +44,9 @@ class WeightsConfig(Settings):
     update: WeightUpdate = "keep"
     """What happens to turns in flight when new weights arrive: they continue under the new weights (`keep`), are ended
     and sent again with their tokens so far (`abort_resume`), or finish before the update (`drain`)."""
-    deadline: float = Field(default=600.0, gt=0)
+    deadline: float | None = Field(default=None, gt=0)
     """Seconds that each phase of an update, staging and committing, may take on an engine; an engine that misses it
-    ends the run."""
+    ends the run. By default 600, and 20 for each GB of the model's files."""
 
     transport: Literal["auto", "shared_memory", "disk", "direct"] = "auto"
     """Where weights are stored on the way: in this machine's shared memory, or on the disk of `folder`, which all
@@ -55,6 +58,17 @@ class WeightsConfig(Settings):
     """MiB of each file that weights are split into. At most one of them is copied at a time."""
     attempts: int = Field(default=3, ge=1)
     """How many times writing and staging a version is tried before the run ends."""
+
+    @property
+    def seconds(self) -> float:
+        """The deadline of each phase; `for_model` chooses it by the model."""
+        return self.deadline or _SECONDS
+
+    def for_model(self, folder: Path) -> Self:
+        """The same, with more time for a large model where the settings say nothing."""
+        files = [file for file in folder.iterdir() if file.is_file()] if folder.is_dir() else []
+        size = sum(file.stat().st_size for file in files)
+        return self.model_copy(update={"deadline": self.deadline or _SECONDS + _SECONDS_PER_GB * size / 1e9})
 
     def parents(self) -> list[Path]:
         """Folders to write to, each if the one before fails; `direct` needs none."""
@@ -139,7 +153,7 @@ class WeightPublisher:
         self._engine = engine
         self._followers = followers
         self._config = config or WeightsConfig()
-        self._deadline = self._config.deadline
+        self._deadline = self._config.seconds
         self._parents = self._config.parents()
         self._stores: list[WeightStore] = []
         self._served: dict[int, Mapping[str, Tensor]] = {}  # by engine, for its restarted replicas

@@ -347,6 +347,17 @@ class Cluster:
         return [json.loads(path.read_text())["version"] for path in self.place.glob("*/*/manifest.json")]
 
 
+def test_a_large_model_has_more_time_to_be_loaded_unless_the_settings_say_how_much(tmp_path: Path) -> None:
+    settings = WeightsConfig()
+    assert settings.for_model(tmp_path).seconds == settings.seconds == 600
+    for number in range(2):
+        with (tmp_path / f"model-{number}.safetensors").open("wb") as file:
+            file.truncate(30 * 10**9)  # takes no room on the disk
+    assert settings.for_model(tmp_path).seconds == 600 + 20 * 60
+    assert WeightsConfig(deadline=7).for_model(tmp_path).seconds == 7
+    assert settings.for_model(tmp_path / "elsewhere").seconds == 600
+
+
 @asynccontextmanager
 async def cluster(model: Path, place: Path, **changes: object):  # type: ignore[no-untyped-def]
     """All of it, with version 1 published."""
