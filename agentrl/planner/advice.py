@@ -18,6 +18,11 @@ from agentrl.planner.run_facts import layouts, placement_request_of, stages_of
 from agentrl.plugins import Component
 from agentrl.simulate.stages import workload
 
+_MOST_TOGETHER = 4
+"""Most changes that are proposed together."""
+_TRIED = 2
+"""Of the changes that could come next, how many are tried."""
+
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -32,30 +37,62 @@ class Change:
         return {setting.partition("=")[0] for setting in self.settings}
 
 
-def what_fits(config: RunConfig, inventory: Inventory, facts: ModelFacts, most: int = 4) -> list[str]:
-    """Changes that make a config fit, as overrides: single ones, else several together, else other devices."""
+def what_fits(config: RunConfig, inventory: Inventory, facts: ModelFacts, most: int = 5) -> list[str]:
+    """Changes that make a config fit, as overrides: single ones, else several together; and other devices.
+
+    Of several values of a setting, it names the first that fits.
+    """
     changes = list(_changes(config, inventory))
-    alone = [change for change in changes if _filled(change.apply(config), inventory, facts) <= 1]
-    if alone:
-        return [" ".join(change.settings) for change in alone[:most]]
-    together = _together(config, inventory, facts, changes)
-    return [" ".join(together)] if together else _other_devices(config, inventory, facts)
+    alone: list[Change] = []
+    for change in changes:
+        named = any(other.keys <= change.keys for other in alone)
+        if len(alone) < most and not named and _filled(change.apply(config), inventory, facts) <= 1:
+            alone.append(change)
+    ways = [" ".join(change.settings) for change in alone]
+    if not ways:
+        together = _needed(config, inventory, facts, _together(config, inventory, facts, changes) or [])
+        ways = [" ".join(setting for change in together for setting in change.settings)] if together else []
+    devices = _other_devices(config, inventory, facts)
+    return [*ways, *(devices[:1] if ways else devices)]
 
 
 def _together(
-    config: RunConfig, inventory: Inventory, facts: ModelFacts, changes: list[Change]
-) -> tuple[str, ...] | None:
-    """Changes of different settings, always the one that saves most, until the config fits; None if it never does."""
-    taken: tuple[str, ...] = ()
+    config: RunConfig, inventory: Inventory, facts: ModelFacts, changes: list[Change], most: int = _MOST_TOGETHER
+) -> list[Change] | None:
+    """At most so many changes of different settings until the config fits; None if they do not suffice.
+
+    It takes the one that saves most, then the one that saves most besides; where that leads nowhere, the second best.
+    """
     filled = _filled(config, inventory, facts)
-    while filled > 1:
-        tried = [(_filled(changed := change.apply(config), inventory, facts), changed, change) for change in changes]
-        best, changed, change = min(tried, key=lambda entry: entry[0])
-        if changed is None or best >= filled:
-            return None
-        config, filled, taken = changed, best, (*taken, *change.settings)
-        changes = [other for other in changes if not other.keys & change.keys]
-    return taken
+    if filled <= 1:
+        return []
+    if most == 0:
+        return None
+    tried = [(_filled(changed := change.apply(config), inventory, facts), changed, change) for change in changes]
+    for less, changed, change in sorted(tried, key=lambda entry: entry[0])[:_TRIED]:
+        if changed is not None and less < filled:
+            others = [other for other in changes if not other.keys & change.keys]
+            rest = _together(changed, inventory, facts, others, most - 1)
+            if rest is not None:
+                return [change, *rest]
+    return None
+
+
+def _needed(config: RunConfig, inventory: Inventory, facts: ModelFacts, changes: list[Change]) -> list[Change]:
+    """Changes that make a config fit together, without those that later ones have made unnecessary."""
+    for change in changes:
+        fewer: list[Change] = [other for other in changes if other is not change]
+        if _filled(_all_of(fewer, config), inventory, facts) <= 1:
+            return _needed(config, inventory, facts, fewer)
+    return changes
+
+
+def _all_of(changes: list[Change], config: RunConfig) -> RunConfig | None:
+    """The config with all changes; None if one of them changes nothing."""
+    changed: RunConfig | None = config
+    for change in changes:
+        changed = None if changed is None else change.apply(changed)
+    return changed
 
 
 def _other_devices(config: RunConfig, inventory: Inventory, facts: ModelFacts) -> list[str]:
@@ -87,7 +124,12 @@ def _changes(config: RunConfig, inventory: Inventory) -> Iterator[Change]:
     """Settings that save memory, the cheapest first."""
     engine, trainer = layouts(config)
     growing = [n for n in (2, 4, 8, 16, 32, 64) if n <= len(inventory)]
+    yield _setting("trainer", activation_checkpointing="selective")
     yield _setting("trainer", activation_checkpointing="full")
+    yield _setting("trainer", activation_offload=True)
+    yield _setting("trainer", activation_checkpointing="full", activation_offload=True)
+    yield _setting("trainer", moments="bfloat16")
+    yield _setting("trainer", moments="int8")
     yield from (_setting("trainer", micro_batch_tokens=trainer.micro_batch_tokens // n) for n in (2, 4, 8))
     yield _setting("engine", dtype="bfloat16")
     yield _setting("trainer", dtype="bfloat16")

@@ -29,6 +29,7 @@ from tests.properties import examples
 EXAMPLES = Path(__file__).parents[2] / "examples"
 H100 = gpu_named("H100")
 SLOW = pytest.mark.slow
+OFFERED = [(1, 1), (2, 1), (4, 1), (8, 1), (8, 2), (8, 4), (8, 8)]
 ON_ONE_DEVICE = ("placement=auto", "placement.engine=0-3", "placement.trainer=3")
 SMALL = ("rollout.groups_per_step=8", "rollout.group_size=4")  # quick to simulate; memory is what it was
 
@@ -150,6 +151,7 @@ def test_a_wish_that_cannot_fit_is_refused_with_what_would(agentrl: Callable[...
         pytest.param("disaggregated_16gpu", Inventory(H100, 8), ON_ONE_DEVICE, marks=SLOW),
         ("colocated_8gpu", Inventory(H100, 8), ("engine.kv_cache_gib=0.1",)),
         ("frozen_lake", Inventory(host(cores=2, memory=GIB // 4)), ()),
+        pytest.param("qwen3_32b", Inventory(H100, 8), (), marks=SLOW),
     ],
 )  # fmt: skip
 def test_what_is_said_to_fit_does(name: str, inventory: Inventory, overrides: tuple[str, ...]) -> None:
@@ -158,6 +160,41 @@ def test_what_is_said_to_fit_does(name: str, inventory: Inventory, overrides: tu
     assert ways
     for way in ways:
         assert planned(inventory, name, *SMALL, *overrides, *way).loads
+    offers = {str(offer): offer for kind in GPUS.values() for count in OFFERED if (offer := Inventory(kind, *count))}
+    for offer in [offers[way.strip()] for way in said if "=" not in way]:
+        assert planned(offer, name, *SMALL, *overrides).loads
+
+
+def test_what_would_fit_names_each_kind_of_saving_once_and_more_devices() -> None:
+    said = refused(Inventory(H100, 2), "qwen3_8b").split("What would fit:\n  ")[1].split("\n  ")
+    settings, devices = said[:-1], said[-1]
+    assert {"trainer.activation_offload=true", "trainer.moments=bfloat16", "trainer.optimizer_offload=true"} <= set(
+        settings
+    )
+    assert "trainer.moments=int8" not in settings
+    assert sum("micro_batch_tokens" in way for way in settings) == 1
+    assert devices == "4 x H100 with 79.1 GiB each"
+    wasteful = "trainer.activation_checkpointing=none", "trainer.micro_batch_tokens=65536"
+    assert "trainer.activation_checkpointing=full" in refused(Inventory(H100, 4), "qwen3_8b", *wasteful)
+
+
+def test_moments_of_fewer_bytes_are_counted() -> None:
+    optimizer = [
+        planned(Inventory(H100, 8), "qwen3_8b", *SMALL, f"trainer.moments={moments}").loads[0].awake["trainer"]
+        for moments in ("float32", "bfloat16", "int8")
+    ]
+    whole, half, quarter = [size.parts["optimizer"] for size in optimizer]
+    assert half == whole // 2
+    assert quarter == pytest.approx(whole * (1 + 4 / 256) / 4)
+
+
+def test_several_changes_that_fit_only_together_are_all_needed() -> None:
+    tight = Inventory(replace(H100, memory=50 * GIB, host_memory=100 * GIB), 2)
+    way = refused(tight, "qwen3_8b").split("What would fit:\n")[1].splitlines()[0].split()
+    assert len(way) > 1
+    assert planned(tight, "qwen3_8b", *SMALL, *way).loads
+    for left_out in way:
+        refused(tight, "qwen3_8b", *(one for one in way if one != left_out))
 
 
 def test_a_folder_without_weights_is_planned_with_and_not_trained_on(
