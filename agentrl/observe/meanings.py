@@ -40,6 +40,10 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "curriculum/hard": "Share of the rows that it has found hard.",
         "bias/seconds": "Mean duration of trained episodes / of all played ones. Below 1, long episodes are missing.",
         "bias/tokens": "The same of lengths in tokens.",
+        "wasted_tokens": "Tokens since the last step that are not trained on, without answers that were cut short.",
+        "wasted_tokens/<why>": "Those of `failed` episodes, `surplus` members, `stale` or `filtered` groups.",
+        "wasted_share": "Wasted tokens / (wasted tokens + tokens of the batch).",
+        "generated_tokens": "All tokens that the engines sampled since the last step, those for later steps included.",
         "failed_tasks": "Tasks of the run so far that failed after all retries.",
     },
     "Staleness": {

@@ -22,6 +22,7 @@ from agentrl.rollout.ledger import Ledger
 from agentrl.rollout.outage import LONGEST_PAUSE, Outages, jittered
 from agentrl.rollout.seeds import derive_seed
 from agentrl.rollout.staleness import Ticket
+from agentrl.rollout.waste import Reason, Waste
 from agentrl.scoring.pipeline import RewardPipeline
 from agentrl.trajectory import Failed, Group, Score, Task, Trajectory
 
@@ -49,6 +50,12 @@ class _GroupState:
     live: dict[int, Episode] = field(default_factory=dict)  # the open attempt of each member
     played: dict[int, _Scored] = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)
+    why: Reason = "stale"  # what those that play are cut off for: unless the group ends itself, it was given up
+
+    @property
+    def thrown_away_as(self) -> Reason:
+        """Why what is cut off now is thrown away."""
+        return "failed" if self.clock.expired() else self.why
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +72,7 @@ class GroupRunner:
     events: EventLog
     slots: EpisodeSlots
     bias: Bias
+    waste: Waste
     seed: int
     episode_ended: Callable[[], None]
     outages: Outages
@@ -112,7 +120,12 @@ class GroupRunner:
                 state = _GroupState(
                     ticket, number, task, Flow(task.id), reserved_slots, clock, now(), self.outages.seconds
                 )
-                return await self._play(state)
+                try:
+                    return await self._play(state)
+                except BaseException as error:
+                    why = "failed" if isinstance(error, MembersLostError) else state.thrown_away_as
+                    self.waste.episodes(why, (one for played in state.played.values() for one, _ in played))
+                    raise
         except TimeoutError:
             if not clock.expired():
                 raise
@@ -180,6 +193,7 @@ class GroupRunner:
                 await asyncio.sleep(jittered(failures[outcome.layer], rng))
         complete = len(state.played) == self.group_size_of(state.task)
         if complete or len(state.lost) > self.config.extra_members:
+            state.why = "surplus" if complete else "failed"
             state.flow.cancel()
 
     def _stop_the_clock(self, state: _GroupState) -> None:
@@ -206,9 +220,11 @@ class GroupRunner:
             outcome = await self._scored([episode.progress.mark(t) for t in await self._played(episode)])
         except asyncio.CancelledError:
             self.bias.cut(now() - started)
+            self.waste.episode(state.thrown_away_as, episode.progress)
             raise
         del state.live[member]
         if isinstance(outcome, Failed):
+            self.waste.episode("failed", episode.progress)
             self.ledger.end(number, member, attempt, "failed", f"{outcome.layer}: {outcome.error}")
             self.events.record("episode failed", episode.id)
             return outcome

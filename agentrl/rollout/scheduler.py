@@ -31,6 +31,7 @@ from agentrl.rollout.group import GroupRunner, MembersLostError
 from agentrl.rollout.ledger import Ledger
 from agentrl.rollout.outage import Outages
 from agentrl.rollout.staleness import STALENESS_RULES, Ticket
+from agentrl.rollout.waste import Waste
 from agentrl.rollout.watchdog import watch
 from agentrl.scoring.pipeline import RewardPipeline
 from agentrl.trajectory import Group, Task, staleness
@@ -113,7 +114,8 @@ class Rollouts:
         self._finished: Channel[_Ended] = self._flow.channel("groups", self._rule.capacity)
         self._playing: dict[Ticket, tuple[_Playing, asyncio.Task[None]]] = {}
         self._ready: dict[Ticket, tuple[int, Group]] = {}
-        self._bias = Bias()
+        self._bias, self._waste = Bias(), Waste()
+        self._generated = 0  # tokens, when the metrics were last asked for
         self._groups = GroupRunner(
             config,
             runner,
@@ -122,6 +124,7 @@ class Rollouts:
             self._events,
             self._slots,
             self._bias,
+            self._waste,
             seed,
             self._episode_ended,
             Outages(config.deadlines.outage),
@@ -176,7 +179,12 @@ class Rollouts:
             self._mixture.trained(groups)
         if self._observer is not None:
             self._observer.observe(groups)
-        return [*groups, *self._segments(step)]
+        for ticket in self._rule.give_up():
+            self._cancel_stale(ticket)
+        self._admit()
+        batch = [*groups, *self._segments(step)]
+        self._waste.trained(batch)
+        return batch
 
     @asynccontextmanager
     async def new_weights(self, version: int) -> AsyncIterator[None]:
@@ -205,11 +213,18 @@ class Rollouts:
             **(
                 {f"envs/{env}/failed_tasks": float(n) for env, n in self._failed_tasks.items()} if self._mixture else {}
             ),
+            "generated_tokens": self._generated_tokens(),
+            **self._waste.metrics(),
             **self._bias.metrics(),
             **self._groups.reward.metrics(),
             **(self._observer.metrics() if self._observer is not None else {}),
             **(getattr(self._curriculum, "metrics", dict)()),
         }
+
+    def _generated_tokens(self) -> float:
+        """The tokens that the engines have sampled since the last call. Those of engines that died are not known."""
+        before, self._generated = self._generated, self._engine.stats().generated_tokens
+        return float(max(0, self._generated - before))
 
     def _segments(self, step: int) -> list[Group]:
         """What the groups have played so far whose tickets the rule has renewed."""
@@ -313,6 +328,7 @@ class Rollouts:
         self._ledger.filtered(self._rule.next_step, number, why, group.rewards_G)
         self._events.record("filtered", group.task.id)
         self._filtered.append((number, group))
+        self._waste.episodes("filtered", group.trajectories)
         self._lose(group.task)
         if len(self._filtered) > self._config.max_filtered_per_step:
             self._closing = True
@@ -335,6 +351,7 @@ class Rollouts:
         """Cancel the group of a ticket that the rule has given up, or drop it if it was finished."""
         if ticket in self._ready:
             number, group = self._ready.pop(ticket)
+            self._waste.episodes("stale", group.trajectories)
             self._lose(group.task)
         else:
             playing, work = self._playing.pop(ticket)

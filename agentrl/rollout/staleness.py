@@ -32,7 +32,8 @@ The other rules are values of the same setting, for comparison. Except `Mask`, t
   played so far, beside the G ready groups, and a critic stands for the rest. The straggler plays on with a deadline as
   if it were admitted now, so the proof above holds. Needs an algorithm with a critic. A single turn that outlasts K
   versions cannot be cut: its old tokens carry no loss.
-- `Drop` (verl, prime-rl): first come, first served; groups too old for the next step are given up and replaced.
+- `Drop` (verl, prime-rl): first come, first served; groups too old for the next step are given up and replaced, as soon
+  as the batch before is chosen without them: nothing more is sampled for them while it is trained on.
   Bounded, but biased towards short episodes.
 - `Drain`: new weights wait until no group is playing, and no group starts meanwhile.
 """
@@ -144,7 +145,11 @@ class StalenessRule:
         self.version = version
         self._training = []
         del self._playing_until[version - 1], self._ready_until[version - 1]  # no group has this deadline any more
-        return self._give_up()
+        return self.give_up()
+
+    def give_up(self) -> list[Ticket]:
+        """The tickets of groups that can no longer be trained on in time, and are therefore no more; usually none."""
+        return []
 
     def _leave_play(self, ticket: Ticket) -> None:
         del self._playing[ticket]
@@ -156,9 +161,6 @@ class StalenessRule:
     def _choose(self) -> list[Ticket] | None:
         """The next batch out of at least `groups_per_step` ready tickets: by default, first come, first served."""
         return list(islice(self._ready, self.groups_per_step))
-
-    def _give_up(self) -> list[Ticket]:
-        return []
 
 
 class DeadlineFirst(StalenessRule):
@@ -238,10 +240,11 @@ class Mask(Gate):
 
 
 class Drop(StalenessRule):
-    """First come, first served; gives up groups that missed their deadline."""
+    """First come, first served; gives up groups that will be too old for the next step, as soon as that is certain."""
 
-    def _give_up(self) -> list[Ticket]:
-        late = [ticket for kept in (self._playing, self._ready) for ticket in kept if ticket.deadline < self.version]
+    def give_up(self) -> list[Ticket]:
+        """The tickets whose deadline is before the next step, playing or ready."""
+        late = [ticket for kept in (self._playing, self._ready) for ticket in kept if ticket.deadline < self.next_step]
         for ticket in late:
             self._playing.pop(ticket, None)
             self._ready.pop(ticket, None)

@@ -43,15 +43,16 @@ class Adversary:
             self.trained += [(step, ticket) for ticket in batch]
             self.cut += [(step, ticket) for ticket in self.rule.renewed]
             self.playing = [self.rule.renewed.get(ticket, ticket) for ticket in self.playing]
+            given_up = self.rule.give_up()
+            self.stale += given_up
+            self.playing = [ticket for ticket in self.playing if ticket not in given_up]
             for _ in range(self.rng.randrange(4)):  # some go on while the trainer works
                 self.admit()
                 if self.playing:
                     self.end_one()
             while not self.rule.may_publish():
                 self.end_one()
-            given_up = self.rule.publish(step + 1)
-            self.stale += given_up
-            self.playing = [ticket for ticket in self.playing if ticket not in given_up]
+            assert self.rule.publish(step + 1) == [], "it was certain before, and more was sampled"
         return self
 
     def admit(self) -> None:
@@ -210,11 +211,15 @@ def test_drop_gives_up_what_missed_its_deadline_playing_or_finished():
     slow, quick = rule.admit(), rule.admit()
     rule.finish(quick)
     assert rule.select() == [quick]
-    assert rule.publish(1) == []
+    assert rule.give_up() == rule.publish(1) == []
     fresh = rule.admit()
     rule.finish(fresh)
+    assert rule.give_up() == []  # it may still be chosen
     assert rule.select() == [fresh]
-    assert rule.publish(2) == [slow]
+    assert rule.admit() is None
+    assert rule.give_up() == [slow]
+    assert rule.admit().deadline == 2  # its place is free at once
+    assert rule.publish(2) == []
 
 
 def test_drain_admits_nothing_while_weights_wait():
