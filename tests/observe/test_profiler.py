@@ -16,6 +16,7 @@ from agentrl.flow import SpanLog, recorded, run_steadily, span
 from agentrl.observe.profiler import FOLDER, Profiler
 from agentrl.observe.trace_file import Slice, TraceFile, read_trace
 from agentrl.observe.usage import Usage
+from agentrl.rollout.budget import Budget
 from agentrl.rollout.config import RolloutConfig
 from agentrl.simulate.engine import SimulatedEngine
 from agentrl.simulate.env import SimulatedEnvs
@@ -37,7 +38,7 @@ class SlowReward:
 
 def play_known_times() -> None:
     """One episode at a time, of which every second is known."""
-    rollout = RolloutConfig(groups_per_step=1, group_size=1, max_turns=TURNS)
+    rollout = RolloutConfig(groups_per_step=1, group_size=1, budget=Budget(turns=TURNS))
     simulation = SimulationConfig(
         engine=SimulatedEngine.Config(seconds_per_token=0.5, answer_tokens=Constant(value=6)),
         env=SimulatedEnvs.Config(
