@@ -1,8 +1,10 @@
 """Demonstrations: episodes of a scripted player, and a model that imitates them before reinforcement learning."""
 
 import asyncio
+import inspect
 import logging
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, cast
@@ -33,6 +35,8 @@ class DemonstrationsConfig(Settings):
     player: str
     """`package.module:function`, called with (environment, random.Random), returning the next action. For a program
     (`env: agent:...`) it is called with the text of the prompt instead of an environment."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the player, such as `{skill: 0.7}` of the weak players of the built-in environments."""
     episodes: int = Field(512, gt=0)
     """Episodes to play, each with a different seed."""
     episodes_per_step: int = Field(32, gt=0)
@@ -91,11 +95,13 @@ async def demonstrate(config: RunConfig, demonstrations: DemonstrationsConfig, m
 
     Raises:
         EnvError: more than `rollout.max_failed_tasks` episodes failed, or all.
+        ConfigError: there is no such player, or it does not take its options.
     """
+    player = _player(demonstrations)
     renderer = await asyncio.to_thread(renderer_of, model, config.model)
     source = task_source(config, "demonstrations")
     tasks = [source.task(index) for index in range(demonstrations.episodes)]
-    trajectories = await _played(config, plugins.load("players", demonstrations.player), renderer, tasks)
+    trajectories = await _played(config, player, renderer, tasks)
     whole = [trajectory for trajectory in trajectories if trajectory.trainable]
     failed = [trajectory for trajectory in trajectories if not trajectory.trainable]
     if failed:
@@ -104,6 +110,21 @@ async def demonstrate(config: RunConfig, demonstrations: DemonstrationsConfig, m
             raise EnvError(f"{text} (rollout.max_failed_tasks={config.rollout.max_failed_tasks})")
         logger.warning("%s; they are left out", text)
     return whole
+
+
+def _player(demonstrations: DemonstrationsConfig) -> ScriptedPlayer:
+    """The player with its options."""
+    player: ScriptedPlayer = plugins.load("players", demonstrations.player)
+    if not demonstrations.options:
+        return player
+    try:
+        inspect.signature(player).bind(None, None, **demonstrations.options)
+    except TypeError as error:
+        taken = ", ".join(list(inspect.signature(player).parameters)[2:]) or "none"
+        raise ConfigError(
+            f"recipe.demonstrations.options do not fit {demonstrations.player}: {error}. Its options: {taken}"
+        ) from error
+    return partial(player, **demonstrations.options)
 
 
 async def _played(

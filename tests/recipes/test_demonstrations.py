@@ -11,7 +11,7 @@ import pytest
 
 from agentrl.config import RunConfig, load_config
 from agentrl.envs.base import TextEnv
-from agentrl.errors import DeadlineError, EnvError
+from agentrl.errors import ConfigError, DeadlineError, EnvError
 from agentrl.protocols import StepResult
 from agentrl.recipes.demonstrations import DemonstrationsConfig, demonstrate
 from agentrl.recipes.starting_model import opening_texts
@@ -72,3 +72,16 @@ def test_resets_that_hang_before_the_first_step_cost_their_texts_only(tmp_path: 
     assert 2 * 5 < len(texts) < 2 * 20
     with pytest.raises(DeadlineError):
         asyncio.run(opening_texts(config_with(tmp_path, 1.0, 3), episodes=20))
+
+
+def say_often(env: Flaky, rng: random.Random, words: int = 1) -> str:
+    return " ".join(["yes"] * words)
+
+
+def test_a_player_takes_its_options_and_is_refused_with_others(tmp_path: Path, tiny_model_dir: Path) -> None:
+    shown = DemonstrationsConfig(player=f"{HERE}:say_often", episodes=1, options={"words": 3})
+    (played,) = asyncio.run(demonstrate(config_with(tmp_path, 0, 0), shown, tiny_model_dir))
+    assert [message.content for message in played.messages if message.role == "assistant"] == ["yes yes yes"]
+    wrong = DemonstrationsConfig(player=f"{HERE}:say_often", episodes=1, options={"word": 3})
+    with pytest.raises(ConfigError, match=r"unexpected keyword argument 'word'. Its options: words"):
+        asyncio.run(demonstrate(config_with(tmp_path, 0, 0), wrong, tiny_model_dir))
