@@ -72,9 +72,24 @@ def checked_prompt(name: str, prompt: Any) -> str:
 
 def _text(where: str, observation: Any) -> str:
     if not isinstance(observation, str):
+        if _holds_image(observation):
+            raise EnvError(
+                f"{where} gave an image ({type(observation).__name__}) for a text; models that are trained here read "
+                "text alone: say in words or numbers what it shows"
+            )
         raise EnvError(f"{where} gave {observation!r:.80} for a text; write a str")
     _check_encodes(f"{where} gave a text", observation)
     return observation
+
+
+def _holds_image(observation: Any) -> bool:
+    """Whether this is an array of pixels, a picture of Pillow, or a message's content that has an image among it."""
+    if isinstance(observation, Mapping):
+        return "image" in str(observation.get("type")) or any(map(_holds_image, observation.values()))
+    if isinstance(observation, list | tuple):
+        return any(map(_holds_image, observation))
+    pixels = getattr(observation, "dtype", None) == np.uint8 and getattr(observation, "ndim", 0) in (2, 3)
+    return pixels or type(observation).__module__.startswith("PIL.")
 
 
 def _check_encodes(what: str, text: str) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from agentrl.errors import ConfigError, ConformanceError, EnvError
 from agentrl.hosting.host import EnvDeadlines, EnvHost, LiveEnv
@@ -217,3 +218,26 @@ def test_whatever_is_replied_is_taken_in_json_s_types_or_refused_with_a_sentence
     assert (type(reward), type(terminated), type(truncated)) == (float, bool, bool)
     json.dumps([observation, info]).encode()
     assert math.isfinite(reward)
+
+
+@pytest.mark.parametrize(
+    "observation",
+    [
+        np.zeros((8, 8, 3), np.uint8),
+        np.zeros((64, 64), np.uint8),
+        Image.new("RGB", (4, 4)),
+        [{"type": "text", "text": "Look:"}, {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}],
+        {"agent": 1, "view": np.zeros((8, 8, 1), np.uint8)},
+    ],
+)
+def test_an_image_for_an_observation_is_refused_by_that_name(observation: Any) -> None:
+    with pytest.raises(EnvError, match=r"E.reset gave an image \(.*\) for a text; .*say in words or numbers"):
+        checked_reset("E", (observation, {}))
+    with pytest.raises(EnvError, match=r"E\.step gave an image"):
+        checked_step("E", (observation, 0.0, False, False, {}))
+
+
+@pytest.mark.parametrize("observation", [None, 3, np.zeros(4, np.uint8), [{"type": "text", "text": "Look:"}]])
+def test_another_value_for_an_observation_is_no_image(observation: Any) -> None:
+    with pytest.raises(EnvError, match=r"E.reset gave .* for a text; write a str"):
+        checked_reset("E", (observation, {}))
