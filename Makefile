@@ -71,9 +71,10 @@ chaos: install
 	    tests/cluster/test_chaos.py tests/cluster/test_ray_nodes.py tests/recipes/test_faults.py tests/recipes/test_runs.py \
 	    tests/remote/test_chaos.py
 
-# Unmodified programs of others, from PyPI and npm, in interpreters of their own: needs a network and Node.
+# Unmodified programs of others, from PyPI and npm, in interpreters of their own: needs a network. AGENTRL_AGENTS=FOLDER
+# says where they are kept (build/agents).
 agents: install
-	$(PYTEST) -n 0 -m long tests/gateway/test_vendor_programs.py
+	$(PYTEST) -n 0 -m "slow or long" tests/gateway/test_vendor_programs.py
 
 # With the reasons of skipped tests: what docs/model-families.md says of vLLM is untried until it is written there.
 long: install

@@ -1,12 +1,7 @@
-"""Unmodified programs of others, in interpreters of their own: `make agents`."""
+"""Unmodified programs of others, in interpreters of their own: `make agents`. CI plays two of them."""
 
 import asyncio
-import os
-import re
-import shlex
-import shutil
-import subprocess
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,37 +12,29 @@ from agentrl.gateway.desk import Desk
 from agentrl.gateway.player import PlayerEngine
 from agentrl.gateway.server import serving
 from agentrl.rollout.episode import Episode
-from agentrl.trajectory import Task, Terminated, ToolCall
+from agentrl.trajectory import Task, Terminated, Trajectory
 from tests.gateway.served import RENDERER, runner_on
+from tests.gateway.vendors import ROOT, VENDORS, Vendor, folder_of_programs
 from tests.processes import PATIENCE_SECONDS
 
-AGENTS = Path(__file__).parent / "agents"
 EPISODES = 20
-UV = str(Path(sys.executable).with_name("uv"))
-PROGRAMS = {
-    "openai-agents": "openai_agents.py",
-    "pydantic-ai-slim[openai]": "pydantic_ai_agent.py",
-}
-"""Packages of PyPI, and the programs that use them."""
+IN_CI = ("openai", "openai of npm")
 
 
-def adds(prompt: str, rng) -> str:
-    """Calls the tool with the numbers of the question, and then says what it returned."""
-    after_question = prompt.rpartition("What is ")[2]
-    a, b = re.findall(r"(\d+) \+ (\d+)", after_question)[0]
-    results = re.findall(r"<tool_response>\s*(\d+)", after_question)
-    return results[-1] if results else ToolCall("add", {"a": int(a), "b": int(b)}).render()
+def play(vendor: Vendor, command: str) -> tuple[Sequence[Trajectory], Sequence[str]]:
+    """Twenty episodes of a command, a few at a time; and all that the model has said."""
+    said: list[str] = []
 
+    def says(prompt: str, rng) -> str:
+        said.append(vendor.model(prompt))
+        return said[-1]
 
-def play(command: str, variables: dict[str, str] | None = None):
-    """Twenty episodes of a command, a few at a time."""
-
-    async def main():
-        desk, engine = Desk(GatewayConfig()), PlayerEngine(adds, RENDERER)
-        runner = runner_on(desk, engine, CommandAgent(command, variables), PATIENCE_SECONDS)
+    async def main() -> Sequence[Trajectory]:
+        desk, engine = Desk(GatewayConfig()), PlayerEngine(says, RENDERER)
+        runner = runner_on(desk, engine, CommandAgent(command, vendor.needs), PATIENCE_SECONDS)
         slots = asyncio.Semaphore(2)
 
-        async def one(seed: int):
+        async def one(seed: int) -> Trajectory:
             async with slots:
                 return (await runner.play(Episode(f"e{seed}", Task("agent:command", seed), seed)))[0]
 
@@ -55,39 +42,30 @@ def play(command: str, variables: dict[str, str] | None = None):
             playing = [group.create_task(one(seed)) for seed in range(EPISODES)]
         return [task.result() for task in playing]
 
-    return asyncio.run(main())
+    return asyncio.run(main()), said
 
 
-def check(trajectories) -> None:
+@pytest.mark.parametrize(
+    "vendor",
+    [
+        pytest.param(vendor, id=vendor.name, marks=pytest.mark.slow if vendor.name in IN_CI else pytest.mark.long)
+        for vendor in VENDORS
+    ],
+)
+def test_an_unmodified_program_is_recorded_exactly(vendor):
+    trajectories, said = play(vendor, vendor.command(folder_of_programs()))
+    sampled = []
     for trajectory in trajectories:
         assert trajectory.status == Terminated(), trajectory.status
         assert trajectory.env_return == 1.0, [message.content for message in trajectory.messages]
-        assert len(trajectory.turns) == 2
-        assert not any(turn.forked for turn in trajectory.turns)
+        assert len(trajectory.turns) == vendor.calls
+        assert sum(turn.forked for turn in trajectory.turns) == vendor.edits
         assert not trajectory.dropped
+        sampled += [turn.completion.token_ids.tolist() for turn in trajectory.turns]
+    assert sorted(sampled) == sorted(RENDERER.answer_ids(text).tolist() for text in said)
 
 
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory) -> Path:
-    """Where packages are installed, kept if AGENTRL_AGENTS names a folder."""
-    return Path(os.environ.get("AGENTRL_AGENTS") or tmp_path_factory.mktemp("agents"))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("package", PROGRAMS)
-def test_a_program_of_pypi_is_recorded_exactly(package, folder):
-    venv = folder / re.sub(r"\W", "_", package)
-    python = venv / "bin" / "python"
-    if not python.exists():
-        subprocess.run([UV, "venv", "-q", str(venv)], check=True)
-        subprocess.run([UV, "pip", "install", "-q", "--python", str(python), package], check=True)
-    check(play(shlex.join([str(python), str(AGENTS / PROGRAMS[package])])))
-
-
-@pytest.mark.long
-def test_a_program_of_npm_is_recorded_exactly(folder):
-    if not (folder / "node_modules" / "openai").exists():
-        install = ["npm", "install", "--silent", "--no-audit", "--no-fund", "--prefix", str(folder), "openai"]
-        subprocess.run(install, check=True)
-    shutil.copy(AGENTS / "node_openai.mjs", folder)  # node looks for packages beside the program
-    check(play(shlex.join(["node", str(folder / "node_openai.mjs")])))
+def test_the_docs_name_every_program_that_is_played():
+    table = (Path(ROOT) / "docs" / "gateway.md").read_text()
+    for vendor in VENDORS:
+        assert f"| `{vendor.name.split()[0]}`" in table, vendor.name

