@@ -395,7 +395,7 @@ async def agent_player(
     """
     desk, rollout = Desk(config.gateway), config.rollout
     program = agent_scheme(config.env.name.removeprefix(AGENT_SCHEME)).program(
-        desk, config.env.isolation, config.env.python
+        desk, config.env.isolation, config.env.python, config.env.folder
     )
     rewarded = any(name_of(part) == "environment" for part in config.reward.parts)
     async with serving(desk, program if isinstance(program, RemoteAgents) else None):

@@ -440,20 +440,27 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> LoadedConfig:
     source = _Source()
     source.set(("run_dir",), f"runs/{path.stem}", "the config's file name")
     _read_yaml(path, source)
-    _look_beside(path, source.values.get("env", {}))
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key:
             shown = without_credentials(override)
             raise ConfigError(f"cannot read the override {shown!r}: write key=value, such as trainer.lr=1e-3")
         source.set(tuple(key.split(".")), _scalar(text), "command line")
+    _look_beside(path, source)
     return validate_config(source.values, source.origins)
 
 
-def _look_beside(path: Path, env: Any) -> None:
-    """Find an agent's function beside the config file too, after all other places."""
-    folder = str(path.absolute().parent)
-    if str(env.get("name", "") if isinstance(env, dict) else "").startswith("agent:") and folder not in sys.path:
+def _look_beside(path: Path, source: _Source) -> None:
+    """Find what belongs to a program (`agent:...`) beside the config file too, after all other places.
+
+    The folder becomes a setting: a resumed run reads its own config file, which lies elsewhere.
+    """
+    env = source.values.get("env")
+    if not isinstance(env, dict) or not str(env.get("name")).startswith("agent:"):
+        return
+    if not env.get("folder"):
+        source.set(("env", "folder"), str(path.absolute().parent), "the config's folder")
+    if (folder := str(env["folder"])) not in sys.path:
         sys.path.append(folder)
 
 

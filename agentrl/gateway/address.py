@@ -37,8 +37,12 @@ class AgentAddress:
             "train and evaluate it (`agentrl train`, `agentrl eval`)"
         )
 
-    def program(self, desk: Desk, isolation: Isolation | None, python: str | None) -> AgentProgram:
+    def program(
+        self, desk: Desk, isolation: Isolation | None, python: str | None, folder: Path | None = None
+    ) -> AgentProgram:
         """The program at this address. Functions run in a thread, or in a process if `isolation` or `python` says so.
+
+        `folder`: where another interpreter looks for the function too (`env.folder`).
 
         Raises:
             ConfigError: there is no such function or interpreter.
@@ -53,14 +57,15 @@ class AgentAddress:
         if found is None:
             raise ConfigError(f"env.python: there is no program {python!r}: write its path, or a name on the PATH")
         child = Path(__file__).with_name("function_child.py")
-        return CommandAgent(join([found, str(child), self.rest]), {} if python else {"PYTHONPATH": self._folder()})
+        places = [str(folder or "") if python else self._folder(), os.environ.get("PYTHONPATH", "")]
+        return CommandAgent(join([found, str(child), self.rest]), {"PYTHONPATH": os.pathsep.join(filter(None, places))})
 
     def _folder(self) -> str:
         """Where the function's package was found."""
         module = plugins.load("agents", self.rest).__module__
         file = Path(sys.modules[module].__file__ or "").absolute()
         depth = module.count(".") + (file.name == "__init__.py")
-        return os.pathsep.join(filter(None, (str(file.parents[depth]), os.environ.get("PYTHONPATH"))))
+        return str(file.parents[depth])
 
 
 def scheme(rest: str) -> AgentAddress:

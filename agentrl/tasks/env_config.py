@@ -8,6 +8,7 @@ env:
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, InstanceOf, PlainSerializer, field_validator, model_validator
@@ -118,6 +119,9 @@ class EnvConfig(OneEnv):
     (`agentrl/rollout/agents.py`); by default the policy plays all."""
     mixture: tuple[MixedEnv, ...] = ()
     """Several environments in one run, instead of `name`."""
+    folder: Path | None = None
+    """Of a program (`agent:...`): where its functions are found too, after all other places; by default the folder of
+    the config file. Environments do not use it."""
     weights_count: Literal["groups", "tokens"] = "groups"
     """What the weights of a mixture are shares of: trained groups, or the sampled tokens in them."""
     exhausted: Literal["end", "others"] = "end"

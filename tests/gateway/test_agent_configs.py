@@ -1,5 +1,8 @@
 """Configs of programs: what goes with them, and what does not."""
 
+import asyncio
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -7,6 +10,10 @@ import pytest
 
 from agentrl.config import load_config
 from agentrl.errors import ConfigError
+from agentrl.gateway.address import AgentAddress
+from agentrl.gateway.desk import Desk
+from agentrl.gateway.program import Assignment
+from agentrl.trajectory import Task
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,3 +39,37 @@ def test_the_example_finds_its_agent_beside_the_config(monkeypatch, tmp_path):
 def test_what_a_program_decides_itself_is_refused(override, named):
     with pytest.raises(ConfigError, match=f"keeps its own conversations.*{named}"):
         load_config(ROOT / "examples" / "agent" / "agent.yaml", [override])
+
+
+AGENT = """
+async def run(task, base_url, api_key):
+    return 1.0
+"""
+
+
+def test_a_function_beside_the_config_is_found_again_by_a_resumed_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    project, run, elsewhere = tmp_path / "project", tmp_path / "run", tmp_path / "elsewhere"
+    for folder in (project, run, elsewhere):
+        folder.mkdir()
+    (project / "lone_agent.py").write_text(AGENT)
+    (project / "agent.yaml").write_text("env: agent:lone_agent:run\nmodel: tiny\nsteps: 1\n")
+    config = load_config(project / "agent.yaml").config
+    (run / "config.yaml").write_text(config.to_yaml())
+    assert config.env.folder == project
+
+    code = (
+        "from pathlib import Path; from agentrl.config import load_config\n"
+        f"print(load_config(Path({str(run / 'config.yaml')!r})).config.env.folder)"
+    )
+    resumed = subprocess.run([sys.executable, "-c", code], check=False, cwd=elsewhere, capture_output=True, text=True)
+    assert resumed.stdout.strip() == str(project), resumed.stderr
+
+
+def test_another_interpreter_finds_the_function_beside_the_config(monkeypatch, tmp_path):
+    (tmp_path / "lone_agent.py").write_text(AGENT)
+    monkeypatch.setenv("PYTHONPATH", "/somewhere")
+    program = AgentAddress("lone_agent:run").program(Desk(), "process", sys.executable, tmp_path)
+    assert program.more == {"PYTHONPATH": f"{tmp_path}{os.pathsep}/somewhere"}
+    ended = asyncio.run(program.run(Assignment(Task("agent:x", 0), "http://127.0.0.1:1", "key")))
+    assert ended.reward == 1.0
