@@ -25,6 +25,7 @@ from agentrl.exact_metrics import ExactMetrics
 from agentrl.flow import spare_what_lives
 from agentrl.gateway.address import SCHEME as AGENT_SCHEME
 from agentrl.gateway.address import scheme as agent_scheme
+from agentrl.gateway.containment import check_containment
 from agentrl.gateway.desk import Desk
 from agentrl.gateway.episode import AgentEpisodeRunner
 from agentrl.gateway.remote_agents import RemoteAgents
@@ -391,7 +392,8 @@ async def agent_player(
     """Serve the gateway to the run's program, and yield what makes the episodes' runner of a policy.
 
     Raises:
-        ConfigError: there is no such program, or the gateway cannot be served.
+        ConfigError: there is no such program, the gateway cannot be served, or the program cannot be kept from the
+            network, as `gateway.network` wants.
     """
     desk, rollout = Desk(config.gateway), config.rollout
     program = agent_scheme(config.env.name.removeprefix(AGENT_SCHEME)).program(
@@ -399,6 +401,8 @@ async def agent_player(
     )
     rewarded = any(name_of(part) == "environment" for part in config.reward.parts)
     async with serving(desk, program if isinstance(program, RemoteAgents) else None):
+        if config.gateway.network == "gateway":
+            await check_containment(desk)
         yield lambda policy: AgentEpisodeRunner(
             policy,
             renderer,

@@ -220,7 +220,24 @@ class RunConfig(Settings):
                 f"env is a program, {self.env.name!r}, which keeps its own conversations and runs as it is: leave out "
                 f"{' and '.join(wrong)}"
             )
+        self._check_containment()
         return self
+
+    def _check_containment(self) -> None:
+        """Refuse to keep a program from the network that does not run in processes of its own."""
+        env = self.env
+        if self.gateway.network == "open" or env.name.startswith("agent:command "):
+            return
+        if env.name == "agent:remote":
+            raise ValueError(
+                "gateway.network=gateway keeps the programs that the run starts from the network, and agents elsewhere "
+                "(agent:remote) are started by others: leave it out"
+            )
+        if env.isolation != "process" and env.python is None:
+            raise ValueError(
+                f"gateway.network=gateway needs a process for each episode, and {env.name!r} runs in threads: write "
+                "env.isolation=process"
+            )
 
     @model_validator(mode="after")
     def _members_have_others_to_be_compared_with(self) -> Self:

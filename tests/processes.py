@@ -83,3 +83,15 @@ def can_mount() -> bool:
     if shutil.which("unshare") is None:
         return False
     return subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode == 0
+
+
+def processes_with(text: str) -> list[str]:
+    """The numbers of processes whose environment has this text."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if text.encode() in entry.read_bytes():
+                found.append(entry.parent.name)
+        except OSError:
+            continue
+    return found

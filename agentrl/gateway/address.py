@@ -49,8 +49,9 @@ class AgentAddress:
         """
         if self.rest == "remote":
             return RemoteAgents(desk)
+        within = desk if desk.config.network == "gateway" else None
         if self.rest.startswith("command "):
-            return CommandAgent(self.rest.removeprefix("command ").strip())
+            return CommandAgent(self.rest.removeprefix("command ").strip(), contained_by=within)
         if python is None and isolation != "process":
             return FunctionAgent(plugins.load("agents", self.rest), self.rest)
         found = executable if python is None else which(python)

@@ -7,6 +7,9 @@ It finds the model in the variables that OpenAI's and Anthropic's clients read, 
     AGENTRL_REWARD_FILE   where it may write its reward: a number, or JSON with `reward` and `success`
     AGENTRL_URL           where it may post rewards: POST $AGENTRL_URL/v1/rewards
 
+With `gateway.network: gateway` the command runs in a network of its own (`agentrl/sandbox/network.py`), in which the
+gateway is at the same port of 127.0.0.1, and nothing else can be reached.
+
 A shell leads the group. It stays until the group is killed, so its number cannot be another process's by then; and it
 kills the group itself when the run is gone, whatever the cause.
 """
@@ -16,16 +19,20 @@ import json
 import os
 import shutil
 import signal
+import socket
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from agentrl.errors import EnvError
-from agentrl.flow import run_to_completion
+from agentrl.flow import Flow, run_to_completion
+from agentrl.gateway.desk import Desk
 from agentrl.gateway.outcome import AgentOutcome, outcome_of
 from agentrl.gateway.program import Assignment
+from agentrl.sandbox import network
 
 # $1: the command, $2: the file of its output. Standard input is the lifeline, standard output tells the exit status.
 _LEADER = """
@@ -36,17 +43,24 @@ echo $?
 wait
 """
 _LAST_BYTES = 2000
+_START_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class CommandAgent:
-    """`AgentProgram` of a command, which a shell reads. `more`: variables that it gets beside the usual ones."""
+    """`AgentProgram` of a command, which a shell reads. `more`: variables that it gets beside the usual ones.
+
+    `contained_by`: the desk whose server is all that it can reach by network; by default it can reach what you can.
+    """
 
     command: str
     more: Mapping[str, str] | None = None
+    contained_by: Desk | None = None
 
     async def run(self, assignment: Assignment) -> AgentOutcome:
         """Run the command for one task. When it ends, so do all processes that it has started."""
+        if self.contained_by is not None:
+            assignment = replace(assignment, url=f"http://127.0.0.1:{_port(assignment)}")
         folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="agentrl-agent-"))
         try:
             status = await self._status(assignment, folder)
@@ -57,18 +71,52 @@ class CommandAgent:
             await run_to_completion(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True))
 
     async def _status(self, assignment: Assignment, folder: Path) -> int:
+        """Run the command to its end. Returns its exit status."""
+        if self.contained_by is None:
+            return await self._exit_status(self.command, assignment, folder)
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            os.set_inheritable(theirs.fileno(), True)
+            command = network.contained(self.command, theirs.fileno(), _port(assignment))
+            async with Flow("command") as flow:
+                running = flow.start(self._exit_status(command, assignment, folder, theirs), name="process")
+                with await self._listener(ours, folder) as listener:
+                    async with self.contained_by.accepting(listener):
+                        return await running
+
+    async def _listener(self, channel: socket.socket, folder: Path) -> socket.socket:
+        """The socket that listens in the command's network.
+
+        Raises:
+            EnvError: there is none, and the command does not run.
+        """
+        channel.settimeout(_START_SECONDS)
+        said, sockets, *_ = await asyncio.to_thread(socket.recv_fds, channel, 4096, 1)
+        if said != network.READY:
+            raise EnvError(f"the command {self.command!r:.200} was not started: {said.decode() or _tail(folder)}")
+        return socket.socket(fileno=sockets[0])
+
+    async def _exit_status(
+        self, command: str, assignment: Assignment, folder: Path, channel: socket.socket | None = None
+    ) -> int:
+        variables = _variables(assignment, folder) | dict(self.more or {})
+        if channel is not None:
+            variables = {name: value for name, value in variables.items() if not name.lower().endswith("_proxy")}
         leader = await asyncio.create_subprocess_exec(
             "sh",
             "-c",
             _LEADER,
             "sh",
-            self.command,
+            command,
             str(folder / "output"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env=_variables(assignment, folder) | dict(self.more or {}),
+            env=variables,
             start_new_session=True,
+            pass_fds=() if channel is None else (channel.fileno(),),
         )
+        if channel is not None:
+            channel.close()
         assert leader.stdout is not None
         try:
             return int(await leader.stdout.readline() or b"255")
@@ -98,6 +146,11 @@ def _variables(assignment: Assignment, folder: Path) -> dict[str, str]:
     }
     dropped = {"ANTHROPIC_AUTH_TOKEN", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID"}
     return {name: value for name, value in os.environ.items() if name not in dropped} | own
+
+
+def _port(assignment: Assignment) -> int:
+    """The gateway's port."""
+    return urlsplit(assignment.url).port or 80
 
 
 def _outcome(file: Path, command: str) -> AgentOutcome:

@@ -1,5 +1,7 @@
 """The settings of the gateway."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from agentrl.protocols import Settings
@@ -18,6 +20,9 @@ class GatewayConfig(Settings):
     token_env: str | None = None
     """The environment variable with the token that agents elsewhere (`env: agent:remote`) show to get tasks. Needed
     unless the gateway listens on this machine alone."""
+    network: Literal["open", "gateway"] = "open"
+    """What the run's program can reach by network: what you can, or the gateway alone. The latter is for programs in
+    processes of their own (a command, or a function with `env.isolation: process`), and needs user namespaces."""
     max_body_bytes: int = Field(16 << 20, ge=1024)
     """The longest request."""
     request_seconds: float = Field(30.0, gt=0)

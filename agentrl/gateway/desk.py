@@ -1,14 +1,19 @@
 """The open episodes, by the keys that their programs hold."""
 
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from agentrl.gateway.config import GatewayConfig
 from agentrl.gateway.refusal import CallRefusedError
 from agentrl.gateway.session import AgentSession
+
+
+def _not_served(listener: socket.socket) -> AbstractAsyncContextManager[None]:
+    raise RuntimeError("the gateway is not being served: write `async with serving(desk)`")
 
 
 @dataclass(eq=False, slots=True)
@@ -21,6 +26,8 @@ class Desk:
     config: GatewayConfig = field(default_factory=GatewayConfig)
     url: str = ""
     """The address that programs are given; known when the server has started."""
+    accepting: Callable[[socket.socket], AbstractAsyncContextManager[None]] = _not_served
+    """Inside the block, requests on a further listening socket are answered too; set when the server has started."""
     _sessions: dict[bytes, AgentSession] = field(default_factory=dict)
     _salt: bytes = field(default_factory=lambda: secrets.token_bytes(16))
 

@@ -152,6 +152,22 @@ class GatewayServer(uvicorn.Server):
         """Capture none."""
         return nullcontext()
 
+    @asynccontextmanager
+    async def accepting(self, listener: socket.socket) -> AsyncIterator[None]:
+        """Inside the block, requests on a further socket are answered too."""
+
+        def connected() -> asyncio.Protocol:
+            return self.config.http_protocol_class(  # type: ignore[call-arg]
+                config=self.config, server_state=self.server_state, app_state={}
+            )
+
+        listener.setblocking(False)
+        server = await asyncio.get_running_loop().create_server(connected, sock=listener)
+        try:
+            yield
+        finally:
+            server.close()
+
 
 @asynccontextmanager
 async def serving(desk: Desk, agents: RemoteAgents | None = None) -> AsyncIterator[None]:
@@ -179,6 +195,8 @@ async def serving(desk: Desk, agents: RemoteAgents | None = None) -> AsyncIterat
             timeout_graceful_shutdown=1,
         )
     )
+    server.config.load()
+    desk.accepting = server.accepting
     async with Flow("gateway") as flow:
         task = flow.start(server.serve(sockets=[listener]), name="server")
         try:

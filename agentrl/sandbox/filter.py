@@ -72,6 +72,8 @@ _LAST = 450
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _CLONE_NEW, _CLONE_THREAD, _CLONE_FILES, _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 0x7E020080, 0x10000, 0x400, 1, 4
 _SIGCHLD = 17
+_NETWORKS = (2, 10, 16)  # AF_INET, AF_INET6, AF_NETLINK
+_STREAMS = tuple(kind | flags for kind in (1, 5) for flags in (0, 0x800, 0x80000, 0x80800))  # also in packets
 _F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _FIOSETOWN, _SIOCSPGRP = 8, 10, 15, 0x8901, 0x8902
 
 # Classic BPF, of linux/filter.h and linux/seccomp.h: load a word, test it and jump (one offset if true, another if
@@ -114,11 +116,7 @@ def seccomp_filter(alone: int = 0, metered: bool = False) -> bytes:
     Raises:
         OSError: the system calls of this machine's architecture are not listed here.
     """
-    machine = os.uname().machine
-    if machine not in _ARCHITECTURES:
-        raise OSError(errno.ENOSYS, f"there is no list of system calls for {machine}")
-    column, architecture = _ARCHITECTURES[machine]
-    no, allow = _refuse(errno.EPERM), [(_RETURN, 0, 0, _ALLOW)]
+    no = _refuse(errno.EPERM)
     # A pair of stream sockets only: a datagram socket can send to a name.
     about: dict[str, _Code] = {
         "clone3": _refuse(errno.ENOSYS),  # its flags are behind a pointer; the C library then uses clone
@@ -148,6 +146,34 @@ def seccomp_filter(alone: int = 0, metered: bool = False) -> bytes:
         about["ioctl"] = [*_argument(1), *_where(_EQUAL, (_FIOSETOWN, _SIOCSPGRP), no)]
     refused = _REFUSED | (_REFUSED_ALONE if alone else {})
     about |= {name: _refuse(errno.EACCES if name == "socket" else errno.EPERM) for name in refused}
+    return _compiled(about)
+
+
+def network_filter() -> bytes:
+    """The filter for a program in a network of its own: no sockets of kinds that no network namespace confines.
+
+    Those are sockets with a name in the file system, behind which any service of the machine may be, and those of
+    virtual machines and devices. A datagram socket of a pair can send to a name too, so pairs are of streams.
+
+    Raises:
+        OSError: the system calls of this machine's architecture are not listed here.
+    """
+    return _compiled(
+        {
+            "socket": [*_argument(0), *_unless(_EQUAL, _NETWORKS, _refuse(errno.EACCES))],
+            "socketpair": [*_argument(1), *_unless(_EQUAL, _STREAMS, _refuse(errno.EACCES))],
+            "io_uring_setup": _refuse(errno.ENOSYS),  # it makes sockets without the call `socket`
+        }
+    )
+
+
+def _compiled(about: dict[str, _Code]) -> bytes:
+    """The filter that treats these calls so, and allows others that are not newer than the list."""
+    machine = os.uname().machine
+    if machine not in _ARCHITECTURES:
+        raise OSError(errno.ENOSYS, f"there is no list of system calls for {machine}")
+    column, architecture = _ARCHITECTURES[machine]
+    allow = [(_RETURN, 0, 0, _ALLOW)]
     code: _Code = [
         (_LOAD, 0, 0, 4), (_EQUAL, 1, 0, architecture), (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, 0), (_AT_LEAST, 0, 1, _LAST + 1), *_refuse(errno.ENOSYS),

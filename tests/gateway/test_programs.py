@@ -20,7 +20,7 @@ from agentrl.gateway.server import serving
 from agentrl.rollout.episode import Episode
 from agentrl.trajectory import Failed, Task, Terminated
 from tests.gateway.served import runner_on, saying, until
-from tests.processes import PATIENCE_SECONDS
+from tests.processes import PATIENCE_SECONDS, processes_with
 
 TASK = Task("agent:x", 7, {"size": 3}, "t1")
 
@@ -55,17 +55,6 @@ def test_a_function_that_hangs_is_cancelled_at_the_deadline():
     trajectory = played("tests.gateway.programs:hangs", seconds=2.0)
     assert isinstance(trajectory.status, Failed)
     assert "rollout.deadlines.episode" in trajectory.status.error
-
-
-def processes_with(key: str) -> list[str]:
-    found = []
-    for entry in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if key.encode() in entry.read_bytes():
-                found.append(entry.parent.name)
-        except OSError:
-            continue
-    return found
 
 
 def run_command(command: str, key: str = "k-of-a-test", **variables: str) -> AgentOutcome:

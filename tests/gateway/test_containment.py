@@ -1,0 +1,168 @@
+"""Programs that reach nothing by network but the gateway (`gateway.network: gateway`)."""
+
+import asyncio
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import psutil
+import pytest
+
+from agentrl.config import load_config
+from agentrl.errors import ConfigError
+from agentrl.gateway.address import scheme
+from agentrl.gateway.command_agent import CommandAgent
+from agentrl.gateway.config import GatewayConfig
+from agentrl.gateway.desk import Desk
+from agentrl.gateway.program import Assignment
+from agentrl.gateway.server import serving
+from agentrl.rollout.episode import Episode
+from agentrl.trajectory import Failed, Task, Terminated
+from tests.gateway.served import runner_on, saying, until
+from tests.processes import PATIENCE_SECONDS, processes_with
+
+ROOT = Path(__file__).parents[2]
+ALL_BUT_THE_GATEWAY = """
+import json, os, socket, sys, urllib.request
+
+body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": "hi"}]}).encode()
+headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "content-type": "application/json"}
+asked = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+with urllib.request.urlopen(asked) as answer:
+    said = json.load(answer)["choices"][0]["message"]["content"]
+
+reached = []
+for family, address in json.loads(sys.argv[1]):
+    try:
+        with socket.socket(family) as connecting:
+            connecting.settimeout(10)
+            connecting.connect(tuple(address) if isinstance(address, list) else address)
+            reached.append(address)
+    except OSError:
+        continue
+sees = [name for name in os.listdir("/proc") if name.isdigit() and int(name) > 1000]
+assert not sees, sees
+print(f"said {said!r}, reached {reached}")
+with open(os.environ["AGENTRL_REWARD_FILE"], "w") as file:
+    json.dump(float(said == "left" and not reached), file)
+"""
+
+
+def played(command: str, network: str):
+    """An episode of a command."""
+
+    async def main():
+        desk, engine = Desk(GatewayConfig(network=network)), saying("left")
+        runner = runner_on(desk, engine, scheme(f"command {command}").program(desk, None, None), PATIENCE_SECONDS)
+        async with engine, serving(desk):
+            return (await runner.play(Episode("e", Task("agent:x", 7), 0)))[0]
+
+    return asyncio.run(main())
+
+
+def own_address() -> str:
+    """An address of this machine beside 127.0.0.1, as that of another host is."""
+    found = [one.address for each in psutil.net_if_addrs().values() for one in each if one.family == socket.AF_INET]
+    return next((address for address in found if not address.startswith("127.")), "127.0.0.2")
+
+
+@pytest.fixture
+def services(tmp_path):
+    """What listens on this machine: on another port of the loopback, on another address, on a file."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as near,
+        socket.create_server((own_address(), 0)) as far,
+        socket.socket(socket.AF_UNIX) as file,
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        file.bind(f"{folder}/socket")
+        file.listen()
+        yield [(listener.family, listener.getsockname()) for listener in (near, far, file)]
+
+
+@pytest.mark.parametrize(("network", "reward"), [("gateway", 1.0), ("open", 0.0)])
+def test_a_program_reaches_the_gateway_and_nothing_else(network, reward, services, tmp_path):
+    file = tmp_path / "agent.py"
+    file.write_text(ALL_BUT_THE_GATEWAY if network == "gateway" else ALL_BUT_THE_GATEWAY.replace("assert", "#"))
+    trajectory = played(shlex.join([sys.executable, str(file), json.dumps(services)]), network)
+    assert trajectory.status == Terminated(), trajectory.status
+    assert trajectory.env_return == reward
+    assert len(trajectory.turns) == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "error"), [("echo no idea; exit 3", "status 3: no idea"), ("kill -9 $$", "status 137")]
+)
+def test_a_contained_command_that_fails_has_failed(command, error):
+    status = played(command, "gateway").status
+    assert isinstance(status, Failed)
+    assert error in status.error
+
+
+LEAVES_PROCESSES = "from tests.gateway.programs import leaves_processes as p; p(0, 0, 0)"
+
+
+def test_all_processes_of_a_contained_command_end_with_it(tmp_path):
+    key, started = f"agentrl-key-{os.getpid()}-contained", tmp_path / "started"
+    command = f"PYTHONPATH={ROOT} {shlex.join([sys.executable, '-c', LEAVES_PROCESSES])}"
+
+    async def main():
+        desk = Desk(GatewayConfig(network="gateway"))
+        async with serving(desk):
+            agent = CommandAgent(command, {"AGENTRL_TEST_STARTED": str(started)}, desk)
+            playing = asyncio.get_running_loop().create_task(agent.run(Assignment(Task("agent:x", 7), desk.url, key)))
+            await until(started.exists)
+            assert len(processes_with(key)) >= 5
+            playing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await playing
+            await until(lambda: not processes_with(key))
+
+    asyncio.run(main())
+
+
+WITHOUT_NAMESPACES = """
+import asyncio, os
+from agentrl.errors import ConfigError
+from agentrl.gateway.config import GatewayConfig
+from agentrl.gateway.containment import check_containment
+from agentrl.gateway.desk import Desk
+from agentrl.gateway.server import serving
+from agentrl.sandbox import kernel
+
+uid, gid = os.geteuid(), os.getegid()
+kernel.unshare(kernel.CLONE_NEWUSER)
+kernel.map_to_self(uid, gid)
+with open("/proc/sys/user/max_user_namespaces", "w") as file:
+    file.write("0")
+
+async def main():
+    desk = Desk(GatewayConfig(network="gateway"))
+    async with serving(desk):
+        await check_containment(desk)
+
+try:
+    asyncio.run(main())
+except ConfigError as error:
+    print(error)
+"""
+
+
+def test_a_machine_without_namespaces_is_refused_by_name():
+    done = subprocess.run([sys.executable, "-c", WITHOUT_NAMESPACES], check=True, capture_output=True, text=True)
+    assert "gateway.network=gateway: this machine cannot keep programs from the network" in done.stdout
+    assert "unshare: No space left on device" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error"),
+    [([], "runs in threads: write env.isolation=process"), (["env=agent:remote"], "started by others: leave it out")],
+)
+def test_programs_that_cannot_be_contained_are_refused(overrides, error):
+    with pytest.raises(ConfigError, match=error):
+        load_config(ROOT / "examples" / "agent" / "agent.yaml", ["gateway.network=gateway", *overrides])
