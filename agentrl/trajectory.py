@@ -276,13 +276,15 @@ class Score:
     """A reward's verdict on a trajectory: the value, its named parts, and whether it could be computed at all.
 
     A failed score has the value NaN, so that a mean that includes it by mistake is NaN too. `turns`: what single turns
-    contributed to the value; the last turn gets the rest (`Group.turn_rewards_G`).
+    contributed to the value; the last turn gets the rest (`Group.turn_rewards_G`). `worked`: from when to when rewards
+    worked on it.
     """
 
     value: float
     parts: Mapping[str, float] = field(default_factory=dict)
     status: Scored | Failed = field(default_factory=Scored)
     turns: tuple[float, ...] = ()
+    worked: tuple[tuple[float, float], ...] = field(default=(), compare=False)
 
     @staticmethod
     def failed(error: str, layer: Layer = "reward") -> "Score":

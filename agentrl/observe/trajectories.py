@@ -48,14 +48,16 @@ SCHEMA = pa.schema(
         ("success", pa.bool_()),
         ("score", pa.float64()),
         ("parts", pa.string()),
+        ("scoring", pa.list_(pa.struct([("began", pa.float64()), ("ended", pa.float64())]))),
         ("picture", pa.string()),
         ("messages", pa.list_(_MESSAGE)),
         ("turns", pa.list_(_TURN)),
     ]
 )
-"""`info`, `parts` and `tool_calls` are JSON; `detail` is the limit, the error or the reason in the status. `started`
-and `asked` are Unix time, in seconds. `num_tokens` are the sampled ones, `oldest_version` that of the new turns.
-`picture` is HTML: the environment's drawing of the state that a turn answers, and of the last one.
+"""`info`, `parts` and `tool_calls` are JSON; `detail` is the limit, the error or the reason in the status. `started`,
+`asked` and the times of `scoring`, when rewards worked on the episode, are Unix time, in seconds. `num_tokens` are the
+sampled ones, `oldest_version` that of the new turns. `picture` is HTML: the environment's drawing of the state that a
+turn answers, and of the last one.
 
 The first `trained_turns` turns were trained on before, in a segment: a row of an earlier step with the same id.
 """
@@ -99,6 +101,7 @@ def _row(trajectory: Trajectory, score: Score, epoch: float) -> dict[str, object
         "success": succeeded(trajectory, score),
         "score": score.value,
         "parts": json.dumps(dict(score.parts)),
+        "scoring": [{"began": began + epoch, "ended": ended + epoch} for began, ended in score.worked],
         "picture": trajectory.picture,
         "messages": [
             {

@@ -157,10 +157,13 @@ class GroupRunner:
 
     async def _compared(self, group: Group) -> Group:
         """The group, with the scores of the reward parts that compare its members added."""
+        began = now()
         scores = await self.reward.score_group(group.trajectories, group.scores, self._reward_failed)
+        comparing = ((began, now()),) if now() > began else ()
         if failed := next((score.status for score in scores if isinstance(score.status, Failed)), None):
             raise MembersLostError(f"the group could not be scored: {failed.error}")
-        return replace(group, scores=tuple(scores))
+        timed = [replace(s, worked=b.worked + comparing) for s, b in zip(scores, group.scores, strict=True)]
+        return replace(group, scores=tuple(timed))
 
     def _reward_failed(self, trajectory_id: str) -> None:
         self.events.record("reward failed", trajectory_id)
@@ -247,8 +250,9 @@ class GroupRunner:
         for trajectory in trajectories:
             if isinstance(trajectory.status, Failed):
                 return trajectory.status
+            began = now()
             score = await self.reward.score(trajectory, self._reward_failed)
             if isinstance(score.status, Failed):
                 return score.status
-            scored.append((trajectory, score))
+            scored.append((trajectory, replace(score, worked=((began, now()),))))
         return tuple(scored)

@@ -208,6 +208,13 @@ class Rollouts:
         return {
             "live_episodes": float(self._slots.taken),
             "live_episodes/limit": float(self._slots.limit),
+            "groups/playing": float(len(self._playing)),
+            "groups/ready": float(len(self._ready)),
+            **{
+                f"channels/{stats.name.rpartition('/')[2]}/{name}": float(getattr(stats, name))
+                for stats in self._flow.snapshot()
+                for name in ("depth", "capacity", "put_wait", "get_wait")
+            },
             "blocked_seconds": self._finished.snapshot().get_wait,
             "failed_tasks": float(self._failed_tasks.total()),
             **(

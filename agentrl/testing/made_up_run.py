@@ -28,9 +28,9 @@ STEP_SECONDS = 10.0
 class MadeUpRun:
     """Writes the files of a run into a folder, step by step, without a model.
 
-    In each step, episodes are played for the first 6 of 10 seconds; the trainer has 3, and weights take 1. The second
-    turn of each group's first member forks. `texts` are what the environment shows, `pictures` how it draws its states;
-    tests give hostile ones.
+    In each step, episodes are played and scored for the first 6 of 10 seconds; the trainer has 3, and weights take 1.
+    The second turn of each group's first member forks. `texts` are what the environment shows, `pictures` how it
+    draws its states; tests give hostile ones.
     """
 
     folder: Path
@@ -68,15 +68,34 @@ class MadeUpRun:
         self._record(step, groups)
         self._time(step)
         MetricsFile(self.folder / "metrics.jsonl").append(
-            {"step": step, **rollout_metrics(groups, step), "seconds": STEP_SECONDS, "entropy": 1 / (step + 1)}
+            {
+                "step": step,
+                **rollout_metrics(groups, step),
+                **self._scheduling(step),
+                "seconds": STEP_SECONDS,
+                "entropy": 1 / (step + 1),
+            }
         )
         self._done += 1
+
+    def _scheduling(self, step: int) -> dict[str, float]:
+        """What the scheduler says of itself: the trainer waits 6 of the 10 seconds of each step."""
+        channel = {"depth": 1.0, "capacity": 4.0, "put_wait": 0.0, "get_wait": 6.0 * (step + 1)}
+        slots = float(self.groups * self.members)
+        return {
+            "live_episodes": slots, "live_episodes/limit": 2 * slots, "groups/playing": float(self.groups),
+            "groups/ready": 0.0, "blocked_seconds": 6.0 * (step + 1),
+            **{f"channels/groups/{name}": value for name, value in channel.items()},
+        }  # fmt: skip
 
     def _group(self, step: int, number: int, rng: random.Random) -> Group:
         task = Task(self.env, rng.randrange(10**6), {}, f"train-{self._tasks + number:06d}")
         scores = [rng.choice((0.0, 0.5, 1.0)) for _ in range(self.members)]
         members = [self._trajectory(step, task, member, scores[member], rng) for member in range(self.members)]
-        return Group(task, tuple(members), tuple(Score(score, {"environment": score}) for score in scores), step)
+        ended = BEGIN + STEP_SECONDS * step + 6.0
+        return Group(
+            task, tuple(members), tuple(_score(*pair, ended) for pair in zip(members, scores, strict=True)), step
+        )
 
     def _trajectory(self, step: int, task: Task, member: int, score: float, rng: random.Random) -> Trajectory:
         started = BEGIN + STEP_SECONDS * step + rng.random()
@@ -137,3 +156,8 @@ class MadeUpRun:
                 file.write(json.dumps({"pid": 0, "step": step, "phase": phase, "since": since}) + "\n")
         status = {"pid": 0, "step": step, "phase": "record", "since": since}
         (self.folder / "status.json").write_text(json.dumps(status))
+
+
+def _score(trajectory: Trajectory, value: float, ended: float) -> Score:
+    """The score of an episode, at which rewards work from its end on until the Unix time `ended`."""
+    return Score(value, {"environment": value}, worked=((trajectory.started + trajectory.seconds, ended),))

@@ -62,8 +62,11 @@ class EpisodeReader:
             members.append({"row": row, "messages": shown})
         return {"task": task, "members": members}
 
-    def turns_of_step(self, step: int) -> list[dict[str, Any]]:
-        """When the episodes of a step were played, and when the model and the environment worked in each."""
+    def turns_of_step(self, step: int, *, staleness: bool = False) -> list[dict[str, Any]]:
+        """When the episodes of a step were played, and when the model, the environment and rewards worked in each.
+
+        With `staleness`, also how many versions the oldest token of each turn is behind the step.
+        """
         path = self._run.files("trajectories").get(step)
         if path is None:
             return []
@@ -75,13 +78,18 @@ class EpisodeReader:
             "success",
             "started",
             "seconds",
-            *(f"turns.list.element.{n}" for n in _TIMES),
+            "scoring",
+            *(f"turns.list.element.{n}" for n in (*_TIMES, *(["policy_versions"] if staleness else []))),
         ]
         with pq.ParquetFile(path) as file:
             for batch in file.iter_batches(columns=columns):
                 for row in batch.to_pylist():
-                    turns = [[turn[name] for name in _TIMES] for turn in row.pop("turns") or () if "asked" in turn]
-                    found.append({"started": 0.0, "seconds": 0.0, **row, "turns": turns})
+                    turns = [turn for turn in row.pop("turns") or () if "asked" in turn]
+                    times = [[turn[name] for name in _TIMES] for turn in turns]
+                    scoring = [[one["began"], one["ended"]] for one in row.pop("scoring", None) or ()]
+                    found.append({"started": 0.0, "seconds": 0.0, **row, "turns": times, "scoring": scoring})
+                    if staleness:
+                        found[-1]["stale"] = [step - min(turn["policy_versions"], default=step) for turn in turns]
         return sorted(found, key=lambda one: one["started"])
 
     def _trajectory(self, row: Mapping[str, Any], columns: Sequence[str] | None = None) -> dict[str, Any] | None:

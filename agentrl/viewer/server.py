@@ -240,7 +240,7 @@ def _add_episodes(app: FastAPI, runs: _OpenRuns) -> None:
 
     @app.get("/api/gantt")
     def gantt(run: str, step: int) -> Any:
-        return _Json(runs.episodes(run)[1].turns_of_step(step))
+        return _Json(runs.episodes(run)[1].turns_of_step(step, staleness=True))
 
 
 async def _events(runs: _OpenRuns) -> AsyncIterator[str]:

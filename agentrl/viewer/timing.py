@@ -14,6 +14,7 @@ import numpy.typing as npt
 from agentrl.viewer.episode import EpisodeReader
 from agentrl.viewer.episodes import EpisodeIndex
 from agentrl.viewer.folders import Phase, RunFolder
+from agentrl.viewer.stage_graph import stage_graph
 
 Intervals = Sequence[tuple[float, float]]
 _BINS = 240
@@ -26,8 +27,8 @@ _OTHER = "rest of the loop"
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What happened in some steps, in Unix time: the loop's phases, and when the model answered, environments worked
-    and episodes were played.
+    """What happened in some steps, in Unix time: the loop's phases, and when the model answered, environments worked,
+    rewards worked and episodes were played.
     """
 
     begin: float
@@ -35,6 +36,7 @@ class Window:
     phases: Sequence[Phase]
     model: Intervals
     env: Intervals
+    rewards: Intervals
     played: Intervals
 
     @property
@@ -50,7 +52,7 @@ class Window:
     def busy(self) -> dict[frozenset[str], float]:
         """Seconds by set of busy resources."""
         lanes = self.lanes
-        resources = {"engine": self.model, "environments": self.env}
+        resources = {"engine": self.model, "environments": self.env, "rewards": self.rewards}
         resources |= {name: lanes[name] for name in ("trainer", "weights")}
         return busy_sets(resources, self.begin, self.end)
 
@@ -68,29 +70,41 @@ def window_of(
         return None
     begin, end = phases[0]["begin"], max(one["end"] or one["begin"] for one in phases)
     rows = index.in_play(begin, end)
-    model, env = _turns(reader, rows, begin, end, most_files)
+    model, env, rewards = _worked(reader, rows, begin, end, most_files)
     played = [(row["started"], row["started"] + row["seconds"]) for row in rows]
-    return Window(begin, end, phases, model, env, played)
+    return Window(begin, end, phases, model, env, rewards, played)
 
 
 def timing(run: RunFolder, index: EpisodeIndex, reader: EpisodeReader, steps: tuple[int, int] | None) -> dict[str, Any]:
     """The lanes of the steps from the first to the last of `steps`, by default the newest ones.
 
     `lanes`: for each resource, its intervals (phases) or its mean load in equal bins. `busy`: seconds by set of busy
-    resources. `advice`: what bound these steps, in sentences. `all` and `played`: the steps that can be asked for, and
-    those whose episodes are known. Times are seconds from `begin`.
+    resources. `bound` and `advice`: what bound these steps, and what follows, in sentences. `graph`: see `stage_graph`.
+    `all` and `played`: the steps that can be asked for, and those whose episodes are known. Times are seconds from
+    `begin`.
     """
     known = sorted({one["step"] for one in run.phases() if one["end"] is not None})
     newest = (known[-min(_SHOWN, len(known))], known[-1]) if known else None
     window = window_of(run, index, reader, steps or newest, _MOST_FILES)
     if window is None:
-        return {"begin": None, "steps": [], "lanes": [], "busy": [], "advice": [], "all": known, "played": []}
+        return {
+            "begin": None,
+            "steps": [],
+            "lanes": [],
+            "busy": [],
+            "advice": [],
+            "all": known,
+            "played": [],
+            "bound": None,
+            "graph": [],
+        }
     begin, busy = window.begin, window.busy
     bins = np.linspace(begin, window.end, _BINS + 1)
     lanes: list[dict[str, Any]] = [
         {"name": name, "intervals": [[a - begin, b - begin] for a, b in found]} for name, found in window.lanes.items()
     ]
-    for name, found in (("episodes in play", window.played), ("engine", window.model), ("environments", window.env)):
+    loads = {"episodes in play": window.played, "engine": window.model, "environments": window.env}
+    for name, found in (loads | ({"rewards": window.rewards} if window.rewards else {})).items():
         lanes.append({"name": name, "load": [round(float(one), 3) for one in load(found, bins)]})
     return {
         "begin": begin,
@@ -100,7 +114,9 @@ def timing(run: RunFolder, index: EpisodeIndex, reader: EpisodeReader, steps: tu
         "played": list(run.files("trajectories")),
         "lanes": lanes,
         "busy": [{"set": sorted(names), "seconds": seconds} for names, seconds in busy.items()],
+        "bound": bound_by(busy),
         "advice": advice(busy, run.settings()),
+        "graph": stage_graph(window, run.metrics(), run.settings()),
     }
 
 
@@ -140,6 +156,18 @@ def load(intervals: Intervals, bins: npt.NDArray[np.float64]) -> npt.NDArray[np.
     return np.diff(covered) / np.diff(bins)
 
 
+def bound_by(busy: Mapping[frozenset[str], float]) -> str | None:
+    """What bound the run: the trainer, if it works most of the time; else what worked longest while it did not."""
+    without = {names: seconds for names, seconds in busy.items() if "trainer" not in names}
+    total, idle = sum(busy.values()), sum(without.values())
+    if total <= 0:
+        return None
+    if idle < 0.5 * total:
+        return "trainer"
+    working = {name: sum(s for names, s in without.items() if name in names) for names in without for name in names}
+    return max(working, key=lambda name: working[name], default=None)
+
+
 def advice(busy: Mapping[frozenset[str], float], settings: Mapping[str, Any]) -> list[str]:
     """What bound the run, and which settings change it."""
     total = sum(busy.values())
@@ -158,7 +186,8 @@ def advice(busy: Mapping[frozenset[str], float], settings: Mapping[str, Any]) ->
         way_out = (
             "raise rollout.max_staleness to 1, so that the next step's episodes are played while it trains"
             if not staleness and share("trainer") > 0.1
-            else "add engines, or give the devices of the trainer to them"
+            else "give the engine more to do at once (rollout.max_live_episodes, rollout.groups_per_step), or add "
+            "engines, or give the devices of the trainer to them"
         )
         said.append(f"The trainer does not train in {waits:.0%} of the time: {way_out}.")
     if share("environments", without=("engine", "trainer")) > 0.15:
@@ -166,6 +195,11 @@ def advice(busy: Mapping[frozenset[str], float], settings: Mapping[str, Any]) ->
         said.append(
             f"In {alone:.0%} of the time only environments work: play more episodes at once "
             "(rollout.max_live_episodes), run them on more workers (cluster.env_workers), or make them faster."
+        )
+    if (alone := share("rewards", without=("engine", "environments", "trainer"))) > 0.15:
+        said.append(
+            f"In {alone:.0%} of the time only rewards work: let more of them run at once, give a judge more endpoints, "
+            "or raise rollout.max_staleness, so that scoring overlaps with playing."
         )
     if share("trainer") > 0.6:
         said.append(
@@ -177,22 +211,23 @@ def advice(busy: Mapping[frozenset[str], float], settings: Mapping[str, Any]) ->
             f"Publishing weights takes {share('weights'):.0%} of the time: see weights.transport, or train longer "
             "between updates (rollout.groups_per_step)."
         )
-    idle = share(without=("engine", "environments", "trainer", "weights"))
+    idle = share(without=("engine", "environments", "rewards", "trainer", "weights"))
     if idle > 0.2:
         said.append(
-            f"In {idle:.0%} of the time none of these was busy. Evaluation, checkpoints, rewards (a judge?) and "
-            "the writing of files are not among them: see the other lanes."
+            f"In {idle:.0%} of the time none of these was busy. Evaluation, checkpoints and the writing of files are "
+            "not among them: see the other lanes."
         )
     return said or ["Nothing stands out: engine and trainer share the time evenly."]
 
 
-def _turns(
+def _worked(
     reader: EpisodeReader, rows: Sequence[Mapping[str, Any]], begin: float, end: float, most_files: int
-) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    """When the model answered and when environments worked, in the episodes of these rows."""
+) -> tuple[list[tuple[float, float]], list[tuple[float, float]], list[tuple[float, float]]]:
+    """When the model answered, and when environments and rewards worked, in the episodes of these rows."""
     steps = sorted({row["step"] for row in rows})
     model: list[tuple[float, float]] = []
     env: list[tuple[float, float]] = []
+    rewards: list[tuple[float, float]] = []
     for step in steps if len(steps) <= most_files else ():
         for episode in reader.turns_of_step(step):
             for asked, generated, waited in episode["turns"]:
@@ -200,7 +235,8 @@ def _turns(
                 if asked < end and answered + waited > begin:
                     model.append((asked, answered))
                     env.append((answered, answered + waited))
-    return model, env
+            rewards += [(began, ended) for began, ended in episode["scoring"] if began < end and ended > begin]
+    return model, env, rewards
 
 
 def _step_begins(phases: Sequence[Phase]) -> list[tuple[int, float]]:

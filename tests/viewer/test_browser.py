@@ -122,6 +122,10 @@ def test_every_page_is_drawn_without_an_error_or_a_request_to_another_host(serve
     page.open("#/time?runs=first")
     assert {"trainer", "engine", "environments", "waits for episodes"} <= set(page.texts(".lane-name"))
     page.wait(lambda: page.script("return document.querySelector('canvas.gantt') !== null"))
+    assert {"rewards", "channel groups"} <= set(page.texts("[aria-label='stages and channels'] .lane-name"))
+    assert page.texts(".badge") == ["bound by: engine"]
+    page.script("[...document.querySelectorAll('button')].find((b) => b.textContent === 'colour by staleness').click()")
+    assert "versions of the weights" in page.script("return document.querySelector('#view').innerText")
     page.open("#/config?runs=first,second")
     assert page.texts("tbody td:first-child") == ["trainer.lr"]
     assert page.complaints() == []

@@ -9,7 +9,8 @@ from agentrl.testing.made_up_run import MadeUpRun
 from agentrl.viewer.episode import EpisodeReader
 from agentrl.viewer.episodes import EpisodeIndex
 from agentrl.viewer.folders import RunFolder
-from agentrl.viewer.timing import advice, busy_sets, load, timing
+from agentrl.viewer.stage_graph import stage_graph
+from agentrl.viewer.timing import advice, bound_by, busy_sets, load, timing, window_of
 
 spans = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)).map(lambda pair: tuple(sorted(pair))), max_size=8)
 
@@ -75,6 +76,54 @@ def test_the_lanes_of_a_run_are_its_phases_and_its_episodes_turns(tmp_path):
     assert by_set["trainer",] == pytest.approx(3)
     assert sum(by_set.values()) == pytest.approx(10)
     assert found["all"] == found["played"] == [0, 1, 2]
+
+
+def test_what_works_while_the_trainer_does_not_binds_the_run():
+    both, trains = frozenset({"engine", "environments"}), frozenset({"trainer", "engine"})
+    assert bound_by({both: 4.0, frozenset({"environments"}): 3.0, trains: 3.0}) == "environments"
+    assert bound_by({both: 4.0, frozenset({"engine"}): 3.0, trains: 3.0}) == "engine"
+    assert bound_by({both: 4.0, trains: 6.0}) == "trainer"
+    assert bound_by({frozenset(): 4.0}) is None
+    assert bound_by({}) is None
+    assert "only rewards work" in " ".join(advice({frozenset({"rewards"}): 3.0, trains: 5.0}, {}))
+
+
+def test_the_graph_has_what_ran_with_depths_and_waits_of_these_steps_alone(tmp_path):
+    made = MadeUpRun(tmp_path / "run", settings={"rollout": {"groups_per_step": 4, "max_staleness": 1}})
+    made.begin()
+    for _ in range(4):
+        made.step()
+    folder = RunFolder("run", made.folder)
+    index = EpisodeIndex(folder)
+    window = window_of(folder, index, EpisodeReader(folder, index), (1, 2), 16)
+    assert window is not None
+    nodes = {node["name"]: node for node in stage_graph(window, folder.metrics(), folder.settings())}
+    assert list(nodes) == [
+        "episodes in play", "engine", "environments", "rewards", "channel groups", "ready groups", "trainer", "weights",
+    ]  # fmt: skip
+    assert nodes["trainer"]["share"] == pytest.approx(0.3)
+    assert nodes["trainer"]["facts"] == [["waited for groups", "12.0 s"]]
+    assert nodes["channel groups"]["facts"] == [
+        ["depth", "1.0 of 4"], ["episodes waited", "0.0 s"], ["trainer waited", "12.0 s"],
+    ]  # fmt: skip
+    assert nodes["episodes in play"]["full"] == pytest.approx(16 * 5 / 10 / 32)
+    assert ["groups", "4.0 of 8"] in nodes["episodes in play"]["facts"]
+    rewards = sum(end - begin for begin, end in window.rewards)
+    assert nodes["rewards"]["facts"] == [["at once", round(rewards / 20, 2)]]
+
+
+def test_waits_that_begin_again_in_a_resumed_run_are_not_negative(tmp_path):
+    made = MadeUpRun(tmp_path / "run")
+    made.begin()
+    made.step()
+    folder = RunFolder("run", made.folder)
+    index = EpisodeIndex(folder)
+    window = window_of(folder, index, EpisodeReader(folder, index), None, 16)
+    assert window is not None
+    later = [{"step": 0, "reward": 0.0, "blocked_seconds": 2.0}]
+    trainer = next(node for node in stage_graph(window, later, {}) if node["name"] == "trainer")
+    assert trainer["facts"] == [["waited for groups", "2.0 s"]]
+    assert not any(node["name"].startswith("channel") for node in stage_graph(window, later, {}))
 
 
 def test_a_phase_that_its_process_did_not_live_to_end_has_no_length(tmp_path):

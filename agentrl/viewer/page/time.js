@@ -2,10 +2,13 @@
 
 import { ask } from "./data.js";
 import { add, colourOf, duration, el, hideTip, number, showTip } from "./dom.js";
+import { drawGraph } from "./graph.js";
 
-const HUES = { trainer: "#3b82c4", weights: "#b468c2", engine: "#37a06f", environments: "#dd8136", "episodes in play": "#7d8a95", "waits for episodes": "#c2a029", evaluation: "#4fb0b8", "rest of the loop": "#8d949b" };
-const ORDER = ["trainer", "waits for episodes", "weights", "engine", "environments", "episodes in play", "evaluation", "rest of the loop"];
+const HUES = { trainer: "#3b82c4", weights: "#b468c2", engine: "#37a06f", environments: "#dd8136", rewards: "#c95d6b", "episodes in play": "#7d8a95", "waits for episodes": "#c2a029", evaluation: "#4fb0b8", "rest of the loop": "#8d949b" };
+const ORDER = ["trainer", "waits for episodes", "weights", "engine", "environments", "rewards", "episodes in play", "evaluation", "rest of the loop"];
 const [LEFT, LANE] = [132, 30];
+const STALE = ["#37a06f", "#c2a029", "#dd8136", "#c95d6b"];
+const chosen = { stale: false };
 
 export async function showTime(room, context) {
   const run = context.chosen[0].name, place = context.place;
@@ -18,18 +21,21 @@ export async function showTime(room, context) {
     context.go("time", { first: all[at], last: all[Math.min(all.length, at + count) - 1] });
   };
   const span = (count) => context.go("time", { first: all[Math.max(0, all.indexOf(last) - count + 1)], last });
-  const lanes = el("div", { class: "panel lanes" }), gantt = el("div", {});
+  const lanes = el("div", { class: "panel lanes" }), gantt = el("div", {}), graph = el("div", { class: "panel lanes" });
+  const stale = el("button", { class: "small", "aria-pressed": String(chosen.stale), onclick: () => { chosen.stale = !chosen.stale; stale.setAttribute("aria-pressed", String(chosen.stale)); draw(); } }, "colour by staleness");
+  const bound = found.bound ? el("span", { class: "badge" }, `bound by: ${found.bound}`) : null;
   const total = found.busy.reduce((sum, one) => sum + one.seconds, 0) || 1;
   add(room, 
-    el("div", { class: "bar" }, el("h1", {}, first === last ? `Step ${first}` : `Steps ${first} to ${last}`), el("span", { class: "soft" }, duration(found.seconds)),
+    el("div", { class: "bar" }, el("h1", {}, first === last ? `Step ${first}` : `Steps ${first} to ${last}`), el("span", { class: "soft" }, duration(found.seconds)), bound,
       el("button", { disabled: first === all[0], onclick: () => move(-1) }, "earlier"), el("button", { disabled: last === all.at(-1), onclick: () => move(1) }, "later"),
       [1, 4, 16, 64].filter((count) => count <= all.length || count === 1).map((count) => el("button", { "aria-pressed": String(shown.length === count), onclick: () => span(count) }, count === 1 ? "1 step" : `${count} steps`))),
     el("ul", { class: "advice" }, found.advice.map((text) => el("li", {}, text))), lanes,
+    el("h2", {}, "Stages and channels"), graph,
     el("div", { class: "two" },
       el("section", {}, el("h2", {}, "Who was busy at the same time"), el("div", { class: "panel table" }, el("table", {}, el("thead", {}, el("tr", {}, el("th", {}, "busy"), el("th", { class: "number" }, "time"), el("th", { class: "number" }, "share"), el("th", {}))), el("tbody", {}, found.busy.map((one) => el("tr", {}, el("td", {}, one.set.join(" + ") || "none of these"), el("td", { class: "number" }, duration(one.seconds)), el("td", { class: "number" }, `${((100 * one.seconds) / total).toFixed(1)} %`), el("td", { style: { width: "30%" } }, el("div", { class: "meter", style: { width: `${(100 * one.seconds) / total}%` } })))))))),
-      el("section", {}, el("h2", {}, "Episodes of step ", el("select", { "aria-label": "step", onchange: (event) => context.go("time", { first, last, step: event.target.value }, undefined, true) }, shown.map((each) => el("option", { value: each, selected: each === step }, String(each))))), gantt)));
+      el("section", {}, el("h2", {}, "Episodes of step ", el("select", { "aria-label": "step", onchange: (event) => context.go("time", { first, last, step: event.target.value }, undefined, true) }, shown.map((each) => el("option", { value: each, selected: each === step }, String(each)))), " ", stale), gantt)));
   const drawn = await ask("gantt", { run, step });
-  const draw = () => { drawLanes(lanes, found); drawGantt(gantt, drawn, context, step); };
+  const draw = () => { drawLanes(lanes, found); drawGraph(graph, found.graph, HUES); drawGantt(gantt, drawn, context, step); };
   return { attached: draw, resized: draw };
 }
 
@@ -68,7 +74,7 @@ function drawLanes(holder, found) {
 function drawGantt(holder, episodes, context, step) {
   if (!episodes.length) { holder.replaceChildren(el("p", { class: "empty" }, "No episode of this step was kept.")); return; }
   const row = Math.max(2, Math.min(14, Math.floor(560 / episodes.length))), width = Math.max(300, holder.clientWidth - 32);
-  const begin = Math.min(...episodes.map((one) => one.started)), end = Math.max(...episodes.map((one) => one.started + one.seconds));
+  const begin = Math.min(...episodes.map((one) => one.started)), end = Math.max(...episodes.flatMap((one) => [one.started + one.seconds, ...one.scoring.map(([, to]) => to)]));
   const canvas = el("canvas", { class: "gantt", role: "img", "aria-label": `${episodes.length} episodes of step ${step}` });
   const density = devicePixelRatio || 1, pen = canvas.getContext("2d");
   canvas.width = width * density; canvas.height = row * episodes.length * density;
@@ -79,21 +85,29 @@ function drawGantt(holder, episodes, context, step) {
     const y = i * row, thick = Math.max(1, row - 1);
     pen.fillStyle = line;
     pen.fillRect(px(one.started), y, Math.max(1, px(one.started + one.seconds) - px(one.started)), thick);
-    for (const [asked, model, env] of one.turns) {
-      pen.fillStyle = HUES.engine;
+    one.turns.forEach(([asked, model, env], turn) => {
+      pen.fillStyle = chosen.stale ? STALE[Math.min(one.stale[turn], STALE.length - 1)] : HUES.engine;
       pen.fillRect(px(asked), y, Math.max(0.4, px(asked + model) - px(asked)), thick);
       pen.fillStyle = HUES.environments;
       pen.fillRect(px(asked + model), y, px(asked + model + env) - px(asked + model), thick);
-    }
+    });
+    pen.fillStyle = HUES.rewards;
+    for (const [from, to] of one.scoring) pen.fillRect(px(from), y, px(to) - px(from), thick);
   });
   const at = (event) => episodes[Math.floor((event.clientY - canvas.getBoundingClientRect().top) / row)];
   canvas.addEventListener("pointermove", (event) => {
     const one = at(event);
     if (!one) return;
     const sum = (column) => one.turns.reduce((total, turn) => total + turn[column], 0);
-    showTip(event, one.id, [["score", number(one.score)], ["turns", String(one.turns.length)], ["begins after", duration(one.started - begin)], ["lasts", duration(one.seconds)], ["model", duration(sum(1)), HUES.engine], ["environment", duration(sum(2)), HUES.environments]]);
+    showTip(event, one.id, [["score", number(one.score)], ["turns", String(one.turns.length)], ["begins after", duration(one.started - begin)], ["lasts", duration(one.seconds)], ["model", duration(sum(1)), HUES.engine], ["environment", duration(sum(2)), HUES.environments], ["rewards", duration(one.scoring.reduce((total, [from, to]) => total + to - from, 0)), HUES.rewards], ["versions behind", ages(one.stale)]]);
   });
   canvas.addEventListener("pointerleave", hideTip);
   canvas.addEventListener("click", (event) => { const one = at(event); if (one) context.go("episode", { id: one.id, agent: one.agent, step }); });
-  holder.replaceChildren(el("div", { class: "panel" }, canvas, el("p", { class: "soft small" }, `${episodes.length} episodes over ${duration(end - begin)}. Green: the model answers; orange: the environment works; grey: neither. Click one to open it.`)));
+  holder.replaceChildren(el("div", { class: "panel" }, canvas, el("p", { class: "soft small" }, `${episodes.length} episodes over ${duration(end - begin)}. ${chosen.stale ? "The model's answers by how many versions of the weights they are behind this step: green 0, yellow 1, orange 2, red more." : "Green: the model answers; orange: the environment works;"} red at the end: rewards; grey: none of them. Click one to open it.`)));
+}
+
+/** How many versions the turns of an episode are behind, such as "0" or "0 to 2". */
+function ages(stale) {
+  const low = Math.min(...stale), high = Math.max(...stale);
+  return stale.length ? (low === high ? String(low) : `${low} to ${high}`) : "–";
 }
