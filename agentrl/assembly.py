@@ -142,6 +142,7 @@ class TrainingAssembly(RolloutAssembly):
     def rollouts(self, run: Run, step: int) -> Rollouts:
         """A scheduler for the steps from `step` on. Tasks that an earlier launch left open come first."""
         run.metrics.rewind(step)
+        run.display.resume(step, (row["reward"] for row in run.metrics.rows() if "reward" in row))
         pending = run.ledger.rewind(step)
         tasks, gives_up = task_source(self.config, "train"), self.config.env.exhausted == "others"
         if isinstance(tasks, Mixture):
@@ -149,7 +150,7 @@ class TrainingAssembly(RolloutAssembly):
         if isinstance(tasks, Curriculum):
             for number, task, rewards_G in run.ledger.outcomes():
                 tasks.observe(number, task, rewards_G)
-        return Rollouts(
+        rollouts = Rollouts(
             self.config.rollout,
             tasks=tasks,
             runner=self.self_play or self.runner,
@@ -164,6 +165,8 @@ class TrainingAssembly(RolloutAssembly):
             next_number=run.ledger.next_number(),
             gives_up=gives_up,
         )
+        run.display.watch(rollouts.underway)
+        return rollouts
 
 
 @dataclass(frozen=True, slots=True)

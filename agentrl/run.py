@@ -117,7 +117,7 @@ class Run:
             self.metrics = MetricsFile(self.folder / "metrics.jsonl")
             if resume:
                 self.metrics.mend()
-            self.display = ProgressDisplay(console, self.config.steps)
+            self.display = ProgressDisplay(console, self.config.steps, str(self.folder))
             self._profiler = Profiler(self.folder, always=self.config.observe.profile)
             self._settings = {key: str(value) for key, value, _ in loaded.rows()}
             self._origins = {key: origin for key, _, origin in loaded.rows()}
@@ -189,7 +189,7 @@ class Run:
 
     def _warn(self, row: Mapping[str, Any]) -> None:
         for text in self._silence.read(row):
-            self.display.say(f"[yellow]warning:[/yellow] {text} (docs/why-it-does-not-learn.md)")
+            self.display.warn(row["step"], text)
             with (self.folder / "warnings.jsonl").open("a") as file:
                 file.write(json.dumps({"step": row["step"], "text": text}) + "\n")
 
@@ -209,6 +209,7 @@ class Run:
         """Record in `status.json` and `timeline.jsonl` that `phase` of step `step` begins."""
         begin = datetime.now(UTC)
         self._profiler.begin_phase(step, phase, begin.timestamp())
+        self.display.begin_phase(phase)
         status = {"pid": os.getpid(), "step": step, "phase": phase, "since": begin.isoformat()}
         path = self.folder / "status.json"
         unfinished(path).write_text(json.dumps(status) + "\n")  # it need not survive a loss of power
@@ -233,7 +234,7 @@ class Run:
         self.metrics.append({"step": step, **metrics})
         for tracker in self._trackers:
             tracker.log(step, metrics)
-        self.display.step(step, metrics)
+        self.display.step(step, metrics, groups)
         self._warn({"step": step, **metrics})
 
     async def record_samples(
@@ -274,6 +275,7 @@ class Run:
         self.metrics.append({"step": step, **metrics})
         for tracker in self._trackers:
             tracker.log(step, metrics)
+        self.display.held_out(step, metrics["eval/success"])
         self.display.say(
             f"held-out success after {step} steps: [bold]{metrics['eval/success']:.1%}[/bold] of "
             f"{metrics['eval/episodes']:.0f} episodes (95 % interval {metrics['eval/success_low']:.1%} to "

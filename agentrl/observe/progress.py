@@ -1,40 +1,33 @@
-"""The terminal display of a run in progress."""
+"""The display of a run in progress, in the terminal or in a log."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
-from rich.text import Text
+from rich.markup import escape
 
-from agentrl.flow import notices
+from agentrl.observe.dashboard import Dashboard, line_of
+from agentrl.observe.run_progress import RunProgress
+from agentrl.rollout.underway import Underway
+from agentrl.trajectory import Group
 
 
 class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
-    """Shows step, reward, success, tokens per second, staleness, how the time was spent, and what episodes wait for.
+    """Shows a run's step, phase, reward curve, time left, slots, slowest environments, failures, waits and warnings.
 
-    On a terminal it is redrawn in place; to a file or a pipe it writes one line per step, and waits are in the log.
+    On a terminal it is redrawn in place. To a file, a pipe, a notebook or a terminal that cannot move its cursor it
+    writes one line per step, and waits are in the log.
     """
 
-    def __init__(self, console: Console, steps: int) -> None:
+    def __init__(self, console: Console, steps: int, name: str = "") -> None:
         self._console = console
-        self._bar = Progress(
-            TextColumn("[bold]{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=console,
-        )
-        self._task = self._bar.add_task("training", total=steps)
-        self._last_step: RenderableType = ""
+        self._progress = RunProgress(steps, name)
         self._live = None
-        if console.is_terminal:
-            self._live = Live(get_renderable=self._shown, console=console, refresh_per_second=4)
+        if console.is_terminal and not console.is_dumb_terminal:
+            self._live = Live(Dashboard(self._progress), console=console, refresh_per_second=4)
 
     def __enter__(self) -> Self:
         if self._live is not None:
@@ -51,35 +44,31 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         """Print a line above the display."""
         self._console.print(text, highlight=False, soft_wrap=self._live is None)
 
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show a finished step."""
-        self._bar.update(self._task, completed=step + 1)
-        shown = _cells(metrics)
+    def warn(self, step: int, text: str) -> None:
+        """Print a warning of a step (counted from 0) above the display, and show it there for a while."""
+        self._progress.warn(step, text)
+        self.say(f"[yellow]warning:[/yellow] {escape(text)} (docs/why-it-does-not-learn.md)")
+
+    def watch(self, underway: Callable[[], Underway]) -> None:
+        """Show what a scheduler does from now on. `underway` is called by the thread that redraws."""
+        self._progress.underway = underway
+
+    def resume(self, done: int, rewards: Iterable[float]) -> None:
+        """Go on after so many steps, which earned these rewards."""
+        self._progress.done, self._progress.rewards = done, tuple(rewards)
+
+    def begin_phase(self, phase: str) -> None:
+        """Show the phase that begins."""
+        self._progress.begin_phase(phase)
+
+    def step(self, step: int, metrics: Mapping[str, float], groups: Iterable[Group] = ()) -> None:
+        """Show a finished step, counted from 0, and the groups that it was trained on."""
+        self._progress.step(step, metrics, groups)
         if self._live is None:
-            self.say(f"step {step + 1:4d}  " + "  ".join(f"{name} {value}" for name, value in shown.items()))
-            return
-        table = Table(box=None, padding=(0, 1), show_edge=False)
-        for name in shown:
-            table.add_column(name, justify="right")
-        table.add_row(*shown.values())
-        self._last_step = table
-        self._live.refresh()
+            self.say(line_of(self._progress))
+        else:
+            self._live.refresh()
 
-    def _shown(self) -> RenderableType:
-        """What the terminal shows now; called by the thread that redraws it."""
-        waits = [Text(f"waiting: {each}", style="yellow") for each in notices()]
-        return Group(self._bar, *([self._last_step] if self._last_step else []), *waits)
-
-
-def _cells(metrics: Mapping[str, float]) -> dict[str, str]:
-    seconds = max(metrics["seconds"], 1e-9)
-    phases = {name.removeprefix("seconds/"): value for name, value in metrics.items() if name.startswith("seconds/")}
-    return {
-        "reward": f"{metrics['reward']:.3f}",
-        "success": f"{metrics['success']:.0%}",
-        "turns": f"{metrics['turns']:.1f}",
-        "tokens/s": f"{metrics['tokens_per_second']:,.0f}",
-        "staleness": f"{metrics['staleness/mean']:.2f} (max {metrics['staleness/max']:.0f})",
-        "gap": f"{metrics.get('logprob_gap_max', 0.0):.1e}",
-        "time": f"{seconds:.1f}s = " + " + ".join(f"{value / seconds:.0%} {name}" for name, value in phases.items()),
-    }
+    def held_out(self, steps: int, success: float) -> None:
+        """Show the success on held-out tasks after so many steps."""
+        self._progress.held_out = (steps, success)

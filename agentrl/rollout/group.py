@@ -22,6 +22,7 @@ from agentrl.rollout.ledger import Ledger
 from agentrl.rollout.outage import LONGEST_PAUSE, Outages, jittered
 from agentrl.rollout.seeds import derive_seed
 from agentrl.rollout.staleness import Ticket
+from agentrl.rollout.underway import OpenGroup
 from agentrl.rollout.waste import Reason, Waste
 from agentrl.scoring.pipeline import RewardPipeline
 from agentrl.trajectory import Failed, Group, Score, Task, Trajectory
@@ -46,6 +47,7 @@ class _GroupState:
     clock: asyncio.Timeout
     began: float
     outage_seconds: float  # of the run, when the group began
+    loop: asyncio.AbstractEventLoop
     attempts: dict[int, int] = field(default_factory=dict)  # the last attempt of each member
     live: dict[int, Episode] = field(default_factory=dict)  # the open attempt of each member
     played: dict[int, _Scored] = field(default_factory=dict)
@@ -79,6 +81,14 @@ class GroupRunner:
     group_size_of: Callable[[Task], int]
     playing: dict[int, _GroupState] = field(default_factory=dict)
     """The groups of which parts can be trained on, by the numbers of their tasks."""
+    failures: Counter[Layer] = field(default_factory=Counter)
+    """Attempts that failed, by layer."""
+
+    def longest(self, count: int = 3) -> list[OpenGroup]:
+        """The groups that have been played for the longest. Any thread may ask."""
+        playing = list(self.playing.values())
+        found = [OpenGroup(one.task.id, one.task.env, one.loop.time() - one.began) for one in playing]
+        return sorted(found, key=lambda one: -one.seconds)[:count]
 
     def take_segments(self, number: int, step: int) -> Group | None:
         """What the members of a running group have played since the last call, to be trained on at `step`.
@@ -118,7 +128,15 @@ class GroupRunner:
         try:
             async with asyncio.timeout(seconds) as clock:
                 state = _GroupState(
-                    ticket, number, task, Flow(task.id), reserved_slots, clock, now(), self.outages.seconds
+                    ticket,
+                    number,
+                    task,
+                    Flow(task.id),
+                    reserved_slots,
+                    clock,
+                    now(),
+                    self.outages.seconds,
+                    asyncio.get_running_loop(),
                 )
                 try:
                     return await self._play(state)
@@ -228,6 +246,7 @@ class GroupRunner:
         del state.live[member]
         if isinstance(outcome, Failed):
             self.waste.episode("failed", episode.progress)
+            self.failures[outcome.layer] += 1
             self.ledger.end(number, member, attempt, "failed", f"{outcome.layer}: {outcome.error}")
             self.events.record("episode failed", episode.id)
             return outcome

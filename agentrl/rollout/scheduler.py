@@ -31,6 +31,7 @@ from agentrl.rollout.group import GroupRunner, MembersLostError
 from agentrl.rollout.ledger import Ledger
 from agentrl.rollout.outage import Outages
 from agentrl.rollout.staleness import STALENESS_RULES, Ticket
+from agentrl.rollout.underway import Underway
 from agentrl.rollout.waste import Waste
 from agentrl.rollout.watchdog import watch
 from agentrl.scoring.pipeline import RewardPipeline
@@ -200,6 +201,17 @@ class Rollouts:
         for ticket in self._rule.publish(version):
             self._cancel_stale(ticket)
         self._admit()
+
+    def underway(self) -> Underway:
+        """What is being played. Any thread may ask."""
+        return Underway(
+            self._slots.taken,
+            self._slots.limit,
+            len(self._ready) + self._finished.snapshot().depth,
+            self._config.groups_per_step,
+            dict(self._groups.failures),
+            self._groups.longest(),
+        )
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the scheduler so far: slots, total time the trainer was blocked, bias, failed tasks; of scoring

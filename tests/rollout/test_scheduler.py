@@ -24,6 +24,7 @@ from agentrl.rollout.ledger import Ledger
 from agentrl.rollout.renderer import TemplateRenderer
 from agentrl.rollout.scheduler import Rollouts
 from agentrl.rollout.staleness import STALENESS_RULES
+from agentrl.rollout.underway import Underway
 from agentrl.rollout.watchdog import watch
 from agentrl.tasks.seeded import SeededTasks
 from agentrl.testing import ScriptedEngine
@@ -91,6 +92,7 @@ class World:
     events: EventLog = field(default_factory=EventLog)
     seconds: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
+    underway: list[Underway] = field(default_factory=list)
 
     def run(self) -> "World":
         SlowEnv.attempts.clear()
@@ -123,6 +125,7 @@ class World:
         async with engine, rollouts:
             for step in range(self.steps):
                 self.batches.append(await rollouts.next_batch())
+                self.underway.append(rollouts.underway())
                 await asyncio.sleep(self.train_seconds)
                 async with rollouts.new_weights(step + 1):
                     await engine.update_weights({}, step + 1)
@@ -470,3 +473,24 @@ def test_the_number_of_live_episodes_follows_the_engine():
     engine = ScriptedEngine.replying(lambda request: b"go", max_batch=16, seconds_per_token=lambda request: 5.0)
     world = World(config(groups_per_step=100, min_live_episodes=4), steps=2, engine=engine).run()
     assert 16 <= world.metrics["live_episodes/limit"] <= 64
+
+
+def test_a_display_sees_failures_by_layer_the_longest_groups_and_what_is_ready():
+    class Env(SlowEnv):
+        trouble = staticmethod(lambda seed, attempts: "crash" if attempts[seed] == 1 else "")
+
+    reward = Sum(lambda trajectory: trajectory.id.endswith("/1/1"))
+    world = World(config(max_staleness=1, max_failed_tasks=100), steps=4, env=Env, reward=reward).run()
+    last = world.underway[-1]
+    failed = world.metrics["failed_tasks"] + world.ledger.episode_fates().failed
+    assert failed > 0
+    assert sum(last.failures.values()) <= world.ledger.episode_fates().failed
+    assert last.failures["environment"] > 0
+    for seen in world.underway:
+        seconds = [group.seconds for group in seen.longest]
+        assert seconds == sorted(seconds, reverse=True)
+        assert all(group.env == "slow" and group.seconds >= 0 for group in seen.longest)
+        assert 0 <= seen.slots <= seen.slots_limit
+        assert seen.wanted == 4
+    assert any(seen.longest for seen in world.underway)
+    assert any(seen.ready for seen in world.underway)
