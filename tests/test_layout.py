@@ -37,7 +37,7 @@ LAYERS = [
     {"run"},
     {"assembly"},
     {"recipes", "viewer"},
-    {"cli"},
+    {"cli", "notebook"},
 ]
 PLUGINS_MAY_IMPORT = {
     "arrays",
