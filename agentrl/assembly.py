@@ -207,6 +207,7 @@ async def assemble_training(
         ConfigError: the engine cannot take new weights, or something does not fit the devices.
     """
     _check_takes_weights(config)
+    _check_compares_routing(config)
     async with (
         open_cluster(config) as placed,
         _rollouts_on(placed, model) as rollouts,
@@ -291,6 +292,14 @@ def teacher_engine(config: RunConfig, teacher: TeacherConfig) -> Component:
             f"rollout.sampling.temperature is {temperature:g}: set it to 1, or serve the teacher with engine=local"
         )
     return chosen
+
+
+def _check_compares_routing(config: RunConfig) -> None:
+    if config.rollout.compare_routing and not getattr(config.engine.factory, "reports_experts", False):
+        raise ConfigError(
+            f"rollout.compare_routing: engine {config.engine.name!r} does not say which experts it chose. Leave the "
+            "setting out, or write engine=local"
+        )
 
 
 def _check_takes_weights(config: RunConfig) -> None:
@@ -519,7 +528,14 @@ def _policy(
 ) -> EnginePolicy:
     stops = tuple(dict.fromkeys((*renderer.stop_token_ids, *sampling.stop_token_ids)))
     params = sampling.model_copy(update={"stop_token_ids": stops})
-    return EnginePolicy(engine, params, config.rollout.deadlines.generate, trained, config.own_max_tokens())
+    return EnginePolicy(
+        engine,
+        params,
+        config.rollout.deadlines.generate,
+        trained,
+        config.own_max_tokens(),
+        config.rollout.compare_routing,
+    )
 
 
 @asynccontextmanager

@@ -31,7 +31,8 @@ class TrainingSample:
 
     Where `loss_mask` is 0, `advantages` is 0. For prompt tokens `rollout_logprobs` is 0 and `policy_versions` is -1.
     `turn_ids` is the number of a token's turn; prompt tokens belong to the turn that answers them. `support`: the ids
-    that each token was sampled from (`Completion.support`); by default the whole vocabulary.
+    that each token was sampled from (`Completion.support`); by default the whole vocabulary. `experts`: those that the
+    engine chose for each token (`Completion.experts`); by default unknown.
 
     `rewards`: what was earned right after a token, such as a turn's reward at its last token; by default nothing.
     `tail_ids`: the tokens that follow the last one of a truncated trajectory (`Trajectory.tail_ids`). If `continues`,
@@ -49,6 +50,7 @@ class TrainingSample:
     policy_versions: IntArray
     turn_ids: IntArray
     support: Ragged | None = None
+    experts: Ragged | None = None
     rewards: FloatArray | None = None
     truncated: bool = False
     tail_ids: IntArray = field(default_factory=lambda: ints(()))
@@ -65,7 +67,7 @@ class TrainingSample:
         object.__setattr__(self, "loss_mask", mask(self.loss_mask))
         if self.rewards is not None:
             object.__setattr__(self, "rewards", floats(self.rewards))
-        by_token = {name: getattr(self, name) for name in (*_BY_TOKEN, "support", "rewards")}
+        by_token = {name: getattr(self, name) for name in (*_BY_TOKEN, "support", "experts", "rewards")}
         lengths = {name: len(values) for name, values in by_token.items() if values is not None}
         if len(set(lengths.values())) != 1 or not len(self.token_ids):
             raise ValueError(f"a training sample needs one or more tokens and fields of equal length, got {lengths}")
@@ -87,7 +89,8 @@ class TrainBatch:
     """Samples laid end to end. A trainer packs them into micro-batches (`agentrl/trainers/packing.py`).
 
     `lengths_M` is the number of tokens of each sample. Logprobs and advantages cover only the loss tokens, in order.
-    `support_N` are the ids that each loss token was sampled from; an empty row is the whole vocabulary.
+    `support_N` are the ids that each loss token was sampled from; an empty row is the whole vocabulary. `experts_N` are
+    the experts that the engine chose for it; an empty row where they are unknown.
 
     `weights_N`: the trainer multiplies each token's loss with it; 1 unless an algorithm says otherwise, and 0 for what
     only a critic learns from again (`agentrl/replay.py`). `turns_N` is
@@ -106,6 +109,7 @@ class TrainBatch:
     reference_logprobs_N: FloatArray
     advantages_N: FloatArray
     support_N: Ragged
+    experts_N: Ragged
     weights_N: FloatArray
     turns_N: IntArray
     rewards_N: FloatArray
@@ -169,16 +173,19 @@ class TrainBatch:
             found_N[stay_N] = values_N[kept_N]
             return found_N
 
+        def moved_rows(rows_N: Ragged) -> Ragged:
+            return Ragged(rows_N.values[kept_N[rows_N.row_of_value()]], moved(rows_N.lengths))
+
         rollout_logprobs_N = moved(self.rollout_logprobs_N)
         asked = self.reference_logprobs_N is not self.rollout_logprobs_N
-        support = self.support_N
         return replace(
             self,
             loss_mask_S=loss_mask_S,
             rollout_logprobs_N=rollout_logprobs_N,
             reference_logprobs_N=moved(self.reference_logprobs_N) if asked else rollout_logprobs_N,
             advantages_N=moved(self.advantages_N),
-            support_N=Ragged(support.values[kept_N[support.row_of_value()]], moved(support.lengths)),
+            support_N=moved_rows(self.support_N),
+            experts_N=moved_rows(self.experts_N),
             weights_N=moved(self.weights_N),
             turns_N=np.append(self.turns_N, np.int32(0))[before_N],
             rewards_N=moved(self.rewards_N),
@@ -203,6 +210,7 @@ class TrainBatch:
             reference_logprobs_N=laid(lambda part: part.reference_logprobs_N),
             advantages_N=laid(lambda part: part.advantages_N),
             support_N=Ragged.joined([part.support_N for part in parts]),
+            experts_N=Ragged.joined([part.experts_N for part in parts]),
             weights_N=laid(lambda part: part.weights_N),
             turns_N=laid(lambda part: part.turns_N),
             rewards_N=laid(lambda part: part.rewards_N),
@@ -237,6 +245,7 @@ class TrainBatch:
             reference_logprobs_N=_take(self.reference_logprobs_N, of_N) if asked else rollout_logprobs_N,
             advantages_N=_take(self.advantages_N, of_N),
             support_N=self.support_N.take(of_N),
+            experts_N=self.experts_N.take(of_N),
             weights_N=_take(self.weights_N, of_N),
             turns_N=_take(self.turns_N, of_N),
             rewards_N=_take(self.rewards_N, of_N),
@@ -328,6 +337,7 @@ class _Played(NamedTuple):
 def _sample(piece: Sequence[_Played], oldest_version: int, first_turn: int) -> TrainingSample:
     length = sum(len(one.turn.prompt_ids) + len(one.turn.completion.token_ids) for one in piece)
     supports: list[Ragged] = []
+    experts: list[Ragged] = []
     token_ids_T, turn_ids_T = np.empty(length, np.int32), np.empty(length, np.int32)
     policy_versions_T, rollout_logprobs_T = np.full(length, -1, np.int32), np.zeros(length, np.float32)
     advantages_T, rewards_T = np.zeros(length, np.float32), np.zeros(length, np.float32)
@@ -345,6 +355,7 @@ def _sample(piece: Sequence[_Played], oldest_version: int, first_turn: int) -> T
         turn_ids_T[begin:end] = number
         rewards_T[end - 1] += reward if number >= first_turn else 0.0
         supports += [Ragged.empty(len(turn.prompt_ids)), turn.completion.support_of_each]
+        experts += [Ragged.empty(len(turn.prompt_ids)), turn.completion.experts_of_each]
     loss_mask_T = (policy_versions_T >= max(oldest_version, 0)) & (turn_ids_T >= first_turn)
     return TrainingSample(
         token_ids_T,
@@ -354,6 +365,7 @@ def _sample(piece: Sequence[_Played], oldest_version: int, first_turn: int) -> T
         policy_versions_T,
         turn_ids_T,
         Ragged.joined(supports) if any(len(support.values) for support in supports) else None,
+        Ragged.joined(experts) if any(len(chosen.values) for chosen in experts) else None,
         rewards_T,
     )
 
@@ -366,7 +378,7 @@ def collate(samples: Iterable[TrainingSample]) -> TrainBatch:
     """
     tokens_S, loss_mask_S, rewards_S = Growing(np.int32), Growing(np.bool_), Growing(np.float32)
     rollout_logprobs_N, advantages_N, turns_N = Growing(np.float32), Growing(np.float32), Growing(np.int32)
-    support_ids, support_lengths_N = Growing(np.int32), Growing(np.int32)
+    supports, experts = _GrowingRows(), _GrowingRows()
     lengths_M, begins_M, truncated_M, tails_M, groups_M = [], [], [], [], []
     for sample in samples:  # one at a time: a step's samples are larger than its batch
         tokens_S.append(sample.token_ids)
@@ -375,9 +387,8 @@ def collate(samples: Iterable[TrainingSample]) -> TrainBatch:
         rollout_logprobs_N.append(sample.rollout_logprobs[sample.loss_mask])
         advantages_N.append(sample.advantages[sample.loss_mask])
         turns_N.append(sample.turn_ids[sample.loss_mask])
-        support = _support_of_loss_tokens(sample)
-        support_ids.append(support.values)
-        support_lengths_N.append(support.lengths)
+        supports.append(_of_loss_tokens(sample.support, sample.loss_mask))
+        experts.append(_of_loss_tokens(sample.experts, sample.loss_mask))
         lengths_M.append(len(sample.token_ids))
         begins_M.append(not sample.continues)
         truncated_M.append(sample.truncated)
@@ -393,7 +404,8 @@ def collate(samples: Iterable[TrainingSample]) -> TrainBatch:
         logprobs_N,
         logprobs_N,
         advantages_N.values,
-        Ragged(support_ids.values, support_lengths_N.values),
+        supports.rows,
+        experts.rows,
         floats(np.ones(len(logprobs_N))),
         turns_N.values,
         _after_loss_tokens(rewards_S.values, loss_mask_S.values, np.repeat(trajectories_M, lengths_M)),
@@ -418,11 +430,26 @@ def _after_loss_tokens(rewards_S: FloatArray, loss_mask_S: MaskArray, trajectori
     return rewards_N
 
 
-def _support_of_loss_tokens(sample: TrainingSample) -> Ragged:
-    if sample.support is None:
-        return Ragged.empty(int(sample.loss_mask.sum()))
-    kept = sample.loss_mask[sample.support.row_of_value()]
-    return Ragged(sample.support.values[kept], sample.support.lengths[sample.loss_mask])
+class _GrowingRows:
+    """Rows that are collected a sample at a time."""
+
+    def __init__(self) -> None:
+        self._values, self._lengths = Growing(np.int32), Growing(np.int32)
+
+    def append(self, rows: Ragged) -> None:
+        self._values.append(rows.values)
+        self._lengths.append(rows.lengths)
+
+    @property
+    def rows(self) -> Ragged:
+        return Ragged(self._values.values, self._lengths.values)
+
+
+def _of_loss_tokens(rows_T: Ragged | None, loss_mask_T: MaskArray) -> Ragged:
+    if rows_T is None:
+        return Ragged.empty(int(loss_mask_T.sum()))
+    kept = loss_mask_T[rows_T.row_of_value()]
+    return Ragged(rows_T.values[kept], rows_T.lengths[loss_mask_T])
 
 
 def _take(values: npt.NDArray[N], pieces: Sequence[slice]) -> npt.NDArray[N]:

@@ -198,6 +198,9 @@ class GenerateRequest:
     With `keep_support`, the completion has the ids that each token was sampled from (`Completion.support`), for the
     trainer to compute its logprobs over the same ids ("Keep Sampling Mask", DeepSeek-V3.2, arXiv:2512.02556). It takes
     `sampling.top_k`, which bounds their number.
+
+    With `keep_experts`, an engine that can (`reports_experts`) keeps the experts that a mixture chose for each sampled
+    token (`Completion.experts`). The others ignore it.
     """
 
     id: str
@@ -208,6 +211,7 @@ class GenerateRequest:
     session: str = ""
     known: int = 0
     keep_support: bool = False
+    keep_experts: bool = False
     resumed: int = 0
 
     __eq__ = same_fields

@@ -140,6 +140,7 @@ def _batch(kept: Mapping[str, Any], tails_M: Ragged) -> TrainBatch:
         reference_logprobs_N=zeros_N,
         advantages_N=zeros_N,
         support_N=Ragged.empty(count),
+        experts_N=Ragged.empty(count),
         weights_N=zeros_N,
     )
 

@@ -82,6 +82,10 @@ class Completion:
     `support` is kept where a request asks for it (`GenerateRequest.keep_support`): for each token, the ids that
     `top_k`, `top_p` and `min_p` left to sample from, in any order. Without it, or where a row is empty, every token of
     the vocabulary could be sampled.
+
+    `experts` is kept where a request asks for it (`GenerateRequest.keep_experts`): for each token, the experts that the
+    model chose to compute its probability, those of the first layer that has experts first. A row is empty where the
+    engine does not say.
     """
 
     token_ids: IntArray
@@ -89,6 +93,7 @@ class Completion:
     policy_versions: IntArray
     finish_reason: FinishReason
     support: Ragged | None = None
+    experts: Ragged | None = None
 
     __eq__ = same_fields
 
@@ -103,11 +108,20 @@ class Completion:
             )
         if self.support is not None:
             _check_support(self.token_ids, self.support)
+        if self.experts is not None and len(self.experts) != len(self.token_ids):
+            raise ValueError(
+                f"a completion of {len(self.token_ids)} tokens needs as many rows of experts, got {len(self.experts)}"
+            )
 
     @property
     def support_of_each(self) -> Ragged:
         """One row for each token: the ids it was sampled from, or an empty row for the whole vocabulary."""
         return Ragged.empty(len(self.token_ids)) if self.support is None else self.support
+
+    @property
+    def experts_of_each(self) -> Ragged:
+        """One row for each token: the experts that were chosen for it, or an empty row where they are unknown."""
+        return Ragged.empty(len(self.token_ids)) if self.experts is None else self.experts
 
 
 def _check_support(token_ids: IntArray, support: Ragged) -> None:

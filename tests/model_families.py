@@ -69,6 +69,11 @@ class Family:
         """Whether the template is one of those above."""
         return self.template not in templates()
 
+    @property
+    def mixture(self) -> bool:
+        """Whether its models are mixtures of experts."""
+        return "num_experts_per_tok" in self.settings
+
 
 FAMILIES: Mapping[str, Family] = {
     "Llama 3": Family("LlamaConfig", "llama3_1", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),

@@ -20,7 +20,7 @@ SHARED_NAMES = {"Config", "Options"}
 
 # Who may import whom inside agentrl: a package imports those of the layers before its own, so there are no circles.
 LAYERS = [
-    {"arrays", "blame", "durable", "errors", "last_layer", "storage"},
+    {"arrays", "blame", "durable", "errors", "last_layer", "routing", "storage"},
     {"checkpoint", "credentials", "gguf", "model_source", "run_lock", "run_temp", "tiny_model", "trajectory"},
     {"batch", "http_client", "openai_wire", "pretrained"},
     {"protocols", "questions", "replay"},
@@ -51,6 +51,7 @@ PLUGINS_MAY_IMPORT = {
     "placement",
     "protocols",
     "rollout",
+    "routing",
     "sandbox",
     "testing",
     "trajectory",

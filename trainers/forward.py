@@ -29,6 +29,7 @@ class DeviceMicroBatch:
     loss token, the place of the token before it. `samples_N`: the number of its sample in the batch.
     `support_NS`: for each loss token, the ids that it was sampled from, filled up with -1. A row of -1 is the whole
     vocabulary; `None` means that for all. `needed_P`: the tokens whose last hidden states are used; `None` for all.
+    `experts_NE`: the experts that the engine chose for each, layer by layer; a row of -1 where they are unknown.
     """
 
     tokens_S: Tensor
@@ -43,6 +44,7 @@ class DeviceMicroBatch:
     weights_N: Tensor
     support_NS: Tensor | None
     needed_P: Tensor | None = None
+    experts_NE: Tensor | None = None
 
 
 def to_device(micro_batch: MicroBatch, device: torch.device) -> DeviceMicroBatch:
@@ -71,6 +73,7 @@ def to_device(micro_batch: MicroBatch, device: torch.device) -> DeviceMicroBatch
         weights_N=move(samples.weights_N),
         support_NS=move(samples.support_N.padded(-1)) if len(samples.support_N.values) else None,
         needed_P=move(needed_P),
+        experts_NE=move(samples.experts_N.padded(-1)) if len(samples.experts_N.values) else None,
     )
 
 

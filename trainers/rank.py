@@ -24,9 +24,10 @@ from agentrl.cluster.workers import LOOPBACK, own_address
 from agentrl.errors import AgentRLError, TrainingError
 from agentrl.placement.time_share import free_on_cpu, free_on_gpus
 from agentrl.protocols import Loss, LossTokens, uses_entropy
+from agentrl.routing import Routing, differing
 from agentrl.trainers import checkpoint
 from agentrl.trainers.batch_shards import BatchShard
-from agentrl.trainers.forward import to_device
+from agentrl.trainers.forward import DeviceMicroBatch, to_device
 from agentrl.trainers.packing import MicroBatch
 from agentrl.trainers.schedule import learning_rate
 from agentrl.trainers.sharding import Sharding
@@ -41,6 +42,7 @@ class TrainerRank:
         self._spec = spec
         self._rank = rank
         self._sharding: Sharding | None = None
+        self._routing: Routing | None = None
         self._meeting: socket.socket | None = None
         self._steps_done = 0
         self._logprobs: Sequence[FloatArray] = ()
@@ -64,6 +66,8 @@ class TrainerRank:
         meeting, self._meeting = self._meeting, None
         with meeting or nullcontext():  # a rank that is alone on its device does not use it
             self._sharding = make(self._spec, RankInfo(self._rank, world_size, address, meeting))
+        if self._spec.head == "policy":
+            self._routing = Routing(self.sharding.trainable.model)
 
     def close(self) -> None:
         """Leave the other ranks, and free the model. All ranks have to do so."""
@@ -177,8 +181,13 @@ class TrainerRank:
         """The trainer's logprobs before the first update on this batch; None where the engine's stand for them."""
         if self._engine_is_old:
             return [None for _ in micro_batches]
+        found: list[Tensor | None] = []
         with tally.phase("old_logprobs"), torch.no_grad():
-            return [self._predicted(micro_batch) for micro_batch in micro_batches]
+            for micro_batch in micro_batches:
+                samples = to_device(micro_batch, self.sharding.device)
+                found.append(self.sharding.predict(samples))
+                self._compare_routing(samples, float(micro_batch.counts), tally)
+        return found
 
     def _accumulate(
         self,
@@ -195,6 +204,8 @@ class TrainerRank:
             for i, (micro_batch, old_N) in enumerate(zip(micro_batches, old, strict=True)):
                 samples = to_device(micro_batch, self.sharding.device)
                 predicted = self.sharding.predict(samples, entropy=exact)
+                if tally.before_updates:
+                    self._compare_routing(samples, float(micro_batch.counts), tally)
                 logprobs_N, entropies_N = predicted if exact else (predicted, None)
                 before_N = logprobs_N.detach() if old_N is None else old_N
                 tokens = LossTokens(
@@ -216,6 +227,16 @@ class TrainerRank:
                 known_N = torch.full_like(before_N, torch.nan) if entropies_N is None else entropies_N.detach()
                 tally.logprobs.append(torch.stack([tokens.old_logprobs_N, logprobs_N.detach(), known_N]))
 
+    def _compare_routing(self, samples: DeviceMicroBatch, weight: float, tally: "_Tally") -> None:
+        """Compare the experts of the last pass with those that the engine chose, where both are known."""
+        if samples.experts_NE is None or self._routing is None:
+            return
+        chosen_NLK = self._routing.chosen(samples.predictors_N, len(samples.tokens_S), samples.needed_P)
+        if chosen_NLK is not None and chosen_NLK[0].numel() == samples.experts_NE.shape[1]:
+            known_N = samples.experts_NE[:, 0] >= 0
+            share_N = differing(chosen_NLK[known_N], samples.experts_NE[known_N].reshape(-1, *chosen_NLK.shape[1:]))
+            tally.compare_routing(share_N, weight)
+
     def _update(self, lr: float, tally: "_Tally") -> None:
         with tally.phase("optimizer"):
             loss = float(self.sharding.sum(tally.part))
@@ -229,11 +250,13 @@ class TrainerRank:
             tally.updated(loss, grad_norm)
 
     def _means(self, tally: "_Tally", loss_tokens: int) -> dict[str, float]:
-        """The mean of each metric over the loss tokens of all ranks, and of the gap over those that were compared."""
+        """The mean of each metric over the loss tokens of all ranks, and of the gaps over those that were compared."""
         names = sorted(tally.sums)
-        sums = [tally.sums[name] for name in names]
-        *totals, gap, compared = self.sharding.sum(torch.stack([*sums, tally.gap, tally.compared])).tolist()
+        gaps = [tally.gap, tally.compared, tally.routing.to(tally.gap.device), tally.routed.to(tally.gap.device)]
+        found = self.sharding.sum(torch.stack([*(tally.sums[name] for name in names), *gaps])).tolist()
+        *totals, gap, compared, routing, routed = found
         means = {name: total / loss_tokens for name, total in zip(names, totals, strict=True)}
+        means |= {"routing_difference": routing / routed} if routed else {}
         return {**means, "logprob_gap_mean": gap / compared}
 
 
@@ -242,6 +265,7 @@ class _Tally:
     """Sums of a step. `part` and `part_gap` are of this rank and the current minibatch, on the device.
 
     `gap`: the sum of |engine's - trainer's logprob| of the tokens that were `compared`, before any update.
+    `routing`: the sum of the shares of experts that differ, over the `routed` tokens whose experts were compared.
     `logprobs`: of each micro-batch, the old and the new ones, and the entropies, shape (3, N).
     """
 
@@ -249,6 +273,8 @@ class _Tally:
     part_gap: Tensor = field(default_factory=lambda: torch.zeros(()))
     gap: Tensor = field(default_factory=lambda: torch.zeros(()))
     compared: Tensor = field(default_factory=lambda: torch.zeros(()))
+    routing: Tensor = field(default_factory=lambda: torch.zeros(()))
+    routed: Tensor = field(default_factory=lambda: torch.zeros(()))
     before_updates: bool = True
     sums: dict[str, Tensor] = field(default_factory=dict)
     loss: float = 0.0
@@ -268,6 +294,11 @@ class _Tally:
         self.part_gap = torch.maximum(gap_N.max() * weight, self.part_gap.to(gap_N.device))
         self.gap = gap_N.sum() * weight + self.gap.to(gap_N.device)
         self.compared = gap_N.new_tensor(len(gap_N) * weight) + self.compared.to(gap_N.device)
+
+    def compare_routing(self, share_N: Tensor, weight: float) -> None:
+        """Count the shares of experts that engine and trainer chose differently for the tokens of a micro-batch."""
+        self.routing = share_N.sum() * weight + self.routing.to(share_N.device)
+        self.routed = share_N.new_tensor(len(share_N) * weight) + self.routed.to(share_N.device)
 
     def updated(self, loss: float, grad_norm: float) -> None:
         """Record that a minibatch has been trained on."""

@@ -58,6 +58,7 @@ class _Live:
     stale: bool = False
     logprobs: list[float] = field(default_factory=list)
     supports: list[IntArray] = field(default_factory=list)
+    experts: list[IntArray] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     stops: StopTexts | None = None
     hashes: PrefixHashes | None = None
@@ -74,7 +75,8 @@ class _Live:
     def completion(self, finish_reason: FinishReason) -> Completion:
         sampled = self.tokens.values[len(self.request.prompt_ids) :].copy()  # a view would keep the whole sequence
         support = Ragged.of(self.supports) if self.request.keep_support else None
-        return Completion(ints(sampled), floats(self.logprobs), ints(self.versions), finish_reason, support)
+        experts = Ragged.of(self.experts) if self.request.keep_experts else None
+        return Completion(ints(sampled), floats(self.logprobs), ints(self.versions), finish_reason, support, experts)
 
 
 class LocalEngine:
@@ -82,6 +84,9 @@ class LocalEngine:
 
     The token at position i of a request depends only on its seed, i and the logits, not on the rest of the batch.
     """
+
+    reports_experts = True
+    """See `GenerateRequest.keep_experts`."""
 
     class Config(Settings):
         """Settings of `engine=local`."""
@@ -423,6 +428,7 @@ class LocalEngine:
                 request.seed,
                 len(live.versions),
                 request.keep_support,
+                request.keep_experts,
             )
         return rows
 
@@ -430,6 +436,7 @@ class LocalEngine:
         live.tokens.append(ints([drawn.token]))
         live.logprobs.append(drawn.logprob)
         live.supports.append(drawn.support)
+        live.experts.append(drawn.experts)
         live.versions.append(self._version)
         self._generated += 1
         if drawn.token in live.request.sampling.stop_token_ids or (live.stops and live.stops.ends(drawn.token)):

@@ -10,7 +10,7 @@ keys and values into their slots, and computes attention in blocks of rows of si
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from agentrl.engines.sampling import Sampler, Truncation, noise_keys
 from agentrl.errors import ConfigError, EngineError
 from agentrl.last_layer import compute_only_needed
 from agentrl.protocols import SamplingParams, ScoreRequest
+from agentrl.routing import Routing
 from agentrl.weights.bundle import shapes_of
 from agentrl.weights.names import WeightNames
 
@@ -41,7 +42,8 @@ class StepRow:
     """One request's share of a step: `token_ids` are computed into `slot` from position `start` on.
 
     If `sample` is set, one token is drawn from the logits of the last one, as `sampling` says. `position` is the number
-    of tokens that the request has sampled so far. `keep_support`: return what it was drawn from.
+    of tokens that the request has sampled so far. `keep_support`: return what it was drawn from. `keep_experts`: return
+    the experts that were chosen for it.
     """
 
     slot: int
@@ -52,6 +54,7 @@ class StepRow:
     seed: int
     position: int
     keep_support: bool = False
+    keep_experts: bool = False
 
     @property
     def stop(self) -> int:
@@ -61,11 +64,15 @@ class StepRow:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A sampled token. `support`: the ids it was drawn from, if they were to be kept; empty: the whole vocabulary."""
+    """A sampled token. `support`: the ids it was drawn from, if they were to be kept; empty: the whole vocabulary.
+
+    `experts`: those that were chosen for it, layer by layer, if they were to be kept.
+    """
 
     token: int
     logprob: float
     support: IntArray
+    experts: IntArray = field(default_factory=lambda: ints(()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +241,7 @@ class PackedModel:
         self.max_positions: int = config.max_position_embeddings
         self._layers = [_SlotKv() for _ in range(config.num_hidden_layers)]
         self._sampler = Sampler(self.vocab_size, device)
+        self._routing = Routing(self._model)
         self._capacity = (0, 0)
 
     def step(self, rows: Sequence[StepRow]) -> list[Drawn]:
@@ -248,6 +256,8 @@ class PackedModel:
             if not sampled:
                 return []
             drawn = self._sample(logits_RV, [row for _, row in sampled])
+            if any(row.keep_experts for _, row in sampled):
+                drawn = self._with_experts(drawn, kept_R, tokens=int(ends[-1]) + 1)
         by_slot = {row.slot: one for (_, row), one in zip(sampled, drawn, strict=True)}
         return [by_slot[row.slot] for row in rows if row.sample]
 
@@ -409,6 +419,14 @@ class PackedModel:
             Drawn(token, logprob, ints(support))
             for token, logprob, support in zip(tokens_R.tolist(), logprobs_R.tolist(), supports, strict=True)
         ]
+
+    def _with_experts(self, drawn: Sequence[Drawn], kept_R: Tensor, *, tokens: int) -> list[Drawn]:
+        """The drawn tokens with the experts of the step that has just been computed, where the model has any."""
+        chosen_RLK = self._routing.chosen(kept_R, tokens, kept_R)
+        if chosen_RLK is None:
+            return list(drawn)
+        rows = chosen_RLK.flatten(1).int().cpu().numpy()
+        return [replace(one, experts=ints(row)) for one, row in zip(drawn, rows, strict=True)]
 
     def _tensor(self, array: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(array).to(self._device)

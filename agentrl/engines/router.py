@@ -426,10 +426,12 @@ def _rest_of(request: GenerateRequest, done: Completion) -> GenerateRequest:
 
 def _joined(first: Completion, rest: Completion) -> Completion:
     kept = first.support is not None or rest.support is not None
+    known = first.experts is not None or rest.experts is not None
     return Completion(
         np.concatenate([first.token_ids, rest.token_ids]),
         np.concatenate([first.logprobs, rest.logprobs]),
         np.concatenate([first.policy_versions, rest.policy_versions]),
         rest.finish_reason,
         Ragged.joined([first.support_of_each, rest.support_of_each]) if kept else None,
+        Ragged.joined([first.experts_of_each, rest.experts_of_each]) if known else None,
     )

@@ -119,7 +119,8 @@ class Policy(Protocol):
 class EnginePolicy:
     """The model that an engine serves. `trained`: on these answers, so what they were sampled from is kept.
 
-    `max_tokens`: longest answer in the environments of a mixture that have a limit of their own.
+    `max_tokens`: longest answer in the environments of a mixture that have a limit of their own. `keep_experts`: keep
+    the experts that a mixture of experts chose, too (`rollout.compare_routing`).
     """
 
     engine: Engine
@@ -127,6 +128,7 @@ class EnginePolicy:
     deadline: float
     trained: bool = True
     max_tokens: Mapping[str, int] = field(default_factory=dict)
+    keep_experts: bool = False
 
     @property
     def max_context(self) -> int:
@@ -151,6 +153,7 @@ class EnginePolicy:
             session=episode.id,
             known=len(prompt.ids) - len(prompt.new_ids),
             keep_support=self.trained and self.sampling.truncated,
+            keep_experts=self.trained and self.keep_experts,
         )
         with deadline("engine", "generate", self.deadline):
             completion = await self.engine.generate(request)

@@ -6,6 +6,7 @@ With AGENTRL_WRITE_TABLE=1 and in one process (-n 0), the tests write what they 
 import asyncio
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from agentrl.rollout.renderer import RendererConfig, renderer_of
 from agentrl.testing.trainers import LOSS
 from agentrl.trainers.local import LocalTrainer
 from tests.model_families import FAMILIES, TABLE, make_model, row_of
+from tests.processes import PATIENCE_SECONDS
 
 IN_CI = ("Qwen3-MoE", "gpt-oss", "DeepSeek-V3")
 """Those with experts, windows, sinks and latent attention. The others differ from other tests' models in less."""
@@ -36,9 +38,10 @@ GAP = 1e-3
 """Most nats between the logprobs of engine and trainer. One step of this size moves them by far more."""
 
 
-def each(*, some_in_ci: bool) -> pytest.MarkDecorator:
-    marks = {name: pytest.mark.slow if name in IN_CI and some_in_ci else pytest.mark.long for name in FAMILIES}
-    return pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in marks.items()])
+def each(in_ci: Sequence[str], mark: pytest.MarkDecorator) -> pytest.MarkDecorator:
+    """A test of each family. It has this mark for the families `in_ci`, and takes too long there for the others."""
+    marks = {name: mark if name in in_ci else pytest.mark.long for name in FAMILIES}
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=one) for name, one in marks.items()])
 
 
 @pytest.fixture(scope="module")
@@ -76,16 +79,19 @@ def found(name: str, first: int, cells: list[str], why: str = "") -> None:
         assert row == new
 
 
-@each(some_in_ci=True)
+@each(IN_CI, pytest.mark.slow)
 def test_a_family_plays_with_tools_trains_and_is_taken_up(
     name: str, agentrl: Any, folder_of: Any, tmp_path: Path
 ) -> None:
     folder = folder_of(name)
-    rows = trained(agentrl, folder, tmp_path / "run", "trainer.lr=0.02", "trainer.max_grad_norm=null")
+    watched = ["rollout.compare_routing=true"]
+    rows = trained(agentrl, folder, tmp_path / "run", "trainer.lr=0.02", "trainer.max_grad_norm=null", *watched)
     assert len(rows) == 2
     # The second step's tokens were sampled from the weights that the first step has published.
     assert [row["logprob_gap_max"] < GAP for row in rows] == [True, True], [row["logprob_gap_max"] for row in rows]
     assert all(row["grad_norm"] > 0 for row in rows)
+    # Both compute in float32, so hardly a token has two experts that are nearly as likely.
+    assert [row.get("routing_difference", 1) < 0.01 for row in rows] == [FAMILIES[name].mixture] * 2, rows
     renderer = renderer_of(folder, RendererConfig())
     can = renderer.template.abilities
     tools = "own" if can.tools and can.calls else "in text"
@@ -118,11 +124,10 @@ async def gaps_of_vllm(folder: Path) -> list[float]:
     return gaps
 
 
-@pytest.mark.vllm
-@each(some_in_ci=False)
+@each(["Qwen3-MoE"], pytest.mark.vllm)
 def test_vllm_serves_a_family_and_takes_up_its_weights(name: str, folder_of: Any) -> None:
     try:
-        gaps = asyncio.run(asyncio.wait_for(gaps_of_vllm(folder_of(name)), 200))
+        gaps = asyncio.run(asyncio.wait_for(gaps_of_vllm(folder_of(name)), PATIENCE_SECONDS))
     except EngineError as error:
         if "vLLM did not start" not in str(error):
             raise

@@ -366,6 +366,18 @@ def test_an_engine_that_cannot_take_new_weights_is_refused_before_anything_start
         asyncio.run(main())
 
 
+def test_an_engine_that_does_not_say_which_experts_it_chose_is_refused_before_anything_starts(tmp_path):
+    (tmp_path / "run.yaml").write_text("env: frozen_lake\nengine: vllm\nrollout: {compare_routing: true}\n")
+    config = load_config(tmp_path / "run.yaml", []).config
+
+    async def main() -> None:
+        async with assemble_training(config, Grpo(), tmp_path):
+            raise AssertionError
+
+    with pytest.raises(ConfigError, match=r"compare_routing: engine 'vllm' does not say .* write engine=local"):
+        asyncio.run(main())
+
+
 @pytest.mark.slow
 def test_a_model_may_imitate_its_own_best_episodes(tmp_path):
     (tmp_path / "own.yaml").write_text("""
