@@ -1,6 +1,6 @@
 """The CPU time of the rollout code itself, without engine and environments, on a real clock.
 
-    python benchmarks/overhead.py [--repeats 3] [--live 16 256 1000 10000]
+    python benchmarks/overhead.py [--repeats 3] [--live 16 256 1000 10000] [--gateway]
 
 *In process*: an instant engine and an instant environment, with the real scheduler, renderer and ledger (on disk), for
 several numbers of live episodes. *Over HTTP*: 256 trajectories of 8 turns against a server in another process, which
@@ -9,6 +9,8 @@ the same turns with only aiohttp. In the zero model answers are instant. In the 
 (50 ms + 20 ms for each token) / 100, with tokens lognormal(median 140, sigma 0.6) in [70, 500], and the environment
 lognormal(median 0.5 s, sigma 1.5, at most 30 s) / 100. Efficiency is the lower bound of the makespan / the makespan:
 no schedule of these times is shorter than its longest trajectory, nor than the sum of all answers / 32.
+
+*Programs* (`--gateway` alone; also at the end of the others): see `gateway_turns.py`.
 
 CPU time is of all threads of this process. Figures are medians; wall-clock times mean little on a shared machine.
 """
@@ -30,11 +32,13 @@ from random import Random
 from typing import Any
 
 import aiohttp
+import gateway_turns
 from rich.console import Console
 from rich.table import Table
 
 from agentrl.arrays import floats, ints
 from agentrl.engines.openai import OpenAIEngine
+from agentrl.flow import run_steadily
 from agentrl.hosting.host import EnvHost
 from agentrl.plugins import NoSettings
 from agentrl.protocols import Engine, EngineStats, GenerateRequest, SamplingParams
@@ -297,11 +301,14 @@ async def over_http(renderer: TemplateRenderer, scaled: bool, repeats: int) -> d
     return runs
 
 
-async def benchmark(lives: Sequence[int], repeats: int) -> None:
-    console = Console()
+def tiny_renderer() -> TemplateRenderer:
     with tempfile.TemporaryDirectory() as folder:
         create_tiny_model(Path(folder) / "model")
-        renderer = TemplateRenderer.of_model(Path(folder) / "model")
+        return TemplateRenderer.of_model(Path(folder) / "model")
+
+
+async def benchmark(lives: Sequence[int], repeats: int, console: Console) -> None:
+    renderer = tiny_renderer()
     table = Table("live episodes", "CPU-ms per turn", "ratio", title="in process, instant engine and environment")
     by_live = await in_process(renderer, lives, repeats)
     for live, spent in by_live.items():
@@ -325,11 +332,15 @@ def main() -> None:
     arguments.add_argument("--live", type=int, nargs="*", default=[16, 256, 1000, 10_000])
     arguments.add_argument("--repeats", type=int, default=3)
     arguments.add_argument("--serve", choices=["zero", "scaled"], help=argparse.SUPPRESS)
+    arguments.add_argument("--gateway", action="store_true", help="Only the programs.")
     options = arguments.parse_args()
+    console = Console()
     if options.serve:
         asyncio.run(serve(options.serve == "scaled"))
-    else:
-        asyncio.run(benchmark(options.live, options.repeats))
+        return
+    if not options.gateway:
+        asyncio.run(benchmark(options.live, options.repeats, console))
+    run_steadily(gateway_turns.benchmark(InstantEngine(), tiny_renderer(), options.repeats, console))
 
 
 if __name__ == "__main__":
