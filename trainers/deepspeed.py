@@ -35,13 +35,14 @@ class DeepSpeedTrainer(GroupTrainer):
             return self
 
         def layout(self) -> TrainerLayout:
-            """See `TrainerSettings.layout`."""
+            """See `TrainerSettings.layout`. DeepSpeed updates a copy of the weights, also of float32 ones."""
             return replace(
                 super().layout(),
                 ranks=self.world_size,
                 grows=True,
                 shards=self.zero_stage,
                 offload=self.offload,
+                copies_weights=True,
                 sleeps=False,
             )
 

@@ -26,6 +26,9 @@ from agentrl.trainers.trainable import TrainableParameters, model_tensors, train
 if TYPE_CHECKING:
     from agentrl.trainers.deepspeed import DeepSpeedTrainer
 
+_UPDATED_AT_ONCE = 50_000_000
+"""Elements whose gradients ZeRO 3 copies at a time for an update; by default all that a rank has, up to a billion."""
+
 
 def open_sharding(spec: TrainerSpec, rank_info: RankInfo) -> "Zero":
     """Make the model, pass it to DeepSpeed, and read its weights.
@@ -85,7 +88,7 @@ def _settings(config: "DeepSpeedTrainer.Config") -> dict[str, Any]:
     to_cpu = {"device": "cpu"} if config.offload else {"device": "none"}
     zero: dict[str, Any] = {"stage": config.zero_stage, "offload_optimizer": to_cpu}
     if config.zero_stage == 3:
-        zero["offload_param"] = to_cpu
+        zero |= {"offload_param": to_cpu, "sub_group_size": _UPDATED_AT_ONCE}
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,

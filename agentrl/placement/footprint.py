@@ -40,7 +40,8 @@ class TrainerLayout:
     optimizer, and sharded weights, are in the host's memory. `grows`: whether there can be several ranks. `lora_rank`:
     the rank of low-rank updates, if only those are trained. `recompute`: which activations are computed twice instead
     of kept. `activation_offload`: the inputs of layers are kept in the host's memory. `moment_bytes`: the bytes of each
-    of AdamW's two moments of a parameter. `sleeps`: whether it can release its memory on a GPU.
+    of AdamW's two moments of a parameter. `copies_weights`: the optimizer has float32 copies of the weights that it
+    updates. `sleeps`: whether it can release its memory on a GPU.
     """
 
     precision: Precision
@@ -56,6 +57,7 @@ class TrainerLayout:
     lora_rank: int = 0
     activation_offload: bool = False
     moment_bytes: float = 4
+    copies_weights: bool = False
     sleeps: bool = True
 
     @property
@@ -118,7 +120,7 @@ def trainer_footprint(
     parts = {
         "weights": 4 * facts.parameters // part[3],
         "gradients": 4 * trained // part[2],
-        "optimizer": int(2 * layout.moment_bytes * trained) // part[1],
+        "optimizer": int((2 * layout.moment_bytes + 4 * layout.copies_weights) * trained) // part[1],
         "gathered": _gathered(facts, layout) + (4 * trained if whole else 0),
         "activations": kept + layer,
         # The head and a layer are computed one after the other: what the one leaves, the other takes.

@@ -95,6 +95,8 @@ def test_ranks_hold_their_part_of_what_is_sharded(facts: ModelFacts) -> None:
     assert parts(FsdpTrainer.Config().layout(), 2) == [0.5, 0.5, 0.5]
     zero = [parts(DeepSpeedTrainer.Config.model_validate({"zero_stage": stage}).layout(), 4) for stage in (1, 2, 3)]
     assert zero == [[1, 1, 0.25], [1, 0.25, 0.25], [0.25, 0.25, 0.25]]
+    moments_and_copy = trainer_footprint(facts, DeepSpeedTrainer.Config().layout(), ranks=1).parts["optimizer"]
+    assert moments_and_copy == (4 + 4 + 4) * facts.parameters
     assert parts(LocalTrainer.Config().layout(), 1) == [1, 1, 1]
 
 
