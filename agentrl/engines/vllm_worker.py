@@ -64,6 +64,7 @@ class BundledWeights(WeightTransferEngine[NoInit, BundleInfo]):  # type: ignore[
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
+        self._kernels = _ExpertKernels()
         _begin_worker(vllm_config)
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
@@ -72,6 +73,7 @@ class BundledWeights(WeightTransferEngine[NoInit, BundleInfo]):  # type: ignore[
     def start_weight_update(self) -> None:
         """Make the layers accept weights in checkpoint form again."""
         initialize_layerwise_reload(self.model)
+        self._kernels.remove(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load the weights; the copy is complete when this returns."""
@@ -87,6 +89,7 @@ class BundledWeights(WeightTransferEngine[NoInit, BundleInfo]):  # type: ignore[
     def finish_weight_update(self) -> None:
         """Convert all layers to the form they compute in."""
         finalize_layerwise_reload(self.model, self.model_config)
+        self._kernels.put_back()
         _pack_tied_heads(self.model)
 
     def shutdown(self) -> None:
@@ -99,6 +102,7 @@ class GlooWeights(NCCLWeightTransferEngine):  # type: ignore[misc]
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
         self.group: Any = None
+        self._kernels = _ExpertKernels()
         _begin_worker(vllm_config)
 
     def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
@@ -106,6 +110,11 @@ class GlooWeights(NCCLWeightTransferEngine):  # type: ignore[misc]
         ranks = self.parallel_config
         rank = init_info.rank_offset + ranks.data_parallel_index * ranks.world_size + ranks.rank
         self.group = gloo_group(init_info, rank)
+
+    def start_weight_update(self) -> None:
+        """Make the layers accept weights in checkpoint form again."""
+        super().start_weight_update()
+        self._kernels.remove(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive and load the weights. vLLM's own version would synchronise an accelerator."""
@@ -125,6 +134,7 @@ class GlooWeights(NCCLWeightTransferEngine):  # type: ignore[misc]
     def finish_weight_update(self) -> None:
         """Convert all layers to the form they compute in."""
         super().finish_weight_update()
+        self._kernels.put_back()
         _pack_tied_heads(self.model)
 
     def shutdown(self) -> None:
@@ -160,6 +170,34 @@ def gloo_group(info: NCCLWeightTransferInitInfo, rank: int) -> Any:
     else:
         store = TCPStore(*place, info.world_size, is_master=False, timeout=timeout)
     return dist.ProcessGroupGloo(store, rank, info.world_size, timeout)
+
+
+class _ExpertKernels:
+    """The kernels of layers with experts, removed while weights are loaded.
+
+    On a CPU, vLLM 0.32 packs the weights of experts when it makes a layer's kernel. Where there is a kernel already, it
+    leaves reloaded weights unpacked, and computes with them as if they were packed. Without one it makes another.
+    """
+
+    def __init__(self) -> None:
+        self._removed: list[tuple[Any, Any]] = []
+
+    def remove(self, model: torch.nn.Module) -> None:
+        """Remove them all."""
+        if not current_platform.is_cpu():
+            return
+        for module in model.modules():
+            method: Any = getattr(module, "quant_method", None)
+            if getattr(method, "moe_kernel", None) is not None:
+                self._removed.append((method, method.moe_kernel))
+                method.moe_kernel = None
+
+    def put_back(self) -> None:
+        """Put back those of layers that were not reloaded, whose weights are still packed."""
+        for method, kernel in self._removed:
+            if method.moe_kernel is None:
+                method.moe_kernel = kernel
+        self._removed.clear()
 
 
 def _pack_tied_heads(model: torch.nn.Module) -> None:
