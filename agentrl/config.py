@@ -94,9 +94,21 @@ class EvaluationConfig(EvaluationSampling):
     """Also evaluate every so many steps; 0: only before and after."""
     engines: int = Field(0, ge=0)
     """Engines of the evaluation's own, as many times those of training: it then runs beside training, pinned to its
-    version, and changes nothing of what is trained. 0: training waits, and its engines evaluate."""
+    version, and changes nothing of what is trained. 0: the engines of training evaluate."""
+    overlap: bool = False
+    """Let the engines of training evaluate while training goes on, which comes first. New weights wait for the end of
+    the evaluation, because all of it must be of one version. By default, training waits for evaluations."""
     suites: tuple[SuiteConfig, ...] = ()
     """More evaluations, each on a fixed set of tasks of its own (`agentrl/tasks/suites.py`)."""
+
+    @model_validator(mode="after")
+    def _is_played_at_one_place(self) -> Self:
+        if self.overlap and self.engines:
+            raise ValueError(
+                f"overlap is for the engines of training, and there are engines={self.engines} for evaluations, which "
+                "run beside training anyway: leave one of both out"
+            )
+        return self
 
     @field_validator("suites")
     @classmethod

@@ -104,7 +104,7 @@ class StallError(AgentRLError):
 
 
 class StalenessError(AgentRLError):
-    """A group older than the bound was about to be trained on."""
+    """A group older than the bound was about to be trained on, or an evaluation mixes versions of the weights."""
 
 
 class TrainingError(AgentRLError):

@@ -10,7 +10,7 @@ from statistics import fmean, stdev
 
 from agentrl.assembly import RolloutAssembly
 from agentrl.config import RunConfig
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, StalenessError
 from agentrl.flow import Flow, Turnstile, now, run_to_completion
 from agentrl.observe.intervals import mean_over_tasks, passes, share_over_tasks
 from agentrl.observe.metrics import by_agent, by_env, wilson_interval
@@ -23,6 +23,9 @@ from agentrl.run import Run
 from agentrl.task_sources import held_out_tasks
 from agentrl.tasks.suites import EvaluationSampling, SuiteConfig
 from agentrl.trajectory import Failed, Score, Task, Trajectory, succeeded
+
+LAST = 1 << 30
+"""The priority of an evaluation's requests: those of training, if there are any, are served before them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,7 @@ async def play_all(
     outages = Outages(config.rollout.deadlines.outage)
 
     async def play(task: Task) -> Sequence[Trajectory]:
-        episode = Episode(task.id, task, derive_seed(config.seed, "sampling", task.id))
+        episode = Episode(task.id, task, derive_seed(config.seed, "sampling", task.id), priority=LAST)
         rng = Random(derive_seed(config.seed, "pause", task.id))
         async with slots:
             failures = 0
@@ -161,6 +164,7 @@ async def _played(
 ) -> tuple[tuple[tuple[Trajectory, Score], ...], tuple[Trajectory, ...]]:
     """(scored episodes, failed ones) of these tasks."""
     trajectories = await play_all(rollouts.evaluating(how), tasks, rollouts.config)
+    _check_version(trajectories)
     ended = [t for t in trajectories if not isinstance(t.status, Failed)]
     async with Flow("scoring") as flow:
         asked = [flow.start(rollouts.reward.score(trajectory), name=trajectory.id) for trajectory in ended]
@@ -168,6 +172,18 @@ async def _played(
     scored = [pair for pair in zip(ended, scores, strict=True) if not isinstance(pair[1].status, Failed)]
     kept = {(trajectory.id, trajectory.agent) for trajectory, _ in scored}
     return tuple(scored), tuple(t for t in trajectories if (t.id, t.agent) not in kept)
+
+
+def _check_version(trajectories: Iterable[Trajectory]) -> None:
+    """An evaluation is of one version of the weights.
+
+    Raises:
+        StalenessError: it has tokens of several (a defect).
+    """
+    stamped = [turn.completion.policy_versions for trajectory in trajectories for turn in trajectory.turns]
+    versions = {int(version) for versions in stamped if len(versions) for version in versions[[0, -1]]}
+    if len(versions) > 1:
+        raise StalenessError(f"an evaluation has tokens of the weights of {sorted(versions)}: they belong to no step")
 
 
 async def evaluate_run(

@@ -1,4 +1,6 @@
-"""When a run is evaluated: in turn with training, or beside it on engines of its own (`evaluation.engines`)."""
+"""When a run is evaluated: in turn with training; while it goes on, on the same engines (`evaluation.overlap`); or
+beside it, on engines of its own (`evaluation.engines`).
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -7,7 +9,9 @@ from typing import Protocol
 
 from agentrl.assembly import RolloutAssembly, TrainingAssembly
 from agentrl.engines.router import Router
+from agentrl.errors import ConfigError
 from agentrl.flow import Flow, run_to_completion
+from agentrl.placement.time_share import NoSharing
 from agentrl.recipes.evaluate import evaluate_run, evaluations_left
 from agentrl.run import Run
 from agentrl.weights.snapshots import Snapshots
@@ -20,12 +24,25 @@ class Evaluations(Protocol):
         """Evaluate the trainer's weights after `step` steps, unless that was done before; see `evaluate_run`."""
         ...
 
+    async def before_update(self) -> None:
+        """Wait until the engines of training may get new weights."""
+        ...
+
 
 @asynccontextmanager
 async def evaluations(run: Run, parts: TrainingAssembly, start: int) -> AsyncIterator[Evaluations]:
     """The evaluations of a run that goes on after `start` steps. Leaving the block waits for those that go on."""
-    if parts.evaluation_engine is None:
+    if parts.evaluation_engine is None and not run.config.evaluation.overlap:
         yield _InTurn(run, parts)
+        return
+    if parts.evaluation_engine is None:
+        if not isinstance(parts.sharing, NoSharing):
+            raise ConfigError(
+                "evaluation.overlap needs engines that are awake while the trainer works, and in this placement they "
+                "share devices in turns: leave it out, or give each side devices of its own"
+            )
+        async with Flow("evaluations") as flow:
+            yield _Overlapping(run, parts, flow)
         return
     async with Flow("evaluations") as flow:
         beside = _Beside(run, parts, parts.evaluation_engine, flow)
@@ -41,6 +58,37 @@ class _InTurn:
 
     async def evaluate(self, step: int, *, due: bool = False) -> None:
         await evaluate_run(self._run, self._parts, step, due=due)
+
+    async def before_update(self) -> None:
+        """The evaluation is over when training goes on."""
+
+
+class _Overlapping:
+    """Evaluates on the engines of training while it goes on, until they get new weights.
+
+    The requests of evaluations come last (`agentrl.recipes.evaluate.LAST`). A run that is killed meanwhile has no
+    result for its newest weights, and evaluates them when it is resumed.
+    """
+
+    def __init__(self, run: Run, parts: TrainingAssembly, flow: Flow) -> None:
+        self._run, self._parts, self._flow = run, parts, flow
+        self._playing: asyncio.Task[None] | None = None
+
+    async def evaluate(self, step: int, *, due: bool = False) -> None:
+        """Begin the evaluation, after the one before."""
+        await self.before_update()
+        if evaluations_left(self._run, step, due=due):
+            self._run.checkpoints.awaited.add(step)
+            self._playing = self._flow.start(self._play(step, due=due), name=f"step {step}")
+
+    async def before_update(self) -> None:
+        """Wait for the end of the evaluation that goes on, if any."""
+        if self._playing is not None:
+            await asyncio.wait({self._playing})
+
+    async def _play(self, step: int, *, due: bool) -> None:
+        await evaluate_run(self._run, self._parts, step, due=due, beside=True)
+        self._run.checkpoints.awaited.discard(step)
 
 
 class _Beside:
@@ -70,6 +118,9 @@ class _Beside:
             weights = await self._trainer.weights()
             await run_to_completion(asyncio.to_thread(self._snapshots.write, step, weights))
         self._begin(step, due=due)
+
+    async def before_update(self) -> None:
+        """The weights that are evaluated are on other engines."""
 
     def _begin(self, step: int, *, due: bool) -> None:
         self._run.checkpoints.awaited.add(step)

@@ -128,6 +128,7 @@ async def iterative_dpo(run: Run, settings: IterativeDpoSettings) -> None:
                         for _ in range(1, settings.epochs):
                             run.ledger.reused(iteration, ranking.tasks)
                     with clock("weights"):
+                        await evaluating.before_update()
                         async with rollouts.new_weights(iteration + 1):
                             published = await parts.weights.publish(parts.trainer, version=iteration + 1)
                     metrics = {

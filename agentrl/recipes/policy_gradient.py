@@ -83,6 +83,7 @@ async def train(
                             metrics = await trainer.step(batch, algorithm.loss, algorithm.normalizer(batch))
                             health = await run.record_samples(step, batch, origins, trainer)
                     with clock("weights"):
+                        await evaluating.before_update()
                         async with rollouts.new_weights(step + 1):
                             published = await weights.publish(trainer, version=step + 1)
                     metrics = {

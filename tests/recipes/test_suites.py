@@ -44,6 +44,7 @@ def path(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) 
         ("evaluation.suites.1.reward=lenght", r"evaluation.suites.1.reward.name: no reward named 'lenght'"),
         ("checkpoint.best=eval/wild/success", "names the suite 'wild'; there is wide, questions"),
         ("checkpoint.best=eval/wide/turns", "write eval/success"),
+        ("evaluation={overlap: true, engines: 1}", "leave one of both out"),
         ("env=[frozen_lake, {name: guess_number}]", ""),
     ],
 )
@@ -91,6 +92,7 @@ def test_an_evaluation_beside_training_changes_no_weight_and_arrives_under_its_s
     results, checksums = {}, {}
     for name, overrides in {
         "beside": ["evaluation.engines=1"],
+        "overlapping": ["evaluation.overlap=true"],
         "in_turn": [],
         "none": ["evaluation.tasks=0", "evaluation.suites=[]", "checkpoint.best=null"],
     }.items():
@@ -102,6 +104,8 @@ def test_an_evaluation_beside_training_changes_no_weight_and_arrives_under_its_s
         evaluated = [{key: row[key] for key in row if key == "step" or "eval/" in key} for row in rows]
         results[name] = sorted(json.dumps(row, sort_keys=True) for row in evaluated if len(row) > 1)
         assert not list(run.glob("evaluation_weights/version_*"))
-    assert checksums["beside"] == checksums["in_turn"] == checksums["none"]
-    assert results["beside"] == results["in_turn"]
+        phases = {json.loads(line)["phase"] for line in (run / "timeline.jsonl").read_text().splitlines()}
+        assert ("evaluation" in phases) == (name == "in_turn")
+    assert checksums["beside"] == checksums["in_turn"] == checksums["none"] == checksums["overlapping"]
+    assert results["beside"] == results["in_turn"] == results["overlapping"]
     assert len(results["beside"]) == 2 + 2 + 4
