@@ -1,6 +1,9 @@
 """Evaluation suites in whole runs: fixed tasks, several samples, reports, and comparisons."""
 
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +11,7 @@ import pytest
 
 from agentrl.config import load_config
 from agentrl.errors import ConfigError
+from tests.processes import PATIENCE_SECONDS
 
 CONFIG = """
 env: {{name: guess_number, options: {{high: 4}}}}
@@ -109,3 +113,54 @@ def test_an_evaluation_beside_training_changes_no_weight_and_arrives_under_its_s
     assert checksums["beside"] == checksums["in_turn"] == checksums["none"] == checksums["overlapping"]
     assert results["beside"] == results["in_turn"] == results["overlapping"]
     assert len(results["beside"]) == 2 + 2 + 4
+
+
+HOLDING = """
+import asyncio
+import agentrl.recipes.evaluate as evaluate
+record = evaluate._record
+async def held(run, name, step, evaluation):
+    if step == 1:
+        await asyncio.Event().wait()
+    await record(run, name, step, evaluation)
+evaluate._record = held
+from agentrl.cli import main
+main()
+"""
+"""A run whose evaluation after the first step is played, and never gets to its result."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("where", "file", "reached"),
+    [
+        ("evaluation.engines=1", "metrics.jsonl", '"step": 2, "reward"'),
+        ("evaluation.overlap=true", "timeline.jsonl", '"step": 1, "phase": "weights"'),
+    ],
+)
+def test_a_run_killed_while_it_is_evaluated_has_each_result_once_when_it_was_resumed(
+    path: Path, agentrl: Any, where: str, file: str, reached: str
+) -> None:
+    whole, killed = path.with_name("whole"), path.with_name("killed")
+    settings = ["train", str(path), "steps=4", where]
+    assert agentrl(*settings, f"run_dir={whole}").returncode == 0
+    process = subprocess.Popen([sys.executable, "-c", HOLDING, *settings, f"run_dir={killed}"])
+    limit = time.monotonic() + PATIENCE_SECONDS
+    while not ((killed / file).exists() and reached in (killed / file).read_text()):
+        assert process.poll() is None
+        assert time.monotonic() < limit
+        time.sleep(0.05)
+    process.kill()
+    process.wait(PATIENCE_SECONDS)
+    assert (killed / "checkpoints" / "step_000001").exists(), "its result is awaited"
+    assert not (killed / "evaluations" / "wide_000001.json").exists()
+    done = agentrl("train", "--resume", str(killed))
+    assert done.returncode == 0, done.stdout + done.stderr
+    summaries = [json.loads((run / "summary.json").read_text()) for run in (whole, killed)]
+    assert summaries[0]["weights_sha256"] == summaries[1]["weights_sha256"]
+    assert summaries[0]["suites"] == summaries[1]["suites"]
+    rows = [json.loads(line) for line in (killed / "metrics.jsonl").read_text().splitlines()]
+    assert sorted(row["step"] for row in rows if "eval/wide/success" in row) == [0, 1, 2, 3, 4]
+    for report in (whole / "evaluations").iterdir():
+        assert (killed / "evaluations" / report.name).read_text() == report.read_text()
+    assert not list(killed.glob("evaluation_weights/version_*"))
