@@ -87,6 +87,19 @@ def test_a_curve_is_drawn_with_and_without_evaluations(tmp_path):
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("a.png", "b.png"))
 
 
+def test_environments_and_suites_have_panels_of_their_own_in_the_curve(tmp_path):
+    def height(*extra):
+        rows = [{"step": i, "reward": i / 4, "success": i / 5} for i in range(4)]
+        draw_curve([*rows, *extra], tmp_path / "curve.png", "a")
+        return int.from_bytes((tmp_path / "curve.png").read_bytes()[20:24], "big")
+
+    alone = height({"step": 4, "eval/success": 0.9, "eval/agents/white/success": 0.5})
+    with_envs = height({"step": 4, "envs/gymnasium:ale/Pong/success": 0.5, "eval/envs/gymnasium:ale/Pong/success": 0.5})
+    with_suite = height({"step": 4, "eval/hard/success": 0.5, "eval/hard/success_low": 0.4})
+    with_both = height({"step": 4, "envs/qa/success": 0.5}, {"step": 4, "eval/hard/success": 0.5})
+    assert alone < with_envs == with_suite < with_both
+
+
 def test_tensorboard_has_what_was_logged(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

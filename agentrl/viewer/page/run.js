@@ -31,8 +31,9 @@ export async function showRun(room, context) {
     const found = new Set([...rows.values()].flat().flatMap((row) => Object.keys(row)));
     found.delete("step");
     const evaluations = [...found].filter((name) => /^eval\/.*success$/.test(name));
+    const envs = [...found].filter((name) => /^envs\/.+\/(success|reward)$/.test(name));
     const parts = [...found].filter((name) => /^reward\//.test(name));
-    const leading = [...FIRST.slice(0, 2), ...evaluations, ...(parts.length > 1 ? parts : []), ...FIRST.slice(2)].filter((name) => found.has(name));
+    const leading = [...FIRST.slice(0, 2), ...evaluations, ...envs, ...(parts.length > 1 ? parts : []), ...FIRST.slice(2)].filter((name) => found.has(name));
     const rest = [...found].filter((name) => !leading.includes(name) && !/_(low|high|error)$/.test(name)).sort();
     if (settings.filter) return [...leading, ...rest].filter((name) => name.toLowerCase().includes(settings.filter));
     return settings.every ? [...leading, ...rest] : leading;
@@ -112,8 +113,10 @@ function statusOf(run, rows, context) {
   const doing = run.live ? `step ${run.step}: ${run.phase} for ${duration(Math.max(0, since))}` : ended ? "ended" : run.phase ? `stopped in step ${run.step}, ${run.phase}` : "not begun";
   const facts = [["steps", run.steps ? `${done} of ${run.steps}` : String(done)], ["reward", number(last.reward)], ["success", percent(last.success)]];
   if (last.tokens_per_second) facts.push(["tokens/s", number(last.tokens_per_second)]);
-  const evaluated = rows.filter((row) => "eval/success" in row);
-  if (evaluated.length) facts.push(["held out", evaluated.length > 1 ? `${percent(evaluated[0]["eval/success"])} → ${percent(evaluated.at(-1)["eval/success"])}` : percent(evaluated[0]["eval/success"])]);
+  for (const name of new Set(rows.flatMap(Object.keys).filter((one) => /^eval\/([^/]+\/)?success$/.test(one)))) {
+    const values = rows.filter((row) => name in row).map((row) => percent(row[name]));
+    facts.push([name === "eval/success" ? "held out" : name.split("/")[1], values.length > 1 ? `${values[0]} → ${values.at(-1)}` : values[0]]);
+  }
   if (run.live && run.steps && done && last.seconds) facts.push(["left", `about ${duration((run.steps - done) * last.seconds)}`]);
   return el("section", { class: "panel status", "data-run": run.name },
     el("h3", {}, el("i", { class: `dot${run.live ? " live" : ""}`, style: { background: context.colour(run.name) } }), run.name, el("span", { class: "soft small" }, doing)),
