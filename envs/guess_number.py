@@ -23,6 +23,9 @@ class GuessNumber(TextEnv):
 
         high: int = Field(16, ge=1)
         """The secret number is from 1 to this one."""
+        prefixes: int = Field(1, ge=1)
+        """How many prefixes the numbers of a task may have, for many more tasks: with `high` 16 and the prefix 37 they
+        are 3701 to 3716."""
         max_turns: int = Field(8, ge=1)
         """Guesses before the episode is truncated; a message without a number counts as one."""
 
@@ -30,11 +33,14 @@ class GuessNumber(TextEnv):
         """Draw the secret. All state of the episode is set here, so nothing is left over from the last one."""
         self.options = read_options(self.Options, options)
         # The base class has seeded `rng`: never use the global `random`.
-        self.secret = self.rng.randint(1, self.options.high)
+        secret = self.rng.randint(1, self.options.high)
+        before = self.rng.randrange(self.options.prefixes) * 10 ** len(str(self.options.high))
+        self.secret = before + secret
+        self.range = before + 1, before + self.options.high
         self.turns = 0
         # The range that is not yet ruled out; only the scripted player below uses it.
-        self.low, self.high = 1, self.options.high
-        return f"Guess a number from 1 to {self.options.high}."
+        self.low, self.high = self.range
+        return f"Guess a number {self._from_to()}."
 
     def step(self, action: str) -> StepResult:
         """Compare the guess with the secret."""
@@ -45,11 +51,15 @@ class GuessNumber(TextEnv):
         # The reward is always a float. Evaluations count "success".
         return hint, float(right), right, truncated, {"success": right}
 
+    def _from_to(self) -> str:
+        low, high = self.range
+        return f"from {low} to {high}"
+
     def _hint(self, action: str) -> str:
         # A message is free text. Answer one that cannot be used; never raise.
         numbers = re.findall(r"(?<![\w.-])\d{1,9}(?![\w.])", action, re.ASCII)
         if len(numbers) != 1:
-            return f"Answer with one number from 1 to {self.options.high}."
+            return f"Answer with one number {self._from_to()}."
         guess = int(numbers[0])
         if guess == self.secret:
             return "right"
@@ -65,4 +75,4 @@ def weak_player(env: GuessNumber, rng: random.Random, skill: float = 0.3) -> str
     """With probability `skill` halve the remaining range, else guess any number. For warm starts."""
     if rng.random() < skill:
         return str((env.low + env.high) // 2)
-    return str(rng.randint(1, env.options.high))
+    return str(rng.randint(*env.range))

@@ -416,3 +416,17 @@ def test_a_wrong_answer_ends_without_reward() -> None:
     assert env.step(call("divide", a=1, b=0)) == ("Error: division by zero", 0.0, False, False, {})
     assert "at most 30 digits" in run(env.step(call("multiply", a=10**40, b=2)))[0]
     assert env.step(call("submit", answer=-1)) == ("wrong", 0.0, True, False, {"success": False})
+
+
+def test_prefixes_make_many_tasks_of_few_numbers() -> None:
+    env = GuessNumber()
+    begun = [env.reset(seed=seed, options={"high": 16, "prefixes": 1000})[0] for seed in range(100)]  # type: ignore[index]
+    assert len(set(begun)) > 80
+    low, high = env.range
+    assert (low % 100, high % 100, 0 <= low // 100 < 1000) == (1, 16, True)
+    assert low <= env.secret <= high
+    assert env.step(str(low - 1))[0] == "higher"  # type: ignore[index]
+    assert env.step(str(env.secret))[1:3] == (1.0, True)  # type: ignore[index]
+    plain = GuessNumber()
+    assert plain.reset(seed=99, options={"high": 16})[0] == "Guess a number from 1 to 16."  # type: ignore[index]
+    assert plain.secret == env.secret % 100
