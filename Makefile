@@ -26,9 +26,9 @@ test fast long chaos demo-cluster: export OMP_NUM_THREADS ?= 1
 
 # Modules are compiled by the first process that imports them and shared by all others, also where a machine says that
 # none are to be kept. (Compiling all that is installed would take minutes, and most of it is never imported.)
-demo demo-cluster test fast long chaos: export PYTHONDONTWRITEBYTECODE =
+demo demo-cluster learn test fast long chaos: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: install demo demo-cluster real test fast long agents chaos check docs wheel wheel-demo format clean
+.PHONY: install demo demo-cluster learn real test fast long agents chaos check docs wheel wheel-demo format clean
 
 install: $(STAMP)
 
@@ -65,6 +65,10 @@ real: install
 	    $(BIN)/agentrl train examples/smollm2.yaml model=$(REAL) seed=$$seed run_dir=runs/real-$$seed --resume auto || exit 1; \
 	done
 	$(BIN)/python benchmarks/real.py $(SEEDS:%=runs/real-%)
+
+# A tiny model learns built-in environments (examples/learn), with three seeds each. Not in CI.
+learn: install
+	$(BIN)/python benchmarks/learn.py
 
 chaos: install
 	$(BIN)/python -m pytest -o addopts="-q -s --import-mode=importlib --strict-markers --strict-config" -m "chaos or (slow and not long)" \

@@ -194,7 +194,10 @@ def test_no_module_reads_the_wall_clock_or_gathers_or_draws_from_a_global_genera
     assert not wrong
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)
+SHIPPED = sorted([*(ROOT / "examples").glob("*.yaml"), *(ROOT / "examples" / "learn").glob("*.yaml")])
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
 def test_every_shipped_config_is_valid_and_at_most_thirty_lines(path):
     from agentrl.config import load_config
 

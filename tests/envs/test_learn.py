@@ -1,0 +1,46 @@
+"""The configs of examples/learn, whose runs `make learn` trains: each is short, and tests on tasks it has not seen."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl import plugins
+from agentrl.config import RunConfig, load_config
+from agentrl.envs.base import TextEnv
+from agentrl.task_sources import task_source
+
+CONFIGS = sorted((Path(__file__).parents[2] / "examples" / "learn").glob("*.yaml"))
+
+
+def contents(config: RunConfig, splits: Mapping[str, int]) -> set[str]:
+    """What the environment draws for so many tasks of each split: all its state after the reset."""
+    env: TextEnv = plugins.load("envs", config.env.name)()
+    found = set()
+    for split, count in splits.items():
+        source = task_source(config, split)
+        for index in range(count):
+            task = source.task(index)
+            env.reset(seed=task.seed, options=task.options)
+            found.add(str({name: value for name, value in vars(env).items() if name not in ("rng", "_index")}))
+    return found
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("seed", [1, 2, 4])  # the seeds of benchmarks/learn.py
+def test_a_thousand_different_tasks_are_trained_on_and_none_of_them_is_held_out(path: Path, seed: int) -> None:
+    config = load_config(path, [f"seed={seed}"]).config
+    settings: Any = config.recipe.settings
+    trained = {
+        "demonstrations": settings.demonstrations.episodes,
+        "train": config.steps * config.rollout.groups_per_step,
+    }
+    training, held_out = contents(config, trained), contents(config, {"held-out": config.evaluation.tasks})
+    assert len(training) >= 1000
+    assert len(held_out) >= 0.95 * config.evaluation.tasks
+    assert not training & held_out
+
+
+def test_there_are_configs() -> None:
+    assert CONFIGS
