@@ -1,6 +1,7 @@
 """An agent as its author wrote it: a loop around OpenAI's client. agentrl trains the model behind it."""
 
 import random
+import re
 
 from openai import AsyncOpenAI
 
@@ -23,6 +24,10 @@ async def run(task, base_url, api_key):
     return 0.0
 
 
-def any_number(prompt, rng):
-    """A player that a random model imitates first, so that it knows what an answer looks like."""
-    return str(rng.randrange(8))
+def knows_half(prompt, rng):
+    """A player that a random model imitates first. Half of the time it heeds what it has been told."""
+    low, high = 0, 7
+    for guess, hint in re.findall(r"(\d)\D*My number is (higher|lower)", prompt):
+        low, high = (max(low, int(guess) + 1), high) if hint == "higher" else (low, min(high, int(guess) - 1))
+    heeds = rng.random() < 0.5 and low <= high
+    return str((low + high) // 2 if heeds else rng.randrange(8))
