@@ -126,6 +126,39 @@ def test_all_processes_of_a_contained_command_end_with_it(tmp_path):
     asyncio.run(main())
 
 
+RUN = """
+import asyncio
+from agentrl.gateway.command_agent import CommandAgent
+from agentrl.gateway.config import GatewayConfig
+from agentrl.gateway.desk import Desk
+from agentrl.gateway.program import Assignment
+from agentrl.gateway.server import serving
+from agentrl.trajectory import Task
+
+async def main():
+    desk = Desk(GatewayConfig(network="gateway"))
+    async with serving(desk):
+        await CommandAgent("touch STARTED; sleep 600", None, desk).run(Assignment(Task("x", 0), desk.url, "KEY"))
+
+asyncio.run(main())
+"""
+
+
+def test_contained_processes_end_when_the_run_is_killed(tmp_path):
+    key, started = f"agentrl-key-{os.getpid()}-killed-contained", tmp_path / "started"
+
+    async def main():
+        driver = RUN.replace("STARTED", str(started)).replace("KEY", key)
+        run = await asyncio.create_subprocess_exec(sys.executable, "-c", driver)
+        await until(started.exists)
+        assert processes_with(key)
+        run.kill()
+        await run.wait()
+        await until(lambda: not processes_with(key))
+
+    asyncio.run(main())
+
+
 WITHOUT_NAMESPACES = """
 import asyncio, os
 from agentrl.errors import ConfigError

@@ -21,8 +21,9 @@ EPISODES = 20
 IN_CI = ("openai", "openai of npm")
 
 
-def play(vendor: Vendor, command: str) -> tuple[Sequence[Trajectory], Sequence[str]]:
-    """Twenty episodes of a command, a few at a time; and all that the model has said."""
+def play(vendor: Vendor, episodes: int, network: str = "open") -> tuple[Sequence[Trajectory], Sequence[str]]:
+    """Episodes of a program, a few at a time; and all that the model has said."""
+    command = vendor.command(folder_of_programs())
     said: list[str] = []
 
     def says(prompt: str, rng) -> str:
@@ -30,8 +31,9 @@ def play(vendor: Vendor, command: str) -> tuple[Sequence[Trajectory], Sequence[s
         return said[-1]
 
     async def main() -> Sequence[Trajectory]:
-        desk, engine = Desk(GatewayConfig()), PlayerEngine(says, RENDERER)
-        runner = runner_on(desk, engine, CommandAgent(command, vendor.needs), PATIENCE_SECONDS)
+        desk, engine = Desk(GatewayConfig(network=network)), PlayerEngine(says, RENDERER)
+        agent = CommandAgent(command, vendor.needs, desk if network == "gateway" else None)
+        runner = runner_on(desk, engine, agent, PATIENCE_SECONDS)
         slots = asyncio.Semaphore(2)
 
         async def one(seed: int) -> Trajectory:
@@ -39,7 +41,7 @@ def play(vendor: Vendor, command: str) -> tuple[Sequence[Trajectory], Sequence[s
                 return (await runner.play(Episode(f"e{seed}", Task("agent:command", seed), seed)))[0]
 
         async with engine, serving(desk), asyncio.TaskGroup() as group:
-            playing = [group.create_task(one(seed)) for seed in range(EPISODES)]
+            playing = [group.create_task(one(seed)) for seed in range(episodes)]
         return [task.result() for task in playing]
 
     return asyncio.run(main()), said
@@ -53,7 +55,17 @@ def play(vendor: Vendor, command: str) -> tuple[Sequence[Trajectory], Sequence[s
     ],
 )
 def test_an_unmodified_program_is_recorded_exactly(vendor):
-    trajectories, said = play(vendor, vendor.command(folder_of_programs()))
+    check(vendor, *play(vendor, EPISODES))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("vendor", [pytest.param(vendor, id=vendor.name) for vendor in VENDORS])
+def test_an_unmodified_program_needs_no_network_but_the_gateway(vendor):
+    check(vendor, *play(vendor, 2, "gateway"))
+
+
+def check(vendor: Vendor, trajectories: Sequence[Trajectory], said: Sequence[str]) -> None:
+    """Each episode has solved its task, and holds what the model has said, token for token."""
     sampled = []
     for trajectory in trajectories:
         assert trajectory.status == Terminated(), trajectory.status
