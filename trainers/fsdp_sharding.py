@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from agentrl.trainers.checkpoint import Moments
 from agentrl.trainers.forward import DeviceMicroBatch
+from agentrl.trainers.gradient_norms import squares
 from agentrl.trainers.model import Predictor, begin, in_bfloat16, make_model
 from agentrl.trainers.optimizer import adamw, apply, check_moments, make_state, moments_of, move, set_moments
 from agentrl.trainers.process_group import join, max_of_ranks, sent, sum_of_ranks
@@ -128,6 +129,17 @@ class FullyShard:
     def max(self, value: Tensor) -> Tensor:
         """See `Sharding`."""
         return max_of_ranks(value)
+
+    def gradient_squares(self) -> Mapping[str, Tensor]:
+        """See `Sharding`. What every rank has whole counts on the first one."""
+        own: dict[str, Tensor | None] = {}
+        for name, parameter in self.model.named_parameters():
+            gradient = parameter.grad
+            if isinstance(gradient, DTensor):
+                own[name] = gradient.to_local()
+            elif parameter.requires_grad:
+                own[name] = gradient if self.rank == 0 else None
+        return squares(own, self.device)
 
     def update(self, lr: float, largest: float | None) -> float:
         """See `Sharding`."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from agentrl.errors import ConfigError
 from agentrl.trainers.checkpoint import Moments
 from agentrl.trainers.forward import DeviceMicroBatch
+from agentrl.trainers.gradient_norms import squares
 from agentrl.trainers.model import Predictor, begin, in_bfloat16, make_model
 from agentrl.trainers.optimizer import adamw, apply, check_moments, make_state, moments_of, move, set_moments
 from agentrl.trainers.origin import take_memory
@@ -68,6 +69,10 @@ class OneDevice:
     def max(self, value: Tensor) -> Tensor:
         """See `Sharding`."""
         return value
+
+    def gradient_squares(self) -> Mapping[str, Tensor]:
+        """See `Sharding`."""
+        return squares({name: p.grad for name, p in self.model.named_parameters() if p.requires_grad}, self.device)
 
     def update(self, lr: float, largest: float | None) -> float:
         """See `Sharding`."""

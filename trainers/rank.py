@@ -28,6 +28,7 @@ from agentrl.routing import Routing, differing
 from agentrl.trainers import checkpoint
 from agentrl.trainers.batch_shards import BatchShard
 from agentrl.trainers.forward import DeviceMicroBatch, to_device
+from agentrl.trainers.gradient_norms import norms_of
 from agentrl.trainers.packing import MicroBatch
 from agentrl.trainers.schedule import learning_rate
 from agentrl.trainers.sharding import Sharding
@@ -102,6 +103,7 @@ class TrainerRank:
         return {
             "loss": tally.loss / len(shard),
             "grad_norm": tally.grad_norm,
+            **tally.grad_norms,
             "lr": lr,
             "loss_tokens": float(loss_tokens),
             **self._means(tally, loss_tokens),
@@ -241,13 +243,16 @@ class TrainerRank:
         with tally.phase("optimizer"):
             loss = float(self.sharding.sum(tally.part))
             tally.gap_max = max(tally.gap_max, float(self.sharding.max(tally.part_gap)))
+            squares = self.sharding.gradient_squares()
+            whole = self.sharding.sum(torch.stack(list(squares.values()))) if squares else ()
+            by_group = norms_of(dict(zip(squares, whole, strict=True)))
             grad_norm = self.sharding.update(lr, self._spec.config.max_grad_norm)
             if not (math.isfinite(loss) and math.isfinite(grad_norm)):
                 raise TrainingError(
                     f"step {self._steps_done}: the loss is {loss} and the gradient norm {grad_norm}; the weights were "
                     f"left as they were (largest gap between engine and trainer: {tally.gap_max:.3g} nats)"
                 )
-            tally.updated(loss, grad_norm)
+            tally.updated(loss, grad_norm, by_group)
 
     def _means(self, tally: "_Tally", loss_tokens: int) -> dict[str, float]:
         """The mean of each metric over the loss tokens of all ranks, and of the gaps over those that were compared."""
@@ -280,6 +285,7 @@ class _Tally:
     loss: float = 0.0
     gap_max: float = 0.0
     grad_norm: float = 0.0
+    grad_norms: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     logprobs: list[Tensor] = field(default_factory=list)
 
@@ -300,10 +306,11 @@ class _Tally:
         self.routing = share_N.sum() * weight + self.routing.to(share_N.device)
         self.routed = share_N.new_tensor(len(share_N) * weight) + self.routed.to(share_N.device)
 
-    def updated(self, loss: float, grad_norm: float) -> None:
+    def updated(self, loss: float, grad_norm: float, by_group: Mapping[str, float]) -> None:
         """Record that a minibatch has been trained on."""
         self.loss += loss
         self.grad_norm = max(self.grad_norm, grad_norm)
+        self.grad_norms |= {name: max(norm, self.grad_norms.get(name, 0.0)) for name, norm in by_group.items()}
         self.part, self.part_gap = torch.zeros(()), torch.zeros(())
 
     @contextmanager

@@ -59,6 +59,13 @@ class Sharding(Protocol):
         """The largest value of all ranks, the same on each."""
         ...
 
+    def gradient_squares(self) -> Mapping[str, Tensor]:
+        """The sum of the squares of the gradients that are this rank's, by group of layers (`gradient_norms`).
+
+        The sums over all ranks are those of the whole gradient. Empty where a gradient cannot be looked at.
+        """
+        ...
+
     def update(self, lr: float, largest: float | None) -> float:
         """One step of the optimizer, with gradients scaled down to the norm `largest` if they exceed it.
 

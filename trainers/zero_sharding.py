@@ -146,6 +146,10 @@ class Zero:
         """See `Sharding`."""
         return max_of_ranks(value)
 
+    def gradient_squares(self) -> Mapping[str, Tensor]:
+        """See `Sharding`. DeepSpeed has the gradients in buffers of its own, of several parameters each."""
+        return {}
+
     def update(self, lr: float, largest: float | None) -> float:
         """See `Sharding`. DeepSpeed scales by the same rule, and got `largest` when it started."""
         for group in self.engine.optimizer.param_groups:

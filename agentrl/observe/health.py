@@ -20,8 +20,9 @@ _WINDOW = 8
 def episode_health(groups: Sequence[Group]) -> dict[str, float]:
     """Signs in a step's whole episodes; those of which the step has no case are left out.
 
-    `health/length_correlation` is Pearson's, of score and sampled tokens. `health/repetition` is the share of passages
-    of 8 tokens that stood in the same answer before. `health/disagreement`: of the pairs of members of a group that two
+    `health/length_correlation` is Pearson's, of score and sampled tokens; `health/reward_by_length/1` to `/4` are the
+    mean scores of the episodes' quarters from the shortest on. `health/repetition` is the share of passages of 8 tokens
+    that stood in the same answer before. `health/disagreement`: of the pairs of members of a group that two
     parts of the reward both tell apart, the share that they order differently; of all pairs of parts the largest.
     """
     whole = [group for group in groups if not group.partial]
@@ -35,7 +36,15 @@ def episode_health(groups: Sequence[Group]) -> dict[str, float]:
         "health/repetition": repetition(answers),
         "health/disagreement": disagreement(whole),
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in found.items() if value is not None} | reward_by_length(scores, lengths)
+
+
+def reward_by_length(scores: np.ndarray, lengths: np.ndarray) -> dict[str, float]:
+    """The mean score of each quarter of the episodes by length; nothing for fewer than eight, or equal lengths."""
+    if len(lengths) < 8 or lengths.std() == 0:
+        return {}
+    quarters = np.array_split(scores[np.argsort(lengths, kind="stable")], 4)
+    return {f"health/reward_by_length/{number}": float(own.mean()) for number, own in enumerate(quarters, 1)}
 
 
 def batch_health(trained: TrainedBatch) -> dict[str, float]:

@@ -56,6 +56,9 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
     "Training": {
         "loss": "Sum of the token losses / the algorithm's normalizer. In policy gradients its value says little.",
         "grad_norm": "Norm of the gradient before clipping: the largest of the step's minibatches.",
+        "grad_norm/embedding": "The same of the embeddings alone (with a tied head). Not with `trainer: deepspeed`.",
+        "grad_norm/blocks/<quarter>": "The same of a quarter of the blocks, 1 to 4 from the embeddings on.",
+        "grad_norm/head": "The same of what follows the blocks: the last norm, an untied head, a critic's head.",
         "lr": "Learning rate.",
         "loss_tokens": "Tokens that carry a loss.",
         "tokens": "Tokens of the batch's samples, prompts included.",
@@ -91,6 +94,7 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "health/advantage_std": "Standard deviation of the advantages of the loss tokens.",
         "health/advantage_positive": "Share of the loss tokens with an advantage above 0.",
         "health/length_correlation": "Correlation of an episode's score and its sampled tokens.",
+        "health/reward_by_length/<quarter>": "Mean score of a quarter of the episodes, 1 to 4 from the shortest on.",
         "health/repetition": "Share of passages of 8 tokens that stood in the same answer before.",
         "health/disagreement": "Share of the pairs of members that two parts of the reward order differently.",
     },
@@ -100,6 +104,7 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "critic/return": "Mean return of a token: what the critic learns.",
         "critic/earlier_episodes": "`recipe: archer`: earlier trajectories in the first of the critic's updates.",
         "critic/value_clipped": "Share of the tokens whose value the clip held back.",
+        "critic/grad_norm/<part>": "The norm of the critic's gradient by group of layers, as above.",
         "critic/<metric>": "The critic's own training metrics, as above.",
     },
     "Exact metrics of the policy before the step (environments that can be enumerated: docs/oracles.md)": {

@@ -60,15 +60,20 @@ def conditions(max_tokens: int, budget: Budget, *, compares_groups: bool, extend
     if compares_groups:
         found.append(
             Condition(
-                lambda row: row.get("mixed_groups") == 0.0,
+                lambda row: row.get("mixed_groups", 1.0) < 0.1,
                 lambda row: (
-                    f"all members of each group scored the same (mean reward {row['reward']:.3g}), so nothing can "
-                    "be learned: the tasks are too hard or too easy. Try other tasks, a larger rollout.group_size, or "
-                    "recipe.demonstrations"
+                    f"all members of {'each group' if row['mixed_groups'] == 0 else 'nine groups in ten'} scored the "
+                    f"same (mean reward {row['reward']:.3g}), so {'nothing' if row['mixed_groups'] == 0 else 'little'} "
+                    "can be learned: the tasks are too hard or too easy. Try other tasks, a larger rollout.group_size, "
+                    "or recipe.demonstrations"
                 ),
             )
         )
     return found
+
+
+def _still_blocks(row: Row) -> list[str]:
+    return [name for name, value in row.items() if name.startswith("grad_norm/blocks/") and value == 0.0]
 
 
 _HEALTH = (
@@ -92,6 +97,20 @@ _HEALTH = (
         lambda row: (
             f"{row.get('clipped_low', 0.0) + row.get('clipped_high', 0.0):.0%} of the tokens are clipped and teach "
             "nothing: lower trainer.lr or trainer.minibatches"
+        ),
+    ),
+    Condition(
+        lambda row: row.get("reasoning/cut", 0.0) > 0.3,
+        lambda row: (
+            f"{row['reasoning/cut']:.0%} of the answers are cut within their reasoning, and say nothing after it: "
+            "raise rollout.sampling.max_tokens, or charge for length (the reward `length`)"
+        ),
+    ),
+    Condition(
+        lambda row: row.get("grad_norm", 0.0) > 0.0 and bool(_still_blocks(row)),
+        lambda row: (
+            f"no gradient reaches a part of the model's blocks ({', '.join(_still_blocks(row))} are 0), while others "
+            "learn: see which of its parameters are frozen, and trainer.lora.targets"
         ),
     ),
     Condition(

@@ -4,6 +4,7 @@ The results of the trainer are compared with a reference that is as plain as pos
 model, no packing, no accumulation. Dimension suffix: N loss tokens, flattened.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -163,7 +164,20 @@ async def check_equals_reference(make_trainer: MakeTrainer, model: Path, case: T
                         f"step {step}, {case.minibatches} minibatches: the metric {name!r} is {got.get(name)}, the "
                         f"reference has {value}"
                     )
+            if case.minibatches == 1:
+                _check_norms_by_group(got, step)
             _compare(await trainer.weights(), reference.weights(), TOLERANCE, f"after step {step} of {case}")
+
+
+def _check_norms_by_group(metrics: Mapping[str, float], step: int) -> None:
+    """Gradient norms by group of layers, where a trainer tells them, make up that of the whole gradient."""
+    groups = {name: value for name, value in metrics.items() if name.startswith("grad_norm/")}
+    together = math.sqrt(sum(value**2 for value in groups.values()))
+    if groups and abs(together - metrics["grad_norm"]) > TOLERANCE * max(1.0, metrics["grad_norm"]):
+        raise ConformanceError(
+            f"step {step}: the gradient norms by group of layers {groups} make up {together}, and grad_norm is "
+            f"{metrics['grad_norm']}"
+        )
 
 
 async def check_accumulation(make_trainer: MakeTrainer, model: Path) -> None:

@@ -40,6 +40,14 @@ def test_the_effective_sample_size_is_the_share_of_tokens_that_count():
     assert batch_health(trained([1, 1, 1, 3], [1] * 4))["health/effective_sample_size"] == pytest.approx(36 / 48)
 
 
+def test_the_reward_by_length_is_the_mean_of_each_quarter_from_the_shortest_on():
+    played = group(*((length, Score(float(length))) for length in (8, 1, 2, 7, 3, 6, 4, 5)))
+    found = episode_health([played])
+    assert [found[f"health/reward_by_length/{quarter}"] for quarter in (1, 2, 3, 4)] == [1.5, 3.5, 5.5, 7.5]
+    alike = group(*((3, Score(float(score))) for score in range(8)))
+    assert not any(name.startswith("health/reward_by_length") for name in episode_health([alike]))
+
+
 def test_ratios_are_those_of_the_update_and_not_of_the_engine():
     found = batch_health(trained([1.5] * 200, [0.5] * 100 + [2.0] * 100))
     assert found["health/ratio_p1"] == pytest.approx(0.5)
