@@ -93,6 +93,7 @@ class EpisodeIndex:
         self._known: dict[int, tuple[int, int]] = {}
         self._ledger: tuple[tuple[int, int], ...] = ()
         self._joined = False
+        self._searched: tuple[str, int | None, tuple[Any, ...]] | None = None
 
     def refresh(self) -> None:
         """Read what is new in the files, which the next call would do otherwise."""
@@ -203,19 +204,27 @@ class EpisodeIndex:
         """A condition that holds for the episodes in whose messages, or whose reasons, the text is."""
         if not query.text:
             return "TRUE"
-        files = [str(path) for step, path in self._run.files("trajectories").items() if query.step in (None, step)]
-        self._db.execute("CREATE OR REPLACE TEMP TABLE found (id VARCHAR, agent VARCHAR)")
-        if files:
-            self._db.execute(
-                "INSERT INTO found SELECT id, agent FROM read_parquet(?) WHERE contains(lower(array_to_string("
-                "list_transform(messages, lambda m: concat_ws(' ', m.content, m.reasoning)), ' ')), lower(?))",
-                [files, query.text],
-            )
-        self._db.execute("SET VARIABLE wanted = ?", [query.text.lower()])
+        text = query.text.lower()
+        self._db.execute("SET VARIABLE wanted = ?", [text])
+        asked = text, query.step, tuple(self._known.items())
+        if asked != self._searched:  # the next page of the same search, or another order, reads no file again
+            self._search(text, query.step)
+            self._searched = asked
         return (
             "((id, coalesce(agent, '')) IN (SELECT id, agent FROM found) OR contains(lower(id), getvariable('wanted')) "
             "OR contains(lower(coalesce(why, '')), getvariable('wanted')))"
         )
+
+    def _search(self, text: str, step: int | None) -> None:
+        """Put the episodes in whose messages the text is into a table."""
+        files = [str(path) for number, path in self._run.files("trajectories").items() if step in (None, number)]
+        self._db.execute("CREATE OR REPLACE TEMP TABLE found (id VARCHAR, agent VARCHAR)")
+        if files:
+            self._db.execute(
+                "INSERT INTO found SELECT id, agent FROM read_parquet($1) WHERE len(list_filter(messages, lambda m: "
+                "contains(lower(m.content), $2) OR contains(lower(m.reasoning), $2))) > 0",
+                [files, text],
+            )
 
     def _histogram(self, query: EpisodeQuery, found: str) -> dict[str, Any]:
         """How many scores lie in each of some bars of equal width from `low` to `high`."""

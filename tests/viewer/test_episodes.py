@@ -98,3 +98,20 @@ def test_files_of_earlier_versions_with_fewer_columns_are_read_too(made):
     pq.write_table(pq.read_table(path).drop_columns(["num_turns", "num_tokens", "started"]), path)
     rows = index_of(made).page(EpisodeQuery(fate="trained", limit=100))["rows"]
     assert {(row["step"], row["num_turns"]) for row in rows} == {(0, None), (1, 3)}
+
+
+def test_a_search_reads_no_file_again_for_its_next_page_and_all_again_when_there_are_new_ones(made, monkeypatch):
+    searched = []
+    search = EpisodeIndex._search
+    monkeypatch.setattr(EpisodeIndex, "_search", lambda index, *asked: (searched.append(asked), search(index, *asked)))
+    index = index_of(made)
+    first = index.page(EpisodeQuery(text="dragon", limit=10))
+    second = index.page(EpisodeQuery(text="Dragon", limit=10, offset=10))
+    assert first["total"] == second["total"] == 32
+    assert not {row["id"] for row in first["rows"]} & {row["id"] for row in second["rows"]}
+    assert searched == [("dragon", None)]
+    made.step()
+    assert index.page(EpisodeQuery(text="dragon"))["total"] == 48
+    assert index.page(EpisodeQuery(text="dragon", step=2))["total"] == 16
+    assert index.page(EpisodeQuery(text="a door", step=2))["total"] == 16
+    assert len(searched) == 4
