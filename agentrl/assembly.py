@@ -164,6 +164,7 @@ class TrainingAssembly(RolloutAssembly):
             pending=pending,
             next_number=run.ledger.next_number(),
             gives_up=gives_up,
+            keep_untrained=self.config.observe.untrained_episodes,
         )
         run.display.watch(rollouts.underway)
         return rollouts

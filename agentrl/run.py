@@ -7,6 +7,7 @@ runs/NAME/
   ledger.sqlite      the fate of every task and episode
   trajectories/      step_000000.parquet ...: every episode that was trained on
   profile/           traces for Perfetto, where the run was profiled
+  untrained/         step_000000.parquet ...: some episodes that were filtered, stale or failed
   samples/           step_000000.parquet ...: what each step was trained on, and what the trainer computed of tokens
   timeline.jsonl     when each phase of each step began
   warnings.jsonl     what the run has warned of, if anything
@@ -67,7 +68,7 @@ from agentrl.run_lock import RunLock
 from agentrl.run_temp import RunTemp
 from agentrl.task_sources import fingerprints
 from agentrl.tiny_model import SIZES
-from agentrl.trajectory import Group
+from agentrl.trajectory import Group, Score, Trajectory
 from agentrl.weights.low_rank import LowRank
 from agentrl.weights.publisher import checksum
 
@@ -218,10 +219,22 @@ class Run:
             timeline.write(json.dumps(status) + "\n")
 
     async def record_step(
-        self, step: int, groups: Sequence[Group], trained: Mapping[str, float], seconds: Mapping[str, float]
+        self,
+        step: int,
+        groups: Sequence[Group],
+        trained: Mapping[str, float],
+        seconds: Mapping[str, float],
+        untrained: Sequence[tuple[Trajectory, Score]] = (),
     ) -> None:
-        """Record the results of step `step` (counted from 0). `seconds` is by phase."""
+        """Record the results of step `step` (counted from 0). `seconds` is by phase; `untrained` are episodes that were
+        played meanwhile and not trained on.
+        """
         self.begin_phase(step, "record")
+        path = self.folder / "untrained" / f"step_{step:06d}.parquet"
+        if untrained:
+            await run_to_completion(asyncio.to_thread(write_trajectories, path, untrained, self._epoch))
+        else:
+            path.unlink(missing_ok=True)  # of a step that a resumed run makes again
         rollout = await run_to_completion(asyncio.to_thread(self._write_rollouts, step, groups, self._epoch))
         total = sum(seconds.values())
         metrics = {

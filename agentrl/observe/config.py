@@ -11,6 +11,9 @@ class ObserveConfig(Settings):
     token_groups: int = Field(1, ge=0)
     """Groups of each step, drawn at random, of whose tokens the trainer's logprobs, ratios and advantages are kept
     (`samples/` in the run's folder)."""
+    untrained_episodes: int = Field(8, ge=0)
+    """Episodes of each step that were not trained on whose messages and tokens are kept: so many that were filtered, as
+    many that were stale, and as many that failed in each layer (`untrained/` in the run's folder)."""
     picture_kib: int = Field(32, ge=0)
     """The longest picture of a state that is kept, in KiB, of environments that draw (`render_html`). 0: none is
     drawn."""

@@ -1,6 +1,7 @@
 """Trajectories on disk: a Parquet file per step with a row per trajectory, both exact tokens and readable text."""
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import asdict
 from itertools import islice
@@ -99,7 +100,7 @@ def _row(trajectory: Trajectory, score: Score, epoch: float) -> dict[str, object
         "num_forks": sum(turn.forked for turn in trajectory.turns),
         "oldest_version": trajectory.oldest_version,
         "success": succeeded(trajectory, score),
-        "score": score.value,
+        "score": None if math.isnan(score.value) else score.value,  # of one that failed
         "parts": json.dumps(dict(score.parts)),
         "scoring": [{"began": began + epoch, "ended": ended + epoch} for began, ended in score.worked],
         "picture": trajectory.picture,

@@ -96,7 +96,7 @@ async def train(
                         **processing.update(groups),
                         **loop_metrics(),
                     }
-                    await run.record_step(step, groups, metrics, clock.seconds)
+                    await run.record_step(step, groups, metrics, clock.seconds, rollouts.take_untrained())
                     if (step + 1) % config.checkpoint.every == 0 or step + 1 == config.steps:
                         await run.begin_checkpoint(step + 1, parts)
                     await evaluating.evaluate(step + 1, due=True)

@@ -23,6 +23,7 @@ from agentrl.rollout.outage import LONGEST_PAUSE, Outages, jittered
 from agentrl.rollout.seeds import derive_seed
 from agentrl.rollout.staleness import Ticket
 from agentrl.rollout.underway import OpenGroup
+from agentrl.rollout.untrained import UntrainedEpisodes
 from agentrl.rollout.waste import Reason, Waste
 from agentrl.scoring.pipeline import RewardPipeline
 from agentrl.trajectory import Failed, Group, Score, Task, Trajectory
@@ -81,6 +82,7 @@ class GroupRunner:
     group_size_of: Callable[[Task], int]
     playing: dict[int, _GroupState] = field(default_factory=dict)
     """The groups of which parts can be trained on, by the numbers of their tasks."""
+    untrained: UntrainedEpisodes = field(default_factory=lambda: UntrainedEpisodes(0))
     failures: Counter[Layer] = field(default_factory=Counter)
     """Attempts that failed, by layer."""
 
@@ -238,7 +240,8 @@ class GroupRunner:
         try:
             self.ledger.begin(number, member, attempt)
             state.attempts[member], state.live[member] = attempt, episode
-            outcome = await self._scored([episode.progress.mark(t) for t in await self._played(episode)])
+            played = [episode.progress.mark(t) for t in await self._played(episode)]
+            outcome = await self._scored(played)
         except asyncio.CancelledError:
             self.bias.cut(now() - started)
             self.waste.episode(state.thrown_away_as, episode.progress)
@@ -249,6 +252,8 @@ class GroupRunner:
             self.failures[outcome.layer] += 1
             self.ledger.end(number, member, attempt, "failed", f"{outcome.layer}: {outcome.error}")
             self.events.record("episode failed", episode.id)
+            failed = Score.failed(outcome.error, outcome.layer)
+            self.untrained.keep(outcome.layer, [(trajectory, failed) for trajectory in played])
             return outcome
         for trajectory, _ in outcome:
             self.bias.sampled(trajectory)

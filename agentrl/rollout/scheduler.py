@@ -32,10 +32,11 @@ from agentrl.rollout.ledger import Ledger
 from agentrl.rollout.outage import Outages
 from agentrl.rollout.staleness import STALENESS_RULES, Ticket
 from agentrl.rollout.underway import Underway
+from agentrl.rollout.untrained import UntrainedEpisodes
 from agentrl.rollout.waste import Waste
 from agentrl.rollout.watchdog import watch
 from agentrl.scoring.pipeline import RewardPipeline
-from agentrl.trajectory import Group, Task, staleness
+from agentrl.trajectory import Group, Score, Task, Trajectory, staleness
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ class Rollouts:
     new number. `groups` is how many groups the run still trains on: no more are started, so none is left over at the
     end. Of `engine`, only the statistics are used. `rescue` is called when nothing progresses any more, before the run
     is ended; it returns whether it could help. `gives_up`: whether an environment of a mixture that has spent its
-    budget of failures gets no more tasks, instead of ending the run.
+    budget of failures gets no more tasks, instead of ending the run. `keep_untrained`: see `take_untrained`.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Rollouts:
         events: EventLog | None = None,
         rescue: Callable[[], bool] = lambda: False,
         gives_up: bool = False,
+        keep_untrained: int = 0,
     ) -> None:
         self._config = config
         self._tasks = tasks
@@ -130,6 +132,7 @@ class Rollouts:
             self._episode_ended,
             Outages(config.deadlines.outage),
             self._group_size,
+            untrained=UntrainedEpisodes(keep_untrained),
         )
 
     async def __aenter__(self) -> Self:
@@ -245,6 +248,10 @@ class Rollouts:
         before, self._generated = self._generated, self._engine.stats().generated_tokens
         return float(max(0, self._generated - before))
 
+    def take_untrained(self) -> list[tuple[Trajectory, Score]]:
+        """Trajectories that ended since the last call and are not trained on: at most `keep_untrained` of each kind."""
+        return self._groups.untrained.take()
+
     def _segments(self, step: int) -> list[Group]:
         """What the groups have played so far whose tickets the rule has renewed."""
         taken = []
@@ -348,6 +355,7 @@ class Rollouts:
         self._events.record("filtered", group.task.id)
         self._filtered.append((number, group))
         self._waste.episodes("filtered", group.trajectories)
+        self._groups.untrained.keep("filtered", zip(group.trajectories, group.scores, strict=True))
         self._lose(group.task)
         if len(self._filtered) > self._config.max_filtered_per_step:
             self._closing = True
@@ -371,6 +379,7 @@ class Rollouts:
         if ticket in self._ready:
             number, group = self._ready.pop(ticket)
             self._waste.episodes("stale", group.trajectories)
+            self._groups.untrained.keep("stale", zip(group.trajectories, group.scores, strict=True))
             self._lose(group.task)
         else:
             playing, work = self._playing.pop(ticket)

@@ -3,7 +3,7 @@
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from agentrl.observe.metrics import MetricsFile, rollout_metrics
 from agentrl.observe.samples import TrainedBatch, drawn_groups, write_samples
 from agentrl.observe.trajectories import write_trajectories
 from agentrl.rollout.ledger import Ledger
-from agentrl.trajectory import Completion, Group, Message, Score, Task, Terminated, Trajectory, Truncated, Turn
+from agentrl.trajectory import Completion, Failed, Group, Message, Score, Task, Terminated, Trajectory, Truncated, Turn
 
 BEGIN = 1_800_000_000.0
 """The Unix time at which a made-up run begins."""
@@ -30,7 +30,8 @@ class MadeUpRun:
 
     In each step, episodes are played and scored for the first 6 of 10 seconds; the trainer has 3, and weights take 1.
     The second turn of each group's first member forks. `texts` are what the environment shows, `pictures` how it
-    draws its states; tests give hostile ones.
+    draws its states; tests give hostile ones. `untrained`: whether the
+    messages of the failed episode of each step are kept.
     """
 
     folder: Path
@@ -42,6 +43,7 @@ class MadeUpRun:
     texts: Sequence[str] = ("What is next?",)
     pictures: Sequence[str] = ("",)
     settings: dict[str, object] = field(default_factory=dict)
+    untrained: bool = False
     _done: int = 0
     _tasks: int = 0
 
@@ -65,6 +67,11 @@ class MadeUpRun:
         told_3N = floats(np.stack([old_N, old_N + np.linspace(-0.1, 0.1, len(old_N)), np.linspace(0, 2, len(old_N))]))
         trained = TrainedBatch(batch, origins, told_3N)
         write_samples(self.folder / "samples" / f"step_{step:06d}.parquet", step, trained, drawn_groups(batch, 1, step))
+        if self.untrained:
+            lost = Task(self.env, step, {}, f"train-{self._tasks + self.groups:06d}")
+            failed = replace(self._trajectory(step, lost, 0, 0.0, rng), status=Failed("environment", self.texts[0]))
+            path = self.folder / "untrained" / f"step_{step:06d}.parquet"
+            write_trajectories(path, [(failed, Score.failed(self.texts[0], "environment"))])
         self._record(step, groups)
         self._time(step)
         MetricsFile(self.folder / "metrics.jsonl").append(

@@ -93,7 +93,7 @@ class EpisodeReader:
         return sorted(found, key=lambda one: one["started"])
 
     def _trajectory(self, row: Mapping[str, Any], columns: Sequence[str] | None = None) -> dict[str, Any] | None:
-        path = self._run.files("trajectories").get(-1 if row["step"] is None else row["step"])
+        path = None if row["kind"] is None else self._run.files(row["kind"]).get(row["step"])
         if path is None or row["place"] is None:
             return None
         with pq.ParquetFile(path) as file:
@@ -123,7 +123,7 @@ class EpisodeReader:
         """What became of the episode and why, in a sentence or two."""
         if samples:
             return _trained(row, samples, self._index.group(row["task"]))
-        if row["place"] is not None and row["step"] in self._run.files("samples"):
+        if row["kind"] == "trajectories" and row["step"] in self._run.files("samples"):
             return (
                 f"{row['id']} was in the batch of step {row['step']}, and gave no sample: none of its tokens carried a "
                 "loss (too old, or left out by `batch_processing`)."

@@ -40,7 +40,8 @@ async def replay(folder: Path, name: str, console: Console, *, agent: str = "", 
         if turn is not None and speed > 0:
             await asyncio.sleep(min(turn["env_seconds"] / speed, _LONGEST))
     row = episode["row"]
-    console.print(f"\n{row['status']}, score {row['score']:g}", highlight=False)
+    score = "no score" if row["score"] is None else f"score {row['score']:g}"
+    console.print(f"\n{row['status']}, {score}", highlight=False)
     console.print(escape(_printable(episode["fate"])), highlight=False, soft_wrap=True)
 
 

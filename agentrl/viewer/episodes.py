@@ -22,18 +22,21 @@ _COLUMNS = {
 _SCHEMA = f"""
 SET memory_limit = '{_MEMORY}'; SET threads = 2; SET enable_progress_bar = false;
 SET autoinstall_known_extensions = false; SET autoload_known_extensions = false;
-CREATE TABLE trajectories (step INTEGER, place INTEGER, {", ".join(map(" ".join, _COLUMNS.items()))});
+CREATE TABLE trajectories (kind VARCHAR, step INTEGER, place INTEGER, {", ".join(map(" ".join, _COLUMNS.items()))});
 CREATE TABLE fates (id VARCHAR, task VARCHAR, env VARCHAR, fate VARCHAR, step INTEGER, why VARCHAR);
 """
 _JOIN = """
 CREATE OR REPLACE TABLE episodes AS SELECT
     coalesce(t.id, f.id) AS id, coalesce(t.task, f.task) AS task, coalesce(t.env, f.env) AS env,
-    coalesce(f.fate, 'trained') AS fate, coalesce(t.step, f.step) AS step, f.why, t.place, t.agent, t.status, t.detail,
+    coalesce(f.fate, CASE t.kind WHEN 'trajectories' THEN 'trained' ELSE 'open' END) AS fate,
+    coalesce(t.step, f.step) AS step, f.why, t.kind, t.place, t.agent, t.status, t.detail,
     t.success, t.score, t.started, t.seconds, t.num_turns, t.num_tokens, t.num_forks, t.trained_turns,
     t.step - t.oldest_version AS staleness,
     CASE WHEN f.fate = 'failed' THEN split_part(f.why, ':', 1) END AS layer
 FROM trajectories t FULL JOIN fates f ON t.id = f.id;
 """
+KINDS = ("trajectories", "untrained")
+"""The folders of a run with episodes."""
 SORTS = ("id", "step", "env", "fate", "score", "num_turns", "num_tokens", "seconds", "staleness")
 """Columns that a table may be sorted by."""
 
@@ -90,7 +93,7 @@ class EpisodeIndex:
         self._db = duckdb.connect()
         self._db.execute(_SCHEMA)
         self._lock = threading.Lock()
-        self._known: dict[int, tuple[int, int]] = {}
+        self._known: dict[tuple[str, int], tuple[int, int]] = {}
         self._ledger: tuple[tuple[int, int], ...] = ()
         self._joined = False
         self._searched: tuple[str, int | None, tuple[Any, ...]] | None = None
@@ -150,17 +153,17 @@ class EpisodeIndex:
         """The rows of episodes that were played between two Unix times."""
         with self._lock:
             self._refresh()
-            condition = "place IS NOT NULL AND started < ? AND started + seconds > ?"
+            condition = "kind = 'trajectories' AND started < ? AND started + seconds > ?"
             return self._dicts(f"SELECT * FROM episodes WHERE {condition} ORDER BY started", [end, begin])
 
     def _refresh(self) -> None:
-        files = self._run.files("trajectories")
-        stamps = {step: (found.st_mtime_ns, found.st_size) for step, path in files.items() if (found := path.stat())}
-        changed = [step for step, stamp in stamps.items() if self._known.get(step) != stamp]
-        gone = [step for step in self._known if step not in stamps]
-        for step in [*gone, *(step for step in changed if step in self._known)]:
-            self._db.execute("DELETE FROM trajectories WHERE step = ?", [step])
-        for group in _by_columns(files, changed):
+        files = {(kind, step): path for kind in KINDS for step, path in self._run.files(kind).items()}
+        stamps = {key: (found.st_mtime_ns, found.st_size) for key, path in files.items() if (found := path.stat())}
+        changed = [key for key, stamp in stamps.items() if self._known.get(key) != stamp]
+        gone = [key for key in self._known if key not in stamps]
+        for key in [*gone, *(key for key in changed if key in self._known)]:
+            self._db.execute("DELETE FROM trajectories WHERE kind = ? AND step = ?", key)
+        for group in _by_columns([files[key] for key in changed]):
             self._read(group)
         self._joined = self._joined and not (changed or gone)
         self._known = stamps
@@ -182,7 +185,8 @@ class EpisodeIndex:
         paths, columns = files
         shown = ", ".join(name if name in columns else f"NULL AS {name}" for name in _COLUMNS)
         self._db.execute(
-            "INSERT INTO trajectories SELECT CAST(regexp_extract(filename, 'step_([0-9]+)\\.parquet$', 1) AS INTEGER), "
+            "INSERT INTO trajectories SELECT regexp_extract(filename, '([a-z]+)/step_[0-9]+\\.parquet$', 1), "
+            "CAST(regexp_extract(filename, 'step_([0-9]+)\\.parquet$', 1) AS INTEGER), "
             f"file_row_number, {shown} FROM read_parquet(?, filename = true, file_row_number = true)",
             [paths],
         )
@@ -217,7 +221,8 @@ class EpisodeIndex:
 
     def _search(self, text: str, step: int | None) -> None:
         """Put the episodes in whose messages the text is into a table."""
-        files = [str(path) for number, path in self._run.files("trajectories").items() if step in (None, number)]
+        found = [item for kind in KINDS for item in self._run.files(kind).items()]
+        files = [str(path) for number, path in found if step in (None, number)]
         self._db.execute("CREATE OR REPLACE TEMP TABLE found (id VARCHAR, agent VARCHAR)")
         if files:
             self._db.execute(
@@ -253,16 +258,16 @@ class EpisodeIndex:
         return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
 
 
-def _by_columns(files: dict[int, Path], steps: Sequence[int]) -> list[tuple[list[str], tuple[str, ...]]]:
-    """The files of these steps, those with the same columns together: earlier versions wrote fewer."""
+def _by_columns(files: Sequence[Path]) -> list[tuple[list[str], tuple[str, ...]]]:
+    """The files, those with the same columns together: earlier versions wrote fewer."""
     import pyarrow.parquet as pq
 
-    if not steps:
+    if not files:
         return []
     ends: dict[Literal["first", "last"], tuple[str, ...]] = {
-        "first": tuple(pq.read_schema(files[steps[0]]).names),
-        "last": tuple(pq.read_schema(files[steps[-1]]).names),
+        "first": tuple(pq.read_schema(files[0]).names),
+        "last": tuple(pq.read_schema(files[-1]).names),
     }
     if ends["first"] == ends["last"]:
-        return [([str(files[step]) for step in steps], ends["first"])]
-    return [([str(files[step])], tuple(pq.read_schema(files[step]).names)) for step in steps]
+        return [([str(path) for path in files], ends["first"])]
+    return [([str(path)], tuple(pq.read_schema(path).names)) for path in files]

@@ -1,6 +1,7 @@
 """The scheduler, whole, under the virtual clock: bounds, failures, hangs, cancellation, the ledger."""
 
 import asyncio
+import math
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -93,6 +94,7 @@ class World:
     seconds: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
     underway: list[Underway] = field(default_factory=list)
+    untrained: list[list[tuple[Trajectory, Score]]] = field(default_factory=list)
 
     def run(self) -> "World":
         SlowEnv.attempts.clear()
@@ -121,11 +123,13 @@ class World:
             seed=self.seed,
             groups=self.steps * config.groups_per_step,
             events=self.events,
+            keep_untrained=2,
         )
         async with engine, rollouts:
             for step in range(self.steps):
                 self.batches.append(await rollouts.next_batch())
                 self.underway.append(rollouts.underway())
+                self.untrained.append(rollouts.take_untrained())
                 await asyncio.sleep(self.train_seconds)
                 async with rollouts.new_weights(step + 1):
                     await engine.update_weights({}, step + 1)
@@ -403,6 +407,25 @@ def test_groups_without_variance_are_replaced_and_the_source_learns_of_all(max_s
     told = [(number, set(rewards)) for number, _, rewards in world.ledger.outcomes()]
     assert told[: len(Source.seen)] == Source.seen, "a resumed run would tell it something else"
     assert len(Source.seen) >= fates.trained + 3
+
+
+def test_some_episodes_that_were_filtered_or_failed_are_kept_with_what_was_played():
+    class Different(Sum):
+        async def score(self, trajectory):
+            return Score(float(int(trajectory.task.id[-1]) % 2 and int(trajectory.id.split("/")[1])))
+
+    filtered = World(config(filter_zero_variance=True), steps=3, reward=Different()).run()
+    kept = [pair for step in filtered.untrained for pair in step]
+    assert kept
+    assert all(len(step) <= 2 for step in filtered.untrained)
+    trained = {trajectory.id for batch in filtered.batches for group in batch for trajectory in group.trajectories}
+    assert not trained & {trajectory.id for trajectory, _ in kept}
+    assert all(trajectory.turns and score.value == 0 for trajectory, score in kept)
+
+    broken = World(config(), steps=2, reward=Sum(lambda trajectory: trajectory.id.endswith("3/1/0"))).run()
+    kept = [pair for step in broken.untrained for pair in step]
+    assert {trajectory.id.split("/", 1)[1] for trajectory, _ in kept} == {"1/0"}
+    assert all(math.isnan(score.value) and "the judge is down" in str(score.status) for _, score in kept)
 
 
 def test_filtering_without_end_is_an_error_that_names_the_way_out():

@@ -5,6 +5,7 @@ import pytest
 
 from agentrl.errors import ConfigError
 from agentrl.testing.made_up_run import MadeUpRun
+from agentrl.viewer.episode import EpisodeReader
 from agentrl.viewer.episodes import EpisodeIndex, EpisodeQuery
 from agentrl.viewer.folders import RunFolder
 
@@ -115,3 +116,24 @@ def test_a_search_reads_no_file_again_for_its_next_page_and_all_again_when_there
     assert index.page(EpisodeQuery(text="dragon", step=2))["total"] == 16
     assert index.page(EpisodeQuery(text="a door", step=2))["total"] == 16
     assert len(searched) == 4
+
+
+def test_an_episode_that_was_not_trained_on_can_be_read_and_searched_and_has_no_score(tmp_path):
+    run = MadeUpRun(tmp_path / "run", texts=("A door.", "A dragon."), untrained=True)
+    run.begin()
+    run.step()
+    index = index_of(run)
+    (failed,) = index.page(EpisodeQuery(fate="failed"))["rows"]
+    assert (failed["kind"], failed["layer"], failed["score"], failed["num_turns"]) == (
+        "untrained",
+        "environment",
+        None,
+        3,
+    )
+    assert index.page(EpisodeQuery(fate="failed", text="dragon"))["total"] == 1
+    assert index.page(EpisodeQuery())["total"] == 17
+    assert index.page(EpisodeQuery())["histogram"] == index.page(EpisodeQuery(fate="trained"))["histogram"]
+    assert failed["id"] not in {row["id"] for row in index.in_play(0, 1e12)}
+    episode = EpisodeReader(RunFolder("run", run.folder), index).episode(failed["id"])
+    assert "was not trained: it failed" in episode["fate"]
+    assert episode["trajectory"]["messages"][1]["content"] == "A door."

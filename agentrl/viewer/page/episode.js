@@ -38,7 +38,7 @@ export async function showEpisode(room, context) {
 
   function fill() {
     if (chosen.tab === "raw") content.replaceChildren(el("pre", { class: "panel words" }, JSON.stringify(found, null, 1)));
-    else if (!trajectory) content.replaceChildren(el("p", { class: "empty" }, "Only its fate was kept: it did not become part of a batch."));
+    else if (!trajectory) content.replaceChildren(el("p", { class: "empty" }, "Only its fate was kept (observe.untrained_episodes: how many of each kind are kept whole)."));
     else if (chosen.tab === "samples") content.replaceChildren(tree(trajectory, found.samples), samplesTable(found.samples));
     else content.replaceChildren(conversation(trajectory));
   }
