@@ -627,14 +627,23 @@ def export_run_episodes(
 @app.command("replay")
 def replay_episode(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
-    episode: Annotated[str, typer.Argument(metavar="EPISODE", help="Its id, such as train-000012/3/0.")],
+    episode: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[EPISODE]", help="Its id, such as train-000012/3/0; without it, the newest are listed."
+        ),
+    ] = None,
     agent: Annotated[str, typer.Option(help="From the view of this agent, if there are several.")] = "",
     speed: Annotated[float, typer.Option(min=0, help="How many times as fast as it was played; 0: at once.")] = 1.0,
 ) -> None:
-    """Play a recorded episode again in the terminal."""
-    from agentrl.viewer.episode_replay import replay
+    """Play a recorded episode again in the terminal, or list the newest ones."""
+    from agentrl.viewer.episode_replay import list_episodes, replay
 
-    asyncio.run(replay(_run_config(run).parent, episode, console, agent=agent, speed=speed))
+    folder = _run_config(run).parent
+    if episode is None:
+        list_episodes(folder, console)
+    else:
+        asyncio.run(replay(folder, episode, console, agent=agent, speed=speed))
 
 
 def _range_of(steps: str | None) -> tuple[int, int] | None:

@@ -16,6 +16,8 @@ from agentrl.viewer.folders import RunFolder
 
 _PER_TOKEN = ("old_logprobs", "logprobs", "entropies", "advantages")
 _SHORT = 2000
+_NAMED = 8
+"""Episodes that an error names."""
 
 
 class EpisodeReader:
@@ -35,7 +37,9 @@ class EpisodeReader:
         """
         rows = self._index.named(name)
         if not rows:
-            raise ConfigError(f"this run has no episode {name!r}")
+            of_task = list(dict.fromkeys(row["id"] for row in self._index.group(name)))
+            there = f"; the episodes of that task are {', '.join(of_task[:_NAMED])}" if of_task else ""
+            raise ConfigError(f"this run has no episode {name!r}{there}")
         fitting = [row for row in rows if (not agent or row["agent"] == agent) and step in (None, row["step"])]
         row = (fitting or rows)[-1]
         played = self._trajectory(row)

@@ -18,6 +18,8 @@ from agentrl.viewer.episodes import EpisodeIndex, EpisodeQuery
 from agentrl.viewer.folders import RunFolder
 
 _AT_ONCE = 500
+_FILES = (".json", ".parquet", ".csv", ".gz")
+"""Endings of names that are not meant for folders."""
 
 
 def export_episodes(folder: Path, into: Path, step: int | None) -> int:
@@ -27,10 +29,12 @@ def export_episodes(folder: Path, into: Path, step: int | None) -> int:
     for each.
 
     Raises:
-        ConfigError: the folder or the file is there already, or there is no episode.
+        ConfigError: the folder or the file is there already, a folder has the name of a file, or there is no episode.
     """
     if into.exists():
         raise ConfigError(f"{into} is there already: name a new folder (for ATIF), or a new file that ends in .jsonl")
+    if into.suffix in _FILES:
+        raise ConfigError(f"{into} would be a folder: name one without {into.suffix} (for ATIF), or {into.stem}.jsonl")
     run = RunFolder(folder.name, folder)
     index = EpisodeIndex(run)
     found = _episodes(EpisodeReader(run, index), index, step)

@@ -5,13 +5,42 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 from agentrl.errors import ConfigError
 from agentrl.viewer.episode import EpisodeReader
-from agentrl.viewer.episodes import EpisodeIndex
+from agentrl.viewer.episodes import EpisodeIndex, EpisodeQuery
 from agentrl.viewer.folders import RunFolder
 
 _LONGEST = 3.0
+_LISTED = 20
+
+
+def list_episodes(folder: Path, console: Console) -> None:
+    """Print the newest trained episodes of a run, whose ids `replay` takes.
+
+    Raises:
+        ConfigError: no episode was trained yet.
+    """
+    run = RunFolder(folder.name, folder)
+    found = EpisodeIndex(run).page(EpisodeQuery(fate="trained", limit=_LISTED))
+    if not found["rows"]:
+        raise ConfigError(f"{folder} has no trained episode yet")
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("episode", "agent", "step", "environment", "ended", "score", "turns"):
+        table.add_column(column)
+    for row in found["rows"]:
+        score = "" if row["score"] is None else f"{row['score']:g}"
+        cells = (row["id"], row["agent"], row["step"], row["env"], row["status"], score, row["num_turns"])
+        table.add_row(*("" if cell is None else escape(_printable(str(cell))) for cell in cells))
+    console.print(table)
+    newest = found["rows"][0]["id"]
+    console.print(
+        f"\nthe newest of {found['total']:,} trained episodes; `agentrl replay {folder} {newest}` plays one again, "
+        f"`agentrl view {folder}` shows all",
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 async def replay(folder: Path, name: str, console: Console, *, agent: str = "", speed: float = 1.0) -> None:

@@ -99,6 +99,30 @@ def test_an_episode_is_played_again_without_commands_for_the_terminal(tmp_path, 
     assert "only the fate of train-000004/0/0 was kept" in failed.stderr
 
 
+def test_without_an_episode_the_newest_ones_are_listed_and_a_tasks_id_leads_to_its_episodes(tmp_path, agentrl):
+    run = MadeUpRun(tmp_path / "run", groups=2, members=3)
+    run.begin()
+    assert "no trained episode yet" in agentrl("replay", str(run.folder)).stderr
+    run.step()
+    run.step()
+    listed = agentrl("replay", str(run.folder))
+    assert listed.returncode == 0
+    first = listed.stdout.splitlines()[1].split()[0]
+    assert f"agentrl replay {run.folder} {first}" in listed.stdout
+    assert "the newest of 12 trained episodes" in listed.stdout
+    assert agentrl("replay", str(run.folder), first, "--speed", "0").returncode == 0
+    failed = agentrl("replay", str(run.folder), first.partition("/")[0])
+    assert (failed.returncode, f"the episodes of that task are {first.partition('/')[0]}/0/0" in failed.stderr) == (
+        2,
+        True,
+    )
+
+
+def test_a_folder_with_the_name_of_a_file_is_refused(made, tmp_path):
+    with pytest.raises(ConfigError, match=r"episodes\.jsonl"):
+        export_episodes(made.folder, tmp_path / "episodes.json", None)
+
+
 @pytest.mark.long
 def test_harbors_own_models_accept_what_is_exported(made, tmp_path, monkeypatch):
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--python-version", "3.12"]
