@@ -1,0 +1,68 @@
+"""The `agentrl` command. Errors in the input are printed in red on stderr, with exit status 2.
+
+A module has the commands of one subject, as functions; here they get their names, in the order of `agentrl --help`.
+"""
+
+import logging
+import os
+import sys
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from agentrl.cli import environments, evaluation, history, models, planning, serving, settings, training, viewing
+from agentrl.errors import AgentRLError, ConfigError
+from agentrl.hosting.interpreter import cache_folder
+from agentrl.storage import storage_problem
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+model_app = typer.Typer(no_args_is_help=True, help="Make models.")
+app.add_typer(model_app, name="model")
+app.command()(training.train)
+app.command()(training.demo)
+app.command("eval")(evaluation.evaluate)
+app.command("compare")(evaluation.compare_runs)
+app.command("export")(models.export_model)
+app.command("ledger")(history.show_ledger)
+app.command("lineage")(history.show_lineage)
+app.command()(planning.simulate)
+app.command()(planning.plan)
+app.command()(serving.serve)
+app.command()(serving.gateway)
+app.command()(viewing.view)
+app.command("profile")(viewing.show_profile)
+app.command()(viewing.report)
+app.command("export-episodes")(viewing.export_run_episodes)
+app.command("replay")(viewing.replay_episode)
+app.command()(environments.envs)
+app.command("check-env")(environments.check_environment)
+app.command("new-env")(environments.new_env)
+app.command()(environments.play)
+app.command("config")(settings.show_config)
+model_app.command("init")(models.model_init)
+model_app.command("fetch")(models.model_fetch)
+
+
+def main() -> None:
+    """Run the command line; turn an error into one message and an exit status."""
+    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    errors = Console(stderr=True)
+    # As `python -m` does, so that `module:Name` finds a plug-in in the current folder.
+    sys.path.insert(0, "")
+    # PyTorch makes this folder when it is imported, and otherwise in the folder for temporary files.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "torchinductor"))
+    try:
+        app()
+    except ConfigError as error:
+        errors.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
+        sys.exit(2)
+    except AgentRLError as error:
+        errors.print(f"[red]{type(error).__name__}:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
+        sys.exit(1)
+    except Exception as error:
+        problem = storage_problem(error)
+        if problem is None:
+            raise
+        errors.print(f"[red]StorageError:[/red] {escape(problem)}", highlight=False, soft_wrap=True)
+        sys.exit(1)

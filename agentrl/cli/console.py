@@ -1,0 +1,5 @@
+"""What the commands print to."""
+
+from rich.console import Console
+
+console = Console()

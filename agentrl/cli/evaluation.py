@@ -1,0 +1,87 @@
+"""`agentrl eval` and `agentrl compare`."""
+
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from agentrl.cli.arguments import Overrides, Step
+from agentrl.cli.console import console
+from agentrl.cli.run_folders import model_to_evaluate, run_config
+from agentrl.config import load_config
+from agentrl.flow import run_steadily
+from agentrl.trajectory import Trajectory
+
+
+def evaluate(  # noqa: PLR0917  typer calls it by name
+    run: Annotated[Path, typer.Argument(metavar="RUN|CONFIG", help="The folder of a run, or a YAML file.")],
+    overrides: Overrides = None,
+    tasks: Annotated[int | None, typer.Option(help="Held-out tasks to play; by default the config's number.")] = None,
+    show: Annotated[int, typer.Option(help="Episodes to print.")] = 1,
+    step: Step = "latest",
+    suite: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Play only this suite; repeatable. held_out: no suite.")
+    ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Where to save the report; by default in the run."),
+    ] = None,
+) -> None:
+    """Play held-out tasks and suites with one of a run's checkpoints, or with a config's model or endpoint."""
+    from agentrl.assembly import assemble_rollouts
+    from agentrl.recipes.evaluate import evaluate_all, report_of
+
+    loaded = load_config(run_config(run) if run.is_dir() else run, overrides or [])
+    model = model_to_evaluate(run, loaded, step)
+    steps = int(model.name.removeprefix("step_")) if run.is_dir() else 0
+    if report is None and run.is_dir():
+        report = run / "evaluations" / f"eval-{datetime.now():%Y%m%d-%H%M%S}"
+
+    async def play() -> Any:
+        async with assemble_rollouts(loaded.config, model) as rollouts:
+            return await evaluate_all(rollouts, tasks, suite or ())
+
+    for name, evaluation in run_steadily(play()).items():
+        _print_evaluation(name, evaluation, show)
+        if report is not None:
+            path = report_of(name, steps, evaluation).write(report)
+            console.print(f"saved in {path}", highlight=False, soft_wrap=True)
+
+
+def _print_evaluation(suite: str, evaluation: Any, show: int) -> None:
+    """Print the first episodes of an evaluation, and its metrics."""
+    for trajectory, score in evaluation.scored[:show]:
+        console.rule(f"{_name_of(trajectory)}: {trajectory.status.name}, score {score.value:g}")
+        for message in trajectory.messages:
+            console.print(f"[bold cyan]{message.role}[/bold cyan] {escape(message.content)}", highlight=False)
+    console.rule()
+    for name, value in evaluation.metrics().items():
+        shown = name.removeprefix("eval/").removeprefix(f"{suite}/")
+        console.print(f"{shown:10} {value:.4g}", highlight=False)
+    for trajectory in evaluation.failed[:5]:
+        console.print(f"[red]{_name_of(trajectory)}[/red] {escape(str(trajectory.status))}", highlight=False)
+
+
+def compare_runs(
+    first: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, or of a report.")],
+    second: Annotated[Path, typer.Argument(metavar="RUN", help="Another one, evaluated on the same tasks.")],
+) -> None:
+    """Compare the newest evaluations of two runs, task by task, with paired 95 % intervals."""
+    from agentrl.observe.reports import compare, read_reports
+
+    for one in compare(read_reports(first), read_reports(second)):
+        success, score = one.success, one.score
+        console.print(
+            f"[bold]{escape(one.name)}[/bold] ({one.tasks} tasks; after {one.steps[0]} and {one.steps[1]} steps): "
+            f"success {one.first:.1%} and {one.second:.1%}, difference {success.value:+.1%} "
+            f"(95 % interval {success.low:+.1%} to {success.high:+.1%}); score {score.value:+.3g} "
+            f"({score.low:+.3g} to {score.high:+.3g})",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def _name_of(trajectory: Trajectory) -> str:
+    return f"{trajectory.id} ({trajectory.agent})" if trajectory.agent else trajectory.id

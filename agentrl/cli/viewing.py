@@ -1,0 +1,118 @@
+"""Commands that look at runs: `view`, `profile`, `report`, `export-episodes`, `replay`."""
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from agentrl.cli.console import console
+from agentrl.cli.run_folders import run_config
+from agentrl.errors import ConfigError
+
+
+def view(
+    runs: Annotated[
+        list[Path] | None, typer.Argument(metavar="[RUN|FOLDER ...]", help="Runs, or folders with runs in them.")
+    ] = None,
+    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.")] = 8801,
+    host: Annotated[str, typer.Option(help="Address to listen on. Any but a loopback address needs a token.")] = (
+        "127.0.0.1"
+    ),
+    token_env: Annotated[
+        str, typer.Option(help="Environment variable with the token that the page asks for.")
+    ] = "AGENTRL_VIEW_TOKEN",
+) -> None:
+    """Show runs in a browser, also while they go on: curves, episodes, tokens, fates, time."""
+    from agentrl.viewer.server import PageServer
+
+    token = os.environ.get(token_env)
+
+    def said(url: str) -> None:
+        console.print(f"{url}  (Ctrl-C ends it)", highlight=False, soft_wrap=True)
+
+    PageServer(runs or [Path("runs")], host=host, port=port, token=token, on_start=said).run()
+
+
+def show_profile(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, which may still be running.")],
+    steps: Annotated[
+        str | None, typer.Option(metavar="FIRST:LAST", help="Only these steps, counted from 0; by default all.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write what episodes did, for https://ui.perfetto.dev.")
+    ] = None,
+    live: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", min=1.0, help="First record a trace of the running run for so long."),
+    ] = None,
+) -> None:
+    """Show where a run's time went: by set of resources that were busy at the same time, and what follows."""
+    from agentrl.viewer.live_profile import record_live
+    from agentrl.viewer.profile import profile
+
+    folder, chosen = run_config(run).parent, _range_of(steps)
+    if live is not None:
+        if steps is not None or trace is not None:
+            raise ConfigError("--live shows what happens from now on: leave out --steps and --trace")
+        console.print(f"recording for {live:g} s, or until the run ends", highlight=False)
+        asyncio.run(record_live(folder, live))
+    profile(folder, console, chosen, trace)
+
+
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, which may still be running.")],
+    into: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Where to write it; by default RUN.html here.")
+    ] = None,
+) -> None:
+    """Write a run as one HTML file to send to a colleague: curves, evaluations, warnings, time, episodes, config."""
+    from agentrl.viewer.report import write_report
+
+    folder = run_config(run).parent
+    path = into or Path(f"{folder.resolve().name}.html")
+    write_report(folder, path)
+    console.print(f"wrote {path}", highlight=False, soft_wrap=True)
+
+
+def export_run_episodes(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, which may still be running.")],
+    into: Annotated[Path, typer.Argument(metavar="INTO", help="A new folder, for ATIF; or a new file NAME.jsonl.")],
+    step: Annotated[int | None, typer.Option(metavar="N", help="Only the episodes of this step.")] = None,
+) -> None:
+    """Write the trained episodes of a run for other programs: as ATIF, Harbor's format, or as JSON lines."""
+    from agentrl.viewer.episode_export import export_episodes
+
+    count = export_episodes(run_config(run).parent, into, step)
+    console.print(f"wrote {count:,} episodes to {into}", highlight=False, soft_wrap=True)
+
+
+def replay_episode(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
+    episode: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[EPISODE]", help="Its id, such as train-000012/3/0; without it, the newest are listed."
+        ),
+    ] = None,
+    agent: Annotated[str, typer.Option(help="From the view of this agent, if there are several.")] = "",
+    speed: Annotated[float, typer.Option(min=0, help="How many times as fast as it was played; 0: at once.")] = 1.0,
+) -> None:
+    """Play a recorded episode again in the terminal, or list the newest ones."""
+    from agentrl.viewer.episode_replay import list_episodes, replay
+
+    folder = run_config(run).parent
+    if episode is None:
+        list_episodes(folder, console)
+    else:
+        asyncio.run(replay(folder, episode, console, agent=agent, speed=speed))
+
+
+def _range_of(steps: str | None) -> tuple[int, int] | None:
+    if steps is None:
+        return None
+    first, _, last = steps.partition(":")
+    if not (first.isdecimal() and (last or first).isdecimal()):
+        raise ConfigError(f"--steps {steps!r} is no range of steps: write FIRST:LAST, such as 10:19, or a single step")
+    return int(first), int(last or first)
