@@ -23,6 +23,7 @@ from typing import Self
 from agentrl.durable import unfinished, write_whole
 from agentrl.errors import ConfigError
 from agentrl.flow import Span, SpanLog, recorded, span
+from agentrl.observe.span_export import SpanExport
 from agentrl.observe.trace_file import Slice, TraceFile
 from agentrl.observe.usage import Usage
 
@@ -124,6 +125,7 @@ class _Recording:
         self._path = path
         self._written_to = path if seconds is None else unfinished(path)
         self._usage = Usage()
+        self._export = SpanExport.configured(path.parents[1].name)
         self._costs = _costs()
         self._stack = ExitStack()
         self._file = self._stack.enter_context(TraceFile(self._written_to))
@@ -146,7 +148,10 @@ class _Recording:
         started = time.thread_time()
         for name, since, until in phases:
             self._file.slice(Slice(PHASES, "loop", name, max(since, self._begin + self._epoch), until))
-        self._write_spans(self._log.take())
+        ended = self._log.take()
+        self._write_spans(ended)
+        if self._export is not None:
+            self._export.send(ended, self._epoch)
         begin, self._at = self._at + self._epoch, time.monotonic()
         length = max(self._at + self._epoch - begin, 1e-9)
         counted = (self._log.loop_seconds, self._log.spans, self._log.loop_turns)
@@ -171,6 +176,8 @@ class _Recording:
         for group, name in sorted(self._counters):
             self._file.level(group, name, _PERCENT, self._at + self._epoch, 0.0)
         self._stack.close()
+        if self._export is not None:
+            self._export.close()
         if self._written_to != self._path:
             self._written_to.replace(self._path)
 

@@ -25,7 +25,9 @@ from agentrl.viewer.traced import TracedTime, advice_on, newest_trace
 
 _ALL = 1 << 30
 _ROWS = 14
-"""Rows of a table of busy sets."""
+"""Most rows of a table of busy sets."""
+_LEAST_SHARE = 0.0005
+"""Sets with a smaller share of the time are shown together."""
 _LOOP, _EPISODES = 1, 2  # the trace's "processes"
 
 
@@ -89,8 +91,9 @@ def busy_table(busy: Mapping[frozenset[str], float], total: float) -> Table:
     table.add_column("seconds", justify="right")
     table.add_column("share", justify="right")
     rows = [(" + ".join(sorted(names)) or "none of these", seconds) for names, seconds in busy.items()]
-    if len(rows) > _ROWS:
-        rows = [*rows[: _ROWS - 1], (f"{len(rows) - _ROWS + 1} other sets", sum(rest for _, rest in rows[_ROWS - 1 :]))]
+    kept = sum(seconds >= _LEAST_SHARE * total for _, seconds in rows[:_ROWS])
+    if len(rows) > kept + 1:
+        rows = [*rows[:kept], (f"{len(rows) - kept} other sets", sum(seconds for _, seconds in rows[kept:]))]
     for name, seconds in rows:
         table.add_row(name, f"{seconds:,.2f}", f"{seconds / max(total, 1e-9):.1%}")
     table.add_row("[bold]all[/bold]", f"[bold]{total:,.2f}[/bold]", "[bold]100.0%[/bold]")

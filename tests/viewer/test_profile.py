@@ -10,7 +10,7 @@ from rich.console import Console
 from agentrl.errors import ConfigError
 from agentrl.observe.trace_file import Slice, TraceFile
 from agentrl.testing.made_up_run import BEGIN, MadeUpRun
-from agentrl.viewer.profile import profile
+from agentrl.viewer.profile import busy_table, profile
 
 
 @pytest.fixture
@@ -78,6 +78,19 @@ def test_of_a_run_that_has_ended_nothing_live_can_be_recorded(made, agentrl):
     assert (done.returncode, "does not run on this machine" in done.stderr) == (2, True)
     done = agentrl("profile", str(made.folder), "--live", "5", "--steps", "1")
     assert (done.returncode, "leave out --steps" in done.stderr) == (2, True)
+
+
+def test_sets_with_next_to_no_time_are_shown_together():
+    console = Console(file=StringIO(), width=100)
+    busy = {frozenset({"engine"}): 90.0, frozenset[str](): 9.97} | {frozenset({f"role {n}"}): 0.01 for n in range(3)}
+    console.print(busy_table(busy, 100.0))
+    rows = [line.split() for line in console.file.getvalue().splitlines()[1:]]
+    assert rows == [
+        ["engine", "90.00", "90.0%"],
+        ["none", "of", "these", "9.97", "10.0%"],
+        ["3", "other", "sets", "0.03", "0.0%"],
+        ["all", "100.00", "100.0%"],
+    ]
 
 
 def traced(made):
