@@ -22,6 +22,7 @@ from statistics import median
 
 from agentrl.flow import SpanLog, recorded, run_steadily
 from agentrl.observe.profiler import Profiler
+from agentrl.rollout.budget import Budget
 from agentrl.rollout.config import RolloutConfig
 from agentrl.simulate.engine import SimulatedEngine
 from agentrl.simulate.env import SimulatedEnvs
@@ -55,7 +56,7 @@ class Round:
 
 
 def world(steps: int) -> World:
-    rollout = RolloutConfig(groups_per_step=4, group_size=4, max_turns=8)
+    rollout = RolloutConfig(groups_per_step=4, group_size=4, budget=Budget(turns=8))
     simulation = SimulationConfig(
         engine=SimulatedEngine.Config(seconds_per_token=0.01, answer_tokens=Normal(mean=40, sd=10)),
         env=SimulatedEnvs.Config(turns=Constant(value=4), step_seconds=Normal(mean=0.2, sd=0.04)),

@@ -107,8 +107,7 @@ def _ready(underway: Underway | None) -> str:
     if underway is None:
         return ""
     return (
-        f"; {underway.ready} of {underway.wanted} groups ready, "
-        f"{underway.slots} of {underway.slots_limit} episode slots taken"
+        f"; {underway.ready} of {underway.wanted} groups ready, {underway.slots} of {underway.slots_limit} slots taken"
     )
 
 

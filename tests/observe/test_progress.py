@@ -2,6 +2,7 @@
 
 import io
 import math
+import os
 import sys
 from pathlib import Path
 
@@ -74,7 +75,7 @@ def test_the_picture_has_everything_that_one_wants_to_know():
     shown = drawn(progress)
     for expected in (
         "runs/made_up", "step 40 of 100", "13:25, about 19:55 left", "train for 5 s; 11 of 16 groups ready",
-        "96 of 128 episode slots", "reward 0.390", "61.3% succeed after 30 steps", "[red]sokoban 1.3 s a step",
+        "96 of 128 slots taken", "reward 0.390", "61.3% succeed after 30 steps", "[red]sokoban 1.3 s a step",
         "train-000412 ([red]sokoban) 1:15", "engine 1, environment 3", "step 40: the gradient was zero",
     ):  # fmt: skip
         assert expected in shown
@@ -183,9 +184,12 @@ def test_a_real_run_draws_its_picture_in_a_real_terminal(tmp_path):
     arguments = [
         "-c", "from agentrl.cli import main; main()", "train", str(ROOT / "examples" / "frozen_lake.yaml"),
         "recipe.demonstrations=null", "steps=2", "trackers=[]", "rollout.groups_per_step=2", "rollout.group_size=2",
-        "rollout.max_turns=2", "evaluation.tasks=0", f"run_dir={tmp_path / 'run'}",
+        "rollout.budget.turns=2", "evaluation.tasks=0", f"run_dir={tmp_path / 'run'}",
     ]  # fmt: skip
-    child = pexpect.spawn(sys.executable, arguments, dimensions=(40, 120), encoding="utf-8", timeout=PATIENCE_SECONDS)
+    terminal = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "120", "LINES": "40"}
+    child = pexpect.spawn(
+        sys.executable, arguments, env=terminal, dimensions=(40, 120), encoding="utf-8", timeout=PATIENCE_SECONDS
+    )
     child.logfile_read = io.StringIO()
     child.expect("groups ready")
     child.expect("step .*2.* of 2")
@@ -193,6 +197,6 @@ def test_a_real_run_draws_its_picture_in_a_real_terminal(tmp_path):
     child.close()
     assert child.exitstatus == 0, child.logfile_read.getvalue()
     shown = child.logfile_read.getvalue()
-    assert "episode slots taken" in shown
+    assert "slots taken" in shown
     assert "last step" in shown
     assert "Traceback" not in shown
