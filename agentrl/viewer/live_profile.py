@@ -28,13 +28,15 @@ async def record_live(folder: Path, seconds: float) -> Path:
     request, failed, trace = (place.with_suffix(suffix) for suffix in (REQUEST, FAILED, SUFFIX))
     place.parent.mkdir(exist_ok=True)
     write_whole(request, f"{seconds}\n")
-    while not trace.exists():
-        if failed.exists():
-            why = failed.read_text().strip()
-            failed.unlink()
-            raise ConfigError(f"the run in {folder} cannot record a trace: {why}")
-        if not run.status()["live"] and not trace.exists():
-            request.unlink(missing_ok=True)
-            raise ConfigError(f"the run in {folder} ended before it had recorded a trace")
-        await asyncio.sleep(_LOOK_SECONDS)
+    try:
+        while not trace.exists():
+            if failed.exists():
+                why = failed.read_text().strip()
+                failed.unlink()
+                raise ConfigError(f"the run in {folder} cannot record a trace: {why}")
+            if not run.status()["live"] and not trace.exists():
+                raise ConfigError(f"the run in {folder} ended before it had recorded a trace")
+            await asyncio.sleep(_LOOK_SECONDS)
+    finally:
+        request.unlink(missing_ok=True)  # no one waits for it any more
     return trace

@@ -1,5 +1,6 @@
 """`agentrl profile`: known times are attributed exactly, and the trace has every span."""
 
+import asyncio
 import json
 from io import StringIO
 from itertools import pairwise
@@ -8,8 +9,11 @@ import pytest
 from rich.console import Console
 
 from agentrl.errors import ConfigError
-from agentrl.observe.trace_file import Slice, TraceFile
+from agentrl.observe.profiler import Profiler
+from agentrl.observe.trace_file import Slice, TraceFile, read_trace
 from agentrl.testing.made_up_run import BEGIN, MadeUpRun
+from agentrl.viewer.folders import RunFolder
+from agentrl.viewer.live_profile import record_live
 from agentrl.viewer.profile import busy_table, profile
 
 
@@ -78,6 +82,26 @@ def test_of_a_run_that_has_ended_nothing_live_can_be_recorded(made, agentrl):
     assert (done.returncode, "does not run on this machine" in done.stderr) == (2, True)
     done = agentrl("profile", str(made.folder), "--live", "5", "--steps", "1")
     assert (done.returncode, "leave out --steps" in done.stderr) == (2, True)
+
+
+def test_a_live_run_is_asked_by_a_file_and_its_refusal_is_shown(made, monkeypatch):
+    monkeypatch.setattr("agentrl.observe.profiler._TICK_SECONDS", 0.01)
+    monkeypatch.setattr(RunFolder, "status", lambda self: {"live": True})
+    with Profiler(made.folder, always=False):
+        trace = asyncio.run(record_live(made.folder, 0.05))
+        assert read_trace(trace).end > 0
+    with Profiler(made.folder, always=True):
+        with pytest.raises(ConfigError, match="another trace is recorded"):
+            asyncio.run(record_live(made.folder, 0.05))
+        assert not list((made.folder / "profile").glob("*.request"))
+
+
+def test_a_request_that_no_one_waits_for_any_more_is_taken_back(made, monkeypatch):
+    monkeypatch.setattr(RunFolder, "status", lambda self: {"live": next(answers)})
+    answers = iter([True, True, False])
+    with pytest.raises(ConfigError, match="ended before it had recorded"):
+        asyncio.run(record_live(made.folder, 60))
+    assert not list((made.folder / "profile").iterdir())
 
 
 def test_sets_with_next_to_no_time_are_shown_together():
