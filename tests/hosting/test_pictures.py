@@ -11,6 +11,7 @@ from agentrl.errors import EnvError
 from agentrl.hosting.host import EnvDeadlines, EnvHost
 from agentrl.hosting.pictures import PICTURE, taken
 from agentrl.hosting.process import ProcessEnv
+from agentrl.rollout.budget import Budget
 from agentrl.rollout.episode import EnvEpisodeRunner, Episode, ScriptedPolicy
 from agentrl.rollout.renderer import TemplateRenderer
 from agentrl.testing.tokenizer import ByteTokenizer
@@ -23,7 +24,7 @@ def played(factory, *, isolation=None, pictures=True, picture_bytes=1 << 16, pla
     async def main() -> Trajectory:
         host = EnvHost({"env": factory}, EnvDeadlines(), isolation, pictures=pictures)
         policy = ScriptedPolicy(player, RENDERER)
-        runner = EnvEpisodeRunner(policy, RENDERER, host, 4, 60.0, picture_bytes=picture_bytes)
+        runner = EnvEpisodeRunner(policy, RENDERER, host, Budget(turns=4), 60.0, picture_bytes=picture_bytes)
         (trajectory,) = await runner.play(Episode("e", Task("env", 3), 1))
         await host.close()
         return trajectory

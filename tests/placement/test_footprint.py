@@ -214,8 +214,11 @@ def bytes_saved(config: Any, tokens: int, layout: TrainerLayout) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
-def of_layers(family: str, layout: TrainerLayout, tokens: int = 256) -> tuple[int, int]:
-    """Bytes of a sample in the last layer, saved and counted: the difference that it makes."""
+def of_layers(family: str, layout: TrainerLayout, tokens: int = 640) -> tuple[int, int]:
+    """Bytes of a sample in the last layer, saved and counted: the difference that it makes.
+
+    On CPUs, shorter samples keep more: their queries attend in pieces.
+    """
     configs = [tiny_of(family, layers) for layers in (3, 2)]
     more, less = (bytes_saved(config, tokens, layout) for config in configs)
     counted, of_fewer = (activation_bytes(facts_of(config, family), layout, tokens) for config in configs)
@@ -273,7 +276,7 @@ def test_a_step_peaks_at_the_bytes_that_were_counted(family: str, recompute: Any
         hidden = head_bytes(replace(facts, vocab=0), layout, tokens)
         return activation_bytes(facts, layout, tokens) + max(layer_bytes(facts, layout, tokens), hidden)
 
-    assert counted(1024) - counted(512) == pytest.approx(peak(1024) - peak(512), rel=0.08)
+    assert counted(1280) - counted(640) == pytest.approx(peak(1280) - peak(640), rel=0.08)
 
 
 def test_pieces_of_attention_are_as_large_as_was_counted() -> None:
