@@ -1,8 +1,8 @@
 """`agentrl profile`: where a run's time went, as a table and as a trace for Perfetto.
 
 Without more, it comes from times that each run records anyway (`timeline.jsonl`, and those of turns in
-`trajectories/`). A run with `observe.profile` also records a trace, which knows more: rewards, evaluations and episodes
-that failed, the ranks of the trainer, the controller itself, and the load of workers and GPUs.
+`trajectories/`). A run with `observe.profile` also records a trace, which knows more: evaluations, failed episodes,
+the ranks of the trainer, the controller itself, and the load of workers and GPUs.
 """
 
 import heapq
