@@ -15,7 +15,7 @@ from pydantic import Field
 
 from agentrl.arrays import IntArray, Ragged, floats, ints
 from agentrl.engines.admission import KvOnUpdate, check_score, max_new_tokens
-from agentrl.engines.slots import Hold, Place, PrefixHashes, SlotTable, SlotTokens, prefix_hashes
+from agentrl.engines.slots import Hold, Openings, Place, PrefixHashes, SlotTable, SlotTokens, prefix_hashes
 from agentrl.engines.stop_texts import FolderTokenizer, StopTexts
 from agentrl.errors import ConfigError, EngineDeadError, EngineError
 from agentrl.flow import computes_by_design
@@ -131,6 +131,7 @@ class LocalEngine:
         self._running: dict[int, _Live] = {}
         self._live_ids: set[str] = set()
         self._slots = SlotTable(config.max_batch)
+        self._openings = Openings()
         self._wake = asyncio.Event()
         self._awake = asyncio.Event()
         self._awake.set()
@@ -379,8 +380,10 @@ class LocalEngine:
         finished = 0
         for live, row in rows.items():
             live.cached = row.stop
-            if len(row.token_ids) > 1:
+            if len(row.token_ids) > 1 or row.copied_from is not None:
                 self._prefilled += len(row.token_ids)
+            if row.copied_from is not None:
+                self._cached += row.start
             if row.sample:
                 finished += self._append(live, next(sampled))
         return finished
@@ -413,7 +416,8 @@ class LocalEngine:
         budget = max(_STEP_TOKENS, len(order))
         rows: dict[_Live, StepRow] = {}
         for live in order:
-            start = live.cached
+            source = self._copied_from(live, rows)
+            start = live.cached if source is None else len(live.request.prompt_ids) - 1
             stop = min(start + budget, len(live.tokens))
             if start == stop:
                 break
@@ -429,8 +433,33 @@ class LocalEngine:
                 len(live.versions),
                 request.keep_support,
                 request.keep_experts,
+                source,
             )
         return rows
+
+    def _copied_from(self, live: _Live, rows: "Mapping[_Live, StepRow]") -> int | None:
+        """The slot that has the KV of a request's prompt, now or after this step's `rows`, if the request has none.
+
+        Of its prompt, only the last token is then computed, for its logits.
+        """
+        if live.cached or not self._config.prefix_cache or len(live.request.prompt_ids) == 1:
+            return None
+        prompt = live.request.prompt_ids.tobytes()
+        found = self._openings.get(prompt)
+        computed = None if found is None else self._computed(*found, rows)
+        if found is None or computed is None:
+            self._openings.put(prompt, live.slot, live.tokens)
+            return None
+        return found[0] if found[0] != live.slot and computed >= len(live.request.prompt_ids) - 1 else None
+
+    def _computed(self, slot: int, tokens: SlotTokens, rows: "Mapping[_Live, StepRow]") -> int | None:
+        """Of how many of these tokens the slot has the KV after this step's `rows`; None if it may not be copied."""
+        live = self._running.get(slot)
+        if live is not None:
+            after = rows[live].stop if live in rows else live.cached
+            return None if live.tokens is not tokens or live.stale else after
+        held = self._slots.parked(slot)
+        return held[1] if held is not None and held[0] is tokens else None
 
     def _append(self, live: _Live, drawn: "Drawn") -> bool:
         live.tokens.append(ints([drawn.token]))

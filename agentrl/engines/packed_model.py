@@ -43,7 +43,8 @@ class StepRow:
 
     If `sample` is set, one token is drawn from the logits of the last one, as `sampling` says. `position` is the number
     of tokens that the request has sampled so far. `keep_support`: return what it was drawn from. `keep_experts`: return
-    the experts that were chosen for it.
+    the experts that were chosen for it. `copied_from`: a slot whose first `start` tokens are the same, and whose KV of
+    them is copied; they may be computed in the same step.
     """
 
     slot: int
@@ -55,6 +56,7 @@ class StepRow:
     position: int
     keep_support: bool = False
     keep_experts: bool = False
+    copied_from: int | None = None
 
     @property
     def stop(self) -> int:
@@ -103,12 +105,25 @@ class _Block:
         return self.masks[window]
 
 
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """The KV of the first `length` tokens of a slot, for other slots."""
+
+    source: int
+    slots: Tensor
+    length: int
+
+
 class _SlotKv:
     """Keys and values of all slots of one layer, (S, K, L, D); grows on demand."""
 
     def __init__(self) -> None:
         self.keys_SKLD = torch.empty(0)
         self.values_SKLD = torch.empty(0)
+
+    def copy(self, copy: _Copy) -> None:
+        for kv_SKLD in (self.keys_SKLD, self.values_SKLD):
+            kv_SKLD[copy.slots, :, : copy.length] = kv_SKLD[copy.source, :, : copy.length]
 
     def reserve(self, like_key_NKD: Tensor, like_value_NKD: Tensor, slots: int, length: int) -> None:
         self.keys_SKLD = _grown(self.keys_SKLD, like_key_NKD, slots, length)
@@ -134,6 +149,7 @@ class _Plan:
     positions_N: Tensor
     blocks: list[_Block]
     capacity: tuple[int, int]
+    copies: list[_Copy]
 
 
 def _attend(
@@ -157,6 +173,8 @@ def _attend(
     layer.reserve(key_NKD, value_NKD, *plan.capacity)
     layer.keys_SKLD[plan.slots_N, :, plan.positions_N] = key_NKD
     layer.values_SKLD[plan.slots_N, :, plan.positions_N] = value_NKD
+    for copy in plan.copies:
+        layer.copy(copy)
     kind = _Kind(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
     outputs = [_attend_block(block, layer, query_NHD, kind) for block in plan.blocks]
     out_NHD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -344,6 +362,7 @@ class PackedModel:
             self._tensor(positions),
             self._block_plans(blocks),
             capacity,
+            self._copies(order),
         )
         logits: Tensor = self._model(
             input_ids=tokens_N[None],
@@ -354,6 +373,13 @@ class PackedModel:
             plan=plan,
         ).logits
         return logits[0]
+
+    def _copies(self, rows: Sequence[StepRow]) -> list[_Copy]:
+        slots: dict[tuple[int, int], list[int]] = {}
+        for row in rows:
+            if row.copied_from is not None:
+                slots.setdefault((row.copied_from, row.start), []).append(row.slot)
+        return [_Copy(source, self._tensor(np.asarray(own)), length) for (source, length), own in slots.items()]
 
     def _block_plans(self, blocks: Sequence[Sequence[StepRow]]) -> list[_Block]:
         plans = []

@@ -62,6 +62,32 @@ class Hold:
     priority: int = 0
 
 
+class Openings:
+    """In which slot each prompt was computed last, so that a request with the same prompt can copy its KV.
+
+    The members of a group have the same first prompt. A slot has one entry, so there are never more than slots.
+    """
+
+    def __init__(self) -> None:
+        self._by_prompt: dict[bytes, tuple[Slot, SlotTokens]] = {}
+        self._by_slot: dict[Slot, bytes] = {}
+
+    def put(self, prompt: bytes, slot: Slot, tokens: SlotTokens) -> None:
+        """These tokens, which are now in the slot, begin with the prompt."""
+        before = self._by_slot.pop(slot, None)
+        if before is not None:
+            del self._by_prompt[before]
+        elsewhere = self._by_prompt.pop(prompt, None)
+        if elsewhere is not None:
+            del self._by_slot[elsewhere[0]]
+        self._by_slot[slot] = prompt
+        self._by_prompt[prompt] = slot, tokens
+
+    def get(self, prompt: bytes) -> tuple[Slot, SlotTokens] | None:
+        """The slot, and the tokens that were in it: whether they still are is for the caller to check."""
+        return self._by_prompt.get(prompt)
+
+
 @dataclass(frozen=True, slots=True)
 class _Parked:
     tokens: SlotTokens
@@ -159,6 +185,11 @@ class SlotTable:
         self._by_key.clear()
         self._lengths.clear()
 
+    def parked(self, slot: Slot) -> tuple[SlotTokens, int] | None:
+        """The tokens of a parked slot, and of how many of them it holds the KV; None if it is not parked."""
+        found = self._parked.get(slot)
+        return None if found is None else (found.tokens, found.cached)
+
     def _slot_of(self, prompt: IntArray, session: str, known: int) -> Slot | None:
         slot = self._by_session.get(session)
         if slot is None or not known or known > len(prompt):
@@ -202,4 +233,4 @@ def prefix_hashes(tokens: IntArray) -> PrefixHashes:
     return np.cumsum(values * _powers.first(len(tokens)), dtype=np.uint64)
 
 
-__all__ = ["Hold", "Place", "PrefixHashes", "Slot", "SlotTable", "SlotTokens", "prefix_hashes"]
+__all__ = ["Hold", "Openings", "Place", "PrefixHashes", "Slot", "SlotTable", "SlotTokens", "prefix_hashes"]

@@ -19,7 +19,7 @@ from agentrl.arrays import ints
 from agentrl.engines import local, packed_model, slots
 from agentrl.engines.local import LocalEngine
 from agentrl.engines.sampling import Sampler, Truncation, noise_keys, truncated
-from agentrl.engines.slots import SlotTable, SlotTokens
+from agentrl.engines.slots import Openings, SlotTable, SlotTokens
 from agentrl.errors import ConfigError, EngineDeadError, EngineError
 from agentrl.protocols import GenerateRequest, SamplingParams, ScoreRequest, Scores
 from agentrl.trajectory import Completion
@@ -70,7 +70,64 @@ def test_each_sibling_of_a_group_finds_its_own_episode_again(shallow_model_dir: 
             first = await all_of(engine, [request(f"a{i}", prompt, 5, seed=i) for i in range(4)])
             follow = [request(f"b{i}", (*prompt, *c.token_ids, 11), 5) for i, c in enumerate(first)]
             await all_of(engine, follow[::-1])
-            assert engine.stats().cached_tokens == 4 * 24
+            copied = 3 * 19  # of the first one's prompt, all but the last token
+            assert engine.stats().cached_tokens == copied + 4 * 24
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("budget", [4096, 30])
+def test_a_prompt_of_a_whole_group_is_computed_once(shallow_model_dir: Path, monkeypatch: Any, budget: int) -> None:
+    monkeypatch.setattr(local, "_STEP_TOKENS", budget)
+    prompts = {"a": range(10, 60), "b": range(20, 60)}
+    group = [request(f"{name}{seed}", prompt, seed=seed) for name, prompt in prompts.items() for seed in range(4)]
+
+    async def main() -> None:
+        async with engine_of(shallow_model_dir, prefix_cache=False) as engine:
+            alone = [await engine.generate(each) for each in group]
+        async with engine_of(shallow_model_dir, max_batch=8) as engine:
+            together = await all_of(engine, group)
+            stats = engine.stats()
+            later = await engine.generate(replace(group[5], id="later"))
+        assert stats.cached_tokens == 3 * 49 + 3 * 39
+        assert stats.prefilled_tokens == 50 + 40 + 6
+        for one, other in zip([*alone, alone[5]], [*together, later], strict=True):
+            assert one.token_ids.tolist() == other.token_ids.tolist()
+            assert np.allclose(one.logprobs, other.logprobs, atol=1e-4)
+
+    asyncio.run(main())
+
+
+@given(st.lists(st.tuples(st.binary(min_size=1, max_size=1), st.integers(0, 3)), max_size=30))
+def test_a_prompt_is_found_in_its_last_slot_until_that_gets_another(puts: list[tuple[bytes, int]]) -> None:
+    openings, expected = Openings(), dict[bytes, tuple[int, SlotTokens]]()
+    for prompt, slot in puts:
+        tokens = SlotTokens()
+        openings.put(prompt, slot, tokens)
+        expected = {other: at for other, at in expected.items() if at[0] != slot} | {prompt: (slot, tokens)}
+    for prompt, _ in puts:
+        assert openings.get(prompt) == expected.get(prompt)
+
+
+def test_a_prompt_is_computed_again_after_its_slot_has_been_taken_or_its_weights_are_old(
+    shallow_model_dir: Path,
+) -> None:
+    async def main() -> None:
+        weights = AutoModelForCausalLM.from_pretrained(shallow_model_dir).state_dict()
+        async with engine_of(shallow_model_dir, max_batch=1) as engine:
+            one, other = range(10, 60), range(20, 60)
+            for number, prompt in enumerate((one, other, one)):
+                await engine.generate(request(f"a{number}", prompt))
+            assert engine.stats().cached_tokens == 0
+        async with engine_of(shallow_model_dir, kv_on_update="keep") as engine:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(engine.generate(request("long", one, 40)))
+                for _ in range(20):
+                    await asyncio.sleep(0)
+                assert engine.stats().generated_tokens
+                await engine.update_weights(weights, 1)
+                tasks.create_task(engine.generate(request("b", one)))
+            assert engine.stats().cached_tokens == 0
 
     asyncio.run(main())
 
