@@ -48,6 +48,8 @@ def evaluate(  # noqa: PLR0917  typer calls it by name
         if report is not None:
             path = report_of(name, steps, evaluation).write(report)
             console.print(f"saved in {path}", highlight=False, soft_wrap=True)
+    if report is None:
+        console.print("not saved: --report FOLDER saves what `agentrl compare` reads", highlight=False, soft_wrap=True)
 
 
 def _print_evaluation(suite: str, evaluation: Any, show: int) -> None:
@@ -56,7 +58,7 @@ def _print_evaluation(suite: str, evaluation: Any, show: int) -> None:
         console.rule(f"{_name_of(trajectory)}: {trajectory.status.name}, score {score.value:g}")
         for message in trajectory.messages:
             console.print(f"[bold cyan]{message.role}[/bold cyan] {escape(message.content)}", highlight=False)
-    console.rule()
+    console.rule(escape(suite))
     for name, value in evaluation.metrics().items():
         shown = name.removeprefix("eval/").removeprefix(f"{suite}/")
         console.print(f"{shown:10} {value:.4g}", highlight=False)
@@ -69,9 +71,11 @@ def compare_runs(
     second: Annotated[Path, typer.Argument(metavar="RUN", help="Another one, evaluated on the same tasks.")],
 ) -> None:
     """Compare the newest evaluations of two runs, task by task, with paired 95 % intervals."""
-    from agentrl.observe.reports import compare, read_reports
+    from agentrl.observe.reports import compare, left_out, read_reports
 
-    for one in compare(read_reports(first), read_reports(second)):
+    reports = read_reports(first), read_reports(second)
+    compared = compare(*reports)
+    for one in compared:
         success, score = one.success, one.score
         console.print(
             f"[bold]{escape(one.name)}[/bold] ({one.tasks} tasks; after {one.steps[0]} and {one.steps[1]} steps): "
@@ -81,6 +85,8 @@ def compare_runs(
             highlight=False,
             soft_wrap=True,
         )
+    for name, why in left_out(*reports, compared).items():
+        console.print(f"[bold]{escape(name)}[/bold] is not compared: {why}", highlight=False, soft_wrap=True)
 
 
 def _name_of(trajectory: Trajectory) -> str:

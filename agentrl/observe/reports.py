@@ -116,6 +116,20 @@ def compare(first: Mapping[str, EvaluationReport], second: Mapping[str, Evaluati
     return found
 
 
+def left_out(
+    first: Mapping[str, EvaluationReport], second: Mapping[str, EvaluationReport], compared: Sequence[Comparison]
+) -> dict[str, str]:
+    """Why the other evaluations of the two cannot be compared, by name."""
+    found = {}
+    for name in sorted((first.keys() | second.keys()) - {one.name for one in compared}):
+        if name in first and name in second:
+            seeds = "; held-out tasks depend on the run's seed" if name == HELD_OUT else ""
+            found[name] = f"the two have played no task in common{seeds}"
+        else:
+            found[name] = f"only the {'first' if name in first else 'second'} has it"
+    return found
+
+
 def _read(path: Path) -> EvaluationReport:
     try:
         raw = json.loads(path.read_text())

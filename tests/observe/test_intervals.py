@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from agentrl.errors import ConfigError
 from agentrl.observe.intervals import mean_over_tasks, paired_difference, pass_at_k, passes, share_over_tasks
 from agentrl.observe.metrics import wilson_interval
-from agentrl.observe.reports import EpisodeResult, EvaluationReport, compare, read_reports
+from agentrl.observe.reports import EpisodeResult, EvaluationReport, compare, left_out, read_reports
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=8), st.integers(1, 8))
@@ -63,6 +63,16 @@ def test_the_newest_reports_of_two_runs_are_compared_task_by_task(tmp_path: Path
     assert (found.name, found.steps, found.tasks) == ("hard", (20, 30), 2)
     assert (found.first, found.second, found.success.value) == (0.25, 0.75, 0.5)
     assert found.success.low == found.success.high == 0.5
+
+
+def test_what_is_left_out_of_a_comparison_is_named_with_the_reason() -> None:
+    first = {name: report(name, 1, {"a": [True]}) for name in ("hard", "held_out", "mine")}
+    second = {"hard": first["hard"], "held_out": report("held_out", 1, {"b": [True]}), "yours": first["mine"]}
+    assert left_out(first, second, compare(first, second)) == {
+        "held_out": "the two have played no task in common; held-out tasks depend on the run's seed",
+        "mine": "only the first has it",
+        "yours": "only the second has it",
+    }
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
