@@ -25,7 +25,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from agentrl.errors import EnvError
 from agentrl.flow import Flow, run_to_completion
@@ -60,7 +59,7 @@ class CommandAgent:
     async def run(self, assignment: Assignment) -> AgentOutcome:
         """Run the command for one task. When it ends, so do all processes that it has started."""
         if self.contained_by is not None:
-            assignment = replace(assignment, url=f"http://127.0.0.1:{_port(assignment)}")
+            assignment = replace(assignment, url=f"http://127.0.0.1:{assignment.port}")
         folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="agentrl-agent-"))
         try:
             status = await self._status(assignment, folder)
@@ -77,7 +76,7 @@ class CommandAgent:
         ours, theirs = socket.socketpair()
         with ours, theirs:
             os.set_inheritable(theirs.fileno(), True)
-            command = network.contained(self.command, theirs.fileno(), _port(assignment))
+            command = network.contained(self.command, theirs.fileno(), assignment.port)
             async with Flow("command") as flow:
                 running = flow.start(self._exit_status(command, assignment, folder, theirs), name="process")
                 with await self._listener(ours, folder) as listener:
@@ -146,11 +145,6 @@ def _variables(assignment: Assignment, folder: Path) -> dict[str, str]:
     }
     dropped = {"ANTHROPIC_AUTH_TOKEN", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID"}
     return {name: value for name, value in os.environ.items() if name not in dropped} | own
-
-
-def _port(assignment: Assignment) -> int:
-    """The gateway's port."""
-    return urlsplit(assignment.url).port or 80
 
 
 def _outcome(file: Path, command: str) -> AgentOutcome:

@@ -4,7 +4,6 @@ import asyncio
 import shlex
 import socket
 import sys
-from urllib.parse import urlsplit
 
 from agentrl.errors import ConfigError, EnvError
 from agentrl.gateway.command_agent import CommandAgent
@@ -48,11 +47,12 @@ async def check_containment(desk: Desk) -> None:
         ConfigError: they are not; says what the machine lacks.
     """
     with socket.create_server(("127.0.0.1", 0)) as other:
-        ports = [str(urlsplit(desk.url).port), str(other.getsockname()[1])]
+        given = Assignment(Task("a check of the network", 0), desk.url, "no-key")
+        ports = [str(given.port), str(other.getsockname()[1])]
         trying = CommandAgent(shlex.join([sys.executable, "-I", "-S", "-c", _ATTEMPTS, *ports]), contained_by=desk)
         try:
             async with asyncio.timeout(_START_SECONDS):
-                await trying.run(Assignment(Task("a check of the network", 0), desk.url, "no-key"))
+                await trying.run(given)
         except (EnvError, TimeoutError) as error:
             raise ConfigError(
                 "gateway.network=gateway: this machine cannot keep programs from the network: "

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from typing import Protocol
+from urllib.parse import urlsplit
 
 from agentrl.gateway.outcome import AgentOutcome
 from agentrl.trajectory import Task
@@ -22,6 +23,12 @@ class Assignment:
     def base_url(self) -> str:
         """The address for OpenAI's clients."""
         return f"{self.url}/v1"
+
+    @property
+    def port(self) -> int:
+        """The port of `url`."""
+        parts = urlsplit(self.url)
+        return parts.port or (443 if parts.scheme == "https" else 80)
 
 
 class AgentProgram(Protocol):

@@ -53,11 +53,11 @@ with open(os.environ["AGENTRL_REWARD_FILE"], "w") as file:
 """
 
 
-def played(command: str, network: str):
-    """An episode of a command."""
+def played(command: str, network: str, url: str | None = None):
+    """An episode of a command. `url`: where others reach the gateway."""
 
     async def main():
-        desk, engine = Desk(GatewayConfig(network=network)), saying("left")
+        desk, engine = Desk(GatewayConfig(network=network, url=url)), saying("left")
         runner = runner_on(desk, engine, scheme(f"command {command}").program(desk, None, None), PATIENCE_SECONDS)
         async with engine, serving(desk):
             return (await runner.play(Episode("e", Task("agent:x", 7), 0)))[0]
@@ -93,6 +93,13 @@ def test_a_program_reaches_the_gateway_and_nothing_else(network, reward, service
     assert trajectory.status == Terminated(), trajectory.status
     assert trajectory.env_return == reward
     assert len(trajectory.turns) == 1
+
+
+def test_a_contained_program_does_not_take_the_address_of_others(tmp_path):
+    file = tmp_path / "agent.py"
+    file.write_text(ALL_BUT_THE_GATEWAY)
+    trajectory = played(shlex.join([sys.executable, str(file), "[]"]), "gateway", "http://gateway.example:9000")
+    assert trajectory.env_return == 1.0, trajectory.status
 
 
 @pytest.mark.parametrize(
