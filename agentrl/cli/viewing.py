@@ -78,10 +78,12 @@ def report(
 
 def export_run_episodes(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, which may still be running.")],
-    into: Annotated[Path, typer.Argument(metavar="INTO", help="A new folder, for ATIF; or a new file NAME.jsonl.")],
+    into: Annotated[
+        Path, typer.Argument(metavar="INTO", help="A new folder (ATIF), or a new .jsonl or .parquet file.")
+    ],
     step: Annotated[int | None, typer.Option(metavar="N", help="Only the episodes of this step.")] = None,
 ) -> None:
-    """Write the trained episodes of a run for other programs: as ATIF, Harbor's format, or as JSON lines."""
+    """Write the trained episodes of a run for other programs: as ATIF, Harbor's format, JSON lines or a data set."""
     from agentrl.viewer.episode_export import export_episodes
 
     count = export_episodes(run_config(run).parent, into, step)

@@ -1,4 +1,4 @@
-"""Episodes of a run for other programs: as ATIF, the interchange format of Harbor, or as JSON lines.
+"""Episodes of a run for other programs: as ATIF, the interchange format of Harbor, as JSON lines, or as a data set.
 
 ATIF is the Agent Trajectory Interchange Format (RFC 0001 of https://github.com/laude-institute/harbor), version 1.7.
 """
@@ -7,8 +7,12 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from agentrl.durable import unfinished, write_whole
 from agentrl.errors import ConfigError
@@ -18,28 +22,34 @@ from agentrl.viewer.episodes import EpisodeIndex, EpisodeQuery
 from agentrl.viewer.folders import RunFolder
 
 _AT_ONCE = 500
-_FILES = (".json", ".parquet", ".csv", ".gz")
+_FILES = (".json", ".csv", ".gz")
 """Endings of names that are not meant for folders."""
 
 
 def export_episodes(folder: Path, into: Path, step: int | None) -> int:
     """Write the trained episodes of a run, or of one step; returns how many.
 
-    Into a file that ends in `.jsonl`: a line for each, with all that is known of it. Into a new folder: a file of ATIF
-    for each.
+    Into a file that ends in `.jsonl`: a line for each, with all that is known of it. Into one that ends in `.parquet`:
+    a row for each, as data sets of conversations have them. Into a new folder: a file of ATIF for each.
 
     Raises:
         ConfigError: the folder or the file is there already, a folder has the name of a file, or there is no episode.
     """
     if into.exists():
-        raise ConfigError(f"{into} is there already: name a new folder (for ATIF), or a new file that ends in .jsonl")
+        raise ConfigError(
+            f"{into} is there already: name a new folder (for ATIF), or a new file that ends in .jsonl or .parquet"
+        )
     if into.suffix in _FILES:
-        raise ConfigError(f"{into} would be a folder: name one without {into.suffix} (for ATIF), or {into.stem}.jsonl")
+        raise ConfigError(
+            f"{into} would be a folder: name one without {into.suffix} (for ATIF), or {into.stem}.jsonl or .parquet"
+        )
     run = RunFolder(folder.name, folder)
     index = EpisodeIndex(run)
     found = _episodes(EpisodeReader(run, index), index, step)
     count = 0
-    if into.suffix == ".jsonl":
+    if into.suffix == ".parquet":
+        count = _write_dataset(into, found)
+    elif into.suffix == ".jsonl":
         into.parent.mkdir(parents=True, exist_ok=True)
         with unfinished(into).open("w") as file:
             for episode in found:
@@ -59,6 +69,47 @@ def export_episodes(folder: Path, into: Path, step: int | None) -> int:
             count += 1
     if not count:
         raise ConfigError(f"{folder} has no trained episode" + ("" if step is None else f" of step {step}"))
+    return count
+
+
+DATASET_SCHEMA = pa.schema(
+    [
+        ("id", pa.string()),
+        ("agent", pa.string()),
+        ("env", pa.string()),
+        ("seed", pa.int64()),
+        ("step", pa.int32()),
+        ("status", pa.string()),
+        ("success", pa.bool_()),
+        ("score", pa.float64()),
+        ("parts", pa.string()),
+        (
+            "messages",
+            pa.list_(pa.struct([("role", pa.string()), ("content", pa.string()), ("reasoning", pa.string())])),
+        ),
+        ("fate", pa.string()),
+    ]
+)
+"""An episode as a row of a data set: `messages` in the form that trainers of conversations read; `parts` is JSON."""
+
+
+def _write_dataset(into: Path, episodes: Iterator[dict[str, Any]]) -> int:
+    into.parent.mkdir(parents=True, exist_ok=True)
+    count, kept = 0, [name for name in DATASET_SCHEMA.names if name not in ("seed", "parts", "messages", "fate")]
+    with pq.ParquetWriter(unfinished(into), DATASET_SCHEMA, compression="zstd") as writer:
+        while batch := list(islice(episodes, _AT_ONCE)):
+            rows = [
+                {name: one["row"][name] for name in kept}
+                | {name: one["trajectory"][name] for name in ("seed", "parts", "messages")}
+                | {"fate": one["fate"]}
+                for one in batch
+            ]
+            writer.write_table(pa.Table.from_pylist(rows, schema=DATASET_SCHEMA))
+            count += len(rows)
+    if count:
+        unfinished(into).replace(into)
+    else:
+        unfinished(into).unlink()
     return count
 
 

@@ -77,11 +77,33 @@ def test_json_lines_have_all_that_is_known_and_a_step_can_be_chosen(made, tmp_pa
     assert all(len(line["trajectory"]["turns"]) == 3 for line in lines)
 
 
+def test_a_data_set_has_a_row_of_messages_for_each_episode(made, tmp_path):
+    import pyarrow.parquet as pq
+
+    assert export_episodes(made.folder, tmp_path / "new" / "all.parquet", None) == 8
+    rows = pq.read_table(tmp_path / "new" / "all.parquet").to_pylist()
+    assert len({row["id"] for row in rows}) == 8
+    first = rows[0]
+    assert [message["role"] for message in first["messages"]] == ["system", *["user", "assistant"] * 3]
+    assert json.loads(first["parts"]) == {"environment": first["score"]}
+    assert first["fate"].startswith(f"{first['id']} was trained at step {first['step']}")
+
+
+def test_datasets_loads_it(made, tmp_path):
+    datasets = pytest.importorskip("datasets")
+    export_episodes(made.folder, tmp_path / "all.parquet", None)
+    cache = str(tmp_path / "cache")
+    loaded = datasets.load_dataset("parquet", data_files=str(tmp_path / "all.parquet"), cache_dir=cache)
+    assert loaded["train"][0]["messages"][0]["content"] == "Continue."
+
+
 def test_nothing_is_overwritten_and_nothing_is_left_of_an_empty_export(made, tmp_path):
     with pytest.raises(ConfigError, match="is there already"):
         export_episodes(made.folder, tmp_path, None)
     with pytest.raises(ConfigError, match="no trained episode of step 9"):
         export_episodes(made.folder, tmp_path / "none.jsonl", 9)
+    with pytest.raises(ConfigError, match="no trained episode of step 9"):
+        export_episodes(made.folder, tmp_path / "none.parquet", 9)
     assert not list(tmp_path.glob("none*"))
 
 

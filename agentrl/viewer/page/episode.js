@@ -90,7 +90,7 @@ function messageTurns(trajectory, scale) {
   const drawn = trajectory.messages.map((message, i) => {
     const asked = trajectory.messages[i + 1]?.role === "assistant" ? trajectory.turns[answers]?.picture : null;
     const last = i === trajectory.messages.length - 1 ? trajectory.picture : null;
-    if (message.role !== "assistant" || !trajectory.turns[answers]) return el("article", { class: `message ${message.role === "assistant" ? "assistant" : ""}` }, el("header", {}, el("b", {}, message.role)), el("pre", { class: "words" }, message.content || ""), picture(asked || last));
+    if (message.role !== "assistant" || !trajectory.turns[answers]) return el("article", { class: `message ${message.role === "assistant" ? "assistant" : ""}` }, el("header", {}, el("b", {}, message.role)), el("div", { class: "shown" }, el("pre", { class: "words" }, message.content || ""), picture(asked || last)));
     const number = answers++, turn = trajectory.turns[number], calls = parsed(message.tool_calls) || [];
     return el("article", { class: `message assistant${turn.forked ? " forked" : ""}` }, turnHead(turn, number),
       el("div", { class: "words" }, tokensOf(turn, scale)),
@@ -100,7 +100,7 @@ function messageTurns(trajectory, scale) {
   return ended ? [...drawn, el("article", { class: "message" }, el("header", {}, el("b", {}, "how it ended")), ended)] : drawn;
 }
 
-const FRAME = `<!doctype html><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:"><meta http-equiv="x-dns-prefetch-control" content="off"><style>body{margin:6px;font:14px sans-serif;color:#22303c;background:#fff}</style>`;
+const FRAME = `<!doctype html><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:"><meta http-equiv="x-dns-prefetch-control" content="off"><style>body{margin:6px;font:14px sans-serif;color:#22303c;background:#fff}svg,img{max-width:100%;max-height:calc(100vh - 12px)}</style>`;
 
 /** An environment's picture, in a frame where no script runs, and from which nothing can be asked or opened. */
 function picture(html) {
