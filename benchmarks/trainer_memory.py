@@ -1,16 +1,18 @@
 """Peak memory of a training step by the length of a sample, and by the number of its loss tokens, with a picture.
 
-    python benchmarks/trainer_memory.py [--device cpu|cuda] [--vocab 151936] [--lengths 2048 4096 ...] [--picture FILE]
+    python benchmarks/trainer_memory.py [--device cpu|cuda] [--vocab 151936 4096] [--lengths 2048 ...] [--picture FILE]
 
 A forward and a backward pass of a random model on one sample, with recomputed activations, beyond what the process had
 before, as torch's allocator counts it. In the first table every 16th token carries loss; in the second the length is
-fixed (`--length`). `linear` is the peak that the first one would grow to if memory were proportional to the tokens.
+fixed (`--length`). `linear` is the peak that the first one would grow to if memory were proportional to the tokens. The
+picture has a line for each vocabulary.
 """
 
 import argparse
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
@@ -41,9 +43,9 @@ def make_model(folder: Path, vocabulary: int) -> None:
         hidden_size=128,
         intermediate_size=384,
         num_hidden_layers=2,
-        num_attention_heads=2,
+        num_attention_heads=1,
         num_key_value_heads=1,
-        head_dim=64,
+        head_dim=32,
         max_position_embeddings=1 << 20,
         tie_word_embeddings=True,
     )
@@ -82,51 +84,94 @@ def measured(model: Predictor, device: torch.device, length: int, loss_tokens: i
     return peak_of(step, device)
 
 
-def picture(path: Path, by_length: Mapping[int, int], by_loss: Mapping[int, int], length: int) -> None:
-    """Two curves on logarithmic axes: peaks by tokens, and by loss tokens."""
-    import matplotlib.pyplot as plt
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """Peaks of a model with one vocabulary, in bytes, by the tokens and by the loss tokens of a sample."""
 
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
-    peaks = [peak / MIB for peak in by_length.values()]
-    for axis, found, name in (
-        (axes[0], by_length, "tokens of a sample, 1 in 16 with loss"),
-        (axes[1], by_loss, f"loss tokens of a sample of {length:,}"),
-    ):
-        axis.loglog(list(found), [peak / MIB for peak in found.values()], "o-", base=2)
-        axis.set(xlabel=name, ylabel="peak, MiB", ylim=(min(peaks) / 4, 2 * max(peaks)))
-        axis.grid(alpha=0.3)
-    figure.savefig(path, dpi=110)
+    vocabulary: int
+    by_length: Mapping[int, int]
+    by_loss: Mapping[int, int]
 
 
-def main() -> None:
-    """Print both tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--vocab", type=int, default=151_936)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8192, 16384, 32768, 65536])
-    parser.add_argument("--length", type=int, default=16384, help="tokens of the second table's sample")
-    parser.add_argument("--picture", type=Path)
-    given = parser.parse_args()
-    device = torch.device(given.device)
+def peaks_of(vocabulary: int, given: argparse.Namespace) -> Peaks:
+    """Measure a model with this vocabulary."""
+    device, length = torch.device(given.device), given.length
     with tempfile.TemporaryDirectory() as folder:
-        make_model(Path(folder), given.vocab)
+        make_model(Path(folder), vocabulary)
         config = LocalTrainer.Config(device=given.device, activation_checkpointing="full")
         model = open_sharding(TrainerSpec("", config, Path(folder), 1, 1.0), RankInfo(0, 1, "")).model
     measured(model, device, 256, 16)  # makes the gradients
-    length = given.length
-    peaks = {tokens: measured(model, device, tokens, tokens // 16) for tokens in given.lengths}
-    flat = {count: measured(model, device, length, count) for count in (length // n for n in (256, 64, 16, 4, 2))}
-    first, least = next(iter(peaks.items()))
-    by_length = Table("tokens", "peak, MiB", "linear, MiB", title="by length")
-    for tokens, peak in peaks.items():
+    return Peaks(
+        vocabulary,
+        {tokens: measured(model, device, tokens, tokens // 16) for tokens in given.lengths},
+        {count: measured(model, device, length, count) for count in (length // n for n in (256, 64, 16, 4, 2))},
+    )
+
+
+def tables(found: Peaks, length: int) -> Iterator[Table]:
+    """The two tables of a vocabulary."""
+    (first, least), *_ = found.by_length.items()
+    by_length = Table("tokens", "peak, MiB", "linear, MiB", title=f"by length; vocabulary of {found.vocabulary:,}")
+    for tokens, peak in found.by_length.items():
         by_length.add_row(f"{tokens:,}", f"{peak / MIB:,.0f}", f"{least / MIB * tokens / first:,.0f}")
+    yield by_length
     by_loss = Table("loss tokens", "peak, MiB", title=f"by loss tokens, of {length:,}")
-    for count, peak in flat.items():
+    for count, peak in found.by_loss.items():
         by_loss.add_row(f"{count:,}", f"{peak / MIB:,.0f}")
-    console = Console()
-    console.print(by_length, by_loss)
-    if given.picture:
-        picture(given.picture, peaks, flat, length)
+    yield by_loss
+
+
+def picture(path: Path, all_found: Sequence[Peaks], length: int) -> None:
+    """Two curves of each vocabulary: peaks by tokens, and by loss tokens."""
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import FuncFormatter
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
+    for found, marker in zip(all_found, "osv^D", strict=False):
+        label = f"vocabulary of {found.vocabulary:,}"
+        for axis, peaks in ((left, found.by_length), (right, found.by_loss)):
+            axis.plot(list(peaks), [peak / MIB for peak in peaks.values()], f"{marker}-", label=label)
+    left.set(
+        xlabel="tokens of a sample, 1 in 16 with loss",
+        ylabel="peak of a step, MiB",
+        title="at most linear in the tokens",
+    )
+    left.set_xticks([0, *(tokens for tokens in all_found[0].by_length if tokens >= length)])
+    right.set(
+        xlabel=f"loss tokens of a sample of {length:,}",
+        title="flat in the loss tokens beyond a piece of logits",
+        xscale="log",
+    )
+    right.set_xticks(list(all_found[0].by_loss), minor=False)
+    right.minorticks_off()
+    for axis in (left, right):
+        axis.xaxis.set_major_formatter(FuncFormatter(_short))
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda mib, _: f"{mib:,.0f}"))
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+    left.legend(frameon=False, fontsize="small")
+    figure.savefig(path, dpi=110)
+
+
+def _short(count: float, _: object) -> str:
+    return f"{count / 1024:g}k" if count >= 1024 else f"{count:g}"
+
+
+def main() -> None:
+    """Print the tables, and draw the picture."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--vocab", type=int, nargs="+", default=[151_936, 4096])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8192, 16384, 32768, 65536])
+    parser.add_argument("--length", type=int, default=8192, help="tokens of the second table's sample")
+    parser.add_argument("--picture", type=Path)
+    given = parser.parse_args()
+    console, all_found = Console(), []
+    for vocabulary in given.vocab:
+        all_found.append(peaks_of(vocabulary, given))
+        console.print(*tables(all_found[-1], given.length))
+        if given.picture:
+            picture(given.picture, all_found, given.length)
 
 
 if __name__ == "__main__":
