@@ -62,7 +62,7 @@ class Profiler(AbstractContextManager["Profiler"]):
 
     def __enter__(self) -> Self:
         if self._always:
-            self._recording = _Recording(self._folder / f"{datetime.now(UTC):%Y%m%d-%H%M%S}{SUFFIX}")
+            self._recording = _Recording(self._folder / f"{datetime.now(UTC):%Y%m%d-%H%M%S-%f}{SUFFIX}")
         self._thread.start()
         return self
 

@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from math import isnan
 from pathlib import Path
 from random import Random
 from typing import Any, Literal, TypeVar
@@ -152,7 +153,8 @@ def _messages(content: str | tuple[_Message, ...], role: Literal["user", "assist
 def _of_run(folder: Path, pairs_per_task: int, rng: Random) -> Iterator[Preference]:
     played: dict[str, list[Recorded]] = defaultdict(list)
     for one in read_recordings(folder):
-        played[one.trajectory.task.id].append(one)
+        if not isnan(one.score):
+            played[one.trajectory.task.id].append(one)
     for task, episodes in sorted(played.items()):
         differing = [
             (one.trajectory, other.trajectory) if one.score > other.score else (other.trajectory, one.trajectory)

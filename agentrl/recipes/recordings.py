@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from math import isnan
+from math import isnan, nan
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,7 +82,7 @@ def read_recordings(folder: Path) -> Iterator[Recorded]:
         with pq.ParquetFile(file) as opened:
             for batch in opened.iter_batches(columns=_COLUMNS):
                 rows = (row for row in batch.to_pylist() if row["detail"] != SEGMENT.limit)
-                yield from (Recorded(_trajectory(row), row["score"]) for row in rows)
+                yield from (Recorded(_trajectory(row), nan if row["score"] is None else row["score"]) for row in rows)
 
 
 _COLUMNS = ["id", "agent", "task", "env", "seed", "detail", "score", "messages", "turns"]

@@ -24,7 +24,7 @@ async def record_live(folder: Path, seconds: float) -> Path:
             f"{folder} does not run on this machine, so --live has nothing to record. `agentrl profile {folder}` shows "
             "what it has recorded; with observe.profile=true, a run is recorded from its beginning"
         )
-    place = folder / FOLDER / f"live-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    place = folder / FOLDER / f"live-{datetime.now(UTC):%Y%m%d-%H%M%S-%f}"
     request, failed, trace = (place.with_suffix(suffix) for suffix in (REQUEST, FAILED, SUFFIX))
     place.parent.mkdir(exist_ok=True)
     write_whole(request, f"{seconds}\n")
