@@ -146,13 +146,13 @@ def test_a_run_killed_while_it_is_evaluated_has_each_result_once_when_it_was_res
     assert agentrl(*settings, f"run_dir={whole}").returncode == 0
     process = subprocess.Popen([sys.executable, "-c", HOLDING, *settings, f"run_dir={killed}"])
     limit = time.monotonic() + PATIENCE_SECONDS
-    while not ((killed / file).exists() and reached in (killed / file).read_text()):
+    awaited = killed / "checkpoints" / "step_000001"  # written while steps go on, and kept until it has its results
+    while not (awaited.exists() and (killed / file).exists() and reached in (killed / file).read_text()):
         assert process.poll() is None
         assert time.monotonic() < limit
         time.sleep(0.05)
     process.kill()
     process.wait(PATIENCE_SECONDS)
-    assert (killed / "checkpoints" / "step_000001").exists(), "its result is awaited"
     assert not (killed / "evaluations" / "wide_000001.json").exists()
     done = agentrl("train", "--resume", str(killed))
     assert done.returncode == 0, done.stdout + done.stderr
