@@ -4,9 +4,10 @@
     python benchmarks/checkpoints.py --ranks 2 --mb 1000
 
 All figures are of one run: seconds of a step alone (the median of two before and two after), the seconds in which a
-checkpoint is copied (nothing else goes on then), the seconds until it has its name (written, checked, on the disk), and
-the steps that were made meanwhile. A checkpoint blocks for as long as it is copied, and for as long as the steps beside
-it take longer than alone. The second part says something on a quiet machine only.
+checkpoint is begun (nothing else goes on then), the seconds until it has its name (copied, written, checked, on the
+disk), and the steps that were made meanwhile. A checkpoint blocks for as long as it is begun, and for as long as the
+steps beside it take longer than alone: the first of them also waits for the copies before its update. The second part
+says something on a quiet machine only.
 """
 
 import argparse
@@ -64,7 +65,7 @@ async def measured(trainer: GroupTrainer, batch: Any, checkpoints: Checkpoints, 
     single = [await step(trainer, batch) for _ in range(2)]
     start = time.perf_counter()
     begun = await checkpoints.begin(number, trainer)
-    copied = time.perf_counter() - start
+    started = time.perf_counter() - start
     beside: list[float] = []
 
     async def finished() -> float:
@@ -79,16 +80,15 @@ async def measured(trainer: GroupTrainer, batch: Any, checkpoints: Checkpoints, 
     single += [await step(trainer, batch) for _ in range(2)]
     alone = median(single)
     size = await asyncio.to_thread(bytes_in, begun.final)
-    slower = sum(max(0.0, seconds - alone) for seconds in beside)
+    slower = max(0.0, sum(beside) - alone * len(beside))
     return {
         "MB": size / 1e6,
         "a step alone, s": alone,
         "steps meanwhile": len(beside),
         "write, s": written,
-        "blocked: copy, s": copied,
+        "blocked: begin, s": started,
         "blocked: slower steps, s": slower,
-        "copy / write": copied / written,
-        "blocked / write": (copied + slower) / written,
+        "blocked / write": (started + slower) / written,
     }
 
 

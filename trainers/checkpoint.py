@@ -5,9 +5,9 @@
     optimizer/exp_avg/ ...   the moments in float32, by the names of the parameters, whatever `trainer.moments` is
     trainer.pt               steps done, updates of each parameter
 
-Each rank copies what it has (`Snapshot.of`) and writes the copies while training goes on (`Snapshot.write`). Ranks need
-not talk to each other for that: the place of each element follows from the shapes. Any number of ranks of any kind of
-trainer can read the files.
+Each rank says what it has (`Snapshot.of`), copies it before its next update (`Snapshot.copied`), and writes the copies
+(`Snapshot.write`), all while training goes on. Ranks need not talk to each other for that: the place of each element
+follows from the shapes. Any number of ranks of any kind of trainer can read the files.
 """
 
 import logging
@@ -77,12 +77,20 @@ class Moments:
 
 @dataclass(frozen=True, slots=True)
 class _Tensors:
-    """Tensors of one folder of a checkpoint: their shapes by name, and the pieces of them that this rank writes."""
+    """Tensors of one folder of a checkpoint: their shapes by name, and the pieces of them that this rank writes.
+
+    `lent`: pieces that the next update changes, and that are copied first. `copies`: those that nothing changes.
+    """
 
     folder: str
     stem: str
     shapes: Mapping[str, torch.Size]
-    pieces: Sequence[Piece]
+    lent: Sequence[Piece]
+    copies: Sequence[Piece]
+
+    def copied(self) -> "_Tensors":
+        copies = [Piece(piece.name, piece.start, _copy(piece.values)) for piece in self.lent]
+        return replace(self, lent=(), copies=(*self.copies, *copies))
 
     def write(self, checkpoint: Path, rank: int) -> None:
         folder = checkpoint / self.folder
@@ -90,14 +98,14 @@ class _Tensors:
         files = TensorFiles.planned(folder, self.shapes, self.stem)
         if rank == 0:
             files.write_headers(self.stem)
-        for piece in self.pieces:
+        for piece in self.copies:
             files.write(piece)
         files.to_disk()
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What one rank writes of a checkpoint: copies in the machine's memory, which further steps do not change."""
+    """What one rank writes of a checkpoint."""
 
     rank: int
     tensors: Sequence[_Tensors]
@@ -106,34 +114,32 @@ class Snapshot:
 
     @staticmethod
     def of(sharding: "Sharding", trainable: "TrainableParameters", step: int) -> "Snapshot":
-        """Copy the state after `step` steps. All ranks have to do so at the same time."""
+        """The state after `step` steps, to be copied before it changes. All ranks have to call it at the same time."""
         rank, ranks = sharding.rank, sharding.ranks
 
-        def copied(stored: Sequence[Stored], parts: Mapping[str, Part]) -> list[Piece]:
+        def tensors(folder: str, stem: str, stored: Sequence[Stored], parts: Mapping[str, Part]) -> _Tensors:
             own = {name: part.share(rank, ranks) for name, part in parts.items()}
-            here = [one for one in stored if one.of in own]
-            return [
-                Piece(piece.name, piece.start, piece.values if own[one.of].copied else _copy(piece.values))
-                for one in here
-                for piece in pieces([one], own)
-            ]
+            found: dict[bool, list[Piece]] = {True: [], False: []}
+            for one in stored:
+                if one.of in own:
+                    found[own[one.of].copied].extend(pieces([one], own))
+            return _Tensors(folder, stem, {one.name: one.shape for one in stored}, found[False], found[True])
 
-        stored = trainable.stored
-        shapes = {one.name: one.shape for one in stored}
-        weights = copied(stored, sharding.held(trainable.shapes))
-        tensors = [_Tensors(trainable.weights_in, trainable.stem, shapes, weights)]
+        weights = sharding.held(trainable.shapes)
+        written = [tensors(trainable.weights_in, trainable.stem, trainable.stored, weights)]
         moments = sharding.moments()
         for moment, parts in moments.parts.items():
-            of_moment = [
-                Stored(name, shape, name) for name, shape in trainable.shapes.items() if name in moments.updates
-            ]
-            shapes = {one.name: one.shape for one in of_moment}
-            tensors.append(_Tensors(f"{OPTIMIZER}/{moment}", "model", shapes, copied(of_moment, parts)))
+            stored = [Stored(name, shape, name) for name, shape in trainable.shapes.items() if name in moments.updates]
+            written.append(tensors(f"{OPTIMIZER}/{moment}", "model", stored, parts))
         state = {"step": step, "moments": sorted(moments.parts), "updates": dict(moments.updates)}
-        return Snapshot(rank, tensors, trainable.rest(sharding), state)
+        return Snapshot(rank, written, trainable.rest(sharding), state)
+
+    def copied(self) -> "Snapshot":
+        """The same in the machine's memory, where no update changes it."""
+        return replace(self, tensors=[tensors.copied() for tensors in self.tensors])
 
     def write(self, folder: Path) -> None:
-        """Write into a folder that all ranks see. It is complete when all ranks have written.
+        """Write the copies into a folder that all ranks see. It is complete when all ranks have written.
 
         Raises:
             OSError: the disk is full, or the folder cannot be written.

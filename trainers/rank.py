@@ -10,7 +10,7 @@ import math
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,6 +48,7 @@ class TrainerRank:
         self._steps_done = 0
         self._logprobs: Sequence[FloatArray] = ()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._copying: Future[checkpoint.Snapshot] | None = None
         self._writing: Future[None] | None = None
 
     def machine(self) -> str:
@@ -137,11 +138,16 @@ class TrainerRank:
         return place.write(weights) if place.folder.parent.is_dir() else weights
 
     def begin_save(self, folder: Path) -> None:
-        """Copy weights, optimizer and steps done, and begin to write this rank's part of them into a folder."""
+        """Begin to write this rank's part of weights, optimizer and steps done into a folder.
+
+        Further steps do not change what is written: their first update waits until all of it is copied.
+        """
         if self._writing is not None:
             self._writing.exception()  # of an attempt that was given up
         snapshot = checkpoint.Snapshot.of(self.sharding, self.sharding.trainable, self._steps_done)
-        self._writing = self._writer.submit(snapshot.write, folder)
+        copying = self._writer.submit(snapshot.copied)
+        self._writing = self._writer.submit(lambda: copying.result().write(folder))
+        self._copying = copying
 
     def saved(self) -> bool:
         """Whether what `begin_save` began is written.
@@ -152,15 +158,18 @@ class TrainerRank:
         if self._writing is None or not self._writing.done():
             return self._writing is None
         writing, self._writing = self._writing, None
+        self._copying = None
         writing.result()
         return True
 
     def load(self, folder: Path) -> None:
         """Load what `begin_save` wrote."""
+        self._finish_copying()
         self._steps_done = checkpoint.load(self.sharding, self.sharding.trainable, folder)
 
     def sleep(self) -> None:
         """Free the device's memory."""
+        self._finish_copying()
         self.sharding.sleep()
 
     def wake(self) -> None:
@@ -171,6 +180,12 @@ class TrainerRank:
         """Free bytes on this rank's device."""
         on_gpu = self.sharding.device.type == "cuda"
         return asyncio.run(free_on_gpus() if on_gpu else free_on_cpu())
+
+    def _finish_copying(self) -> None:
+        """Wait until a checkpoint that was begun no longer needs the weights. `saved` tells whether that failed."""
+        copying, self._copying = self._copying, None
+        if copying is not None:
+            wait([copying])
 
     @property
     def _engine_is_old(self) -> bool:
@@ -246,6 +261,7 @@ class TrainerRank:
             squares = self.sharding.gradient_squares()
             whole = self.sharding.sum(torch.stack(list(squares.values()))) if squares else ()
             by_group = norms_of(dict(zip(squares, whole, strict=True)))
+            self._finish_copying()
             grad_norm = self.sharding.update(lr, self._spec.config.max_grad_norm)
             if not (math.isfinite(loss) and math.isfinite(grad_norm)):
                 raise TrainingError(

@@ -20,6 +20,7 @@ from agentrl.trainers.checkpoint import STATE_FILE, Snapshot
 from agentrl.trainers.fsdp import FsdpTrainer
 from agentrl.trainers.group import GroupTrainer
 from agentrl.trainers.local import LocalTrainer
+from agentrl.trainers.one_device import OneDevice
 
 CASE = TrainerCase(lr=1e-3)
 KINDS: dict[str, tuple[type[GroupTrainer], dict[str, Any]]] = {
@@ -85,6 +86,37 @@ def test_steps_are_made_while_a_checkpoint_is_written_which_is_of_the_step_where
 
     unbroken, resumed = asyncio.run(main())
     same(resumed, unbroken, 0)
+
+
+def test_the_first_update_after_a_checkpoint_began_waits_until_the_weights_are_copied(
+    shallow_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = random_batches(shallow_model_dir, 1)[0]
+    computing, updated = threading.Event(), threading.Event()
+    copy, backward, update = Snapshot.copied, OneDevice.backward, OneDevice.update
+
+    def late(self: Snapshot) -> Snapshot:
+        assert computing.wait(60)
+        assert not updated.wait(0.3)
+        return copy(self)
+
+    def told(event: threading.Event, method: Any) -> Any:
+        return lambda *given, **named: (event.set(), method(*given, **named))[1]
+
+    monkeypatch.setattr(Snapshot, "copied", late)
+    monkeypatch.setattr(OneDevice, "backward", told(computing, backward))
+    monkeypatch.setattr(OneDevice, "update", told(updated, update))
+
+    async def main() -> None:
+        async with make("local", shallow_model_dir) as trainer:
+            at_save = await copied(trainer)
+            await trainer.begin_save(tmp_path / "saved")
+            await step(trainer, batch)
+            assert updated.is_set()
+            await trainer.saved()
+        same(await taken_up("local", shallow_model_dir, tmp_path / "saved", []), at_save, 0)
+
+    asyncio.run(main())
 
 
 def test_a_checkpoint_that_cannot_be_written_fails_where_it_is_waited_for(
