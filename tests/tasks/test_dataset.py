@@ -208,6 +208,47 @@ def test_a_dataset_of_the_hub_is_read_once_and_then_remembered(monkeypatch: pyte
     assert prompts(tasks("someone/sums", held_out="test", subset="main"), 20) == prompts(source, 20)
 
 
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of the package datasets, which may not ask the hub."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hub")
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return tmp_path / "hub"
+
+
+def cache_hub_dataset(folder: Path, splits: dict[str, list[dict[str, Any]]]) -> None:
+    """What the package datasets leaves in its cache of someone/sums: an Arrow file for each split, and their list."""
+    import datasets
+    from datasets.arrow_writer import ArrowWriter
+
+    made = folder / "someone___sums" / "default" / "0.0.0" / ("a" * 40)
+    made.mkdir(parents=True)
+    sizes = datasets.SplitDict(dataset_name="sums")
+    for split, rows in splits.items():
+        features = datasets.Dataset.from_list(rows).features
+        sizes.add(datasets.SplitInfo(split, num_examples=len(rows), dataset_name="sums"))
+        with ArrowWriter(path=str(made / f"sums-{split}.arrow"), features=features) as writer:
+            for row in rows:
+                writer.write(row)
+            writer.finalize()
+    named = {"dataset_name": "sums", "builder_name": "json", "config_name": "default", "version": "0.0.0"}
+    datasets.DatasetInfo(features=features, splits=sizes, **named).write_to_directory(str(made))
+
+
+def test_a_cached_dataset_of_the_hub_is_read_by_its_real_package_without_the_hub(hub_cache: Path) -> None:
+    cache_hub_dataset(hub_cache, {"train": questions(20), "test": questions(5, start=100)})
+    source = tasks("someone/sums", held_out="test")
+    assert sorted(prompts(source, 20)) == sorted(row["prompt"] for row in questions(20))
+    held_out = tasks("someone/sums", "held-out", held_out="test")
+    assert sorted(prompts(held_out, 5)) == sorted(row["prompt"] for row in questions(5, start=100))
+
+
+def test_a_dataset_that_is_in_no_cache_is_refused_by_name_without_the_hub(hub_cache: Path) -> None:
+    with pytest.raises(ConfigError, match=r"the dataset someone/sums.* cannot be loaded.*OfflineModeIsEnabled"):
+        tasks("someone/sums", held_out="test")
+
+
 def test_an_index_is_made_once_and_made_again_when_the_file_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

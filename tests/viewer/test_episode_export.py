@@ -90,7 +90,8 @@ def test_a_data_set_has_a_row_of_messages_for_each_episode(made, tmp_path):
 
 
 def test_datasets_loads_it(made, tmp_path):
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     export_episodes(made.folder, tmp_path / "all.parquet", None)
     cache = str(tmp_path / "cache")
     loaded = datasets.load_dataset("parquet", data_files=str(tmp_path / "all.parquet"), cache_dir=cache)
