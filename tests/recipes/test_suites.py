@@ -1,5 +1,6 @@
 """Evaluation suites in whole runs: fixed tasks, several samples, reports, and comparisons."""
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -10,7 +11,9 @@ from typing import Any
 import pytest
 
 from agentrl.config import load_config
+from agentrl.engines.local import LocalEngine
 from agentrl.errors import ConfigError
+from agentrl.testing.openai_server import serve_engine
 from tests.processes import PATIENCE_SECONDS
 
 CONFIG = """
@@ -113,6 +116,30 @@ def test_an_evaluation_beside_training_changes_no_weight_and_arrives_under_its_s
     assert checksums["beside"] == checksums["in_turn"] == checksums["none"] == checksums["overlapping"]
     assert results["beside"] == results["in_turn"] == results["overlapping"]
     assert len(results["beside"]) == 2 + 2 + 4
+
+
+@pytest.mark.slow
+def test_a_model_behind_an_endpoint_is_evaluated_as_the_same_model_in_the_process(
+    path: Path, tiny_model_dir: Path, agentrl: Any
+) -> None:
+    async def behind_an_endpoint() -> Any:
+        engine = LocalEngine(LocalEngine.Config(), tiny_model_dir)
+        async with engine, serve_engine(engine) as url:
+            address = f"engine={{name: openai, url: '{url}'}}"
+            return await asyncio.to_thread(
+                agentrl, "eval", str(path), address, "--report", str(path.with_name("endpoint"))
+            )
+
+    for done in (
+        asyncio.run(behind_an_endpoint()),
+        agentrl("eval", str(path), "--report", str(path.with_name("in_process"))),
+    ):
+        assert done.returncode == 0, done.stdout + done.stderr
+    names = [f"{name}_000000.json" for name in ("held_out", "questions", "wide")]
+    for folder in ("endpoint", "in_process"):
+        assert sorted(file.name for file in path.with_name(folder).iterdir()) == names
+    for name in names:
+        assert (path.with_name("endpoint") / name).read_text() == (path.with_name("in_process") / name).read_text()
 
 
 HOLDING = """
