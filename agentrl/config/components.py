@@ -1,0 +1,149 @@
+"""The components that the sections of a config name, with their validated settings."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import (
+    ValidationError,
+)
+
+from agentrl import plugins
+from agentrl.config.problems import explained, written_at
+from agentrl.config.run_config import brings_algorithm
+from agentrl.errors import ConfigError
+from agentrl.plugins import Component
+from agentrl.protocols import ActorCritic, SupportsPredict
+from agentrl.scoring.config import RewardsConfig, name_of, settings_of_part
+
+_DEFAULT_NAMES = {
+    "reward": "environment",
+    "engine": "local",
+    "trainer": "local",
+    "algorithm": "grpo",
+    "cluster": "local",
+    "recipe": "policy_gradient",
+    "tasks": "seeded",
+}
+
+
+def component_of(section: str, kind: str, raw: Any, origins: Mapping[str, str]) -> Component:
+    raw = {"name": raw} if isinstance(raw, str) else dict(raw or {})
+    name = raw.pop("name", _DEFAULT_NAMES.get(section.rpartition(".")[2]))
+    if name is None:
+        raise ConfigError(f"{section}.name: missing{written_at(origins, section)}. {_installed(kind)}")
+    try:
+        factory = plugins.load(kind, name)
+        model = settings_of_part(name, factory) if kind == "rewards" else plugins.settings_of(factory)
+    except ConfigError as error:
+        raise ConfigError(f"{section}.name: {error}{written_at(origins, f'{section}.name')}") from error
+    try:
+        return Component(name, factory, model.model_validate(raw))
+    except ValidationError as error:
+        lines = (line for line, _ in explained(model, error, tuple(section.split(".")), origins))
+        raise ConfigError("\n".join(lines)) from error
+
+
+def helper_of(
+    section: str, made: Mapping[str, Any], values: Mapping[str, Any], origins: Mapping[str, str]
+) -> Component | None:
+    """The section `reference` or `critic`, or `None` if the algorithm does not use it."""
+    chosen: Component = made["algorithm"]
+    algorithm = chosen.make()
+    users = (algorithm, made["recipe"].settings)
+    needed = (
+        isinstance(algorithm, ActorCritic)
+        if section == "critic"
+        else any(getattr(user, "uses_reference", False) for user in users)
+    )
+    own = values.get(section) or {}
+    if not needed or brings_algorithm(made["recipe"]):
+        if own:
+            way_out = "algorithm=ppo" if section == "critic" else "algorithm.kl=0.01"
+            raise ConfigError(
+                f"{section}{written_at(origins, section)}: the algorithm {chosen.name!r}, as configured, uses none; "
+                f"set {way_out}, or leave the section out"
+            )
+        return None
+    trainer: Component = made["trainer"]
+    shared = {} if own.get("name", trainer.name) != trainer.name else trainer.settings.model_dump(exclude_unset=True)
+    shared.pop("lora", None)  # a reference is not trained, and a critic must train its head
+    helper = component_of(section, "trainers", {"name": trainer.name, **shared, **own}, origins)
+    if not (isinstance(helper.factory, type) and issubclass(helper.factory, SupportsPredict)):
+        raise ConfigError(
+            f"{section}.name: the trainer {helper.name!r} has no method `predict`, which a {section} needs"
+        )
+    if getattr(helper.settings, "lora", None) is not None:
+        raise ConfigError(
+            f"{section}.lora{written_at(origins, f'{section}.lora')}: a {section} has no adapters; leave it out"
+        )
+    return helper
+
+
+def component_like(other: Component, section: str, kind: str, own: Mapping[str, Any]) -> Component:
+    """The component that a section configures, whose settings default to those of `other` if it has the same name.
+
+    Raises:
+        ConfigError: it does not exist, or a setting is wrong.
+    """
+    same = own.get("name", other.name) == other.name
+    shared = other.settings.model_dump(exclude_unset=True) if same else {}
+    return component_of(section, kind, {"name": other.name, **shared, **own}, {})
+
+
+def entries_of(raw: Any, at: tuple[str, str], algorithm: Component | None, origins: Mapping[str, str]) -> Any:
+    """A section with a list of sections (`LISTS`), with the components in them made."""
+    section, name = at
+    if not isinstance(raw, dict) or not isinstance(raw.get(name), dict):
+        return raw
+    entries, problems = [], []
+    for number, entry in raw[name].items():
+        made, path = dict(entry), f"{section}.{name}.{number}"
+        try:
+            if isinstance(entry.get("tasks"), dict):
+                made["tasks"] = component_of(f"{path}.tasks", "task_sources", entry["tasks"], origins)
+            if entry.get("reward") is not None:
+                made["reward"] = rewards_of(entry["reward"], origins, f"{path}.reward")
+            if made.pop("algorithm", None) is not None and algorithm is not None:
+                shared = algorithm.settings.model_dump(exclude_unset=True)
+                settings = {"name": algorithm.name, **shared, **entry["algorithm"]}
+                made["algorithm"] = component_of(f"{path}.algorithm", "algorithms", settings, origins)
+        except ConfigError as error:
+            problems.append(str(error))
+        entries.append(made)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return {**raw, name: entries}
+
+
+def rewards_of(raw: Any, origins: Mapping[str, str], section: str = "reward") -> RewardsConfig:
+    """Read the section `reward`: a mapping of settings, or of part numbers to the parts' settings."""
+    numbers = [key for key in raw if key.isdigit()] if isinstance(raw, dict) else []
+    if not numbers:
+        if isinstance(raw, list):
+            raise ConfigError(f"{section}: the list is empty{written_at(origins, section)}: name at least one part")
+        return RewardsConfig((component_of(section, "rewards", {"name": "environment"} | dict(raw), origins),), False)
+    wrong = [key for key in raw if key not in map(str, range(len(raw)))]
+    if wrong:
+        parts = ", ".join(f"{number} is {raw[number].get('name')}" for number in sorted(numbers) if number not in wrong)
+        raise ConfigError(
+            f"{section}.{wrong[0]}{written_at(origins, f'{section}.{wrong[0]}')}: reward is a list here, so name the "
+            f"part, as in {section}.0.weight=0.5; there is {parts or 'no part 0'}"
+        )
+    found: list[Component] = []
+    problems: list[str] = []
+    for number in map(str, range(len(raw))):
+        try:
+            found.append(component_of(f"{section}.{number}", "rewards", raw[number], origins))
+        except ConfigError as error:
+            problems.append(str(error))
+    names = [name_of(part) for part in found]
+    if twice := {name for name in names if names.count(name) > 1}:
+        numbered = ", ".join(f"{section}.{number}" for number, name in enumerate(names) if name in twice)
+        problems.append(f"{numbered}: more than one part is called {min(twice)!r}; give each a name with `as: NAME`")
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return RewardsConfig(tuple(found), True)
+
+
+def _installed(kind: str) -> str:
+    return f"Installed: {', '.join(plugin.name for plugin in plugins.installed(kind))}"

@@ -1,0 +1,158 @@
+"""Settings as they are written: a YAML file and `a.b=c` overrides, with the origin of every value.
+
+`engine: local` is short for `engine: {name: local}`, in the file and on the command line.
+"""
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from agentrl import plugins
+from agentrl.config.run_config import COMPONENTS, HELPERS
+from agentrl.credentials import refuse_credentials, without_credentials
+from agentrl.errors import ConfigError
+from agentrl.tasks.rows import is_data
+
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's, if PyYAML has it, is ten times as fast
+_NAMED = (*COMPONENTS, *HELPERS, "reward", "env", "model", "placement")
+_MIXTURE, _SUITES = LISTS = (("env", "mixture"), ("evaluation", "suites"))
+"""Sections that are lists of sections, of which some are components."""
+
+
+def _is_named(path: tuple[str, ...]) -> bool:
+    """Whether a name alone may stand for the section at `path`."""
+    if len(path) == 1:
+        return path[0] in _NAMED
+    if path[:2] == _SUITES:
+        return (len(path) == 4 and path[3] == "reward") or _is_part(path)
+    if path[:2] == _MIXTURE:
+        return len(path) == 3 or (len(path) == 4 and path[3] in ("tasks", "reward", "algorithm")) or _is_part(path)
+    return path == ("rollout", "context") or path[:-1] == ("env", "agents") or _is_part(path)
+
+
+def _as_listed(path: tuple[str, ...]) -> tuple[str, ...] | None:
+    """The path under which the items of a list are kept by their numbers, if a list at `path` is of sections."""
+    if path in (("env",), _MIXTURE):
+        return _MIXTURE
+    return path if path in (("reward",), _SUITES) or (path[:2] in LISTS and path[3:] == ("reward",)) else None
+
+
+@dataclass(slots=True)
+class Source:
+    """A nested mapping under construction, and where each of its leaves was written."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+
+    def set(self, path: Sequence[str], value: Any, origin: str) -> None:
+        refuse_credentials(value, f"{'.'.join(path)} ({origin})")
+        if path == ("reward",) and isinstance(value, list | str):
+            self._forget("reward", keep_one=isinstance(value, str))
+        listed = _as_listed(tuple(path))
+        if listed is not None and isinstance(value, list) and value:
+            path, value = listed, {str(number): part for number, part in enumerate(value)}
+        if isinstance(value, str) and path[-1] == "tasks" and is_data(value):
+            value = {"name": "dataset", "data": value}
+        if isinstance(value, str) and _is_named(tuple(path)):
+            path = (*path, "name")
+        if isinstance(value, dict) and value:
+            for key, inner in value.items():
+                self.set((*path, str(key)), inner, origin)
+            return
+        node = self.values
+        for i, key in enumerate(path[:-1]):
+            inner = node.setdefault(key, {})
+            if not isinstance(inner, dict):
+                raise ConfigError(f"{'.'.join(path)} ({origin}): {'.'.join(path[: i + 1])} is {inner!r}, not a section")
+            node = inner
+        node[path[-1]] = value
+        self.origins[".".join(path)] = origin
+
+    def _forget(self, section: str, *, keep_one: bool) -> None:
+        """Remove the old settings of a section that is written again, unless only one component gets a new name."""
+        if keep_one and "0" not in self.values.get(section, {}):
+            return
+        self.values.pop(section, None)
+        self.origins = {key: origin for key, origin in self.origins.items() if key.split(".")[0] != section}
+
+
+def _is_part(path: Sequence[str]) -> bool:
+    """Whether this is the path of a part of a reward: `reward.1`, `env.mixture.0.reward.1`."""
+    return len(path) in (2, 5) and path[-2] == "reward" and path[-1].isdigit()
+
+
+def read_settings(path: Path, overrides: Iterable[str] = ()) -> Source:
+    """Read a YAML file, and apply `a.b=c` overrides.
+
+    Raises:
+        ConfigError: the file or an override cannot be read.
+    """
+    source = Source()
+    source.set(("run_dir",), f"runs/{path.stem}", "the config's file name")
+    _read_yaml(path, source)
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not key:
+            shown = without_credentials(override)
+            raise ConfigError(f"cannot read the override {shown!r}: write key=value, such as trainer.lr=1e-3")
+        source.set(tuple(key.split(".")), _scalar(text), "command line")
+    _look_beside(path, source)
+    return source
+
+
+def _look_beside(path: Path, source: Source) -> None:
+    """Find what belongs to a program (`agent:...`) beside the config file too, after all other places.
+
+    The folder becomes a setting: a resumed run reads its own config file, which lies elsewhere.
+    """
+    env = source.values.get("env")
+    if not isinstance(env, dict) or not str(env.get("name")).startswith("agent:"):
+        return
+    if not env.get("folder"):
+        source.set(("env", "folder"), str(path.absolute().parent), "the config's folder")
+    if (folder := str(env["folder"])) not in sys.path:
+        sys.path.append(folder)
+
+
+def _scalar(text: str) -> Any:
+    value = yaml.safe_load(text)
+    if isinstance(value, str):
+        try:
+            return float(value)  # YAML 1.1 reads 1e-3 as a string
+        except ValueError:
+            return value
+    return value
+
+
+def _read_yaml(path: Path, source: Source) -> None:
+    try:
+        root = yaml.compose(path.read_text(), Loader=_LOADER)
+    except FileNotFoundError:
+        there = sorted(str(p) for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
+        raise ConfigError(f"no config file {str(path)!r}.{plugins.nearest(str(path), there)}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from error
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigError(f"{path} must be a mapping of settings, such as `steps: 100`")
+    _read_node(root, (), path, source)
+
+
+def _read_node(node: yaml.Node, keys: tuple[str, ...], path: Path, source: Source) -> None:
+    if isinstance(node, yaml.MappingNode) and node.value:
+        for key, inner in node.value:
+            _read_node(inner, (*keys, str(key.value)), path, source)
+        return
+    listed = _as_listed(keys)
+    if listed is not None and isinstance(node, yaml.SequenceNode) and node.value:
+        for number, part in enumerate(node.value):
+            _read_node(part, (*listed, str(number)), path, source)
+        return
+    value: Any = yaml.SafeLoader("").construct_object(node, deep=True)
+    bare = (
+        isinstance(value, str) and isinstance(node, yaml.ScalarNode) and node.style is None
+    )  # a quoted scalar stays a string
+    source.set(keys, _scalar(value) if bare else value, f"{path}:{node.start_mark.line + 1}")
