@@ -1,0 +1,30 @@
+"""Assembles the parts of a run from its config: cluster, environments, engine, reward, trainer.
+
+    assemble_rollouts: cluster ─▶ environments, engine, reward ─▶ RolloutAssembly     (to evaluate)
+    assemble_training: the same, plus a trainer and a publisher of its weights ─▶ TrainingAssembly
+
+The parts are started here and stopped in reverse order.
+"""
+
+from agentrl.assembly.devices import PlacedCluster, device_sharing, open_cluster
+from agentrl.assembly.engines import teacher_engine
+from agentrl.assembly.players import agent_player, env_host
+from agentrl.assembly.rollouts import RolloutAssembly, assemble_policy, assemble_rollouts
+from agentrl.assembly.trainers import make_advisors, make_trainer
+from agentrl.assembly.training import TrainingAssembly, assemble_training
+
+__all__ = [
+    "PlacedCluster",
+    "RolloutAssembly",
+    "TrainingAssembly",
+    "agent_player",
+    "assemble_policy",
+    "assemble_rollouts",
+    "assemble_training",
+    "device_sharing",
+    "env_host",
+    "make_advisors",
+    "make_trainer",
+    "open_cluster",
+    "teacher_engine",
+]

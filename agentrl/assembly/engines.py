@@ -1,0 +1,156 @@
+"""The engines of a run: that of the policy, and those of its opponents, its teacher, and evaluation beside training."""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+from agentrl.assembly.devices import PlacedCluster
+from agentrl.cluster.workers import Cluster
+from agentrl.config import RunConfig, component_like
+from agentrl.engines.router import Router
+from agentrl.errors import ConfigError
+from agentrl.plugins import Component
+from agentrl.protocols import (
+    SupportsScore,
+)
+from agentrl.rollout.agents import FrozenRoute
+from agentrl.rollout.opponents import Matches
+from agentrl.teacher import Teacher, TeacherConfig
+
+
+def engine_router(config: RunConfig, cluster: Cluster, model: Path) -> Router:
+    """A router over the engine's replicas."""
+    factories = cluster.engines(config.engine, model)
+    return Router(
+        [make() for make in factories],
+        update=config.weights.update,
+        factory=lambda number: factories[number](),
+        lease=cluster.config.lease,
+    )
+
+
+@asynccontextmanager
+async def frozen_engines(
+    config: RunConfig, cluster: Cluster, model: Path
+) -> AsyncIterator[Mapping[FrozenRoute, Router]]:
+    """Start an engine for each distinct frozen route; agents with equal routes share one."""
+    engines: dict[FrozenRoute, Router] = {}
+    async with AsyncExitStack() as stack:
+        for route in config.env.agents.values():
+            if isinstance(route, FrozenRoute) and route not in engines:
+                engines[route] = await stack.enter_async_context(engine_router(config, cluster, route.model or model))
+        yield engines
+
+
+@asynccontextmanager
+async def evaluation_engine(placed: PlacedCluster, model: Path) -> AsyncIterator[Router | None]:
+    """Start the engines that evaluate beside training, if there are any, as one.
+
+    Raises:
+        ConfigError: the placement has no devices for them.
+    """
+    config, count = placed.config, placed.config.evaluation.engines
+    if not count:
+        yield None
+        return
+    if placed.plan is not None:
+        raise ConfigError(
+            "evaluation.engines asks for engines of its own, and the planned placement has no devices for them: leave "
+            "it out, or assign devices yourself with placement=local"
+        )
+    factories = [factory for _ in range(count) for factory in placed.cluster.engines(config.engine, model)]
+    lease = placed.cluster.config.lease
+    async with Router(
+        [make() for make in factories], factory=lambda number: factories[number](), lease=lease
+    ) as engine:
+        yield engine
+
+
+@asynccontextmanager
+async def opponent_engines(
+    placed: PlacedCluster, model: Path, matches: Matches | None
+) -> AsyncIterator[Sequence[Router]]:
+    """Start the engines of self-play's opponents."""
+    async with AsyncExitStack() as stack:
+        count = matches.config.num_engines if matches else 0
+        yield [
+            await stack.enter_async_context(engine_router(placed.config, placed.cluster, model)) for _ in range(count)
+        ]
+
+
+@asynccontextmanager
+async def teacher_served(
+    placed: PlacedCluster, model: Path, teacher: TeacherConfig | None, longest: int
+) -> AsyncIterator[Router | None]:
+    """Start the engine of the teacher, if there is one. It must take sequences of `longest` tokens."""
+    if teacher is None:
+        yield None
+        return
+    config = placed.config.model_copy(update={"engine": teacher_engine(placed.config, teacher)})
+    async with engine_router(config, placed.cluster, teacher.model or model) as served:
+        if served.max_context < longest:
+            raise ConfigError(
+                f"the teacher's engine takes at most {served.max_context} tokens, and the policy's {longest}: write "
+                f"engine.max_context={served.max_context}, or another recipe.teacher.engine.max_context"
+            )
+        yield served
+
+
+def asked_teacher(config: RunConfig, teacher: TeacherConfig, served: Router) -> Teacher:
+    """The teacher that an engine serves, asked as the run samples."""
+    return Teacher(
+        served,
+        temperature=config.rollout.sampling.temperature,
+        seconds=config.rollout.deadlines.score,
+        concurrency=teacher.concurrency,
+    )
+
+
+def teacher_engine(config: RunConfig, teacher: TeacherConfig) -> Component:
+    """The engine that serves the teacher.
+
+    Raises:
+        ConfigError: there is no such engine, or it cannot score the tokens that the run samples.
+    """
+    chosen = component_like(config.engine, "recipe.teacher.engine", "engines", teacher.engine)
+    way_out = "with engine=local or engine=vllm, or train with algorithm=distill, whose teacher a trainer computes"
+    if not (isinstance(chosen.factory, type) and issubclass(chosen.factory, SupportsScore)):
+        raise ConfigError(
+            f"recipe.teacher.engine.name: engine {chosen.name!r} has no method `score`, so it cannot say how likely "
+            f"given tokens are: serve the teacher {way_out}"
+        )
+    temperature = config.rollout.sampling.temperature
+    if getattr(chosen.factory, "scores_at_one_only", False) and temperature != 1:
+        raise ConfigError(
+            f"recipe.teacher.engine.name: engine {chosen.name!r} scores tokens at temperature 1 only, and "
+            f"rollout.sampling.temperature is {temperature:g}: set it to 1, or serve the teacher with engine=local"
+        )
+    return chosen
+
+
+def check_takes_weights(config: RunConfig) -> None:
+    """Check that the engine can follow the trainer.
+
+    Raises:
+        ConfigError: it samples from a model that is served elsewhere.
+    """
+    layout = getattr(config.engine.settings, "layout", None)
+    if layout is not None and not layout().here:
+        raise ConfigError(
+            f"engine={config.engine.name} samples from a model that is served elsewhere: it can neither take new "
+            "weights nor say what truncated sampling left to sample from. Train with engine=vllm or engine=local, and "
+            f"evaluate with engine={config.engine.name} (`agentrl eval`)"
+        )
+
+
+def check_compares_routing(config: RunConfig) -> None:
+    """Check that the engine says which experts it chose, if the run compares them.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if config.rollout.compare_routing and not getattr(config.engine.factory, "reports_experts", False):
+        raise ConfigError(
+            f"rollout.compare_routing: engine {config.engine.name!r} does not say which experts it chose. Leave the "
+            "setting out, or write engine=local"
+        )

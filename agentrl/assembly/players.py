@@ -1,0 +1,148 @@
+"""What plays the episodes of a run: its environments or its program, and the policy of each role."""
+
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+from agentrl import plugins
+from agentrl.cluster.workers import Cluster, own_address
+from agentrl.config import RunConfig
+from agentrl.engines.router import Router
+from agentrl.gateway.address import SCHEME as AGENT_SCHEME
+from agentrl.gateway.address import scheme as agent_scheme
+from agentrl.gateway.containment import check_containment
+from agentrl.gateway.desk import Desk
+from agentrl.gateway.episode import AgentEpisodeRunner
+from agentrl.gateway.remote_agents import RemoteAgents
+from agentrl.gateway.server import serving
+from agentrl.hosting.factory import env_factory
+from agentrl.hosting.host import EnvHost
+from agentrl.hosting.wrappers import address
+from agentrl.protocols import (
+    Engine,
+    Renderer,
+    SamplingParams,
+)
+from agentrl.remote.env_worker import EnvWorker, env_workers
+from agentrl.remote.sessions import ServerLimits
+from agentrl.rollout.agents import FrozenRoute, ScriptedRoute
+from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner, Role, ScriptedPolicy
+from agentrl.rollout.renderer import RendererConfig, TemplateRenderer, renderer_of
+from agentrl.scoring.config import name_of
+
+
+@asynccontextmanager
+async def env_host(config: RunConfig, cluster: Cluster | None = None) -> AsyncIterator[EnvHost]:
+    """Host the run's environments in this process or on workers of the cluster, and close them at the end."""
+    made = {
+        name: partial(env_factory, address(env.name, env.all_wrappers), env.isolation, env.python, env.requires)
+        for name, env in config.envs.items()
+    }
+    pictures = config.observe.picture_kib > 0
+    async with AsyncExitStack() as stack:
+        if cluster is None or not cluster.config.env_workers:
+            isolation = {name: env.isolation for name, env in config.envs.items()}
+            host = EnvHost(
+                {name: make() for name, make in made.items()},
+                config.rollout.deadlines,
+                isolation,
+                pictures=pictures,
+            )
+        else:
+            sessions = ServerLimits(max_sessions=config.rollout.max_live_episodes)
+            at = own_address() if cluster.spans_machines else "127.0.0.1"
+            served = {}
+            for name, make in made.items():  # of a mixture, each environment has as many workers
+                worker = partial(EnvWorker, make, sessions, at, pictures=pictures)
+                workers = env_workers(cluster.start_one, cluster.config.env_workers, worker)
+                served[name] = await stack.enter_async_context(workers)
+            host = EnvHost(served, config.rollout.deadlines)
+        stack.push_async_callback(host.close)
+        yield host
+
+
+@asynccontextmanager
+async def episode_player(
+    config: RunConfig, cluster: Cluster, renderer: TemplateRenderer
+) -> AsyncIterator[Callable[[EnginePolicy, Mapping[str, Role]], EnvEpisodeRunner | AgentEpisodeRunner]]:
+    """What makes the episodes' runner of a policy, and of the roles of the agents that it does not play."""
+    rollout = config.rollout
+    if config.env.is_agent:
+        async with agent_player(config, renderer) as agents:
+            yield lambda policy, others: agents(policy)
+        return
+    async with env_host(config, cluster) as envs:
+        yield lambda policy, others: EnvEpisodeRunner(
+            policy,
+            renderer,
+            envs,
+            rollout.budget,
+            rollout.deadlines.episode,
+            rollout.context,
+            others,
+            config.own_budgets(),
+            1024 * config.observe.picture_kib,
+        )
+
+
+@asynccontextmanager
+async def agent_player(
+    config: RunConfig, renderer: TemplateRenderer
+) -> AsyncIterator[Callable[[EnginePolicy], AgentEpisodeRunner]]:
+    """Serve the gateway to the run's program, and yield what makes the episodes' runner of a policy.
+
+    Raises:
+        ConfigError: there is no such program, the gateway cannot be served, or the program cannot be kept from the
+            network, as `gateway.network` wants.
+    """
+    desk, rollout = Desk(config.gateway), config.rollout
+    program = agent_scheme(config.env.name.removeprefix(AGENT_SCHEME)).program(
+        desk, config.env.isolation, config.env.python, config.env.folder
+    )
+    rewarded = any(name_of(part) == "environment" for part in config.reward.parts)
+    async with serving(desk, program if isinstance(program, RemoteAgents) else None):
+        if config.gateway.network == "gateway":
+            await check_containment(desk)
+        yield lambda policy: AgentEpisodeRunner(
+            policy,
+            renderer,
+            desk,
+            program,
+            rollout.budget,
+            rollout.deadlines.episode,
+            needs_reward=rewarded,
+            own_budgets=config.own_budgets(),
+        )
+
+
+def engine_policy(
+    config: RunConfig, engine: Engine, renderer: Renderer, sampling: SamplingParams, *, trained: bool
+) -> EnginePolicy:
+    """The model that an engine serves, as a policy that stops where the model's template ends a message."""
+    stops = tuple(dict.fromkeys((*renderer.stop_token_ids, *sampling.stop_token_ids)))
+    params = sampling.model_copy(update={"stop_token_ids": stops})
+    return EnginePolicy(
+        engine,
+        params,
+        config.rollout.deadlines.generate,
+        trained,
+        config.own_max_tokens(),
+        config.rollout.compare_routing,
+    )
+
+
+def other_roles(
+    config: RunConfig, model: Path, renderer: TemplateRenderer, frozen: Mapping[FrozenRoute, Router]
+) -> dict[str, Role]:
+    """The roles of the agents that the policy does not play."""
+    roles = {}
+    for agent, route in config.env.agents.items():
+        if isinstance(route, ScriptedRoute):
+            policy = ScriptedPolicy(plugins.load("players", route.player), renderer)
+            roles[agent] = Role(policy, renderer, trained=False)
+        elif isinstance(route, FrozenRoute):
+            own = renderer if route.model is None else renderer_of(route.model, RendererConfig())
+            served = engine_policy(config, frozen[route], own, config.rollout.sampling, trained=False)
+            roles[agent] = Role(served, own, config.rollout.context, trained=False)
+    return roles

@@ -1,0 +1,87 @@
+"""What plays and scores episodes, as a whole: `assemble_rollouts`."""
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from agentrl.assembly.devices import PlacedCluster, open_cluster
+from agentrl.assembly.engines import engine_router, frozen_engines
+from agentrl.assembly.players import engine_policy, episode_player, other_roles
+from agentrl.cluster.workers import Cluster
+from agentrl.config import RunConfig
+from agentrl.engines.router import Router
+from agentrl.flow import spare_what_lives
+from agentrl.gateway.episode import AgentEpisodeRunner
+from agentrl.rollout.agents import FrozenRoute
+from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner
+from agentrl.rollout.renderer import TemplateRenderer, renderer_of
+from agentrl.scoring.pipeline import RewardPipeline
+from agentrl.scoring.rule_pool import RulePool
+from agentrl.scoring.rule_workers import RuleWorkers
+from agentrl.tasks.suites import EvaluationSampling
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutAssembly:
+    """The parts that play and score episodes: the policy's engine, the episode runner, the reward, and the engines of
+    frozen agents.
+    """
+
+    config: RunConfig
+    engine: Router
+    runner: EnvEpisodeRunner | AgentEpisodeRunner
+    reward: RewardPipeline
+    frozen: Mapping[FrozenRoute, Router]
+
+    def evaluating(self, how: EvaluationSampling) -> EnvEpisodeRunner | AgentEpisodeRunner:
+        """The same runner, sampling as an evaluation does."""
+        sampling = how.sampling(self.config.rollout.sampling)
+        policy = engine_policy(self.config, self.engine, self.runner.renderer, sampling, trained=False)
+        return replace(self.runner, policy=policy)
+
+
+@asynccontextmanager
+async def assemble_rollouts(config: RunConfig, model: Path) -> AsyncIterator[RolloutAssembly]:
+    """Start an engine that serves `model`, the environments and the reward."""
+    async with open_cluster(config) as placed, rollouts_on(placed, model) as rollouts:
+        spare_what_lives()
+        yield rollouts
+
+
+@asynccontextmanager
+async def rollouts_on(placed: PlacedCluster, model: Path) -> AsyncIterator[RolloutAssembly]:
+    """`assemble_rollouts` on an open cluster."""
+    config, cluster = placed.config, placed.cluster
+    renderer = renderer_of(model, config.model)
+    async with (
+        episode_player(config, cluster, renderer) as player,  # first, so that its errors come before a model is loaded
+        engine_router(config, cluster, model) as engine,
+        config.reward.make(
+            _rules(config, cluster),
+            config.rollout.deadlines.reward,
+            config.rollout.retries,
+            config.rewards_by_env(),
+        ) as reward,
+        frozen_engines(config, cluster, model) as frozen,
+    ):
+        policy = engine_policy(config, engine, renderer, config.rollout.sampling, trained=True)
+        yield RolloutAssembly(
+            config, engine, player(policy, other_roles(config, model, renderer, frozen)), reward, frozen
+        )
+
+
+@asynccontextmanager
+async def assemble_policy(config: RunConfig, model: Path) -> AsyncIterator[tuple[EnginePolicy, TemplateRenderer]]:
+    """Start an engine that serves `model`, alone: the policy as evaluations sample it, and its renderer."""
+    async with open_cluster(config) as placed:
+        renderer = renderer_of(model, placed.config.model)
+        async with engine_router(placed.config, placed.cluster, model) as engine:
+            sampling = config.evaluation.sampling(config.rollout.sampling)
+            yield engine_policy(config, engine, renderer, sampling, trained=False), renderer
+
+
+def _rules(config: RunConfig, cluster: Cluster) -> RulePool:
+    """The pool of processes that rules run in."""
+    count = cluster.config.reward_workers
+    return RuleWorkers(cluster.start_one, count, config.rollout.rules) if count else RulePool(config.rollout.rules)

@@ -1,0 +1,190 @@
+"""A training run as a whole: `assemble_training`."""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from agentrl.advisors import ON_NEWEST, Advisors, CriticTraining
+from agentrl.assembly.devices import device_sharing, open_cluster
+from agentrl.assembly.engines import (
+    asked_teacher,
+    check_compares_routing,
+    check_takes_weights,
+    evaluation_engine,
+    opponent_engines,
+    teacher_served,
+)
+from agentrl.assembly.players import engine_policy
+from agentrl.assembly.rollouts import RolloutAssembly, rollouts_on
+from agentrl.assembly.trainers import make_advisors, make_trainer
+from agentrl.checkpoint import Checkpoints, begin_save, saved
+from agentrl.config import RunConfig
+from agentrl.engines.router import Router
+from agentrl.errors import ConfigError
+from agentrl.exact_metrics import ExactMetrics
+from agentrl.flow import spare_what_lives
+from agentrl.placement.time_share import DeviceSharing
+from agentrl.protocols import (
+    Algorithm,
+    Curriculum,
+    LatestCheckpoint,
+    Trainer,
+)
+from agentrl.rollout.episode import EnvEpisodeRunner, Role
+from agentrl.rollout.opponents import Matches, Opponent, SelfPlay
+from agentrl.rollout.scheduler import Rollouts
+from agentrl.run import Run
+from agentrl.task_sources import task_source
+from agentrl.tasks.mixture import Mixture
+from agentrl.teacher import TeacherConfig
+from agentrl.weights.publisher import TakesWeights, WeightPublisher
+from agentrl.weights.snapshots import Snapshots
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingAssembly(RolloutAssembly):
+    """All parts of a training run: those of `RolloutAssembly`, the trainers, and the publisher of the weights."""
+
+    trainer: Trainer
+    advisors: Advisors
+    exact: ExactMetrics
+    weights: WeightPublisher
+    sharing: DeviceSharing
+    self_play: SelfPlay | None = None
+    evaluation_engine: Router | None = None
+    """What evaluates beside training, if the evaluation has engines of its own."""
+
+    async def save(self, folder: Path) -> None:
+        """Save the trainer and the critic into a checkpoint."""
+        await self.begin_save(folder)
+        await self.saved()
+
+    async def begin_save(self, folder: Path) -> None:
+        """Copy the state of the trainer and the critic, and begin to write it into a checkpoint."""
+        await begin_save(self.trainer, folder)
+        await self.advisors.begin_save(folder)
+
+    async def saved(self) -> None:
+        """Wait until what `begin_save` began is written."""
+        await saved(self.trainer)
+        await self.advisors.saved()
+
+    async def resume(self, run: Run) -> int:
+        """Load a resumed run's newest checkpoint, if any, publish its weights, and return the number of steps done."""
+        newest = run.checkpoints.latest() if run.resumed else None
+        if self.self_play is not None:
+            await self.self_play.restore(newest[0] if newest else 0, run.metrics.rows())
+        if newest is None:
+            return 0
+        step, folder = newest
+        await self.trainer.load(folder)
+        await self.advisors.load(folder)
+        if step > 0:
+            await self.weights.publish(self.trainer, version=step)
+        return step
+
+    def rollouts(self, run: Run, step: int) -> Rollouts:
+        """A scheduler for the steps from `step` on. Tasks that an earlier launch left open come first."""
+        run.metrics.rewind(step)
+        run.display.resume(step, (row["reward"] for row in run.metrics.rows() if "reward" in row))
+        pending = run.ledger.rewind(step)
+        tasks, gives_up = task_source(self.config, "train"), self.config.env.exhausted == "others"
+        if isinstance(tasks, Mixture):
+            tasks.restore(run.ledger.fates_by_env(), run.metrics.rows(), gives_up=gives_up)
+        if isinstance(tasks, Curriculum):
+            for number, task, rewards_G in run.ledger.outcomes():
+                tasks.observe(number, task, rewards_G)
+        rollouts = Rollouts(
+            self.config.rollout,
+            tasks=tasks,
+            runner=self.self_play or self.runner,
+            reward=self.reward,
+            engine=self.engine,
+            rescue=self.engine.evict_unresponsive,
+            ledger=run.ledger,
+            seed=self.config.seed,
+            groups=(self.config.steps - step) * self.config.rollout.groups_per_step,
+            version=step,
+            pending=pending,
+            next_number=run.ledger.next_number(),
+            gives_up=gives_up,
+            keep_untrained=self.config.observe.untrained_episodes,
+        )
+        run.display.watch(rollouts.underway)
+        return rollouts
+
+
+@asynccontextmanager
+async def assemble_training(
+    config: RunConfig,
+    algorithm: Algorithm,
+    model: Path,
+    latest: LatestCheckpoint = lambda: None,
+    teacher: TeacherConfig | None = None,
+    *,
+    matches: Matches | None = None,
+    updates: int | None = None,
+    training: CriticTraining = ON_NEWEST,
+) -> AsyncIterator[TrainingAssembly]:
+    """`assemble_rollouts`, plus a trainer that starts from the same model, and a teacher if the run has one. If a rank
+    dies, its trainer restarts from the checkpoint that `latest` returns, with the number of updates made until then.
+    `updates`: most updates of the whole run, by default one for each step; the learning rate's schedule ends there.
+    With `matches`, the policy plays against itself and earlier versions.
+
+    Raises:
+        ConfigError: the engine cannot take new weights, or something does not fit the devices.
+    """
+    check_takes_weights(config)
+    check_compares_routing(config)
+    async with (
+        open_cluster(config) as placed,
+        rollouts_on(placed, model) as rollouts,
+        teacher_served(placed, model, teacher, rollouts.engine.max_context) as served,
+        opponent_engines(placed, model, matches) as opponents,
+        evaluation_engine(placed, model) as evaluating,
+    ):
+        trainer = make_trainer(placed, model, latest, steps=updates)
+        advisors = make_advisors(placed, algorithm, model, latest, training)
+        others = [(engine, route.refresh) for route, engine in rollouts.frozen.items()]
+        if teacher is not None and served is not None:
+            others.append((served, teacher.refresh))
+            advisors = replace(advisors, teacher=asked_teacher(config, teacher, served))
+        self_play = _self_play(rollouts, opponents, model, matches) if matches else None
+        trainers, engines = [trainer, *advisors.all], [rollouts.engine, *(engine for engine, _ in others), *opponents]
+        weights = config.weights.for_model(model)
+        async with device_sharing(placed, engines, trainers) as sharing:
+            followers: list[tuple[TakesWeights, int]] = [(engine, refresh) for engine, refresh in others if refresh]
+            followers += [(self_play, 1)] if self_play else []
+            async with WeightPublisher(rollouts.engine, tuple(followers), weights) as publisher:
+                spare_what_lives()
+                yield TrainingAssembly(
+                    config,
+                    rollouts.engine,
+                    rollouts.runner,
+                    rollouts.reward,
+                    rollouts.frozen,
+                    trainer,
+                    advisors,
+                    ExactMetrics.of_run(config, rollouts.runner.renderer, trainer, advisors.critic),
+                    publisher,
+                    sharing,
+                    self_play,
+                    evaluating,
+                )
+
+
+def _self_play(rollouts: RolloutAssembly, engines: Sequence[Router], model: Path, matches: Matches) -> SelfPlay:
+    config, runner, rules = rollouts.config, rollouts.runner, matches.config
+    if not isinstance(runner, EnvEpisodeRunner):
+        raise ConfigError(
+            f"recipe=self_play needs an environment of several agents, and {config.env.name} is a program"
+        )
+    snapshots = Snapshots(config.run_dir.absolute() / "opponents", rules.every, rules.pool)
+    opponents = []
+    for engine in engines:
+        served = engine_policy(config, engine, runner.renderer, config.rollout.sampling, trained=False)
+        role = Role(served, runner.renderer, config.rollout.context, trained=False)
+        opponents.append(Opponent(role, engine, snapshots, config.weights.for_model(model).seconds))
+    resumable = Checkpoints(config.run_dir / "checkpoints").all
+    return SelfPlay(matches, config.seed, runner, opponents, snapshots, model, resumable)
