@@ -5,7 +5,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from agentrl.placement.footprint import TrainerLayout
+from agentrl.placement.footprint import GRADIENTS_AT_ONCE, TrainerLayout
 from agentrl.trainers.group import GroupTrainer
 from agentrl.trainers.settings import TrainerSettings
 
@@ -35,7 +35,9 @@ class DeepSpeedTrainer(GroupTrainer):
             return self
 
         def layout(self) -> TrainerLayout:
-            """See `TrainerSettings.layout`. DeepSpeed updates a copy of the weights, also of float32 ones."""
+            """See `TrainerSettings.layout`. DeepSpeed updates a copy of the weights, also of float32 ones, and adds up
+            the gradients of all ranks in a buffer.
+            """
             return replace(
                 super().layout(),
                 ranks=self.world_size,
@@ -43,6 +45,7 @@ class DeepSpeedTrainer(GroupTrainer):
                 shards=self.zero_stage,
                 offload=self.offload,
                 copies_weights=True,
+                gradients_at_once=GRADIENTS_AT_ONCE,
                 sleeps=False,
             )
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from agentrl.errors import ConfigError
+from agentrl.placement.footprint import GRADIENTS_AT_ONCE
 from agentrl.trainers.checkpoint import Moments
 from agentrl.trainers.forward import DeviceMicroBatch
 from agentrl.trainers.model import Predictor, begin, in_bfloat16, make_model
@@ -42,7 +43,7 @@ def open_sharding(spec: TrainerSpec, rank_info: RankInfo) -> "Zero":
     os.environ["LOCAL_RANK"] = str(device.index or 0)
     model, trainable, origin = make_model(spec, autocast=in_bfloat16(config, device))
     deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
-    settings = _settings(config)
+    settings = _settings(config, model)
     if config.zero_stage == 3:
         _take_shares(deepspeed, model, device, settings)
     else:
@@ -83,10 +84,12 @@ def _deepspeed() -> Any:
     return deepspeed
 
 
-def _settings(config: "DeepSpeedTrainer.Config") -> dict[str, Any]:
+def _settings(config: "DeepSpeedTrainer.Config", model: Predictor) -> dict[str, Any]:
     """DeepSpeed's own settings. Without `gradient_clipping` it would clip by 1.0."""
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    bucket = min(GRADIENTS_AT_ONCE, trained)
     to_cpu = {"device": "cpu"} if config.offload else {"device": "none"}
-    zero: dict[str, Any] = {"stage": config.zero_stage, "offload_optimizer": to_cpu}
+    zero: dict[str, Any] = {"stage": config.zero_stage, "offload_optimizer": to_cpu, "reduce_bucket_size": bucket}
     if config.zero_stage == 3:
         zero |= {"offload_param": to_cpu, "sub_group_size": _UPDATED_AT_ONCE}
     return {

@@ -26,6 +26,8 @@ LOGITS_AT_ONCE = 1 << 25
 """Logits that a trainer computes at a time (`agentrl/trainers/logprobs.py`)."""
 QUERIES_AT_ONCE = 256
 """Queries whose attention a trainer computes at a time where no fused kernel can (`agentrl/trainers/attention.py`)."""
+GRADIENTS_AT_ONCE = 50_000_000
+"""Elements of gradients that DeepSpeed adds up over the ranks at a time (by default ten times as many)."""
 _HEAD_BYTES = {"float32": 8.5, "bfloat16": 10.5, "autocast": 10.5}
 """Bytes for each of these at the peak. Measured from torch's allocator (a test measures it again)."""
 
@@ -41,7 +43,8 @@ class TrainerLayout:
     the rank of low-rank updates, if only those are trained. `recompute`: which activations are computed twice instead
     of kept. `activation_offload`: the inputs of layers are kept in the host's memory. `moment_bytes`: the bytes of each
     of AdamW's two moments of a parameter. `copies_weights`: the optimizer has float32 copies of the weights that it
-    updates. `sleeps`: whether it can release its memory on a GPU.
+    updates. `gradients_at_once`: the elements of a float32 buffer in which gradients of all ranks are added up.
+    `sleeps`: whether it can release its memory on a GPU.
     """
 
     precision: Precision
@@ -58,6 +61,7 @@ class TrainerLayout:
     activation_offload: bool = False
     moment_bytes: float = 4
     copies_weights: bool = False
+    gradients_at_once: int = 0
     sleeps: bool = True
 
     @property
@@ -121,7 +125,7 @@ def trainer_footprint(
         "weights": 4 * facts.parameters // part[3],
         "gradients": 4 * trained // part[2],
         "optimizer": int((2 * layout.moment_bytes + 4 * layout.copies_weights) * trained) // part[1],
-        "gathered": _gathered(facts, layout) + (4 * trained if whole else 0),
+        "gathered": _gathered(facts, layout) + 4 * (trained if whole else min(layout.gradients_at_once, trained)),
         "activations": kept + layer,
         # The head and a layer are computed one after the other: what the one leaves, the other takes.
         "logits": max(0, head_bytes(facts, layout, tokens) - layer),
