@@ -28,7 +28,17 @@ SMALL = {
 }
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 WINDOWS = {"sliding_window": 48, "layer_types": ["sliding_attention", "full_attention"]}
-LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
+LATENT = {
+    "q_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 32,
+    # As published, because vLLM for CPUs computes with no others:
+    "kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64,
+}  # fmt: skip
+ROUTED = {"n_routed_experts": 4, "first_k_dense_replace": 1}
+YARN = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "rope_theta": 1.5e5,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+"""As gpt-oss has it. vLLM serves it with no other."""
 
 
 def _plain_template(turn: str, opening: str) -> str:
@@ -85,18 +95,15 @@ FAMILIES: Mapping[str, Family] = {
     "Gemma 3": Family("Gemma3TextConfig", "gemma3", {**WINDOWS, "tie_word_embeddings": True}),
     "Phi-3, Phi-4": Family("Phi3Config", "phi3_5", {"sliding_window": 48}),
     "gpt-oss": Family("GptOssConfig", "gptoss", {**WINDOWS, "num_local_experts": 4, "num_experts_per_tok": 2,
-         "rope_parameters": {"rope_type": "default", "rope_theta": 1.5e5}}),
+         "rope_parameters": YARN}),
     "DeepSeek-V3": Family(
         "DeepseekV3Config",
         "deepseekv3",
-        {**EXPERTS, **LATENT, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
-         "num_key_value_heads": 2},
+        {**EXPERTS, **ROUTED, **LATENT, "n_group": 2, "topk_group": 1, "num_key_value_heads": 2,
+         "topk_method": "noaux_tc", "scoring_func": "sigmoid"},  # read by vLLM; transformers knows no others
     ),
     "GLM-4 MoE": Family(
-        "Glm4MoeConfig",
-        "glm4moe",
-        {**EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
-         "use_qk_norm": True},
+        "Glm4MoeConfig", "glm4moe", {**EXPERTS, **ROUTED, "n_group": 1, "topk_group": 1, "use_qk_norm": True}
     ),
     "Granite": Family("GraniteConfig", _GRANITE, {"logits_scaling": 4.0, "embedding_multiplier": 2.0}),
     "SmolLM3": Family("SmolLM3Config", _CHATML, {"no_rope_layers": [1, 0], "tie_word_embeddings": True}),

@@ -325,11 +325,7 @@ class VllmEngine:
             self._llm = self._made()
 
     def _made(self) -> "AsyncLLM":
-        # vLLM reads these when it is imported, here and in its processes. Values that the user has set are kept.
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        os.environ.setdefault("VLLM_HOST_IP", LOOPBACK)  # all its processes are on this machine
-        stay_on_loopback()
+        set_environment()
         if self._config.weight_transfer == "ipc":  # CUDA memory handles are pickled for the workers
             os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
         try:
@@ -359,6 +355,8 @@ class VllmEngine:
                 AsyncEngineArgs(**self._engine_args(on_cpu)),
                 stat_loggers=[lambda vllm_config, engine_index=0: counters],
             )
+        except ConfigError:
+            raise
         except Exception as error:
             raise EngineError(f"vLLM did not start: {type(error).__name__}: {error}") from error
 
@@ -384,7 +382,7 @@ class VllmEngine:
             "gpu_memory_utilization": config.memory_fraction,
             "enable_sleep_mode": config.sleep_mode,
             "kv_cache_memory_bytes": None if kv_cache_gib is None else int(kv_cache_gib * 2**30),
-            **(self._whole_prefills() if on_cpu else {}),
+            **(self._cpu_args() if on_cpu else {}),
             "enforce_eager": on_cpu if config.enforce_eager is None else config.enforce_eager,
             "scheduling_policy": "priority",
             "logprobs_mode": "processed_logprobs",  # of the sampling distribution
@@ -396,14 +394,30 @@ class VllmEngine:
             "use_tqdm_on_load": False,
         }
 
-    def _whole_prefills(self) -> dict[str, Any]:
-        """Prefill whole prompts on a CPU: vLLM 0.32 dies there when it splits the prefill of a request with a seed
-        ("CPU Generator does not use offset")."""
+    def _cpu_args(self) -> dict[str, Any]:
+        """What avoids vLLM 0.32's faults on CPUs.
+
+        It dies when it splits the prefill of a request with a seed ("CPU Generator does not use offset"). With latent
+        attention (MLA), its kernel for rotary embeddings rotates the wrong numbers, as it knows queries only as
+        contiguous rows; and the attention that it prefers on CPUs with AMX computes in bfloat16 alone, and frees
+        weights that an update would have to load.
+        """
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(self._folder, trust_remote_code=self._config.trust_remote_code)
-        longest = self._config.max_context or int(config.get_text_config().max_position_embeddings)
-        return {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, longest)}
+        text = config.get_text_config()
+        longest = self._config.max_context or int(text.max_position_embeddings)
+        args = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, longest)}
+        dimensions = [getattr(text, name, None) for name in ("kv_lora_rank", "qk_rope_head_dim")]
+        if dimensions[0] is None:
+            return args
+        if dimensions != [512, 64]:
+            raise ConfigError(
+                "vLLM for CPUs computes latent attention (MLA) only with kv_lora_rank=512 and qk_rope_head_dim=64, but "
+                f"the model in {self._folder} has {dimensions[0]} and {dimensions[1]}: use engine=local"
+            )
+        plain = {"attention_backend": "CPU_MLA", "compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+        return {**args, **plain}
 
     def _entered(self) -> "AsyncLLM":
         if self._closed is not None or self._llm is None:
@@ -577,6 +591,14 @@ class VllmEngine:
             await ended.wait()
 
 
+def set_environment() -> None:
+    """Set what vLLM reads when it is imported, here and in its processes. Values that the user has set are kept."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_HOST_IP", LOOPBACK)  # all its processes are on this machine
+    stay_on_loopback()
+
+
 def _completion(output: Any, request: GenerateRequest, count: int, finish_reason: FinishReason) -> Completion:
     """Convert the first `count` tokens of vLLM's output of a request to a `Completion`."""
     versions = [int(span.version) for span in output.weight_versions or () for _ in range(span.start, span.end)]
@@ -606,4 +628,4 @@ def _support(flat: Any, borders: Iterable[tuple[int, int]], request: GenerateReq
     return Ragged.of(rows)
 
 
-__all__ = ["VllmEngine"]
+__all__ = ["VllmEngine", "set_environment"]

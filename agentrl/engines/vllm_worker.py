@@ -29,11 +29,10 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 from vllm.v1.metrics.loggers import StatLoggerBase
 
+from agentrl.engines.vllm_reload import Reload
 from agentrl.weights.bundle import WeightBundle
 
 BACKENDS = {kind: f"agentrl_{kind}" for kind in ("files", "gloo", "nccl", "ipc")}
@@ -64,16 +63,15 @@ class BundledWeights(WeightTransferEngine[NoInit, BundleInfo]):  # type: ignore[
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
-        self._kernels = _ExpertKernels()
+        self._reload = Reload(model, self.model_config)
         _begin_worker(vllm_config)
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
         """Nothing to set up."""
 
     def start_weight_update(self) -> None:
-        """Make the layers accept weights in checkpoint form again."""
-        initialize_layerwise_reload(self.model)
-        self._kernels.remove(self.model)
+        """See `Reload`."""
+        self._reload.begin()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load the weights; the copy is complete when this returns."""
@@ -84,37 +82,43 @@ class BundledWeights(WeightTransferEngine[NoInit, BundleInfo]):  # type: ignore[
     def receive_weights(self, update_info: BundleInfo) -> None:
         """Stream the tensors of the files into the model."""
         bundle = WeightBundle.at(Path(update_info.folder))
-        self.model.load_weights((name, bundle[name]) for name in update_info.names)
+        self._reload.load_weights((name, bundle[name]) for name in update_info.names)
 
     def finish_weight_update(self) -> None:
-        """Convert all layers to the form they compute in."""
-        finalize_layerwise_reload(self.model, self.model_config)
-        self._kernels.put_back()
-        _pack_tied_heads(self.model)
+        """See `Reload`."""
+        self._reload.finish()
 
     def shutdown(self) -> None:
         """Nothing to release."""
 
 
-class GlooWeights(NCCLWeightTransferEngine):  # type: ignore[misc]
-    """The counterpart of vLLM's NCCL engine for CPUs: weights arrive one by one over a separate gloo group."""
+class NcclWeights(NCCLWeightTransferEngine):  # type: ignore[misc]
+    """vLLM's NCCL engine, in a process that ends with the driver."""
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
-        self.group: Any = None
-        self._kernels = _ExpertKernels()
+        self.model = Reload(model, self.model_config)  # of a model, vLLM's engine then calls `load_weights` alone
         _begin_worker(vllm_config)
+
+    def start_weight_update(self) -> None:
+        """See `Reload`."""
+        self.model.begin()
+
+    def finish_weight_update(self) -> None:
+        """See `Reload`."""
+        self.model.finish()
+
+
+class GlooWeights(NcclWeights):
+    """The counterpart of vLLM's NCCL engine for CPUs: weights arrive one by one over a separate gloo group."""
+
+    group: Any = None
 
     def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
         """Connect to the sender and the other workers."""
         ranks = self.parallel_config
         rank = init_info.rank_offset + ranks.data_parallel_index * ranks.world_size + ranks.rank
         self.group = gloo_group(init_info, rank)
-
-    def start_weight_update(self) -> None:
-        """Make the layers accept weights in checkpoint form again."""
-        super().start_weight_update()
-        self._kernels.remove(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive and load the weights. vLLM's own version would synchronise an accelerator."""
@@ -131,23 +135,9 @@ class GlooWeights(NCCLWeightTransferEngine):  # type: ignore[misc]
 
         self.model.load_weights(received())
 
-    def finish_weight_update(self) -> None:
-        """Convert all layers to the form they compute in."""
-        super().finish_weight_update()
-        self._kernels.put_back()
-        _pack_tied_heads(self.model)
-
     def shutdown(self) -> None:
         """Leave the group."""
         self.group = None
-
-
-class NcclWeights(NCCLWeightTransferEngine):  # type: ignore[misc]
-    """vLLM's NCCL engine, in a process that ends with the driver."""
-
-    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
-        super().__init__(config, vllm_config, device, model)
-        _begin_worker(vllm_config)
 
 
 class IpcWeights(IPCWeightTransferEngine):  # type: ignore[misc]
@@ -155,7 +145,16 @@ class IpcWeights(IPCWeightTransferEngine):  # type: ignore[misc]
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
+        self.model = Reload(model, self.model_config)  # of a model, vLLM's engine then calls `load_weights` alone
         _begin_worker(vllm_config)
+
+    def start_weight_update(self) -> None:
+        """See `Reload`."""
+        self.model.begin()
+
+    def finish_weight_update(self) -> None:
+        """See `Reload`."""
+        self.model.finish()
 
 
 def gloo_group(info: NCCLWeightTransferInitInfo, rank: int) -> Any:
@@ -170,45 +169,6 @@ def gloo_group(info: NCCLWeightTransferInitInfo, rank: int) -> Any:
     else:
         store = TCPStore(*place, info.world_size, is_master=False, timeout=timeout)
     return dist.ProcessGroupGloo(store, rank, info.world_size, timeout)
-
-
-class _ExpertKernels:
-    """The kernels of layers with experts, removed while weights are loaded.
-
-    On a CPU, vLLM 0.32 packs the weights of experts when it makes a layer's kernel. Where there is a kernel already, it
-    leaves reloaded weights unpacked, and computes with them as if they were packed. Without one it makes another.
-    """
-
-    def __init__(self) -> None:
-        self._removed: list[tuple[Any, Any]] = []
-
-    def remove(self, model: torch.nn.Module) -> None:
-        """Remove them all."""
-        if not current_platform.is_cpu():
-            return
-        for module in model.modules():
-            method: Any = getattr(module, "quant_method", None)
-            if getattr(method, "moe_kernel", None) is not None:
-                self._removed.append((method, method.moe_kernel))
-                method.moe_kernel = None
-
-    def put_back(self) -> None:
-        """Put back those of layers that were not reloaded, whose weights are still packed."""
-        for method, kernel in self._removed:
-            if method.moe_kernel is None:
-                method.moe_kernel = kernel
-        self._removed.clear()
-
-
-def _pack_tied_heads(model: torch.nn.Module) -> None:
-    """Repack heads that are tied to the embedding.
-
-    On a CPU, each linear layer keeps a packed copy of its weights. vLLM 0.32 repacks the layers that it reloads, but
-    does not reload a tied head, which would keep using its old copy.
-    """
-    for module in model.modules():
-        if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
-            module.quant_method.process_weights_after_loading(module)
 
 
 def _begin_worker(vllm_config: Any) -> None:

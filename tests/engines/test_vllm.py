@@ -2,20 +2,26 @@
 
 import asyncio
 import builtins
+import json
 import subprocess
 import sys
 import threading
+import warnings
+from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock, Mock
 
 import psutil
 import pytest
+import torch
 
 from agentrl.engines.local import LocalEngine
-from agentrl.engines.vllm import VllmEngine
+from agentrl.engines.vllm import VllmEngine, set_environment
 from agentrl.errors import ConfigError, EngineError
 from agentrl.protocols import GenerateRequest, SamplingParams
+from tests.model_families import make_model
 from tests.processes import PATIENCE_SECONDS, open_to_others, still_alive
 
 SERVE = """
@@ -129,6 +135,62 @@ async def tick(gaps: list[float]) -> None:
         before = loop.time()
         await asyncio.sleep(0.02)
         gaps.append(loop.time() - before)
+
+
+class Half(torch.nn.Module):
+    """A model for vLLM's reloads, whose loader loses the second of its layers if it is told to."""
+
+    def __init__(self, *, loses: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.head = (torch.nn.Linear(2, 2, bias=False) for _ in range(3))
+        self.head.weight = self.first.weight  # tied, so nothing is loaded into it
+        self.loses = loses
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, weight in weights:
+            parameter: Any = self.get_parameter(name)
+            if self.loses and name == "second.weight":
+                parameter.data.copy_(weight)  # past the layer that waits for it, as vLLM does for gpt-oss
+            else:
+                parameter.weight_loader(parameter, weight)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("loses", [False, True])
+def test_an_update_that_vllm_would_lose_a_part_of_is_refused_by_name(loses: bool) -> None:
+    set_environment()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as the engine does
+        from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+        from agentrl.engines.vllm_reload import Reload
+
+    model = Half(loses=loses)
+    served = dict(model.named_parameters())
+    record_metadata_for_reloading(model)
+    reload = Reload(model, None)
+    reload.begin()
+    reload.load_weights((name, torch.full((2, 2), 7.0)) for name in served)
+    refused = pytest.raises(RuntimeError, match=r"for Half has left .* as they were: second.weight\. Its logprobs")
+    with refused if loses else nullcontext():
+        reload.finish()
+    assert {name: bool((weight == 7).all()) for name, weight in served.items()} == {
+        "first.weight": True,
+        "second.weight": not loses,
+    }
+
+
+@pytest.mark.vllm
+def test_latent_attention_in_other_dimensions_is_refused_before_a_start(tmp_path: Path) -> None:
+    make_model("DeepSeek-V3", tmp_path)
+    facts = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**facts, "kv_lora_rank": 256}))
+
+    async def main() -> None:
+        with pytest.raises(ConfigError, match=r"kv_lora_rank=512 and .* has 256 and 64: use engine=local"):
+            await VllmEngine(config(), tmp_path).__aenter__()
+
+    asyncio.run(main())
 
 
 @pytest.mark.vllm
