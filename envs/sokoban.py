@@ -9,11 +9,11 @@ import random
 import re
 from collections import deque
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from agentrl.envs.base import TextEnv, plays, read_options
 from agentrl.envs.board import board_html
@@ -87,17 +87,41 @@ class Sokoban(TextEnv):
 
         level: int = Field(1, ge=1, le=5)
         """From 1, one box in a room of 4 x 4, to 5, four boxes in a room of 8 x 8 with walls (see `LEVELS`)."""
+        side: int | None = Field(None, le=8)
+        """Cells per side of the room, instead of the level's: at least as many."""
+        walls: int | None = Field(None, ge=0)
+        """Inner walls, instead of the level's: at most a third of the cells."""
+        view: Literal["grid", "words"] = "grid"
+        """The observation: the grid, or `words`, a few for each box (`box 2 up 1 left, goal 3 right`: where it is from
+        the player, and its nearest goal from there) and for the walls beside the player."""
         shaping: float = Field(0.0, ge=0.0, le=1.0)
         """Reward for each box pushed onto a goal, subtracted when the box leaves it; 0 rewards only the solution. Over
         an episode only the boxes that end on a goal count, so pushing back and forth earns nothing."""
+
+        @field_validator("side")
+        @classmethod
+        def _side_is_large_enough(cls, side: int | None, info: ValidationInfo) -> int | None:
+            least = LEVELS[info.data.get("level", 1)].side
+            if side is not None and side < least:
+                raise ValueError(f"a room of this level has at least {least} cells per side")
+            return side
+
+        @field_validator("walls")
+        @classmethod
+        def _walls_leave_room(cls, walls: int | None, info: ValidationInfo) -> int | None:
+            side = info.data.get("side") or LEVELS[info.data.get("level", 1)].side
+            if walls is not None and walls > side**2 // 3:
+                raise ValueError(f"a room of {side} x {side} takes at most {side**2 // 3}")
+            return walls
 
     def start(self, seed: int, options: Mapping[str, Any]) -> str:
         """Set up the puzzle of this seed."""
         chosen = read_options(self.Options, options)
         self._shaping = chosen.shaping
-        self._puzzle = make_puzzle(chosen.level, seed)
+        self._in_words = chosen.view == "words"
+        self._puzzle = make_puzzle(chosen.level, seed, chosen.side, chosen.walls)
         self._boxes, self._player = self._puzzle.boxes, self._puzzle.player
-        return self._grid()
+        return self._view()
 
     def step(self, action: str) -> StepResult:
         """Move or push, if the message has exactly one legal word.
@@ -109,11 +133,11 @@ class Sokoban(TextEnv):
             raise EnvError("no episode is being played; call reset first")
         words = set(re.findall(r"[a-z]+", action.lower())) & set(MOVES)
         if len(words) != 1:
-            return f"{self._grid()}\n{_HINT}", 0.0, False, False, {"success": False}
+            return f"{self._view()}\n{_HINT}", 0.0, False, False, {"success": False}
         before = len(self._boxes & self._puzzle.goals)
         moved = self._move(*words)
         reward = float(self._solved) + self._shaping * (len(self._boxes & self._puzzle.goals) - before)
-        observation = self._grid() if moved else f"{self._grid()}\nThat way is blocked."
+        observation = self._view() if moved else f"{self._view()}\nThat way is blocked."
         return observation, reward, self._solved, False, {"success": self._solved}
 
     def render_html(self) -> str:
@@ -145,6 +169,17 @@ class Sokoban(TextEnv):
         self._player = to
         return True
 
+    def _view(self) -> str:
+        return self._words() if self._in_words else self._grid()
+
+    def _words(self) -> str:
+        said = []
+        for box in sorted(self._boxes):
+            goal = min(sorted(self._puzzle.goals), key=lambda goal: abs(goal[0] - box[0]) + abs(goal[1] - box[1]))
+            said.append(f"box {_way(self._player, box)}, goal {_way(box, goal)}")
+        walls = [word for word in MOVES if _beside(self._player, word) not in self._puzzle.floor]
+        return "\n".join([*said, *([f"wall {' '.join(walls)}"] if walls else [])])
+
     def _grid(self) -> str:
         cells = range(-1, self._puzzle.side + 1)
         return "\n".join("".join(f" {self._letter((row, column))}" for column in cells) for row in cells)
@@ -174,9 +209,10 @@ def weak_player(env: Sokoban, rng: random.Random, skill: float = 0.6) -> str:
 
 
 @lru_cache(maxsize=4096)
-def make_puzzle(level: int, seed: int) -> Puzzle:
+def make_puzzle(level: int, seed: int, side: int | None = None, walls: int | None = None) -> Puzzle:
     """The puzzle of a seed; all members of a group share it."""
     rng, shape = random.Random(seed), LEVELS[level]
+    shape = replace(shape, side=side or shape.side, walls=shape.walls if walls is None else walls)
     while (puzzle := _pulled_apart(_room(shape, rng), shape, rng)) is None:
         pass
     return puzzle
@@ -236,6 +272,13 @@ def _off_goals(boxes: Set[Cell], goals: Set[Cell]) -> int:
 def _beside(cell: Cell, word: str) -> Cell:
     down, right = MOVES[word]
     return cell[0] + down, cell[1] + right
+
+
+def _way(start: Cell, end: Cell) -> str:
+    """The steps down or up, and right or left, from one cell to another: `2 up 1 left`, or `here`."""
+    down, right = end[0] - start[0], end[1] - start[1]
+    parts = [(abs(down), "down" if down > 0 else "up"), (abs(right), "right" if right > 0 else "left")]
+    return " ".join(f"{steps} {word}" for steps, word in parts if steps) or "here"
 
 
 def _distances(free: Set[Cell], start: Cell) -> dict[Cell, int]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from agentrl.envs.base import TextEnv, plays, read_options
 from agentrl.envs.board import board_html
@@ -66,13 +66,30 @@ class TextMaze(TextEnv):
 
         level: int = Field(1, ge=1, le=5)
         """From 1, 3 x 3 cells without doors, to 5, 7 x 7 cells with three doors (see `LEVELS`)."""
+        side: int | None = Field(None, ge=3, le=20)
+        """Cells per side, instead of the level's."""
+        cells: int | None = Field(None, ge=6)
+        """Cells of the maze, which then fills only a part of the square: a small maze of which there are many. By
+        default it fills the square."""
+        brief: bool = False
+        """Whether the view names only what is not a wall, in one line (`down, right: goal`), and keys that are held."""
+
+        @field_validator("cells")
+        @classmethod
+        def _cells_fit(cls, cells: int | None, info: ValidationInfo) -> int | None:
+            side = info.data.get("side") or LEVELS[info.data.get("level", 1)][0]
+            if cells and cells > side**2:
+                raise ValueError(f"{cells} cells do not fit into {side} x {side}; set side too")
+            return cells
 
     def __init__(self) -> None:
         self._over = True
 
     def start(self, seed: int, options: Mapping[str, Any]) -> str:
         """Set up the maze of this seed."""
-        self.maze = make_maze(read_options(self.Options, options).level, seed)
+        chosen = read_options(self.Options, options)
+        self.maze = make_maze(chosen.level, seed, chosen.side, chosen.cells)
+        self._brief = chosen.brief
         self.cell = self.maze.start
         self.visited = {self.cell}
         self.keys: tuple[str, ...] = ()
@@ -153,8 +170,12 @@ class TextMaze(TextEnv):
         return to if door == "" or door in self.keys else None
 
     def _view(self) -> str:
-        held = ", ".join(f"{key} key" for key in self.keys) or "nothing"
-        return "\n".join([*(f"{word}: {self._seen(word)}" for word in MOVES), f"You hold: {held}"])
+        seen = {word: self._seen(word) for word in MOVES}
+        held = ", ".join(f"{key} key" for key in self.keys)
+        if not self._brief:
+            return "\n".join([*(f"{word}: {what}" for word, what in seen.items()), f"You hold: {held or 'nothing'}"])
+        ways = [word if what == "free" else f"{word}: {what}" for word, what in seen.items() if what != "wall"]
+        return ", ".join(ways) + (f"\nYou hold: {held}" if held else "")
 
     def _seen(self, word: str) -> str:
         """What lies in that direction."""
@@ -183,30 +204,39 @@ def weak_player(env: TextMaze, rng: random.Random, skill: float = 0.3) -> str:
 
 
 @lru_cache(maxsize=4096)
-def make_maze(level: int, seed: int) -> Maze:
+def make_maze(level: int, seed: int, side: int | None = None, cells: int | None = None) -> Maze:
     """The maze of a seed; all members of a group share it."""
     rng = random.Random(seed)
-    side, how_many = LEVELS[level]
-    parents = _tree(side, rng)
-    start = next(iter(parents))
-    depths = {start: 0}
-    for cell, parent in list(parents.items())[1:]:
-        depths[cell] = depths[parent] + 1
-    goal = max(depths, key=lambda cell: depths[cell])
-    way = [goal]
-    while way[-1] != start:
-        way.append(parents[way[-1]])
+    side, how_many = side or LEVELS[level][0], LEVELS[level][1]
+    way: list[Cell] = []
+    while len(way) < how_many + 2:  # a maze of few cells may be too short for its doors
+        parents = _tree(side, cells, rng)
+        way = _longest_way(parents)
     # `way` leads from the goal back. No door is next to the start, where there would be no room for its key.
-    behind = sorted(rng.sample(way[:-2], how_many), key=lambda cell: depths[cell])
+    behind = sorted(rng.sample(way[:-2], how_many), key=lambda cell: -way.index(cell))
     doors = dict(zip(behind, rng.sample(COLOURS, how_many), strict=True))
-    return Maze(start, goal, parents, doors, _hide_keys(parents, doors, rng))
+    return Maze(way[-1], way[0], parents, doors, _hide_keys(parents, doors, rng))
 
 
-def _tree(side: int, rng: random.Random) -> dict[Cell, Cell]:
-    """The parent of each cell, parents first: a tree grown mostly at its newest end, so that paths are long."""
+def _longest_way(parents: Mapping[Cell, Cell]) -> list[Cell]:
+    """The cells from the one that is farthest from the start back to the start."""
+    depths: dict[Cell, int] = {}
+    for cell, parent in parents.items():
+        depths[cell] = depths.get(parent, -1) + 1
+    way = [max(depths, key=lambda cell: depths[cell])]
+    while parents[way[-1]] != way[-1]:
+        way.append(parents[way[-1]])
+    return way
+
+
+def _tree(side: int, cells: int | None, rng: random.Random) -> dict[Cell, Cell]:
+    """The parent of each cell, parents first: a tree grown mostly at its newest end, so that paths are long.
+
+    It grows until it has that many cells, or no room.
+    """
     start = (rng.randrange(side), rng.randrange(side))
     parents, ends = {start: start}, [start]
-    while ends:
+    while ends and len(parents) != cells:
         cell = ends[-1] if rng.random() < 0.7 else rng.choice(ends)
         around = [_beside(cell, word) for word in MOVES]
         new = [to for to in around if to not in parents and 0 <= to[0] < side and 0 <= to[1] < side]

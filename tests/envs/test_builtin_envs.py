@@ -208,10 +208,52 @@ def test_a_box_is_not_pushed_into_another_nor_pulled(monkeypatch: pytest.MonkeyP
     row = frozenset((0, column) for column in range(6))
     boxes, goals = frozenset({(0, 2), (0, 4)}), frozenset({(0, 4), (0, 5)})
     made = sokoban.Puzzle(6, row, goals, boxes, (0, 1), {})
-    monkeypatch.setattr(sokoban, "make_puzzle", lambda level, seed: made)
+    monkeypatch.setattr(sokoban, "make_puzzle", lambda *chosen: made)
     env = begin(Sokoban, 0)
     rows = [step(env, word)[0].splitlines()[1] for word in ("left", "right", "right", "right")]
     assert rows == [" # @ - $ - * . #", " # - @ $ - * . #", " # - - @ $ * . #", " # - - @ $ * . #"]
+
+
+def test_a_room_has_the_size_and_the_walls_that_were_asked_for_and_can_be_solved() -> None:
+    for side, walls in ((4, 5), (6, 0), (8, 21)):
+        opening = begin(Sokoban, 5, level=1, side=side, walls=walls).opening
+        assert (len(opening.splitlines()), opening.count("#")) == (side + 2, 4 * side + 4 + walls)
+        assert shortest_solution(opening)
+    with pytest.raises(ConfigError, match="a room of 5 x 5 takes at most 8"):
+        begin(Sokoban, 0, level=2, walls=9)
+    with pytest.raises(ConfigError, match="a room of this level has at least 5 cells per side"):
+        begin(Sokoban, 0, level=2, side=4)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=seeds, words=st.lists(st.sampled_from(list(MOVES)), max_size=20))
+def test_the_words_of_a_view_lead_from_the_player_to_the_box_and_on_to_the_goal(seed: int, words: list[str]) -> None:
+    grid, told = begin(Sokoban, seed, level=2), begin(Sokoban, seed, level=2, view="words")
+    views = grid.opening, told.opening
+    for word in words:
+        cells, (boxes, player) = read_grid(views[0])
+        (goal,) = [at for at, cell in cells.items() if cell in ".*+"]
+        line, *rest = views[1].splitlines()
+        to_box, to_goal = line.removeprefix("box ").split(", goal ")
+        assert {walked(player, to_box)} == boxes
+        assert walked(walked(player, to_box), to_goal) == goal
+        walls = [way for way in MOVES if cells[walked(player, f"1 {way}")] == "#"]
+        assert rest[: bool(walls)] == ([f"wall {' '.join(walls)}"] if walls else [])
+        results = step(grid, word), step(told, word)
+        assert results[0][1:] == results[1][1:]
+        assert ("blocked" in results[0][0]) == ("blocked" in results[1][0])
+        if results[0][2]:
+            break
+        views = results[0][0], results[1][0]
+
+
+def walked(start: tuple[int, int], way: str) -> tuple[int, int]:
+    """Where steps in words, such as `2 up 1 left`, lead to."""
+    row, column = start
+    parts = way.replace("here", "").split()
+    for steps, word in zip(parts[::2], parts[1::2], strict=True):
+        row, column = row + int(steps) * MOVES[word][0], column + int(steps) * MOVES[word][1]
+    return row, column
 
 
 @settings(max_examples=25, deadline=None)
@@ -269,6 +311,45 @@ def test_what_is_seen_in_a_direction_is_what_happens_there(seed: int, level: int
             assert terminated
         if terminated:
             break
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=seeds, level=levels, cells=st.integers(6, 12))
+def test_a_maze_of_few_cells_has_so_many_each_beside_its_parent_and_can_be_solved(
+    seed: int, level: int, cells: int
+) -> None:
+    env = begin(TextMaze, seed, level=level, side=8, cells=cells)
+    parents = env.maze.parents
+    assert len(parents) == cells
+    for cell, (row, column) in parents.items():
+        assert abs(cell[0] - row) + abs(cell[1] - column) == (cell != env.maze.start)
+        assert set(cell) <= set(range(8))
+    assert len(env.maze.doors) == len(env.maze.keys) == text_maze.LEVELS[level][1]
+    assert any(step(env, text_maze.strong_player(env, random.Random(0)))[2] for _ in range(6 * cells))
+
+
+def test_more_cells_than_the_square_has_are_refused_with_the_way_out() -> None:
+    with pytest.raises(ConfigError, match="12 cells do not fit into 3 x 3; set side too"):
+        begin(TextMaze, 0, cells=12)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=seeds, level=levels, words=st.lists(st.sampled_from(list(MOVES)), max_size=40))
+def test_a_brief_view_says_of_each_way_what_the_full_one_does(seed: int, level: int, words: list[str]) -> None:
+    full, brief = begin(TextMaze, seed, level=level), begin(TextMaze, seed, level=level, brief=True)
+    views = full.opening, brief.opening
+    for word in [*words, ""]:
+        *ways, held = (line.split(": ") for line in views[0].splitlines()[-5:])
+        told = views[1].splitlines()
+        if held[1] != "nothing":
+            assert told.pop() == f"You hold: {held[1]}"
+        assert told.pop() == ", ".join(": ".join(way).removesuffix(": free") for way in ways if way[1] != "wall")
+        assert told == views[0].splitlines()[:-5]
+        results = step(full, word), step(brief, word)
+        assert results[0][1:] == results[1][1:]
+        if results[0][2]:
+            break
+        views = results[0][0], results[1][0]
 
 
 # Search
