@@ -9,21 +9,28 @@ from urllib.parse import urlsplit
 
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 OPEN_TO_ALL = ("/health", "/metrics", "/openapi.json", "/docs")
 """Paths that need no token."""
 
 
+_MAX_HEAD_BYTES = 64 * 1024
+"""Most bytes of a request's head, or between the pieces of its body, that are kept while the rest is yet to come."""
+
+
 def idle_timeout(seconds: float) -> type[asyncio.Protocol]:
     """A protocol for uvicorn that closes connections that send nothing, or only part of a request, for `seconds`.
 
-    After an answer it may take twice as long. It extends h11's protocol, which limits the size of a request's head.
+    After an answer it may take twice as long. It also refuses heads that are too long, which its parser would not, and
+    puts the connection's transport into each request's `state`, which tells applications whether the client is gone.
     """
 
-    class IdleTimeout(H11Protocol):
+    class IdleTimeout(HttpToolsProtocol):
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
+            self.app_state = {**self.app_state, "transport": transport}
+            self._unparsed = 0
             self._seen: Any = None
             self.loop.call_later(seconds, self._look)
 
@@ -35,6 +42,27 @@ def idle_timeout(seconds: float) -> type[asyncio.Protocol]:
                 return
             self._seen = self.cycle
             self.loop.call_later(seconds, self._look)
+
+        def data_received(self, data: bytes) -> None:
+            self._unparsed += len(data)
+            super().data_received(data)
+            if self._unparsed > _MAX_HEAD_BYTES and not self.transport.is_closing():
+                self.send_400_response("The head of the request is too long.")
+
+        def on_headers_complete(self) -> None:
+            self._unparsed = 0
+            super().on_headers_complete()
+
+        def on_chunk_header(self) -> None:
+            self._unparsed = 0
+
+        def on_body(self, body: bytes) -> None:
+            self._unparsed = 0
+            super().on_body(body)
+
+        def on_message_complete(self) -> None:
+            self._unparsed = 0
+            super().on_message_complete()
 
     return IdleTimeout
 

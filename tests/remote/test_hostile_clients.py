@@ -90,12 +90,28 @@ def test_connections_that_ask_nothing_or_half_of_it_are_closed_and_others_served
         assert answer_of(body).startswith(b"HTTP/1.1 408")
 
 
-def test_a_head_without_end_is_refused_and_not_remembered():
+@pytest.mark.parametrize(
+    "begun",
+    [
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n",
+        b"POST /sessions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n",
+    ],
+    ids=["head", "trailer"],
+)
+def test_headers_without_end_are_refused_and_not_remembered(begun):
     with served(Echo, drain_seconds=0) as server:
-        client = connected(server.url, b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
-        head = b"".join(f"X-{number}: {'a' * 1000}\r\n".encode() for number in range(10_000))
+        client = connected(server.url, begun)
+        endless = b"".join(f"X-{number}: {'a' * 1000}\r\n".encode() for number in range(10_000))
         with client, pytest.raises(ConnectionError):  # the answer is 400; it may be lost with what nobody reads
-            client.sendall(head)
+            client.sendall(endless)
+
+
+def test_a_body_may_come_in_any_pieces():
+    head = b"POST /sessions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    head += b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with served(Echo, drain_seconds=0) as server:
+        client = connected(server.url, head + b"1\r\n \r\n" * 30_000 + b"2\r\n{}\r\n0\r\n\r\n")
+        assert answer_of(client).startswith(b"HTTP/1.1 200")
 
 
 @pytest.mark.slow
