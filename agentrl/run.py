@@ -20,6 +20,7 @@ runs/NAME/
   tensorboard/       event files
   reward_curve.png   when the run has ended
   status.json        the current step and phase, since when, and the process id
+  live.json          while the process lives, renewed every second: workers alive, and what waits for what
   lock               held by the process that trains here, which it names
   tmp/               temporary files of the process that trains here, and of those that it has started
   evaluations/       the result of each episode of each evaluation; `agentrl compare` reads them
@@ -31,7 +32,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -52,6 +53,7 @@ from agentrl.flow import Flow, now, run_to_completion
 from agentrl.model_source import check_architecture, commit_of, description_folder, model_folder
 from agentrl.observe.curve import draw_curve
 from agentrl.observe.health import batch_health, episode_health
+from agentrl.observe.live_status import LiveStatus
 from agentrl.observe.metrics import MetricsFile, rollout_metrics
 from agentrl.observe.profiler import Profiler
 from agentrl.observe.progress import ProgressDisplay
@@ -64,6 +66,7 @@ from agentrl.rollout.agents import FrozenRoute
 from agentrl.rollout.ledger import Ledger, check_ledger
 from agentrl.rollout.renderer import renderer_of
 from agentrl.rollout.seeds import derive_seed
+from agentrl.rollout.underway import Underway
 from agentrl.run_lock import RunLock
 from agentrl.run_temp import RunTemp
 from agentrl.task_sources import fingerprints
@@ -119,6 +122,7 @@ class Run:
             if resume:
                 self.metrics.mend()
             self.display = ProgressDisplay(console, self.config.steps, str(self.folder))
+            self._live = LiveStatus(self.folder)
             self._profiler = Profiler(self.folder, always=self.config.observe.profile)
             self._settings = {key: str(value) for key, value, _ in loaded.rows()}
             self._origins = {key: origin for key, _, origin in loaded.rows()}
@@ -170,6 +174,7 @@ class Run:
                 self._trackers.append(tracker)
             opened.enter_context(self.display)
             opened.enter_context(self._profiler)
+            opened.enter_context(self._live)
             write_whole(self.folder / "config.yaml", self.config.to_yaml())
             if not self.resumed:  # then they come from config.yaml
                 write_whole(self.folder / "origins.json", json.dumps(self._origins, indent=2) + "\n")
@@ -206,11 +211,17 @@ class Run:
             write_whole(self.folder / _COMMIT, f"{commit}\n")
         return folder
 
+    def watch(self, underway: Callable[[], Underway]) -> None:
+        """Show what a scheduler does, in the terminal and in `live.json`. `underway` is called by other threads."""
+        self.display.watch(underway)
+        self._live.watch(underway)
+
     def begin_phase(self, step: int, phase: str) -> None:
         """Record in `status.json` and `timeline.jsonl` that `phase` of step `step` begins."""
         begin = datetime.now(UTC)
         self._profiler.begin_phase(step, phase, begin.timestamp())
         self.display.begin_phase(phase)
+        self._live.begin_phase()
         status = {"pid": os.getpid(), "step": step, "phase": phase, "since": begin.isoformat()}
         path = self.folder / "status.json"
         unfinished(path).write_text(json.dumps(status) + "\n")  # it need not survive a loss of power

@@ -5,7 +5,7 @@ import json
 import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 from agentrl.arrays import FloatArray
 from agentrl.batch import TrainBatch
 from agentrl.cluster.processes import start_local
+from agentrl.cluster.roster import Crew, posted
 from agentrl.cluster.workers import StartWorkers, WorkerGroup
 from agentrl.errors import AgentRLError, ConfigError, StallError, TrainingError, WorkerDiedError
 from agentrl.placement.model_facts import model_facts
@@ -92,6 +93,8 @@ class GroupTrainer:
         self._start = start
         self._recovery = recovery or Recovery()
         self._restarts_left = self._recovery.restarts
+        self._restarts = 0
+        self._posted = ExitStack()
         self._log = ReplayLog(self._recovery.latest)
         self._running = False
         self._ranks: WorkerGroup | None = None
@@ -105,13 +108,22 @@ class GroupTrainer:
         """Number of ranks."""
         return 1
 
+    def crew(self) -> Crew:
+        """How many ranks are alive, as far as is known. Any thread may ask."""
+        ranks = self._ranks
+        return Crew(self._role, 0 if ranks is None else len(ranks), self.world_size, self._restarts)
+
     async def __aenter__(self) -> Self:
         self._running = True
-        await self._ask(_nothing)
+        with ExitStack() as stack:
+            stack.enter_context(posted(self.crew))
+            await self._ask(_nothing)
+            self._posted = stack.pop_all()
         return self
 
     async def __aexit__(self, *exc: Any) -> None:
         self._running = False
+        self._posted.close()
         await self._leave(exc[1])
 
     async def step(self, batch: TrainBatch, loss: Loss, normalizer: float) -> Mapping[str, float]:
@@ -296,6 +308,7 @@ class GroupTrainer:
             if self._restarts_left == 0:
                 raise error
             self._restarts_left -= 1
+            self._restarts += 1
             logger.warning("%s; restarting all ranks", error)
             await self._leave(error)
 

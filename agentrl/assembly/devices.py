@@ -13,9 +13,7 @@ from agentrl.placement.device_map import DeviceMap
 from agentrl.placement.time_share import DeviceSharing, NoSharing, SleepingTrainer, Tenant, TimeSharing
 from agentrl.planner.plan import Plan, make_plan
 from agentrl.planner.run_facts import model_of
-from agentrl.protocols import (
-    Trainer,
-)
+from agentrl.protocols import Trainer
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,31 +2,37 @@
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 from agentrl.assembly.devices import PlacedCluster
+from agentrl.cluster.roster import posted
 from agentrl.cluster.workers import Cluster
 from agentrl.config import RunConfig, component_like
 from agentrl.engines.router import Router
 from agentrl.errors import ConfigError
 from agentrl.plugins import Component
-from agentrl.protocols import (
-    SupportsScore,
-)
+from agentrl.protocols import SupportsScore
 from agentrl.rollout.agents import FrozenRoute
 from agentrl.rollout.opponents import Matches
 from agentrl.teacher import Teacher, TeacherConfig
 
 
-def engine_router(config: RunConfig, cluster: Cluster, model: Path) -> Router:
-    """A router over the engine's replicas."""
+@asynccontextmanager
+async def engine_router(
+    config: RunConfig, cluster: Cluster, model: Path, role: str = "engine"
+) -> AsyncIterator[Router]:
+    """Start the engine's replicas, and a router over them. `role`: what displays call them."""
     factories = cluster.engines(config.engine, model)
-    return Router(
+    router = Router(
         [make() for make in factories],
         update=config.weights.update,
         factory=lambda number: factories[number](),
         lease=cluster.config.lease,
     )
+    with posted(partial(router.crew, role)):
+        async with router:
+            yield router
 
 
 @asynccontextmanager
@@ -38,7 +44,8 @@ async def frozen_engines(
     async with AsyncExitStack() as stack:
         for route in config.env.agents.values():
             if isinstance(route, FrozenRoute) and route not in engines:
-                engines[route] = await stack.enter_async_context(engine_router(config, cluster, route.model or model))
+                served = engine_router(config, cluster, route.model or model, "frozen engine")
+                engines[route] = await stack.enter_async_context(served)
         yield engines
 
 
@@ -60,10 +67,10 @@ async def evaluation_engine(placed: PlacedCluster, model: Path) -> AsyncIterator
         )
     factories = [factory for _ in range(count) for factory in placed.cluster.engines(config.engine, model)]
     lease = placed.cluster.config.lease
-    async with Router(
-        [make() for make in factories], factory=lambda number: factories[number](), lease=lease
-    ) as engine:
-        yield engine
+    router = Router([make() for make in factories], factory=lambda number: factories[number](), lease=lease)
+    with posted(partial(router.crew, "evaluation engine")):
+        async with router:
+            yield router
 
 
 @asynccontextmanager
@@ -73,9 +80,8 @@ async def opponent_engines(
     """Start the engines of self-play's opponents."""
     async with AsyncExitStack() as stack:
         count = matches.config.num_engines if matches else 0
-        yield [
-            await stack.enter_async_context(engine_router(placed.config, placed.cluster, model)) for _ in range(count)
-        ]
+        served = [engine_router(placed.config, placed.cluster, model, "opponent") for _ in range(count)]
+        yield [await stack.enter_async_context(engine) for engine in served]
 
 
 @asynccontextmanager
@@ -87,7 +93,7 @@ async def teacher_served(
         yield None
         return
     config = placed.config.model_copy(update={"engine": teacher_engine(placed.config, teacher)})
-    async with engine_router(config, placed.cluster, teacher.model or model) as served:
+    async with engine_router(config, placed.cluster, teacher.model or model, "teacher") as served:
         if served.max_context < longest:
             raise ConfigError(
                 f"the teacher's engine takes at most {served.max_context} tokens, and the policy's {longest}: write "

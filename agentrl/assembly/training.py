@@ -111,7 +111,7 @@ class TrainingAssembly(RolloutAssembly):
             gives_up=gives_up,
             keep_untrained=self.config.observe.untrained_episodes,
         )
-        run.display.watch(rollouts.underway)
+        run.watch(rollouts.underway)
         return rollouts
 
 

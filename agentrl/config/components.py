@@ -3,9 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import (
-    ValidationError,
-)
+from pydantic import ValidationError
 
 from agentrl import plugins
 from agentrl.config.problems import explained, written_at

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import (
-    ValidationError,
-)
+from pydantic import ValidationError
 
 from agentrl import plugins
 from agentrl.config.components import component_of, entries_of, helper_of, rewards_of

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 import numpy as np
 
 from agentrl.arrays import Ragged
+from agentrl.cluster.roster import Crew
 from agentrl.errors import EngineDeadError, EngineError, WeightsError
 from agentrl.flow import Flow, span
 from agentrl.placement.time_share import Sleeper
@@ -107,6 +108,7 @@ class Router:
         self._lease = lease
         self._revived = asyncio.Event()
         self._max_context = 0
+        self._restarts = 0
         self._published: tuple[Mapping[str, Tensor], int] | None = None
         self._flow = Flow("engines")
 
@@ -121,6 +123,11 @@ class Router:
     def max_context(self) -> int:
         """The smallest `max_context` of all replicas."""
         return self._max_context
+
+    def crew(self, role: str = "engine") -> Crew:
+        """How many replicas serve. Any thread may ask."""
+        serving = [replica for replica in list(self._entered) if replica.dead is None]
+        return Crew(role, len(serving), len(self._replicas), self._restarts)
 
     async def __aenter__(self) -> Self:
         await self._flow.__aenter__()
@@ -366,6 +373,7 @@ class Router:
                 replica.dead = EngineDeadError(f"engine {replica.number} could not be restarted: {error}")
                 continue
             replica.dead, replica.seen = None, (-1, -1)
+            self._restarts += 1
             self._alive = [replica for replica in self._replicas if replica.dead is None]
             self._revived.set()
             return

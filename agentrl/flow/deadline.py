@@ -1,7 +1,7 @@
 """`deadline`: a time limit on awaits, and the table of all current waits.
 
 Every await on something outside is inside a `deadline`. So the open deadlines of a loop show what it waits for, and
-since when. `waits()` lists them for the watchdog and for the error that ends a stalled run.
+since when. `waits()` lists them for the watchdog, for displays, and for the error that ends a stalled run.
 
 All deadlines of one kind are equally long, so they expire in the order in which they were set. One queue and one timer
 per kind suffice. A timer for each deadline would cost five times as much (an episode sets five, and a million episodes
@@ -114,18 +114,20 @@ class _Table:
         self.queues = self._all.setdefault(loop, {})
         return self.queues
 
+    def known(self, loop: asyncio.AbstractEventLoop) -> list[_Queue]:
+        """The queues of a loop, for any thread: the cache stays as it is."""
+        return list(self._all.get(loop, {}).values())
+
 
 _table = _Table()
 
 
-def waits() -> list[PendingWait]:
-    """All waits under a deadline on the running loop, the longest wait first."""
-    loop = asyncio.get_running_loop()
-    found = [
-        PendingWait(
-            queue.layer, queue.phase, len(queue.open), loop.time() - next(iter(queue.open)).when + queue.seconds
-        )
-        for queue in _table.of(loop).values()
-        if queue.open
-    ]
+def waits(loop: asyncio.AbstractEventLoop | None = None) -> list[PendingWait]:
+    """All waits under a deadline on a loop, by default the running one, the longest wait first. Any thread may ask."""
+    loop = loop or asyncio.get_running_loop()
+    found = []
+    for queue in _table.known(loop):
+        if waiting := tuple(queue.open):  # copied at once, as the loop's thread may change it
+            longest = loop.time() - waiting[0].when + queue.seconds
+            found.append(PendingWait(queue.layer, queue.phase, len(waiting), longest))
     return sorted(found, key=lambda wait: -wait.longest)

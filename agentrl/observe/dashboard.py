@@ -9,6 +9,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from agentrl.cluster.roster import roster
 from agentrl.flow import notices
 from agentrl.observe.braille import braille_curve
 from agentrl.observe.run_progress import RunProgress
@@ -93,6 +94,11 @@ class Dashboard:
         if underway is not None and underway.longest:
             longest = (f"{escape(task)} ({escape(env)}) {duration(s)}" for task, env, s in underway.longest)
             yield "in play", "; ".join(longest)
+        if lost := [crew for crew in roster() if crew.alive < crew.count]:
+            yield (
+                "workers",
+                Text("; ".join(f"{crew.role} {crew.alive} of {crew.count}" for crew in lost), style="yellow"),
+            )
         if underway is not None and underway.failures:
             failures = ", ".join(f"{layer} {count}" for layer, count in sorted(underway.failures.items()))
             yield "failures", f"[red]{failures}[/red]"

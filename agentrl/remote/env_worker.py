@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
+from agentrl.cluster.roster import Crew, posted
 from agentrl.cluster.workers import StartWorker, Worker, start_another
 from agentrl.errors import WorkerDiedError
 from agentrl.flow import Flow, notice, now
@@ -77,13 +78,14 @@ async def env_workers(
         WorkerDiedError: the workers of a rank keep dying right after their start.
     """
     token = secrets.token_urlsafe()
-    pool = _Pool(start, partial(make, token), token)
-    async with Flow("env workers") as flow:
-        for rank in range(count):
-            flow.start(pool.keep(rank), name=str(rank))
-        await pool.servers()
-        yield partial(_WorkerEnv, pool, token)
-        flow.cancel()
+    pool = _Pool(start, partial(make, token), token, count)
+    with posted(pool.crew):
+        async with Flow("env workers") as flow:
+            for rank in range(count):
+                flow.start(pool.keep(rank), name=str(rank))
+            await pool.servers()
+            yield partial(_WorkerEnv, pool, token)
+            flow.cancel()
 
 
 class _WorkerEnv(RemoteEnv):
@@ -123,14 +125,20 @@ class _WorkerEnv(RemoteEnv):
 class _Pool:
     """Keeps the workers running, and knows the addresses of those that are alive."""
 
-    def __init__(self, start: StartWorker, make: Callable[[int], EnvWorker], token: str) -> None:
+    def __init__(self, start: StartWorker, make: Callable[[int], EnvWorker], token: str, count: int) -> None:
         self._start = start
         self._make = make
         self._token = token
+        self._count = count
+        self._restarts = 0
         self._urls: dict[int, str] = {}
         self._one_lives = asyncio.Event()
         self._died_at_once: Counter[int] = Counter()
         self._worked = False
+
+    def crew(self) -> Crew:
+        """How many workers serve. Any thread may ask."""
+        return Crew("env", len(self._urls), self._count, self._restarts)
 
     def works(self) -> None:
         """Record that an episode has begun: later deaths of workers are not due to how they are started."""
@@ -156,6 +164,7 @@ class _Pool:
                 self._died_at_once[rank] += 1
                 if self._died_at_once[rank] == _ATTEMPTS:
                     raise
+                self._restarts += 1
                 logger.warning("%s; another takes its place", error)
 
     async def _serve(self, worker: Worker, rank: int) -> None:

@@ -94,6 +94,11 @@ class EpisodeSlots:
         self.taken += reserved
         return reserved
 
+    @property
+    def queued(self) -> int:
+        """How many episodes wait for a slot."""
+        return len(self._waiting)
+
     async def acquire(self, ticket: Ticket) -> None:
         """Wait for a slot."""
         if self.free:

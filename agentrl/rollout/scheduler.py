@@ -214,6 +214,7 @@ class Rollouts:
             self._config.groups_per_step,
             dict(self._groups.failures),
             self._groups.longest(),
+            self._slots.queued,
         )
 
     def metrics(self) -> dict[str, float]:

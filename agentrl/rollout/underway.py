@@ -18,7 +18,8 @@ class OpenGroup(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Underway:
     """The episode slots that are taken, of so many; groups that are ready for the next step, of so many; how many
-    episodes have failed so far, by layer; and the groups that have been played for the longest, longest first.
+    episodes have failed so far, by layer; the groups that have been played for the longest, longest first; and how
+    many episodes wait for a slot.
     """
 
     slots: int
@@ -27,3 +28,4 @@ class Underway:
     wanted: int
     failures: Mapping[Layer, int] = field(default_factory=dict)
     longest: Sequence[OpenGroup] = ()
+    queued: int = 0

@@ -6,9 +6,11 @@ others continue.
 
 import asyncio
 from collections.abc import Iterable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, Self
 
+from agentrl.cluster.roster import Crew, posted
 from agentrl.cluster.workers import StartWorker, Worker, start_another
 from agentrl.errors import RewardError, WorkerDiedError
 from agentrl.flow import Flow
@@ -42,9 +44,16 @@ class RuleWorkers(RulePool):
         self._flow = Flow("rules")
         self._idle: asyncio.Queue[tuple[int, Worker]] = asyncio.Queue()
         self._workers: dict[int, Worker] = {}
+        self._restarts = 0
+        self._posted = ExitStack()
+
+    def crew(self) -> Crew:
+        """How many workers are alive. Any thread may ask."""
+        return Crew("reward", len(self._workers), self._count, self._restarts)
 
     async def __aenter__(self) -> Self:
         await self._flow.__aenter__()
+        self._posted.enter_context(posted(self.crew))
         for rank in range(self._count):
             self._flow.start(self._start_first(rank), name=str(rank))
         return self
@@ -54,6 +63,7 @@ class RuleWorkers(RulePool):
             self._flow.cancel()
             await self._flow.__aexit__(*exc)
         finally:
+            self._posted.close()
             while self._workers:
                 await self._workers.popitem()[1].stop()
 
@@ -78,6 +88,7 @@ class RuleWorkers(RulePool):
             self._idle.put_nowait((rank, worker))
         except WorkerDiedError:
             del self._workers[rank]
+            self._restarts += 1
             await worker.stop()
             self._begin(rank, await start_another(partial(self._start_rank, rank)))
 

@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from itertools import zip_longest
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any, TypedDict
 import yaml
 
 from agentrl.errors import ConfigError
+from agentrl.observe.live_status import read_live_state
 
 
 class Phase(TypedDict):
@@ -52,8 +53,16 @@ class RunFolder:
         return self._rows
 
     def status(self) -> dict[str, Any]:
-        """The step and phase, since when, whether its process lives here, its summary, and its warnings."""
+        """The step and phase, since when, whether its process lives here, what waits for what in it, its summary, and
+        its warnings. A run that lives and has no phase is starting.
+        """
         status = _json(self.path / "status.json")
+        now = read_live_state(self.path)
+        if now is not None and not _lives(now.pid):
+            now = None
+        if now is not None and now.pid != status.get("pid"):
+            status = {}  # of an earlier process: this one is starting
+        ended = (self.path / "summary.json").exists()
         return {
             "name": self.name,
             "folder": str(self.path),
@@ -61,7 +70,8 @@ class RunFolder:
             "phase": status.get("phase"),
             "since": status.get("since"),
             "steps": self.settings().get("steps"),
-            "live": _lives(status.get("pid")) and not (self.path / "summary.json").exists(),
+            "live": now is not None or (_lives(status.get("pid")) and not ended),
+            "now": None if now is None else asdict(now),
             "summary": _json(self.path / "summary.json"),
             "warnings": self.warnings(),
         }
@@ -93,7 +103,8 @@ class RunFolder:
         for row, follows in zip_longest(begun, begun[1:]):
             begin = datetime.fromisoformat(row["since"]).timestamp()
             if follows is None:
-                end = None if self.status()["live"] else begin
+                status = self.status()
+                end = None if status["live"] and status["phase"] else begin
             elif follows.get("pid") == row.get("pid"):
                 end = datetime.fromisoformat(follows["since"]).timestamp()
             else:

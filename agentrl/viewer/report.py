@@ -70,7 +70,9 @@ def _contents(folder: Path) -> dict[str, Any]:
 
 def _state(status: Mapping[str, Any]) -> str:
     if status["live"]:
-        return f"The run goes on: step {status['step']}, {status['phase']}"
+        return (
+            f"The run goes on: step {status['step']}, {status['phase']}" if status["phase"] else "The run is starting"
+        )
     if status["summary"]:
         return "The run has ended"
     return (

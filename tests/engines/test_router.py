@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from agentrl.cluster.roster import Crew
 from agentrl.engines.router import Router
 from agentrl.errors import EngineDeadError, EngineError
 from agentrl.flow import Flow, now, run_virtual
@@ -240,6 +241,7 @@ def test_an_engine_that_dies_or_hangs_is_restarted_at_the_current_version_and_it
         async with Router(engines, factory=again, lease=5.0) as router, Flow("requests") as flow:
             await router.update_weights({}, 1)
             await router.update_weights({}, 4)
+            assert router.crew() == Crew("engine", replicas, replicas)
             await asyncio.sleep(10)
             tasks = [flow.start(router.generate(request(str(n), session=str(n))), name=str(n)) for n in range(4)]
             completions = [await task for task in tasks]
@@ -250,6 +252,7 @@ def test_an_engine_that_dies_or_hangs_is_restarted_at_the_current_version_and_it
             await router.update_weights({}, 5)
             assert router.policy_version == 5
             assert len((await router.generate(request("last"))).token_ids) == 10
+            assert router.crew() == Crew("engine", replicas, replicas, restarts=1)
 
     run_virtual(main)
     assert len(spare) == 1

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from agentrl.arrays import floats, ints
+from agentrl.cluster.roster import Crew, posted
 from agentrl.observe.braille import braille_curve
 from agentrl.observe.dashboard import Dashboard, duration, line_of
 from agentrl.observe.progress import ProgressDisplay
@@ -99,6 +100,13 @@ def test_the_time_left_follows_the_pace_of_the_last_steps_and_counts_down():
     assert progress.remaining == pytest.approx(50 * 40)
     assert made_up(0)[0].remaining is None
     assert made_up(40, of=40)[0].remaining is None
+
+
+def test_workers_that_are_not_alive_are_counted_and_the_others_take_no_room():
+    progress, _ = made_up()
+    with posted(lambda: Crew("env", 8, 8)), posted(lambda: Crew("engine", 1, 2, 3)):
+        assert "engine 1 of 2" in drawn(progress)
+        assert "env 8 of 8" not in drawn(progress)
 
 
 def test_a_warning_leaves_the_picture_when_it_is_old():

@@ -11,6 +11,7 @@ import pytest
 
 from agentrl.cluster.processes import ProcessWorker
 from agentrl.cluster.ray_actors import RayWorkers
+from agentrl.cluster.roster import Crew, roster
 from agentrl.cluster.workers import StartWorker
 from agentrl.errors import ConfigError, EnvError, WorkerDiedError
 from agentrl.protocols import ResetResult, StepResult
@@ -79,6 +80,7 @@ def test_a_worker_that_dies_or_hangs_costs_its_episode_and_another_takes_its_pla
                 after = int((await second.reset(seed=1, options={}))[0])
             assert after not in (before, os.getpid())
             assert (await second.step("go"))[0] == f"{after} go"
+            assert Crew("env", 1, 1, restarts=1) in roster()
             return {before, after}
 
     pids = asyncio.run(main())

@@ -1,6 +1,7 @@
 """The page in a real browser: every page, keys, colours, narrow screens, hostile texts, and runs that go on."""
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -8,6 +9,10 @@ from urllib.parse import quote, urlsplit
 
 import pytest
 
+from agentrl.cluster.roster import Crew
+from agentrl.flow import PendingWait
+from agentrl.observe.live_status import LiveState, write_live_state
+from agentrl.rollout.underway import OpenGroup, Underway
 from agentrl.testing.made_up_run import MadeUpRun
 from agentrl.viewer.report import write_report
 from agentrl.viewer.server import PageServer
@@ -224,6 +229,8 @@ def test_no_text_of_a_run_runs(serve, tmp_path):
     )
     run.begin()
     run.step()
+    played = Underway(1, 2, 3, 4, {"environment": 5}, [OpenGroup(HOSTILE[3], HOSTILE[0], 60.0)])
+    doing(run, HOSTILE[1], LiveState(os.getpid(), 1.0, (Crew(HOSTILE[4], 1, 2),), (), HOSTILE, played))
     page = serve(tmp_path)
     runs = quote(quote(name))
     for path in ("run", "episodes", "episodes&group", "episode", "episode failed", "time", "config"):
@@ -236,6 +243,9 @@ def test_no_text_of_a_run_runs(serve, tmp_path):
         )
     assert page.requested() == {urlsplit(page.url).netloc}
     assert page.complaints() == []
+    page.open(f"#/run?runs={runs}")
+    assert page.texts(".outside") == list(HOSTILE)
+    assert page.texts(".crew") == [f"{HOSTILE[4]} 1 of 2"]
     page.open(f"#/episode?runs={runs}&id=train-000001%2F0%2F0")
     assert HOSTILE[0] in page.texts(".words")
 
@@ -290,6 +300,52 @@ def test_a_new_step_of_a_live_run_is_on_the_page_without_reloading(serve, runs):
     MadeUpRun(runs / "third").begin()
     page.wait(lambda: "third" in page.texts(".chip"))
     assert page.script("return window.marked") is True
+
+
+def doing(run: MadeUpRun, phase: str, state: LiveState | None) -> None:
+    """Let a run be in this phase, in the process of this test."""
+    status = {"pid": os.getpid(), "step": 3, "phase": phase, "since": "2026-01-01T00:00:00+00:00"}
+    (run.folder / "status.json").write_text(json.dumps(status))
+    if state is not None:
+        write_live_state(run.folder / "live.json", state)
+
+
+def test_what_a_live_run_waits_for_and_who_is_alive_change_on_the_page_without_reloading(serve, runs):
+    page, run = serve(runs), MadeUpRun(runs / "second")
+    page.open("#/run?runs=second")
+    assert page.texts(".now") == []
+    workers = (Crew("engine", 2, 2), Crew("env", 7, 8, 3), Crew("trainer", 4, 4))
+    waits = (PendingWait("environment", "step", 30, 12.5), PendingWait("environment", "reset", 10, 2.0),
+             PendingWait("engine", "generate", 1, 0.2), PendingWait("engine", "update_weights", 1, 0.2))  # fmt: skip
+    played = Underway(256, 256, 12, 64, {"reward": 2}, [OpenGroup("train-000007", "lake", 75.0)], 1)
+    doing(run, "rollout", LiveState(os.getpid(), 1.0, workers, waits, ("all servers are full",), played))
+
+    def rows() -> dict[str, str]:
+        return dict(zip(page.texts(".now dt"), page.texts(".now dd"), strict=True))
+
+    page.wait(lambda: "workers" in rows())
+    page.script("window.marked = document.querySelector('.chip')")
+    assert rows() == {
+        "now": "The trainer waits for episodes: 12 of 64 groups are ready.",
+        "waiting": "40 calls wait for environments (up to 12 s), 1 for the engine",
+        "episodes": "256 of 256 slots taken; 1 episode waits for one",
+        "workers": "engine 2 of 2environments 7 of 8, 3 restartstrainer 4 of 4",
+        "longest": "train-000007 (lake) for 75 s",
+        "failures": "reward 2",
+        "outside": "all servers are full",
+    }
+    assert page.texts(".crew.fewer") == ["environments 7 of 8, 3 restarts"]
+    doing(run, "train", LiveState(os.getpid(), 2.0, (Crew("trainer", 4, 4),), (), (), Underway(0, 256, 0, 64)))
+    page.wait(lambda: rows()["now"] == "The trainer works; episodes wait for its new weights.")
+    assert page.texts(".crew") == ["trainer 4 of 4"]
+    assert "waiting" not in rows()
+    assert page.script("return window.marked.isConnected")  # whoever clicks it meanwhile clicks it
+    (run.folder / "live.json").unlink()
+    (run.folder / "summary.json").write_text('{"steps": 3}')
+    page.wait(lambda: page.texts(".now") == [])
+    page.open("#/run?runs=first")
+    assert page.texts(".now") == []
+    assert page.complaints() == []
 
 
 def test_two_runs_are_compared_by_paired_differences(serve, runs):

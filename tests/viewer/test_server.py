@@ -1,11 +1,18 @@
 """What `agentrl view` answers, and to whom."""
 
 import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
 
 import pytest
 from fastapi.testclient import TestClient
 
+from agentrl.cluster.roster import Crew
 from agentrl.errors import ConfigError
+from agentrl.observe.live_status import LiveState, write_live_state
+from agentrl.rollout.underway import Underway
 from agentrl.testing.made_up_run import MadeUpRun
 from agentrl.viewer.folders import RunFolder, find_runs
 from agentrl.viewer.server import PageServer, create_page_app
@@ -127,7 +134,7 @@ def test_runs_are_found_in_folders_and_by_themselves_and_have_names_of_their_own
 
 def test_a_damaged_run_is_shown_as_far_as_it_goes(tmp_path):
     (tmp_path / "config.yaml").write_text("seed: [")
-    for name in ("metrics.jsonl", "status.json", "origins.json", "summary.json", "timeline.jsonl"):
+    for name in ("metrics.jsonl", "status.json", "origins.json", "summary.json", "timeline.jsonl", "live.json"):
         (tmp_path / name).write_text('[1]\n{"step": "x"}\n{"st')
     run = RunFolder("run", tmp_path)
     assert (run.settings(), run.origins(), run.metrics(), run.phases()) == ({}, {}, [], [])
@@ -135,10 +142,32 @@ def test_a_damaged_run_is_shown_as_far_as_it_goes(tmp_path):
 
 
 def test_a_process_that_lives_makes_a_run_live_until_it_has_a_summary(made):
-    import os
-
     (made.folder / "status.json").write_text(json.dumps({"pid": os.getpid(), "step": 3, "phase": "train"}))
     run = RunFolder("one", made.folder)
     assert run.status()["live"] is True
     (made.folder / "summary.json").write_text('{"steps": 4}')
     assert run.status()["live"] is False
+
+
+def test_a_run_says_what_it_does_now_as_long_as_the_process_that_says_it_lives(made):
+    run = RunFolder("one", made.folder)
+    assert run.status()["now"] is None  # a run of an earlier release
+    state = LiveState(os.getpid(), 5.0, (Crew("engine", 1, 2),), underway=Underway(3, 4, 1, 2, {}, []))
+    write_live_state(made.folder / "live.json", state)
+    status = run.status()
+    assert status["now"] == asdict(state)
+    assert (status["live"], status["phase"]) == (True, None)  # it starts: the phase is that of another process
+    assert run.phases()[-1]["end"] is not None
+    (made.folder / "summary.json").write_text('{"steps": 4}')  # of the part before it was resumed with more steps
+    (made.folder / "status.json").write_text(json.dumps({"pid": os.getpid(), "step": 3, "phase": "train"}))
+    status = run.status()
+    assert (status["live"], status["phase"], status["now"]) == (True, "train", asdict(state))
+    write_live_state(made.folder / "live.json", replace(state, pid=ended_process()))
+    assert (run.status()["live"], run.status()["now"]) == (False, None)
+
+
+def ended_process() -> int:
+    """The id of a process that has ended."""
+    done = subprocess.Popen([sys.executable, "-c", ""])
+    done.wait()
+    return done.pid

@@ -43,6 +43,9 @@ export function duration(seconds) {
   return `${Math.floor(seconds / 3600)} h ${Math.round((seconds % 3600) / 60)} min`;
 }
 
+/** How long something goes on, in whole seconds, so that it counts calmly. */
+export const lasting = (seconds) => (seconds < 90 ? `${Math.max(0, Math.floor(seconds))} s` : duration(seconds));
+
 const tip = document.getElementById("tip");
 
 /** Shows rows of [name, value, colour] beside the pointer. */

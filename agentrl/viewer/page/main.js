@@ -143,6 +143,6 @@ listen((news) => {
   const before = runs[at];
   if (at < 0) runs.push(news); else runs[at] = news;
   if (before && before.generation !== undefined && before.generation !== news.generation) forgetMetrics(news.name);
-  drawFrame();
+  if (before?.live !== news.live) drawFrame();  // not for each news: whoever clicks needs the same button until the end
   if (context.chosen.some((run) => run.name === news.name)) shown.news?.(news);
 }, (state) => { document.getElementById("link").textContent = state; });

@@ -2,7 +2,8 @@
 
 import { chart } from "./chart.js";
 import { ask, metrics } from "./data.js";
-import { add, duration, el, number, percent } from "./dom.js";
+import { add, duration, el, lasting, number, percent } from "./dom.js";
+import { liveState } from "./live.js";
 
 const FIRST = ["reward", "success", "entropy", "mixed_groups", "health/effective_sample_size", "health/ratio_p99", "staleness/mean", "logprob_gap_mean", "turns", "sampled_tokens", "truncated", "grad_norm", "kl", "tokens_per_second", "seconds"];
 const settings = { smooth: 0, log: false, zoom: null, filter: "", every: false, differences: false };
@@ -110,7 +111,7 @@ function statusOf(run, rows, context) {
   const done = rows.reduce((most, row) => ("reward" in row || "loss" in row ? Math.max(most, row.step + 1) : most), 0);
   const since = run.since ? (Date.now() - Date.parse(run.since)) / 1000 : null;
   const ended = run.summary && Object.keys(run.summary).length > 0;
-  const doing = run.live ? `step ${run.step}: ${run.phase} for ${duration(Math.max(0, since))}` : ended ? "ended" : run.phase ? `stopped in step ${run.step}, ${run.phase}` : "not begun";
+  const doing = run.live ? (run.phase ? `step ${run.step}: ${run.phase} for ${lasting(since)}` : "starting") : ended ? "ended" : run.phase ? `stopped in step ${run.step}, ${run.phase}` : "not begun";
   const facts = [["steps", run.steps ? `${done} of ${run.steps}` : String(done)], ["reward", number(last.reward)], ["success", percent(last.success)]];
   if (last.tokens_per_second) facts.push(["tokens/s", number(last.tokens_per_second)]);
   for (const name of new Set(rows.flatMap(Object.keys).filter((one) => /^eval\/([^/]+\/)?success$/.test(one)))) {
@@ -121,5 +122,6 @@ function statusOf(run, rows, context) {
   return el("section", { class: "panel status", "data-run": run.name },
     el("h3", {}, el("i", { class: `dot${run.live ? " live" : ""}`, style: { background: context.colour(run.name) } }), run.name, el("span", { class: "soft small" }, doing)),
     el("div", { class: "facts" }, facts.map(([name, value]) => el("div", {}, el("span", {}, name), el("b", {}, value)))),
+    liveState(run),
     run.steps ? el("progress", { max: run.steps, value: Math.min(done, run.steps), "aria-label": "steps done" }) : null);
 }

@@ -1,0 +1,47 @@
+"""The roster: how many workers of each role are alive.
+
+Whoever keeps workers running posts how many there are. Displays read it, from any thread.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Crew:
+    """The workers of a role: `alive` of `count` are. `restarts`: how many times one, or all at once, had to be started
+    again because of a death.
+    """
+
+    role: str
+    alive: int
+    count: int
+    restarts: int = 0
+
+    def __add__(self, other: "Crew") -> "Crew":
+        """Both as one, under the role of the first."""
+        return Crew(self.role, self.alive + other.alive, self.count + other.count, self.restarts + other.restarts)
+
+
+_posted: list[Callable[[], Crew]] = []
+"""One for the process, like the notices: the display reads it from its own thread."""
+
+
+@contextmanager
+def posted(crew: Callable[[], Crew]) -> Iterator[None]:
+    """Inside the block, the roster has this crew. `crew` is called by the threads that read the roster."""
+    _posted.append(crew)
+    try:
+        yield
+    finally:
+        _posted.remove(crew)
+
+
+def roster() -> list[Crew]:
+    """The crews, those of the same role as one, in the order in which they were posted."""
+    found: dict[str, Crew] = {}
+    for crew in [ask() for ask in list(_posted)]:
+        known = found.get(crew.role)
+        found[crew.role] = crew if known is None else known + crew
+    return list(found.values())
