@@ -1,10 +1,11 @@
 """`agentrl report`: a run as one HTML file to send to a colleague.
 
 The file holds no program and names no other file: curves are drawings, and conversations unfold by themselves. Whatever
-comes from a run is text (Jinja escapes it), and the file's own content security policy forbids the rest.
+comes from a run is text (Jinja escapes it), and the file's own content security policy forbids the rest. What
+environments draw is in frames without scripts, links and requests.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from importlib.metadata import version
 from importlib.resources import files
@@ -18,13 +19,12 @@ from agentrl.durable import write_whole
 from agentrl.errors import ConfigError
 from agentrl.rollout.ledger import read_ledger
 from agentrl.viewer.episode import EpisodeReader
-from agentrl.viewer.episodes import EpisodeIndex, EpisodeQuery
+from agentrl.viewer.episodes import EpisodeIndex
 from agentrl.viewer.folders import RunFolder
 from agentrl.viewer.report_curves import HEIGHT, WIDTH, curves_of
+from agentrl.viewer.report_episodes import LONGEST, episodes_to_read, shortened
 from agentrl.viewer.timing import advice, window_of
 
-_LONGEST = 4000
-_MESSAGES = 40
 _REASONS = 12
 _TIMED = 16
 """Steps, the newest, whose time is divided among resources."""
@@ -43,7 +43,7 @@ def write_report(folder: Path, into: Path) -> None:
         page.joinpath("report.html").read_text()
     )
     style = Markup(page.joinpath("page", "style.css").read_text())
-    text = made.render(style=style, longest=_LONGEST, width=WIDTH, height=HEIGHT, **_contents(folder))
+    text = made.render(style=style, longest=LONGEST, width=WIDTH, height=HEIGHT, **_contents(folder))
     write_whole(into, text.encode("utf-8", "replace").decode())
 
 
@@ -63,7 +63,7 @@ def _contents(folder: Path) -> dict[str, Any]:
         "evaluations": _evaluations(rows),
         **_time(run, index, reader),
         **_fates(run, index),
-        "examples": list(_examples(index, reader)),
+        "examples": list(episodes_to_read(index, reader)),
         **_config(run),
     }
 
@@ -137,35 +137,7 @@ def _fates(run: RunFolder, index: EpisodeIndex) -> dict[str, Any]:
     return {"fates": choices["fate"], "layers": choices["layer"], "reasons": reasons}
 
 
-def _examples(index: EpisodeIndex, reader: EpisodeReader) -> Iterator[dict[str, Any]]:
-    """The best, the worst and the median episode of the newest step whose episodes were kept, and one that failed."""
-    newest = index.page(EpisodeQuery(fate="trained", limit=1))["rows"]
-    step = newest[0]["step"] if newest else None
-    total = index.page(EpisodeQuery(fate="trained", step=step, limit=1))["total"] if newest else 0
-    places = (("The best", 0), ("The worst", total - 1), ("The median", total // 2))[:total]
-    found = [
-        (f"{kind} of step {step}", EpisodeQuery(fate="trained", step=step, sort="score", offset=place, limit=1))
-        for kind, place in places
-    ]
-    for kind, query in (*found, ("One that failed", EpisodeQuery(fate="failed", limit=1))):
-        for row in index.page(query)["rows"]:
-            episode = reader.episode(row["id"], row["agent"] or "", row["step"])
-            messages = (episode["trajectory"] or {}).get("messages") or []
-            yield {
-                "kind": kind,
-                "row": row,
-                "fate": episode["fate"],
-                "messages": [{key: _short(value) for key, value in one.items()} for one in messages[:_MESSAGES]],
-                "left_out": max(0, len(messages) - _MESSAGES),
-            }
-
-
-def _short(text: str | None) -> str:
-    text = text or ""
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} … ({len(text) - _LONGEST:,} more characters)"
-
-
 def _config(run: RunFolder) -> dict[str, Any]:
     origins = run.origins()
-    every = [(name, _short(str(value)), origins.get(name, "")) for name, value in sorted(run.settings().items())]
+    every = [(name, shortened(str(value)), origins.get(name, "")) for name, value in sorted(run.settings().items())]
     return {"every": every, "chosen": [row for row in every if row[2] not in ("", "default")]}

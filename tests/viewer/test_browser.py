@@ -28,6 +28,20 @@ HOSTILE = (
     "<form action=https://evil.example><input autofocus onfocus=\"document.title='owned'\"></form>",
 )
 
+DRAWN = '<p id="drawn" style="color: rgb(1, 2, 3)">a board</p>'
+HOSTILE_PICTURES = (
+    *HOSTILE,
+    "<script>parent.document.title='owned'; top.location='https://evil.example/'</script>",
+    '<meta http-equiv="refresh" content="0; url=https://evil.example/refresh">',
+    '<img src="https://evil.example/image"><link rel="stylesheet" href="https://evil.example/style">',
+    '<style>@import "https://evil.example/import"; p { background: url(https://evil.example/back) }</style>',
+    '<iframe src="https://evil.example/frame"></iframe><object data="https://evil.example/object"></object>',
+    '<form action="https://evil.example/form" id="f"></form><button form="f" autofocus>send</button>',
+    '<base href="https://evil.example/"><a href="link" id="link" target="_top">open</a>',
+    "\"></iframe><script>document.title='owned'</script>",
+)
+PICTURES = [*(one + DRAWN for one in HOSTILE_PICTURES), DRAWN]
+
 
 class Page:
     """The page over some runs, in a browser."""
@@ -250,27 +264,10 @@ def test_no_text_of_a_run_runs(serve, tmp_path):
     assert HOSTILE[0] in page.texts(".words")
 
 
-def test_an_environments_picture_is_drawn_and_can_do_nothing_else(serve, tmp_path):
-    """In frames without scripts: what they hold cannot ask for anything, open anything, or reach the page."""
-    drawn = '<p id="drawn" style="color: rgb(1, 2, 3)">a board</p>'
-    hostile = [
-        *HOSTILE,
-        "<script>parent.document.title='owned'; top.location='https://evil.example/'</script>",
-        '<meta http-equiv="refresh" content="0; url=https://evil.example/refresh">',
-        '<img src="https://evil.example/image"><link rel="stylesheet" href="https://evil.example/style">',
-        '<style>@import "https://evil.example/import"; p { background: url(https://evil.example/back) }</style>',
-        '<iframe src="https://evil.example/frame"></iframe><object data="https://evil.example/object"></object>',
-        '<form action="https://evil.example/form" id="f"></form><button form="f" autofocus>send</button>',
-        '<base href="https://evil.example/"><a href="link" id="link" target="_top">open</a>',
-        "\"></iframe><script>document.title='owned'</script>",
-    ]
-    run = MadeUpRun(tmp_path / "run", turns=len(hostile) + 1, pictures=[*(one + drawn for one in hostile), drawn])
-    run.begin()
-    run.step()
-    page = serve(tmp_path)
-    page.open("#/episode?runs=run&id=train-000001%2F0%2F0")
+def look_into_frames(page: Page, count: int) -> None:
+    """Each frame shows what its environment drew, and what else is in it gets nowhere, also when it is clicked."""
     frames = page.browser.find_elements("css selector", "iframe")
-    assert len(frames) == len(hostile) + 2
+    assert len(frames) == count
     for frame in frames:
         page.script("arguments[0].scrollIntoView()", frame)
         page.browser.switch_to.frame(frame)
@@ -283,6 +280,16 @@ def test_an_environments_picture_is_drawn_and_can_do_nothing_else(serve, tmp_pat
                 page.script("arguments[0].click()", link)
         finally:
             page.browser.switch_to.default_content()
+
+
+def test_an_environments_picture_is_drawn_and_can_do_nothing_else(serve, tmp_path):
+    """In frames without scripts: what they hold cannot ask for anything, open anything, or reach the page."""
+    run = MadeUpRun(tmp_path / "run", turns=len(HOSTILE_PICTURES) + 1, pictures=PICTURES)
+    run.begin()
+    run.step()
+    page = serve(tmp_path)
+    page.open("#/episode?runs=run&id=train-000001%2F0%2F0")
+    look_into_frames(page, len(PICTURES) + 1)
     assert page.script("return document.title") == "run · agentrl"
     assert page.script("return location.href").startswith(page.url)
     assert page.requested() == {urlsplit(page.url).netloc}
@@ -388,3 +395,18 @@ def test_a_report_is_drawn_without_a_server_and_runs_no_text_of_a_run(browser, t
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     assert page.requested() == {""}  # the file itself
     assert page.complaints() == []
+
+
+def test_what_environments_draw_is_in_a_report_and_can_do_nothing_else_there(browser, tmp_path):
+    run = MadeUpRun(tmp_path / "run", turns=len(PICTURES), pictures=PICTURES, groups=1, members=2)
+    run.begin()
+    run.step()
+    write_report(run.folder, tmp_path / "report.html")
+    page = Page(browser, "")
+    page.requested()
+    browser.get((tmp_path / "report.html").as_uri())
+    page.script("for (const each of document.querySelectorAll('details')) each.open = true")
+    look_into_frames(page, 2 * (len(PICTURES) + 1))
+    assert browser.title == "run · agentrl report"
+    assert page.script("return location.href") == (tmp_path / "report.html").as_uri()
+    assert page.requested() == {""}  # the file itself

@@ -58,6 +58,22 @@ def test_it_names_no_other_file_and_holds_no_program(written):
     assert not re.search(r"<script|<link|<img|<iframe|<object|\bsrc=|\bhref=|\bon\w+=|url\(|@import", written)
 
 
+def test_it_shows_what_environments_draw_in_frames_as_far_as_they_fit(tmp_path):
+    pictures = [f'<p class="board">board {number}\'{"x" * 100_000}</p>' for number in range(4)]
+    run = MadeUpRun(tmp_path / "run", turns=3, pictures=pictures)
+    run.begin()
+    run.step()
+    write_report(run.folder, tmp_path / "run.html")
+    text = (tmp_path / "run.html").read_text()
+    frames = re.findall(r'<iframe class="picture" sandbox="" referrerpolicy="no-referrer" [^>]*srcdoc="([^"]*)">', text)
+    assert text.count("<iframe") == len(frames) == 3 * 2  # two of an episode's four fit
+    assert all("<" not in frame for frame in frames)
+    drawn = [unescape(frame) for frame in frames[:2]]
+    assert [re.search(r"board (\d)'", each)[1] for each in drawn] == ["0", "1"]
+    assert all("default-src 'none'" in each for each in drawn)
+    assert text.count("2 pictures are left out") == 3
+
+
 def test_a_run_that_has_not_begun_has_a_report_too(tmp_path):
     run = MadeUpRun(tmp_path / "new")
     run.begin()
