@@ -1,6 +1,6 @@
 """The roster: how many workers of each role are alive.
 
-Whoever keeps workers running posts how many there are. Displays read it, from any thread.
+What keeps workers running posts how many there are. Displays read it, from any thread.
 """
 
 from collections.abc import Callable, Iterator
