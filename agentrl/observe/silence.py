@@ -65,11 +65,21 @@ def conditions(max_tokens: int, budget: Budget, *, compares_groups: bool, extend
                     f"all members of {'each group' if row['mixed_groups'] == 0 else 'nine groups in ten'} scored the "
                     f"same (mean reward {row['reward']:.3g}), so {'nothing' if row['mixed_groups'] == 0 else 'little'} "
                     "can be learned: the tasks are too hard or too easy. Try other tasks, a larger rollout.group_size, "
-                    "or recipe.demonstrations"
+                    f"or recipe.demonstrations{_only_the_bonus(row)}"
                 ),
             )
         )
     return found
+
+
+def _only_the_bonus(row: Row) -> str:
+    """What happens meanwhile, if the loss has a bonus on entropy and no group says where to go."""
+    if row["mixed_groups"] > 0 or "policy_entropy" not in row:
+        return ""
+    return (
+        f". Meanwhile algorithm.entropy_bonus alone moves the policy, towards chance (entropy "
+        f"{row['policy_entropy']:.2g} nats): lower it, and go back to an earlier checkpoint"
+    )
 
 
 def _still_blocks(row: Row) -> list[str]:

@@ -33,6 +33,10 @@ def warnings(reader: Silence, *rows: dict[str, Any]) -> list[str]:
         ({"truncated": 0.95}, "rollout.budget .turns=8."),
         ({"grad_norm": 0.0}, "the gradient was zero"),
         ({"mixed_groups": 0.0}, "all members of each group scored the same .*rollout.group_size"),
+        (
+            {"mixed_groups": 0.0, "policy_entropy": 1.2},
+            "scored the same .*algorithm.entropy_bonus alone moves the policy, towards chance .entropy 1.2 nats.",
+        ),
         ({"mixed_groups": 0.05}, "all members of nine groups in ten scored the same .*little can be learned"),
         ({"reasoning/cut": 0.4}, "40% of the answers are cut within their reasoning.*max_tokens"),
         ({"grad_norm/blocks/1": 0.0, "grad_norm/blocks/2": 1.0}, r"blocks \(grad_norm/blocks/1 are 0\).*frozen"),
