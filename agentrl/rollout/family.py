@@ -49,6 +49,8 @@ _PROBES: Sequence[tuple[list[dict[str, Any]], list[dict[str, Any]] | None]] = (
     ([_USER, {**_ANSWER, "reasoning_content": "T t."}, {"role": "user", "content": "V v."}], None),
 )
 """Conversations that tell the families apart: a system message, a second turn, a call with its result, reasoning."""
+_MARKS = {"gpt-oss": "<|channel|>"}
+"""A token that a model of the family has. These rules look for files in the network, which no other model waits for."""
 
 
 class Family:
@@ -184,6 +186,8 @@ def _made(name: str, tokenizer: Any, variables: Mapping[str, Any], **more: Any) 
 
 def _rules(name: str, tokenizer: Any, variables: Mapping[str, Any], **more: Any) -> Any | None:
     """The rules of a family, if the tokenizer has the tokens that they need."""
+    if name in _MARKS and len(tokenizer.encode(_MARKS[name], add_special_tokens=False)) != 1:
+        return None
     with redirect_stdout(StringIO()), suppress(Exception):
         return _made(name, tokenizer, variables, **more)
     return None

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from agentrl import plugins
 from agentrl.arrays import ints
@@ -54,6 +55,21 @@ def answered(renderer: TemplateRenderer, text: str, tools: list[Any], stopped: b
     ids = [*renderer.encode(text).tolist(), *([renderer.stop_token_ids[0]] if stopped else [])]
     action = conversation.answer(Completion(ids, [0.0] * len(ids), [0] * len(ids), "stop" if stopped else "length"))
     return action, conversation.messages[-1]
+
+
+def test_only_a_tokenizer_with_the_tokens_of_gpt_oss_waits_for_its_files(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import renderers.gpt_oss
+
+    asked = []
+    monkeypatch.setattr(renderers.gpt_oss, "load_harmony_encoding", lambda *given: asked.append(given))
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    find_family(tokenizer, {}, {})
+    assert not asked
+    tokenizer.add_tokens(["<|channel|>"], special_tokens=True)
+    find_family(tokenizer, {}, {})
+    assert asked
 
 
 def test_families_are_recognised_by_what_their_templates_write() -> None:
