@@ -49,7 +49,7 @@ from agentrl.checkpoint import Checkpoints, Savable
 from agentrl.config import LoadedConfig, RunConfig, load_config
 from agentrl.durable import unfinished, write_whole
 from agentrl.errors import ConfigError
-from agentrl.flow import Flow, now, run_to_completion
+from agentrl.flow import Flow, elapsed, run_to_completion
 from agentrl.model_source import check_architecture, commit_of, description_folder, model_folder
 from agentrl.observe.curve import draw_curve
 from agentrl.observe.health import batch_health, episode_health
@@ -278,8 +278,10 @@ class Run:
 
     @cached_property
     def _epoch(self) -> float:
-        """The Unix time when the event loop's clock showed 0. Read once: parts of an episode have the same times."""
-        return datetime.now(UTC).timestamp() - now()
+        """The Unix time when the event loop's clock, gaps included, showed 0. Read once, for equal times of all parts
+        of an episode.
+        """
+        return datetime.now(UTC).timestamp() - elapsed()
 
     def _write_rollouts(self, step: int, groups: Sequence[Group], epoch: float) -> dict[str, float]:
         """Write the trajectories of a step, and return its rollout metrics."""

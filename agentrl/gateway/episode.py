@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from agentrl.errors import DeadlineError, EnvError, OutageError, RewardError, RolloutError
-from agentrl.flow import Flow, deadline, now
+from agentrl.flow import Flow, deadline, elapsed, now
 from agentrl.gateway.desk import Desk
 from agentrl.gateway.outcome import AgentOutcome
 from agentrl.gateway.program import AgentProgram, Assignment
@@ -43,7 +43,7 @@ class AgentEpisodeRunner:
 
     async def play(self, episode: Episode) -> Sequence[Trajectory]:
         """See `EpisodeRunner`."""
-        config, started = self.desk.config, now()
+        config, started = self.desk.config, elapsed()
         limits = CallLimits(config.max_answers, config.calls_at_once)
         episode.progress.begin(self.own_budgets.get(episode.task.env, self.budget))
         outcome, failure = AgentOutcome(), None
@@ -60,7 +60,7 @@ class AgentEpisodeRunner:
         except RolloutError as error:
             failure = error
         status = self._status(session, outcome, failure)
-        return (trajectory_of(session, outcome, status, now() - started),)
+        return (trajectory_of(session, outcome, status, started, elapsed() - started),)
 
     async def _run(self, session: AgentSession, key: str) -> AgentOutcome:
         """Run the program, and wait for a reward that comes later."""

@@ -9,7 +9,7 @@ import hmac
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from agentrl.flow import Flow, now
+from agentrl.flow import Flow, elapsed, now
 from agentrl.gateway.call_tree import conversation_of
 from agentrl.gateway.desk import Desk
 from agentrl.gateway.outcome import AgentOutcome
@@ -88,7 +88,8 @@ def conversations_of(session: AgentSession) -> list[tuple[Trajectory, Score | No
     """
     found: list[tuple[Trajectory, Score | None]] = []
     rows = session.tree.rows()
-    whole = trajectory_of(session, AgentOutcome(), Terminated(), now() - session.began)
+    seconds = now() - session.began
+    whole = trajectory_of(session, AgentOutcome(), Terminated(), elapsed() - seconds, seconds)
     first = 0
     for number, row in enumerate(rows):
         turns = whole.turns[first : first + len(row)]

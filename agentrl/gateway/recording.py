@@ -11,7 +11,9 @@ from agentrl.gateway.session import AgentSession
 from agentrl.trajectory import Status, Trajectory, Turn
 
 
-def trajectory_of(session: AgentSession, outcome: AgentOutcome, status: Status, seconds: float) -> Trajectory:
+def trajectory_of(
+    session: AgentSession, outcome: AgentOutcome, status: Status, started: float, seconds: float
+) -> Trajectory:
     """The seen answers of an episode as turns, row by row; each row but the first begins with a fork.
 
     The reward belongs to the last turn, which is the one that was asked for last. Those of calls belong to their turns.
@@ -33,7 +35,14 @@ def trajectory_of(session: AgentSession, outcome: AgentOutcome, status: Status, 
         )
     episode = session.episode
     return Trajectory(
-        episode.id, episode.task, tuple(turns), status, messages_of(rows), seconds, dropped=dict(session.dropped())
+        episode.id,
+        episode.task,
+        tuple(turns),
+        status,
+        messages_of(rows),
+        seconds,
+        dropped=dict(session.dropped()),
+        started=started,
     )
 
 
@@ -49,5 +58,6 @@ def _turn(
         {"call": answer.id, "call_kind": call.kind, **(info or {})},
         forked=begins and not first,
         generate_seconds=answer.answered - call.asked,
+        asked=call.asked,
         state=blake2b(shown.encode(), digest_size=8).hexdigest(),
     )

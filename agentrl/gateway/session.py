@@ -13,7 +13,7 @@ from typing import Any
 
 from agentrl.arrays import IntArray
 from agentrl.errors import ConfigError, DeadlineError, EngineError, RolloutError
-from agentrl.flow import Flow, now
+from agentrl.flow import Flow, elapsed, now
 from agentrl.gateway.call import AgentAnswer, AgentCall, ChatRequest, Wishes, digest_after
 from agentrl.gateway.call_tree import CallPlace, CallTree
 from agentrl.gateway.outcome import AgentOutcome
@@ -203,7 +203,7 @@ class AgentSession:
         number = len(self.tree.calls)
         self._check_limits(request, number)
         new_ids = self._rendered(request, place)
-        call = AgentCall(number, place.kind, place.parent, place.new, new_ids, now(), place.opening)
+        call = AgentCall(number, place.kind, place.parent, place.new, new_ids, elapsed(), place.opening)
         length = len(call.prompt_ids)
         if length >= self.max_context:
             self.first_too_long = length if not number else 0
@@ -300,7 +300,7 @@ class AgentSession:
         stopped_at = _first_in(message, wishes.stop)
         if stopped_at:
             message = replace(message, content=message.content[: message.content.index(stopped_at)])
-        return AgentAnswer(call, completion, message, own, now(), stopped_at=stopped_at)
+        return AgentAnswer(call, completion, message, own, elapsed(), stopped_at=stopped_at)
 
     def _seed(self, wishes: Wishes, place: int) -> int:
         """The seed of an answer; a program may choose it where nothing is trained."""

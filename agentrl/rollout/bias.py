@@ -27,7 +27,7 @@ class _Mean:
 
 @dataclass(slots=True)
 class Bias:
-    """Mean lengths of sampled and of trained episodes, in seconds of loop time and in sampled tokens."""
+    """Mean lengths of sampled and of trained episodes, in seconds and in sampled tokens."""
 
     _sampled_seconds: _Mean = field(default_factory=_Mean)
     _sampled_tokens: _Mean = field(default_factory=_Mean)

@@ -15,7 +15,7 @@ import numpy as np
 
 from agentrl.arrays import IntArray, floats, ints
 from agentrl.errors import EngineError, OutageError, RolloutError
-from agentrl.flow import Turnstile, deadline, now
+from agentrl.flow import Turnstile, deadline, elapsed, now
 from agentrl.hosting.host import EnvHost, LiveEnv
 from agentrl.hosting.pictures import taken
 from agentrl.protocols import (
@@ -254,7 +254,7 @@ class _AgentState:
             self.agent,
             self.head_start,
             self.tail_ids,
-            started=now() - seconds,
+            started=elapsed() - seconds,
             picture=picture,
         )
 
@@ -280,7 +280,7 @@ class _AgentState:
             self.agent,
             self.head_start,
             tail,
-            started=now() - seconds,
+            started=elapsed() - seconds,
         )
 
     def render_tail(self) -> None:
@@ -308,7 +308,7 @@ class _EpisodeState:
 
     def segments(self, episode: Episode, started: float) -> list[Trajectory]:
         """What each trained agent has played so far; see `Progress`."""
-        return [state.segment(episode, now() - started) for state in self.agents.values() if state.role.trained]
+        return [state.segment(episode, elapsed() - started) for state in self.agents.values() if state.role.trained]
 
     def settle(self, actor: str, reward: float, info: Mapping[str, Any]) -> None:
         """Credit the other agents for a step (the actor's turn has its reward already), and mark each one's success."""
@@ -364,7 +364,7 @@ class EnvEpisodeRunner:
     async def play(self, episode: Episode) -> tuple[Trajectory, ...]:
         """Play `episode` to its end, however it ends. Only wrong settings, cancellation and defects are raised."""
         episode_state = _EpisodeState()
-        started = now()
+        started = elapsed()
         episode.progress.played = partial(episode_state.segments, episode, started)
         episode.progress.begin(self.own_budgets.get(episode.task.env, self.budget))
         try:
@@ -379,7 +379,7 @@ class EnvEpisodeRunner:
                 await self.envs.release(episode.task.env, env)
         except RolloutError as error:
             status = Failed(error.layer, str(error), isinstance(error, OutageError))
-        seconds = now() - started
+        seconds = elapsed() - started
         if not episode_state.agents:
             return (Trajectory(episode.id, episode.task, (), status, (), seconds, started=started),)
         states = [state for state in episode_state.agents.values() if state.role.trained]
@@ -411,7 +411,7 @@ class EnvEpisodeRunner:
                 observation, reward, terminated, truncated, info = await env.step(reply.action)
                 episode_state.picture, info = taken(info, self.picture_bytes)
             finally:  # the model's reply is kept even if the environment fails
-                state.turns.append(reply.turn(float(reward), info, now(), key, picture))
+                state.turns.append(reply.turn(float(reward), info, elapsed(), key, picture))
                 state.asked = None
             if state.agent:
                 episode_state.settle(state.agent, reward, info)
@@ -467,10 +467,10 @@ class EnvEpisodeRunner:
         if len(prompt.ids) >= policy.max_context:
             state.keep_tail(prompt)
             return Truncated("context") if state.turns else _too_long(len(prompt.ids), policy.max_context)
-        asked, state.asked = now(), prompt
+        asked, state.asked = elapsed(), prompt
         completion = await policy.answer(state.episode, episode_state.answers, prompt, env)
         episode_state.answers += 1
-        answered = now()
+        answered = elapsed()
         return _Reply(prompt, completion, conversation.answer(completion), asked, answered)
 
 

@@ -13,7 +13,7 @@ from itertools import count
 from random import Random
 
 from agentrl.errors import AgentRLError, DeadlineError, Layer
-from agentrl.flow import EventLog, Flow, now
+from agentrl.flow import EventLog, Flow, elapsed, now
 from agentrl.rollout.bias import Bias
 from agentrl.rollout.concurrency import EpisodeSlots
 from agentrl.rollout.config import RolloutConfig
@@ -177,9 +177,9 @@ class GroupRunner:
 
     async def _compared(self, group: Group) -> Group:
         """The group, with the scores of the reward parts that compare its members added."""
-        began = now()
+        began = elapsed()
         scores = await self.reward.score_group(group.trajectories, group.scores, self._reward_failed)
-        comparing = ((began, now()),) if now() > began else ()
+        comparing = ((began, elapsed()),) if elapsed() > began else ()
         if failed := next((score.status for score in scores if isinstance(score.status, Failed)), None):
             raise MembersLostError(f"the group could not be scored: {failed.error}")
         timed = [replace(s, worked=b.worked + comparing) for s, b in zip(scores, group.scores, strict=True)]
@@ -229,7 +229,7 @@ class GroupRunner:
             state.reserved_slots -= 1
         else:
             await self.slots.acquire(state.ticket)
-        task, number, started = state.task, state.number, now()
+        task, number, started = state.task, state.number, elapsed()
         episode = Episode(
             id=f"{task.id}/{member}/{attempt}",
             task=task,
@@ -243,7 +243,7 @@ class GroupRunner:
             played = [episode.progress.mark(t) for t in await self._played(episode)]
             outcome = await self._scored(played)
         except asyncio.CancelledError:
-            self.bias.cut(now() - started)
+            self.bias.cut(elapsed() - started)
             self.waste.episode(state.thrown_away_as, episode.progress)
             raise
         del state.live[member]
@@ -274,9 +274,9 @@ class GroupRunner:
         for trajectory in trajectories:
             if isinstance(trajectory.status, Failed):
                 return trajectory.status
-            began = now()
+            began = elapsed()
             score = await self.reward.score(trajectory, self._reward_failed)
             if isinstance(score.status, Failed):
                 return score.status
-            scored.append((trajectory, replace(score, worked=((began, now()),))))
+            scored.append((trajectory, replace(score, worked=((began, elapsed()),))))
         return tuple(scored)

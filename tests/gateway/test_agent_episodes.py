@@ -49,6 +49,26 @@ def test_the_reward_is_that_of_the_last_turn():
     assert [message.role for message in trajectory.messages] == ["user", "assistant", "user", "assistant"]
 
 
+def test_a_trajectory_says_when_its_episode_and_each_call_began():
+    async def play(session):
+        await asyncio.sleep(5)
+        return await two_calls(session)
+
+    engine = saying()
+    runner = runner_of(play, engine)
+
+    async def main():
+        await asyncio.sleep(3)
+        async with engine:
+            return await runner.play(EPISODE)
+
+    (trajectory,) = run_virtual(main)
+    assert trajectory.started == 3.0
+    first, second = trajectory.turns
+    assert first.asked == 8.0
+    assert second.asked == first.asked + first.generate_seconds
+
+
 def test_rewards_of_calls_are_those_of_their_turns():
     async def play(session):
         (first,) = await said(session, [user("begin")])
