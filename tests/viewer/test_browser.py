@@ -232,6 +232,10 @@ def test_it_is_readable_in_light_and_dark_and_fits_a_narrow_screen(serve, runs):
             page.open(f"#/{path}?runs=first&id=train-000001%2F0%2F0")
             width = page.script("return document.documentElement.scrollWidth")
             assert width <= 390, f"{path} is {width} wide"
+            out_of_sight = page.script("""
+                const wide = [document.querySelector(".lanes"), document.querySelector(".settings")].filter(Boolean);
+                return wide.map((one) => one.scrollWidth - one.clientWidth);""")
+            assert all(pixels <= 0 for pixels in out_of_sight), f"a part of {path} is out of sight"
     finally:
         page.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 

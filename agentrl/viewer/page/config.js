@@ -16,7 +16,7 @@ export async function showConfig(room, context) {
 
   function fill() {
     const shown = names.filter((name) => name.toLowerCase().includes(chosen.filter) && (!chosen.set || isSet(name)) && (!several || !chosen.differing || differs(name)));
-    body.replaceChildren(...shown.map((name) => el("tr", { class: several && differs(name) ? "differs" : "" }, el("td", { class: "mono" }, name),
+    body.replaceChildren(...shown.map((name) => el("tr", { class: several && differs(name) ? "differs" : "" }, el("td", { class: "mono" }, name.split(/(?<=\.)/).flatMap((part, i) => (i ? [el("wbr"), part] : [part]))),
       found.map(({ settings, origins }) => [el("td", { class: "mono" }, text(settings[name])), el("td", { class: "soft small" }, origins[name] || "")]))));
     if (!shown.length) body.append(el("tr", {}, el("td", { colspan: 1 + 2 * runs.length, class: "empty" }, several && chosen.differing ? "These runs have the same settings." : "No setting is like this.")));
   }
@@ -26,7 +26,7 @@ export async function showConfig(room, context) {
   };
   const search = el("input", { type: "search", placeholder: "setting …  /", value: chosen.filter, "aria-label": "settings whose name contains", oninput: (event) => { chosen.filter = event.target.value.toLowerCase(); fill(); } });
   add(room, el("div", { class: "bar" }, search, toggle("only what was set", "set"), several ? toggle("only differences", "differing") : null, several ? null : el("span", { class: "soft small" }, "Choose a second run above to compare.")),
-    el("div", { class: "panel table" }, el("table", {}, el("thead", {}, el("tr", {}, el("th", {}, "setting"), runs.map((run) => [el("th", {}, run.name), el("th", {}, "from")]))), body)));
+    el("div", { class: "panel table settings" }, el("table", {}, el("thead", {}, el("tr", {}, el("th", {}, "setting"), runs.map((run) => [el("th", {}, run.name), el("th", {}, "from")]))), body)));
   fill();
   return { key(key) { if (key !== "/") return false; search.focus(); return true; } };
 }

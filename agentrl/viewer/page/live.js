@@ -33,7 +33,8 @@ function sentence({ phase, now }) {
   const play = now.underway, groups = play ? `${play.ready} of ${counted(play.wanted, "group is", "groups are")} ready` : null;
   if (!phase) return "The run is starting its workers.";
   if (phase === "rollout") return groups ? `The trainer waits for episodes: ${groups}.` : "The trainer waits for episodes.";
-  if (phase === "train") return play?.slots ? `The trainer works, and episodes of later steps are played meanwhile: ${groups}.` : "The trainer works; episodes wait for its new weights.";
+  if (phase === "train" && play?.slots) return `The trainer works, and episodes of later steps are played meanwhile: ${groups}.`;
+  if (phase === "train") return play?.ready ? `The trainer works; for the next step ${groups}, and further episodes wait for its new weights.` : "The trainer works; episodes wait for its new weights.";
   if (phase === "weights") return "Trainer and episodes wait until the engines have the new weights.";
   if (phase === "evaluation") return "The trainer waits for an evaluation.";
   if (phase === "checkpoint") return "The next step waits until the state is copied for a checkpoint.";

@@ -32,7 +32,7 @@ export async function showTime(room, context) {
     el("ul", { class: "advice" }, found.advice.map((text) => el("li", {}, text))), lanes,
     el("h2", {}, "Stages and channels"), graph,
     el("div", { class: "two" },
-      el("section", {}, el("h2", {}, "Who was busy at the same time"), el("div", { class: "panel table" }, el("table", {}, el("thead", {}, el("tr", {}, el("th", {}, "busy"), el("th", { class: "number" }, "time"), el("th", { class: "number" }, "share"), el("th", {}))), el("tbody", {}, found.busy.map((one) => el("tr", {}, el("td", {}, one.set.join(" + ") || "none of these"), el("td", { class: "number" }, duration(one.seconds)), el("td", { class: "number" }, `${((100 * one.seconds) / total).toFixed(1)} %`), el("td", { style: { width: "30%" } }, el("div", { class: "meter", style: { width: `${(100 * one.seconds) / total}%` } })))))))),
+      el("section", {}, el("h2", {}, "Who was busy at the same time"), el("div", { class: "panel table" }, el("table", {}, el("thead", {}, el("tr", {}, el("th", {}, "busy"), el("th", { class: "number" }, "time"), el("th", { class: "number" }, "share"), el("th", { class: "wide" }))), el("tbody", {}, found.busy.map((one) => el("tr", {}, el("td", {}, one.set.join(" + ") || "none of these"), el("td", { class: "number" }, duration(one.seconds)), el("td", { class: "number" }, `${((100 * one.seconds) / total).toFixed(1)} %`), el("td", { class: "wide", style: { width: "30%" } }, el("div", { class: "meter", style: { width: `${(100 * one.seconds) / total}%` } })))))))),
       el("section", {}, el("h2", {}, "Episodes of step ", el("select", { "aria-label": "step", onchange: (event) => context.go("time", { first, last, step: event.target.value }, undefined, true) }, shown.map((each) => el("option", { value: each, selected: each === step }, String(each)))), " ", stale), gantt)));
   const drawn = await ask("gantt", { run, step });
   const draw = () => { drawLanes(lanes, found); drawGraph(graph, found.graph, HUES); drawGantt(gantt, drawn, context, step); };
@@ -40,11 +40,18 @@ export async function showTime(room, context) {
 }
 
 function drawLanes(holder, found) {
-  const width = Math.max(420, holder.clientWidth - 32), px = (seconds) => LEFT + (seconds / found.seconds) * (width - LEFT - 6);
+  const width = Math.max(300, holder.clientWidth - 32), px = (seconds) => LEFT + (seconds / found.seconds) * (width - LEFT - 6);
   const lanes = [...found.lanes].sort((a, b) => ORDER.indexOf(a.name) - ORDER.indexOf(b.name)).filter((lane) => (lane.intervals || lane.load).length);
   const height = lanes.length * (LANE + 6) + 24;
   const svg = el("svg", { viewBox: `0 0 ${width} ${height}`, style: { width: `${width}px`, height: `${height}px`, display: "block" }, role: "img", "aria-label": "what was busy when" });
-  for (const [step, at] of found.steps) svg.append(el("line", { class: "axis", x1: px(at), x2: px(at), y1: 0, y2: height - 18 }), el("text", { class: "tick", x: px(at) + 2, y: height - 4 }, String(step)));
+  let written = -Infinity;
+  for (const [step, at] of found.steps) {
+    svg.append(el("line", { class: "axis", x1: px(at), x2: px(at), y1: 0, y2: height - 18 }));
+    if (px(at) < written) continue;  // its number would cover the last one
+    const long = 7 * String(step).length;
+    svg.append(el("text", { class: "tick", x: Math.min(px(at) + 2, width - long), y: height - 4 }, String(step)));
+    written = px(at) + 8 + long;
+  }
   lanes.forEach((lane, i) => {
     const top = i * (LANE + 6) + 4, colour = HUES[lane.name] || "#888";
     svg.append(el("text", { class: "lane-name", x: 0, y: top + LANE / 2 + 4 }, lane.name));
