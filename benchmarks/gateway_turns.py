@@ -5,10 +5,11 @@
 256 programs live at a time, in another process. Each asks 8 times for a chat completion, with the whole conversation,
 a tool, and an answer of 32 tokens that comes at once. *The gateway* records exact tokens and their lineage. *The echo*
 is a FastAPI application that checks each request by the same types of the package `openai`, and answers with the same
-type. Both run on uvicorn in this process; the CPU time is that of all of its threads.
+type. Both run on uvicorn in this process, with the same settings; the CPU time is that of all of its threads.
 """
 
 import asyncio
+import gc
 import statistics
 import sys
 import time
@@ -20,18 +21,19 @@ from typing import Any
 import aiohttp
 import uvicorn
 from fastapi import FastAPI, Request, Response
+from pydantic import TypeAdapter
 from rich.console import Console
 from rich.table import Table
 
-from agentrl.flow import Flow, SteadyLoop
+from agentrl.flow import Flow, spare_what_lives
 from agentrl.gateway.config import GatewayConfig
 from agentrl.gateway.desk import Desk
 from agentrl.gateway.episode import AgentEpisodeRunner
-from agentrl.gateway.openai_chat import CHAT
 from agentrl.gateway.outcome import AgentOutcome
 from agentrl.gateway.program import Assignment
 from agentrl.gateway.server import GatewayServer, serving
 from agentrl.protocols import Engine, SamplingParams
+from agentrl.remote.gate import idle_timeout
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.episode import EnginePolicy, Episode
 from agentrl.rollout.renderer import TemplateRenderer
@@ -89,7 +91,22 @@ async def of_echo() -> float:
 @asynccontextmanager
 async def echoing() -> AsyncIterator[str]:
     """The echo's address, inside the block."""
-    server = GatewayServer(uvicorn.Config(echo_app(), port=0, access_log=False, log_level="warning", lifespan="off"))
+    parser = idle_timeout(GatewayConfig().request_seconds)
+    config = uvicorn.Config(
+        echo_app(), port=0, http=parser, ws="none", lifespan="off", access_log=False, log_level="warning"
+    )
+    parser = idle_timeout(GatewayConfig().request_seconds)
+    config = uvicorn.Config(
+        echo_app(),
+        port=0,
+        http=parser,
+        ws="none",
+        lifespan="off",
+        proxy_headers=False,
+        access_log=False,
+        log_level="warning",
+    )
+    server = GatewayServer(config)
     async with Flow("echo") as flow:
         serving_it = flow.start(server.serve(), name="server")
         while not server.started:  # noqa: ASYNC110
@@ -103,13 +120,14 @@ def echo_app() -> FastAPI:
     """Says the last message again, by the types of the package `openai`."""
     from openai.types.chat import ChatCompletion, ChatCompletionMessage
     from openai.types.chat.chat_completion import Choice
+    from openai.types.chat.completion_create_params import CompletionCreateParams
     from openai.types.completion_usage import CompletionUsage
 
-    app = FastAPI()
+    app, adapter = FastAPI(), TypeAdapter[Any](CompletionCreateParams)
 
     @app.post("/v1/chat/completions")
     async def echo(request: Request) -> Response:
-        checked = CHAT.adapter.validate_python(await request.json())
+        checked = adapter.validate_python(await request.json())
         last, _ = [*checked["messages"]][-1], [*checked["tools"]]  # sequences are checked as they are read
         message = ChatCompletionMessage(role="assistant", content=last["content"])
         answer = ChatCompletion(
@@ -131,8 +149,8 @@ async def played_by_others(url: str, keys: Sequence[str]) -> float:
     programs = await asyncio.create_subprocess_exec(sys.executable, __file__, url, *keys, stdin=pipe, stdout=pipe)
     assert programs.stdin is not None and programs.stdout is not None  # noqa: PT018
     await programs.stdout.readline()  # they are ready
-    if isinstance(loop := asyncio.get_running_loop(), SteadyLoop):
-        loop.spare_what_lives()  # as a run does
+    gc.unfreeze()  # so that neither is measured while it collects what the other has left
+    spare_what_lives()  # as a run does
     cpu = time.process_time()
     programs.stdin.write(b"go\n")
     assert await programs.wait() == 0, "a program has failed"

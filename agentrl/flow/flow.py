@@ -25,7 +25,7 @@ class Flow:
         self.name = name
         self._group = asyncio.TaskGroup()
         self._tasks: list[asyncio.Task[Any]] = []  # in order of start, so that cancelling is deterministic
-        self._tidy_at = 64
+        self._tidy_at = _TIDY
         self._channels: list[Channel[Any]] = []
 
     async def __aenter__(self) -> Self:
@@ -54,7 +54,7 @@ class Flow:
         self._tasks.append(task)
         if len(self._tasks) == self._tidy_at:  # rarely, as a callback for each ended task would cost more
             self._tasks = [task for task in self._tasks if not task.done()]
-            self._tidy_at = 2 * len(self._tasks) + 64
+            self._tidy_at = 2 * len(self._tasks) + _TIDY
         return task
 
     def channel(self, name: str, capacity: int) -> Channel[Any]:
@@ -78,6 +78,10 @@ class Flow:
     def snapshot(self) -> list[ChannelStats]:
         """The states of the channels: the observed dataflow graph."""
         return [channel.snapshot() for channel in self._channels]
+
+
+_TIDY = 8
+"""Ended tasks that are kept at most, besides as many as there are live ones."""
 
 
 def _sole(group: BaseExceptionGroup[BaseException]) -> BaseException | None:

@@ -148,7 +148,7 @@ def _answer(call: AgentCall, model: str) -> "AnthropicMessage":
         content=_blocks(answer),
         stop_reason=_reason(answer),
         stop_sequence=answer.stopped_at or None,
-        usage=Usage(input_tokens=len(call.prompt_ids), output_tokens=len(answer.completion.token_ids)),
+        usage=Usage(input_tokens=call.prompt_length, output_tokens=len(answer.completion.token_ids)),
     )
 
 

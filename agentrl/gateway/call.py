@@ -93,6 +93,11 @@ class AgentCall:
     delivered: bool = False
     """Whether the program has received all answers."""
     error: Exception | None = None
+    prompt_length: int = field(init=False)
+    """How many tokens the whole prompt has."""
+
+    def __post_init__(self) -> None:
+        self.prompt_length = len(self.new_ids) + (0 if self.parent is None else self.parent.end)
 
     @property
     def prompt_ids(self) -> IntArray:
@@ -127,6 +132,11 @@ class AgentAnswer:
     """Whether a reward came for it."""
 
     @property
+    def end(self) -> int:
+        """How many tokens the conversation has up to its end."""
+        return self.call.prompt_length + len(self.completion.token_ids)
+
+    @property
     def seen(self) -> bool:
         """Whether the program has seen it. Others are not trained on, because nothing followed from them."""
         return self.call.delivered or self.extended
@@ -152,9 +162,12 @@ def digest_of_tools(tools: Sequence[Mapping[str, Any]]) -> bytes:
 
 def digest_after(before: bytes, message: Message) -> bytes:
     """Identifies a conversation that one more message follows."""
-    text = message.said.strip() if message.role == "assistant" else message.content
-    calls = [[call.name, dict(call.arguments)] for call in message.tool_calls]
-    return blake2b(before + _canonical([message.role, text, calls]), digest_size=16).digest()
+    said = message.said.strip() if message.role == "assistant" else message.content
+    text = said.encode(errors="surrogatepass")
+    whole = b"%b%b %d %b" % (before, message.role.encode(), len(text), text)
+    if message.tool_calls:
+        whole += _canonical([[call.name, dict(call.arguments)] for call in message.tool_calls])
+    return blake2b(whole, digest_size=16).digest()
 
 
 def _canonical(value: Any) -> bytes:

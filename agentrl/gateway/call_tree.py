@@ -11,7 +11,7 @@ one row, and there are as few rows as the tree has ends.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from agentrl.gateway.call import AgentAnswer, AgentCall, CallKind, ChatRequest, digest_after, digest_of_tools
 from agentrl.trajectory import Message
@@ -28,6 +28,11 @@ class CallPlace(NamedTuple):
     opening: bytes
     kind: CallKind
 
+    @property
+    def known(self) -> int:
+        """How many tokens the conversation has up to the end of `parent`."""
+        return 0 if self.parent is None else self.parent.end
+
 
 class CallTree:
     """The calls of one episode, in the order in which they came."""
@@ -37,23 +42,24 @@ class CallTree:
         self._answers: dict[bytes, list[AgentAnswer]] = {}
         self._asked: dict[bytes, list[AgentCall]] = {}
         self._openings: dict[bytes, int] = {}
+        self._tools: tuple[Sequence[Mapping[str, Any]], bytes] = ((), digest_of_tools(()))
 
     def place(self, request: ChatRequest) -> CallPlace:
         """Where a request goes on: after the answer with which most of its messages end, if only new ones follow it."""
-        digest = opening = digest_of_tools(request.tools)
-        known: list[tuple[int, AgentAnswer]] = []
-        last_answer, at_opening = -1, True
+        if request.tools != self._tools[0]:
+            self._tools = (request.tools, digest_of_tools(request.tools))
+        digest = opening = self._tools[1]
+        answered, new = b"", 0
         for position, message in enumerate(request.messages):
             digest = digest_after(digest, message)
             if message.role == "assistant":
-                at_opening, last_answer = False, position
-                known += [(position, answer) for answer in self._freshest(digest)]
-            elif at_opening:
+                answered, new = digest, position + 1
+            elif not answered:
                 opening = digest
-        parent = known[-1][1] if known and known[-1][0] == last_answer else None
-        new = request.messages[last_answer + 1 :] if parent is not None else request.messages
+        parent = self._freshest(answered)
+        messages = request.messages if parent is None else request.messages[new:]
         kind = self._kind(request.messages, parent, digest, opening)
-        return CallPlace(parent, new, digest, opening, kind)
+        return CallPlace(parent, messages, digest, opening, kind)
 
     def asked(self, digest: bytes) -> Sequence[AgentCall]:
         """The calls that asked the same."""
@@ -96,10 +102,10 @@ class CallTree:
         """The answers that no program saw: those of abandoned calls, and those whose connection broke."""
         return [answer for answer in self.answers() if not answer.seen]
 
-    def _freshest(self, digest: bytes) -> list[AgentAnswer]:
+    def _freshest(self, digest: bytes) -> AgentAnswer | None:
         """The answer that ends a conversation; of several that say the same, one that nothing goes on after yet."""
-        found = self._answers.get(digest, [])
-        return [next((answer for answer in found if not answer.extended), found[0])] if found else []
+        found = self._answers.get(digest)
+        return next((answer for answer in found if not answer.extended), found[0]) if found else None
 
     def _kind(self, messages: Sequence[Message], parent: AgentAnswer | None, digest: bytes, opening: bytes) -> CallKind:
         if not self.calls:

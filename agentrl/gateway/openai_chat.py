@@ -143,7 +143,7 @@ def _finish(answer: AgentAnswer) -> Any:
 def _usage(call: AgentCall) -> "CompletionUsage":
     from openai.types.completion_usage import CompletionUsage
 
-    prompt, sampled = len(call.prompt_ids), sum(len(answer.completion.token_ids) for answer in call.answers)
+    prompt, sampled = call.prompt_length, sum(len(answer.completion.token_ids) for answer in call.answers)
     return CompletionUsage(prompt_tokens=prompt, completion_tokens=sampled, total_tokens=prompt + sampled)
 
 

@@ -175,7 +175,7 @@ def _response(call: AgentCall, body: Json, *, begun: bool = False) -> "Response"
     from openai.types.responses import Response
 
     (answer,) = call.answers
-    prompt, sampled = len(call.prompt_ids), len(answer.completion.token_ids)
+    prompt, sampled = call.prompt_length, len(answer.completion.token_ids)
     cut = answer.completion.finish_reason == "length"
     usage = {
         "input_tokens": prompt,

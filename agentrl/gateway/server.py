@@ -16,8 +16,9 @@ import asyncio
 import hmac
 import os
 import socket
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -26,7 +27,9 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import from_json
 from starlette.exceptions import HTTPException
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from agentrl.errors import ConfigError
@@ -97,52 +100,47 @@ class ModelList(BaseModel):
     data: list[ModelEntry]
 
 
-class _ClientGoneError(Exception):
-    """The connection broke before the answer was sent."""
+@dataclass(frozen=True, slots=True)
+class CallEndpoint:
+    """The ASGI application of a protocol's calls.
 
-
-class CallResponse(Response):
-    """Asks for the answers of a call, and sends them. If the connection breaks meanwhile, the call goes on without it.
-
-    The answers count as delivered when all but the end of the last message has been sent.
+    If the connection breaks before an answer is there, the call goes on without it. The answers count as delivered when
+    all but the end of the last message has been sent, and the client is still there.
     """
 
-    def __init__(self, session: AgentSession, asked: WireRequest) -> None:
-        super().__init__()
-        self._session = session
-        self._asked = asked
+    desk: Desk
+    protocol: WireProtocol
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, or raise the refusal."""
-        try:
-            async with Flow("call") as flow:
-                watching = flow.start(_until_gone(receive), name="connection")
-                async with self._session.asking(self._asked.request) as call:
-                    await self._send(call, send)
-                watching.cancel()
-        except _ClientGoneError:
-            pass
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        session = self.desk.session(_key(headers))
+        asked = (await _read(self.protocol, receive)).with_headers(headers)
+        transport = scope.get("state", {}).get("transport")  # of `idle_timeout`
+        is_there = _always if transport is None else lambda: not transport.is_closing()
+        async with session.asking(asked.request, is_there) as call:
+            await self._send(session, asked, call, send, is_there)
 
-    async def _send(self, call: AgentCall, send: Send) -> None:
-        if self._asked.streams:
-            parts = [*self._asked.parts(self._session, call)]
+    async def _send(
+        self, session: AgentSession, asked: WireRequest, call: AgentCall, send: Send, is_there: Callable[[], bool]
+    ) -> None:
+        if asked.streams:
+            parts = [*asked.parts(session, call)]
             headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
         else:
-            parts = [self._asked.whole(self._session, call)]
+            parts = [asked.whole(session, call)]
             headers = [(b"content-type", b"application/json"), (b"content-length", str(len(parts[0])).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         for part in parts[:-1]:
             await send({"type": "http.response.body", "body": part, "more_body": True})
             await asyncio.sleep(0)  # a broken connection is noticed here
         await asyncio.sleep(0)
-        call.delivered = True
+        call.delivered |= is_there()
         await send({"type": "http.response.body", "body": parts[-1], "more_body": False})
 
 
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    raise _ClientGoneError
+def _always() -> bool:
+    return True
 
 
 class GatewayServer(uvicorn.Server):
@@ -190,6 +188,7 @@ async def serving(desk: Desk, agents: RemoteAgents | None = None) -> AsyncIterat
             http=idle_timeout(config.request_seconds),
             ws="none",
             lifespan="off",
+            proxy_headers=False,
             access_log=False,
             log_level="warning",
             timeout_graceful_shutdown=1,
@@ -249,16 +248,16 @@ def create_app(desk: Desk, agents: RemoteAgents | None = None, token: str = "") 
 
     @app.get("/v1/models")
     async def models(request: Request) -> ModelList:
-        session = desk.session(_key(request))
+        session = desk.session(_key(request.headers))
         return ModelList(data=[ModelEntry(id="policy", max_model_len=session.max_context)])
 
     @app.get("/v1/models/{model}")
     async def one_model(model: str, request: Request) -> ModelEntry:
-        return ModelEntry(id=model, max_model_len=desk.session(_key(request)).max_context)
+        return ModelEntry(id=model, max_model_len=desk.session(_key(request.headers)).max_context)
 
     @app.post("/v1/rewards")
     async def rewards(posted: PostedReward, request: Request) -> dict[str, str]:
-        session = desk.session(_key(request))
+        session = desk.session(_key(request.headers))
         if posted.call is None:
             session.earned(AgentOutcome(posted.reward, posted.success))
         else:
@@ -269,7 +268,7 @@ def create_app(desk: Desk, agents: RemoteAgents | None = None, token: str = "") 
 
     @app.post("/v1/failures")
     async def failures(posted: PostedFailure, request: Request) -> dict[str, str]:
-        session = desk.session(_key(request))
+        session = desk.session(_key(request.headers))
         session.failure = posted.error or "it did not say why"
         session.done.set()
         return {}
@@ -296,7 +295,7 @@ def create_app(desk: Desk, agents: RemoteAgents | None = None, token: str = "") 
 def _add_tasks(app: FastAPI, agents: RemoteAgents, token: str) -> None:
     @app.post("/v1/tasks", responses={204: {"description": "No task waits for an agent now; ask again later"}})
     async def tasks(request: Request) -> Response:
-        if token and not hmac.compare_digest(_key(request).encode(), token.encode()):
+        if token and not hmac.compare_digest(_key(request.headers).encode(), token.encode()):
             raise CallRefusedError(401, "invalid_token", "the token of agents is missing or wrong (gateway.token_env)")
         taken = agents.take()
         if taken is None:
@@ -319,12 +318,10 @@ def _add_tasks(app: FastAPI, agents: RemoteAgents, token: str) -> None:
 
 
 def _add_calls(app: FastAPI, desk: Desk) -> None:
-    def add(protocol: WireProtocol) -> None:
-        async def answer(request: Request) -> Response:
-            session = desk.session(_key(request))
-            asked = await _read(protocol, request)
-            return CallResponse(session, asked.with_headers(request.headers))
+    async def answer() -> None:
+        """Described here and answered by `CallEndpoint`: what FastAPI does for other routes costs as much as a call."""
 
+    for protocol in (CHAT, RESPONSES, MESSAGES):
         app.add_api_route(
             protocol.path,
             answer,
@@ -333,24 +330,25 @@ def _add_calls(app: FastAPI, desk: Desk) -> None:
             responses={200: {"description": "The answer; with `stream`, its parts", "content": _ANSWERS}},
             openapi_extra={"requestBody": _described(protocol)},
         )
-
-    for protocol in (CHAT, RESPONSES, MESSAGES):
-        add(protocol)
+        described = app.router.routes[-1]
+        assert isinstance(described, Route)
+        described.app = CallEndpoint(desk, protocol)
 
     @app.post(COUNTED.path, openapi_extra={"requestBody": _described(COUNTED)})
     async def count_tokens(request: Request) -> dict[str, int]:
-        session = desk.session(_key(request))
-        asked = await _read(COUNTED, request)
+        session = desk.session(_key(request.headers))
+        asked = await _read(COUNTED, request.receive)
         return {"input_tokens": session.prompt_length(asked.request)}
 
 
-async def _read(protocol: WireProtocol, request: Request) -> WireRequest:
+async def _read(protocol: WireProtocol, receive: Receive) -> WireRequest:
+    message = await receive()  # the whole body, by `RequestGate`
     try:
-        body = await request.json()
-    except (ValueError, RecursionError) as error:
-        raise invalid(f"the body is not JSON: {error}") from None
-    if not protocol.ready:
-        await asyncio.to_thread(lambda: protocol.adapter)
+        body = from_json(message.get("body", b""))
+    except ValueError as error:
+        raise invalid(f"the body is not JSON, or has half of a surrogate pair: {error}") from None
+    if not protocol.loaded:
+        await asyncio.to_thread(protocol.load)
     return protocol.read(body)
 
 
@@ -373,10 +371,10 @@ def _described(protocol: WireProtocol) -> dict[str, Any]:
     return {"content": {"application/json": {"schema": schema}}, "required": True}
 
 
-def _key(request: Request) -> str:
+def _key(headers: Mapping[str, str]) -> str:
     """The key that a request carries."""
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
 
 
 def _add_refusals(app: FastAPI) -> None:

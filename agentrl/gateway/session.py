@@ -6,7 +6,7 @@ and the program gets the same answer when it asks again. So nothing is sampled t
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -40,26 +40,32 @@ class CallLimits:
 
 @dataclass(eq=False, slots=True)
 class _Pending:
-    """A call with its request. `done`: it has all of its answers, or has failed. `listeners`: those who wait for it."""
+    """A call with what it was asked by, which is kept as long as the episode: not the messages, of which it is the
+    digest.
+
+    `under_way`: set when it has all of its answers, or has failed, and None from then on. `listeners`: those who wait
+    for it; each says whether it is still there.
+    """
 
     call: AgentCall
-    request: ChatRequest
+    wishes: Wishes
+    count: int
     digest: bytes
-    done: asyncio.Event = field(default_factory=asyncio.Event)
-    listeners: int = 0
+    under_way: asyncio.Event | None = field(default_factory=asyncio.Event)
+    listeners: list[Callable[[], bool]] = field(default_factory=list)
 
     @property
     def failed(self) -> bool:
         """Whether it has ended without its answers."""
-        return self.done.is_set() and self.call.error is not None
+        return self.under_way is None and self.call.error is not None
 
     def is_asked_by(self, request: ChatRequest) -> bool:
         """Whether a request with the same messages and tools asks for this call once more.
 
         A program may ask the same again to get another answer. So this is only so if its answer was lost on the way.
         """
-        same = request.wishes == self.request.wishes and request.count == self.request.count
-        lost = request.repeated or not (self.call.delivered or self.listeners)
+        same = request.wishes == self.wishes and request.count == self.count
+        lost = request.repeated or not (self.call.delivered or any(is_there() for is_there in self.listeners))
         return same and lost and not self.failed
 
 
@@ -89,6 +95,8 @@ class AgentSession:
         """Whether the task waits for an agent."""
         self.began = self.used = now()
         self.closed = False
+        self.calls_at_once = 0
+        """How many calls are under way."""
         self._policy = policy
         self._renderer = renderer
         self._limits = limits
@@ -102,16 +110,14 @@ class AgentSession:
         """Most tokens that prompt and answer may have together."""
         return self._policy.max_context
 
-    @property
-    def calls_at_once(self) -> int:
-        """How many calls are under way."""
-        return sum(not pending.done.is_set() for pending in self._pending.values())
-
     @asynccontextmanager
-    async def asking(self, request: ChatRequest) -> AsyncIterator[AgentCall]:
+    async def asking(
+        self, request: ChatRequest, is_there: Callable[[], bool] = lambda: True
+    ) -> AsyncIterator[AgentCall]:
         """The call of a request, with all of its answers: a new one, or an earlier one that is asked for once more.
 
-        The block hands the answers over, and sets `AgentCall.delivered`.
+        The block hands the answers over, and sets `AgentCall.delivered`. `is_there`: whether the program still waits
+        for them.
 
         Raises:
             CallRefusedError: it exceeds a limit, the episode is over, or the engine does not answer.
@@ -119,15 +125,16 @@ class AgentSession:
         if self.closed:
             raise CallRefusedError(401, "episode_over", "the episode of this key is over")
         self.used = now()
-        pending = self._pending_of(replace(request, messages=tuple(map(self._as_sampled, request.messages))))
-        pending.listeners += 1
+        pending = self._pending_of(self._as_sampled(request))
+        pending.listeners.append(is_there)
         try:
-            await pending.done.wait()
+            if pending.under_way is not None:
+                await pending.under_way.wait()
             if pending.call.error is not None:
                 raise _refusal_of(pending.call.error)
             yield pending.call
         finally:
-            pending.listeners -= 1
+            pending.listeners.remove(is_there)
             self.used = now()
 
     def prompt_length(self, request: ChatRequest) -> int:
@@ -136,12 +143,9 @@ class AgentSession:
         Raises:
             CallRefusedError: the chat template refuses it.
         """
-        asked = replace(request, messages=tuple(map(self._as_sampled, request.messages)))
+        asked = self._as_sampled(request)
         place = self.tree.place(asked)
-        before = 0
-        if place.parent is not None:
-            before = len(place.parent.call.prompt_ids) + len(place.parent.completion.token_ids)
-        return before + len(self._rendered(asked, place))
+        return place.known + len(self._rendered(asked, place))
 
     def answer(self, answer_id: str) -> AgentAnswer:
         """An answer by its id.
@@ -204,7 +208,7 @@ class AgentSession:
         self._check_limits(request, number)
         new_ids = self._rendered(request, place)
         call = AgentCall(number, place.kind, place.parent, place.new, new_ids, elapsed(), place.opening)
-        length = len(call.prompt_ids)
+        length = call.prompt_length
         if length >= self.max_context:
             self.first_too_long = length if not number else 0
             self.refused = "context"
@@ -214,11 +218,20 @@ class AgentSession:
                 f"the prompt has {length} tokens, and the context holds {self.max_context}",
             )
         self.refused, self.first_too_long = "", 0
+        call.error = CallEndedError("the episode ended before the call")
         thread = self._thread(call)
         self.tree.begin(call, place, len(request.messages))
-        pending = self._pending[call] = _Pending(call, request, place.digest)
-        self._flow.start(self._answer(pending, thread), name=f"call {number}")
+        pending = self._pending[call] = _Pending(call, request.wishes, request.count, place.digest)
+        self.calls_at_once += 1
+        task = self._flow.start(self._answer(pending, request, thread), name=f"call {number}")
+        task.add_done_callback(lambda _: self._end(pending))  # it may be cancelled before it begins
         return pending
+
+    def _end(self, pending: _Pending) -> None:
+        self.calls_at_once -= 1
+        if pending.under_way is not None:
+            pending.under_way.set()
+        pending.under_way = None
 
     def _check_limits(self, request: ChatRequest, number: int) -> None:
         limits = self._limits
@@ -253,23 +266,14 @@ class AgentSession:
             return call.parent.thread
         return f"{self.episode.id}/{call.number}" if call.number else self.episode.id
 
-    async def _answer(self, pending: _Pending, thread: str) -> None:
+    async def _answer(self, pending: _Pending, request: ChatRequest, thread: str) -> None:
         """Sample the answers of a call. A failure of the engine is the call's, and the episode goes on."""
-        call, request = pending.call, pending.request
-        call.error = CallEndedError("the episode ended before the call")
-        try:
-            async with Flow(f"answers of call {call.number}") as flow:
-                tasks = [
-                    flow.start(self._sampled(call, request, thread, place), name=str(place))
-                    for place in range(request.count)
-                ]
-            sampled = [task.result() for task in tasks]
-            for answer in sampled:
-                if isinstance(answer, AgentAnswer):
-                    self._keep(answer, pending.digest)
-            call.error = self.engine_error = next((one for one in sampled if not isinstance(one, AgentAnswer)), None)
-        finally:
-            pending.done.set()
+        call = pending.call
+        sampled = await self._all_sampled(call, request, thread)
+        for answer in sampled:
+            if isinstance(answer, AgentAnswer):
+                self._keep(answer, pending.digest)
+        call.error = self.engine_error = next((one for one in sampled if not isinstance(one, AgentAnswer)), None)
 
     def _keep(self, answer: AgentAnswer, asked: bytes) -> None:
         answer.digest = digest_after(asked, answer.message)
@@ -277,6 +281,18 @@ class AgentSession:
         self._calls_of_tools |= {
             own.id: call for own, call in zip(answer.calls, answer.message.tool_calls, strict=True)
         }
+
+    async def _all_sampled(
+        self, call: AgentCall, request: ChatRequest, thread: str
+    ) -> Sequence[AgentAnswer | RolloutError]:
+        if request.count == 1:
+            return [await self._sampled(call, request, thread, 0)]
+        async with Flow(f"answers of call {call.number}") as flow:
+            tasks = [
+                flow.start(self._sampled(call, request, thread, place), name=str(place))
+                for place in range(request.count)
+            ]
+        return [task.result() for task in tasks]
 
     async def _sampled(
         self, call: AgentCall, request: ChatRequest, thread: str, place: int
@@ -294,7 +310,8 @@ class AgentSession:
         ids = call.prompt_ids
         prompt = Prompt(ids, call.new_ids if goes_on else ids, forked=not goes_on)
         sampling = wishes.applied(self._policy.sampling, trained=self._policy.trained)
-        completion = await replace(self._policy, sampling=sampling).sample(episode, call.number, prompt)
+        policy = self._policy if sampling is self._policy.sampling else replace(self._policy, sampling=sampling)
+        completion = await policy.sample(episode, call.number, prompt)
         tools = request.tools if wishes.may_call else ()
         message = _with_calls(self._renderer.answer_message(call.new_ids, completion.token_ids, tools), tools)
         stopped_at = _first_in(message, wishes.stop)
@@ -308,8 +325,13 @@ class AgentSession:
         seed = derive_seed(wishes.seed or 0) if chosen else self.episode.seed
         return derive_seed(seed, "answer", place) if place else seed
 
-    def _as_sampled(self, message: Message) -> Message:
-        """A message whose calls of tools have the ids that the model knows, instead of those that programs get."""
+    def _as_sampled(self, request: ChatRequest) -> ChatRequest:
+        """A request whose calls of tools have the ids that the model knows, instead of those that programs get."""
+        if not self._calls_of_tools:
+            return request
+        return replace(request, messages=tuple(map(self._with_own_ids, request.messages)))
+
+    def _with_own_ids(self, message: Message) -> Message:
         if message.role == "tool":
             call = self._calls_of_tools.get(message.tool_call_id)
             return message if call is None else replace(message, tool_call_id=call.id, name=call.name)

@@ -5,18 +5,18 @@ refused by its name. `docs/gateway.md` lists them. The types are those of the ve
 """
 
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from pkgutil import resolve_name
 from typing import Any
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from agentrl.gateway.call import AgentCall, ChatRequest, Wishes
 from agentrl.gateway.refusal import CallRefusedError, unsupported
 from agentrl.gateway.session import AgentSession
+from agentrl.gateway.vendor_types import checker
 from agentrl.trajectory import Message, ToolCall
 
 Json = dict[str, Any]
@@ -58,8 +58,10 @@ class WireRequest:
     def with_headers(self, headers: Mapping[str, str]) -> "WireRequest":
         """The same with what the headers say: an idempotency key, and that a client's library sends it once more."""
         repeated = headers.get("x-stainless-retry-count", "0") != "0"
-        request = replace(self.request, request_id=headers.get("idempotency-key", ""), repeated=repeated)
-        return replace(self, request=request)
+        request_id = headers.get("idempotency-key", "")
+        if not (request_id or repeated):
+            return self
+        return replace(self, request=replace(self.request, request_id=request_id, repeated=repeated))
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -77,7 +79,14 @@ class WireProtocol:
     fields: Fields
     reader: Callable[[Json, Json], WireRequest]
     without: Callable[[Json], Json] = lambda body: body
-    _adapter: TypeAdapter[Any] | None = None
+    loaded: bool = False
+    """Whether the type has been imported, so that reading a request does not."""
+
+    def load(self) -> None:
+        """Import the type."""
+        for streams in (False, True):
+            checker(self.type_name, streams)
+        self.loaded = True
 
     def read(self, body: Any) -> WireRequest:
         """A request to the path.
@@ -88,63 +97,33 @@ class WireProtocol:
         if not isinstance(body, dict):
             raise invalid("the body must be a JSON object")
         body = self.without(body)
-        checked = self._checked(body)
+        try:
+            checked = checker(self.type_name, bool(body.get("stream"))).validate_python(body)
+        except ValidationError as error:
+            raise invalid(_what_is_wrong(error, body)) from None
         self.fields.check(body)
         return self.reader(checked, body)
 
-    @property
-    def ready(self) -> bool:
-        """Whether the type has been imported."""
-        return self._adapter is not None
 
-    @property
-    def adapter(self) -> TypeAdapter[Any]:
-        """Checks the type; made when it is first needed."""
-        if self._adapter is None:
-            self._adapter = TypeAdapter(resolve_name(self.type_name))
-        return self._adapter
-
-    def _checked(self, body: Json) -> Json:
-        """The request, without fields that its type does not have."""
-        checked: Json = {}
-        field = ""
-        try:
-            for field, value in self.adapter.validate_python(body).items():
-                checked[field] = _listed(value)
-        except ValidationError as error:
-            raise invalid(_what_is_wrong(error, field)) from None
-        except (TypeError, RecursionError) as error:
-            raise invalid(f"{field}: {error}") from None
-        return checked
-
-
-def _listed(value: Any) -> Any:
-    """The same with lists for the generators that stand for checked sequences, which this checks."""
-    if isinstance(value, dict):
-        return {key: _listed(one) for key, one in value.items()}
-    if isinstance(value, str | bytes | int | float) or value is None:
-        return value
-    return [_listed(one) for one in value]
-
-
-def _what_is_wrong(error: ValidationError, field: str) -> str:
+def _what_is_wrong(error: ValidationError, body: Json) -> str:
     """Up to three findings. Of a message, only what is wrong for its own role."""
     found = error.errors(include_url=False, include_context=False, include_input=False)
     others = {one["loc"][:2] for one in found if one["loc"] and one["loc"][-1] in ("role", "type")}
     own = [one for one in found if one["loc"][:2] not in others] or found
-    own = [one for one in own if one["loc"][-1:] != ("stream",)] or own  # by which some types differ
-    said = (f"{_place(field, one['loc']) or 'the body'}: {one['msg']}" for one in own)
+    said = (f"{_place(one, body) or 'the body'}: {one['msg']}" for one in own)
     return "; ".join(islice(dict.fromkeys(said), 3))
 
 
-def _place(field: str, loc: tuple[int | str, ...]) -> str:
+def _place(error: ErrorDetails, body: Any) -> str:
     """Where in a body it is: without the names of types, which stand between the fields where several types fit."""
-    fields = (str(part) for part in (field, *loc))
-    return ".".join([part for part in fields if _FIELD.fullmatch(part) and part not in _SIMPLE][-4:])
-
-
-_FIELD = re.compile(r"[a-z0-9_]+")
-_SIMPLE = ("str", "int", "float", "bool")
+    place: list[int | str] = []
+    for part in error["loc"]:
+        if part in body if isinstance(body, dict) else isinstance(body, list) and isinstance(part, int):
+            body = body[part]
+            place.append(part)
+    if error["type"] == "missing":
+        place.append(error["loc"][-1])
+    return ".".join(map(str, place[-4:]))
 
 
 def invalid(detail: str) -> CallRefusedError:
@@ -170,6 +149,8 @@ def text_of(content: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
 
 def assistant(text: str, calls: Sequence[ToolCall]) -> Message:
     """An answer that a program sends back."""
+    if not calls:
+        return Message("assistant", text)
     return Message(
         "assistant", "\n".join(filter(None, (text, *(call.render() for call in calls)))), tool_calls=tuple(calls)
     )
@@ -183,7 +164,7 @@ def call_of(call_id: str, name: str, arguments: Any) -> ToolCall:
     """
     try:
         given = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
-        json.dumps(given, allow_nan=False)
+        json.dumps(given, allow_nan=False, ensure_ascii=False).encode()
     except ValueError as error:
         raise invalid(f"the arguments of the call {call_id!r:.80} are not JSON: {error}") from None
     if not isinstance(given, dict):
@@ -203,17 +184,12 @@ def chat_request(
     """A request that the model can answer.
 
     Raises:
-        CallRefusedError: there is no message, the last one is an answer, a text is none, or a number makes no sense.
+        CallRefusedError: there is no message, the last one is an answer, or a number makes no sense.
     """
     if not messages:
         raise invalid("there is no message to answer")
     if messages[-1].role == "assistant":
         raise unsupported("a last message of the assistant", "the model begins each answer itself")
-    texts = [*(message.content for message in messages), json.dumps(list(tools), ensure_ascii=False), *wishes.stop]
-    try:
-        "".join(texts).encode()
-    except UnicodeEncodeError as error:
-        raise invalid(f"a text has half of a surrogate pair, {error.object[error.start]!r}") from None
     right = {
         "n": count >= 1,
         "max_tokens": wishes.max_tokens is None or wishes.max_tokens >= 1,

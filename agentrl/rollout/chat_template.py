@@ -24,6 +24,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 from agentrl.errors import ConfigError
@@ -123,9 +124,8 @@ class ChatTemplate:
         Raises:
             ConfigError: the template refuses it, or renders the beginning of a conversation differently now.
         """
-        new = self.messages_of(messages, ())
-        kind = _kind_of(new)
-        text = self._try([*self._base(kind, new[0].get("name", ""), self._abilities), *new])
+        new, kind = self.messages_of(messages, ()), self._kind(messages[0])
+        text = self._try([*_base(kind, new[0].get("name", ""), self._abilities), *new])
         for last in (False, True):
             opening = self._continuations[kind].opening.replace(_NAME_MARK, new[0].get("name", ""))
             if isinstance(text, str) and text.startswith(opening):
@@ -140,7 +140,7 @@ class ChatTemplate:
 
     def call(self, call: ToolCall) -> tuple[str, str]:
         """A prompt and the answer to it that makes a call, with what ends it; empty if the template writes no calls."""
-        base = self._base("user", "", self._abilities)[:1]
+        base = _base("user", "", self._abilities)[:1]
         answer = _in_parts(_as_json(Message("assistant", "", tool_calls=(call,)), self._abilities), self._abilities)
         text = self._try([*base, answer], None, False)
         if not self._abilities.calls or isinstance(text, Exception):
@@ -161,7 +161,7 @@ class ChatTemplate:
 
     def closing(self, messages: Sequence[Message]) -> str:
         """What ends the turn of an answer that was cut short, before `messages`."""
-        return self._continuations[_kind_of(self.messages_of(messages, ()))].closing
+        return self._continuations[self._kind(messages[0])].closing
 
     def messages_of(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Json]:
         """Messages as this template takes them; `tools` are described if it takes none."""
@@ -210,7 +210,7 @@ class ChatTemplate:
             ),
         )
         for form in (can, replace(can, json_arguments=True), replace(can, calls=False)):
-            result = [*self._base("tool", _NAME_MARK, form), _new("tool")]
+            result = [*_base("tool", _NAME_MARK, form), _new("tool")]
             if self._shows(_MARK, result, form) and self._shows(_NEW_MARK, result, form):
                 return form
         return replace(can, calls=False, results=False)
@@ -228,13 +228,8 @@ class ChatTemplate:
         except Exception as error:  # templates raise what they like
             return error
 
-    @staticmethod
-    def _base(kind: Kind, name: str, can: Abilities) -> list[Json]:
-        """The short conversation that new messages are rendered after; `name`: that of the tool which is called."""
-        answer = Message("assistant", _MARK)
-        if kind == "tool" and can.calls:
-            answer = Message("assistant", "", tool_calls=(ToolCall(name, {"text": _MARK}, _CALL_ID),))
-        return [_in_parts(_as_json(message, can), can) for message in (Message("user", "U"), answer)]
+    def _kind(self, first: Message) -> Kind:
+        return "tool" if first.role == "tool" and self._abilities.results else "user"
 
     def _find_continuations(self) -> dict[Kind, _Continuation]:
         user = self._continuation("user", self.stops)
@@ -245,7 +240,7 @@ class ChatTemplate:
 
     def _continuation(self, kind: Kind, ends: Sequence[str]) -> _Continuation:
         """`ends`: texts that may end the answer's turn, the likeliest first; none if the next header ends it."""
-        base = self._base(kind, _NAME_MARK, self._abilities)
+        base = _base(kind, _NAME_MARK, self._abilities)
         text = self._try([*base, _in_parts(_new(kind), self._abilities)])
         alone = self._try(base, None, False)
         if isinstance(text, Exception) or _NEW_MARK not in text or _MARK not in text:
@@ -305,8 +300,13 @@ def describe(tools: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _kind_of(new: Sequence[Json]) -> Kind:
-    return "tool" if new[0]["role"] == "tool" else "user"
+@lru_cache(maxsize=256)
+def _base(kind: Kind, name: str, can: Abilities) -> list[Json]:
+    """The short conversation that new messages are rendered after; `name`: that of the tool which is called."""
+    answer = Message("assistant", _MARK)
+    if kind == "tool" and can.calls:
+        answer = Message("assistant", "", tool_calls=(ToolCall(name, {"text": _MARK}, _CALL_ID),))
+    return [_in_parts(_as_json(message, can), can) for message in (Message("user", "U"), answer)]
 
 
 def _new(kind: Kind) -> Json:

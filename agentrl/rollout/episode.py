@@ -142,8 +142,9 @@ class EnginePolicy:
     async def sample(self, episode: Episode, turn: int, prompt: Prompt) -> Completion:
         """Sample a completion within the deadline, wherever the prompt comes from."""
         sampling = self.sampling.with_bounded_support() if self.trained else self.sampling
-        longest = self.max_tokens.get(episode.task.env, sampling.max_tokens)
-        sampling = sampling.model_copy(update={"max_tokens": episode.progress.longest_answer(longest)})
+        longest = episode.progress.longest_answer(self.max_tokens.get(episode.task.env, sampling.max_tokens))
+        if longest != sampling.max_tokens:
+            sampling = sampling.model_copy(update={"max_tokens": longest})
         request = GenerateRequest(
             id=f"{episode.id}/{turn}",
             prompt_ids=prompt.ids,

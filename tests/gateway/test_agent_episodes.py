@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from agentrl.errors import EngineError, EnvError
-from agentrl.flow import run_virtual
+from agentrl.flow import Flow, run_virtual
 from agentrl.gateway.call import ChatRequest, Wishes
 from agentrl.gateway.config import GatewayConfig
 from agentrl.gateway.outcome import AgentOutcome, outcome_of
@@ -257,6 +257,30 @@ def test_a_call_that_is_under_way_at_the_end_is_dropped_with_a_reason():
     trajectory, _ = played(play, slow)
     assert trajectory.status == Terminated()
     assert trajectory.dropped == {"unfinished": (1, 0)}
+
+
+def test_a_call_whose_episode_ends_before_it_begins_is_refused():
+    refused = []
+
+    async def ask(session):
+        with pytest.raises(CallRefusedError) as error:
+            await said(session, [user("too late")])
+        refused.append(error.value.code)
+
+    async def main():
+        async with saying() as engine, Flow("programs") as programs:
+
+            async def play(session):
+                await said(session, [user("begin")])
+                programs.start(ask(session), name="too late")
+                await asyncio.sleep(0)  # it has asked, and the episode ends in this very moment
+                return AgentOutcome(1.0)
+
+            return await runner_of(play, engine).play(EPISODE)
+
+    (trajectory,) = run_virtual(main)
+    assert trajectory.dropped == {"unfinished": (1, 0)}
+    assert refused == ["episode_over"]
 
 
 def test_parallel_calls_with_the_same_content_get_answers_of_their_own():
