@@ -1,6 +1,7 @@
 """The configs of examples/learn, whose runs `make learn` trains: each is short, and tests on tasks it has not seen."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,17 @@ from agentrl.envs.base import TextEnv
 from agentrl.task_sources import task_source
 
 CONFIGS = sorted((Path(__file__).parents[2] / "examples" / "learn").glob("*.yaml"))
+NOT_THE_TASK = {"rng", "_index", "solution"}
+"""Parts of an environment's state in which two instances of one task may differ."""
+
+
+def plain(state: Any) -> Any:
+    """The same for the same state, in whatever order it was built; without what is not a part of the task."""
+    if is_dataclass(state):
+        state = {field.name: getattr(state, field.name) for field in fields(state)}
+    if isinstance(state, Mapping):
+        return sorted((str(name), plain(value)) for name, value in state.items() if name not in NOT_THE_TASK)
+    return sorted(map(str, state)) if isinstance(state, Set) else str(state)
 
 
 def contents(config: RunConfig, splits: Mapping[str, int]) -> set[str]:
@@ -23,7 +35,7 @@ def contents(config: RunConfig, splits: Mapping[str, int]) -> set[str]:
         for index in range(count):
             task = source.task(index)
             env.reset(seed=task.seed, options=task.options)
-            found.add(str({name: value for name, value in vars(env).items() if name not in ("rng", "_index")}))
+            found.add(str(plain(vars(env))))
     return found
 
 
