@@ -31,7 +31,18 @@ from pydantic import ValidationError
 
 from agentrl.errors import ConfigError, EnvError
 from agentrl.protocols import Env, ResetResult, Settings, StepResult
-from agentrl.rollout.tools import ToolError, ToolSpec, find_tool, how_to_call, merged, parse_tool_calls, tools_of
+from agentrl.rollout.tools import (
+    ToolError,
+    ToolSpec,
+    find_tool,
+    how_to_call,
+    how_to_call_shortly,
+    merged,
+    parse_tool_calls,
+    read_short_call,
+    short_call,
+    tools_of,
+)
 from agentrl.trajectory import ToolCall
 
 __all__ = ["TextEnv", "ToolEnv", "ToolError", "ToolResult", "plays", "read_options"]
@@ -161,6 +172,12 @@ class ToolEnv(TextEnv):
     If any tool is async, the whole environment runs on the event loop, and its sync tools must not block.
     """
 
+    short_calls: bool = False
+    """Whether a message is one call in words, such as `open 42`: far fewer tokens, for models too small for JSON.
+
+    Only the first parameter can be given. Set by `call_shortly`.
+    """
+
     _specs: tuple[ToolSpec, ...] = ()
     _is_async: ClassVar[bool] = False
     _base: ClassVar[type]  # its public methods are not tools
@@ -176,6 +193,17 @@ class ToolEnv(TextEnv):
             inspect.iscoroutinefunction(getattr(cls, name)) for name in ("reply", *(spec.name for spec in cls._specs))
         )
 
+    def call_shortly(self, short: bool) -> None:
+        """Choose short calls or JSON, in `start`. The system prompt lists short calls; there are then no schemas."""
+        self.short_calls = short
+        self.tools = () if short else type(self).tools
+        own = type(self).system_prompt
+        self.system_prompt = f"{own}\n\n{how_to_call_shortly(self._specs)}" if short else own
+
+    def written(self, call: ToolCall) -> str:
+        """The message that makes this call; for scripted players."""
+        return short_call(call) if self.short_calls else call.render()
+
     def reply(self, text: str) -> str | ToolResult | Awaitable[str | ToolResult]:
         """Answer a message without tool calls; override it if plain text has a meaning. May be async."""
         return how_to_call(self.tools)
@@ -186,6 +214,8 @@ class ToolEnv(TextEnv):
         return playing if self._is_async else _run_without_waiting(playing)
 
     async def _play(self, action: str) -> StepResult:
+        if self.short_calls:
+            return (await self._run_short(action)).step
         message = parse_tool_calls(action)
         results: list[tuple[str, ToolResult]] = []
         for call in message.calls:
@@ -198,6 +228,13 @@ class ToolEnv(TextEnv):
         if not results:
             results = [("", _as_result(await _now(self.reply(message.text)), "reply"))]
         return merged([(name, result.step) for name, result in results])
+
+    async def _run_short(self, text: str) -> ToolResult:
+        try:
+            call = read_short_call(self._specs, text)
+        except ToolError as error:
+            return ToolResult(f"Error: {error}")
+        return await self._run(call)
 
     async def _run(self, call: ToolCall) -> ToolResult:
         try:

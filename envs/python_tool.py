@@ -4,8 +4,10 @@ Each seed gives another problem of its level. A function of this module computes
 that function's source to the tool.
 """
 
+import ast
 import inspect
 import random
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -13,7 +15,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from agentrl.envs.base import ToolEnv, ToolResult, plays, read_options
-from agentrl.errors import EnvError
+from agentrl.errors import ConfigError, EnvError
 from agentrl.protocols import OwnerOnly, Settings
 from agentrl.sandbox.outcome import LimitHit, Ran, SandboxLost
 from agentrl.sandbox.pool import Sandbox
@@ -42,6 +44,27 @@ class PythonProblem:
     def program(self) -> str:
         """A program that prints the right answer."""
         return f"{inspect.getsource(self.solve)}\nprint({self.solve.__name__}{self.arguments!r})\n"
+
+    @property
+    def expression(self) -> str | None:
+        """The program as one expression, with the arguments in their places; None if the function has more lines."""
+        (function,) = ast.parse(inspect.getsource(self.solve)).body
+        returned = function.body[0] if isinstance(function, ast.FunctionDef) else None
+        if not isinstance(returned, ast.Return) or returned.value is None:
+            return None
+        values = dict(zip(inspect.signature(self.solve).parameters, self.arguments, strict=True))
+        return ast.unparse(_Filled(values).visit(returned.value))
+
+
+class _Filled(ast.NodeTransformer):
+    """Puts values in the places of names."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values = values
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        """Replace a name that has a value."""
+        return ast.Constant(self.values[node.id]) if node.id in self.values else node
 
 
 class Programs:
@@ -111,6 +134,10 @@ class PythonTool(ToolEnv):
 
         level: int = Field(1, ge=1, le=5)
         """Difficulty of the question."""
+        kind: str | None = None
+        """Only problems of this kind, of the two that the level has: the name of the function, such as `multiples`."""
+        short_calls: bool = False
+        """Whether tools are called in words (`answer 42`) instead of JSON, for models that are too small for it."""
         limits: Annotated[SandboxLimits, OwnerOnly()] = SandboxLimits(wall=10.0, cpu=5.0)
         """Limits of a run: the program and the earlier ones that it repeats."""
         allow_unsafe: Annotated[bool, OwnerOnly()] = False
@@ -122,7 +149,8 @@ class PythonTool(ToolEnv):
     async def start(self, seed: int, options: Mapping[str, Any]) -> str:
         """Draw a problem, and borrow the sandbox."""
         chosen = read_options(self.Options, options)
-        self.problem = make_problem(chosen.level, seed)
+        self.call_shortly(chosen.short_calls)
+        self.problem = make_problem(chosen.level, seed, chosen.kind)
         await self.programs.start(chosen.limits, SandboxConfig(allow_unsafe=chosen.allow_unsafe))
         return self.problem.question
 
@@ -201,7 +229,25 @@ def weak_player(env: PythonTool, rng: random.Random, skill: float = 0.7) -> str:
     else:
         hasty = ToolCall("answer", {"number": rng.randrange(1000)})
         call = rng.choice([hasty, _program(env.problem.program.replace("return", "return 1 +")), _program("1 / 0")])
-    return call.render()
+    return env.written(call)
+
+
+@plays(PythonTool)
+def hasty_player(env: PythonTool, rng: random.Random, skill: float = 0.5) -> str:
+    """Sends a program of one expression, where one suffices, and answers what it prints. For warm starts in few tokens.
+
+    With probability `skill` the program is right. Else it demands all conditions instead of any, or it answers at once,
+    with the first number of the question.
+    """
+    if found := env.programs.printed.split():
+        return env.written(ToolCall("answer", {"number": int(found[-1])}))
+    program = env.problem.expression or env.problem.program
+    if rng.random() < skill:
+        return env.written(_program(program))
+    if rng.random() < 0.5 and " or " in program:
+        return env.written(_program(program.replace(" or ", " and ")))
+    seen = re.findall(r"\d+", env.problem.question)
+    return env.written(ToolCall("answer", {"number": int(seen[0])}))
 
 
 def _program(code: str) -> ToolCall:
@@ -282,10 +328,19 @@ def subsets(numbers: list[int], total: int) -> int:
     return ways.get(total, 0)
 
 
-def make_problem(level: int, seed: int) -> PythonProblem:
-    """The problem of a seed: one of two kinds for each level from 1 to 5."""
+def make_problem(level: int, seed: int, kind: str | None = None) -> PythonProblem:
+    """The problem of a seed: one of two kinds for each level from 1 to 5, or of the one that is named.
+
+    Raises:
+        ConfigError: the level has no such kind.
+    """
     rng = random.Random(seed)
-    return rng.choice(_KINDS[level])(rng)
+    kinds = {make.__name__.lstrip("_"): make for make in _KINDS[level]}
+    if kind is not None and kind not in kinds:
+        raise ConfigError(
+            f"options: 'kind': level {level} has no problems of the kind {kind!r}, but: {', '.join(kinds)}"
+        )
+    return (kinds[kind] if kind else rng.choice(_KINDS[level]))(rng)
 
 
 def _multiples(rng: random.Random) -> PythonProblem:

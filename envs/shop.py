@@ -8,11 +8,12 @@ import random
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, ImportString
 
 from agentrl.envs.base import ToolEnv, ToolError, ToolResult, plays, read_options
+from agentrl.errors import ConfigError
 from agentrl.protocols import OwnerOnly, Settings
 from agentrl.trajectory import ToolCall
 
@@ -59,6 +60,8 @@ class Wish:
         return sentences[self.about]
 
 
+Topic = Literal["price", "area", "beds", "breakfast", "pets", "parking"]
+
 TOPICS: Mapping[str, str] = {
     "price": r"pric|cost|budget|pay|euro|expensive|cheap|money",
     "area": r"area|where|location|part of|district|town|neighbou?rhood",
@@ -68,6 +71,9 @@ TOPICS: Mapping[str, str] = {
     "parking": r"parking|\bcar\b|drive|vehicle",
 }
 """What users can wish for, and the words by which the scripted user recognises a question about it."""
+
+LISTED = ("price", "area")
+"""Topics about which the list of rooms tells all."""
 
 User = Callable[[str, Sequence[Wish], random.Random], str | Awaitable[str]]
 """Answers a question, given all wishes and the episode's generator. May be async; keeps no state between calls."""
@@ -101,15 +107,26 @@ class Shop(ToolEnv):
         level: int = Field(1, ge=1, le=5)
         """The user has `level` + 1 wishes; the house has 4 * `level` + 4 rooms. From level 3 on, a room that would fit
         is taken."""
+        topics: tuple[Topic, ...] = Field(get_args(Topic), min_length=1)
+        """What the user may have wishes about."""
+        wishes: int | None = Field(None, ge=1, le=6)
+        """How many wishes the user has, at most one for each topic; by default as the level says."""
+        rooms: int | None = Field(None, ge=2, le=24)
+        """How many rooms the house has, by default as the level says. Each wish needs one, the user one more."""
         user: Annotated[ImportString[User], OwnerOnly()] = Field(default=scripted_user)
         """The `User` that answers `ask_user`, or its address as `package.module:name`."""
+        short_calls: bool = False
+        """Whether tools are called in words (`book Amber`) instead of JSON, for models that are too small for it."""
 
     def start(self, seed: int, options: Mapping[str, Any]) -> str:
         """Draw the rooms and the wishes."""
         chosen = read_options(self.Options, options)
+        self.call_shortly(chosen.short_calls)
         self._user: User = chosen.user
-        self.wishes = _wishes(chosen.level + 1, self.rng)
-        self.rooms = {room.name: room for room in _rooms(chosen.level, self.wishes, self.rng)}
+        self.topics = chosen.topics
+        self.wishes = _wishes(chosen.topics, chosen.wishes or min(chosen.level + 1, len(set(chosen.topics))), self.rng)
+        rooms = _rooms(chosen.rooms or 4 * chosen.level + 4, self.wishes, self.rng, one_is_taken=chosen.level >= 3)
+        self.rooms = {room.name: room for room in rooms}
         self.booked: Room | None = None
         self.listed = False
         self.questions: list[str] = []
@@ -177,18 +194,36 @@ def strong_player(env: Shop, rng: random.Random) -> str:
 def weak_player(env: Shop, rng: random.Random, skill: float = 0.8) -> str:
     """With probability `skill` the call of `strong_player`, else a random one. For warm starts."""
     call = _next_call(env) if rng.random() < skill else _any_call(env, rng)
-    return call.render()
+    return env.written(call)
+
+
+@plays(Shop)
+def hasty_player(env: Shop, rng: random.Random, skill: float = 0.4) -> str:
+    """Books what fits by the list, without inspecting rooms. For warm starts in few tokens, where topics are listed.
+
+    With probability 1 - `skill` it does not ask, and books as if the user did not mind.
+    """
+    unasked = [topic for topic in env.topics if topic not in " ".join(env.questions)]
+    if unasked and not env.listed and rng.random() < skill:
+        return env.written(ToolCall("ask_user", {"question": f"Which {' and '.join(unasked[:2])}?"}))
+    if not env.listed:
+        return env.written(ToolCall("list_rooms", {}))
+    if env.booked is not None:
+        return env.written(ToolCall("finish", {}))
+    known = [wish for wish in env.wishes if wish.about in LISTED and wish.about not in unasked]
+    fitting = [room.name for room in env.rooms.values() if all(wish.holds(room) for wish in known)]
+    return env.written(ToolCall("book", {"room": rng.choice(fitting)}))
 
 
 def _next_call(env: Shop) -> ToolCall:
     """The next call; it uses only what the episode has revealed so far."""
     asked = " ".join(env.questions)
-    unasked = [topic for topic in TOPICS if topic not in asked]
+    unasked = [topic for topic in env.topics if topic not in asked]
     if unasked:
         return ToolCall("ask_user", {"question": f"What do you wish as to {' and '.join(unasked[:2])}?"})
     if not env.listed:
         return ToolCall("list_rooms", {})
-    shown = [wish for wish in env.wishes if wish.about in ("price", "area")]
+    shown = [wish for wish in env.wishes if wish.about in LISTED]
     for room in env.rooms.values():
         if not all(wish.holds(room) for wish in shown):
             continue
@@ -206,7 +241,9 @@ def _any_call(env: Shop, rng: random.Random) -> ToolCall:
     return rng.choice(calls)
 
 
-def _wishes(count: int, rng: random.Random) -> tuple[Wish, ...]:
+def _wishes(topics: Sequence[str], count: int, rng: random.Random) -> tuple[Wish, ...]:
+    if count > len(set(topics)):
+        raise ConfigError(f"options: {count} wishes need as many topics, and there are only {', '.join(topics)}")
     values: dict[str, int | str | bool] = {
         "price": rng.randrange(60, 160, 10),
         "area": rng.choice(AREAS),
@@ -215,16 +252,24 @@ def _wishes(count: int, rng: random.Random) -> tuple[Wish, ...]:
         "pets": True,
         "parking": True,
     }
-    return tuple(Wish(about, values[about]) for about in rng.sample(list(values), count))
+    return tuple(
+        Wish(about, values[about]) for about in rng.sample([about for about in values if about in topics], count)
+    )
 
 
-def _rooms(level: int, wishes: Sequence[Wish], rng: random.Random) -> list[Room]:
-    """One room that fits, for each wish one that fails only that wish, and others that fail some; in random order."""
+def _rooms(count: int, wishes: Sequence[Wish], rng: random.Random, *, one_is_taken: bool) -> list[Room]:
+    """One room that fits, for each wish one that fails only that wish, and others that fail some; in random order.
+
+    Raises:
+        ConfigError: so many wishes need more rooms.
+    """
+    if count < (needed := len(wishes) + 1 + one_is_taken):
+        raise ConfigError(f"options: {len(wishes)} wishes need at least {needed} rooms at this level, not {count}")
     missed = [[], *([wish] for wish in wishes)]
-    missed += [rng.sample(wishes, rng.randint(1, len(wishes))) for _ in range(4 * level + 4 - len(missed))]
+    missed += [rng.sample(wishes, rng.randint(1, len(wishes))) for _ in range(count - len(missed))]
     names = rng.sample(_NAMES, len(missed))
     rooms = [_room(name, wishes, misses, rng) for name, misses in zip(names, missed, strict=True)]
-    if level >= 3:
+    if one_is_taken:
         rooms[-1] = replace(rooms[0], name=rooms[-1].name, free=False)
     rng.shuffle(rooms)
     return rooms

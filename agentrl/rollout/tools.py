@@ -5,6 +5,7 @@ of the Hermes and Qwen chat templates (`<tool_call>{"name": ..., "arguments": {.
 Model output is never trusted: parsing it raises nothing, and a bad call becomes a text that says what is wrong.
 """
 
+import contextlib
 import difflib
 import inspect
 import json
@@ -75,6 +76,22 @@ class ToolSpec:
         except (RecursionError, TypeError, ValueError) as error:
             raise ToolError(f"{self.name}: the arguments are not plain JSON ({error}). {self._takes()}") from error
         return {name: getattr(fitted, at) for name, at in self.parameters.items() if at in fitted.model_fields_set}
+
+    def from_words(self, words: str) -> dict[str, Any]:
+        """The arguments of a short call: its words are the value of the first parameter.
+
+        Raises:
+            ToolError: the tool takes no arguments.
+        """
+        if not words:
+            return {}
+        if not self.parameters:
+            raise ToolError(f"{self.name}: nothing may follow the name. {self._takes()}")
+        name, at = next(iter(self.parameters.items()))
+        if self.arguments.model_fields[at].annotation is not str:
+            with contextlib.suppress(ValueError, RecursionError):  # if it is no JSON, `validate` says what is wrong
+                return {name: json.loads(words)}
+        return {name: words}
 
     def _takes(self) -> str:
         fields = self.arguments.model_fields
@@ -152,6 +169,27 @@ def parse_tool_calls(text: str) -> ParsedReply:
             case str():
                 prose.append(piece)
     return ParsedReply(_EMPTY_FENCE.sub("", "".join(prose)).strip(), tuple(calls), tuple(errors))
+
+
+def read_short_call(specs: Sequence[ToolSpec], text: str) -> ToolCall:
+    """Read a message that is one call in words: the tool's name, a space, and the value of its first parameter.
+
+    Raises:
+        ToolError: there is no such tool, or it takes no arguments.
+    """
+    name, _, words = text.strip().partition(" ")
+    return ToolCall(name, find_tool(specs, name).from_words(words.strip()))
+
+
+def short_call(call: ToolCall) -> str:
+    """The call in words, as `read_short_call` reads it; only its first argument is written."""
+    return " ".join([call.name, *map(str, list(call.arguments.values())[:1])])
+
+
+def how_to_call_shortly(specs: Sequence[ToolSpec]) -> str:
+    """Tells a model which tools there are, and how to call one in words."""
+    usage = [" ".join([spec.name, *(name.upper() for name in list(spec.parameters)[:1])]) for spec in specs]
+    return f"Call one tool in each message, as one of these: {', '.join(usage)}"
 
 
 def how_to_call(tools: Sequence[Mapping[str, Any]]) -> str:

@@ -396,6 +396,53 @@ def test_documents_are_read_by_the_numbers_that_search_gives() -> None:
     env.close()
 
 
+def test_a_search_shows_no_more_documents_than_the_option_says() -> None:
+    for most in (1, 2, 10):
+        env = begin(Search, 0, most=most)
+        assert len(step(env, call("search", query="was born in", k=5))[0].splitlines()) == min(most, 5)
+        env.close()
+
+
+@pytest.mark.parametrize(("env", "module"), [(Search, search), (Shop, shop)])
+def test_players_write_short_calls_where_these_are_asked_for(env: Any, module: Any) -> None:
+    live, rng, over = begin(env, 3, short_calls=True), random.Random(0), False
+    words = []
+    while not over:
+        words.append(module.strong_player(live, rng))
+        _, reward, over, _, _ = step(live, words[-1])
+    live.close()
+    assert reward == 1.0
+    assert not any("{" in word for word in words)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=seeds, level=levels)
+def test_a_hasty_player_of_search_reads_nothing_and_answers_what_an_excerpt_shows(seed: int, level: int) -> None:
+    env, rng = begin(Search, seed, level=level), random.Random(seed)
+    calls = [search.hasty_player(env, rng, 1.0)]
+    for _ in range(level):
+        step(env, calls[-1])
+        calls.append(search.hasty_player(env, rng, 1.0))
+    for said, thing in zip(calls[:-1], env.world.chain, strict=False):
+        assert '"search"' in said
+        assert f'{thing}"' in said
+    assert '"answer"' in calls[-1]
+    assert (env.world.chain[-1] in calls[-1]) == (env.world.chain[-1] in env.shown)
+    assert env.done == set()
+    env.close()
+
+
+def test_a_search_for_the_words_of_the_fact_shows_the_answer_more_often_than_one_for_the_name() -> None:
+    def solved_by(skill: float) -> int:
+        def player(live: Any, rng: random.Random) -> str:
+            return str(search.hasty_player(live, rng, skill))
+
+        return sum(solved(Search, player, seed, 1, 3) for seed in range(100))
+
+    assert solved_by(1.0) >= 65
+    assert 25 <= solved_by(0.0) <= 50
+
+
 # Shop
 
 
@@ -411,6 +458,38 @@ def test_one_room_fits_and_every_wish_is_needed_to_find_it(seed: int, level: int
     assert missed.count(()) == 1
     assert all((wish.about,) in missed for wish in env.wishes)
     assert sum(not room.free for room in env.rooms.values()) == (level >= 3)
+
+
+@pytest.mark.parametrize(
+    ("topics", "wishes", "rooms"), [(("area",), None, 3), (("beds", "price"), 1, 2), (("area",), 1, 24)]
+)
+def test_a_smaller_house_has_one_room_that_fits_too(topics: tuple[str, ...], wishes: int | None, rooms: int) -> None:
+    for seed in range(50):
+        env = begin(Shop, seed, topics=topics, wishes=wishes, rooms=rooms)
+        assert {wish.about for wish in env.wishes} <= set(topics)
+        assert len(env.wishes) == 1
+        assert len(env.rooms) == rooms
+        assert sum(env.wishes[0].holds(room) for room in env.rooms.values()) == 1
+
+
+@pytest.mark.parametrize("options", [{"topics": ["area"], "wishes": 2}, {"rooms": 2}, {"level": 3, "rooms": 5}])
+def test_a_house_with_too_few_topics_or_rooms_for_its_wishes_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="need"):
+        begin(Shop, 0, **options)
+
+
+def test_a_hasty_player_of_the_shop_books_what_fits_if_it_asks_and_else_any_room() -> None:
+    def solved_by(skill: float) -> int:
+        won = 0
+        for seed in range(100):
+            env, rng, over = begin(Shop, seed, topics=["area"], rooms=4), random.Random(seed), False
+            while not over:
+                _, reward, over, _, _ = step(env, shop.hasty_player(env, rng, skill))
+            won += reward == 1.0
+        return won
+
+    assert solved_by(1.0) == 100
+    assert 10 <= solved_by(0.0) <= 40
 
 
 def test_the_user_says_a_wish_only_when_asked_about_it_and_two_at_most() -> None:

@@ -124,6 +124,38 @@ def test_a_bad_call_costs_a_turn_and_says_what_was_wrong(safe: Safe, message: st
     assert (reward, terminated, truncated, info) == (0.0, False, False, {})
 
 
+def test_short_calls_are_a_name_and_the_first_argument_and_nothing_else(safe: Safe) -> None:
+    safe.call_shortly(True)
+    assert safe.tools == ()
+    assert safe.system_prompt.startswith(Safe.system_prompt)
+    assert "compare NUMBER, open CODE, weigh THINGS, drop, forget" in safe.system_prompt
+    for message, said in [
+        ("compare 99", "lower or equal"), (" compare  -1\n", "higher"), ('weigh ["a"]', '{"sum": 1, "unit": "kg"}'),
+        ("compare three", "valid integer, got 'three'"), ("compare", "'number' is missing"),
+        ("opne 3", "did you mean 'open'?"), ("drop it", "nothing may follow the name"), ("", "there is no tool ''"),
+        (call("compare", number=99), "there is no tool"),
+    ]:  # fmt: skip
+        observation, reward, terminated, truncated, info = safe.step(message)
+        assert said in observation
+        assert (reward, terminated, truncated, info) == (0.0, False, False, {})
+    called = safe.written(ToolCall("open", {"code": safe.code}))
+    assert called == f"open {safe.code}"
+    assert safe.step(called)[1:3] == (1.0, True)
+    safe.call_shortly(False)
+    assert safe.tools == Safe.tools
+    assert safe.system_prompt == Safe.system_prompt
+    assert safe.written(ToolCall("drop", {})) == call("drop")
+
+
+@given(words=st.text(max_size=60))
+def test_no_message_breaks_short_calls(words: str) -> None:
+    env = Safe()
+    env.reset(seed=0, options={})
+    env.call_shortly(True)
+    for message in (words, f"compare {words}", f"weigh {words}"):
+        assert isinstance(env.step(message)[0], str)
+
+
 def test_a_good_call_next_to_a_malformed_one_is_played(safe: Safe) -> None:
     observation, *_ = safe.step("<tool_call>{oops}</tool_call>" + call("compare", number=99))
     assert observation.startswith("compare: lower or equal\nError: the tool call is not valid JSON")

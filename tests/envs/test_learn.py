@@ -1,5 +1,7 @@
 """The configs of examples/learn, whose runs `make learn` trains: each is short, and tests on tasks it has not seen."""
 
+import asyncio
+import inspect
 from collections.abc import Mapping, Set
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -13,7 +15,7 @@ from agentrl.envs.base import TextEnv
 from agentrl.task_sources import task_source
 
 CONFIGS = sorted((Path(__file__).parents[2] / "examples" / "learn").glob("*.yaml"))
-NOT_THE_TASK = {"rng", "_index", "solution"}
+NOT_THE_TASK = {"rng", "_index", "programs", "solution"}
 """Parts of an environment's state in which two instances of one task may differ."""
 
 
@@ -30,12 +32,21 @@ def contents(config: RunConfig, splits: Mapping[str, int]) -> set[str]:
     """What the environment draws for so many tasks of each split: all its state after the reset."""
     env: TextEnv = plugins.load("envs", config.env.name)()
     found = set()
-    for split, count in splits.items():
-        source = task_source(config, split)
-        for index in range(count):
-            task = source.task(index)
-            env.reset(seed=task.seed, options=task.options)
-            found.add(str(plain(vars(env))))
+
+    async def draw() -> None:
+        for split, count in splits.items():
+            source = task_source(config, split)
+            for index in range(count):
+                task = source.task(index)
+                begun = env.reset(seed=task.seed, options=task.options)
+                if inspect.isawaitable(begun):
+                    await begun
+                found.add(str(plain(vars(env))))
+        closed = env.close()
+        if inspect.isawaitable(closed):
+            await closed
+
+    asyncio.run(draw())
     return found
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.envs import python_tool
-from agentrl.envs.python_tool import LONGEST, PythonTool, make_problem, strong_player, weak_player
+from agentrl.envs.python_tool import LONGEST, PythonTool, hasty_player, make_problem, strong_player, weak_player
 from agentrl.errors import ConfigError, EnvError
 from agentrl.protocols import StepResult
 from agentrl.sandbox.outcome import Outcome, SandboxLost
@@ -159,6 +159,21 @@ def test_the_program_of_a_problem_prints_its_answer_and_the_question_is_the_seed
     assert printed == [problem.answer]
 
 
+@given(seed=st.integers(0, 2**32), level=st.integers(1, 5))
+@settings(deadline=None, max_examples=25)
+def test_a_program_of_one_expression_has_the_answer_as_its_value(seed: int, level: int) -> None:
+    problem = make_problem(level, seed)
+    assert (problem.expression is None) == (level > 2 or problem.solve is python_tool.change)
+    if problem.expression is not None:
+        assert eval(problem.expression) == problem.answer
+
+
+def test_a_kind_of_problem_may_be_named_and_a_wrong_name_says_which_there_are() -> None:
+    assert {make_problem(1, seed, "multiples").solve for seed in range(20)} == {python_tool.multiples}
+    with pytest.raises(ConfigError, match="no problems of the kind 'primes', but: multiples, digit_sum"):
+        play(lambda env: asyncio.sleep(0), kind="primes")
+
+
 @pytest.mark.parametrize(
     ("function", "arguments", "answer"),
     [
@@ -181,5 +196,24 @@ def test_the_strong_player_solves_every_level_in_two_turns() -> None:
                 await step(env, strong_player(env, rng))
                 _, reward, terminated, _, info = await step(env, strong_player(env, rng))
                 assert (reward, terminated, info) == (1.0, True, {"success": True})
+
+    play(main)
+
+
+def test_a_hasty_player_computes_as_often_as_its_skill_says_and_answers_what_was_printed() -> None:
+    async def solved(env: PythonTool, skill: float) -> int:
+        won = 0
+        for seed in range(20):
+            await reset(env, seed, kind="multiples")
+            rng, over = Random(seed), False
+            while not over:
+                _, reward, over, _, _ = await step(env, hasty_player(env, rng, skill))
+            won += reward == 1.0
+        return won
+
+    async def main(env: PythonTool) -> None:
+        assert await solved(env, 1.0) == 20
+        assert 3 <= await solved(env, 0.5) <= 17
+        assert await solved(env, 0.0) == 0
 
     play(main)
