@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from agentrl.assembly import task_source
 from agentrl.config import RENAMED, load_config
 from agentrl.errors import ConfigError, PluginError
 from agentrl.plugins import load
 from agentrl.protocols import Curriculum, Settings
+from agentrl.task_sources import task_source
 from agentrl.tasks.seeded import SeededTasks
 from agentrl.trajectory import Task
 

@@ -10,9 +10,9 @@ import psutil
 import pytest
 
 from agentrl import plugins
-from agentrl.assembly import env_factory
 from agentrl.envs.callback import tenths
 from agentrl.errors import ConfigError, EnvError, PluginError
+from agentrl.hosting.factory import env_factory
 from agentrl.protocols import Env
 from agentrl.rollout.seeds import SPLITS, split_seed
 from agentrl.testing import check_env

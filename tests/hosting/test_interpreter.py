@@ -12,10 +12,10 @@ from textwrap import dedent
 import psutil
 import pytest
 
-from agentrl.assembly import env_factory
 from agentrl.config import load_config
 from agentrl.errors import ConfigError, DeadlineError
 from agentrl.hosting import interpreter
+from agentrl.hosting.factory import env_factory
 from agentrl.hosting.host import EnvDeadlines, EnvHost, LiveEnv
 from agentrl.hosting.interpreter import find_interpreter
 from agentrl.hosting.process import ProcessEnv

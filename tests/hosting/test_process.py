@@ -14,9 +14,9 @@ from textwrap import dedent
 import psutil
 import pytest
 
-from agentrl.assembly import env_factory
 from agentrl.config import load_config
 from agentrl.errors import ConfigError, DeadlineError, EnvError
+from agentrl.hosting.factory import env_factory
 from agentrl.hosting.host import EnvDeadlines, EnvHost, LiveEnv
 from agentrl.hosting.process import ProcessEnv
 from agentrl.protocols import Isolation

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from agentrl import plugins
-from agentrl.assembly import env_factory, env_host
+from agentrl.assembly import env_host
 from agentrl.config import load_config
 from agentrl.envs.base import TextEnv
 from agentrl.envs.guess_number import GuessNumber, weak_player
 from agentrl.envs.kuhn_poker import KuhnPoker
 from agentrl.errors import ConfigError, ConformanceError, PluginError
+from agentrl.hosting.factory import env_factory
 from agentrl.hosting.host import EnvDeadlines, LiveEnv
 from agentrl.hosting.process import ProcessEnv
 from agentrl.hosting.wrappers import ActionFormat, TimeLimit, address, wrapper

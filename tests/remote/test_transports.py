@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agentrl import plugins
-from agentrl.assembly import env_factory
+from agentrl.hosting.factory import env_factory
 from agentrl.hosting.host import EnvDeadlines, EnvHost, LiveEnv
 from agentrl.protocols import Env, Isolation, Prompt
 from agentrl.rollout.budget import Budget

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from agentrl import plugins
 from agentrl.algorithms.grpo import Grpo
 from agentrl.algorithms.samples import samples_of
-from agentrl.assembly import env_factory
 from agentrl.batch import to_samples
 from agentrl.envs.kuhn_poker import KuhnPoker, strong_player
 from agentrl.errors import ConfigError, ConformanceError
 from agentrl.flow import run_virtual
+from agentrl.hosting.factory import env_factory
 from agentrl.hosting.host import EnvDeadlines, EnvHost
 from agentrl.plugins import NoSettings
 from agentrl.protocols import SamplingParams
