@@ -38,6 +38,12 @@ def test_every_trained_episode_of_a_run_has_its_sample_and_some_groups_each_toke
             for turn in turns:  # one process with one model: the trainer's logprobs are the engine's
                 assert turn["trainer"]["old_logprobs"] == pytest.approx(turn["logprobs"], abs=1e-4)
     assert len(detailed) == 2 * 2 * 3
+    trains = {one["step"]: one["begin"] for one in folder.phases() if one["phase"] == "train"}
+    for row in rows:  # each was played before it was trained on, by the clock of the phases
+        assert folder.phases()[0]["begin"] - 1 <= row["started"]
+        assert row["started"] + row["seconds"] <= trains[row["step"]] + 1
+    assert folder.status()["now"] is None
+    assert not (folder.path / "live.json").exists()
     found = timing(folder, index, reader, (0, 1))
     lanes = {lane["name"]: lane for lane in found["lanes"]}
     assert len(lanes["trainer"]["intervals"]) == 2
