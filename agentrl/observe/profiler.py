@@ -95,7 +95,7 @@ class Profiler(AbstractContextManager["Profiler"]):
         if self._recording is not None and self._recording.is_over:
             self._stop()
         if self._folder.is_dir():
-            for request in sorted(self._folder.glob(f"*{REQUEST}")):
+            for request in sorted(self._folder.glob(f"[!.]*{REQUEST}")):  # others are not written to the end
                 self._answer(request)
 
     def _answer(self, request: Path) -> None:

@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 from rich.console import Console
 
+from agentrl.durable import unfinished
 from agentrl.errors import ConfigError
 from agentrl.observe.profiler import Profiler
 from agentrl.observe.trace_file import Slice, TraceFile, read_trace
@@ -94,6 +95,18 @@ def test_a_live_run_is_asked_by_a_file_and_its_refusal_is_shown(made, monkeypatc
         with pytest.raises(ConfigError, match="another trace is recorded"):
             asyncio.run(record_live(made.folder, 0.05))
         assert not list((made.folder / "profile").glob("*.request"))
+
+
+def test_a_request_that_is_still_written_is_not_answered(made, monkeypatch):
+    monkeypatch.setattr("agentrl.observe.profiler._TICK_SECONDS", 0.01)
+    monkeypatch.setattr(RunFolder, "status", lambda self: {"live": True})
+    (made.folder / "profile").mkdir()
+    part = unfinished(made.folder / "profile" / "late.request")
+    part.write_text("60\n")
+    with Profiler(made.folder, always=False):
+        trace = asyncio.run(record_live(made.folder, 0.05))
+    assert read_trace(trace).end > 0
+    assert sorted((made.folder / "profile").iterdir()) == [part, trace]
 
 
 def test_a_request_that_no_one_waits_for_any_more_is_taken_back(made, monkeypatch):
