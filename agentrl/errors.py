@@ -7,7 +7,8 @@
     │   ├── EnvError               reset, step or close raised, or broke the protocol
     │   │   └── OutageError        the environment's server cannot be reached; episodes wait for it
     │   ├── EngineError            the engine refused a request
-    │   │   └── EngineDeadError    the engine is not running, and answers no request
+    │   │   ├── EngineDeadError    the engine is not running, and answers no request
+    │   │   └── FormatError        the engine cannot make answers of this format
     │   ├── RewardError            the reward could not be computed
     │   │   └── RuleLimitError     the judged content used up a rule's CPU time or memory, and counts as wrong
     │   └── DeadlineError          something outside did not answer in time
@@ -69,6 +70,10 @@ class EngineError(RolloutError):
 
 class EngineDeadError(EngineError):
     """The engine is not running: never entered, closed, or dead. Another replica may answer the same request."""
+
+
+class FormatError(EngineError):
+    """The engine cannot make answers of the format that a request asks for."""
 
 
 class RewardError(RolloutError):

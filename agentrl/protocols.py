@@ -181,6 +181,17 @@ MAX_SUPPORT = 256
 """Most tokens to sample from in training, if `top_p` or `min_p` truncates the distribution and `top_k` says nothing."""
 
 
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """What a completion must be: a JSON object, or a JSON value by this schema (JSON as text), up to its stop token.
+
+    Only tokens that lead there are sampled, so the logprobs are of what is left of the model's distribution. A trainer
+    does not know what that was, so such completions are not trained on.
+    """
+
+    schema: str = ""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerateRequest:
     """One completion to sample. `id` is unique among live requests.
@@ -201,6 +212,8 @@ class GenerateRequest:
 
     With `keep_experts`, an engine that can (`reports_experts`) keeps the experts that a mixture chose for each sampled
     token (`Completion.experts`). The others ignore it.
+
+    With `format`, an engine that can constrains the completion. The others refuse the request.
     """
 
     id: str
@@ -213,6 +226,7 @@ class GenerateRequest:
     keep_support: bool = False
     keep_experts: bool = False
     resumed: int = 0
+    format: AnswerFormat | None = None
 
     __eq__ = same_fields
 

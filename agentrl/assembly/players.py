@@ -129,6 +129,7 @@ def engine_policy(
         trained,
         config.own_max_tokens(),
         config.rollout.compare_routing,
+        getattr(config.engine.settings, "structured_outputs", False),
     )
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import Literal
 
-from agentrl.errors import EngineError
+from agentrl.errors import EngineError, FormatError
 from agentrl.protocols import GenerateRequest, ScoreRequest
 
 KvOnUpdate = Literal["recompute", "keep"]
@@ -22,12 +22,15 @@ def max_new_tokens(
     vocab_size: int | None,
     live_ids: Collection[str],
     checked: int = 0,
+    formats: bool = False,
 ) -> int:
     """The number of tokens the request may sample: its `max_tokens`, or fewer if `max_context` is reached first.
 
-    The first `checked` tokens of the prompt are already known to be in the vocabulary.
+    The first `checked` tokens of the prompt are already known to be in the vocabulary. `formats`: the engine can
+    constrain a completion.
 
     Raises:
+        FormatError: the request wants a format, and the engine cannot constrain a completion, or was interrupted in it.
         EngineError: the prompt leaves no room for a token, or the request is malformed.
     """
     length = len(request.prompt_ids)
@@ -42,6 +45,9 @@ def max_new_tokens(
             f"request {request.id} needs a prompt, max_tokens >= 1 and temperature >= 0; it has {length} prompt "
             f"tokens, max_tokens={sampling.max_tokens}, temperature={sampling.temperature}"
         )
+    if request.format is not None and (request.resumed or not formats):
+        why = "cannot go on with an interrupted answer" if formats else "does not constrain answers"
+        raise FormatError(f"{request.id} asks for an answer of a format: this engine {why}")
     new_ids = request.prompt_ids[checked:]
     if vocab_size is not None and len(new_ids) and not 0 <= new_ids.min() <= new_ids.max() < vocab_size:
         raise EngineError(f"the prompt of {request.id} holds ids outside of the vocabulary of {vocab_size} tokens")

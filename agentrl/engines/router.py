@@ -170,7 +170,8 @@ class Router:
             completion = _joined(done, completion) if done else completion
             if completion.finish_reason != "abort" or interruptions == self._interruptions:
                 return completion
-            done = completion  # a weight update interrupted it: it continues from here
+            # A weight update interrupted it: it continues from here, or begins again if the engine keeps its format.
+            done = completion if request.format is None else None
 
     async def score(self, request: ScoreRequest) -> Scores:
         """See `SupportsScore`. Any replica answers; if it dies, another one does, or its replacement.

@@ -19,16 +19,17 @@ from agentrl.arrays import FloatArray, Ragged, floats, ints
 from agentrl.cluster.workers import LOOPBACK, stay_on_loopback
 from agentrl.engines.admission import KvOnUpdate, check_score, max_new_tokens
 from agentrl.engines.stop_texts import FolderTokenizer
-from agentrl.errors import ConfigError, EngineDeadError, EngineError, WeightsError
+from agentrl.errors import ConfigError, EngineDeadError, EngineError, FormatError, WeightsError
 from agentrl.model_source import here
 from agentrl.placement.footprint import EngineLayout
-from agentrl.protocols import EngineStats, GenerateRequest, ScoreRequest, Scores, Settings
+from agentrl.protocols import AnswerFormat, EngineStats, GenerateRequest, ScoreRequest, Scores, Settings
 from agentrl.trajectory import Completion, FinishReason
 from agentrl.weights.bundle import WeightBundle, shapes_of, weight_shapes
 from agentrl.weights.store import bundled
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from vllm.sampling_params import StructuredOutputsParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from agentrl.engines.vllm_stream import WeightStream
@@ -74,6 +75,8 @@ class VllmEngine:
         """Let vLLM free its memory while the trainer works (`placement: colocated`). Only on GPUs."""
         kv_on_update: KvOnUpdate = "recompute"
         """What a weight update does to the KV of requests in flight: recompute it, or keep the old KV."""
+        structured_outputs: bool = False
+        """Let requests ask for answers of a format (`response_format`). vLLM then loads the model's tokenizer, too."""
         trust_remote_code: bool = False
         """Run the code that comes with the model; `model.trust_remote_code` sets it for all parts of a run."""
 
@@ -164,7 +167,11 @@ class VllmEngine:
         """See `Engine.generate`. A completion that reaches `max_context` ends with finish reason "length"."""
         llm = self._entered()
         max_new = max_new_tokens(
-            request, max_context=self._max_context, vocab_size=self._vocab_size, live_ids=self._live
+            request,
+            max_context=self._max_context,
+            vocab_size=self._vocab_size,
+            live_ids=self._live,
+            formats=self._config.structured_outputs,
         )
         ended = self._live[request.id] = asyncio.Event()
         try:
@@ -370,7 +377,7 @@ class VllmEngine:
         return {
             "model": str(self._folder),
             "trust_remote_code": config.trust_remote_code,
-            "skip_tokenizer_init": True,
+            "skip_tokenizer_init": not config.structured_outputs,
             "generation_config": "vllm",  # the request sets the sampling parameters, not the model's folder
             "dtype": config.dtype,
             "max_model_len": config.max_context,
@@ -428,6 +435,7 @@ class VllmEngine:
 
     async def _generate(self, llm: "AsyncLLM", request: GenerateRequest, max_new: int) -> Completion:
         from vllm import SamplingParams
+        from vllm.exceptions import VLLMClientError
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
@@ -445,6 +453,7 @@ class VllmEngine:
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY if stops is None else RequestOutputKind.CUMULATIVE,
+            structured_outputs=None if request.format is None else _constraint(request.format),
         )
         # With this form of prompt, vLLM queues the request for the core without an await: any later pause comes after
         # it in that queue. The salt is part of each cached block's key.
@@ -461,6 +470,8 @@ class VllmEngine:
                         await llm.abort(request.id)  # the versions of its tokens come with its last output
         except Exception as error:
             failure = EngineDeadError if llm.errored else EngineError
+            if request.format is not None and isinstance(error, VLLMClientError | ValueError):
+                failure = FormatError
             raise failure(f"vLLM failed on {request.id}: {type(error).__name__}: {error}") from error
         self._entered()  # raises if the engine was closed meanwhile: then the output was cut off
         if output is None or not output.finished or output.outputs[0].finish_reason not in ("stop", "length", "abort"):
@@ -611,6 +622,12 @@ def _completion(output: Any, request: GenerateRequest, count: int, finish_reason
         finish_reason,
         _support(flat, zip(begins, ends, strict=True), request) if request.keep_support else None,
     )
+
+
+def _constraint(wanted: AnswerFormat) -> "StructuredOutputsParams":
+    from vllm.sampling_params import StructuredOutputsParams
+
+    return StructuredOutputsParams(json=wanted.schema) if wanted.schema else StructuredOutputsParams(json_object=True)
 
 
 def _support(flat: Any, borders: Iterable[tuple[int, int]], request: GenerateRequest) -> Ragged:

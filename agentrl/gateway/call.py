@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from agentrl.arrays import IntArray, ints
-from agentrl.protocols import SamplingParams
+from agentrl.protocols import AnswerFormat, SamplingParams
 from agentrl.trajectory import Completion, Message, ToolCall
 
 CallKind = Literal["start", "extension", "branch", "retry", "subagent", "compaction", "edit"]
@@ -45,6 +45,7 @@ class Wishes:
     seed: int | None = None
     may_call: bool = True
     """Whether an answer may call tools; else what looks like a call stays text."""
+    format: AnswerFormat | None = None
 
     def applied(self, sampling: SamplingParams, *, trained: bool) -> SamplingParams:
         """The run's sampling, with as much of the program's as it may set."""

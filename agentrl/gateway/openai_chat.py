@@ -16,6 +16,7 @@ from agentrl.gateway.wire import (
     call_of,
     chat_request,
     event,
+    format_of,
     function,
     pieces,
     text_of,
@@ -43,6 +44,7 @@ _FIELDS = Fields(
         "stream",
         "stream_options",
         "logprobs",
+        "response_format",
     ),
     ignored=(
         "metadata",
@@ -60,7 +62,6 @@ _FIELDS = Fields(
         "parallel_tool_calls",
     ),
     refused={
-        "response_format": "the engines do not constrain answers; describe the format in the prompt",
         "top_logprobs": "only the logprobs of the sampled tokens are known",
         "functions": "write tools",
         "function_call": "write tool_choice",
@@ -69,7 +70,6 @@ _FIELDS = Fields(
         "logit_bias": "the run decides how the policy is sampled (rollout.sampling)",
     },
     neutral={
-        "response_format": ({"type": "text"},),
         "top_logprobs": (0,),
         "frequency_penalty": (0,),
         "presence_penalty": (0,),
@@ -90,6 +90,7 @@ def _read(checked: Json, _: Json) -> WireRequest:
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         seed=checked.get("seed"),
         may_call=checked.get("tool_choice") != "none",
+        format=format_of(checked.get("response_format")),
     )
     messages = [_message(message, place) for place, message in enumerate(checked["messages"])]
     tools = [_tool(tool) for tool in checked.get("tools") or ()]

@@ -16,6 +16,7 @@ from agentrl.gateway.wire import (
     call_of,
     chat_request,
     event,
+    format_of,
     function,
     pieces,
     text_of,
@@ -36,6 +37,7 @@ _FIELDS = Fields(
         "tools",
         "tool_choice",
         "stream",
+        "text",
     ),
     ignored=(
         "access_programs",
@@ -56,14 +58,12 @@ _FIELDS = Fields(
     refused={
         "previous_response_id": "send the whole conversation as input",
         "conversation": "send the whole conversation as input",
-        "text": "the engines do not constrain answers; describe the format in the prompt",
         "truncation": "the run's context decides; shorten the input",
         "top_logprobs": "only the logprobs of the sampled tokens are known, and chat completions have them",
         "background": "wait for the answer",
     },
     neutral={
         "background": (False,),
-        "text": ({}, {"format": {"type": "text"}}),
         "top_logprobs": (0,),
         "truncation": ("disabled",),
     },
@@ -82,6 +82,7 @@ def _read(checked: Json, body: Json) -> WireRequest:
         temperature=checked.get("temperature"),
         top_p=checked.get("top_p"),
         may_call=checked.get("tool_choice") != "none",
+        format=format_of((checked.get("text") or {}).get("format")),
     )
     tools = [_tool(tool) for tool in checked.get("tools") or ()]
     return WireRequest(

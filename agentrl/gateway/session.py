@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentrl.arrays import IntArray
-from agentrl.errors import ConfigError, DeadlineError, EngineError, RolloutError
+from agentrl.errors import ConfigError, DeadlineError, EngineError, FormatError, RolloutError
 from agentrl.flow import Flow, elapsed, now
 from agentrl.gateway.call import AgentAnswer, AgentCall, ChatRequest, Wishes, digest_after
 from agentrl.gateway.call_tree import CallPlace, CallTree
 from agentrl.gateway.outcome import AgentOutcome
-from agentrl.gateway.refusal import CallRefusedError
+from agentrl.gateway.refusal import CallRefusedError, unsupported
 from agentrl.protocols import Prompt
 from agentrl.rollout.episode import EnginePolicy, Episode
 from agentrl.rollout.renderer import TemplateRenderer
@@ -241,10 +241,27 @@ class AgentSession:
             limit = getattr(progress.budget, spent)
             text = f"the episode has used up its {limit:g} {spent} (rollout.budget.{spent})"
             raise CallRefusedError(400, _SPENT[spent], text)
+        if request.wishes.format is not None:
+            self._check_format(request)
         if request.count > limits.answers:
             raise CallRefusedError(400, "too_many_answers", f"n is {request.count}, and {limits.answers} is the most")
         if self.calls_at_once >= limits.at_once:
             raise CallRefusedError(429, "too_many_calls", f"{limits.at_once} calls of this episode are under way", 1.0)
+
+    def _check_format(self, request: ChatRequest) -> None:
+        if self._policy.trained:
+            raise unsupported(
+                "a format of answers (response_format)",
+                "its tokens would not be sampled from the policy that is trained; describe the format in the prompt",
+            )
+        if not self._policy.formats:
+            raise unsupported(
+                "a format of answers (response_format)",
+                "the engine does not constrain answers: describe the format in the prompt, or run with engine=vllm "
+                "engine.structured_outputs=true",
+            )
+        if request.tools and request.wishes.may_call:
+            raise unsupported("a format of answers beside tools", 'write tool_choice "none", or leave one of them out')
 
     def _rendered(self, request: ChatRequest, place: CallPlace) -> IntArray:
         """The tokens after the parent's, or the whole prompt."""
@@ -273,7 +290,8 @@ class AgentSession:
         for answer in sampled:
             if isinstance(answer, AgentAnswer):
                 self._keep(answer, pending.digest)
-        call.error = self.engine_error = next((one for one in sampled if not isinstance(one, AgentAnswer)), None)
+        call.error = next((one for one in sampled if not isinstance(one, AgentAnswer)), None)
+        self.engine_error = None if isinstance(call.error, FormatError) else call.error
 
     def _keep(self, answer: AgentAnswer, asked: bytes) -> None:
         answer.digest = digest_after(asked, answer.message)
@@ -311,7 +329,7 @@ class AgentSession:
         prompt = Prompt(ids, call.new_ids if goes_on else ids, forked=not goes_on)
         sampling = wishes.applied(self._policy.sampling, trained=self._policy.trained)
         policy = self._policy if sampling is self._policy.sampling else replace(self._policy, sampling=sampling)
-        completion = await policy.sample(episode, call.number, prompt)
+        completion = await policy.sample(episode, call.number, prompt, wishes.format)
         tools = request.tools if wishes.may_call else ()
         message = _with_calls(self._renderer.answer_message(call.new_ids, completion.token_ids, tools), tools)
         stopped_at = _first_in(message, wishes.stop)
@@ -382,6 +400,8 @@ def _first_in(answer: Message, stops: Sequence[str]) -> str:
 def _refusal_of(error: Exception) -> CallRefusedError:
     if isinstance(error, CallEndedError):
         return CallRefusedError(401, "episode_over", str(error))
+    if isinstance(error, FormatError):
+        return CallRefusedError(400, "invalid_response_format", str(error))
     if isinstance(error, DeadlineError):
         return CallRefusedError(504, "engine_timeout", str(error))
     return CallRefusedError(503, "engine_error", str(error), 1.0)

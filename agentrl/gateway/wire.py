@@ -17,6 +17,7 @@ from agentrl.gateway.call import AgentCall, ChatRequest, Wishes
 from agentrl.gateway.refusal import CallRefusedError, unsupported
 from agentrl.gateway.session import AgentSession
 from agentrl.gateway.vendor_types import checker
+from agentrl.protocols import AnswerFormat
 from agentrl.trajectory import Message, ToolCall
 
 Json = dict[str, Any]
@@ -201,6 +202,14 @@ def chat_request(
         if not holds:
             raise invalid(f"{name} is out of its range")
     return ChatRequest(tuple(messages), tuple(tools), count, wishes)
+
+
+def format_of(asked: Any) -> AnswerFormat | None:
+    """What an answer must be: any JSON object, or what fits a schema. None: any text."""
+    if not asked or asked["type"] == "text":
+        return None
+    described = asked.get("json_schema", asked)  # where responses have it
+    return AnswerFormat(json.dumps(described["schema"]) if described.get("schema") else "")
 
 
 def pieces(text: str) -> Iterator[str]:

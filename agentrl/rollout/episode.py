@@ -19,6 +19,7 @@ from agentrl.flow import Turnstile, deadline, elapsed, now
 from agentrl.hosting.host import EnvHost, LiveEnv
 from agentrl.hosting.pictures import taken
 from agentrl.protocols import (
+    AnswerFormat,
     Conversation,
     Engine,
     GenerateRequest,
@@ -120,7 +121,8 @@ class EnginePolicy:
     """The model that an engine serves. `trained`: on these answers, so what they were sampled from is kept.
 
     `max_tokens`: longest answer in the environments of a mixture that have a limit of their own. `keep_experts`: keep
-    the experts that a mixture of experts chose, too (`rollout.compare_routing`).
+    the experts that a mixture of experts chose, too (`rollout.compare_routing`). `formats`: the engine can constrain
+    answers.
     """
 
     engine: Engine
@@ -129,6 +131,7 @@ class EnginePolicy:
     trained: bool = True
     max_tokens: Mapping[str, int] = field(default_factory=dict)
     keep_experts: bool = False
+    formats: bool = False
 
     @property
     def max_context(self) -> int:
@@ -139,7 +142,9 @@ class EnginePolicy:
         """Sample a completion within the deadline."""
         return await self.sample(episode, turn, prompt)
 
-    async def sample(self, episode: Episode, turn: int, prompt: Prompt) -> Completion:
+    async def sample(
+        self, episode: Episode, turn: int, prompt: Prompt, answer_format: AnswerFormat | None = None
+    ) -> Completion:
         """Sample a completion within the deadline, wherever the prompt comes from."""
         sampling = self.sampling.with_bounded_support() if self.trained else self.sampling
         longest = episode.progress.longest_answer(self.max_tokens.get(episode.task.env, sampling.max_tokens))
@@ -155,6 +160,7 @@ class EnginePolicy:
             known=len(prompt.ids) - len(prompt.new_ids),
             keep_support=self.trained and self.sampling.truncated,
             keep_experts=self.trained and self.keep_experts,
+            format=answer_format,
         )
         with deadline("engine", "generate", self.deadline):
             completion = await self.engine.generate(request)

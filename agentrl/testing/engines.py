@@ -76,6 +76,7 @@ class ScriptedEngine:
         self._hang = hang
         self._tokenizer = tokenizer
         self._version = 0
+        self._formats = False
         self._closed: str | None = "it was not entered (`async with`)"
         self._live: dict[str, _Live] = {}
         self._running = 0
@@ -96,8 +97,12 @@ class ScriptedEngine:
         seconds_per_token: Callable[[GenerateRequest], float] = lambda request: 0.0,
         fail: Callable[[GenerateRequest], Exception | None] = lambda request: None,
         hang: Callable[[GenerateRequest], bool] = lambda request: False,
+        formats: bool = False,
     ) -> Self:
-        """An engine that answers `reply(request)`, followed by the request's first stop token."""
+        """An engine that answers `reply(request)`, followed by the request's first stop token.
+
+        With `formats`, requests may ask for a format, which the reply must have.
+        """
         engine = cls(
             lambda tokens: (),
             max_context=max_context,
@@ -108,6 +113,7 @@ class ScriptedEngine:
             hang=hang,
         )
         engine._next_logits, engine._next_token = None, _reciting(reply)
+        engine._formats = formats
         return engine
 
     @property
@@ -131,7 +137,9 @@ class ScriptedEngine:
     async def generate(self, request: GenerateRequest) -> Completion:
         """See `Engine.generate`."""
         self._check_running()
-        max_new = max_new_tokens(request, max_context=self._max_context, vocab_size=None, live_ids=self._live)
+        max_new = max_new_tokens(
+            request, max_context=self._max_context, vocab_size=None, live_ids=self._live, formats=self._formats
+        )
         stops = None
         if request.sampling.stop:
             if self._tokenizer is None:

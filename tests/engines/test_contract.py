@@ -6,6 +6,7 @@ The truth is a plain forward pass of the same weights over the whole sequence, w
 
 import asyncio
 import copy
+import json
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
@@ -22,9 +23,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentrl.engines.local import LocalEngine
 from agentrl.engines.openai import OpenAIEngine
-from agentrl.errors import EngineDeadError, EngineError
+from agentrl.errors import EngineDeadError, EngineError, FormatError
 from agentrl.plugins import Component
 from agentrl.protocols import (
+    AnswerFormat,
     Engine,
     GenerateRequest,
     SamplingParams,
@@ -288,7 +290,8 @@ def truth_of(engine: Callable[..., Any], folder: Path) -> Truth:
 def vllm_engine(folder: Path, truth: Truth, **settings: Any) -> Engine:
     from agentrl.engines.vllm import VllmEngine
 
-    return VllmEngine(VllmEngine.Config(max_batch=MAX_BATCH, max_context=MAX_CONTEXT, **settings), folder)
+    config = VllmEngine.Config(max_batch=MAX_BATCH, max_context=MAX_CONTEXT, structured_outputs=True, **settings)
+    return VllmEngine(config, folder)
 
 
 def ray_engine(folder: Path, truth: Truth, **settings: Any) -> Engine:
@@ -496,6 +499,33 @@ def test_a_stop_text_that_an_interrupt_cuts_in_two_is_found_by_the_request_that_
     text = tokenizer.decode(whole.token_ids[5:9].tolist())
     begun = served.request((*prompt_of(20), *whole.token_ids[:7].tolist()), 17, temperature=0.0, stop_texts=(text,))
     assert served.run(served.engine.generate(replace(begun, resumed=7))).token_ids.tolist() == [*whole.token_ids[7:9]]
+
+
+def test_an_answer_has_the_format_that_a_request_asks_for_or_is_refused_by_name(
+    served: Served, lively_dir: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(lively_dir)
+    stop = tokenizer.eos_token_id
+    wanted = AnswerFormat(json.dumps({"enum": ["left", "right"]}))
+    requests = [replace(served.request(prompt_of(12), 30, stop=(stop,), seed=i), format=wanted) for i in range(8)]
+    if type(served.engine).__name__ != "VllmEngine":
+        with pytest.raises(FormatError, match="does not constrain answers"):
+            served.run(served.engine.generate(requests[0]))
+        return
+    for request, completion in zip(requests, served.run(served.all(requests)), strict=True):
+        token_ids = completion.token_ids.tolist()
+        assert completion.finish_reason == "stop"
+        assert json.loads(tokenizer.decode(token_ids[:-1])) in ("left", "right")
+        assert token_ids[-1] == stop
+        # The logprobs are of the tokens that the format leaves, so a trainer would not compute the same.
+        unconstrained = served.truth.logprobs(served.weights, request.prompt_ids.tolist(), token_ids, 1.0)
+        assert float(completion.logprobs.sum()) > float(unconstrained.sum()) + 1
+    nonsense = replace(served.request(prompt_of(12)), format=AnswerFormat('{"type": "nonsense"}'))
+    with pytest.raises(FormatError, match="nonsense"):
+        served.run(served.engine.generate(nonsense))
+    interrupted = replace(served.request(prompt_of(12)), format=wanted, resumed=3)
+    with pytest.raises(FormatError, match="cannot go on with an interrupted answer"):
+        served.run(served.engine.generate(interrupted))
 
 
 def test_a_stop_token_ends_the_completion_and_is_its_last_token(served: Served) -> None:

@@ -10,7 +10,7 @@ from agentrl.cluster.roster import Crew
 from agentrl.engines.router import Router
 from agentrl.errors import EngineDeadError, EngineError
 from agentrl.flow import Flow, now, run_virtual
-from agentrl.protocols import GenerateRequest, SamplingParams, ScoreRequest, Scores
+from agentrl.protocols import AnswerFormat, GenerateRequest, SamplingParams, ScoreRequest, Scores
 from agentrl.testing import ScriptedEngine
 from agentrl.weights.publisher import WeightUpdate
 
@@ -111,6 +111,23 @@ def test_what_was_sampled_from_and_stop_texts_survive_an_interrupted_turn():
         assert completion.token_ids.tolist() == [2, 3, 4, 5, 6, 7]
         assert completion.finish_reason == "stop"
         assert completion.support_of_each.lengths.tolist() == [3] * 6
+
+    served([engine], main, "abort_resume")
+
+
+def test_an_answer_of_a_format_begins_again_after_an_interrupt_as_its_engine_keeps_the_place_in_the_format():
+    engine = ScriptedEngine.replying(
+        lambda request: [*range(6)], seconds_per_token=lambda request: 1.0, formats=True, max_context=100
+    )
+    asked = GenerateRequest("a", (1, 2), SamplingParams(max_tokens=6), format=AnswerFormat())
+
+    async def main(router: Router) -> None:
+        async with Flow("requests") as flow:
+            task = flow.start(router.generate(asked), name="a")
+            await asyncio.sleep(3.5)
+            await router.update_weights({}, 1)
+        assert task.result().token_ids.tolist() == [*range(6)]
+        assert task.result().policy_versions.tolist() == [1] * 6
 
     served([engine], main, "abort_resume")
 

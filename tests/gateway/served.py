@@ -58,13 +58,12 @@ def saying(*texts: str, **fields: Any) -> ScriptedEngine:
 
 
 def runner_on(
-    desk: Desk, engine: Engine, program: AgentProgram, seconds: float, *, trained: bool = True
+    desk: Desk, engine: Engine, program: AgentProgram, seconds: float, *, trained: bool = True, formats: bool = False
 ) -> AgentEpisodeRunner:
     """Plays a program's episodes, of up to 100 calls."""
     sampling = SamplingParams(max_tokens=4096, stop_token_ids=RENDERER.stop_token_ids)
-    return AgentEpisodeRunner(
-        EnginePolicy(engine, sampling, 60.0, trained), RENDERER, desk, program, Budget(turns=100), seconds
-    )
+    policy = EnginePolicy(engine, sampling, 60.0, trained, formats=formats)
+    return AgentEpisodeRunner(policy, RENDERER, desk, program, Budget(turns=100), seconds)
 
 
 def served(
@@ -74,13 +73,14 @@ def served(
     config: GatewayConfig | None = None,
     seconds: float = 60.0,
     trained: bool = True,
+    formats: bool = False,
 ) -> tuple[Trajectory, AgentSession]:
     """Play one episode of a program behind a server."""
 
     async def main() -> tuple[Trajectory, AgentSession]:
         desk = Desk(config or GatewayConfig())
         program = Calling(play, desk)
-        runner = runner_on(desk, engine, program, seconds, trained=trained)
+        runner = runner_on(desk, engine, program, seconds, trained=trained, formats=formats)
         async with engine, serving(desk):
             (trajectory,) = await runner.play(Episode("e", Task("agent", 0), 0))
         return trajectory, program.sessions[0]

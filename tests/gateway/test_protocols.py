@@ -4,6 +4,7 @@ import anthropic
 import openai
 import pytest
 
+from agentrl.testing import ScriptedEngine
 from agentrl.trajectory import Terminated, Truncated
 from tests.gateway.served import CALL, RENDERER, TOOL, loads, saying, served
 
@@ -157,6 +158,57 @@ def test_what_is_not_supported_is_refused_by_its_name(fields, named):
         return 1.0
 
     trajectory, _ = served(play, saying("hi"))
+    assert trajectory.status == Terminated()
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+
+
+@pytest.mark.parametrize("wanted", ["a schema", "any object"])
+def test_an_answer_has_the_format_that_a_program_asks_for(wanted):
+    """The engine is told it; what it then does is in `tests/engines/test_contract.py`."""
+    schema = wanted == "a schema"
+
+    async def play(assignment):
+        async with client_of(assignment) as client:
+            asked = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+            chosen = JSON_SCHEMA if schema else {"type": "json_object"}
+            said = await client.chat.completions.create(**asked, response_format=chosen)
+            assert loads(said.choices[0].message.content) == {"a": 1}
+            flat = {"type": "json_schema", "name": "answer", "schema": SCHEMA} if schema else {"type": "json_object"}
+            response = await client.responses.create(model="policy", input="hi", text={"format": flat})
+            assert loads(response.output_text) == {"a": 1}
+            free = await client.chat.completions.create(**asked, response_format={"type": "text"}, tools=[TOOL])
+            assert free.choices[0].message.content == "hello"
+            with pytest.raises(openai.BadRequestError, match="tool_choice"):
+                await client.chat.completions.create(**asked, response_format=chosen, tools=[TOOL])
+        return 1.0
+
+    def reply(request):
+        return list(b'{"a": 1}' if request.format else b"hello")
+
+    engine = ScriptedEngine.replying(reply, max_context=1000, formats=True)
+    served(play, engine, trained=False, formats=True)
+    told = [request.format and loads(request.format.schema or "{}") for request in engine.requests]
+    assert told == [SCHEMA if schema else {}, SCHEMA if schema else {}, None]
+
+
+@pytest.mark.parametrize(
+    ("trained", "formats", "named"),
+    [(True, True, "policy that is trained"), (False, False, "structured_outputs=true"), (False, True, "this engine")],
+    ids=["in training", "by another engine", "a format that the engine cannot make"],
+)
+def test_a_format_is_refused_with_the_reason(trained, formats, named):
+    async def play(assignment):
+        async with client_of(assignment, max_retries=0) as client:
+            asked = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+            with pytest.raises(openai.BadRequestError, match=named):
+                await client.chat.completions.create(**asked, response_format=JSON_SCHEMA)
+            await client.chat.completions.create(**asked)
+        return 1.0
+
+    trajectory, _ = served(play, saying("hi"), trained=trained, formats=formats)
     assert trajectory.status == Terminated()
 
 
