@@ -97,16 +97,17 @@ class NcclWeights(NCCLWeightTransferEngine):  # type: ignore[misc]
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
-        self.model = Reload(model, self.model_config)  # of a model, vLLM's engine then calls `load_weights` alone
+        self._reload = Reload(model, self.model_config)
         _begin_worker(vllm_config)
 
     def start_weight_update(self) -> None:
         """See `Reload`."""
-        self.model.begin()
+        self._reload.begin()
+        self.model = self._reload  # vLLM's engine calls its `load_weights`, and forgets it when the update ends
 
     def finish_weight_update(self) -> None:
         """See `Reload`."""
-        self.model.finish()
+        self._reload.finish()
 
 
 class GlooWeights(NcclWeights):
@@ -133,7 +134,7 @@ class GlooWeights(NcclWeights):
                 self.group.broadcast([weight], dist.BroadcastOptions()).wait()
                 yield name, weight
 
-        self.model.load_weights(received())
+        self._reload.load_weights(received())
 
     def shutdown(self) -> None:
         """Leave the group."""
@@ -145,16 +146,17 @@ class IpcWeights(IPCWeightTransferEngine):  # type: ignore[misc]
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
-        self.model = Reload(model, self.model_config)  # of a model, vLLM's engine then calls `load_weights` alone
+        self._reload = Reload(model, self.model_config)
         _begin_worker(vllm_config)
 
     def start_weight_update(self) -> None:
         """See `Reload`."""
-        self.model.begin()
+        self._reload.begin()
+        self.model = self._reload  # vLLM's engine calls its `load_weights`, and forgets it when the update ends
 
     def finish_weight_update(self) -> None:
         """See `Reload`."""
-        self.model.finish()
+        self._reload.finish()
 
 
 def gloo_group(info: NCCLWeightTransferInitInfo, rank: int) -> Any:
