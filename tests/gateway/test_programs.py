@@ -18,6 +18,7 @@ from agentrl.gateway.program import Assignment
 from agentrl.gateway.remote_agents import RemoteAgents
 from agentrl.gateway.server import serving
 from agentrl.rollout.episode import Episode
+from agentrl.run_temp import RunTemp
 from agentrl.trajectory import Failed, Task, Terminated
 from tests.gateway.served import runner_on, saying, until
 from tests.processes import PATIENCE_SECONDS, processes_with
@@ -116,24 +117,30 @@ def test_all_processes_of_a_command_end_with_it(tmp_path):
     asyncio.run(main())
 
 
-def test_processes_end_when_the_run_is_killed(tmp_path):
-    key, started = f"agentrl-key-{os.getpid()}-killed", tmp_path / "started"
+def test_processes_end_when_the_run_is_killed_and_the_next_start_removes_their_files(tmp_path):
+    key, started, run = f"agentrl-key-{os.getpid()}-killed", tmp_path / "started", tmp_path / "run"
     driver = f"""
 import asyncio
+from pathlib import Path
 from agentrl.gateway.command_agent import CommandAgent
 from agentrl.gateway.program import Assignment
+from agentrl.run_temp import RunTemp
 from agentrl.trajectory import Task
-asyncio.run(CommandAgent("touch {started}; sleep 600").run(Assignment(Task("x", 0), "http://127.0.0.1:1", {key!r})))
+with RunTemp(Path({str(run)!r})):
+    asyncio.run(CommandAgent("touch {started}; sleep 600").run(Assignment(Task("x", 0), "http://127.0.0.1:1", {key!r})))
 """
 
     async def main():
-        run = await asyncio.create_subprocess_exec(sys.executable, "-c", driver)
+        driving = await asyncio.create_subprocess_exec(sys.executable, "-c", driver)
         await until(started.exists)
-        run.kill()
-        await run.wait()
+        driving.kill()
+        await driving.wait()
         await until(lambda: not processes_with(key))
 
     asyncio.run(main())
+    assert len(list(run.glob("tmp/*/agentrl-agent-*"))) == 1
+    with RunTemp(run):
+        assert not list(run.glob("tmp/*/agentrl-agent-*"))
 
 
 def remotely(agent, config=None, token=None):
