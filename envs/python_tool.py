@@ -136,6 +136,8 @@ class PythonTool(ToolEnv):
         """Difficulty of the question."""
         kind: str | None = None
         """Only problems of this kind, of the two that the level has: the name of the function, such as `multiples`."""
+        largest_base: int = Field(99, ge=3, le=99_999)
+        """Of the powers in problems of the kind `digit_sum`: a large one makes many more tasks."""
         short_calls: bool = False
         """Whether tools are called in words (`answer 42`) instead of JSON, for models that are too small for it."""
         limits: Annotated[SandboxLimits, OwnerOnly()] = SandboxLimits(wall=10.0, cpu=5.0)
@@ -150,7 +152,7 @@ class PythonTool(ToolEnv):
         """Draw a problem, and borrow the sandbox."""
         chosen = read_options(self.Options, options)
         self.call_shortly(chosen.short_calls)
-        self.problem = make_problem(chosen.level, seed, chosen.kind)
+        self.problem = make_problem(chosen.level, seed, chosen.kind, chosen.largest_base)
         await self.programs.start(chosen.limits, SandboxConfig(allow_unsafe=chosen.allow_unsafe))
         return self.problem.question
 
@@ -328,19 +330,20 @@ def subsets(numbers: list[int], total: int) -> int:
     return ways.get(total, 0)
 
 
-def make_problem(level: int, seed: int, kind: str | None = None) -> PythonProblem:
+def make_problem(level: int, seed: int, kind: str | None = None, largest_base: int = 99) -> PythonProblem:
     """The problem of a seed: one of two kinds for each level from 1 to 5, or of the one that is named.
 
     Raises:
         ConfigError: the level has no such kind.
     """
     rng = random.Random(seed)
-    kinds = {make.__name__.lstrip("_"): make for make in _KINDS[level]}
-    if kind is not None and kind not in kinds:
+    names = [make.__name__.removeprefix("_") for make in _KINDS[level]]
+    if kind is not None and kind not in names:
         raise ConfigError(
-            f"options: 'kind': level {level} has no problems of the kind {kind!r}, but: {', '.join(kinds)}"
+            f"options: 'kind': level {level} has no problems of the kind {kind!r}, but: {', '.join(names)}"
         )
-    return (kinds[kind] if kind else rng.choice(_KINDS[level]))(rng)
+    make = _KINDS[level][names.index(kind)] if kind else rng.choice(_KINDS[level])
+    return make(rng) if make is not _digit_sum else _digit_sum(rng, largest_base)
 
 
 def _multiples(rng: random.Random) -> PythonProblem:
@@ -352,8 +355,8 @@ def _multiples(rng: random.Random) -> PythonProblem:
     )  # fmt: skip
 
 
-def _digit_sum(rng: random.Random) -> PythonProblem:
-    base, exponent = rng.randint(3, 99), rng.randint(30, 300)
+def _digit_sum(rng: random.Random, largest_base: int = 99) -> PythonProblem:
+    base, exponent = rng.randint(3, largest_base), rng.randint(30, 300)
     return PythonProblem(f"What is the sum of the decimal digits of {base}**{exponent}?", digit_sum, (base, exponent))
 
 

@@ -168,6 +168,15 @@ def test_a_program_of_one_expression_has_the_answer_as_its_value(seed: int, leve
         assert eval(problem.expression) == problem.answer
 
 
+def test_digit_sums_of_a_larger_base_are_many_more_problems() -> None:
+    made = [make_problem(1, seed, "digit_sum", 99_999) for seed in range(300)]
+    assert len({problem.question for problem in made}) == 300
+    assert max(problem.arguments[0] for problem in made) > 90_000
+    assert {len(str(problem.answer)) for problem in made} <= {2, 3, 4}
+    assert made[0].expression == "sum(map(int, str({} ** {})))".format(*made[0].arguments)
+    assert make_problem(1, 7, "digit_sum").arguments[0] <= 99
+
+
 def test_a_kind_of_problem_may_be_named_and_a_wrong_name_says_which_there_are() -> None:
     assert {make_problem(1, seed, "multiples").solve for seed in range(20)} == {python_tool.multiples}
     with pytest.raises(ConfigError, match="no problems of the kind 'primes', but: multiples, digit_sum"):
