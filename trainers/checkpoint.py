@@ -5,16 +5,19 @@
     optimizer/exp_avg/ ...   the moments in float32, by the names of the parameters, whatever `trainer.moments` is
     trainer.pt               steps done, updates of each parameter
 
-Each rank says what it has (`Snapshot.of`), copies it before its next update (`Snapshot.copied`), and writes the copies
-(`Snapshot.write`), all while training goes on. Ranks need not talk to each other for that: the place of each element
-follows from the shapes. Any number of ranks of any kind of trainer can read the files.
+Each rank says what it has (`Snapshot.of`), copies it before its next update (`Snapshot.copy`), and writes the copies
+(`Snapshot.write`), all while training goes on. An update that comes early
+helps with the copies. Ranks need not talk to each other for that: the place of each element follows from the shapes.
+Any number of ranks of any kind of trainer can read the files.
 """
 
 import logging
 import pickle
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +25,7 @@ import torch
 from torch import Tensor
 
 from agentrl.errors import CheckpointError
-from agentrl.trainers.tensor_files import Part, Piece, Stored, TensorFiles, pieces
+from agentrl.trainers.tensor_files import Part, Piece, Stored, TensorFiles, pieces, small_pieces
 
 if TYPE_CHECKING:
     from agentrl.trainers.sharding import Sharding
@@ -79,18 +82,27 @@ class Moments:
 class _Tensors:
     """Tensors of one folder of a checkpoint: their shapes by name, and the pieces of them that this rank writes.
 
-    `lent`: pieces that the next update changes, and that are copied first. `copies`: those that nothing changes.
+    `lent`: pieces that the next update changes, and that are copied first; none of them is large. `copies`: those that
+    nothing changes.
     """
 
     folder: str
     stem: str
     shapes: Mapping[str, torch.Size]
-    lent: Sequence[Piece]
-    copies: Sequence[Piece]
+    lent: deque[Piece]
+    copies: list[Piece]
 
-    def copied(self) -> "_Tensors":
-        copies = [Piece(piece.name, piece.start, _copy(piece.values)) for piece in self.lent]
-        return replace(self, lent=(), copies=(*self.copies, *copies))
+    def copy(self) -> None:
+        while self.lent:
+            try:
+                piece = self.lent.popleft()
+            except IndexError:  # another thread was faster
+                return
+            try:
+                self.copies.append(Piece(piece.name, piece.start, _copy(piece.values)))
+            except BaseException:
+                self.lent.append(piece)
+                raise
 
     def write(self, checkpoint: Path, rank: int) -> None:
         folder = checkpoint / self.folder
@@ -111,6 +123,7 @@ class Snapshot:
     tensors: Sequence[_Tensors]
     rest: Callable[[Path], None]
     state: Mapping[str, Any]
+    helping: threading.Lock = field(default_factory=threading.Lock)
 
     @staticmethod
     def of(sharding: "Sharding", trainable: "TrainableParameters", step: int) -> "Snapshot":
@@ -119,11 +132,12 @@ class Snapshot:
 
         def tensors(folder: str, stem: str, stored: Sequence[Stored], parts: Mapping[str, Part]) -> _Tensors:
             own = {name: part.share(rank, ranks) for name, part in parts.items()}
-            found: dict[bool, list[Piece]] = {True: [], False: []}
+            lent: deque[Piece] = deque()
+            copies: list[Piece] = []
             for one in stored:
                 if one.of in own:
-                    found[own[one.of].copied].extend(pieces([one], own))
-            return _Tensors(folder, stem, {one.name: one.shape for one in stored}, found[False], found[True])
+                    (copies if own[one.of].copied else lent).extend(small_pieces([one], own))
+            return _Tensors(folder, stem, {one.name: one.shape for one in stored}, lent, copies)
 
         weights = sharding.held(trainable.shapes)
         written = [tensors(trainable.weights_in, trainable.stem, trainable.stored, weights)]
@@ -134,16 +148,23 @@ class Snapshot:
         state = {"step": step, "moments": sorted(moments.parts), "updates": dict(moments.updates)}
         return Snapshot(rank, written, trainable.rest(sharding), state)
 
-    def copied(self) -> "Snapshot":
-        """The same in the machine's memory, where no update changes it."""
-        return replace(self, tensors=[tensors.copied() for tensors in self.tensors])
+    def copy(self) -> None:
+        """Copy into the machine's memory what the next update changes. Another thread may `help`."""
+        for tensors in self.tensors:
+            tensors.copy()
+
+    def help(self) -> None:
+        """Copy what the other thread has not begun to copy."""
+        with self.helping:
+            self.copy()
 
     def write(self, folder: Path) -> None:
-        """Write the copies into a folder that all ranks see. It is complete when all ranks have written.
+        """Write what was copied into a folder that all ranks see. It is complete when all ranks have written.
 
         Raises:
             OSError: the disk is full, or the folder cannot be written.
         """
+        self.help()  # waits for a helper that has not finished
         folder.mkdir(parents=True, exist_ok=True)
         for tensors in self.tensors:
             tensors.write(folder, self.rank)

@@ -7,7 +7,10 @@ gradient of sum(token losses) / normalizer over all ranks, and updates the weigh
 
 import asyncio
 import math
+import os
 import socket
+import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -35,6 +38,9 @@ from agentrl.trainers.sharding import Sharding
 from agentrl.trainers.spec import RankInfo, TrainerSpec
 from agentrl.weights.bundle import BundlePlace
 
+_WRITER_NICENESS = 5
+"""Of the thread that writes a checkpoint: where a step keeps all cores busy, the thread gets a third of its share."""
+
 
 class TrainerRank:
     """The worker of a rank. Call `open` first; make the same calls in the same order on all ranks."""
@@ -47,8 +53,9 @@ class TrainerRank:
         self._meeting: socket.socket | None = None
         self._steps_done = 0
         self._logprobs: Sequence[FloatArray] = ()
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._copying: Future[checkpoint.Snapshot] | None = None
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_yield_to_others)
+        self._snapshot: checkpoint.Snapshot | None = None
+        self._copying: Future[None] | None = None
         self._writing: Future[None] | None = None
 
     def machine(self) -> str:
@@ -140,14 +147,14 @@ class TrainerRank:
     def begin_save(self, folder: Path) -> None:
         """Begin to write this rank's part of weights, optimizer and steps done into a folder.
 
-        Further steps do not change what is written: their first update waits until all of it is copied.
+        Further steps do not change what is written: their first update copies what is not copied yet.
         """
         if self._writing is not None:
             self._writing.exception()  # of an attempt that was given up
         snapshot = checkpoint.Snapshot.of(self.sharding, self.sharding.trainable, self._steps_done)
-        copying = self._writer.submit(snapshot.copied)
-        self._writing = self._writer.submit(lambda: copying.result().write(folder))
-        self._copying = copying
+        copying = self._writer.submit(snapshot.copy)
+        self._writing = self._writer.submit(_write_copied, copying, snapshot, folder)
+        self._copying, self._snapshot = copying, snapshot
 
     def saved(self) -> bool:
         """Whether what `begin_save` began is written.
@@ -158,7 +165,7 @@ class TrainerRank:
         if self._writing is None or not self._writing.done():
             return self._writing is None
         writing, self._writing = self._writing, None
-        self._copying = None
+        self._copying = self._snapshot = None
         writing.result()
         return True
 
@@ -182,9 +189,11 @@ class TrainerRank:
         return asyncio.run(free_on_gpus() if on_gpu else free_on_cpu())
 
     def _finish_copying(self) -> None:
-        """Wait until a checkpoint that was begun no longer needs the weights. `saved` tells whether that failed."""
-        copying, self._copying = self._copying, None
-        if copying is not None:
+        """Copy what a checkpoint that was begun still needs of the weights. `saved` tells whether the writer failed."""
+        copying, snapshot = self._copying, self._snapshot
+        self._copying = self._snapshot = None
+        if copying is not None and snapshot is not None:
+            snapshot.help()
             wait([copying])
 
     @property
@@ -279,6 +288,17 @@ class TrainerRank:
         means = {name: total / loss_tokens for name, total in zip(names, totals, strict=True)}
         means |= {"routing_difference": routing / routed} if routed else {}
         return {**means, "logprob_gap_mean": gap / compared}
+
+
+def _write_copied(copying: "Future[None]", snapshot: checkpoint.Snapshot, folder: Path) -> None:
+    copying.result()
+    snapshot.write(folder)
+
+
+def _yield_to_others() -> None:
+    """Let this thread write in the pauses of the steps, where the operating system knows priorities of threads."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _WRITER_NICENESS)
 
 
 @dataclass(slots=True)

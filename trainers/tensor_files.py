@@ -95,6 +95,14 @@ def pieces(stored: Sequence[Stored], parts: Mapping[str, Part]) -> Iterator[Piec
             yield Piece(one.name, first - one.start, values)
 
 
+def small_pieces(stored: Sequence[Stored], parts: Mapping[str, Part]) -> Iterator[Piece]:
+    """The same, where a piece has no more elements than are written at once."""
+    size = _CHUNK // 4
+    for piece in pieces(stored, parts):
+        for first in range(0, piece.values.numel(), size):
+            yield Piece(piece.name, piece.start + first, piece.values[first : first + size])
+
+
 @dataclass(frozen=True, slots=True)
 class _Place:
     """Where a tensor lies: from the byte `offset` of the file on."""

@@ -88,31 +88,68 @@ def test_steps_are_made_while_a_checkpoint_is_written_which_is_of_the_step_where
     same(resumed, unbroken, 0)
 
 
-def test_the_first_update_after_a_checkpoint_began_waits_until_the_weights_are_copied(
+def test_the_first_update_after_a_checkpoint_began_helps_to_copy_and_waits_for_all_copies(
     shallow_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch = random_batches(shallow_model_dir, 1)[0]
-    computing, updated = threading.Event(), threading.Event()
-    copy, backward, update = Snapshot.copied, OneDevice.backward, OneDevice.update
+    held, helped, updated = threading.Event(), threading.Event(), threading.Event()
+    copy, update = checkpoint._copy, OneDevice.update
 
-    def late(self: Snapshot) -> Snapshot:
-        assert computing.wait(60)
-        assert not updated.wait(0.3)
-        return copy(self)
+    def by_two(values: torch.Tensor) -> torch.Tensor:
+        if threading.current_thread().name.startswith("checkpoint"):
+            held.set()
+            assert helped.wait(60)
+            assert not updated.wait(0.3)
+        elif held.is_set():
+            helped.set()
+        return copy(values)
 
-    def told(event: threading.Event, method: Any) -> Any:
-        return lambda *given, **named: (event.set(), method(*given, **named))[1]
+    def told(*given: Any, **named: Any) -> Any:
+        updated.set()
+        return update(*given, **named)
 
-    monkeypatch.setattr(Snapshot, "copied", late)
-    monkeypatch.setattr(OneDevice, "backward", told(computing, backward))
-    monkeypatch.setattr(OneDevice, "update", told(updated, update))
+    monkeypatch.setattr(checkpoint, "_copy", by_two)
+    monkeypatch.setattr(OneDevice, "update", told)
 
     async def main() -> None:
         async with make("local", shallow_model_dir) as trainer:
             at_save = await copied(trainer)
             await trainer.begin_save(tmp_path / "saved")
+            assert await asyncio.to_thread(held.wait, 60)
             await step(trainer, batch)
+            assert helped.is_set()
             assert updated.is_set()
+            await trainer.saved()
+        same(await taken_up("local", shallow_model_dir, tmp_path / "saved", []), at_save, 0)
+
+    asyncio.run(main())
+
+
+def test_what_an_update_could_not_copy_is_copied_before_it_is_written(
+    shallow_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = random_batches(shallow_model_dir, 1)[0]
+    held, failed = threading.Event(), threading.Event()
+    copy = checkpoint._copy
+
+    def by_two(values: torch.Tensor) -> torch.Tensor:
+        if threading.current_thread().name.startswith("checkpoint"):
+            held.set()
+            assert failed.wait(60)
+        elif held.is_set():
+            failed.set()
+            raise RuntimeError("no memory")
+        return copy(values)
+
+    monkeypatch.setattr(checkpoint, "_copy", by_two)
+
+    async def main() -> None:
+        async with make("local", shallow_model_dir) as trainer:
+            at_save = await copied(trainer)
+            await trainer.begin_save(tmp_path / "saved")
+            assert await asyncio.to_thread(held.wait, 60)
+            with pytest.raises(RuntimeError, match="no memory"):
+                await step(trainer, batch)
             await trainer.saved()
         same(await taken_up("local", shallow_model_dir, tmp_path / "saved", []), at_save, 0)
 
