@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from agentrl.attention_check import check_kind
 from agentrl.errors import ConfigError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -78,14 +79,14 @@ def check_architecture(folder: Path, *, trust_remote_code: bool = False, setting
             "plain ones can be trained: take the model's bfloat16 version, or load it with transformers, dequantised, "
             "and save it again by save_pretrained"
         )
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return
-    if trust_remote_code and "AutoModelForCausalLM" in getattr(config, "auto_map", {}):
-        return
-    raise ConfigError(
-        f"{setting}: {folder} is {', '.join(config.architectures or [config.model_type])}, which is no causal language "
-        "model that transformers knows: take one whose class ends with ForCausalLM, or a newer transformers"
-    )
+    has_code = trust_remote_code and "AutoModelForCausalLM" in getattr(config, "auto_map", {})
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not has_code:
+        raise ConfigError(
+            f"{setting}: {folder} is {', '.join(config.architectures or [config.model_type])}, which is no causal "
+            "language model that transformers knows: take one whose class ends with ForCausalLM, or a newer "
+            "transformers"
+        )
+    check_kind(config, folder, trust_remote_code=trust_remote_code)
 
 
 def _why(error: Exception) -> str:

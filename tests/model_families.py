@@ -124,15 +124,20 @@ def make_model(name: str, folder: Path) -> None:
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": None, "bos_token_id": None}
     settings = {"vocab_size": len(tokenizer), **SMALL, **family.settings, **ends}
     config = getattr(transformers, family.config)(**settings)
+    save_random(config, folder, eos_token_id=[tokenizer.eos_token_id, len(tokenizer) - 1])
+    tokenizer.save_pretrained(folder)
+
+
+def save_random(config: Any, folder: Path, **generation: Any) -> None:
+    """Write random weights for a config: of biases, norms and sinks too."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         with torch.no_grad():
-            for parameter in model.parameters():  # biases, norms and sinks too
+            for parameter in model.parameters():
                 parameter.add_(torch.randn(parameter.shape), alpha=0.1)
-    model.generation_config.eos_token_id = [tokenizer.eos_token_id, len(tokenizer) - 1]
+    model.generation_config.update(**generation)
     model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 class Parrot(ToolEnv):

@@ -21,6 +21,7 @@ SHARED_NAMES = {"Config", "Options"}
 # Who may import whom inside agentrl: a package imports those of the layers before its own, so there are no circles.
 LAYERS = [
     {"arrays", "blame", "durable", "errors", "last_layer", "routing", "storage"},
+    {"attention_check"},
     {"checkpoint", "credentials", "gguf", "model_source", "run_lock", "run_temp", "tiny_model", "trajectory"},
     {"batch", "http_client", "openai_wire", "pretrained"},
     {"protocols", "questions", "replay"},
@@ -41,6 +42,7 @@ LAYERS = [
 ]
 PLUGINS_MAY_IMPORT = {
     "arrays",
+    "attention_check",
     "batch",
     "cluster",
     "errors",

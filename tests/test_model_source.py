@@ -146,6 +146,9 @@ def test_code_that_comes_with_a_model_runs_only_where_that_is_written(tiny_model
     _edit("config.json", model_type="homemade", auto_map=auto_map)(folder)
     with pytest.raises(ConfigError, match=r"write model.trust_remote_code=true"):
         checked(folder)
+    with pytest.raises(ConfigError, match=r"the model's own code \(own_model.OwnModel\) cannot be loaded"):
+        checked({"name": str(folder), "trust_remote_code": True})
+    (folder / "own_model.py").write_text(CODE.format(base="Qwen3ForCausalLM", name="OwnModel", more="ran = True"))
     checked({"name": str(folder), "trust_remote_code": True})
 
 

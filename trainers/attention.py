@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from agentrl.arrays import IntArray
+from agentrl.attention_check import Windows, not_handed_on
 from agentrl.trainers.needed import Needed
 from agentrl.trainers.prefixes import SharedPrefixes
 
@@ -102,18 +103,27 @@ def attend(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    segments: Segments,
+    segments: Segments | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     needed_only: bool = False,
+    windows: Windows | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: (1, H, S, D) in, (1, S, H, D) out.
 
-    With `needed_only`, the results of tokens that are not `segments.needed` may be 0.
+    With `needed_only`, the results of tokens that are not `segments.needed` may be 0. To `windows` is added what the
+    layer asked for.
+
+    Raises:
+        ConfigError: the model does not hand on what it is called with.
     """
+    if segments is None:
+        raise not_handed_on(module)
+    if windows is not None:
+        windows.append(sliding_window)
     narrower = query.shape[-1] - value.shape[-1]
     if narrower > 0:  # as DeepSeek's; for sizes that differ, torch builds all scores
         options: dict[str, Any] = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}

@@ -4,8 +4,7 @@ Dimension suffixes: S tokens of the micro-batch, end to end; N loss tokens among
 which several may be the same one of S; P tokens before loss tokens.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.arrays import ints
+from agentrl.attention_check import Windows
 from agentrl.errors import ConfigError
 from agentrl.trainers.attention import Segments
 from agentrl.trainers.logprobs import Scaling, linear_logprobs
@@ -127,33 +127,17 @@ def _before(model: Any, samples: DeviceMicroBatch) -> Tensor:
     return hidden_1SH[0].index_select(0, samples.predictors_N)
 
 
-_ATTENTION_KINDS = {"full_attention", "sliding_attention"}
-
-
-def check_attention(model: Any) -> None:
-    """Refuse a model whose layers would see other samples of the sequence.
-
-    Raises:
-        ConfigError: the model has layers that are neither full nor sliding attention.
-    """
-    config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if not kinds <= _ATTENTION_KINDS:
-        raise ConfigError(
-            f"{type(model).__name__} has layers of the kinds {', '.join(sorted(kinds - _ATTENTION_KINDS))}, which know "
-            f"no borders between samples; training supports {' and '.join(sorted(_ATTENTION_KINDS))}"
-        )
-
-
-@contextmanager
-def _without_layers(config: Any) -> Iterator[None]:
-    """Let a model leave out its layers, as most do that count them by their config: none has to be gathered then."""
-    layers = config.num_hidden_layers
-    config.num_hidden_layers = 0
-    try:
-        yield
-    finally:
-        config.num_hidden_layers = layers
+def states_together(model: Any, rows_T: Sequence[Tensor], windows: Windows) -> Sequence[Tensor]:
+    """The last hidden states (T, H) of sequences, computed as the samples of a micro-batch are."""
+    lengths = [len(row_T) for row_T in rows_T]
+    states_SH: Tensor = model.base_model(
+        input_ids=torch.cat(list(rows_T))[None],
+        position_ids=torch.cat([torch.arange(length, device=model.device) for length in lengths])[None],
+        use_cache=False,
+        segments=Segments.of(lengths, model.device),
+        windows=windows,
+    ).last_hidden_state[0]
+    return torch.split(states_SH, lengths)
 
 
 def scaling_of(model: Any, temperature: float) -> Scaling:
@@ -168,7 +152,7 @@ def scaling_of(model: Any, temperature: float) -> Scaling:
     scaling = Scaling(factor=float(factor), cap=cap)
     tokens_S = torch.arange(8, device=model.device) % config.vocab_size
     segments = Segments.of([8], model.device)
-    with torch.no_grad(), _without_layers(config):
+    with torch.no_grad():
         expected_SV = model(input_ids=tokens_S[None], use_cache=False, segments=segments).logits[0]
         hidden = model.base_model(input_ids=tokens_S[None], use_cache=False, segments=segments).last_hidden_state[0]
         got_SV = scaling.apply(model.get_output_embeddings()(hidden).clone())

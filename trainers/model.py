@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from agentrl.attention_check import check_attention, check_context, check_kind
 from agentrl.errors import ConfigError
 from agentrl.last_layer import compute_only_needed
 from agentrl.model_source import here
@@ -19,9 +20,9 @@ from agentrl.trainers.attention import ATTENTION
 from agentrl.trainers.checkpoint import quiet
 from agentrl.trainers.forward import (
     DeviceMicroBatch,
-    check_attention,
     compute_logprobs_in,
     scaling_of,
+    states_together,
     token_logprobs,
     token_values,
 )
@@ -54,11 +55,13 @@ class Predictor(nn.Module):
         if samples is None:
             self.prepare()
             return torch.zeros(())
+        check_context(self.model.config, samples.segments.longest, f"a sample has {samples.segments.longest} tokens")
         with torch.autocast(samples.tokens_S.device.type, torch.bfloat16) if self.autocast else nullcontext():
             return self.compute(samples, entropy=entropy)
 
     def prepare(self) -> None:
         """What has to be done once before all else, with the weights in place."""
+        check_attention(self.model, partial(states_together, self.model))
 
     def compute(self, samples: DeviceMicroBatch, *, entropy: bool) -> Tensor:
         """See `forward`."""
@@ -74,6 +77,7 @@ class LogprobPredictor(Predictor):
 
     def prepare(self) -> None:
         """See `Predictor`."""
+        super().prepare()
         compute_logprobs_in(self.model.get_output_embeddings(), scaling_of(self.model, self.temperature))
 
     def compute(self, samples: DeviceMicroBatch, *, entropy: bool) -> Tensor:
@@ -115,6 +119,7 @@ def make_model(spec: TrainerSpec, *, autocast: bool = False) -> tuple[Predictor,
     options |= {"num_labels": 1} if valued else {}
     with quiet(), on_meta():
         config = AutoConfig.from_pretrained(folder, local_files_only=True, **options)
+        check_kind(config, folder, trust_remote_code=spec.config.trust_remote_code)
         model = kind.from_config(
             config,
             dtype=torch.float32,
@@ -122,7 +127,6 @@ def make_model(spec: TrainerSpec, *, autocast: bool = False) -> tuple[Predictor,
             trust_remote_code=spec.config.trust_remote_code,
         )
     model.eval()
-    check_attention(model)
     compute_only_needed(model)
     stored, before = stored_tensors(model), state_by_name(model)
     others = {

@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from agentrl.arrays import FloatArray, IntArray, floats, ints
+from agentrl.attention_check import Windows, check_attention, check_kind, context_limit, not_handed_on
 from agentrl.engines.sampling import Sampler, Truncation, noise_keys
-from agentrl.errors import ConfigError, EngineError
+from agentrl.errors import EngineError
 from agentrl.last_layer import compute_only_needed
 from agentrl.protocols import SamplingParams, ScoreRequest
 from agentrl.routing import Routing
@@ -29,7 +30,6 @@ from agentrl.weights.bundle import shapes_of
 from agentrl.weights.names import WeightNames
 
 _ATTENTION = "agentrl_slots"
-_ATTENTION_KINDS = {"full_attention", "sliding_attention"}
 _PIECE = 256
 """Queries whose scores are computed at once in layers with a soft cap or sinks."""
 _SCORED_TOKENS = 4096
@@ -159,14 +159,19 @@ def _attend(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    plan: _Plan,
+    plan: _Plan | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    windows: Windows | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: (1, H, N, D) in, (1, N, H, D) out."""
+    if plan is None:
+        raise not_handed_on(module)
+    if windows is not None:
+        windows.append(sliding_window)
     layer_index: Any = module.layer_idx
     layer = plan.layers[layer_index]
     query_NHD, key_NKD, value_NKD = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -256,11 +261,12 @@ class PackedModel:
         self._names = WeightNames.of(self._model)
         config = self._model.config.get_text_config()
         self.vocab_size: int = config.vocab_size
-        self.max_positions: int = config.max_position_embeddings
+        self.max_positions: int = context_limit(config) or config.max_position_embeddings
         self._layers = [_SlotKv() for _ in range(config.num_hidden_layers)]
         self._sampler = Sampler(self.vocab_size, device)
         self._routing = Routing(self._model)
         self._capacity = (0, 0)
+        check_attention(self._model, self._together)
 
     def step(self, rows: Sequence[StepRow]) -> list[Drawn]:
         """Compute the tokens of all rows; return what each row with `sample` drew, in the order of `rows`."""
@@ -353,6 +359,14 @@ class PackedModel:
         self, blocks: Sequence[Sequence[StepRow]], kept_R: Tensor, layers: list[_SlotKv], capacity: tuple[int, int]
     ) -> Tensor:
         """The logits after the tokens `kept_R` of the packed ones; keys and values go into `layers`."""
+        inputs = self._inputs(blocks, layers, capacity)
+        logits: Tensor = self._model(**inputs, logits_to_keep=kept_R, needed_P=kept_R).logits
+        return logits[0]
+
+    def _inputs(
+        self, blocks: Sequence[Sequence[StepRow]], layers: list[_SlotKv], capacity: tuple[int, int]
+    ) -> dict[str, Any]:
+        """What the model is called with."""
         order = [row for block in blocks for row in block]
         tokens_N = self._tensor(np.concatenate([np.asarray(row.token_ids, dtype=np.int64) for row in order]))
         positions = np.concatenate([np.arange(row.start, row.stop) for row in order])
@@ -364,15 +378,29 @@ class PackedModel:
             capacity,
             self._copies(order),
         )
-        logits: Tensor = self._model(
-            input_ids=tokens_N[None],
-            position_ids=plan.positions_N[None],
-            use_cache=False,
-            logits_to_keep=kept_R,
-            needed_P=kept_R,
-            plan=plan,
-        ).logits
-        return logits[0]
+        return {
+            "input_ids": tokens_N[None],
+            "position_ids": plan.positions_N[None],
+            "use_cache": False,
+            "plan": plan,
+        }
+
+    def _together(self, rows_T: Sequence[Tensor], windows: Windows) -> list[Tensor]:
+        """The last hidden states of sequences: of all their tokens but one in one step, and of the last in another."""
+        layers, states = [_SlotKv() for _ in self._layers], [list[Tensor]() for _ in rows_T]
+        capacity = len(rows_T), max(len(row_T) for row_T in rows_T)
+        for firsts, stops in ((0, -1), (-1, None)):
+            rows = [
+                StepRow(slot, firsts % len(ids), ids[firsts:stops], False, _UNUSED, 0, 0)
+                for slot, ids in enumerate(ints(row_T.cpu().numpy()) for row_T in rows_T)
+            ]
+            blocks = _blocks(rows)
+            called = self._inputs(blocks, layers, capacity)
+            states_NH = self._model.base_model(**called, windows=windows).last_hidden_state[0]
+            order = [row for block in blocks for row in block]
+            for row, own in zip(order, states_NH.split([len(row.token_ids) for row in order]), strict=True):
+                states[row.slot].append(own)
+        return [torch.cat(own) for own in states]
 
     def _copies(self, rows: Sequence[StepRow]) -> list[_Copy]:
         slots: dict[tuple[int, int], list[int]] = {}
@@ -503,12 +531,7 @@ def _load(folder: Path, dtype: torch.dtype, device: torch.device, trust_remote_c
     from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ["full_attention"])
-    if others := kinds - _ATTENTION_KINDS:
-        raise ConfigError(
-            f"engine=local supports layers of {' and '.join(sorted(_ATTENTION_KINDS))}; {folder} has "
-            f"{', '.join(sorted(others))}: use engine=vllm"
-        )
+    check_kind(config, folder, trust_remote_code=trust_remote_code)
     AttentionInterface.register(_ATTENTION, _attend)
     with _no_progress_bars():
         model = AutoModelForCausalLM.from_pretrained(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 from pydantic import Field
 
 from agentrl.arrays import FloatArray, Ragged, floats, ints
+from agentrl.attention_check import check_context, context_limit, rotations
 from agentrl.cluster.workers import LOOPBACK, stay_on_loopback
 from agentrl.engines.admission import KvOnUpdate, check_score, max_new_tokens
 from agentrl.engines.stop_texts import FolderTokenizer
@@ -380,7 +381,7 @@ class VllmEngine:
             "skip_tokenizer_init": not config.structured_outputs,
             "generation_config": "vllm",  # the request sets the sampling parameters, not the model's folder
             "dtype": config.dtype,
-            "max_model_len": config.max_context,
+            "max_model_len": self._longest(),
             "max_num_seqs": config.max_batch,
             "enable_prefix_caching": config.prefix_cache,
             "tensor_parallel_size": config.tensor_parallel,
@@ -401,6 +402,23 @@ class VllmEngine:
             "use_tqdm_on_load": False,
         }
 
+    def _model_config(self) -> Any:
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(self._folder, trust_remote_code=self._config.trust_remote_code)
+
+    def _longest(self) -> int | None:
+        """Most tokens of a request; None for the model's own limit."""
+        config, asked = self._model_config(), self._config.max_context
+        if any(rope.get("rope_type") == "dynamic" and "factor" in rope for rope in rotations(config)):
+            raise ConfigError(
+                "vLLM rotates the positions of short sequences with rope_type=dynamic (rope_parameters in the model's "
+                "config.json) as if they were long, and transformers does not: use engine=local"
+            )
+        if asked is not None:
+            check_context(config, asked, f"engine.max_context={asked}")
+        return asked or context_limit(config)
+
     def _cpu_args(self) -> dict[str, Any]:
         """What avoids vLLM 0.32's faults on CPUs.
 
@@ -409,11 +427,8 @@ class VllmEngine:
         contiguous rows; and the attention that it prefers on CPUs with AMX computes in bfloat16 alone, and frees
         weights that an update would have to load.
         """
-        from transformers import AutoConfig
-
-        config = AutoConfig.from_pretrained(self._folder, trust_remote_code=self._config.trust_remote_code)
-        text = config.get_text_config()
-        longest = self._config.max_context or int(text.max_position_embeddings)
+        text = self._model_config().get_text_config()
+        longest = self._longest() or int(text.max_position_embeddings)
         args = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, longest)}
         dimensions = [getattr(text, name, None) for name in ("kv_lora_rank", "qk_rope_head_dim")]
         if dimensions[0] is None:
