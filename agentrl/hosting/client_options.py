@@ -70,8 +70,16 @@ SAFE_OPTIONS = ClientOptions.Config()
 def owner_only(env: Env) -> set[str]:
     """The options that the environment's class `Options` marks as `OwnerOnly`."""
     shape = getattr(env, "Options", None)
-    fields = shape.model_fields if isinstance(shape, type) and issubclass(shape, Settings) else {}
-    marked = {name: field for name, field in fields.items() if any(isinstance(m, OwnerOnly) for m in field.metadata)}
+    return marked_options(shape) if isinstance(shape, type) and issubclass(shape, Settings) else set()
+
+
+def marked_options(shape: type[Settings]) -> set[str]:
+    """The options that such a class marks as `OwnerOnly`."""
+    marked = {
+        name: field
+        for name, field in shape.model_fields.items()
+        if any(isinstance(m, OwnerOnly) for m in field.metadata)
+    }
     return set(marked) | {field.alias for field in marked.values() if field.alias}
 
 

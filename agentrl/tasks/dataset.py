@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from pydantic import Field, ValidationError
 
 from agentrl import plugins
 from agentrl.errors import ConfigError, PluginError
+from agentrl.hosting.client_options import marked_options
 from agentrl.protocols import Settings
 from agentrl.rollout.seeds import derive_seed, split_seed
 from agentrl.tasks.permutation import Permutation
@@ -30,8 +32,8 @@ class DatasetSettings(Settings):
     """Settings of `tasks: dataset`. A path or a dataset `owner/name` alone stands for `{name: dataset, data: ...}`."""
 
     data: str
-    """A file (`.jsonl`, `.parquet`, `.csv`), a folder of such files or of `Dataset.save_to_disk`, or a dataset of the
-    Hugging Face hub (`owner/name`, with the extra `data`; once read, it is remembered and needs no network)."""
+    """A file (`.jsonl`, `.json`, `.parquet`, `.csv`), a folder of such files or of `Dataset.save_to_disk`, or a dataset
+    of the Hugging Face hub (`owner/name`, with the extra `data`; once read, it is remembered and needs no network)."""
     split: str = "train"
     """The split to train on: of a folder, the files in a folder of this name or whose names begin with it."""
     subset: str | None = None
@@ -157,6 +159,11 @@ def _rows(settings: DatasetSettings, env: str, options: str, held_out: bool) -> 
     other = settings.held_out
     if isinstance(other, str):
         data, split = (other, settings.split) if is_data(other) else (settings.data, other)
+        if data == settings.data and Path(data).expanduser().is_file():
+            raise ConfigError(
+                f"tasks.held_out is {other!r}, and {data} is a single file, which has no splits: write another file, "
+                "or a share of the rows such as 0.05"
+            )
         measured = _opened(settings, data, split, env, options)
         if held_out:
             _check_disjoint(train, measured)
@@ -167,7 +174,11 @@ def _rows(settings: DatasetSettings, env: str, options: str, held_out: bool) -> 
             raise ConfigError(f"tasks.held_out is {other:g}: write a share of the rows below 1, a file, or a split")
         train, measured = train.divided(other)
         if not len(train):
-            raise ConfigError(f"tasks.held_out={other:g} leaves none of the rows of {settings.data} to train on")
+            raise ConfigError(
+                f"tasks.held_out={other:g} leaves none of the {len(measured)} rows of {settings.data} to train on, as "
+                "equal tasks stay together (tasks.key): set tasks.held_out and evaluation.tasks to 0, or name another "
+                "file to evaluate on"
+            )
     return measured if held_out else train
 
 
@@ -175,15 +186,26 @@ def _opened(settings: DatasetSettings, data: str, split: str, env: str, options:
     found: list[RowSource] = sources(data, split, settings.subset, settings.revision)
     checked_as = json.dumps([settings.columns, settings.key, env, options])
     check = _check_of(settings, env, json.loads(options))
-    return DataRows(tuple(open_index(source, check, checked_as) for source in found))
+    columns = tuple(settings.columns.values())
+    rows = DataRows(tuple(open_index(source, check, checked_as, columns) for source in found))
+    if not len(rows):
+        raise ConfigError(f"{data} has no rows")
+    return rows
 
 
 def _check_of(settings: DatasetSettings, env: str, shared: Mapping[str, Any]) -> Check:
     """A check of a row: its columns, and its options if the environment says which it takes (a class `Options`)."""
     shape = _options_of(env)
+    trusted = marked_options(shape) - set(settings.columns) if shape is not None else set()
 
     def check(row: Mapping[str, Any]) -> str:
         options, named, _ = _task_of(row, settings.columns)
+        if trusted and (bold := trusted.intersection(options)):
+            name = min(bold)
+            raise BadRowError(
+                f"{name} can decide what code runs: set it in env.options, or if you trust these data, name it in "
+                f"tasks.columns ({{{name}: {name}, ...}})"
+            )
         if named is not None and not _plain(named):
             raise BadRowError(f"its id is {named!r}")
         if shape is not None:
@@ -191,7 +213,8 @@ def _check_of(settings: DatasetSettings, env: str, shared: Mapping[str, Any]) ->
                 shape.model_validate({**shared, **options})
             except ValidationError as error:
                 first = error.errors(include_url=False)[0]
-                raise BadRowError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+                hint = ": name the columns that it takes in tasks.columns" if first["type"] == "extra_forbidden" else ""
+                raise BadRowError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}{hint}") from error
         wanted = settings.key or (("prompt",) if "prompt" in options else tuple(sorted(options)))
         if missing := [column for column in wanted if column not in options]:
             raise BadRowError(f"no column {missing[0]!r}, which tasks.key names; there are {', '.join(options)}")
@@ -219,8 +242,10 @@ def _task_of(row: Mapping[str, Any], columns: Mapping[str, str]) -> tuple[dict[s
     named, seed, more = options.pop("id", None), options.pop("seed", None), options.pop("options", None) or {}
     if not isinstance(more, Mapping):
         raise BadRowError(f"its options are {more!r:.80}, not a mapping")
-    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or seed < 0):
-        raise BadRowError(f"its seed is {seed!r:.80}, not a whole number from 0 on")
+    if isinstance(seed, str) and seed.isdecimal():
+        seed = int(seed)
+    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63):
+        raise BadRowError(f"its seed is {seed!r:.80}, not a whole number from 0 to 2^63 - 1")
     return {**more, **options}, named, seed
 
 

@@ -13,12 +13,12 @@ be found without reading others. The folder can be deleted at any time.
 import fcntl
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -27,12 +27,12 @@ import xxhash
 from agentrl.durable import finish_folder, new_unfinished, remove_folder
 from agentrl.errors import ConfigError
 from agentrl.hosting.interpreter import cache_folder
-from agentrl.tasks.rows import BadRowError, RowSource, as_line, parse_line, rows_of
+from agentrl.tasks.rows import BadRowError, RowSource, as_line, parse_line, read_or_error, rows_of
 
 U64 = npt.NDArray[np.uint64]
 Check = Callable[[Mapping[str, Any]], str]
 """Returns the text that tells a row's task from others. Raises `BadRowError`, if the row cannot be a task."""
-_FORMAT = 1
+_FORMAT = 2
 _SHOWN = 10
 """Bad rows that an error names."""
 _AT_ONCE = 1 << 16
@@ -62,8 +62,7 @@ class RowIndex:
     @property
     def rows_path(self) -> Path:
         """The file of JSON lines that has the rows."""
-        copied = self.folder / "rows.jsonl"
-        return copied if not isinstance(self.source, Path) or self.source.suffix != ".jsonl" else self.source
+        return self.source if _is_lines(self.source) else self.folder / "rows.jsonl"
 
     @cached_property
     def offsets(self) -> U64:
@@ -103,38 +102,54 @@ class RowIndex:
         return f"{self.source}, line {before + 1}"
 
 
-def open_index(source: RowSource, check: Check, checked_as: str) -> RowIndex:
+def open_index(source: RowSource, check: Check, checked_as: str, columns: Collection[str] = ()) -> RowIndex:
     """The index of a source, made now unless it is remembered.
 
-    `checked_as` names what `check` depends on: rows that were checked in another way are checked again.
+    `checked_as` names what `check` depends on: rows that were checked in another way are checked again. `columns`: what
+    `check` needs of a row that is copied, by default all.
 
     Raises:
-        ConfigError: the source cannot be read, has no rows, or has bad ones; names the first of them.
+        ConfigError: the source cannot be read, changes while it is read, or has bad rows, of which the first are named;
+            or the cache folder cannot be written.
     """
     stamp = _stamp(source) if isinstance(source, Path) else (0, 0)
     place = str(source.resolve()) if isinstance(source, Path) else json.dumps(asdict(source))
     of_source = cache_folder() / "datasets" / _hash(place, checked_as)
     final = of_source / _hash(stamp)
-    with _locked(of_source):
-        if not final.exists():
-            for outdated in [path for path in of_source.glob("*") if path.is_dir() and not path.name.startswith(".")]:
-                remove_folder(outdated)
-            folder = new_unfinished(final)
-            folder.mkdir(parents=True)
-            found = _build(source, check, folder, stamp)
-            (folder / "index.json").write_text(json.dumps(asdict(found)))
-            finish_folder(final)
+    if not final.exists():
+        try:
+            with _locked(of_source):
+                _make(source, check, columns, final, stamp)
+        except OSError as error:
+            raise ConfigError(
+                f"{source} cannot be indexed in the cache folder {of_source}: {error}. XDG_CACHE_HOME names another one"
+            ) from error
     found = _Found(**json.loads((final / "index.json").read_text()))
     index = RowIndex(source, final, found.digest, found.rows, stamp)
     return replace(index, _file=_stamp(index.rows_path))
 
 
-def _build(source: RowSource, check: Check, folder: Path, stamp: tuple[int, int]) -> _Found:
+def _make(source: RowSource, check: Check, columns: Collection[str], final: Path, stamp: tuple[int, int]) -> None:
+    """Make the folder of an index, unless another process has made it."""
+    if final.exists():
+        return
+    for outdated in [path for path in final.parent.glob("[!.]*") if path.is_dir()]:
+        remove_folder(outdated)
+    folder = new_unfinished(final)
+    folder.mkdir(parents=True)
+    found = _build(source, check, columns, folder, stamp)
+    if isinstance(source, Path) and _stamp(source) != stamp:
+        raise ConfigError(f"{source} has changed while it was read: start again when it is written")
+    (folder / "index.json").write_text(json.dumps(asdict(found)))
+    finish_folder(final)
+
+
+def _build(source: RowSource, check: Check, columns: Collection[str], folder: Path, stamp: tuple[int, int]) -> _Found:
     digest = xxhash.xxh3_128()
     rows, bad = 0, list[str]()
     bad_rows = 0
     with _Numbers(folder / "offsets.u64") as offsets, _Numbers(folder / "keys.u64") as keys:
-        for where, offset, read in _read(source, folder, digest.update):
+        for where, offset, read in _read(source, columns, folder, digest.update):
             try:
                 if isinstance(read, BadRowError):
                     raise read
@@ -150,26 +165,24 @@ def _build(source: RowSource, check: Check, folder: Path, stamp: tuple[int, int]
     if bad:
         more = f"\nand {bad_rows - len(bad):,} more" if bad_rows > len(bad) else ""
         raise ConfigError(f"{bad_rows:,} of {rows + bad_rows:,} rows cannot be tasks:\n" + "\n".join(bad) + more)
-    if not rows:
-        raise ConfigError(f"{source} has no rows")
     return _Found(*stamp, digest.hexdigest(), rows)
 
 
 def _read(
-    source: RowSource, folder: Path, seen: Callable[[bytes], None]
+    source: RowSource, columns: Collection[str], folder: Path, seen: Callable[[bytes], None]
 ) -> Iterator[tuple[str, int, Mapping[str, Any] | BadRowError]]:
     """(where, offset in the file of JSON lines, row) of each row. Copies the rows, if they are not in such a file."""
-    if isinstance(source, Path) and source.suffix == ".jsonl":
+    if _is_lines(source):
         with source.open("rb") as file:
             offset = 0
             for number, line in enumerate(file, 1):
                 seen(line)
                 if not line.isspace():
-                    yield f"line {number}", offset, _row_or_error(line)
+                    yield f"line {number}", offset, read_or_error(parse_line, line)
                 offset += len(line)
         return
     with (folder / "rows.jsonl").open("wb") as copy:
-        for where, row in rows_of(source):
+        for where, row in rows_of(source, columns):
             offset = copy.tell()
             if isinstance(row, BadRowError):
                 yield where, offset, row
@@ -182,13 +195,6 @@ def _read(
             seen(line)
             copy.write(line)
             yield where, offset, parse_line(line)
-
-
-def _row_or_error(line: bytes) -> Mapping[str, Any] | BadRowError:
-    try:
-        return parse_line(line)
-    except BadRowError as error:
-        return error
 
 
 class _Numbers:
@@ -216,7 +222,14 @@ class _Numbers:
         self._waiting = []
 
 
+def _is_lines(source: RowSource) -> TypeGuard[Path]:
+    """Whether a source is a file of JSON lines, whose rows stay where they are."""
+    return isinstance(source, Path) and source.suffix.lower() in (".jsonl", ".ndjson")
+
+
 def _numbers(path: Path, count: int) -> U64:
+    if not count:  # an empty file cannot be mapped
+        return np.zeros(0, np.uint64)
     return np.memmap(path, "<u8", mode="r", shape=(count,))
 
 

@@ -1,21 +1,43 @@
-"""Rows of files: JSON lines, Parquet, CSV and Arrow files, folders of these, and datasets of the Hugging Face hub.
+"""Rows of files: JSON, Parquet, CSV and Arrow files, folders of these, and datasets of the Hugging Face hub.
 
 Everything here streams: a row is read, checked and forgotten.
 """
 
 import csv
+import io
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date, time
+from decimal import Decimal
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from agentrl.errors import ConfigError
 
-SUFFIXES = (".jsonl", ".parquet", ".csv", ".arrow")
-"""The files that can be read. `.arrow` is what `Dataset.save_to_disk` writes."""
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_TEXTS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
+_PACKED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
+SUFFIXES = (*_TEXTS, ".parquet", ".arrow")
+"""The files that can be read; texts may be compressed too (`.jsonl.gz`). `.arrow` is what `Dataset.save_to_disk`
+writes."""
+FILES = f"{', '.join(SUFFIXES)}, and texts compressed as {', '.join(_PACKED)}"
+"""The same, for people."""
+_NOT_ROWS = ("dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")
+"""What the package datasets writes beside rows."""
 _SPLITS = ("train", "test", "validation", "valid", "dev", "eval")
+_AT_ONCE = 1024
+"""Rows of a Parquet file that are read at once."""
+_BLOCK = 1 << 16
+"""Characters of an array that are read at once."""
+_GAP = re.compile(r"[\s,]*")
+_LONGEST_FIELD = 1 << 30
+"""Characters in a field of a CSV file. The csv module's own limit is 131,072."""
 
 
 class BadRowError(ValueError):
@@ -41,7 +63,14 @@ RowSource = Path | HubDataset
 
 def is_data(text: str) -> bool:
     """Whether a text names data, and not a task source: a file, a folder, or a dataset `owner/name` of the hub."""
-    return ":" not in text and ("/" in text or Path(text).suffix in SUFFIXES)
+    return ":" not in text and ("/" in text or kind_of(Path(text)) is not None)
+
+
+def kind_of(path: Path) -> str | None:
+    """What a file is, by the end of its name without that of a compression: one of `SUFFIXES`, or None."""
+    packed = path.suffix.lower() in _PACKED
+    kind = (Path(path.stem) if packed else path).suffix.lower()
+    return kind if kind in (_TEXTS if packed else SUFFIXES) else None
 
 
 def sources(data: str, split: str, subset: str | None = None, revision: str | None = None) -> list[RowSource]:
@@ -55,29 +84,37 @@ def sources(data: str, split: str, subset: str | None = None, revision: str | No
     """
     path = Path(data).expanduser()
     if path.is_file():
-        if path.suffix not in SUFFIXES:
-            raise ConfigError(f"{data}: a file of tasks is one of {', '.join(SUFFIXES)}, by its name")
+        if kind_of(path) is None:
+            raise ConfigError(f"{data}: a file of tasks is one of {FILES}, by its name")
         return [path]
     if path.is_dir():
         return [*_in_folder(path, split)]
-    if path.suffix in SUFFIXES or data.startswith((".", "/", "~")) or data.count("/") > 1:
+    if kind_of(path) or data.startswith((".", "/", "~")) or data.count("/") > 1:
         raise ConfigError(f"there is no file or folder {data!r}")
     return [HubDataset(data, subset, split, revision)]
 
 
 def _in_folder(folder: Path, split: str) -> list[Path]:
-    def files(where: Path) -> list[Path]:
-        return sorted(path for path in where.glob("*") if path.suffix in SUFFIXES)
-
-    there = files(folder)
-    named = files(folder / split) or [path for path in there if _split_of(path) == split]
+    there = _files(folder)
+    named = _files(folder / split) or [path for path in there if _split_of(path) == split]
     if named:
         return named
-    splits = {_split_of(path) for path in there} | {inner.name for inner in folder.glob("*/") if files(inner)}
+    splits = {_split_of(path) for path in there} | {inner.name for inner in folder.glob("*/") if _files(inner)}
     if there and split == "train" and splits == {None}:
         return there
     found = ", ".join(sorted(filter(None, splits))) or "no splits"
-    raise ConfigError(f"{folder} has no files of the split {split!r}: it has {found}. Files are {', '.join(SUFFIXES)}")
+    raise ConfigError(f"{folder} has no files of the split {split!r}: it has {found}. Files are {FILES}")
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files of rows right in a folder, without hidden ones and what the package datasets left beside its own."""
+    state = folder / "state.json"
+    saved = {one["filename"] for one in json.loads(state.read_text())["_data_files"]} if state.is_file() else None
+    return sorted(
+        path
+        for path in folder.glob("[!.]*")
+        if path.is_file() and kind_of(path) and path.name not in _NOT_ROWS and (saved is None or path.name in saved)
+    )
 
 
 def _split_of(path: Path) -> str | None:
@@ -86,18 +123,40 @@ def _split_of(path: Path) -> str | None:
     return first if first in _SPLITS else None
 
 
-def rows_of(source: RowSource) -> Iterator[tuple[str, Mapping[str, Any] | BadRowError]]:
-    """(where it stands, the row or what is wrong with it) of each row of a file that is not JSON lines.
+def rows_of(source: RowSource, columns: Collection[str] = ()) -> Iterator[tuple[str, Mapping[str, Any] | BadRowError]]:
+    """(where it stands, the row or what is wrong with it) of each row of a file that is not plain JSON lines.
+
+    `columns`: of these only, where a dot goes into a column of mappings; by default of all.
 
     Raises:
-        ConfigError: the source cannot be read at all.
+        ConfigError: the source cannot be read, or not to its end.
     """
-    if isinstance(source, HubDataset):
-        yield from _of_hub(source)
-    elif source.suffix == ".csv":
-        yield from _of_csv(source)
-    else:
-        yield from _of_arrow(source)
+    outer = {*columns, *(column.partition(".")[0] for column in columns)}
+    reader = _of_hub(source) if isinstance(source, HubDataset) else _of_file(source, outer)
+    for where, row in reader:
+        if outer and isinstance(row, Mapping):
+            yield where, {name: value for name, value in row.items() if name in outer}
+        else:
+            yield where, row
+
+
+def _of_file(path: Path, columns: Collection[str]) -> Iterator[tuple[str, Mapping[str, Any] | BadRowError]]:
+    import pyarrow as pa
+
+    where = "its beginning"
+    reader: Iterator[tuple[str, Mapping[str, Any] | BadRowError]]
+    try:
+        match kind_of(path):
+            case ".parquet" | ".arrow":
+                reader = _of_arrow(path, columns)
+            case ".csv" | ".tsv":
+                reader = _of_csv(path)
+            case _:
+                reader = _of_json(path)
+        for where, row in reader:
+            yield where, row
+    except (pa.ArrowException, OSError, csv.Error, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read further than {where}: {error}") from error
 
 
 def parse_line(line: bytes) -> Mapping[str, Any]:
@@ -108,8 +167,12 @@ def parse_line(line: bytes) -> Mapping[str, Any]:
     """
     try:
         row = json.loads(line, parse_constant=_no_constant)
-    except ValueError as error:  # text that is no UTF-8 too
+    except (ValueError, RecursionError) as error:  # text that is no UTF-8 too
         raise BadRowError(f"it is not JSON: {error}") from error
+    return _object(row)
+
+
+def _object(row: Any) -> Mapping[str, Any]:
     if not isinstance(row, dict):
         raise BadRowError(f'it is {type(row).__name__}, not an object: write {{"prompt": ..., "answer": ...}}')
     return row
@@ -119,12 +182,23 @@ def as_line(row: Mapping[str, Any]) -> bytes:
     """A row as a line of JSON.
 
     Raises:
-        BadRowError: JSON has no such value.
+        BadRowError: JSON has no such value. Names the column.
     """
     try:
-        return json.dumps(row, default=_in_json, ensure_ascii=False, allow_nan=False).encode() + b"\n"
-    except (TypeError, ValueError) as error:
-        raise BadRowError(str(error)) from error
+        return _dumped(row) + b"\n"
+    except (TypeError, ValueError):
+        for name, value in row.items():
+            try:
+                _dumped({name: value})
+            except UnicodeEncodeError as error:
+                raise BadRowError(f"column {name!a} has text that is not UTF-8") from error
+            except (TypeError, ValueError) as error:
+                raise BadRowError(f"column {name!r}: {error}") from error
+        raise
+
+
+def _dumped(row: Mapping[str, Any]) -> bytes:
+    return json.dumps(row, default=_in_json, ensure_ascii=False, allow_nan=False).encode()
 
 
 def _no_constant(name: str) -> None:
@@ -134,36 +208,127 @@ def _no_constant(name: str) -> None:
 def _in_json(value: Any) -> Any:
     if isinstance(value, date | time):
         return value.isoformat()
+    if isinstance(value, Decimal):
+        return str(value)
     if hasattr(value, "tolist"):
         return value.tolist()
-    raise TypeError(f"a {type(value).__name__} cannot be in a task: leave the column out with `tasks.columns`")
+    raise TypeError(
+        f"{type(value).__name__} is no value of JSON: name the columns that are needed, without this one, in "
+        "tasks.columns"
+    )
+
+
+@contextmanager
+def _unpacked(path: Path) -> Iterator[io.BufferedReader]:
+    import pyarrow as pa
+
+    with pa.input_stream(str(path), compression=_PACKED.get(path.suffix.lower())) as stream:
+        yield io.BufferedReader(cast(io.RawIOBase, stream), 1 << 16)
+
+
+def _of_json(path: Path) -> Iterator[tuple[str, Mapping[str, Any] | BadRowError]]:
+    """The rows of an array of objects, or of JSON lines; which of both, its first character says."""
+    with _unpacked(path) as file:
+        if kind_of(path) == ".json" and file.peek(1 << 12)[:4096].removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
+            for number, (line, value) in enumerate(_of_array(io.TextIOWrapper(file, "utf-8-sig")), 1):
+                yield f"row {number} (line {line})", read_or_error(_object, value)
+            return
+        for number, text in enumerate(file, 1):
+            if not text.isspace():
+                yield f"line {number}", read_or_error(parse_line, text)
+
+
+def read_or_error(read: Callable[[Any], Mapping[str, Any]], value: Any) -> Mapping[str, Any] | BadRowError:
+    """What `read` makes of a value, or why it is no row."""
+    try:
+        return read(value)
+    except BadRowError as error:
+        return error
+
+
+def _of_array(file: io.TextIOBase) -> Iterator[tuple[int, Any]]:
+    """(line, value) of each value in an array of JSON, of which only a part is held.
+
+    Raises:
+        ValueError: a value is no JSON, or the array has no end.
+    """
+    decode = json.JSONDecoder(parse_constant=_no_constant).raw_decode
+    text, line, block = file.read(_BLOCK), 1, _BLOCK
+    place = text.index("[") + 1
+    while True:
+        begin = cast(re.Match[str], _GAP.match(text, place)).end()
+        if text.startswith("]", begin):
+            return
+        problem = "it ends there"
+        try:
+            value, end = decode(text, begin)
+        except (ValueError, RecursionError) as error:
+            value, end, problem = None, len(text), str(error)
+        if end < len(text):
+            yield line + text.count("\n", place, begin), value
+            line, place, block = line + text.count("\n", place, end), end, _BLOCK
+        elif more := file.read(block):
+            text, place, block = text[place:] + more, 0, 2 * block  # twice as much: a long value is read in few tries
+        else:
+            raise ValueError(f"what follows is not JSON, or the array is not closed: {problem}")
 
 
 def _of_csv(path: Path) -> Iterator[tuple[str, Mapping[str, Any] | BadRowError]]:
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file)
-        for row in reader:
-            where = f"line {reader.line_num}"
-            if None in row or None in row.values():
-                yield where, BadRowError(f"it has not as many fields as the head, {len(reader.fieldnames or ())}")
-            else:
-                yield where, row
+    """The rows of a file whose fields are separated by what its head has most of: commas, semicolons or tabs."""
+    usual = csv.field_size_limit(_LONGEST_FIELD)
+    try:
+        with _unpacked(path) as bytes_, io.TextIOWrapper(bytes_, "utf-8-sig", "surrogateescape", newline="") as file:
+            first = file.readline()
+            reader = csv.reader(chain([first], file), delimiter=max(",;\t", key=first.count), strict=True)
+            head = _different([name.strip() for name in next(reader, [])])
+            begin = reader.line_num + 1
+            for fields in reader:
+                where, begin = f"line {begin}", reader.line_num + 1
+                if len(fields) == len(head):
+                    yield where, dict(zip(head, fields, strict=True))
+                elif fields:
+                    yield where, BadRowError(f"it has {len(fields)} fields, and the head has {len(head)}")
+    finally:
+        csv.field_size_limit(usual)
 
 
-def _of_arrow(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    import pyarrow as pa
+def _of_arrow(path: Path, columns: Collection[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    number = 0
+    with path.open("rb") as file:
+        batches = _of_parquet(file, columns) if kind_of(path) == ".parquet" else _of_ipc(file)
+        for batch in batches:
+            _different(batch.schema.names)
+            for row in batch.to_pylist():
+                number += 1
+                yield f"row {number}", row
+
+
+def _of_parquet(file: BinaryIO, columns: Collection[str]) -> "Iterator[pa.RecordBatch]":
     import pyarrow.parquet as pq
 
-    number = 0
-    try:
-        with path.open("rb") as file:
-            parts = pq.ParquetFile(file).iter_batches(4096) if path.suffix == ".parquet" else pa.ipc.open_stream(file)
-            for part in parts:
-                for row in part.to_pylist():
-                    number += 1
-                    yield f"row {number}", row
-    except pa.ArrowInvalid as error:
-        raise ConfigError(f"{path} is no {path.suffix[1:]} file that can be read: {error}") from error
+    data = pq.ParquetFile(file)
+    wanted = [name for name in data.schema_arrow.names if name in columns]
+    yield from data.iter_batches(_AT_ONCE, columns=wanted or None)
+
+
+def _of_ipc(file: BinaryIO) -> "Iterator[pa.RecordBatch]":
+    """The parts of a file of Arrow's format for streams, or for files (Feather)."""
+    import pyarrow as pa
+
+    magic = file.read(6)
+    file.seek(0)
+    if magic != b"ARROW1":
+        yield from pa.ipc.open_stream(file)
+        return
+    data = pa.ipc.open_file(file)
+    for number in range(data.num_record_batches):
+        yield data.get_batch(number)
+
+
+def _different(names: Sequence[str]) -> Sequence[str]:
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"two columns are called {twice[0]!r}")
+    return names
 
 
 def _of_hub(source: HubDataset) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -177,6 +342,9 @@ def _of_hub(source: HubDataset) -> Iterator[tuple[str, Mapping[str, Any]]]:
     try:
         rows = datasets.load_dataset(source.name, source.subset, split=source.split, revision=source.revision)
     except Exception as error:  # of any of a dozen libraries: there is nothing to read, whatever it was
-        raise ConfigError(f"the dataset {source} cannot be loaded: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"{source.name!r} is no file or folder here, and as a dataset of the hub it cannot be loaded (split "
+            f"{source.split}): {type(error).__name__}: {error}"
+        ) from error
     for number, row in enumerate(rows, 1):
         yield f"row {number}", row

@@ -1,13 +1,16 @@
 """Datasets: rows of files as tasks, each once in an epoch, in an order that a resumed run continues."""
 
+import gzip
 import json
 import sys
 from collections.abc import Iterable, Mapping
+from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
@@ -153,6 +156,16 @@ def as_csv(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("prompt,answer,id\n" + "".join(f'"{r["prompt"]}",{r["answer"]},{r["id"]}\n' for r in rows))
 
 
+def as_semicolons(path: Path, rows: list[dict[str, Any]]) -> None:
+    text = "prompt; answer ;id\r\n" + "".join(f"{r['prompt']};{r['answer']};{r['id']}\r\n" for r in rows)
+    path.write_bytes(b"\xef\xbb\xbf" + text.encode())
+
+
+def as_tabs(path: Path, rows: list[dict[str, Any]]) -> None:
+    text = "prompt\tanswer\tid\n" + "".join(f"{r['prompt']}\t{r['answer']}\t{r['id']}\n" for r in rows)
+    path.write_bytes(gzip.compress(text.encode()))
+
+
 def as_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
     pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=7)
 
@@ -163,18 +176,135 @@ def as_arrow(path: Path, rows: list[dict[str, Any]]) -> None:
         stream.write_table(table)
 
 
-@pytest.mark.parametrize(("suffix", "save"), [(".csv", as_csv), (".parquet", as_parquet), (".arrow", as_arrow)])
+def as_feather(path: Path, rows: list[dict[str, Any]]) -> None:
+    pa.feather.write_feather(pa.Table.from_pylist(rows), path)
+
+
+def as_array(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(rows, indent=2).encode())
+
+
+def as_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\r\n" for row in rows).strip())
+
+
+def as_packed_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    as_lines(path, rows)
+    text = path.read_bytes()
+    with pa.output_stream(str(path), compression={".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}[path.suffix]) as stream:
+        stream.write(text)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "save"),
+    [
+        (".csv", as_csv),
+        (".CSV", as_semicolons),
+        (".tsv.gz", as_tabs),
+        (".parquet", as_parquet),
+        (".arrow", as_arrow),
+        (".feather.arrow", as_feather),
+        (".json", as_array),
+        (".json", as_lines),
+        (".ndjson", as_lines),
+        (".jsonl.gz", as_packed_lines),
+        (".jsonl.zst", as_packed_lines),
+        (".json.bz2", as_packed_lines),
+    ],
+)
 def test_other_formats_have_the_same_tasks_in_the_same_order(tmp_path: Path, suffix: str, save: Any) -> None:
     lines = tasks(write(tmp_path / "data.jsonl", questions(30)))
-    save(tmp_path / f"data{suffix}", questions(30))
-    other = tasks(tmp_path / f"data{suffix}")
+    save(tmp_path / f"other{suffix}", questions(30))
+    other = tasks(tmp_path / f"other{suffix}")
     assert [other.task(index) for index in range(60)] == [lines.task(index) for index in range(60)]
 
 
 def test_a_row_of_a_csv_file_without_a_field_is_named(tmp_path: Path) -> None:
     (tmp_path / "data.csv").write_text('prompt,answer\n"two\nlines",1\nmissing\n')
-    with pytest.raises(ConfigError, match=r"data.csv, line 4: it has not as many fields as the head, 2"):
+    with pytest.raises(ConfigError, match=r"data.csv, line 4: it has 1 fields, and the head has 2"):
         tasks(tmp_path / "data.csv")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("a.csv", "prompt,answer\ncafé,1\n".encode("latin-1"), "line 2: column 'prompt' has text that is not UTF-8"),
+        ("a.csv", b"prompt,prompt\na,b\n", "two columns are called 'prompt'"),
+        ("a.csv", b'prompt,answer\na,1\n"b,2\nc,3\n', "a.csv cannot be read further than line 2: unexpected end"),
+        ("a.json", b'[{"prompt": "a"},\n{"prompt": 3}]', r"row 2 \(line 2\): prompt"),
+        ("a.json", b'[{"prompt": "a"},\n{"prompt": "b"', r"further than row 1 \(line 1\): .* the array is not closed"),
+        ("a.json", b'[{"prompt": "a"},\n{"prompt": "b"}', r"further than row 1 \(line 1\): .* the array is not closed"),
+        ("a.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n' * 9999)[:-20], "cannot be read further than .*Truncated"),
+        ("a.jsonl.gz", b'{"prompt": "a"}\n', "cannot be read further than its beginning"),
+        ("a.jsonl", b'{"prompt": "a", "answer": ' + b"[" * 99_999, "line 1: it is not JSON"),
+    ],
+    ids=["latin-1", "twice", "quote", "bad row", "half a row", "no bracket", "cut off", "not packed", "deep"],
+)
+def test_files_that_are_broken_are_refused_with_the_place(tmp_path: Path, name: str, content: bytes, why: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=why):
+        tasks(tmp_path / name)
+
+
+def test_columns_that_json_cannot_hold_are_named_unless_they_are_left_out(tmp_path: Path) -> None:
+    rows = pa.table({"prompt": ["a", "b"], "answer": [Decimal("1.50"), Decimal(2)], "image": [b"\xff", b"x"]})
+    pq.write_table(rows, tmp_path / "data.parquet")
+    with pytest.raises(ConfigError, match=r"row 1: column 'image': bytes is no value of JSON: .* tasks.columns"):
+        tasks(tmp_path / "data.parquet")
+    source = tasks(tmp_path / "data.parquet", held_out=0.0, columns={"prompt": "prompt", "answer": "answer"})
+    assert {source.task(index).options["answer"] for index in range(2)} == {"1.50", "2.00"}
+    pq.write_table(pa.table({"prompt": ["a"], "answer": [float("nan")]}), tmp_path / "data.parquet")
+    with pytest.raises(ConfigError, match=r"row 1: column 'answer': "):
+        tasks(tmp_path / "data.parquet")
+
+
+def test_long_rows_and_fields_are_read(tmp_path: Path) -> None:
+    long = [{"prompt": letter * 300_000, "answer": "1"} for letter in "abc"]
+    write(tmp_path / "a.jsonl", long)
+    (tmp_path / "a.json").write_text(json.dumps(long))
+    (tmp_path / "a.csv").write_text("prompt,answer\n" + "".join(f"{row['prompt']},1\n" for row in long))
+    for name in ("a.jsonl", "a.json", "a.csv"):
+        assert sorted(prompts(tasks(tmp_path / name, held_out=0.0), 3)) == [row["prompt"] for row in long]
+
+
+def test_a_folder_has_no_hidden_files_and_an_empty_part_is_no_error(tmp_path: Path) -> None:
+    write(tmp_path / "data" / "a.jsonl", questions(10))
+    write(tmp_path / "data" / "c.jsonl", questions(10, start=10))
+    for name, content in ((".hidden.jsonl", b"x"), ("._a.jsonl", b"\0"), ("b.jsonl", b""), ("README.md", b"x")):
+        (tmp_path / "data" / name).write_bytes(content)
+    (tmp_path / "data" / "folder.jsonl").mkdir()
+    source = tasks(tmp_path / "data", held_out=0.0)
+    assert sorted(prompts(source, 20)) == sorted(row["prompt"] for row in questions(20))
+    write(tmp_path / "data" / "a.jsonl", [])
+    write(tmp_path / "data" / "c.jsonl", [])
+    with pytest.raises(ConfigError, match="data has no rows"):
+        tasks(tmp_path / "data")
+
+
+def test_a_saved_dataset_has_its_own_rows_and_not_those_that_a_map_has_left_beside_them(tmp_path: Path) -> None:
+    import datasets
+
+    splits = {"train": questions(12), "test": questions(4, start=50)}
+    saved = datasets.DatasetDict({name: datasets.Dataset.from_list(rows) for name, rows in splits.items()})
+    saved.save_to_disk(tmp_path / "saved")
+    datasets.load_from_disk(tmp_path / "saved" / "train").map(lambda row: {"prompt": row["prompt"].upper()})
+    assert [*(tmp_path / "saved" / "train").glob("cache-*.arrow")]
+    for data in (tmp_path / "saved", tmp_path / "saved" / "train"):
+        source = tasks(data, held_out="test" if data.name == "saved" else 0.0)
+        assert len(source) == 12
+        assert sorted(prompts(source, 12)) == sorted(row["prompt"] for row in splits["train"])
+
+
+def test_data_may_not_set_what_decides_what_code_runs_unless_its_column_is_named(tmp_path: Path) -> None:
+    rows = [{"prompt": "x", "tool": "python", "allow_unsafe": True}, {"prompt": "y"}]
+    path = write(tmp_path / "data.jsonl", rows)
+    with pytest.raises(ConfigError, match=r"line 1: allow_unsafe can decide what code runs: set it in env.options"):
+        tasks(path)
+    write(path, [{"prompt": "x", "options": {"allow_unsafe": True}}])
+    with pytest.raises(ConfigError, match=r"line 1: allow_unsafe can decide"):
+        tasks(path)
+    write(path, [{"prompt": "x", "limits": {"wall": 3.0}}, {"prompt": "y", "limits": {"wall": 2.0}}])
+    assert len(tasks(path, columns={"prompt": "prompt", "limits": "limits"})) == 1
 
 
 def test_the_splits_of_a_folder_are_its_folders_or_the_beginnings_of_names(tmp_path: Path) -> None:
@@ -245,7 +375,7 @@ def test_a_cached_dataset_of_the_hub_is_read_by_its_real_package_without_the_hub
 
 
 def test_a_dataset_that_is_in_no_cache_is_refused_by_name_without_the_hub(hub_cache: Path) -> None:
-    with pytest.raises(ConfigError, match=r"the dataset someone/sums.* cannot be loaded.*OfflineModeIsEnabled"):
+    with pytest.raises(ConfigError, match=r"'someone/sums' is no file .* cannot be loaded.*OfflineModeIsEnabled"):
         tasks("someone/sums", held_out="test")
 
 
@@ -267,14 +397,45 @@ def test_an_index_is_made_once_and_made_again_when_the_file_changes(
     assert json.loads(index.read_text())["rows"] == 25
 
 
+def test_a_file_that_changes_while_it_is_read_is_refused_and_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "data.jsonl", questions(20))
+
+    def growing(row: Mapping[str, Any]) -> str:
+        if row == questions(1)[0]:
+            write(path, [*questions(20), *questions(1, start=99)])
+        return str(row)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("agentrl.tasks.dataset._check_of", lambda *args: growing)
+        with pytest.raises(ConfigError, match=r"data.jsonl has changed while it was read"):
+            tasks(path)
+    assert len(tasks(path, held_out=0.0)) == 21
+
+
+def test_a_cache_folder_that_cannot_be_written_is_named_and_a_full_one_is_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "data.jsonl", questions(20))
+    before = tasks(path)
+    with monkeypatch.context() as patched:
+        patched.setattr("agentrl.tasks.row_index._locked", lambda folder: pytest.fail("it writes to its cache"))
+        assert tasks(path).task(3) == before.task(3)
+    (tmp_path / "no_folder").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "no_folder"))
+    with pytest.raises(ConfigError, match=r"data.jsonl cannot be indexed in the cache folder .*XDG_CACHE_HOME"):
+        tasks(path)
+
+
 @pytest.mark.parametrize(
     ("data", "why"),
     [
         ("nowhere.jsonl", "there is no file or folder 'nowhere.jsonl'"),
         ("./nowhere", "there is no file or folder './nowhere'"),
-        ("{tmp}/data.txt", "a file of tasks is one of .jsonl, .parquet, .csv, .arrow"),
+        ("{tmp}/data.txt", "a file of tasks is one of .jsonl, .ndjson, .json, .csv, .tsv, .parquet, .arrow"),
         ("{tmp}/empty.jsonl", "has no rows"),
-        ("{tmp}/broken.parquet", "is no parquet file that can be read"),
+        ("{tmp}/broken.parquet", "broken.parquet cannot be read further than its beginning"),
     ],
 )
 def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path, data: str, why: str) -> None:
@@ -287,8 +448,10 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path, data: str, why: 
 
 def test_shares_that_leave_nothing_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "data.jsonl", questions(1))
-    with pytest.raises(ConfigError, match="leaves none of the rows"):
-        tasks(path)
+    with pytest.raises(ConfigError, match=r"1 rows .* set tasks.held_out and evaluation.tasks to 0"):
+        tasks(write(tmp_path / "same.jsonl", questions(1)))
+    with pytest.raises(ConfigError, match=r"'test', and .*data.jsonl is a single file, which has no splits"):
+        tasks(path, held_out="test")
     with pytest.raises(ConfigError, match="write a share of the rows below 1"):
         tasks(path, held_out=3)
     with pytest.raises(ConfigError, match=r"set evaluation\.tasks to 0 too"):
