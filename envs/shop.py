@@ -113,6 +113,8 @@ class Shop(ToolEnv):
         """How many wishes the user has, at most one for each topic; by default as the level says."""
         rooms: int | None = Field(None, ge=2, le=24)
         """How many rooms the house has, by default as the level says. Each wish needs one, the user one more."""
+        brief: bool = False
+        """Whether the list of rooms leaves out a price or an area that is no topic (`Amber: harbour`)."""
         user: Annotated[ImportString[User], OwnerOnly()] = Field(default=scripted_user)
         """The `User` that answers `ask_user`, or its address as `package.module:name`."""
         short_calls: bool = False
@@ -124,6 +126,7 @@ class Shop(ToolEnv):
         self.call_shortly(chosen.short_calls)
         self._user: User = chosen.user
         self.topics = chosen.topics
+        self._listed = [topic for topic in LISTED if not chosen.brief or topic in chosen.topics]
         self.wishes = _wishes(chosen.topics, chosen.wishes or min(chosen.level + 1, len(set(chosen.topics))), self.rng)
         rooms = _rooms(chosen.rooms or 4 * chosen.level + 4, self.wishes, self.rng, one_is_taken=chosen.level >= 3)
         self.rooms = {room.name: room for room in rooms}
@@ -147,7 +150,7 @@ class Shop(ToolEnv):
     def list_rooms(self) -> str:
         """List the names of all rooms, with price and area."""
         self.listed = True
-        return "\n".join(f"{room.name}: {room.price} euros, {room.area}" for room in self.rooms.values())
+        return "\n".join(self._line(room) for room in self.rooms.values())
 
     def inspect_room(self, room: str) -> dict[str, Any]:
         """Tell all about a room.
@@ -176,6 +179,11 @@ class Shop(ToolEnv):
         fits = self.booked is not None and all(wish.holds(self.booked) for wish in self.wishes)
         reply = "Thank you, this is what I wanted." if fits else "This is not what I wanted."
         return ToolResult(reply, reward=float(fits), terminated=True, success=fits)
+
+    def _line(self, room: Room) -> str:
+        """The room in the list."""
+        told = {"price": f"{room.price} euros", "area": room.area}
+        return ": ".join([room.name, *filter(None, [", ".join(told[topic] for topic in self._listed)])])
 
     def _find(self, name: str) -> Room:
         found = self.rooms.get(name.strip().title())

@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import random
+import re
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
@@ -470,6 +471,23 @@ def test_a_smaller_house_has_one_room_that_fits_too(topics: tuple[str, ...], wis
         assert len(env.wishes) == 1
         assert len(env.rooms) == rooms
         assert sum(env.wishes[0].holds(room) for room in env.rooms.values()) == 1
+
+
+@pytest.mark.parametrize(
+    ("topics", "line"),
+    [
+        (("area",), r"\w+: (centre|harbour|old town|university)"),
+        (("price", "beds"), r"\w+: \d+ euros"),
+        (("pets", "beds"), r"\w+"),
+        (("area", "price"), r"\w+: \d+ euros, \w[\w ]+"),
+    ],
+)
+def test_a_brief_list_of_rooms_says_nothing_about_what_is_no_topic(topics: tuple[str, ...], line: str) -> None:
+    for brief in (True, False):
+        env = begin(Shop, 0, topics=topics, brief=brief)
+        lines = step(env, call("list_rooms"))[0].splitlines()
+        assert len(lines) == 8
+        assert all(re.fullmatch(line if brief else r"\w+: \d+ euros, \w[\w ]+", text) for text in lines)
 
 
 @pytest.mark.parametrize("options", [{"topics": ["area"], "wishes": 2}, {"rooms": 2}, {"level": 3, "rooms": 5}])
