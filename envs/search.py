@@ -9,11 +9,11 @@ import re
 import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import pairwise
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from agentrl.envs.base import ToolEnv, ToolError, ToolResult, plays, read_options
 from agentrl.errors import EnvError
@@ -93,6 +93,16 @@ class Search(ToolEnv):
         """Whether tools are called in words (`answer Tobin`) instead of JSON, for models that are too small for it."""
         most: int = Field(10, ge=1, le=10)
         """How many documents a search shows at most, whatever `k` says."""
+        names: int | None = Field(None, le=10_000)
+        """How many names the worlds of all seeds share, at least 40 * `level`, for models that are too small to copy
+        names they have never seen. By default each world invents its own."""
+
+        @field_validator("names")
+        @classmethod
+        def _enough(cls, names: int | None, info: ValidationInfo) -> int | None:
+            if names is not None and names < (needed := 40 * info.data.get("level", 1)):
+                raise ValueError(f"a world of this level has {needed} names")
+            return names
 
     def __init__(self) -> None:
         self._index: sqlite3.Connection | None = None
@@ -102,7 +112,7 @@ class Search(ToolEnv):
         chosen = read_options(self.Options, options)
         self.call_shortly(chosen.short_calls)
         self.most = chosen.most
-        self.world = make_world(chosen.level, seed)
+        self.world = make_world(chosen.level, seed, chosen.names)
         self.by_id = {document.id: document for document in self.world.documents}
         self.found: set[int] = set()
         self.done: set[int] = set()
@@ -221,10 +231,10 @@ def _any_call(env: Search, rng: random.Random) -> ToolCall:
 
 
 @lru_cache(maxsize=1024)
-def make_world(level: int, seed: int) -> SearchWorld:
+def make_world(level: int, seed: int, shared_names: int | None = None) -> SearchWorld:
     """The world of a seed; all members of a group share it."""
     rng = random.Random(seed)
-    things = _things(8 * level, rng)
+    things = _things(8 * level, rng, _shared(shared_names) if shared_names else None)
     facts = {
         thing: [
             (relation, rng.choice([other for other in things[relation.other] if other != thing]))
@@ -243,9 +253,18 @@ def make_world(level: int, seed: int) -> SearchWorld:
     return SearchWorld(documents, *_question(level, things["person"], facts, rng))
 
 
-def _things(people: int, rng: random.Random) -> dict[str, list[str]]:
+@cache
+def _shared(count: int) -> Sequence[str]:
+    """So many different names, the same for every seed."""
+    rng, names = random.Random(0), dict[str, None]()
+    while len(names) < count:
+        names[_name(rng)] = None
+    return tuple(names)
+
+
+def _things(people: int, rng: random.Random, shared: Sequence[str] | None) -> dict[str, list[str]]:
     """Names by kind, all different. People share surnames, so that only the full name finds one."""
-    names = list(dict.fromkeys(_name(rng) for _ in range(8 * people)))
+    names = rng.sample(shared, 5 * people) if shared else list(dict.fromkeys(_name(rng) for _ in range(8 * people)))
     few = people // 2
     families = names[: few // 2]
     firsts, towns, companies, rivers, products = (

@@ -53,8 +53,8 @@ def begin(env: type, seed: int, **options: Any) -> Any:
     return made
 
 
-def solved(env: type, player: Player, seed: int, level: int, turns: int) -> bool:
-    live, rng = begin(env, seed, level=level), random.Random(seed)
+def solved(env: type, player: Player, seed: int, level: int, turns: int, **options: Any) -> bool:
+    live, rng = begin(env, seed, level=level, **options), random.Random(seed)
     for _ in range(turns):
         _, reward, terminated, _, info = step(live, player(live, rng))
         if terminated:
@@ -402,6 +402,23 @@ def test_a_search_shows_no_more_documents_than_the_option_says() -> None:
         env = begin(Search, 0, most=most)
         assert len(step(env, call("search", query="was born in", k=5))[0].splitlines()) == min(most, 5)
         env.close()
+
+
+def test_worlds_that_share_their_names_still_differ_and_can_be_solved() -> None:
+    worlds = [search.make_world(1, seed, 40) for seed in range(100)]
+    words = {word for world in worlds for document in world.documents for word in document.title.split()}
+    assert len(words - {"Works", "Brothers", "Society"}) <= 40
+    assert len({world.question for world in worlds}) >= 90
+    assert len({(world.question, world.chain) for world in worlds}) >= 98
+    assert all(solved(Search, search.strong_player, seed, 1, 5, names=40) for seed in range(20))
+    unshared = {word for seed in range(100) for word in search.make_world(1, seed).documents[0].title.split()}
+    assert len(unshared) > 100
+
+
+@pytest.mark.parametrize(("level", "names", "needed"), [(1, 39, 40), (5, 40, 200)])
+def test_fewer_names_than_a_world_has_are_refused(level: int, names: int, needed: int) -> None:
+    with pytest.raises(ConfigError, match=f"names.*{needed} names"):
+        begin(Search, 0, level=level, names=names)
 
 
 @pytest.mark.parametrize(("env", "module"), [(Search, search), (Shop, shop)])
