@@ -114,7 +114,10 @@ class Shop(ToolEnv):
         rooms: int | None = Field(None, ge=2, le=24)
         """How many rooms the house has, by default as the level says. Each wish needs one, the user one more."""
         brief: bool = False
-        """Whether the list of rooms leaves out a price or an area that is no topic (`Amber: harbour`)."""
+        """Whether the list of rooms is one line (`Rooms: Ivy: harbour; Opal: centre`), without a price or an area that
+        is no topic."""
+        listed: bool = False
+        """Whether the list of rooms is below the user's first words, and need not be asked for."""
         user: Annotated[ImportString[User], OwnerOnly()] = Field(default=scripted_user)
         """The `User` that answers `ask_user`, or its address as `package.module:name`."""
         short_calls: bool = False
@@ -126,15 +129,16 @@ class Shop(ToolEnv):
         self.call_shortly(chosen.short_calls)
         self._user: User = chosen.user
         self.topics = chosen.topics
-        self._listed = [topic for topic in LISTED if not chosen.brief or topic in chosen.topics]
+        self.brief = chosen.brief
         self.wishes = _wishes(chosen.topics, chosen.wishes or min(chosen.level + 1, len(set(chosen.topics))), self.rng)
         rooms = _rooms(chosen.rooms or 4 * chosen.level + 4, self.wishes, self.rng, one_is_taken=chosen.level >= 3)
         self.rooms = {room.name: room for room in rooms}
         self.booked: Room | None = None
-        self.listed = False
+        self.listed = self.always_listed = chosen.listed
         self.questions: list[str] = []
         self.inspected: set[str] = set()
-        return "Hello! I need a room for the night, please."
+        hello = "Hello! I need a room for the night, please."
+        return f"{hello}\n{self._list()}" if chosen.listed else hello
 
     # This one async tool makes the whole environment run on the event loop, where a user may wait for a model.
     async def ask_user(self, question: str) -> str:
@@ -150,7 +154,7 @@ class Shop(ToolEnv):
     def list_rooms(self) -> str:
         """List the names of all rooms, with price and area."""
         self.listed = True
-        return "\n".join(self._line(room) for room in self.rooms.values())
+        return self._list()
 
     def inspect_room(self, room: str) -> dict[str, Any]:
         """Tell all about a room.
@@ -180,10 +184,15 @@ class Shop(ToolEnv):
         reply = "Thank you, this is what I wanted." if fits else "This is not what I wanted."
         return ToolResult(reply, reward=float(fits), terminated=True, success=fits)
 
-    def _line(self, room: Room) -> str:
-        """The room in the list."""
-        told = {"price": f"{room.price} euros", "area": room.area}
-        return ": ".join([room.name, *filter(None, [", ".join(told[topic] for topic in self._listed)])])
+    def _list(self) -> str:
+        """All rooms, with what the list tells of each."""
+        topics = [topic for topic in LISTED if not self.brief or topic in self.topics]
+        told = [
+            ", ".join({"price": f"{room.price} euros", "area": room.area}[topic] for topic in topics)
+            for room in self.rooms.values()
+        ]
+        lines = [f"{name}: {text}" if text else name for name, text in zip(self.rooms, told, strict=True)]
+        return f"Rooms: {'; '.join(lines)}" if self.brief else "\n".join(lines)
 
     def _find(self, name: str) -> Room:
         found = self.rooms.get(name.strip().title())
@@ -212,7 +221,7 @@ def hasty_player(env: Shop, rng: random.Random, skill: float = 0.4) -> str:
     With probability 1 - `skill` it does not ask, and books as if the user did not mind.
     """
     unasked = [topic for topic in env.topics if topic not in " ".join(env.questions)]
-    if unasked and not env.listed and rng.random() < skill:
+    if unasked and (not env.listed or env.always_listed) and env.booked is None and rng.random() < skill:
         return env.written(ToolCall("ask_user", {"question": f"Which {' and '.join(unasked[:2])}?"}))
     if not env.listed:
         return env.written(ToolCall("list_rooms", {}))

@@ -491,7 +491,7 @@ def test_a_smaller_house_has_one_room_that_fits_too(topics: tuple[str, ...], wis
 
 
 @pytest.mark.parametrize(
-    ("topics", "line"),
+    ("topics", "told"),
     [
         (("area",), r"\w+: (centre|harbour|old town|university)"),
         (("price", "beds"), r"\w+: \d+ euros"),
@@ -499,12 +499,23 @@ def test_a_smaller_house_has_one_room_that_fits_too(topics: tuple[str, ...], wis
         (("area", "price"), r"\w+: \d+ euros, \w[\w ]+"),
     ],
 )
-def test_a_brief_list_of_rooms_says_nothing_about_what_is_no_topic(topics: tuple[str, ...], line: str) -> None:
-    for brief in (True, False):
-        env = begin(Shop, 0, topics=topics, brief=brief)
-        lines = step(env, call("list_rooms"))[0].splitlines()
-        assert len(lines) == 8
-        assert all(re.fullmatch(line if brief else r"\w+: \d+ euros, \w[\w ]+", text) for text in lines)
+def test_a_brief_list_of_rooms_says_nothing_about_what_is_no_topic(topics: tuple[str, ...], told: str) -> None:
+    listed = step(begin(Shop, 0, topics=topics, brief=True), call("list_rooms"))[0]
+    rooms = listed.removeprefix("Rooms: ").split("; ")
+    assert len(rooms) == 8
+    assert all(re.fullmatch(told, room) for room in rooms)
+
+
+def test_a_shop_that_lists_its_rooms_at_once_needs_no_call_for_it() -> None:
+    env = begin(Shop, 0, listed=True)
+    hello, listed = env.start(0, {"listed": True}).split("\n", 1)
+    assert hello == "Hello! I need a room for the night, please."
+    assert listed == step(env, call("list_rooms"))[0]
+    assert solved(Shop, shop.strong_player, 0, 1, 12, listed=True)
+    said = [
+        shop.hasty_player(begin(Shop, 0, listed=True, topics=["area"]), random.Random(0), skill) for skill in (0, 1)
+    ]
+    assert ["book" in text for text in said] == [True, False]
 
 
 @pytest.mark.parametrize("options", [{"topics": ["area"], "wishes": 2}, {"rooms": 2}, {"level": 3, "rooms": 5}])
