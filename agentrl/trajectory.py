@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
+from pydantic_core import from_json
 
 from agentrl.arrays import FloatArray, IntArray, Ragged, floats, ints, same_fields
 from agentrl.errors import Layer
@@ -33,6 +34,10 @@ class Task:
     id: str = ""
 
 
+_ROOM = 16
+"""Levels of JSON around a call in a message. pydantic's reader takes 200 in all."""
+
+
 @dataclass(frozen=True, slots=True)
 class ToolCall:
     """One call as the model wrote it; neither its name nor its arguments are checked yet. `id`: if it has one."""
@@ -45,6 +50,19 @@ class ToolCall:
         """The call in the canonical form, that of the Hermes and Qwen chat templates, whatever the model's own is."""
         body = json.dumps({"name": self.name, "arguments": dict(self.arguments)}, ensure_ascii=False, allow_nan=False)
         return f"<tool_call>\n{body}\n</tool_call>"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every reader of JSON can read it, also inside a message.
+
+        A model may write infinite numbers, halves of surrogate pairs, and deep nesting, which readers refuse.
+        """
+        try:
+            written = json.dumps([self.name, dict(self.arguments)], allow_nan=False)
+            from_json(f"{'[' * _ROOM}{written}{']' * _ROOM}")
+        except (RecursionError, TypeError, ValueError):
+            return False
+        return True
 
 
 @dataclass(frozen=True, slots=True)

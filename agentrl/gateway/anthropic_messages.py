@@ -77,9 +77,13 @@ def _read(checked: Json, _: Json) -> WireRequest:
     )
 
 
-def _without_top_k(body: Json) -> Json:
-    """The body without a field whose type does not say that null is a value of it. It is ignored anyway."""
-    return {key: value for key, value in body.items() if key != "top_k"}
+def _without_effort(body: Json) -> Json:
+    """The body, in whose `output_config` only what constrains the answer is left."""
+    config = body.get("output_config")
+    if not isinstance(config, dict):
+        return body
+    left = {key: value for key, value in config.items() if key != "effort" and value is not None}
+    return body | {"output_config": left}
 
 
 def _messages(message: Json, where: str) -> Iterator[Message]:
@@ -210,7 +214,7 @@ MESSAGES = WireProtocol(
     required=("model", "messages", "max_tokens"),
     fields=_FIELDS,
     reader=_read,
-    without=_without_top_k,
+    without=_without_effort,
 )
 
 COUNTED = WireProtocol(
@@ -219,5 +223,6 @@ COUNTED = WireProtocol(
     required=("model", "messages"),
     fields=_FIELDS,
     reader=_read,
+    without=_without_effort,
 )
 """The same without an answer: only the length of the prompt is asked for."""

@@ -117,9 +117,15 @@ def _message(message: Json, place: int) -> Message:
     if role == "tool":
         return Message("tool", text_of(message["content"], where), tool_call_id=message["tool_call_id"])
     if role == "assistant":
+        for name, instead in _REFUSED_IN_ANSWERS.items():
+            if message.get(name):
+                raise unsupported(f"{where}: {name}", instead)
         calls = [_call(call, where) for call in message.get("tool_calls") or ()]
         return assistant(text_of(message.get("content"), where, ("text", "refusal")), calls)
     raise unsupported(f"{where}: the role {role!r}", "write a message of the role tool")
+
+
+_REFUSED_IN_ANSWERS = {"function_call": "write tool_calls", "audio": "the model reads text"}
 
 
 def _call(call: Json, where: str) -> ToolCall:

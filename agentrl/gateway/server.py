@@ -344,7 +344,7 @@ def _add_calls(app: FastAPI, desk: Desk) -> None:
 async def _read(protocol: WireProtocol, receive: Receive) -> WireRequest:
     message = await receive()  # the whole body, by `RequestGate`
     try:
-        body = from_json(message.get("body", b""))
+        body = from_json(message.get("body", b""), allow_inf_nan=False)
     except ValueError as error:
         raise invalid(f"the body is not JSON, or has half of a surrogate pair: {error}") from None
     if not protocol.loaded:

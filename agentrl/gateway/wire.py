@@ -27,7 +27,7 @@ Json = dict[str, Any]
 class Fields:
     """The fields of a protocol's requests. `refused` says what to do instead of the more common ones.
 
-    `neutral`: values of refused fields that ask for nothing, besides null.
+    `neutral`: values of refused fields that ask for nothing.
     """
 
     supported: Sequence[str]
@@ -42,7 +42,7 @@ class Fields:
             CallRefusedError: names the first such field.
         """
         for name, value in body.items():
-            if name in self.supported or name in self.ignored or value is None or value in self.neutral.get(name, ()):
+            if name in self.supported or name in self.ignored or value in self.neutral.get(name, ()):
                 continue
             raise unsupported(name, self.refused.get(name, "leave it out"))
 
@@ -70,7 +70,8 @@ class WireProtocol:
     """One protocol: where its requests come in, the vendor's own type of them, and how one is read.
 
     `reader` gets the request as that type has it, and the whole body. `without`: the body without what the types are
-    not asked about.
+    not asked about. Null is the same as nothing: many programs write it for what they do not want, also in messages,
+    which they send back as a library's object has them.
     """
 
     path: str
@@ -97,7 +98,7 @@ class WireProtocol:
         """
         if not isinstance(body, dict):
             raise invalid("the body must be a JSON object")
-        body = self.without(body)
+        body = self.without(_without_nulls(body))
         try:
             checked = checker(self.type_name, bool(body.get("stream"))).validate_python(body)
         except ValidationError as error:
@@ -106,11 +107,26 @@ class WireProtocol:
         return self.reader(checked, body)
 
 
+def _without_nulls(value: Any) -> Any:
+    """An object without its fields that are null, and so its messages and their parts."""
+    if not isinstance(value, dict):
+        return value
+    if None in value.values():
+        value = {key: one for key, one in value.items() if one is not None}
+    said = {key: [*map(_without_nulls, value[key])] for key in _SPOKEN if isinstance(value.get(key), list)}
+    return value | said if said else value
+
+
+_SPOKEN = ("messages", "input", "content")
+"""The fields with a conversation, or with the parts of a message."""
+
+
 def _what_is_wrong(error: ValidationError, body: Json) -> str:
     """Up to three findings. Of a message, only what is wrong for its own role."""
-    found = error.errors(include_url=False, include_context=False, include_input=False)
-    others = {one["loc"][:2] for one in found if one["loc"] and one["loc"][-1] in ("role", "type")}
-    own = [one for one in found if one["loc"][:2] not in others] or found
+    found = error.errors(include_url=False, include_context=False)
+    others = {one["loc"][:-1] for one in found if one["loc"] and one["loc"][-1] in ("role", "type")}
+    own = [one for one in found if not any(one["loc"][:depth] in others for depth in range(len(one["loc"]) + 1))]
+    own = [one for one in own if one["type"] != "string_type" or not isinstance(one["input"], list)] or own or found
     said = (f"{_place(one, body) or 'the body'}: {one['msg']}" for one in own)
     return "; ".join(islice(dict.fromkeys(said), 3))
 
@@ -165,12 +181,14 @@ def call_of(call_id: str, name: str, arguments: Any) -> ToolCall:
     """
     try:
         given = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
-        json.dumps(given, allow_nan=False, ensure_ascii=False).encode()
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         raise invalid(f"the arguments of the call {call_id!r:.80} are not JSON: {error}") from None
     if not isinstance(given, dict):
         raise invalid(f"the arguments of the call {call_id!r:.80} are no JSON object")
-    return ToolCall(name, given, call_id)
+    call = ToolCall(name, given, call_id)
+    if not call.is_plain:
+        raise invalid(f"the call {call_id!r:.80} has an infinite number, half of a surrogate pair, or too deep nesting")
+    return call
 
 
 def function(name: str, description: str | None, parameters: Any) -> Json:
@@ -196,12 +214,16 @@ def chat_request(
         "max_tokens": wishes.max_tokens is None or wishes.max_tokens >= 1,
         "temperature": wishes.temperature is None or 0 <= wishes.temperature <= 2,
         "top_p": wishes.top_p is None or 0 < wishes.top_p <= 1,
-        "stop": all(wishes.stop),
+        "stop": all(wishes.stop) and len(wishes.stop) <= _MOST_STOPS,
     }
     for name, holds in right.items():
         if not holds:
             raise invalid(f"{name} is out of its range")
     return ChatRequest(tuple(messages), tuple(tools), count, wishes)
+
+
+_MOST_STOPS = 64
+"""Of one request. The engine looks for each of them after each token."""
 
 
 def format_of(asked: Any) -> AnswerFormat | None:

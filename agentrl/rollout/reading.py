@@ -86,11 +86,12 @@ def call_of(name: str, arguments: Any, number: int, given: str | None = None) ->
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
-        except ValueError:
+        except (RecursionError, ValueError):
             return None
     if not isinstance(arguments, Mapping):
         return None
-    return ToolCall(name, dict(arguments), given or f"call{number:05d}")
+    call = ToolCall(name, dict(arguments), given or f"call{number:05d}")
+    return call if call.is_plain else None
 
 
 def as_declared(call: ToolCall, tools: Tools) -> ToolCall:

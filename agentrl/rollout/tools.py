@@ -242,6 +242,8 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
+_NOT_PLAIN = "the tool call is not usable: it has an infinite number, half of a surrogate pair, or too deep nesting"
+
 # Not strict: models write unescaped line breaks into strings.
 _DECODER = json.JSONDecoder(strict=False, parse_constant=_no_constant)
 
@@ -327,7 +329,8 @@ def _call(value: Any) -> ToolCall | _Malformed:
         arguments = decoded.value
     if not isinstance(arguments, dict):
         return _Malformed(f'the "arguments" of {value["name"][:64]!r} must be a JSON object. Write {_EXAMPLE}')
-    return ToolCall(value["name"], arguments)
+    call = ToolCall(value["name"], arguments)
+    return call if call.is_plain else _Malformed(_NOT_PLAIN)
 
 
 def _spec(cls: type, name: str) -> ToolSpec:

@@ -1,6 +1,7 @@
 """Programs that break connections, send nonsense, or look for the episodes of others."""
 
 import asyncio
+import json
 import re
 import sys
 from pathlib import Path
@@ -69,6 +70,11 @@ def test_an_answer_to_a_connection_that_is_gone_is_not_trained_on():
     assert trajectory.dropped == {"unseen": (1, 5)}
 
 
+def asked_with_arguments(arguments: str) -> bytes:
+    call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return json.dumps(BODY | {"messages": [{"role": "assistant", "tool_calls": [call]}, *BODY["messages"]]}).encode()
+
+
 @pytest.mark.parametrize(
     ("content", "status", "error"),
     [
@@ -87,6 +93,10 @@ def test_an_answer_to_a_connection_that_is_gone_is_not_trained_on():
         (b'{"model": "m", "messages": [{"role": "user", "content": "a"}], "max_tokens": -1}', 400, "max_tokens"),
         (b'{"model": "m", "messages": [{"role": "user", "content": "a"}], "n": 0}', 400, "n"),
         (b'{"model": "m", "messages": [{"role": "user", "content": "a"}], "stop": [""]}', 400, "stop"),
+        (b'{"model": "m", "messages": [{"role": "user", "content": "a"}], "temperature": NaN}', 400, "not JSON"),
+        (asked_with_arguments("[" * 5_000), 400, "arguments of the call 'x'"),
+        (asked_with_arguments('{"a": ' + "[" * 300 + "]" * 300 + "}"), 400, "too deep nesting"),
+        (asked_with_arguments('{"a": 1e400}'), 400, "infinite number"),
         (b"x" * 20_000, 413, "longer than"),
         (b"[" * 10_000, 400, "not JSON"),
     ],

@@ -1,6 +1,7 @@
 """The three protocols, spoken by their vendors' own clients against an engine with a script."""
 
 import anthropic
+import httpx
 import openai
 import pytest
 
@@ -62,6 +63,63 @@ def test_parallel_calls_of_tools_have_ids_of_their_own_in_the_whole_episode():
     assert len(set(seen)) == len(seen) == 4
     assert [call.kind for call in session.tree.calls] == ["start", "extension"]
     assert len(trajectory.turns) == 2
+
+
+def unreadable(value: str) -> str:
+    return f'<tool_call>\n{{"name": "add", "arguments": {{"a": {value}}}}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(
+    "value", ["1e400", "NaN", '"\\ud800"', "[" * 300 + "]" * 300], ids=["inf", "nan", "half", "deep"]
+)
+def test_a_call_that_no_reader_of_json_can_read_stays_text(value, streams):
+    paths = {
+        "/chat/completions": {"messages": [{"role": "user", "content": "1"}], "tools": [TOOL]},
+        "/responses": {"input": "2", "tools": [RESPONSES_TOOL]},
+        "/messages": {"messages": [{"role": "user", "content": "3"}], "tools": [ANTHROPIC_TOOL], "max_tokens": 4000},
+    }
+
+    async def play(assignment):
+        async with client_of(assignment, max_retries=0) as client:
+            for path, body in paths.items():
+                asked = {"model": "policy", "stream": streams, **body}
+                answer = await client.post(path, body=asked, cast_to=httpx.Response)
+                assert "add" in answer.text
+                assert "call_" not in answer.text.replace("tool_call", "")
+        return 1.0
+
+    trajectory, _ = served(play, saying(unreadable(value)))
+    assert trajectory.status == Terminated()
+    assert len(trajectory.turns) == 3
+
+
+def test_what_a_library_writes_with_its_nulls_is_read_as_without():
+    async def play(assignment):
+        async with client_of(assignment, max_retries=0) as client:
+            messages = [{"role": "user", "content": "1"}]
+            asked = {"model": "policy", "tools": [TOOL]}
+            message = (await client.chat.completions.create(messages=messages, **asked)).choices[0].message
+            result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "5"}
+            messages += [message.model_dump() | {"tool_calls": [message.tool_calls[0].model_dump()]}, result]
+            message = (await client.chat.completions.create(messages=messages, **asked)).choices[0].message
+            messages += [message.model_dump(), {"role": "user", "content": "and now?"}]
+            assert message.tool_calls is None
+            nulls = dict.fromkeys(("tools", "tool_choice", "n", "stream", "response_format", "functions"))
+            await client.chat.completions.create(messages=messages, model="policy", extra_body=nulls)
+            asked = {"model": "policy", "tools": [RESPONSES_TOOL]}
+            items = [{"role": "user", "content": "2"}]
+            output = (await client.responses.create(input=items, **asked)).output
+            assert [item.type for item in output] == ["message", "function_call"]
+            items += [item.model_dump() for item in output]
+            items.append({"type": "function_call_output", "call_id": output[1].call_id, "output": "5"})
+            await client.responses.create(input=items, **asked)
+        return 1.0
+
+    trajectory, session = served(play, saying(CALL, "5", "so", f"Hm.\n{CALL}", "5"))
+    assert trajectory.status == Terminated()
+    kinds = [call.kind for call in session.tree.calls]
+    assert kinds == ["start", "extension", "subagent", "subagent", "extension"]  # the third is told no tools
 
 
 @pytest.mark.parametrize("text", [f"Let me see.\n{CALL}", "a longer text " * 20, ""])
@@ -143,6 +201,9 @@ def test_a_prompt_beyond_the_context_is_refused_as_openai_does_it():
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "image_url"),
         ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, "last message"),
         ({"messages": []}, "no message"),
+        ({"messages": [{"role": "user", "content": None}]}, "content"),
+        ({"messages": [{"role": "assistant", "function_call": {"name": "a", "arguments": ""}}]}, "function_call"),
+        ({"stop": [str(number) for number in range(99)]}, "stop"),
         ({"messages": [{"role": "robot", "content": "a"}]}, "messages"),
         ({"temperature": "hot"}, "temperature"),
     ],
