@@ -20,6 +20,7 @@ import os
 import shutil
 import signal
 import socket
+import stat
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
@@ -42,6 +43,7 @@ echo $?
 wait
 """
 _LAST_BYTES = 2000
+_LONGEST_REWARD = 1 << 16
 _START_SECONDS = 60.0
 
 
@@ -150,14 +152,19 @@ def _variables(assignment: Assignment, folder: Path) -> dict[str, str]:
 def _outcome(file: Path, command: str) -> AgentOutcome:
     """What the command has written for its reward; nothing if it wrote nothing."""
     try:
-        written = file.read_text()
+        # A program may have made anything of it: a pipe, on which reading waits, or a link to a file without an end.
+        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with open(descriptor, encoding="utf-8") as opened:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise OSError("it is no file")
+            written = opened.read(_LONGEST_REWARD)
     except FileNotFoundError:
         return AgentOutcome()
     except (OSError, UnicodeDecodeError) as error:
         raise EnvError(f"the reward of {command!r:.200} cannot be read: {error}") from error
     try:
         return outcome_of(json.loads(written), f"the command {command!r:.200}")
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         raise EnvError(
             f"the command {command!r:.200} wrote {written!r:.80} for its reward: write a number, or JSON with "
             "`reward` and `success`"

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from agentrl.errors import EnvError
 from agentrl.trajectory import Failed, Score
 
@@ -38,12 +40,18 @@ def outcome_of(result: object, name: str) -> AgentOutcome:
     if isinstance(result, Score):
         if isinstance(result.status, Failed):
             raise EnvError(f"{name} returned a failed score: {result.status.error}")
-        return AgentOutcome(_finite(result.value, name), None, dict(result.parts))
+        return AgentOutcome(
+            _finite(result.value, name), None, {part: _finite(value, name) for part, value in result.parts.items()}
+        )
     if isinstance(result, dict):
-        if unknown := sorted(result.keys() - {"reward", "success", "parts"}):
-            raise EnvError(f"{name} returned {', '.join(unknown)}: write reward, success and parts")
-        reward, success = result.get("reward"), result.get("success")
-        parts = {str(part): _finite(value, name) for part, value in dict(result.get("parts") or {}).items()}
+        if unknown := [str(key) for key in result if key not in ("reward", "success", "parts")]:
+            raise EnvError(f"{name} returned {', '.join(unknown):.200}: write reward, success and parts")
+        reward, success, given = result.get("reward"), result.get("success"), result.get("parts") or {}
+        if not isinstance(given, Mapping):
+            raise EnvError(f"{name} returned {_shown(given)} for its parts: write names with numbers")
+        parts = {str(part): _finite(value, name) for part, value in given.items()}
+        if not isinstance(success, bool | np.bool_ | None):
+            raise EnvError(f"{name} returned {_shown(success)} for its success: return true or false")
         return AgentOutcome(
             None if reward is None else _finite(reward, name), None if success is None else bool(success), parts
         )
@@ -51,9 +59,20 @@ def outcome_of(result: object, name: str) -> AgentOutcome:
 
 
 def _finite(value: object, name: str) -> float:
-    if isinstance(value, bool) or not hasattr(value, "__float__") or not math.isfinite(float(value)):
+    try:
+        number = math.nan if isinstance(value, bool | str | bytes) else float(value)  # type: ignore[arg-type]
+    except Exception:  # an array, a number beyond all floats, an object of the program's own
+        number = math.nan
+    if not math.isfinite(number):
         raise EnvError(
-            f"{name} returned {value!r:.80} for its reward: return a finite number, an agentrl.Score, a dict with "
+            f"{name} returned {_shown(value)} for its reward: return a finite number, an agentrl.Score, a dict with "
             "`reward` and `success`, or None if the run has rewards of its own"
         )
-    return float(value)
+    return number
+
+
+def _shown(value: object) -> str:
+    try:
+        return f"{value!r:.80}"
+    except Exception:  # an int of too many digits, or an object of the program's own
+        return f"an object of type {type(value).__name__}"

@@ -9,6 +9,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from math import isfinite
 from typing import Any
 
 from agentrl.arrays import IntArray
@@ -167,9 +168,11 @@ class AgentSession:
         """Add a reward to an answer, which is that of its turn.
 
         Raises:
-            CallRefusedError: there is no such answer.
+            CallRefusedError: there is no such answer, or its rewards are too large to be added.
         """
         answer = self.answer(answer_id)
+        if not isfinite(answer.reward + reward):
+            raise CallRefusedError(400, "invalid_reward", "the rewards of this answer add up to no finite number")
         answer.reward += reward
         answer.rewarded = True
         self.rewarded.set()

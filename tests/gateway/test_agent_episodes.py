@@ -2,6 +2,7 @@
 
 import asyncio
 
+import numpy as np
 import pytest
 
 from agentrl.errors import EngineError, EnvError
@@ -72,10 +73,13 @@ def test_a_trajectory_says_when_its_episode_and_each_call_began():
 def test_rewards_of_calls_are_those_of_their_turns():
     async def play(session):
         (first,) = await said(session, [user("begin")])
-        await said(session, [user("begin"), Message("assistant", "left"), user("on")])
+        (second,) = await said(session, [user("begin"), Message("assistant", "left"), user("on")])
         session.call_earned(first.id, 0.25)
         with pytest.raises(CallRefusedError, match="no answer '7'"):
             session.call_earned("7", 1.0)
+        with pytest.raises(CallRefusedError, match="no finite number"):
+            session.call_earned(second.id, 1e308) or session.call_earned(second.id, 1e308)
+        session.call_earned(second.id, -1e308)
         return AgentOutcome()
 
     trajectory, _ = played(play)
@@ -366,9 +370,30 @@ def test_what_a_program_returns_becomes_an_outcome():
     assert outcome_of(None, "run") == AgentOutcome()
     assert outcome_of({"reward": 0.5, "success": True}, "run") == AgentOutcome(0.5, True)
     assert outcome_of(Score(0.5, {"style": 0.1}), "run") == AgentOutcome(0.5, None, {"style": 0.1})
-    for wrong in ("1", float("nan"), True, {"rewards": 1}, Score.failed("broken")):
-        with pytest.raises(EnvError, match="run returned"):
-            outcome_of(wrong, "run")
+    assert outcome_of(np.float32(0.5), "run") == outcome_of(np.array(0.5), "run") == AgentOutcome(0.5)
+    assert outcome_of({"reward": 1, "success": np.bool_(False)}, "run") == AgentOutcome(1.0, False)
+
+
+class Unwilling:
+    def __float__(self) -> float:
+        raise RuntimeError("no")
+
+    __repr__ = __float__
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "1", b"1", float("nan"), float("inf"), True, 10**400, -(10**5000), [1.0], np.array([1.0, 0.0]), 1j, Unwilling(),
+        {"rewards": 1}, {1: 1}, {"reward": [1]}, {"reward": 1, "parts": [1]}, {"reward": 1, "parts": {"a": "b"}},
+        {"reward": 1, "success": "false"}, {"reward": 1, "success": 1}, Score.failed("broken"),
+        Score(float("nan")), Score(1.0, {"a": float("inf")}),
+    ],
+    ids=lambda wrong: type(wrong).__name__,
+)  # fmt: skip
+def test_what_is_no_reward_is_a_failure_of_the_program(wrong):
+    with pytest.raises(EnvError, match="run returned"):
+        outcome_of(wrong, "run")
 
 
 @pytest.mark.parametrize(
