@@ -51,6 +51,7 @@ from agentrl.remote.http_server import check_reach, url_of
 STATUSES = {
     400: "The request is wrong, wants what is not supported, or exceeds the context or the calls of its episode",
     401: "The key belongs to no open episode",
+    403: "The request comes from a web page of another site",
     404: "There is no such path or call",
     405: "The path has other methods",
     408: "The body did not come in time",
@@ -288,6 +289,7 @@ def create_app(desk: Desk, agents: RemoteAgents | None = None, token: str = "") 
         max_body_bytes=limits.max_body_bytes,
         request_seconds=limits.request_seconds,
         any_host=True,
+        said=lambda path, status, detail: _refusal(path, status, _CODES.get(status, "invalid_request"), detail),
     )
     return app
 
@@ -383,12 +385,7 @@ def _add_refusals(app: FastAPI) -> None:
     def say(
         request: Request, status: int, code: str, detail: str, headers: Mapping[str, str] | None = None
     ) -> Response:
-        kind = "authentication_error" if status == 401 else _TYPES.get(status, "invalid_request_error")
-        if request.url.path.startswith("/v1/messages"):
-            body: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": detail}}
-        else:
-            body = {"error": {"message": detail, "type": kind, "param": None, "code": code}}
-        return JSONResponse(body, status, headers)
+        return JSONResponse(_refusal(request.url.path, status, code, detail), status, headers)
 
     @app.exception_handler(CallRefusedError)
     async def refuse(request: Request, refusal: CallRefusedError) -> Response:
@@ -405,8 +402,32 @@ def _add_refusals(app: FastAPI) -> None:
     async def refuse_otherwise(request: Request, error: HTTPException) -> Response:
         return say(request, error.status_code, "invalid_request", error.detail, error.headers)
 
+    @app.exception_handler(Exception)
+    async def admit(request: Request, error: Exception) -> Response:
+        return say(request, 500, "internal_error", "the gateway failed; its log says why")
 
-_TYPES = {404: "not_found_error", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}
+
+def _refusal(path: str, status: int, code: str, detail: str) -> Mapping[str, Any]:
+    """The body of a refusal, in the form of the protocol that is spoken at a path."""
+    kind = _TYPES.get(status, "invalid_request_error")
+    if path.startswith("/v1/messages"):
+        return {"type": "error", "error": {"type": kind, "message": detail}}
+    return {"error": {"message": detail, "type": kind, "param": None, "code": code}}
+
+
+_CODES = {403: "forbidden", 408: "request_timeout", 413: "request_too_large"}
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""What Anthropic calls them."""
 
 
 def _refusals() -> dict[int | str, dict[str, Any]]:

@@ -74,6 +74,7 @@ class RequestGate:
     server without a token trusts its machine, and otherwise any page that is open in a browser there could play. The
     name of a page's own site may lead here too (DNS rebinding), so without a token `Host` must be an address or
     localhost; unless `any_host`, for applications that ask for a key of their own. Paths in `open_paths` need no token.
+    `said`: the body that says a refusal, by path and status.
     """
 
     def __init__(
@@ -85,10 +86,12 @@ class RequestGate:
         *,
         any_host: bool = False,
         open_paths: Collection[str] = OPEN_TO_ALL,
+        said: Callable[[str, int, str], Any] = lambda path, status, detail: {"detail": detail},
     ) -> None:
         self._app = app
         self._any_host = any_host
         self._open = open_paths
+        self._said = said
         self._expected = f"Bearer {token}".encode() if token else None
         self._max = max_body_bytes
         self._seconds = request_seconds
@@ -150,7 +153,8 @@ class RequestGate:
             await receive()
             await send({"type": "websocket.close", "code": 1008})  # not accepted yet, so the answer is 403
             return
-        await JSONResponse({"detail": detail}, status, {"Connection": "close"})(scope, receive, send)
+        body = self._said(scope["path"], status, detail)
+        await JSONResponse(body, status, {"Connection": "close"})(scope, receive, send)
 
 
 def _is_address(host: bytes) -> bool:

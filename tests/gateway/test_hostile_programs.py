@@ -83,8 +83,8 @@ def asked_with_arguments(arguments: str) -> bytes:
         (b"null", 400, "JSON object"),
         (b"{}", 400, "required"),
         (b'{"model": "m", "messages": 5}', 400, "messages"),
-        (b'{"messages": []}', 400, '"model: Field required"'),
-        (b'{"model": "m", "messages": [], "n": 1.5}', 400, '"n: Input should be a valid integer'),
+        (b'{"messages": []}', 400, "model: Field required"),
+        (b'{"model": "m", "messages": [], "n": 1.5}', 400, "n: Input should be a valid integer"),
         (b'{"model": "m", "messages": [5]}', 400, "messages"),
         (b'{"model": "m", "messages": [{"role": "user", "content": {"a": 1}}]}', 400, "messages"),
         (b'{"model": "m", "messages": [{"role": "user"}]}', 400, "content"),
@@ -105,7 +105,7 @@ def test_nonsense_is_refused_and_harms_no_episode(content, status, error):
     async def play(assignment):
         async with client_of(assignment) as client:
             refused = await client.post("/chat/completions", content=content)
-            assert (refused.status_code, error in refused.text) == (status, True), refused.text
+            assert (refused.status_code, error in refused.json()["error"]["message"]) == (status, True), refused.text
             assert (await client.post("/chat/completions", json=BODY)).status_code == 200
         return 1.0
 
@@ -113,11 +113,15 @@ def test_nonsense_is_refused_and_harms_no_episode(content, status, error):
     assert trajectory.status == Terminated()
 
 
-def test_a_page_of_another_site_may_send_nothing():
+def test_a_page_of_another_site_may_send_nothing_and_is_told_so_by_each_protocol():
     async def play(assignment):
         async with client_of(assignment) as client:
-            refused = await client.post("/chat/completions", json=BODY, headers={"origin": "http://evil.example"})
-            assert refused.status_code == 403
+            of_a_page = {"origin": "http://evil.example"}
+            refused = await client.post("/chat/completions", json=BODY, headers=of_a_page)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (403, "forbidden")
+            refused = await client.post("/messages", json=BODY, headers=of_a_page)
+            assert refused.json()["type"] == "error"
+            assert refused.json()["error"]["type"] == "permission_error"
             await client.post("/chat/completions", json=BODY)
         return 1.0
 
