@@ -145,7 +145,7 @@ def _answer(call: AgentCall, model: str) -> "AnthropicMessage":
 
     (answer,) = call.answers
     return AnthropicMessage(
-        id=f"msg_{call.number}",
+        id=f"msg_{call.name}",
         type="message",
         role="assistant",
         model=model,

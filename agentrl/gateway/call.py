@@ -8,6 +8,7 @@ way. What the model sampled is never tokenised again, however a program writes i
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from hashlib import blake2b
 from typing import Any, Literal
 
@@ -90,6 +91,10 @@ class AgentCall:
     asked: float = 0.0
     opening: bytes = b""
     """Identifies how its conversation begins: the messages before the first answer."""
+    episode: str = ""
+    """Identifies its episode in what programs get: no two answers of a run have the same id."""
+    created: int = field(default_factory=lambda: int(datetime.now(UTC).timestamp()))
+    """When it was asked, as programs are told: in seconds since 1970."""
     answers: list["AgentAnswer"] = field(default_factory=list)
     delivered: bool = False
     """Whether the program has received all answers."""
@@ -99,6 +104,11 @@ class AgentCall:
 
     def __post_init__(self) -> None:
         self.prompt_length = len(self.new_ids) + (0 if self.parent is None else self.parent.end)
+
+    @property
+    def name(self) -> str:
+        """Its id for programs, which each protocol puts a word of its own before."""
+        return f"{self.episode}_{self.number}"
 
     @property
     def prompt_ids(self) -> IntArray:
@@ -150,9 +160,10 @@ class AgentAnswer:
 
     @property
     def calls(self) -> tuple[ToolCall, ...]:
-        """Its calls of tools, with the ids that the program gets: no two of an episode are the same."""
+        """Its calls of tools, with the ids that the program gets: no two of a run are the same."""
         return tuple(
-            replace(call, id=f"call_{self.id}_{number}") for number, call in enumerate(self.message.tool_calls)
+            replace(call, id=f"call_{self.call.episode}_{self.id}_{number}")
+            for number, call in enumerate(self.message.tool_calls)
         )
 
 

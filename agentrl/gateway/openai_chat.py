@@ -177,9 +177,9 @@ def _completion(session: AgentSession, call: AgentCall, model: str, wants_logpro
         logprobs = _logprobs(session, answer) if wants_logprobs else None
         choices.append(Choice(index=place, message=message, finish_reason=_finish(answer), logprobs=logprobs))
     return ChatCompletion(
-        id=f"chatcmpl-{call.number}",
+        id=f"chatcmpl-{call.name}",
         object="chat.completion",
-        created=int(call.asked),
+        created=call.created,
         model=model,
         choices=choices,
         usage=_usage(call),
@@ -207,9 +207,9 @@ def _chunks(
 
     def chunk(choices: list[Choice], **more: Any) -> bytes:
         made: ChatCompletionChunk = ChatCompletionChunk(
-            id=f"chatcmpl-{call.number}",
+            id=f"chatcmpl-{call.name}",
             object="chat.completion.chunk",
-            created=int(call.asked),
+            created=call.created,
             model=model,
             choices=choices,
             **more,

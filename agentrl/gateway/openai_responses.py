@@ -150,12 +150,12 @@ def _items(call: AgentCall) -> list[Any]:
     items: list[Any] = []
     if answer.message.reasoning:
         summary = Summary(type="summary_text", text=answer.message.reasoning)
-        items.append(ResponseReasoningItem(id=f"rs_{call.number}", type="reasoning", summary=[summary]))
+        items.append(ResponseReasoningItem(id=f"rs_{call.name}", type="reasoning", summary=[summary]))
     if answer.message.said or not answer.message.tool_calls:
         text = ResponseOutputText(type="output_text", text=answer.message.said, annotations=[])
         items.append(
             ResponseOutputMessage(
-                id=f"msg_{call.number}", type="message", role="assistant", status="completed", content=[text]
+                id=f"msg_{call.name}", type="message", role="assistant", status="completed", content=[text]
             )
         )
     for one in answer.calls:
@@ -188,9 +188,9 @@ def _response(call: AgentCall, body: Json, *, begun: bool = False) -> "Response"
     ended = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}} if cut else {}
     made: Response = Response.model_validate(
         {
-            "id": f"resp_{call.number}",
+            "id": f"resp_{call.name}",
             "object": "response",
-            "created_at": int(call.asked),
+            "created_at": call.created,
             "model": str(body.get("model", "policy")),
             "output": [] if begun else _items(call),
             "status": "in_progress" if begun else "completed",

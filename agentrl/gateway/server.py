@@ -262,7 +262,7 @@ def create_app(desk: Desk, agents: RemoteAgents | None = None, token: str = "") 
         if posted.call is None:
             session.earned(AgentOutcome(posted.reward, posted.success))
         else:
-            session.call_earned(posted.call.rpartition("chatcmpl-")[2].rpartition("_")[2], posted.reward)
+            session.call_earned(posted.call, posted.reward)
         if posted.done:
             session.done.set()
         return {}

@@ -9,6 +9,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from math import isfinite
 from typing import Any
 
@@ -27,6 +28,8 @@ from agentrl.rollout.tools import parse_tool_calls
 from agentrl.trajectory import Message, ToolCall
 
 logger = logging.getLogger(__name__)
+_WORDS = ("", "chatcmpl-", "resp_", "msg_")
+"""What the protocols put before the ids of answers."""
 _SPENT = {"turns": "turn_limit_exceeded", "tokens": "token_limit_exceeded", "seconds": "time_limit_exceeded"}
 """What programs read when a limit of `rollout.budget` is reached."""
 
@@ -77,6 +80,8 @@ class AgentSession:
         self, episode: Episode, policy: EnginePolicy, renderer: TemplateRenderer, limits: CallLimits, flow: Flow
     ) -> None:
         self.episode = episode
+        self.name = blake2b(f"{episode.id} {episode.seed}".encode(), digest_size=6).hexdigest()
+        """What the ids of its answers begin with."""
         self.tree = CallTree()
         self.refused = ""
         """The limit that the last call exceeded, if it did: "context", or one of the budget."""
@@ -149,13 +154,14 @@ class AgentSession:
         return place.known + len(self._rendered(asked, place))
 
     def answer(self, answer_id: str) -> AgentAnswer:
-        """An answer by its id.
+        """An answer by its id in the episode, or by that of a response, of any protocol.
 
         Raises:
             CallRefusedError: there is none.
         """
+        word, _, own = answer_id.rpartition(f"{self.name}_")
         for answer in self.tree.answers():
-            if answer.id == answer_id:
+            if answer.id == own and word in _WORDS:
                 return answer
         raise CallRefusedError(404, "no_such_call", f"the episode has no answer {answer_id!r:.80}")
 
@@ -210,7 +216,7 @@ class AgentSession:
         number = len(self.tree.calls)
         self._check_limits(request, number)
         new_ids = self._rendered(request, place)
-        call = AgentCall(number, place.kind, place.parent, place.new, new_ids, elapsed(), place.opening)
+        call = AgentCall(number, place.kind, place.parent, place.new, new_ids, elapsed(), place.opening, self.name)
         length = call.prompt_length
         if length >= self.max_context:
             self.first_too_long = length if not number else 0

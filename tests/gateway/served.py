@@ -74,6 +74,7 @@ def served(
     seconds: float = 60.0,
     trained: bool = True,
     formats: bool = False,
+    episode: str = "e",
 ) -> tuple[Trajectory, AgentSession]:
     """Play one episode of a program behind a server."""
 
@@ -82,7 +83,7 @@ def served(
         program = Calling(play, desk)
         runner = runner_on(desk, engine, program, seconds, trained=trained, formats=formats)
         async with engine, serving(desk):
-            (trajectory,) = await runner.play(Episode("e", Task("agent", 0), 0))
+            (trajectory,) = await runner.play(Episode(episode, Task("agent", 0), 0))
         return trajectory, program.sessions[0]
 
     return asyncio.run(main())

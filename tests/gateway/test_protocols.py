@@ -1,5 +1,7 @@
 """The three protocols, spoken by their vendors' own clients against an engine with a script."""
 
+from datetime import UTC, datetime
+
 import anthropic
 import httpx
 import openai
@@ -377,12 +379,37 @@ def test_a_reward_may_be_posted_for_the_episode_and_for_a_call():
             answer = await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hi"}])
             await client.post("/rewards", body={"reward": 0.5, "call": answer.id}, cast_to=object)
             await client.post("/rewards", body={"reward": 2.0, "success": True}, cast_to=object)
-            with pytest.raises(openai.NotFoundError, match="no answer"):
-                await client.post("/rewards", body={"reward": 2.0, "call": "chatcmpl-9"}, cast_to=object)
+            other = answer.id[:-3] + "f_0" if answer.id[-3] != "f" else answer.id[:-3] + "0_0"
+            for unknown in (answer.id[:-1] + "9", other, "9", f"call_{answer.id[9:]}", f"{answer.id}_0", ""):
+                with pytest.raises(openai.NotFoundError, match="no answer"):
+                    await client.post("/rewards", body={"reward": 2.0, "call": unknown}, cast_to=object)
 
     trajectory, _ = served(play, saying("hi"))
     assert trajectory.env_return == 2.5
     assert trajectory.success
+
+
+def test_no_two_episodes_name_their_answers_alike_and_each_protocol_tells_the_time():
+    now, ids = datetime.now(UTC).timestamp(), []
+
+    async def play(assignment):
+        async with client_of(assignment) as client:
+            chat = await client.chat.completions.create(
+                model="policy", messages=[{"role": "user", "content": "2 + 3?"}], tools=[TOOL]
+            )
+            response = await client.responses.create(model="policy", input="4 + 5?", tools=[RESPONSES_TOOL])
+            ids.extend([chat.id, chat.choices[0].message.tool_calls[0].id, response.id, response.output[0].id])
+            assert min(chat.created, response.created_at) >= int(now)
+            for one in (chat, response):
+                await client.post("/rewards", body={"reward": 0.25, "call": one.id}, cast_to=object)
+        async with anthropic.AsyncAnthropic(base_url=assignment.url, api_key=assignment.api_key) as client:
+            asked = {"model": "policy", "max_tokens": 100, "messages": [{"role": "user", "content": "6 + 7?"}]}
+            ids.append((await client.messages.create(**asked)).id)
+
+    for episode in ("e", "f"):
+        trajectory, _ = served(play, saying(CALL), episode=episode)
+        assert [turn.reward for turn in trajectory.turns] == [0.25, 0.25, 0.0]
+    assert len(set(ids)) == len(ids) == 10
 
 
 def test_the_length_of_a_prompt_is_counted_without_an_answer():
