@@ -1,4 +1,4 @@
-"""`env: "agent:command ..."`: any program, in any language, as a process group of its own for each episode.
+"""`env: "agent:command ..."`: any program, in any language, in processes of its own for each episode.
 
 It finds the model in the variables that OpenAI's and Anthropic's clients read, and its task in others:
 
@@ -10,8 +10,8 @@ It finds the model in the variables that OpenAI's and Anthropic's clients read, 
 With `gateway.network: gateway` the command runs in a network of its own (`agentrl/sandbox/network.py`), in which the
 gateway is at the same port of 127.0.0.1, and nothing else can be reached.
 
-A shell leads the group. It stays until the group is killed, so its number cannot be another process's by then; and it
-kills the group itself when the run is gone, whatever the cause.
+A process between the run and the command (`agentrl/gateway/command_leader.py`) ends all that the command has started
+when the command has ended, when its episode has, or when the run is gone, whatever the cause.
 """
 
 import asyncio
@@ -21,6 +21,7 @@ import shutil
 import signal
 import socket
 import stat
+import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
@@ -34,14 +35,9 @@ from agentrl.gateway.outcome import AgentOutcome, outcome_of
 from agentrl.gateway.program import Assignment
 from agentrl.sandbox import network
 
-# $1: the command, $2: the file of its output. Standard input is the lifeline, standard output tells the exit status.
-_LEADER = """
-exec 3<&0
-( read -r _ <&3; kill -KILL 0 ) &
-sh -c "$1" </dev/null >"$2" 2>&1 3<&-
-echo $?
-wait
-"""
+_LEADER = str(Path(__file__).with_name("command_leader.py"))
+_END_SECONDS = 15.0
+"""How long the leader may take to end what the command has started."""
 _LAST_BYTES = 2000
 _LONGEST_REWARD = 1 << 16
 _START_SECONDS = 60.0
@@ -104,10 +100,10 @@ class CommandAgent:
         if channel is not None:
             variables = {name: value for name, value in variables.items() if not name.lower().endswith("_proxy")}
         leader = await asyncio.create_subprocess_exec(
-            "sh",
-            "-c",
+            sys.executable,
+            "-I",
+            "-S",
             _LEADER,
-            "sh",
             command,
             str(folder / "output"),
             stdin=asyncio.subprocess.PIPE,
@@ -122,14 +118,20 @@ class CommandAgent:
         try:
             return int(await leader.stdout.readline() or b"255")
         finally:
-            _kill_group(leader.pid)
-            await run_to_completion(_reaped(leader))
-            await run_to_completion(asyncio.to_thread(_kill_all_with, assignment.api_key))
+            await run_to_completion(_ended(leader, assignment.api_key))
 
 
-async def _reaped(leader: asyncio.subprocess.Process) -> None:
+async def _ended(leader: asyncio.subprocess.Process, key: str) -> None:
+    """Let the leader end what it has started. If it cannot, end those that can be found by the episode's key."""
     assert leader.stdin is not None
     leader.stdin.close()
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_END_SECONDS):
+            await leader.wait()
+    if leader.returncode != 0:
+        await asyncio.to_thread(_kill_all_with, key)
+    with suppress(ProcessLookupError):
+        leader.kill()
     await leader.communicate()
 
 
@@ -181,13 +183,8 @@ def _tail(folder: Path) -> str:
         return "it printed nothing"
 
 
-def _kill_group(leader: int) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(leader, signal.SIGKILL)
-
-
 def _kill_all_with(key: str) -> None:
-    """Kill processes that left the group: those whose environment has the episode's key."""
+    """Kill the processes whose environment has the episode's key."""
     mark = key.encode()
     for entry in Path("/proc").glob("[0-9]*/environ"):
         try:

@@ -3,9 +3,11 @@
 import asyncio
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from agentrl.errors import ConfigError, EnvError
@@ -58,8 +60,8 @@ def test_a_function_that_hangs_is_cancelled_at_the_deadline():
     assert "rollout.deadlines.episode" in trajectory.status.error
 
 
-def run_command(command: str, key: str = "k-of-a-test", **variables: str) -> AgentOutcome:
-    assignment = Assignment(TASK, "http://127.0.0.1:1", key)
+def run_command(command: str, **variables: str) -> AgentOutcome:
+    assignment = Assignment(TASK, "http://127.0.0.1:1", f"agentrl-key-{os.getpid()}-of-a-test")
     return asyncio.run(CommandAgent(command, variables).run(assignment))
 
 
@@ -102,6 +104,7 @@ def test_a_command_that_writes_nothing_leaves_the_reward_to_others():
         ('yes | head -c 99999 > "$AGENTRL_REWARD_FILE"', "wrote 'y"),
         ('echo 1.0 > "$AGENTRL_REWARD_FILE"; exit 1', "status 1"),
         ("kill -9 $$", "status 137"),
+        ("kill -9 $PPID; sleep 600", "status 255"),
     ],
 )
 def test_a_command_that_fails_has_failed(command, error):
@@ -126,6 +129,60 @@ def test_all_processes_of_a_command_end_with_it(tmp_path):
         await until(lambda: not processes_with(key))
 
     asyncio.run(main())
+
+
+# Starts a process that ignores signals and has none of the episode's variables, and whose parents have ended.
+DAEMON = """trap "" TERM HUP INT; (env -i setsid sh -c 'trap "" TERM HUP; sleep {mark}; :' &)
+until pgrep -f '^sleep {mark}'; do :; done
+"""
+
+
+@pytest.mark.parametrize(("ends", "error"), [("true", None), ("exit 4", "status 4"), ("kill -9 0", "status 137")])
+def test_no_daemon_outlives_its_command(ends, error):
+    mark = f"6{os.getpid()}"
+    with pytest.raises(EnvError, match=error) if error else nullcontext():
+        run_command(DAEMON.format(mark=mark) + ends)
+    assert not still_sleeping(mark)
+
+
+@pytest.mark.parametrize("what_ends", ["the episode", "the run"])
+def test_no_daemon_outlives_its_episode_or_the_run(what_ends, tmp_path):
+    mark, started = f"7{os.getpid()}", tmp_path / "started"
+    driver = f"""
+import asyncio, sys
+from agentrl.gateway.command_agent import CommandAgent
+from agentrl.gateway.program import Assignment
+from agentrl.trajectory import Task
+
+async def main():
+    command = {DAEMON.format(mark=mark)!r} + "touch {started}; while :; do sleep 600; done"
+    agent = CommandAgent(command).run(Assignment(Task("x", 0), "http://127.0.0.1:1", "k-of-a-daemon"))
+    playing = asyncio.get_running_loop().create_task(agent)
+    await asyncio.to_thread(sys.stdin.read)
+    playing.cancel()
+    await asyncio.wait([playing])
+
+asyncio.run(main())
+"""
+
+    async def main():
+        run = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", driver, stdin=asyncio.subprocess.PIPE, start_new_session=True
+        )
+        await until(started.exists)
+        assert still_sleeping(mark)
+        if what_ends == "the run":
+            run.kill()
+        else:
+            run.stdin.close()
+        await run.wait()
+        await until(lambda: not still_sleeping(mark))
+
+    asyncio.run(main())
+
+
+def still_sleeping(mark: str) -> list[psutil.Process]:
+    return [one for one in psutil.process_iter(["cmdline"]) if ["sleep", mark] == one.info["cmdline"]]
 
 
 def test_processes_end_when_the_run_is_killed_and_the_next_start_removes_their_files(tmp_path):
