@@ -167,13 +167,14 @@ def _events(call: AgentCall, model: str) -> Iterator[bytes]:
     from anthropic.types.raw_message_delta_event import Delta
 
     whole = _answer(call, model)
-    begun = whole.model_copy(update={"content": [], "stop_reason": None, "stop_sequence": None})
+    nothing_yet = {"content": [], "stop_reason": None, "stop_sequence": None}
+    begun = whole.model_copy(update=nothing_yet | {"usage": whole.usage.model_copy(update={"output_tokens": 0})})
     yield _event(RawMessageStartEvent(type="message_start", message=begun))
     for place, block in enumerate(whole.content):
         yield from _block_events(block, place)
         yield _event(RawContentBlockStopEvent(type="content_block_stop", index=place))
     delta = Delta(stop_reason=whole.stop_reason, stop_sequence=whole.stop_sequence)
-    used = MessageDeltaUsage(output_tokens=whole.usage.output_tokens)
+    used = MessageDeltaUsage(input_tokens=whole.usage.input_tokens, output_tokens=whole.usage.output_tokens)
     yield _event(RawMessageDeltaEvent(type="message_delta", delta=delta, usage=used))
     yield _event(RawMessageStopEvent(type="message_stop"))
 

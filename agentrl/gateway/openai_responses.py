@@ -93,13 +93,19 @@ def _read(checked: Json, body: Json) -> WireRequest:
     )
 
 
-def _without_verbosity(body: Json) -> Json:
-    """The body, in whose `text` only what constrains the answer is left."""
-    text = body.get("text")
-    if not isinstance(text, dict):
-        return body
-    left = {key: value for key, value in text.items() if key != "verbosity" and value is not None}
-    return body | {"text": left}
+def _as_typed(body: Json) -> Json:
+    """The body as the vendor's type has it: its `text` with only what constrains the answer, and tools with all fields.
+
+    OpenAI's server does not need `strict` and `parameters`, and some libraries leave them out.
+    """
+    text, tools = body.get("text"), body.get("tools")
+    if isinstance(text, dict):
+        left = {key: value for key, value in text.items() if key != "verbosity" and value is not None}
+        body = body | {"text": left}
+    if isinstance(tools, list):
+        all_fields = {"strict": None, "parameters": None}
+        body = body | {"tools": [all_fields | tool if isinstance(tool, dict) else tool for tool in tools]}
+    return body
 
 
 def _messages(items: list[Json]) -> Iterator[Message]:
@@ -252,5 +258,5 @@ RESPONSES = WireProtocol(
     required=(),
     fields=_FIELDS,
     reader=_read,
-    without=_without_verbosity,
+    without=_as_typed,
 )

@@ -310,6 +310,11 @@ def test_anthropics_messages_with_tools_extend_one_conversation(streams):
                     return await stream.get_final_message()
 
             first = await answer()
+            assert first.usage.output_tokens == len(f"Let me see.\n{CALL}") + 1  # and the end of its turn
+            counted = await client.messages.count_tokens(
+                model="policy", system="You add.", tools=[ANTHROPIC_TOOL], messages=messages
+            )
+            assert first.usage.input_tokens == counted.input_tokens
             assert first.stop_reason == "tool_use"
             text, call = first.content
             assert text.text == "Let me see."
@@ -344,7 +349,7 @@ def test_anthropics_client_gets_errors_in_its_form():
     assert served(play, saying("hi"))[0].status == Terminated()
 
 
-RESPONSES_TOOL = {"type": "function", "strict": False, **TOOL["function"]}
+RESPONSES_TOOL = {"type": "function", **TOOL["function"]}
 
 
 @pytest.mark.parametrize("streams", [False, True])
