@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.gateway.call import AgentAnswer, AgentCall, Wishes
 from agentrl.gateway.refusal import unsupported
+from agentrl.gateway.session import AgentSession
 from agentrl.gateway.wire import (
     Fields,
     Json,
@@ -77,7 +78,7 @@ def _read(checked: Json, _: Json) -> WireRequest:
     )
 
 
-def _without_effort(body: Json) -> Json:
+def _without_effort(body: Json, _: AgentSession) -> Json:
     """The body, in whose `output_config` only what constrains the answer is left."""
     config = body.get("output_config")
     if not isinstance(config, dict):
@@ -167,7 +168,7 @@ def _events(call: AgentCall, model: str) -> Iterator[bytes]:
     from anthropic.types.raw_message_delta_event import Delta
 
     whole = _answer(call, model)
-    nothing_yet = {"content": [], "stop_reason": None, "stop_sequence": None}
+    nothing_yet: Json = {"content": [], "stop_reason": None, "stop_sequence": None}
     begun = whole.model_copy(update=nothing_yet | {"usage": whole.usage.model_copy(update={"output_tokens": 0})})
     yield _event(RawMessageStartEvent(type="message_start", message=begun))
     for place, block in enumerate(whole.content):
@@ -215,7 +216,7 @@ MESSAGES = WireProtocol(
     required=("model", "messages", "max_tokens"),
     fields=_FIELDS,
     reader=_read,
-    without=_without_effort,
+    typed=_without_effort,
 )
 
 COUNTED = WireProtocol(
@@ -224,6 +225,6 @@ COUNTED = WireProtocol(
     required=("model", "messages"),
     fields=_FIELDS,
     reader=_read,
-    without=_without_effort,
+    typed=_without_effort,
 )
 """The same without an answer: only the length of the prompt is asked for."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.gateway.call import AgentCall, Wishes
 from agentrl.gateway.refusal import unsupported
+from agentrl.gateway.session import AgentSession
 from agentrl.gateway.wire import (
     Fields,
     Json,
@@ -18,6 +19,7 @@ from agentrl.gateway.wire import (
     event,
     format_of,
     function,
+    invalid,
     pieces,
     text_of,
 )
@@ -93,12 +95,16 @@ def _read(checked: Json, body: Json) -> WireRequest:
     )
 
 
-def _as_typed(body: Json) -> Json:
+def _as_typed(body: Json, session: AgentSession) -> Json:
     """The body as the vendor's type has it: its `text` with only what constrains the answer, and tools with all fields.
 
-    OpenAI's server does not need `strict` and `parameters`, and some libraries leave them out.
+    OpenAI's server does not need `strict` and `parameters`, and some libraries leave them out. Others send, instead of
+    what the model has said, references to it.
     """
-    text, tools = body.get("text"), body.get("tools")
+    text, tools, items = body.get("text"), body.get("tools"), body.get("input")
+    if isinstance(items, list) and any(map(_is_reference, items)):
+        known = {item.id: item for call in session.tree.calls if len(call.answers) == 1 for item in _items(call)}
+        body = body | {"input": [_referred(item, known, place) for place, item in enumerate(items)]}
     if isinstance(text, dict):
         left = {key: value for key, value in text.items() if key != "verbosity" and value is not None}
         body = body | {"text": left}
@@ -106,6 +112,24 @@ def _as_typed(body: Json) -> Json:
         all_fields = {"strict": None, "parameters": None}
         body = body | {"tools": [all_fields | tool if isinstance(tool, dict) else tool for tool in tools]}
     return body
+
+
+def _is_reference(item: Any) -> bool:
+    return isinstance(item, dict) and item.get("type") == "item_reference"
+
+
+def _referred(item: Any, known: Mapping[str, Any], place: int) -> Any:
+    """The item that an item refers to, if it is a reference.
+
+    Raises:
+        CallRefusedError: the model has said no such thing.
+    """
+    if not _is_reference(item):
+        return item
+    found = known.get(str(item.get("id")))
+    if found is None:
+        raise invalid(f"input[{place}]: this episode has no item {item.get('id')!r:.80}")
+    return found.model_dump(mode="json", exclude_unset=True)
 
 
 def _messages(items: list[Json]) -> Iterator[Message]:
@@ -258,5 +282,5 @@ RESPONSES = WireProtocol(
     required=(),
     fields=_FIELDS,
     reader=_read,
-    without=_as_typed,
+    typed=_as_typed,
 )

@@ -116,7 +116,7 @@ class CallEndpoint:
         """Answer, or raise the refusal."""
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         session = self.desk.session(_key(headers))
-        asked = (await _read(self.protocol, receive)).with_headers(headers)
+        asked = (await _read(self.protocol, receive, session)).with_headers(headers)
         transport = scope.get("state", {}).get("transport")  # of `idle_timeout`
         is_there = _always if transport is None else lambda: not transport.is_closing()
         async with session.asking(asked.request, is_there) as call:
@@ -339,11 +339,11 @@ def _add_calls(app: FastAPI, desk: Desk) -> None:
     @app.post(COUNTED.path, openapi_extra={"requestBody": _described(COUNTED)})
     async def count_tokens(request: Request) -> dict[str, int]:
         session = desk.session(_key(request.headers))
-        asked = await _read(COUNTED, request.receive)
+        asked = await _read(COUNTED, request.receive, session)
         return {"input_tokens": session.prompt_length(asked.request)}
 
 
-async def _read(protocol: WireProtocol, receive: Receive) -> WireRequest:
+async def _read(protocol: WireProtocol, receive: Receive, session: AgentSession) -> WireRequest:
     message = await receive()  # the whole body, by `RequestGate`
     try:
         body = from_json(message.get("body", b""), allow_inf_nan=False)
@@ -351,7 +351,7 @@ async def _read(protocol: WireProtocol, receive: Receive) -> WireRequest:
         raise invalid(f"the body is not JSON, or has half of a surrogate pair: {error}") from None
     if not protocol.loaded:
         await asyncio.to_thread(protocol.load)
-    return protocol.read(body)
+    return protocol.read(body, session)
 
 
 _ANSWERS: dict[str, Any] = {

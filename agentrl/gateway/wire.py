@@ -69,9 +69,9 @@ class WireRequest:
 class WireProtocol:
     """One protocol: where its requests come in, the vendor's own type of them, and how one is read.
 
-    `reader` gets the request as that type has it, and the whole body. `without`: the body without what the types are
-    not asked about. Null is the same as nothing: many programs write it for what they do not want, also in messages,
-    which they send back as a library's object has them.
+    `reader` gets the request as that type has it, and the whole body. `typed`: the body as the type has it, which is
+    narrower than the vendor's server; it may refer to what the session has said. Null is the same as nothing: many
+    programs write it for what they do not want, also in messages, which they send back as a library's object has them.
     """
 
     path: str
@@ -80,7 +80,7 @@ class WireProtocol:
     required: Sequence[str]
     fields: Fields
     reader: Callable[[Json, Json], WireRequest]
-    without: Callable[[Json], Json] = lambda body: body
+    typed: Callable[[Json, AgentSession], Json] = lambda body, session: body
     loaded: bool = False
     """Whether the type has been imported, so that reading a request does not."""
 
@@ -90,15 +90,15 @@ class WireProtocol:
             checker(self.type_name, streams)
         self.loaded = True
 
-    def read(self, body: Any) -> WireRequest:
-        """A request to the path.
+    def read(self, body: Any, session: AgentSession) -> WireRequest:
+        """A request to the path, of a session's program.
 
         Raises:
             CallRefusedError: it is wrong, or wants something that there is not.
         """
         if not isinstance(body, dict):
             raise invalid("the body must be a JSON object")
-        body = self.without(_without_nulls(body))
+        body = self.typed(_without_nulls(body), session)
         try:
             checked = checker(self.type_name, bool(body.get("stream"))).validate_python(body)
         except ValidationError as error:

@@ -352,6 +352,27 @@ def test_anthropics_client_gets_errors_in_its_form():
 RESPONSES_TOOL = {"type": "function", **TOOL["function"]}
 
 
+def test_a_reference_to_an_item_of_an_answer_stands_for_the_item():
+    """Vercel's AI SDK sends those."""
+
+    async def play(assignment):
+        async with client_of(assignment, max_retries=0) as client:
+            asked = {"model": "policy", "tools": [RESPONSES_TOOL]}
+            items = [{"role": "user", "content": "2 + 3?"}]
+            output = (await client.responses.create(**asked, input=items)).output
+            items += [{"type": "item_reference", "id": item.id} for item in output]
+            items.append({"type": "function_call_output", "call_id": output[1].call_id, "output": "5"})
+            await client.responses.create(**asked, input=items)
+            for wrong in ("msg_of_another", "", 5, None, [1]):
+                with pytest.raises(openai.BadRequestError, match="input"):
+                    await client.responses.create(**asked, input=[{"type": "item_reference", "id": wrong}, *items])
+        return 1.0
+
+    trajectory, session = served(play, saying(f"Let me see.\n{CALL}", "5"))
+    assert trajectory.status == Terminated()
+    assert [call.kind for call in session.tree.calls] == ["start", "extension"]
+
+
 @pytest.mark.parametrize("streams", [False, True])
 def test_responses_with_tools_extend_one_conversation(streams):
     async def play(assignment):
