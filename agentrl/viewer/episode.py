@@ -1,10 +1,12 @@
 """One episode in full: its conversation, its tokens with all that is known of each, and what became of it."""
 
+import sqlite3
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
@@ -14,6 +16,8 @@ from agentrl.rollout.ledger import read_ledger
 from agentrl.viewer.episodes import EpisodeIndex
 from agentrl.viewer.folders import RunFolder
 
+_UNREAD = (pa.ArrowException, OSError)
+"""What reading a damaged file raises, or one that has just been deleted."""
 _PER_TOKEN = ("old_logprobs", "logprobs", "entropies", "advantages")
 _SHORT = 2000
 _NAMED = 8
@@ -74,7 +78,6 @@ class EpisodeReader:
         path = self._run.files("trajectories").get(step)
         if path is None:
             return []
-        found = []
         columns = [
             "id",
             "agent",
@@ -85,38 +88,32 @@ class EpisodeReader:
             "scoring",
             *(f"turns.list.element.{n}" for n in (*_TIMES, *(["policy_versions"] if staleness else []))),
         ]
-        with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(columns=columns):
-                for row in batch.to_pylist():
-                    turns = [turn for turn in row.pop("turns") or () if "asked" in turn]
-                    times = [[turn[name] for name in _TIMES] for turn in turns]
-                    scoring = [[one["began"], one["ended"]] for one in row.pop("scoring", None) or ()]
-                    found.append({"started": 0.0, "seconds": 0.0, **row, "turns": times, "scoring": scoring})
-                    if staleness:
-                        found[-1]["stale"] = [step - min(turn["policy_versions"], default=step) for turn in turns]
-        return sorted(found, key=lambda one: one["started"])
+        try:
+            with pq.ParquetFile(path) as file:
+                rows = [row for batch in file.iter_batches(columns=columns) for row in batch.to_pylist()]
+        except _UNREAD:
+            return []
+        return sorted((_timed(row, step if staleness else None) for row in rows), key=lambda one: one["started"])
 
     def _trajectory(self, row: Mapping[str, Any], columns: Sequence[str] | None = None) -> dict[str, Any] | None:
         path = None if row["kind"] is None else self._run.files(row["kind"]).get(row["step"])
         if path is None or row["place"] is None:
             return None
-        with pq.ParquetFile(path) as file:
-            place = row["place"]
-            for number in range(file.num_row_groups):
-                rows = file.metadata.row_group(number).num_rows
-                if place < rows:
-                    table = file.read_row_group(number, columns=None if columns is None else list(columns))
-                    found: dict[str, Any] = table.slice(place, 1).to_pylist()[0]
-                    return found
-                place -= rows
-        return None
+        try:
+            with pq.ParquetFile(path) as file:
+                return _row_at(file, row["place"], columns)
+        except _UNREAD:
+            return None
 
     def _samples(self, step: int, name: str, agent: str) -> list[dict[str, Any]]:
         path = self._run.files("samples").get(step)
         if path is None:
             return []
-        table = pq.read_table(path, filters=(pc.field("episode") == name) & (pc.field("agent") == agent))
-        total = pq.read_metadata(path).num_rows
+        try:
+            table = pq.read_table(path, filters=(pc.field("episode") == name) & (pc.field("agent") == agent))
+            total = pq.read_metadata(path).num_rows
+        except _UNREAD:
+            return []
         return [{**row, "of": total} for row in table.to_pylist()]
 
     def _texts(self, token_ids: Sequence[int]) -> list[str]:
@@ -135,11 +132,37 @@ class EpisodeReader:
         ledger = self._run.path / "ledger.sqlite"
         if not ledger.exists():
             return f"{row['id']} is in the batch of step {row['step']}. The run has no ledger that says more."
-        with read_ledger(ledger) as reader:
-            return explain(reader, row["id"]).sentence
+        try:
+            with read_ledger(ledger) as reader:
+                return explain(reader, row["id"]).sentence
+        except (ConfigError, sqlite3.Error) as error:
+            return f"What became of {row['id']} is not known: {error}"
 
 
 _TIMES = ("asked", "generate_seconds", "env_seconds")
+
+
+def _timed(row: dict[str, Any], step: int | None) -> dict[str, Any]:
+    """The times of an episode's turns and rewards; with a `step`, how many versions each turn is behind it."""
+    turns = [turn for turn in row.pop("turns") or () if "asked" in turn]
+    times = [[turn[name] for name in _TIMES] for turn in turns]
+    scoring = [[one["began"], one["ended"]] for one in row.pop("scoring", None) or ()]
+    found = {"started": 0.0, "seconds": 0.0, **row, "turns": times, "scoring": scoring}
+    if step is None:
+        return found
+    return {**found, "stale": [step - min(turn["policy_versions"], default=step) for turn in turns]}
+
+
+def _row_at(file: pq.ParquetFile, place: int, columns: Sequence[str] | None) -> dict[str, Any] | None:
+    """The row at this place of a file, of which only its row group is read."""
+    for number in range(file.num_row_groups):
+        rows = file.metadata.row_group(number).num_rows
+        if place < rows:
+            table = file.read_row_group(number, columns=None if columns is None else list(columns))
+            found: dict[str, Any] = table.slice(place, 1).to_pylist()[0]
+            return found
+        place -= rows
+    return None
 
 
 def _trained(row: Mapping[str, Any], samples: Sequence[Mapping[str, Any]], group: Sequence[Mapping[str, Any]]) -> str:

@@ -1,12 +1,15 @@
 """An index of a run's episodes: what a table shows of each, in DuckDB. Texts and tokens stay in the run's files."""
 
+import sqlite3
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pyarrow as pa
+from annotated_types import Ge, Le
 
 from agentrl.errors import ConfigError
 from agentrl.rollout.ledger import read_ledger
@@ -41,6 +44,11 @@ SORTS = ("id", "step", "env", "fate", "score", "num_turns", "num_tokens", "secon
 """Columns that a table may be sorted by."""
 
 
+MOST_ROWS = 1000
+"""Most rows of one page of a table."""
+_Number = Annotated[int, Ge(-(2**31)), Le(2**31 - 1)]
+
+
 @dataclass(frozen=True, slots=True)
 class EpisodeQuery:
     """Which episodes to show: each field that is not `None` or empty is a condition.
@@ -48,7 +56,7 @@ class EpisodeQuery:
     `low` and `high` bound the score, `stale` is the least staleness, `text` a part of any message.
     """
 
-    step: int | None = None
+    step: _Number | None = None
     env: str = ""
     fate: str = ""
     task: str = ""
@@ -57,11 +65,11 @@ class EpisodeQuery:
     text: str = ""
     low: float | None = None
     high: float | None = None
-    stale: int | None = None
+    stale: _Number | None = None
     sort: str = "step"
     descending: bool = True
-    offset: int = 0
-    limit: int = 100
+    offset: Annotated[_Number, Ge(0)] = 0
+    limit: Annotated[int, Ge(0), Le(MOST_ROWS)] = 100
 
     def conditions(self, *, of_score: bool = True) -> tuple[str, list[Any]]:
         """An SQL condition, and its parameters."""
@@ -94,9 +102,11 @@ class EpisodeIndex:
         self._db.execute(_SCHEMA)
         self._lock = threading.Lock()
         self._known: dict[tuple[str, int], tuple[int, int]] = {}
-        self._ledger: tuple[tuple[int, int], ...] = ()
+        self._ledger: tuple[tuple[int, int] | None, ...] = ()
         self._joined = False
         self._searched: tuple[str, int | None, tuple[Any, ...]] | None = None
+        self._unreadable: dict[str, str] = {}
+        self._unread = (duckdb.Error, pa.ArrowException, OSError)
 
     def refresh(self) -> None:
         """Read what is new in the files, which the next call would do otherwise."""
@@ -104,7 +114,8 @@ class EpisodeIndex:
             self._refresh()
 
     def page(self, query: EpisodeQuery) -> dict[str, Any]:
-        """The rows of a table, how many there are in all, and the histogram of their scores.
+        """The rows of a table, how many there are in all, the histogram of their scores, and what files could not be
+        read.
 
         Raises:
             ConfigError: there is no such column to sort by.
@@ -120,7 +131,8 @@ class EpisodeIndex:
             rows = self._dicts(f"SELECT * FROM episodes WHERE {where} ORDER BY {order} LIMIT ? OFFSET ?",
                                [*values, query.limit, query.offset])  # fmt: skip
             (total,) = self._one(f"SELECT count(*) FROM episodes WHERE {where}", values)
-            return {"rows": rows, "total": total, "histogram": self._histogram(query, found)}
+            return {"rows": rows, "total": total, "histogram": self._histogram(query, found),
+                    "unreadable": [f"{name}: {why}" for name, why in self._unreadable.items()]}  # fmt: skip
 
     def choices(self) -> dict[str, list[Any]]:
         """The values that a filter may ask for, the most frequent first."""
@@ -158,21 +170,16 @@ class EpisodeIndex:
 
     def _refresh(self) -> None:
         files = {(kind, step): path for kind in KINDS for step, path in self._run.files(kind).items()}
-        stamps = {key: (found.st_mtime_ns, found.st_size) for key, path in files.items() if (found := path.stat())}
+        stamps = {key: stamp for key, path in files.items() if (stamp := _stamp(path)) is not None}
         changed = [key for key, stamp in stamps.items() if self._known.get(key) != stamp]
         gone = [key for key in self._known if key not in stamps]
         for key in [*gone, *(key for key in changed if key in self._known)]:
-            self._db.execute("DELETE FROM trajectories WHERE kind = ? AND step = ?", key)
-        for group in _by_columns([files[key] for key in changed]):
-            self._read(group)
+            self._forget(key)
+        self._read_all({key: files[key] for key in changed})
         self._joined = self._joined and not (changed or gone)
         self._known = stamps
         ledger = self._run.path / "ledger.sqlite"
-        state = tuple(
-            (found.st_mtime_ns, found.st_size)
-            for path in (ledger, ledger.with_name("ledger.sqlite-wal"))
-            if path.exists() and (found := path.stat())
-        )
+        state = _stamp(ledger), _stamp(ledger.with_name("ledger.sqlite-wal"))
         if state != self._ledger:
             self._read_fates(ledger)
             self._ledger = state
@@ -180,6 +187,23 @@ class EpisodeIndex:
         if not self._joined:
             self._db.execute(_JOIN)
             self._joined = True
+
+    def _forget(self, key: tuple[str, int]) -> None:
+        self._db.execute("DELETE FROM trajectories WHERE kind = ? AND step = ?", key)
+        self._unreadable.pop(_name(*key), None)
+
+    def _read_all(self, files: Mapping[tuple[str, int], Path]) -> None:
+        """Read files at once; one by one if some of them cannot be read, which are then named."""
+        try:
+            for group in _by_columns([*files.values()]):
+                self._read(group)
+        except self._unread:
+            for key, path in files.items():
+                self._forget(key)
+                try:
+                    self._read(_by_columns([path])[0])
+                except self._unread as error:
+                    self._unreadable[_name(*key)] = _first_line(error)
 
     def _read(self, files: tuple[list[str], tuple[str, ...]]) -> None:
         paths, columns = files
@@ -193,10 +217,15 @@ class EpisodeIndex:
 
     def _read_fates(self, path: Path) -> None:
         self._db.execute("DELETE FROM fates")
+        self._unreadable.pop(path.name, None)
         if not path.exists():
             return
-        with read_ledger(path) as ledger:
-            rows = list(ledger.all_episodes())
+        try:
+            with read_ledger(path) as ledger:
+                rows = list(ledger.all_episodes())
+        except (ConfigError, sqlite3.Error) as error:
+            self._unreadable[path.name] = _first_line(error)
+            return
         if rows:
             names = ("id", "task", "env", "fate", "step", "why")
             table = pa.table(dict(zip(names, map(list, zip(*rows, strict=True)), strict=True)))
@@ -221,14 +250,26 @@ class EpisodeIndex:
 
     def _search(self, text: str, step: int | None) -> None:
         """Put the episodes in whose messages the text is into a table."""
-        found = [item for kind in KINDS for item in self._run.files(kind).items()]
-        files = [str(path) for number, path in found if step in (None, number)]
+        found = [(kind, number, path) for kind in KINDS for number, path in self._run.files(kind).items()]
+        files = [
+            str(path)
+            for kind, number, path in found
+            if step in (None, number) and _name(kind, number) not in self._unreadable
+        ]
         self._db.execute("CREATE OR REPLACE TEMP TABLE found (id VARCHAR, agent VARCHAR)")
+        try:
+            self._search_in(text, files)
+        except self._unread:
+            for file in files:
+                with suppress(*self._unread):  # it is written again, or has just been deleted
+                    self._search_in(text, [file])
+
+    def _search_in(self, text: str, files: Sequence[str]) -> None:
         if files:
             self._db.execute(
                 "INSERT INTO found SELECT id, agent FROM read_parquet($1) WHERE len(list_filter(messages, lambda m: "
                 "contains(lower(m.content), $2) OR contains(lower(m.reasoning), $2))) > 0",
-                [files, text],
+                [list(files), text],
             )
 
     def _histogram(self, query: EpisodeQuery, found: str) -> dict[str, Any]:
@@ -256,6 +297,23 @@ class EpisodeIndex:
         cursor = self._db.execute(query, list(values))
         names = [column[0] for column in cursor.description or ()]
         return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
+
+
+def _name(kind: str, step: int) -> str:
+    return f"{kind}/step_{step:06d}.parquet"
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    """What changes when a file does; `None` if there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]
 
 
 def _by_columns(files: Sequence[Path]) -> list[tuple[list[str], tuple[str, ...]]]:

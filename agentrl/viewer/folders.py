@@ -2,7 +2,9 @@
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import re
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from itertools import zip_longest
@@ -13,6 +15,9 @@ import yaml
 
 from agentrl.errors import ConfigError
 from agentrl.observe.live_status import read_live_state
+
+_STEP_FILE = re.compile(r"step_(\d{1,9})\.parquet")
+_Stamp = tuple[int, int, int]
 
 
 class Phase(TypedDict):
@@ -26,7 +31,11 @@ class Phase(TypedDict):
 
 @dataclass(slots=True)
 class RunFolder:
-    """A run's folder, which a run may be writing to. Rows of metrics that have been read once are kept."""
+    """A run's folder, which a run may be writing to, and which may be deleted at any time.
+
+    Rows of metrics that have been read once are kept, and small files are read again only when they have changed. Calls
+    may come from several threads.
+    """
 
     name: str
     path: Path
@@ -34,94 +43,114 @@ class RunFolder:
     """Counts how often the metrics began again, as they do when a run is resumed."""
     _rows: list[dict[str, Any]] = field(default_factory=list)
     _read: tuple[int, int] = (0, 0)  # the file's inode, and how many of its bytes have been read
+    _kept: dict[str, tuple[_Stamp | None, Any]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def exists(self) -> bool:
+        """Whether the folder is still there and still a run's."""
+        return (self.path / "config.yaml").exists()
 
     def metrics(self) -> Sequence[Mapping[str, Any]]:
         """The complete rows of `metrics.jsonl`. Lines that are no rows are left out."""
-        path = self.path / "metrics.jsonl"
-        if not path.exists():
-            return ()
-        inode, known = self._read
-        with path.open("rb") as file:
-            found = os.fstat(file.fileno())
-            if found.st_ino != inode or found.st_size < known:
-                self._rows, known = [], 0
-                self.generation += 1
-            file.seek(known)
-            lines = file.read().split(b"\n")
-        self._rows += [row for line in lines[:-1] if (row := _row(line)) is not None]
-        self._read = found.st_ino, known + sum(len(line) + 1 for line in lines[:-1])
-        return self._rows
+        with self._lock:
+            inode, known = self._read
+            try:
+                with (self.path / "metrics.jsonl").open("rb") as file:
+                    found = os.fstat(file.fileno())
+                    if found.st_ino != inode or found.st_size < known:
+                        self._rows, known = [], 0
+                        self.generation += 1
+                    file.seek(known)
+                    lines = file.read().split(b"\n")
+            except OSError:
+                return ()
+            self._rows += [row for line in lines[:-1] if (row := _row(line)) is not None]
+            self._read = found.st_ino, known + sum(len(line) + 1 for line in lines[:-1])
+            return self._rows
 
     def status(self) -> dict[str, Any]:
         """The step and phase, since when, whether its process lives here, what waits for what in it, its summary, and
         its warnings. A run that lives and has no phase is starting.
         """
-        status = _json(self.path / "status.json")
+        status, summary = self._json("status.json"), self._json("summary.json")
         now = read_live_state(self.path)
         if now is not None and not _lives(now.pid):
             now = None
         if now is not None and now.pid != status.get("pid"):
             status = {}  # of an earlier process: this one is starting
         ended = (self.path / "summary.json").exists()
+        since = _time(status.get("since"))
         return {
             "name": self.name,
             "folder": str(self.path),
             "step": status.get("step"),
             "phase": status.get("phase"),
-            "since": status.get("since"),
+            "since": None if since is None else status["since"],
             "steps": self.settings().get("steps"),
             "live": now is not None or (_lives(status.get("pid")) and not ended),
             "now": None if now is None else asdict(now),
-            "summary": _json(self.path / "summary.json"),
+            "summary": summary,
             "warnings": self.warnings(),
         }
 
     def warnings(self) -> list[str]:
         """What the run has warned of, in order; once, also where a resumed run said it again."""
-        path = self.path / "warnings.jsonl"
-        lines = path.read_bytes().split(b"\n") if path.exists() else []
+        lines = self._once("warnings.jsonl", lambda text: text.split(b"\n")) or []
         return list(dict.fromkeys(str(row.get("text")) for line in lines if (row := _row(line)) is not None))
 
     def settings(self) -> dict[str, Any]:
         """The settings of the run, by dotted name."""
-        try:
-            found = yaml.safe_load((self.path / "config.yaml").read_text(errors="replace"))
-        except (OSError, yaml.YAMLError):
-            return {}
-        return dict(_leaves(found)) if isinstance(found, dict) else {}
+        return dict(self._once("config.yaml", _settings) or {})
 
     def origins(self) -> dict[str, str]:
         """Where each setting came from, by dotted name."""
-        return {name: str(origin) for name, origin in _json(self.path / "origins.json").items()}
+        return {name: str(origin) for name, origin in self._json("origins.json").items()}
 
     def phases(self) -> list[Phase]:
         """What the run's loop did, in order. A phase that its process did not live to end has no length."""
-        path = self.path / "timeline.jsonl"
-        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-        begun = [row for line in lines if (row := _row(line)) is not None and "since" in row]
+        begun = self._once("timeline.jsonl", _begun) or []
         phases = []
-        for row, follows in zip_longest(begun, begun[1:]):
-            begin = datetime.fromisoformat(row["since"]).timestamp()
+        for (row, begin), follows in zip_longest(begun, begun[1:]):
+            end: float | None = begin
             if follows is None:
                 status = self.status()
                 end = None if status["live"] and status["phase"] else begin
-            elif follows.get("pid") == row.get("pid"):
-                end = datetime.fromisoformat(follows["since"]).timestamp()
-            else:
-                end = begin
+            elif follows[0].get("pid") == row.get("pid"):
+                end = max(begin, follows[1])
             phases.append(Phase(step=row["step"], phase=str(row["phase"]), begin=begin, end=end))
         return phases
 
     def files(self, kind: str) -> dict[int, Path]:
-        """The Parquet files of `trajectories` or `samples`, by step."""
-        found = (self.path / kind).glob("step_*.parquet")
-        return {int(path.stem.removeprefix("step_")): path for path in sorted(found)}
+        """The Parquet files of `trajectories`, `untrained` or `samples`, by step."""
+        try:
+            names = sorted(os.listdir(self.path / kind))
+        except OSError:
+            return {}
+        return {int(found[1]): self.path / kind / name for name in names if (found := _STEP_FILE.fullmatch(name))}
 
     def tokenizer(self) -> Path | None:
         """The tokenizer of the run's model, if there is one."""
         model = self.settings().get("model.name", "")
         folders = [*sorted((self.path / "checkpoints").glob("step_*")), self.path / "model", Path(str(model))]
         return next((path for folder in folders if (path := folder / "tokenizer.json").exists()), None)
+
+    def _json(self, name: str) -> dict[str, Any]:
+        found = self._once(name, json.loads)
+        return found if isinstance(found, dict) else {}
+
+    def _once(self, name: str, read: Callable[[bytes], Any]) -> Any:
+        """What `read` makes of a file, which is read again only when it has changed; `None` if it cannot be read."""
+        path = self.path / name
+        try:
+            found = path.stat()
+            stamp = found.st_ino, found.st_mtime_ns, found.st_size
+            kept = self._kept.get(name)
+            if kept is None or kept[0] != stamp:
+                kept = self._kept[name] = stamp, read(path.read_bytes())
+            return kept[1]
+        except (OSError, ValueError, yaml.YAMLError, RecursionError):
+            return None
 
 
 def find_runs(places: Iterable[Path]) -> list[RunFolder]:
@@ -130,14 +159,18 @@ def find_runs(places: Iterable[Path]) -> list[RunFolder]:
     Raises:
         ConfigError: a place is no folder.
     """
-    found: dict[Path, None] = {}
+    found: dict[Path, float] = {}
     for place in places:
         if not place.is_dir():
             raise ConfigError(f"there is no folder {str(place)!r}: give the folder of a run, or one with runs in it")
         is_run = (place / "config.yaml").exists()
         configs = [place / "config.yaml"] if is_run else [*place.glob("*/config.yaml"), *place.glob("*/*/config.yaml")]
-        found |= dict.fromkeys(config.parent.resolve() for config in configs)
-    paths = sorted(found, key=lambda path: ((path / "config.yaml").stat().st_mtime, path))
+        for config in configs:
+            try:
+                found.setdefault(config.parent.resolve(), config.stat().st_mtime)
+            except OSError:  # it has just been deleted
+                continue
+    paths = sorted(found, key=lambda path: (found[path], path))
     names = [path.name for path in paths]
     return [
         RunFolder(name if names.count(name) == 1 else f"{path.parent.name}/{name}", path)
@@ -153,12 +186,27 @@ def _row(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _settings(text: bytes) -> dict[str, Any]:
+    found = yaml.load(text.decode(errors="replace"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return dict(_leaves(found)) if isinstance(found, dict) else {}
+
+
+def _begun(text: bytes) -> list[tuple[dict[str, Any], float]]:
+    """The rows of a timeline, each with its Unix time."""
+    rows = (_row(line) for line in text.split(b"\n")[:-1])
+    return [
+        (row, begin)
+        for row in rows
+        if row is not None and "phase" in row and (begin := _time(row.get("since"))) is not None
+    ]
+
+
+def _time(written: object) -> float | None:
+    """The Unix time of an ISO date; `None` if it is none."""
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        return datetime.fromisoformat(written).timestamp() if isinstance(written, str) else None
+    except (ValueError, OverflowError, OSError):
+        return None
 
 
 def _lives(pid: object) -> bool:

@@ -3,12 +3,15 @@
 import asyncio
 import json
 import math
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from importlib.resources import files
 from pathlib import Path
+from time import monotonic
 from typing import Annotated, Any
 
 import uvicorn
+from annotated_types import Ge
 from fastapi import BackgroundTasks, Depends, FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -85,31 +88,55 @@ class _OpenRuns:
         self._places = places
         self._runs: dict[str, RunFolder] = {}
         self._open: dict[str, tuple[EpisodeIndex, EpisodeReader]] = {}
+        self._lock, self._news_lock = threading.Lock(), threading.Lock()
+        self._news: list[dict[str, Any]] = []
+        self._asked = -math.inf
+        find_runs(places)  # which says what is wrong with them
         self.look()
         if not self._runs:
             named = ", ".join(map(str, places))
             raise ConfigError(f"there is no run in {named}: a run is a folder with a config.yaml, such as runs/NAME")
 
     def look(self) -> list[RunFolder]:
-        """All runs, new ones too."""
-        for run in find_runs(self._places):
-            if all(known.path != run.path for known in self._runs.values()):
-                self._runs[run.name if run.name not in self._runs else str(run.path)] = run
-        return list(self._runs.values())
+        """All runs, new ones too, without those that have been deleted."""
+        with self._lock:
+            for name in [name for name, run in self._runs.items() if not run.exists]:
+                del self._runs[name]
+                self._open.pop(name, None)
+            known = {run.path for run in self._runs.values()}
+            for run in find_runs(place for place in self._places if place.is_dir()):
+                if run.path not in known:
+                    run.name = run.name if run.name not in self._runs else str(run.path)
+                    self._runs[run.name] = run
+            return list(self._runs.values())
+
+    def statuses(self) -> list[dict[str, Any]]:
+        """The status of each run, with how many rows its metrics have. However many pages want to know, the files are
+        looked at only once in a while.
+        """
+        with self._news_lock:
+            if monotonic() - self._asked >= _LOOK_SECONDS:
+                self._news = [
+                    {**run.status(), "rows": len(run.metrics()), "generation": run.generation} for run in self.look()
+                ]
+                self._asked = monotonic()
+            return self._news
 
     def run(self, name: str) -> RunFolder:
         """The run of this name."""
-        if name not in self._runs:
+        run = self._runs.get(name)
+        if run is None:
             raise HTTPException(404, f"there is no run {name!r}")
-        return self._runs[name]
+        return run
 
     def episodes(self, name: str) -> tuple[EpisodeIndex, EpisodeReader]:
         """The index and the reader of a run's episodes."""
         run = self.run(name)
-        if name not in self._open:
-            index = EpisodeIndex(run)
-            self._open[name] = index, EpisodeReader(run, index)
-        return self._open[name]
+        with self._lock:
+            if name not in self._open:
+                index = EpisodeIndex(run)
+                self._open[name] = index, EpisodeReader(run, index)
+            return self._open[name]
 
 
 class _PageHeaders:
@@ -182,7 +209,7 @@ def _without_parameters(page: Callable[[], Response]) -> Callable[[], Response]:
 def _add_runs(app: FastAPI, runs: _OpenRuns) -> None:
     @app.get("/api/runs")
     def listed() -> Any:
-        return _Json([run.status() for run in runs.look()])
+        return _Json(runs.statuses())
 
     @app.get("/metrics")
     def prometheus() -> Response:
@@ -193,7 +220,7 @@ def _add_runs(app: FastAPI, runs: _OpenRuns) -> None:
         return _Json(MEANINGS)
 
     @app.get("/api/metrics")
-    def metrics(run: str, later: BackgroundTasks, after: int = 0, generation: int = 0) -> Any:
+    def metrics(run: str, later: BackgroundTasks, after: Annotated[int, Ge(0)] = 0, generation: int = 0) -> Any:
         folder = runs.run(run)
         if after == 0:  # who looks at curves will look at episodes
             later.add_task(_refresh, runs, run)
@@ -244,22 +271,23 @@ def _add_episodes(app: FastAPI, runs: _OpenRuns) -> None:
 
 
 async def _events(runs: _OpenRuns) -> AsyncIterator[str]:
-    """An event for each change of a run's status or metrics, and a comment now and then, which shows a lost client."""
+    """An event for each change of a run's status or metrics, one for each run that is gone, and a comment now and then,
+    which shows a lost client.
+    """
     said: dict[str, Any] = {}
     quiet = 0.0
     while True:
-        for run in await asyncio.to_thread(runs.look):
-            status = await asyncio.to_thread(run.status)
-            news = {**status, "rows": len(await asyncio.to_thread(run.metrics)), "generation": run.generation}
-            if said.get(run.name) != news:
-                said[run.name] = news
-                quiet = 0.0
-                yield f"data: {json.dumps(_finite(news))}\n\n"
+        now = {news["name"]: news for news in await asyncio.to_thread(runs.statuses)}
+        changed = [news for name, news in now.items() if said.get(name) != news]
+        gone = [{"name": name, "gone": True} for name in said if name not in now]
+        said = now
+        for news in (*changed, *gone):
+            yield f"data: {json.dumps(_finite(news))}\n\n"
+        quiet = 0.0 if changed or gone else quiet + _LOOK_SECONDS
         if quiet >= 15:
             quiet = 0.0
             yield ": still here\n\n"
         await asyncio.sleep(_LOOK_SECONDS)
-        quiet += _LOOK_SECONDS
 
 
 def _finite(value: Any) -> Any:

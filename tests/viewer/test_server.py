@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 
 import pytest
@@ -139,6 +140,67 @@ def test_a_damaged_run_is_shown_as_far_as_it_goes(tmp_path):
     run = RunFolder("run", tmp_path)
     assert (run.settings(), run.origins(), run.metrics(), run.phases()) == ({}, {}, [], [])
     assert run.status()["live"] is False
+
+
+def test_files_that_cannot_be_read_are_named_and_the_others_shown(client, made):
+    made.step()
+    for name in ("trajectories/step_000001.parquet", "samples/step_000000.parquet", "ledger.sqlite"):
+        path = made.folder / name
+        path.unlink()
+        path.write_bytes(b"PAR1 and no more" * 9)
+    (made.folder / "trajectories" / "step_copy.parquet").write_bytes(b"")
+    (made.folder / "trajectories" / "step_000009.parquet").mkdir()
+    found = client.get("/api/episodes?run=one&text=next").json()
+    assert {(row["step"], row["fate"]) for row in found["rows"]} == {(0, "trained")}
+    assert [text.partition(":")[0] for text in found["unreadable"]] == [
+        "trajectories/step_000001.parquet", "trajectories/step_000009.parquet", "ledger.sqlite"
+    ]  # fmt: skip
+    assert client.get("/api/episode?run=one&id=train-000000/0/0").json()["trajectory"]["turns"]
+    for path in ("choices?", "time?", "gantt?step=1&", "group?task=train-000000&"):
+        assert client.get(f"/api/{path}run=one").status_code == 200
+    made._done, made._tasks = 1, 5
+    (made.folder / "ledger.sqlite").unlink()
+    made.step()  # it is written again
+    again = client.get("/api/episodes?run=one").json()
+    assert {row["step"] for row in again["rows"]} == {0, 1}
+    assert [text.partition(":")[0] for text in again["unreadable"]] == ["trajectories/step_000009.parquet"]
+
+
+def test_times_that_are_none_are_left_out(made):
+    with (made.folder / "timeline.jsonl").open("a") as file:
+        file.write('{"step": 1, "since": "never", "phase": 3}\n{"step": 2, "since": 5}\n')
+    (made.folder / "status.json").write_text('{"pid": 1e9, "since": "yesterday", "step": "x"}')
+    run = RunFolder("one", made.folder)
+    assert len(run.phases()) == 4
+    assert run.status()["since"] is None
+
+
+def test_a_deleted_run_is_gone_and_its_folder_may_come_back(client, made, monkeypatch):
+    monkeypatch.setattr("agentrl.viewer.server._LOOK_SECONDS", 0.0)
+    assert client.get("/api/episodes?run=one").status_code == 200
+    away = made.folder.rename(made.folder.parents[1] / "away")
+    assert client.get("/api/runs").json() == []
+    assert client.get("/api/episodes?run=one").json()["detail"] == "there is no run 'one'"
+    away.parent.joinpath("runs").rmdir()
+    assert client.get("/api/runs").json() == []
+    assert client.get("/metrics").status_code == 200
+    away.parent.joinpath("runs").mkdir()
+    away.rename(made.folder)
+    assert [run["name"] for run in client.get("/api/runs").json()] == ["one"]
+
+
+@pytest.mark.parametrize("odd", ["limit=-1", "limit=100000", "offset=-5", "step=99999999999999999999", "stale=x"])
+def test_no_page_of_a_table_is_larger_than_a_thousand_rows_or_stands_before_the_first(client, odd):
+    assert client.get(f"/api/episodes?run=one&{odd}").status_code == 422
+
+
+def test_threads_that_read_the_same_metrics_read_each_row_once(made):
+    for _ in range(20):
+        made.step()
+    run = RunFolder("one", made.folder)
+    with ThreadPoolExecutor(8) as pool:
+        counts = [*pool.map(lambda _: len(run.metrics()), range(64))]
+    assert set(counts) == {21}
 
 
 def test_a_process_that_lives_makes_a_run_live_until_it_has_a_summary(made):
