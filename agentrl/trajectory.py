@@ -309,7 +309,7 @@ class Score:
 
     A failed score has the value NaN, so that a mean that includes it by mistake is NaN too. `turns`: what single turns
     contributed to the value; the last turn gets the rest (`Group.turn_rewards_G`). `worked`: from when to when rewards
-    worked on it.
+    worked on it. `words`: why, in words, by part: what a judge says of its verdict, for people who read the episode.
     """
 
     value: float
@@ -317,6 +317,7 @@ class Score:
     status: Scored | Failed = field(default_factory=Scored)
     turns: tuple[float, ...] = ()
     worked: tuple[tuple[float, float], ...] = field(default=(), compare=False)
+    words: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @staticmethod
     def failed(error: str, layer: Layer = "reward") -> "Score":

@@ -58,11 +58,12 @@ class RubricJudge:
     async def score(self, trajectory: Trajectory) -> Score:
         """The weighted mean of the judge's levels."""
         verdict = await self._endpoint.ask(self.prompt(trajectory), self._verdict)
-        levels: dict[str, int] = verdict.model_dump(by_alias=True)["levels"]
+        answered = verdict.model_dump(by_alias=True)
+        levels: dict[str, int] = answered["levels"]
         parts = {name: level / self._config.levels for name, level in levels.items()}
         weights = {name: criterion.weight for name, criterion in self._config.criteria.items()}
         value = sum(weights[name] * part for name, part in parts.items()) / sum(weights.values())
-        return Score(value, parts)
+        return Score(value, parts, words={"": answered["reason"]} if self._config.reasons else {})
 
     def prompt(self, trajectory: Trajectory) -> JudgePrompt:
         """The question to the judge about a trajectory."""

@@ -86,25 +86,31 @@ class PairwiseJudge:
                 for i, j in (pair, pair[::-1])
             }
         points_by_order: dict[tuple[int, int], float] = {}
-        for order, task in asked.items():
-            points = task.result()
-            if isinstance(points, AgentRLError):
-                raise points
-            points_by_order[order] = points
+        words: list[dict[str, str]] = [{} for _ in range(size)]
+        for (i, j), task in asked.items():
+            answer = task.result()
+            if isinstance(answer, AgentRLError):
+                raise answer
+            points_by_order[i, j], reason = answer
+            if reason:
+                words[i][f"shown before member {j}"] = words[j][f"shown after member {i}"] = reason
         self._orders.pairs += len(pairs)
         self._orders.swayed += sum(points_by_order[i, j] != 1.0 - points_by_order[j, i] for i, j in pairs)
         shares = win_shares({(i, j): (points_by_order[i, j] + 1.0 - points_by_order[j, i]) / 2 for i, j in pairs}, size)
-        return [Score(share, {"win_share": share}) for share in shares]
+        return [Score(share, {"win_share": share}, words=own) for share, own in zip(shares, words, strict=True)]
 
-    async def _choose(self, first: Trajectory, second: Trajectory) -> float | AgentRLError:
-        """The points of the first. A failure is returned, so that the verdicts on the other pairs still come in."""
+    async def _choose(self, first: Trajectory, second: Trajectory) -> tuple[float, str] | AgentRLError:
+        """The points of the first, and the verdict in words. A failure is returned, so that the verdicts on the other
+        pairs still come in.
+        """
         if self._config.messages(first) == self._config.messages(second):
-            return _POINTS["tie"]
+            return _POINTS["tie"], ""
         try:
             verdict = await self._endpoint.ask(self.prompt(first, second), self._verdict)
         except AgentRLError as error:
             return error
-        return _POINTS[verdict.better]
+        reason = verdict.reason if isinstance(verdict, ReasonedPairwiseVerdict) else ""
+        return _POINTS[verdict.better], f"{verdict.better}: {reason}" if reason else ""
 
     def prompt(self, first: Trajectory, second: Trajectory) -> JudgePrompt:
         """The question to the judge about a pair."""

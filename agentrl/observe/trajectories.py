@@ -49,13 +49,14 @@ SCHEMA = pa.schema(
         ("success", pa.bool_()),
         ("score", pa.float64()),
         ("parts", pa.string()),
+        ("words", pa.string()),
         ("scoring", pa.list_(pa.struct([("began", pa.float64()), ("ended", pa.float64())]))),
         ("picture", pa.string()),
         ("messages", pa.list_(_MESSAGE)),
         ("turns", pa.list_(_TURN)),
     ]
 )
-"""`info`, `parts` and `tool_calls` are JSON; `detail` is the limit, the error or the reason in the status. `started`,
+"""`info`, `parts`, `words` (what judges said, by part) and `tool_calls` are JSON; `detail` is the limit, the error or the reason in the status. `started`,
 `asked` and the times of `scoring`, when rewards worked on the episode, are Unix time, in seconds. `num_tokens` are the
 sampled ones, `oldest_version` that of the new turns. `picture` is HTML: the environment's drawing of the state that a
 turn answers, and of the last one.
@@ -102,6 +103,7 @@ def _row(trajectory: Trajectory, score: Score, epoch: float) -> dict[str, object
         "success": succeeded(trajectory, score),
         "score": None if math.isnan(score.value) else score.value,  # of one that failed
         "parts": json.dumps(dict(score.parts)),
+        "words": json.dumps(dict(score.words)),
         "scoring": [{"began": began + epoch, "ended": ended + epoch} for began, ended in score.worked],
         "picture": trajectory.picture,
         "messages": [

@@ -155,12 +155,13 @@ class RewardPipeline:
 def total(parts: Sequence[RewardPart], scores: Sequence[Score], base: Score | None = None) -> Score:
     """The weighted sum of the `scores` of `parts`, added to `base`. The sum's own `parts` are unweighted, by name.
 
-    A part's own parts are listed beside it: `judge` and `judge/clarity`. If any score failed, so does the sum.
+    A part's own parts are listed beside it: `judge` and `judge/clarity`, and so are its words; those by the name "" are
+    about the whole part. If any score failed, so does the sum.
     """
     if base is not None and isinstance(base.status, Failed):
         return base
     value, named = (base.value, dict(base.parts)) if base is not None else (0.0, {})
-    turns = base.turns if base is not None else ()
+    turns, words = (base.turns, dict(base.words)) if base is not None else ((), {})
     for part, score in zip(parts, scores, strict=True):
         if isinstance(score.status, Failed):
             return Score.failed(f"{part.name}: {score.status.error}", score.status.layer)
@@ -171,7 +172,8 @@ def total(parts: Sequence[RewardPart], scores: Sequence[Score], base: Score | No
         for key, inner in score.parts.items():
             if key != part.name:
                 named[f"{part.name}/{key}"] = inner
-    return Score(value, named, turns=turns)
+        words |= {f"{part.name}/{key}" if key else part.name: text for key, text in score.words.items()}
+    return Score(value, named, turns=turns, words=words)
 
 
 async def score_trajectory(reward: Reward | RewardPipeline, trajectory: Trajectory, seconds: float) -> Score:

@@ -20,6 +20,7 @@ from agentrl.trajectory import Message, ToolCall
 from agentrl.viewer.episode import EpisodeReader
 from agentrl.viewer.episodes import EpisodeIndex, EpisodeQuery
 from agentrl.viewer.folders import RunFolder
+from agentrl.viewer.numbers import finite
 
 _AT_ONCE = 500
 _FILES = (".json", ".csv", ".gz")
@@ -53,7 +54,7 @@ def export_episodes(folder: Path, into: Path, step: int | None) -> int:
         into.parent.mkdir(parents=True, exist_ok=True)
         with unfinished(into).open("w") as file:
             for episode in found:
-                file.write(json.dumps(episode) + "\n")
+                file.write(json.dumps(finite(episode), allow_nan=False) + "\n")
                 count += 1
         if count:
             unfinished(into).replace(into)
@@ -62,10 +63,10 @@ def export_episodes(folder: Path, into: Path, step: int | None) -> int:
     else:
         model = str(run.settings().get("model.name", "")) or None
         for episode in found:
-            name = "_".join(filter(None, (episode["row"]["id"].replace("/", "_"), episode["row"]["agent"])))
+            name = "_".join(filter(None, (episode["row"]["id"], episode["row"]["agent"]))).replace("/", "_")
             into.mkdir(parents=True, exist_ok=True)
             file_name = f"step_{episode['row']['step']:06d}_{name}.json"
-            write_whole(into / file_name, json.dumps(atif_of(episode, run.name, model), indent=1))
+            write_whole(into / file_name, json.dumps(finite(atif_of(episode, run.name, model)), indent=1))
             count += 1
     if not count:
         raise ConfigError(f"{folder} has no trained episode" + ("" if step is None else f" of step {step}"))
@@ -83,6 +84,7 @@ DATASET_SCHEMA = pa.schema(
         ("success", pa.bool_()),
         ("score", pa.float64()),
         ("parts", pa.string()),
+        ("words", pa.string()),
         (
             "messages",
             pa.list_(pa.struct([("role", pa.string()), ("content", pa.string()), ("reasoning", pa.string())])),
@@ -90,17 +92,21 @@ DATASET_SCHEMA = pa.schema(
         ("fate", pa.string()),
     ]
 )
-"""An episode as a row of a data set: `messages` in the form that trainers of conversations read; `parts` is JSON."""
+"""An episode as a row of a data set: `messages` in the form that trainers of conversations read; `parts` and `words`
+(what judges said) are JSON."""
+
+
+_OF_TRAJECTORY = ("seed", "parts", "words", "messages")
 
 
 def _write_dataset(into: Path, episodes: Iterator[dict[str, Any]]) -> int:
     into.parent.mkdir(parents=True, exist_ok=True)
-    count, kept = 0, [name for name in DATASET_SCHEMA.names if name not in ("seed", "parts", "messages", "fate")]
+    count, kept = 0, [name for name in DATASET_SCHEMA.names if name not in (*_OF_TRAJECTORY, "fate")]
     with pq.ParquetWriter(unfinished(into), DATASET_SCHEMA, compression="zstd") as writer:
         while batch := list(islice(episodes, _AT_ONCE)):
             rows = [
                 {name: one["row"][name] for name in kept}
-                | {name: one["trajectory"][name] for name in ("seed", "parts", "messages")}
+                | {name: one["trajectory"].get(name) for name in _OF_TRAJECTORY}
                 | {"fate": one["fate"]}
                 for one in batch
             ]
@@ -145,6 +151,7 @@ def atif_of(episode: Mapping[str, Any], run: str, model: str | None) -> dict[str
             "success": row["success"],
             "score": row["score"],
             "parts": json.loads(played["parts"]),
+            "words": json.loads(played.get("words") or "{}"),  # earlier versions kept none
             "training_step": row["step"],
             "samples": [sample["sample"] for sample in episode["samples"]],
             "fate": episode["fate"],

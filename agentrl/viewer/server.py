@@ -25,6 +25,7 @@ from agentrl.remote.http_server import HttpServer, check_reach
 from agentrl.viewer.episode import EpisodeReader
 from agentrl.viewer.episodes import EpisodeIndex, EpisodeQuery
 from agentrl.viewer.folders import RunFolder, find_runs
+from agentrl.viewer.numbers import finite
 from agentrl.viewer.prometheus import exposition
 from agentrl.viewer.timing import timing
 
@@ -158,7 +159,7 @@ class _Json(JSONResponse):
     """JSON in which a number that JSON has no word for is null."""
 
     def render(self, content: Any) -> bytes:
-        return json.dumps(_finite(content), separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")
+        return json.dumps(finite(content), separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")
 
 
 def create_page_app(places: Sequence[Path], token: str | None = None) -> FastAPI:
@@ -282,20 +283,9 @@ async def _events(runs: _OpenRuns) -> AsyncIterator[str]:
         gone = [{"name": name, "gone": True} for name in said if name not in now]
         said = now
         for news in (*changed, *gone):
-            yield f"data: {json.dumps(_finite(news))}\n\n"
+            yield f"data: {json.dumps(finite(news))}\n\n"
         quiet = 0.0 if changed or gone else quiet + _LOOK_SECONDS
         if quiet >= 15:
             quiet = 0.0
             yield ": still here\n\n"
         await asyncio.sleep(_LOOK_SECONDS)
-
-
-def _finite(value: Any) -> Any:
-    """The same value with null for each number that is not finite, and text that UTF-8 can write."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    return value

@@ -93,6 +93,32 @@ def test_a_rubric_is_the_weighted_mean_of_its_levels_and_each_is_a_part(tmp_path
     asyncio.run(main())
 
 
+def test_a_judges_reasons_are_the_words_of_its_scores(tmp_path: Path) -> None:
+    async def main() -> None:
+        reasoned = {"reason": "Right, and its own.", "levels": {"correct": 10, "copy": 10}}
+        async with (
+            JudgeServer(lambda call: JudgeReply.json(reasoned)) as server,
+            rubric(server, tmp_path, reasons=True) as judge,
+        ):
+            pipeline = RewardPipeline([RewardPart(judge, "taste", 1.0)], deadline=30.0)
+            score = await pipeline.score(trajectory("42"))
+            assert score.words == {"taste": "Right, and its own."}
+        chosen = {"reason": "It says more.", "better": "second"}
+        async with (
+            JudgeServer(lambda call: JudgeReply.json(chosen)) as server,
+            pairwise(server, tmp_path, reasons=True) as judge,
+        ):
+            pipeline = RewardPipeline([RewardPart(judge, "best", 1.0)], deadline=30.0)
+            scores = await pipeline.score_group([trajectory("4"), trajectory("42")], [score, score])
+            assert scores[0].words == {
+                "taste": "Right, and its own.",
+                "best/shown before member 1": "second: It says more.",
+                "best/shown after member 1": "second: It says more.",
+            }
+
+    asyncio.run(main())
+
+
 def test_64_calls_are_under_way_at_once_and_the_same_again_cost_nothing(tmp_path: Path) -> None:
     async def main() -> None:
         asked = [trajectory(f"answer {number}") for number in range(64)]
