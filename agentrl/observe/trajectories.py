@@ -56,10 +56,10 @@ SCHEMA = pa.schema(
         ("turns", pa.list_(_TURN)),
     ]
 )
-"""`info`, `parts`, `words` (what judges said, by part) and `tool_calls` are JSON; `detail` is the limit, the error or the reason in the status. `started`,
-`asked` and the times of `scoring`, when rewards worked on the episode, are Unix time, in seconds. `num_tokens` are the
-sampled ones, `oldest_version` that of the new turns. `picture` is HTML: the environment's drawing of the state that a
-turn answers, and of the last one.
+"""`info`, `parts`, `words` (what judges said, by part) and `tool_calls` are JSON; `detail` is the limit, the error or
+the reason in the status. `started`, `asked` and the times of `scoring`, when rewards worked on the episode, are Unix
+time, in seconds. `num_tokens` are the sampled ones, `oldest_version` that of the new turns. `picture` is HTML: the
+environment's drawing of the state that a turn answers, and of the last one.
 
 The first `trained_turns` turns were trained on before, in a segment: a row of an earlier step with the same id.
 """

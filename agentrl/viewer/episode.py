@@ -15,6 +15,7 @@ from agentrl.observe.ledger_report import explain
 from agentrl.rollout.ledger import read_ledger
 from agentrl.viewer.episodes import EpisodeIndex
 from agentrl.viewer.folders import RunFolder
+from agentrl.viewer.lineage import parents
 
 _UNREAD = (pa.ArrowException, OSError)
 """What reading a damaged file raises, or one that has just been deleted."""
@@ -50,7 +51,8 @@ class EpisodeReader:
         samples = [] if row["step"] is None else self._samples(row["step"], name, row["agent"] or "")
         if played is not None:
             _add_numbers(played["turns"], samples)
-            for turn in played["turns"]:
+            for turn, parent in zip(played["turns"], parents(played["turns"]), strict=True):
+                turn["parent"] = parent
                 turn["prompt"], turn["tokens"] = self._texts(turn["prompt_ids"]), self._texts(turn["token_ids"])
         return {
             "row": row,
@@ -70,12 +72,13 @@ class EpisodeReader:
             members.append({"row": row, "messages": shown})
         return {"task": task, "members": members}
 
-    def turns_of_step(self, step: int, *, staleness: bool = False) -> list[dict[str, Any]]:
+    def turns_of_step(self, step: int, kind: str = "trajectories", *, staleness: bool = False) -> list[dict[str, Any]]:
         """When the episodes of a step were played, and when the model, the environment and rewards worked in each.
 
-        With `staleness`, also how many versions the oldest token of each turn is behind the step.
+        `kind`: those that were trained on (`trajectories`), or some of the others (`untrained`). With `staleness`, also
+        how many versions the oldest token of each turn is behind the step.
         """
-        path = self._run.files("trajectories").get(step)
+        path = self._run.files(kind).get(step)
         if path is None:
             return []
         columns = [

@@ -162,11 +162,19 @@ class EpisodeIndex:
             return self._dicts("SELECT * FROM episodes WHERE task = ? ORDER BY id, agent LIMIT 256", [task])
 
     def in_play(self, begin: float, end: float) -> list[dict[str, Any]]:
-        """The rows of episodes that were played between two Unix times."""
+        """The rows of episodes that were played between two Unix times, as far as they were kept."""
         with self._lock:
             self._refresh()
-            condition = "kind = 'trajectories' AND started < ? AND started + seconds > ?"
+            condition = "kind IS NOT NULL AND started < ? AND started + seconds > ?"
             return self._dicts(f"SELECT * FROM episodes WHERE {condition} ORDER BY started", [end, begin])
+
+    def failures(self, first: int, last: int) -> dict[str, int]:
+        """How many episodes of these steps failed, by the layer at fault."""
+        with self._lock:
+            self._refresh()
+            condition = "fate = 'failed' AND step BETWEEN ? AND ? GROUP BY 1 ORDER BY 2 DESC"
+            found = self._db.execute(f"SELECT layer, count(*) FROM episodes WHERE {condition}", [first, last])
+            return dict(found.fetchall())
 
     def _refresh(self) -> None:
         files = {(kind, step): path for kind in KINDS for step, path in self._run.files(kind).items()}

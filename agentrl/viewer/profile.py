@@ -53,7 +53,8 @@ def profile(folder: Path, console: Console, steps: tuple[int, int] | None, trace
         raise ConfigError(f"there is nothing to profile in {folder}: {there} timed (timeline.jsonl)")
     console.print(busy_table(window.busy, window.end - window.begin))
     console.print(_shares(window), highlight=False)
-    for text in advice(window.busy, run.settings()):
+    failed = index.failures(window.phases[0]["step"], window.phases[-1]["step"])
+    for text in advice(window.busy, run.settings(), failed):
         console.print(f"[yellow]•[/yellow] {text}", highlight=False, soft_wrap=True)
     if trace is not None:
         write_whole(trace, json.dumps(trace_of(window, _episodes(reader, index, window))))
@@ -122,8 +123,8 @@ def trace_of(window: Window, episodes: Sequence[dict[str, Any]]) -> dict[str, An
 
 
 def _episodes(reader: EpisodeReader, index: EpisodeIndex, window: Window) -> list[dict[str, Any]]:
-    steps = sorted({row["step"] for row in index.in_play(window.begin, window.end)})
-    found = [episode for step in steps for episode in reader.turns_of_step(step)]
+    files = sorted({(row["step"], row["kind"]) for row in index.in_play(window.begin, window.end)})
+    found = [episode for step, kind in files for episode in reader.turns_of_step(step, kind)]
     return [one for one in found if one["started"] < window.end and one["started"] + one["seconds"] > window.begin]
 
 

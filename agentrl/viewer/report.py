@@ -124,7 +124,8 @@ def _time(run: RunFolder, index: EpisodeIndex, reader: EpisodeReader) -> dict[st
         {"names": " + ".join(sorted(names)) or "none of these", "seconds": seconds, "share": seconds / total}
         for names, seconds in window.busy.items()
     ]
-    return {"busy": rows, "advice": advice(window.busy, run.settings()), "timed": (steps[0], steps[-1])}
+    said = advice(window.busy, run.settings(), index.failures(steps[0], steps[-1]))
+    return {"busy": rows, "advice": said, "timed": (steps[0], steps[-1])}
 
 
 def _fates(run: RunFolder, index: EpisodeIndex) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from agentrl.observe.meanings import MEANINGS
 from agentrl.remote.gate import RequestGate, idle_timeout
 from agentrl.remote.http_server import HttpServer, check_reach
 from agentrl.viewer.episode import EpisodeReader
-from agentrl.viewer.episodes import EpisodeIndex, EpisodeQuery
+from agentrl.viewer.episodes import KINDS, EpisodeIndex, EpisodeQuery
 from agentrl.viewer.folders import RunFolder, find_runs
 from agentrl.viewer.numbers import finite
 from agentrl.viewer.prometheus import exposition
@@ -268,7 +268,10 @@ def _add_episodes(app: FastAPI, runs: _OpenRuns) -> None:
 
     @app.get("/api/gantt")
     def gantt(run: str, step: int) -> Any:
-        return _Json(runs.episodes(run)[1].turns_of_step(step, staleness=True))
+        reader = runs.episodes(run)[1]
+        kinds = {kind: reader.turns_of_step(step, kind, staleness=True) for kind in KINDS}
+        played = [{**one, "trained": kind == KINDS[0]} for kind, found in kinds.items() for one in found]
+        return _Json(sorted(played, key=lambda one: one["started"]))
 
 
 async def _events(runs: _OpenRuns) -> AsyncIterator[str]:

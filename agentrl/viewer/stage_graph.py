@@ -31,7 +31,7 @@ def stage_graph(
     nodes = [_episodes(inside, at_once["episodes"], settings)]
     for name in ("engine", "environments", "rewards"):
         if at_once[name] > 0:
-            nodes.append(_stage(name, shares[name], [["at once", round(at_once[name], 2)]]))
+            nodes.append(_stage(name, shares[name], [["at once", round(at_once[name], 2) or "< 0.01"]]))
     nodes += _channels(inside, earlier)
     if ready := [row["groups/ready"] for row in inside if "groups/ready" in row]:
         nodes.append(_channel("ready groups", None, [["on average", round(sum(ready) / len(ready), 2)]]))

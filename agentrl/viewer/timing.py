@@ -6,6 +6,7 @@ resources that were busy in it.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ _MOST_FILES = 16
 """More files of trajectories than these are not read for one picture, which then lacks engine and environments."""
 _LANES = {"train": "trainer", "weights": "weights", "evaluation": "evaluation"}
 _OTHER = "rest of the loop"
+_NONE: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,7 @@ def timing(run: RunFolder, index: EpisodeIndex, reader: EpisodeReader, steps: tu
         "lanes": lanes,
         "busy": [{"set": sorted(names), "seconds": seconds} for names, seconds in busy.items()],
         "bound": bound_by(busy),
-        "advice": advice(busy, run.settings()),
+        "advice": advice(busy, run.settings(), index.failures(window.phases[0]["step"], window.phases[-1]["step"])),
         "graph": stage_graph(window, run.metrics(), run.settings()),
     }
 
@@ -157,10 +159,13 @@ def load(intervals: Intervals, bins: npt.NDArray[np.float64]) -> npt.NDArray[np.
 
 
 def bound_by(busy: Mapping[frozenset[str], float]) -> str | None:
-    """What bound the run: the trainer, if it works most of the time; else what worked longest while it did not."""
+    """What bound the run: the trainer, if it works most of the time; else what worked longest while it did not.
+
+    `None` if nothing that is known of was busy most of the time.
+    """
     without = {names: seconds for names, seconds in busy.items() if "trainer" not in names}
     total, idle = sum(busy.values()), sum(without.values())
-    if total <= 0:
+    if total <= 0 or busy.get(frozenset(), 0.0) > 0.5 * total:
         return None
     if idle < 0.5 * total:
         return "trainer"
@@ -168,8 +173,10 @@ def bound_by(busy: Mapping[frozenset[str], float]) -> str | None:
     return max(working, key=lambda name: working[name], default=None)
 
 
-def advice(busy: Mapping[frozenset[str], float], settings: Mapping[str, Any]) -> list[str]:
-    """What bound the run, and which settings change it."""
+def advice(
+    busy: Mapping[frozenset[str], float], settings: Mapping[str, Any], failed: Mapping[str, int] = _NONE
+) -> list[str]:
+    """What bound the run, and which settings change it. `failed`: how many episodes did, by the layer at fault."""
     total = sum(busy.values())
     if total <= 0:
         return []
@@ -212,7 +219,14 @@ def advice(busy: Mapping[frozenset[str], float], settings: Mapping[str, Any]) ->
             "between updates (rollout.groups_per_step)."
         )
     idle = share(without=("engine", "environments", "rewards", "trainer", "weights"))
-    if idle > 0.2:
+    if idle > 0.2 and failed:
+        layers = ", ".join(f"{count:,} in the layer {layer}" for layer, count in failed.items())
+        said.append(
+            f"In {idle:.0%} of the time none of these was busy, and {sum(failed.values()):,} episodes failed "
+            f"({layers}): what most of these did is not kept. See why they failed, shorten rollout.deadlines, or "
+            "record everything (observe.profile=true)."
+        )
+    elif idle > 0.2:
         said.append(
             f"In {idle:.0%} of the time none of these was busy. Evaluation, checkpoints and the writing of files are "
             "not among them: see the other lanes."
@@ -224,12 +238,12 @@ def _worked(
     reader: EpisodeReader, rows: Sequence[Mapping[str, Any]], begin: float, end: float, most_files: int
 ) -> tuple[list[tuple[float, float]], list[tuple[float, float]], list[tuple[float, float]]]:
     """When the model answered, and when environments and rewards worked, in the episodes of these rows."""
-    steps = sorted({row["step"] for row in rows})
+    files = sorted({(row["step"], row["kind"]) for row in rows})
     model: list[tuple[float, float]] = []
     env: list[tuple[float, float]] = []
     rewards: list[tuple[float, float]] = []
-    for step in steps if len(steps) <= most_files else ():
-        for episode in reader.turns_of_step(step):
+    for step, kind in files if len({step for step, _ in files}) <= most_files else ():
+        for episode in reader.turns_of_step(step, kind):
             for asked, generated, waited in episode["turns"]:
                 answered = asked + generated
                 if asked < end and answered + waited > begin:

@@ -363,9 +363,12 @@ def test_two_runs_are_compared_by_paired_differences(serve, runs):
     page = serve(runs)
     page.open("#/run?runs=first,second")
     page.script("[...document.querySelectorAll('button')].find((b) => b.textContent.startsWith('difference')).click()")
-    values = dict(zip(page.texts(".chart h3"), page.texts(".chart .value"), strict=True))
-    assert values["entropy"] == "mean 0 ± 0"
-    assert values["reward"].startswith("mean ")
+
+    def values() -> dict[str, str]:
+        return dict(zip(page.texts(".chart h3"), page.texts(".chart .values"), strict=True))
+
+    page.wait(lambda: values()["entropy"] == "mean 0 ± 0")
+    assert values()["reward"].startswith("mean ")
 
 
 def test_the_page_sends_the_token_of_its_address(serve, runs):

@@ -27,12 +27,22 @@ function thinned(points, pixels) {
   return kept;
 }
 
-function ticks(low, high, count) {
+function stepOf(low, high, count) {
   const raw = (high - low) / count, size = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 5, 10].find((each) => each * size >= raw) * size;
+  return [1, 2, 5, 10].find((each) => each * size >= raw) * size;
+}
+
+function ticks(low, high, count, least = 0) {
+  const step = Math.max(least, stepOf(low, high, count));
   const found = [];
   for (let at = Math.ceil(low / step) * step; at <= high + step / 1e6; at += step) found.push(Math.abs(at) < step / 1e6 ? 0 : at);
   return found;
+}
+
+/** A tick's number with as many digits as tell it from the next one. */
+function tickText(value, step) {
+  const size = Math.abs(value);
+  return size >= 1e4 || (size > 0 && step < 1e-4) ? number(value, size && step ? Math.min(9, Math.max(3, Math.ceil(Math.log10(size / step)) + 1)) : 3) : value.toFixed(Math.max(0, -Math.floor(Math.log10(step) + 1e-9)));
 }
 
 /**
@@ -60,17 +70,19 @@ export function chart(holder, series, options) {
   const scale = options.log ? Math.log10 : (y) => y;
   let [y0, y1] = reach(ys.map(scale), [Infinity, -Infinity]);
   if (!Number.isFinite(y0)) [y0, y1] = [0, 1];
-  if (y1 - y0 < 1e-12) { const room = Math.abs(y1) * 0.1 || 0.5; y0 -= room; y1 += room; }
+  if (y0 === 0 && y1 === 0) y1 = 1;
+  if (y1 - y0 < Math.max(1e-12, 1e-6 * Math.max(Math.abs(y0), Math.abs(y1)))) { const room = Math.abs(y1) * 0.1 || 0.5; y0 -= room; y1 += room; }
   const room = (y1 - y0) * 0.06;
   y0 -= room; y1 += room;
   const px = (x) => LEFT + ((x - x0) / (x1 - x0)) * (width - LEFT - RIGHT);
   const py = (y) => height - BOTTOM - ((scale(y) - y0) / (y1 - y0)) * (height - TOP - BOTTOM);
   const unscaled = options.log ? (y) => 10 ** y : (y) => y;
 
-  const svg = el("svg", { viewBox: `0 0 ${width} ${height}`, style: { height: `${height}px` }, role: "img", "aria-label": options.label || "" });
-  for (const at of ticks(y0, y1, 4)) {
+  const svg = el("svg", { viewBox: `0 0 ${width} ${height}`, style: { height: `${height}px` }, role: "img", tabindex: 0, "aria-label": `${options.label || ""}: ${shown.map((one) => `${one.name} ${number(one.points.at(-1)?.[1], 4)}`).join(", ")}` });
+  const whole = options.log && y1 - y0 > 1.2 ? 1 : 0;  // powers of ten, where there are two
+  for (const at of ticks(y0, y1, 4, whole)) {
     const y = py(unscaled(at));
-    svg.append(el("line", { class: "axis", x1: LEFT, x2: width - RIGHT, y1: y, y2: y }), el("text", { class: "tick", x: LEFT - 6, y: y + 3.5, "text-anchor": "end" }, number(unscaled(at))));
+    svg.append(el("line", { class: "axis", x1: LEFT, x2: width - RIGHT, y1: y, y2: y }), el("text", { class: "tick", x: LEFT - 6, y: y + 3.5, "text-anchor": "end" }, options.log ? number(unscaled(at)) : tickText(at, stepOf(y0, y1, 4))));
   }
   for (const at of ticks(x0, x1, Math.max(2, Math.floor(width / 110))).filter(Number.isInteger)) {
     svg.append(el("text", { class: "tick", x: px(at), y: height - 5, "text-anchor": "middle" }, String(at)));
@@ -106,7 +118,11 @@ export function chart(holder, series, options) {
       brush.setAttribute("x", Math.min(px(from), px(x)));
       brush.setAttribute("width", Math.abs(px(from) - px(x)));
     }
-    const nearest = all.reduce((a, b) => (Math.abs(b[0] - x) < Math.abs(a[0] - x) ? b : a))[0];
+    point(all.reduce((a, b) => (Math.abs(b[0] - x) < Math.abs(a[0] - x) ? b : a))[0], event);
+  });
+  let pointed = null;
+  function point(nearest, place) {
+    pointed = nearest;
     cursor.setAttribute("x1", px(nearest));
     cursor.setAttribute("x2", px(nearest));
     cursor.setAttribute("visibility", "visible");
@@ -117,15 +133,29 @@ export function chart(holder, series, options) {
       const value = options.smooth && !one.dots ? `${number(raw[1], 4)} (smooth ${number(soft[1], 4)})` : number(raw[1], 4);
       return [[one.name, band ? `${value} (${number(band[1])} to ${number(band[2])})` : value, one.colour]];
     });
-    showTip(event, `step ${nearest}`, rows);
+    showTip(place, `step ${nearest}`, rows);
+  }
+  const steps = [...new Set(xs)].sort((a, b) => a - b).filter((x) => x >= x0 && x <= x1);
+  svg.addEventListener("keydown", (event) => {
+    const by = { ArrowRight: 1, ArrowLeft: -1, Home: -Infinity, End: Infinity }[event.key], last = steps.length - 1;
+    if (event.key === "Escape") { leave(); return; }
+    if (by === undefined || last < 0) return;
+    event.preventDefault();
+    const next = pointed === null ? (by < 0 ? last : 0) : Math.min(last, Math.max(0, steps.indexOf(pointed) + by));
+    const box = svg.getBoundingClientRect();
+    point(steps[next], { clientX: box.left + (px(steps[next]) / width) * box.width, clientY: box.top + TOP });
   });
+  function leave() { pointed = null; cursor.setAttribute("visibility", "hidden"); hideTip(); }
+  svg.addEventListener("blur", leave);
   svg.addEventListener("pointerup", (event) => {
     const x = at(event), begun = from;
     from = null;
     brush.setAttribute("width", 0);
     if (begun !== null && Math.abs(px(begun) - px(x)) > 6) options.onzoom([Math.min(begun, x), Math.max(begun, x)]);
   });
-  svg.addEventListener("pointerleave", () => { cursor.setAttribute("visibility", "hidden"); hideTip(); });
+  svg.addEventListener("pointerleave", leave);
   svg.addEventListener("dblclick", () => options.onzoom(null));
+  const focused = holder.contains(document.activeElement);
   holder.replaceChildren(svg);
+  if (focused) svg.focus({ preventScroll: true });
 }

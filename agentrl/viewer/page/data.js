@@ -18,7 +18,10 @@ async function request(path, signal) {
     const typed = prompt("This server asks for its token:");
     if (typed) { sessionStorage.setItem("agentrl-token", typed); return request(path, signal); }
   }
-  if (!answer.ok) throw new Error((await answer.json().catch(() => ({}))).detail || `${answer.status} ${answer.statusText}`);
+  if (!answer.ok) {
+    const { detail } = await answer.json().catch(() => ({}));
+    throw new Error(Array.isArray(detail) ? detail.map((one) => `${one.loc?.at(-1)}: ${one.msg}`).join("; ") : detail || `${answer.status} ${answer.statusText}`);
+  }
   return answer;
 }
 

@@ -21,6 +21,12 @@ export function add(parent, ...children) {
   return parent;
 }
 
+// Characters that command a terminal, are not seen, or turn the order of what follows.
+const UNSEEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]|[\u{e0000}-\u{e007f}]/gu;
+
+/** A text of a run in which each character that would not be seen is written as its number. */
+export const visible = (text) => String(text ?? "").replace(UNSEEN, (one) => `⟨U+${one.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`);
+
 export function number(value, digits = 3) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (typeof value !== "number") return String(value);

@@ -1,8 +1,8 @@
 // The page of one episode: its fate, the conversation, each token with what is known of it, samples and forks.
 
 import { ask } from "./data.js";
-import { add, colourOf, duration, el, hideTip, number, showTip } from "./dom.js";
-import { badge } from "./episodes.js";
+import { add, colourOf, duration, el, hideTip, number, showTip, visible } from "./dom.js";
+import { badge, callsOf } from "./episodes.js";
 
 // How a token is coloured: what it is called, its value, and the ends of the scale (a single colour: more of it).
 const COLOURINGS = {
@@ -17,7 +17,7 @@ const COLOURINGS = {
   version: { title: "weights' version", value: (t) => t.version, range: true, hue: 265 },
   reasoning: { title: "reasoning", value: (t) => (t.sampled ? Number(t.reasoning) : null), scale: [0, 1], hue: 200 },
 };
-const LONG = 1500;
+const LONG = 1500, LONG_TEXT = 20000, RAW = 200000;
 const chosen = { by: "advantage", tokens: false, tab: "conversation" };
 
 export async function showEpisode(room, context) {
@@ -26,20 +26,18 @@ export async function showEpisode(room, context) {
   const { row, trajectory } = found;
   const content = el("div", {});
   const facts = [["score", number(row.score)], ["success", row.success === null ? "–" : row.success ? "yes" : "no"], ["end", row.status ? `${row.status}${row.detail ? `: ${row.detail}` : ""}` : "–"], ["turns", number(row.num_turns)], ["sampled tokens", number(row.num_tokens)], ["time", duration(row.seconds)], ["staleness", number(row.staleness)], ["environment", row.env], ["seed", trajectory ? String(trajectory.seed) : "–"]];
-  const parts = trajectory ? Object.entries(parsed(trajectory.parts) || {}) : [];
-  for (const [name, value] of parts.length > 1 ? parts : []) facts.push([name, number(value)]);
   const tabs = el("div", { class: "bar", role: "group", "aria-label": "views" }, ["conversation", "samples", "raw"].map((name) => el("button", { "aria-pressed": String(chosen.tab === name), onclick: () => { chosen.tab = name; fill(); for (const each of tabs.children) each.setAttribute?.("aria-pressed", String(each.textContent === name)); } }, name)),
     el("a", { href: context.address("episodes", { group: row.task }) }, "its group side by side"));
   add(room, el("h1", {}, row.id, row.agent ? ` (${row.agent})` : "", " ", badge(row.fate)),
-    el("p", { class: `fate ${row.fate}` }, found.fate),
+    el("p", { class: `fate ${row.fate}` }, visible(found.fate)),
     found.others.length > 1 ? el("p", { class: "small" }, "Also: ", found.others.filter((o) => o.agent !== row.agent || o.step !== row.step).map((o) => [el("a", { href: context.address("episode", { id: row.id, agent: o.agent, step: o.step }) }, `${o.agent || "part"} at step ${o.step}`), " "])) : null,
-    el("dl", { class: "facts", style: { margin: "0 0 14px" } }, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("b", {}, value)))),
-    tabs, content);
+    el("dl", { class: "facts", style: { margin: "0 0 14px" } }, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, el("b", {}, visible(value)))))),
+    trajectory ? rewardsOf(trajectory) : null, tabs, content);
 
   function fill() {
-    if (chosen.tab === "raw") content.replaceChildren(el("pre", { class: "panel words" }, JSON.stringify(found, null, 1)));
+    if (chosen.tab === "raw") content.replaceChildren(...raw(found));
     else if (!trajectory) content.replaceChildren(el("p", { class: "empty" }, "Only its fate was kept (observe.untrained_episodes: how many of each kind are kept whole)."));
-    else if (chosen.tab === "samples") content.replaceChildren(tree(trajectory, found.samples), samplesTable(found.samples));
+    else if (chosen.tab === "samples") content.replaceChildren(tree(trajectory), samplesTable(found.samples));
     else content.replaceChildren(conversation(trajectory));
   }
   fill();
@@ -58,6 +56,27 @@ export async function showEpisode(room, context) {
       return true;
     },
   };
+}
+
+/** The parts of the score, and what judges said of them. */
+function rewardsOf(trajectory) {
+  const parts = Object.entries(parsed(trajectory.parts) || {}), words = Object.entries(parsed(trajectory.words) || {});
+  if (parts.length < 2 && !words.length) return null;
+  const names = [...new Set([...parts, ...words].map(([name]) => name))].sort(), [value, said] = [new Map(parts), new Map(words)];
+  return el("div", { class: "panel table rewards" }, el("table", {}, el("thead", {}, el("tr", {}, el("th", {}, "part of the reward"), el("th", { class: "number" }, "value"), words.length ? el("th", {}, "in the judge's words") : null)),
+    el("tbody", {}, names.map((name) => el("tr", {}, el("td", { class: "mono" }, visible(name)), el("td", { class: "number" }, value.has(name) ? number(value.get(name)) : ""), words.length ? el("td", { class: "said" }, visible(said.get(name))) : null)))));
+}
+
+/** Everything as JSON: shown as far as a page can, and as a file. */
+function raw(found) {
+  const text = JSON.stringify(found, null, 1), name = `${found.row.id.replaceAll("/", "_")}.json`;
+  const save = el("button", { onclick: () => {
+    const url = URL.createObjectURL(new Blob([text], { type: "application/json" }));
+    el("a", { href: url, download: name }).click();
+    setTimeout(() => URL.revokeObjectURL(url), 1000);
+  } }, "save as a file");
+  const rest = text.length > RAW ? el("span", { class: "soft small" }, `the first ${RAW.toLocaleString("en")} of ${text.length.toLocaleString("en")} characters`) : null;
+  return [el("div", { class: "bar" }, save, rest), el("pre", { class: "panel words" }, text.slice(0, RAW))];
 }
 
 function parsed(text) { try { return JSON.parse(text); } catch { return null; } }
@@ -90,11 +109,10 @@ function messageTurns(trajectory, scale) {
   const drawn = trajectory.messages.map((message, i) => {
     const asked = trajectory.messages[i + 1]?.role === "assistant" ? trajectory.turns[answers]?.picture : null;
     const last = i === trajectory.messages.length - 1 ? trajectory.picture : null;
-    if (message.role !== "assistant" || !trajectory.turns[answers]) return el("article", { class: `message ${message.role === "assistant" ? "assistant" : ""}` }, el("header", {}, el("b", {}, message.role)), el("div", { class: "shown" }, el("pre", { class: "words" }, message.content || ""), picture(asked || last)));
-    const number = answers++, turn = trajectory.turns[number], calls = parsed(message.tool_calls) || [];
+    if (message.role !== "assistant" || !trajectory.turns[answers]) return el("article", { class: `message ${message.role === "assistant" ? "assistant" : ""}` }, el("header", {}, el("b", {}, message.role)), el("div", { class: "shown" }, message.reasoning ? longText(message.reasoning, "reasoning") : null, longText(message.content || ""), callsOf(message), picture(asked || last)));
+    const number = answers++, turn = trajectory.turns[number];
     return el("article", { class: `message assistant${turn.forked ? " forked" : ""}` }, turnHead(turn, number),
-      el("div", { class: "words" }, tokensOf(turn, scale)),
-      calls.map((call) => el("div", { class: "call mono" }, `${call.name}(${JSON.stringify(call.arguments)})`)), infoOf(turn));
+      someOf(about(turn), scale), callsOf(message), infoOf(turn));
   });
   const ended = trajectory.messages.at(-1)?.role === "assistant" ? picture(trajectory.picture) : null;
   return ended ? [...drawn, el("article", { class: "message" }, el("header", {}, el("b", {}, "how it ended")), ended)] : drawn;
@@ -108,14 +126,12 @@ function picture(html) {
 }
 
 function tokenTurn(turn, number, scale) {
-  const prompt = turn.prompt.map((text, i) => tokenOf(text, { id: turn.prompt_ids[i], text, sampled: false, engine: null, old: null, updated: null, entropy: null, advantage: null, version: null }, null));
-  const shown = el("div", { class: "words" }, prompt.slice(0, LONG));
-  const more = prompt.length > LONG ? el("button", { onclick: () => { shown.append(...prompt.slice(LONG)); more.remove(); } }, `${prompt.length - LONG} more tokens`) : null;
-  return el("article", { class: `message assistant${turn.forked ? " forked" : ""}` }, turnHead(turn, number), shown, more, el("div", { class: "words" }, tokensOf(turn, scale)), infoOf(turn));
+  const prompt = turn.prompt.map((text, i) => ({ id: turn.prompt_ids[i], text, sampled: false, engine: null, old: null, updated: null, entropy: null, advantage: null, version: null }));
+  return el("article", { class: `message assistant${turn.forked ? " forked" : ""}` }, turnHead(turn, number), someOf(prompt, null), someOf(about(turn), scale), infoOf(turn));
 }
 
 function turnHead(turn, at) {
-  const facts = [turn.sample !== null ? `sample ${turn.sample}` : null, turn.forked ? "forked: a new sample begins here" : null,
+  const facts = [turn.sample !== null ? `sample ${turn.sample}` : null, turn.forked ? "forked: a new sample begins here" : null, turn.parent !== (at ? at - 1 : null) && (turn.forked || !at) ? (turn.parent === null ? "begins anew" : `continues turn ${turn.parent}`) : null,
     turn.reward ? `reward ${number(turn.reward)}` : null, `${turn.token_ids.length} tokens, ${turn.prompt_ids.length} new before them`,
     `model ${duration(turn.generate_seconds)}`, `environment ${duration(turn.env_seconds)}`, turn.finish_reason !== "stop" ? `ended by ${turn.finish_reason}` : null];
   return el("header", {}, el("b", {}, `turn ${at}`), facts.filter(Boolean).map((text) => el("span", {}, text)));
@@ -123,7 +139,7 @@ function turnHead(turn, at) {
 
 function infoOf(turn) {
   const info = parsed(turn.info);
-  return info && Object.keys(info).length ? el("details", {}, el("summary", { class: "soft small" }, "info"), el("pre", { class: "words" }, JSON.stringify(info, null, 1))) : null;
+  return info && Object.keys(info).length ? el("details", {}, el("summary", { class: "soft small" }, "info"), longText(JSON.stringify(info, null, 1))) : null;
 }
 
 function about(turn) {
@@ -136,10 +152,32 @@ function about(turn) {
   });
 }
 
-const tokensOf = (turn, scale) => about(turn).map((one) => tokenOf(one.text, one, scale));
+/** Tokens, of which many are shown only when they are asked for. */
+function someOf(facts, scale) {
+  let shown = 0;
+  const words = el("div", { class: "words" }), more = el("button", { class: "small", onclick: () => next(20 * LONG) });
+  function next(count) {
+    const made = document.createDocumentFragment();
+    for (const one of facts.slice(shown, shown + count)) made.append(tokenOf(one.text, one, scale));
+    shown = Math.min(facts.length, shown + count);
+    words.append(made);
+    more.textContent = `${(facts.length - shown).toLocaleString("en")} more tokens`;
+    more.hidden = shown === facts.length;
+  }
+  next(LONG);
+  return more.hidden ? words : el("div", {}, words, more);
+}
+
+/** A text, whose end is shown only when it is asked for if it is long. */
+function longText(text, kind = "") {
+  const shown = el("pre", { class: `words ${kind}` }, visible(text.slice(0, LONG_TEXT)));
+  if (text.length <= LONG_TEXT) return shown;
+  const more = el("button", { class: "small", onclick: () => { shown.textContent = visible(text); more.remove(); } }, `${(text.length - LONG_TEXT).toLocaleString("en")} more characters`);
+  return el("div", {}, shown, more);
+}
 
 function tokenOf(text, facts, scale) {
-  const made = el("span", { class: `token${facts.sampled ? "" : " prompt"}` }, text === "" ? "∅" : text);
+  const made = el("span", { class: `token${facts.sampled ? "" : " prompt"}` }, text === "" ? "∅" : visible(text));
   made.about = facts;
   const colour = scale && scale.colour(facts);
   if (colour) made.style.background = colour;
@@ -162,17 +200,19 @@ const exact = (value) => (value === null || Number.isNaN(value) ? "–" : value.
 
 function scaleOf(colouring, turns) {
   if (!colouring.value) return { colour: () => null };
-  const values = turns.flatMap(about).map(colouring.value).filter((value) => value !== null && Number.isFinite(value));
+  const values = turns.flatMap((turn) => about(turn).map(colouring.value)).filter((value) => value !== null && Number.isFinite(value));
   const dark = luminance(colourOf("--bg")) < 0.4, tone = dark ? 38 : 72;
   const most = values.reduce((a, b) => Math.max(a, Math.abs(b)), 1e-9);
-  const [low, high] = colouring.both ? [-most, most] : colouring.range ? [Math.min(...values), Math.max(...values)] : colouring.scale;
+  const [least, largest] = values.reduce(([a, b], value) => [Math.min(a, value), Math.max(b, value)], [Infinity, -Infinity]);
+  // A scale for logprobs is the same everywhere, unless answers are less likely than it reaches.
+  const [low, high] = colouring.both ? [-most, most] : colouring.range ? [least, largest] : colouring.flip ? [Math.min(colouring.scale[0], Math.floor(least)), 0] : colouring.scale;
   const paint = (value) => {
     if (colouring.both) return `hsl(${value < 0 ? 12 : 150} 65% ${tone}% / ${Math.min(1, Math.abs(value) / most).toFixed(3)})`;
     const share = high > low ? Math.min(1, Math.max(0, (value - low) / (high - low))) : 1;
     return `hsl(${colouring.hue} 70% ${tone}% / ${(colouring.flip ? 1 - share : colouring.range ? 0.15 + 0.85 * share : share).toFixed(3)})`;
   };
   return {
-    low, high, paint, known: values.length > 0, title: colouring.title, shown: colouring.shown || ((value) => value),
+    low, high, paint, known: values.length > 0, same: least === largest ? least : null, title: colouring.title, shown: colouring.shown || ((value) => value),
     colour: (facts) => { const value = colouring.value(facts); return value === null || value === undefined || !Number.isFinite(value) ? null : paint(value); },
   };
 }
@@ -185,27 +225,42 @@ function luminance(colour) {
 function legendOf(scale) {
   if (!scale.paint) return [];
   if (!scale.known) return ["not known for these tokens"];
+  if (scale.same !== null && (scale.low !== 0 || scale.high !== 1)) return [`${number(scale.shown(scale.same))} for all tokens`];
   const canvas = el("canvas", { width: 120, height: 10 }), pen = canvas.getContext("2d");
   for (let x = 0; x < 120; x++) { pen.fillStyle = scale.paint(scale.low + ((scale.high - scale.low) * x) / 119); pen.fillRect(x, 0, 1, 10); }
   return [number(scale.shown(scale.low)), canvas, number(scale.shown(scale.high))];
 }
 
-/** The turns as dots; a fork begins a new row, which is a training sample of its own. */
-function tree(trajectory, samples) {
-  const turns = trajectory.turns || [], step = Math.max(10, Math.min(28, 900 / Math.max(1, turns.length)));
-  let row = 0;
-  const places = turns.map((turn, i) => { if (turn.forked && i) row++; return [30 + i * step, 20 + row * 34]; });
-  const svg = el("svg", { viewBox: `0 0 ${Math.max(260, 60 + turns.length * step)} ${44 + row * 34}`, style: { "max-width": `${Math.max(260, 60 + turns.length * step)}px`, width: "100%" }, role: "img", "aria-label": "turns and forks" });
-  places.forEach(([x, y], i) => {
-    if (i) svg.append(el("path", { d: `M${places[i - 1][0]} ${places[i - 1][1]}C${x - step / 2} ${places[i - 1][1]} ${x - step / 2} ${y} ${x} ${y}`, fill: "none", stroke: turns[i].forked ? "var(--warn)" : "var(--soft)", "stroke-width": 1.6 }));
+/** The turns as dots of a tree: a line of calls goes on to the right, and a turn that branches off begins a row. */
+function tree(trajectory) {
+  const turns = trajectory.turns || [], followers = turns.map(() => []), roots = [];
+  turns.forEach((turn, i) => (turn.parent === null ? roots : followers[turn.parent]).push(i));
+  const places = new Map(), rows = [];
+  const open = roots.toReversed().map((i) => [i, 0, null]);  // [turn, depth, the row that it goes on]
+  while (open.length) {
+    const [i, depth, row] = open.pop(), own = row ?? rows.push(0) - 1;
+    places.set(i, [depth, own]);
+    followers[i].toReversed().forEach((next, at, all) => open.push([next, depth + 1, at === all.length - 1 ? own : null]));
+  }
+  const deepest = Math.max(0, ...[...places.values()].map(([depth]) => depth)), step = Math.max(10, Math.min(44, 900 / (deepest + 1)));
+  const at = (i) => { const [depth, row] = places.get(i); return [54 + depth * step, 22 + row * 34]; };
+  const width = Math.max(260, 84 + deepest * step), height = 44 + (rows.length - 1) * 34;
+  const branches = rows.length - 1, said = branches <= 0 ? "One line: each turn continues the tokens of the one before" : roots.length > 1 ? `${rows.length} lines of calls, ${roots.length} of which begin anew` : `${rows.length} lines of calls from one beginning`;
+  const svg = el("svg", { viewBox: `0 0 ${width} ${height}`, style: { "max-width": `${width}px`, width: "100%" }, role: "img", "aria-label": said });
+  turns.forEach((turn, i) => {
+    const [x, y] = at(i), [x0, y0] = turn.parent === null ? [x - 30, y] : at(turn.parent);
+    const off = turn.parent === null ? i !== roots[0] : y !== y0;
+    svg.append(el("path", { d: `M${x0} ${y0}C${x0 + step / 2} ${y0} ${x - step / 2} ${y} ${x} ${y}`, fill: "none", stroke: off ? "var(--warn)" : "var(--soft)", "stroke-width": 1.6, "stroke-dasharray": turn.parent === null ? "3 3" : null }));
   });
-  places.forEach(([x, y], i) => {
-    const dot = el("circle", { cx: x, cy: y, r: 6, fill: turns[i].sample === null ? "var(--line)" : "var(--accent)", stroke: "var(--panel)", "stroke-width": 2 });
-    dot.addEventListener("pointermove", (event) => showTip(event, `turn ${i}`, [["sample", turns[i].sample === null ? "none" : String(turns[i].sample)], ["reward", number(turns[i].reward)], ["tokens", String(turns[i].token_ids.length)]]));
+  turns.forEach((turn, i) => {
+    const [x, y] = at(i), kind = parsed(turn.info)?.call_kind;
+    const dot = el("circle", { cx: x, cy: y, r: 6, fill: turn.sample === null ? "var(--line)" : "var(--accent)", stroke: "var(--panel)", "stroke-width": 2 });
+    dot.addEventListener("pointermove", (event) => showTip(event, `turn ${i}`, [["after", turn.parent === null ? "nothing" : `turn ${turn.parent}`], ...(kind ? [["call", kind]] : []), ["sample", turn.sample === null ? "none" : String(turn.sample)], ["reward", number(turn.reward)], ["tokens", String(turn.token_ids.length)]]));
     dot.addEventListener("pointerleave", hideTip);
     svg.append(dot);
+    if (step >= 20) svg.append(el("text", { class: "tick", x, y: y + 17, "text-anchor": "middle" }, String(i)));
   });
-  return el("section", { class: "panel" }, el("h3", {}, row ? `${row + 1} branches: the conversation forked ${row === 1 ? "once" : `${row} times`}` : "One branch: each turn continues the tokens of the one before"), svg);
+  return el("section", { class: "panel" }, el("h3", {}, said), svg, el("p", { class: "soft small" }, "Each dot is a turn, by its number; a row of tokens that is trained on by itself begins where a line branches off."));
 }
 
 function samplesTable(samples) {

@@ -1,13 +1,13 @@
 // The page Episodes: a table with filters, the histogram of scores, and a group side by side.
 
 import { ask } from "./data.js";
-import { add, duration, el, number } from "./dom.js";
+import { add, duration, el, number, visible } from "./dom.js";
 
 const PAGE = 100;
 const COLUMNS = [["id", "episode"], ["step", "step", "number"], ["fate", "fate"], ["score", "score", "number"], [null, "end"], ["num_turns", "turns", "number"], ["num_tokens", "tokens", "number"], ["seconds", "time", "number"], ["staleness", "stale", "number"], ["env", "environment", "wide"], [null, "why", "wide"]];
 
 export async function showEpisodes(room, context) {
-  const run = context.chosen[0].name, place = context.place;
+  const { name: run, live } = context.chosen[0], place = context.place;
   if (place.get("group")) return showGroup(room, context, run, place.get("group"));
   const given = Object.fromEntries([...place].filter(([name]) => name !== "runs"));
   const query = { sort: "step", descending: "true", offset: 0, ...given };
@@ -18,8 +18,10 @@ export async function showEpisodes(room, context) {
     el("option", { value: "" }, "any"), (choices[name] || []).map(([value, count]) => el("option", { value, selected: given[name] === String(value) }, `${value} (${count})`))));
   const field = (name, label) => el("label", {}, label, el("input", { type: "number", step: "any", value: given[name] ?? "", onchange: (event) => change({ [name]: event.target.value }) }));
   const search = el("input", { type: "search", placeholder: "text …  /", value: given.text || "", "aria-label": "messages, ids or reasons that contain", onchange: (event) => change({ text: event.target.value }) });
+  const filtered = Object.keys(given).some((name) => !["sort", "descending", "offset"].includes(name));
   const bars = histogram(found.histogram, given, change);
-  const clear = Object.keys(given).some((name) => !["sort", "descending", "offset"].includes(name)) ? el("button", { onclick: () => context.go("episodes", {}) }, "clear") : null;
+  const clear = filtered ? el("button", { onclick: () => context.go("episodes", {}) }, "clear") : null;
+  const { low, high, counts } = found.histogram;
   const sorted = (column) => el("button", { onclick: () => change({ sort: column, descending: String(!(query.sort === column && query.descending === "true")) }) });
   const body = el("tbody", {}, found.rows.map((row) => rowOf(row, context)));
   const table = el("table", { "aria-label": "episodes" }, el("thead", {}, el("tr", {}, COLUMNS.map(([column, title, kind]) => {
@@ -30,13 +32,14 @@ export async function showEpisodes(room, context) {
   }))), body);
   const from = Number(query.offset);
   const turn = (to) => context.go("episodes", { ...given, offset: to || "" });
-  add(room, 
+  add(room, el("h1", { class: "unseen" }, `Episodes of ${run}`),
     el("div", { class: "bar" }, search, field("step", "step"), select("fate", "fate"), choices.env.length > 1 ? select("env", "environment") : null, select("status", "end"), choices.layer.length ? select("layer", "failed in") : null, field("stale", "stale ≥"), clear),
-    el("div", { class: "bar" }, bars, el("span", { class: "soft small" }, found.histogram.counts.length ? `scores ${number(found.histogram.low)} to ${number(found.histogram.high)}` : "no score")),
-    el("div", { class: "panel table" }, table),
-    found.rows.length ? null : el("p", { class: "empty" }, "No episode is like this."),
-    el("div", { class: "bar", style: { "margin-top": "10px" } },
-      el("span", { class: "soft", id: "total" }, found.total ? `${from + 1} to ${from + found.rows.length} of ${found.total.toLocaleString("en")}` : "0"),
+    el("div", { class: "bar" }, bars, el("span", { class: "soft small" }, !counts.length ? "no score" : low === high ? `all scores are ${number(low)}` : `scores ${number(low)} to ${number(high)}`), field("low", "score ≥"), field("high", "score ≤")),
+    found.unreadable.length ? el("details", { class: "panel warning" }, el("summary", {}, found.unreadable.length === 1 ? "1 file cannot be read" : `${found.unreadable.length} files cannot be read`, ": their episodes are not shown, or not whole"), el("ul", {}, found.unreadable.map((text) => el("li", { class: "mono" }, visible(text))))) : null,
+    found.rows.length ? el("div", { class: "panel table", tabindex: 0, role: "region", "aria-label": "episodes" }, table)
+      : el("p", { class: "empty" }, filtered ? "No episode is like this: clear the filters to see all." : live ? "No episode has ended yet. Load this page again when the first step is done." : "This run has no episodes: it ended before its first step was recorded, or its recipe learns from files (sft, dpo, reward_model)."),
+    el("div", { class: "bar", hidden: !found.total, style: { "margin-top": "10px" } },
+      el("span", { class: "soft", id: "total" }, `${(from + 1).toLocaleString("en")} to ${(from + found.rows.length).toLocaleString("en")} of ${found.total.toLocaleString("en")}`),
       el("button", { disabled: from === 0, onclick: () => turn(Math.max(0, from - PAGE)) }, "previous"),
       el("button", { disabled: from + PAGE >= found.total, onclick: () => turn(from + PAGE) }, "next")));
 
@@ -69,19 +72,27 @@ export async function showEpisodes(room, context) {
 function rowOf(row, context) {
   const to = context.address("episode", { id: row.id, agent: row.agent, step: row.step });
   const open = (event) => { if (!event.target.closest("a")) location.hash = to; };
-  const end = row.status ? `${row.status}${row.detail ? `: ${row.detail}` : ""}` : "";
+  const end = visible(row.status ? `${row.status}${row.detail ? `: ${row.detail}` : ""}` : ""), why = visible(row.why);
   return el("tr", { class: "open", onclick: open },
-    el("td", { class: "mono" }, el("a", { href: to }, row.id), row.agent ? ` ${row.agent}` : ""),
+    el("td", { class: "mono" }, el("a", { href: to, class: "id", title: row.id }, visible(row.id)), row.agent ? ` ${row.agent}` : ""),
     el("td", { class: "number" }, number(row.step)), el("td", {}, badge(row.fate)),
-    el("td", { class: "number" }, number(row.score)), el("td", { class: "soft" }, end),
+    el("td", { class: "number" }, number(row.score)), el("td", { class: "soft why", title: end }, end),
     el("td", { class: "number" }, number(row.num_turns)), el("td", { class: "number" }, number(row.num_tokens)),
     el("td", { class: "number" }, duration(row.seconds)), el("td", { class: "number" }, number(row.staleness)),
-    el("td", { class: "wide soft" }, row.env), el("td", { class: "wide soft why", title: row.why || "" }, row.why || ""));
+    el("td", { class: "wide soft" }, row.env), el("td", { class: "wide soft why", title: why }, why));
+}
+
+/** The tool calls of a message, each in a line. */
+export function callsOf(message) {
+  let calls = [];
+  try { calls = JSON.parse(message.tool_calls || "[]"); } catch { /* shown by the message itself */ }
+  return calls.map((call) => el("div", { class: "call mono" }, visible(`${call.name}(${JSON.stringify(call.arguments)})`)));
 }
 
 export const badge = (fate) => el("span", { class: `badge ${["trained", "failed", "filtered", "stale", "cancelled"].includes(fate) ? fate : ""}` }, fate);
 
 function histogram(found, given, change) {
+  if (found.low === found.high) return null;
   const most = Math.max(1, ...found.counts), width = (found.high - found.low) / (found.counts.length || 1);
   return el("div", { class: "histogram", role: "group", "aria-label": "scores: click for a range" }, found.counts.map((count, i) => {
     const low = found.low + i * width, high = found.low + (i + 1) * width, last = i === found.counts.length - 1;
@@ -100,6 +111,7 @@ async function showGroup(room, context, run, task) {
     el("div", { class: "columns" }, found.members.map(({ row, messages }) => el("section", { class: "panel" },
       el("h3", {}, el("a", { href: context.address("episode", { id: row.id, agent: row.agent, step: row.step }) }, row.id), " ", badge(row.fate)),
       el("p", { class: "soft small" }, `score ${number(row.score)} · ${row.num_turns ?? 0} turns · ${duration(row.seconds)}`),
-      messages.length ? messages.map((message) => el("div", { class: `message ${message.role === "assistant" ? "assistant" : ""}` }, el("header", {}, el("b", {}, message.role)), el("pre", { class: "words" }, message.content))) : el("p", { class: "soft" }, row.why || "nothing was kept of it")))));
+      messages.length ? messages.map((message) => el("div", { class: `message ${message.role === "assistant" ? "assistant" : ""}` }, el("header", {}, el("b", {}, message.role)),
+        message.reasoning ? el("pre", { class: "words reasoning" }, visible(message.reasoning)) : null, message.content || !message.tool_calls ? el("pre", { class: "words" }, visible(message.content)) : null, callsOf(message))) : el("p", { class: "soft" }, visible(row.why) || "nothing was kept of it")))));
   return { key(key) { if (key !== "u") return false; history.back(); return true; } };
 }

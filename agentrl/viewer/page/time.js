@@ -13,7 +13,7 @@ const chosen = { stale: false };
 export async function showTime(room, context) {
   const run = context.chosen[0].name, place = context.place;
   const found = await ask("time", { run, first: place.get("first"), last: place.get("last") });
-  if (found.begin === null) { add(room, el("p", { class: "empty" }, "Nothing was timed yet (timeline.jsonl is empty, or older than this page).")); return {}; }
+  if (found.begin === null) { add(room, el("p", { class: "empty" }, context.chosen[0].live ? "No step has begun yet. Load this page again when one has." : "No step of this run was timed: it ended before its first one, or its recipe learns from files (sft, dpo, reward_model).")); return {}; }
   const shown = found.steps.map(([step]) => step), first = shown[0], last = shown.at(-1), all = found.all;
   const step = Number(place.get("step") ?? shown.findLast((each) => found.played.includes(each)) ?? last);
   const move = (by) => {
@@ -25,6 +25,9 @@ export async function showTime(room, context) {
   const stale = el("button", { class: "small", "aria-pressed": String(chosen.stale), onclick: () => { chosen.stale = !chosen.stale; stale.setAttribute("aria-pressed", String(chosen.stale)); draw(); } }, "colour by staleness");
   const bound = found.bound ? el("span", { class: "badge" }, `bound by: ${found.bound}`) : null;
   const total = found.busy.reduce((sum, one) => sum + one.seconds, 0) || 1;
+  const large = found.busy.filter((one) => one.seconds >= 0.0005 * total), small = found.busy.slice(large.length);
+  const rest = small.reduce((sum, one) => sum + one.seconds, 0);
+  const busy = [...large.map((one) => [one.set.join(" + ") || "none of these", one.seconds]), ...(small.length ? [[small.length === 1 ? "1 other set" : `${small.length} other sets`, rest]] : [])];
   add(room, 
     el("div", { class: "bar" }, el("h1", {}, first === last ? `Step ${first}` : `Steps ${first} to ${last}`), el("span", { class: "soft" }, duration(found.seconds)), bound,
       el("button", { disabled: first === all[0], onclick: () => move(-1) }, "earlier"), el("button", { disabled: last === all.at(-1), onclick: () => move(1) }, "later"),
@@ -32,7 +35,7 @@ export async function showTime(room, context) {
     el("ul", { class: "advice" }, found.advice.map((text) => el("li", {}, text))), lanes,
     el("h2", {}, "Stages and channels"), graph,
     el("div", { class: "two" },
-      el("section", {}, el("h2", {}, "Who was busy at the same time"), el("div", { class: "panel table" }, el("table", {}, el("thead", {}, el("tr", {}, el("th", {}, "busy"), el("th", { class: "number" }, "time"), el("th", { class: "number" }, "share"), el("th", { class: "wide" }))), el("tbody", {}, found.busy.map((one) => el("tr", {}, el("td", {}, one.set.join(" + ") || "none of these"), el("td", { class: "number" }, duration(one.seconds)), el("td", { class: "number" }, `${((100 * one.seconds) / total).toFixed(1)} %`), el("td", { class: "wide", style: { width: "30%" } }, el("div", { class: "meter", style: { width: `${(100 * one.seconds) / total}%` } })))))))),
+      el("section", {}, el("h2", {}, "Who was busy at the same time"), el("div", { class: "panel table" }, el("table", {}, el("thead", {}, el("tr", {}, el("th", {}, "busy"), el("th", { class: "number" }, "time"), el("th", { class: "number" }, "share"), el("th", { class: "wide" }))), el("tbody", {}, busy.map(([names, seconds]) => el("tr", {}, el("td", {}, names), el("td", { class: "number" }, duration(seconds)), el("td", { class: "number" }, `${((100 * seconds) / total).toFixed(1)} %`), el("td", { class: "wide", style: { width: "30%" } }, el("div", { class: "meter", style: { width: `${(100 * seconds) / total}%` } })))))))),
       el("section", {}, el("h2", {}, "Episodes of step ", el("select", { "aria-label": "step", onchange: (event) => context.go("time", { first, last, step: event.target.value }, undefined, true) }, shown.map((each) => el("option", { value: each, selected: each === step }, String(each)))), " ", stale), gantt)));
   const drawn = await ask("gantt", { run, step });
   const draw = () => { drawLanes(lanes, found); drawGraph(graph, found.graph, HUES); drawGantt(gantt, drawn, context, step); };
@@ -90,6 +93,7 @@ function drawGantt(holder, episodes, context, step) {
   const px = (at) => ((at - begin) / (end - begin || 1)) * width, line = colourOf("--line");
   episodes.forEach((one, i) => {
     const y = i * row, thick = Math.max(1, row - 1);
+    pen.globalAlpha = one.trained ? 1 : 0.45;
     pen.fillStyle = line;
     pen.fillRect(px(one.started), y, Math.max(1, px(one.started + one.seconds) - px(one.started)), thick);
     one.turns.forEach(([asked, model, env], turn) => {
@@ -106,11 +110,11 @@ function drawGantt(holder, episodes, context, step) {
     const one = at(event);
     if (!one) return;
     const sum = (column) => one.turns.reduce((total, turn) => total + turn[column], 0);
-    showTip(event, one.id, [["score", number(one.score)], ["turns", String(one.turns.length)], ["begins after", duration(one.started - begin)], ["lasts", duration(one.seconds)], ["model", duration(sum(1)), HUES.engine], ["environment", duration(sum(2)), HUES.environments], ["rewards", duration(one.scoring.reduce((total, [from, to]) => total + to - from, 0)), HUES.rewards], ["versions behind", ages(one.stale)]]);
+    showTip(event, one.id, [["fate", one.trained ? "trained" : "not trained"], ["score", number(one.score)], ["turns", String(one.turns.length)], ["begins after", duration(one.started - begin)], ["lasts", duration(one.seconds)], ["model", duration(sum(1)), HUES.engine], ["environment", duration(sum(2)), HUES.environments], ["rewards", duration(one.scoring.reduce((total, [from, to]) => total + to - from, 0)), HUES.rewards], ["versions behind", ages(one.stale)]]);
   });
   canvas.addEventListener("pointerleave", hideTip);
   canvas.addEventListener("click", (event) => { const one = at(event); if (one) context.go("episode", { id: one.id, agent: one.agent, step }); });
-  holder.replaceChildren(el("div", { class: "panel" }, canvas, el("p", { class: "soft small" }, `${episodes.length} episodes over ${duration(end - begin)}. ${chosen.stale ? "The model's answers by how many versions of the weights they are behind this step: green 0, yellow 1, orange 2, red more." : "Green: the model answers; orange: the environment works;"} red at the end: rewards; grey: none of them. Click one to open it.`)));
+  holder.replaceChildren(el("div", { class: "panel" }, canvas, el("p", { class: "soft small" }, `${episodes.length} episodes over ${duration(end - begin)}. ${chosen.stale ? "The model's answers by how many versions of the weights they are behind this step: green 0, yellow 1, orange 2, red more." : "Green: the model answers; orange: the environment works;"} red at the end: rewards; grey: none of them; pale: some of those that were not trained on. Click one to open it.`)));
 }
 
 /** How many versions the turns of an episode are behind, such as "0" or "0 to 2". */
