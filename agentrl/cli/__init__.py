@@ -8,10 +8,10 @@ import os
 import sys
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
 from agentrl.cli import environments, evaluation, history, models, planning, serving, settings, training, viewing
+from agentrl.cli.console import SafeConsole
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.hosting.interpreter import cache_folder
 from agentrl.storage import storage_problem
@@ -47,7 +47,7 @@ model_app.command("fetch")(models.model_fetch)
 def main() -> None:
     """Run the command line; turn an error into one message and an exit status."""
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
-    errors = Console(stderr=True)
+    errors = SafeConsole(stderr=True)
     # As `python -m` does, so that `module:Name` finds a plug-in in the current folder.
     sys.path.insert(0, "")
     # PyTorch makes this folder when it is imported, and otherwise in the folder for temporary files.

@@ -173,7 +173,7 @@ def _trained(row: Mapping[str, Any], samples: Sequence[Mapping[str, Any]], group
     named = f"sample {numbers[0]}" if len(numbers) == 1 else f"samples {', '.join(numbers[:-1])} and {numbers[-1]}"
     fate = f"{row['id']} was trained at step {row['step']} as {named} of {samples[0]['of']}"
     advantages = sorted({round(sample["advantage"], 3) for sample in samples})
-    fate += f", with the advantage {' and '.join(f'{each:+g}' for each in advantages)}."
+    fate += f", with the advantage {' and '.join(f'{each:+g}' if each else '0' for each in advantages)}."
     scores = [member["score"] for member in group if member["score"] is not None and member["agent"] == row["agent"]]
     if len(scores) > 1 and len(set(scores)) == 1:
         fate += f" All {len(scores)} members of its group scored {scores[0]:g}."

@@ -1,6 +1,7 @@
 """`agentrl replay`: plays a recorded episode again in the terminal, at its own pace or faster."""
 
 import asyncio
+import json
 from pathlib import Path
 
 from rich.console import Console
@@ -32,7 +33,7 @@ def list_episodes(folder: Path, console: Console) -> None:
     for row in found["rows"]:
         score = "" if row["score"] is None else f"{row['score']:g}"
         cells = (row["id"], row["agent"], row["step"], row["env"], row["status"], score, row["num_turns"])
-        table.add_row(*("" if cell is None else escape(_printable(str(cell))) for cell in cells))
+        table.add_row(*("" if cell is None else escape(str(cell)) for cell in cells))
     console.print(table)
     newest = found["rows"][0]["id"]
     console.print(
@@ -63,17 +64,15 @@ async def replay(folder: Path, name: str, console: Console, *, agent: str = "", 
             await asyncio.sleep(min(turn["generate_seconds"] / speed, _LONGEST))
         style = "green" if message["role"] == "assistant" else "cyan"
         if message["reasoning"]:
-            console.print(f"[dim]{escape(_printable(message['reasoning']))}[/dim]", highlight=False, soft_wrap=True)
-        text = escape(_printable(message["content"] or ""))
+            console.print(f"[dim]{escape(message['reasoning'])}[/dim]", highlight=False, soft_wrap=True)
+        text = escape(message["content"] or "")
         console.print(f"[bold {style}]{message['role']}[/bold {style}] {text}", highlight=False, soft_wrap=True)
+        for call in json.loads(message["tool_calls"] or "[]"):
+            called = f"{call['name']}({json.dumps(call['arguments'], ensure_ascii=False)})"
+            console.print(f"  [{style}]→[/{style}] {escape(called)}", highlight=False, soft_wrap=True)
         if turn is not None and speed > 0:
             await asyncio.sleep(min(turn["env_seconds"] / speed, _LONGEST))
     row = episode["row"]
     score = "no score" if row["score"] is None else f"score {row['score']:g}"
     console.print(f"\n{row['status']}, {score}", highlight=False)
-    console.print(escape(_printable(episode["fate"])), highlight=False, soft_wrap=True)
-
-
-def _printable(text: str) -> str:
-    """The text without characters that would command the terminal."""
-    return "".join(character if character.isprintable() or character in "\n\t" else "\ufffd" for character in text)
+    console.print(escape(episode["fate"]), highlight=False, soft_wrap=True)

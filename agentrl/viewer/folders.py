@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from itertools import zip_longest
 from pathlib import Path
+from sys import intern
 from typing import Any, TypedDict
 
 import yaml
@@ -50,6 +51,15 @@ class RunFolder:
     def exists(self) -> bool:
         """Whether the folder is still there and still a run's."""
         return (self.path / "config.yaml").exists()
+
+    @property
+    def stamp(self) -> str:
+        """What changes when the metrics do."""
+        try:
+            found = (self.path / "metrics.jsonl").stat()
+        except OSError:
+            return ""
+        return f"{found.st_ino}-{found.st_size}"
 
     def metrics(self) -> Sequence[Mapping[str, Any]]:
         """The complete rows of `metrics.jsonl`. Lines that are no rows are left out."""
@@ -183,7 +193,9 @@ def _row(line: bytes) -> dict[str, Any] | None:
         row = json.loads(line)
     except ValueError:
         return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        return None
+    return {intern(name): value for name, value in row.items()}  # thousands of rows have the same names
 
 
 def _settings(text: bytes) -> dict[str, Any]:

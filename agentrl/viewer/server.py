@@ -1,7 +1,6 @@
 """`agentrl view`: a page over the files of runs, and the data that it asks for. Nothing here writes to a run."""
 
 import asyncio
-import json
 import math
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -25,7 +24,7 @@ from agentrl.remote.http_server import HttpServer, check_reach
 from agentrl.viewer.episode import EpisodeReader
 from agentrl.viewer.episodes import KINDS, EpisodeIndex, EpisodeQuery
 from agentrl.viewer.folders import RunFolder, find_runs
-from agentrl.viewer.numbers import finite
+from agentrl.viewer.numbers import json_of
 from agentrl.viewer.prometheus import exposition
 from agentrl.viewer.timing import timing
 
@@ -112,14 +111,12 @@ class _OpenRuns:
             return list(self._runs.values())
 
     def statuses(self) -> list[dict[str, Any]]:
-        """The status of each run, with how many rows its metrics have. However many pages want to know, the files are
-        looked at only once in a while.
+        """The status of each run, with the stamp of its metrics, which changes with them. However many pages want to
+        know, the files are looked at only once in a while.
         """
         with self._news_lock:
             if monotonic() - self._asked >= _LOOK_SECONDS:
-                self._news = [
-                    {**run.status(), "rows": len(run.metrics()), "generation": run.generation} for run in self.look()
-                ]
+                self._news = [{**run.status(), "stamp": run.stamp} for run in self.look()]
                 self._asked = monotonic()
             return self._news
 
@@ -156,10 +153,10 @@ class _PageHeaders:
 
 
 class _Json(JSONResponse):
-    """JSON in which a number that JSON has no word for is null."""
+    """JSON, also of numbers and characters that JSON has no words for."""
 
     def render(self, content: Any) -> bytes:
-        return json.dumps(finite(content), separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")
+        return json_of(content)
 
 
 def create_page_app(places: Sequence[Path], token: str | None = None) -> FastAPI:
@@ -274,7 +271,7 @@ def _add_episodes(app: FastAPI, runs: _OpenRuns) -> None:
         return _Json(sorted(played, key=lambda one: one["started"]))
 
 
-async def _events(runs: _OpenRuns) -> AsyncIterator[str]:
+async def _events(runs: _OpenRuns) -> AsyncIterator[bytes]:
     """An event for each change of a run's status or metrics, one for each run that is gone, and a comment now and then,
     which shows a lost client.
     """
@@ -286,9 +283,9 @@ async def _events(runs: _OpenRuns) -> AsyncIterator[str]:
         gone = [{"name": name, "gone": True} for name in said if name not in now]
         said = now
         for news in (*changed, *gone):
-            yield f"data: {json.dumps(finite(news))}\n\n"
+            yield b"data: " + json_of(news) + b"\n\n"
         quiet = 0.0 if changed or gone else quiet + _LOOK_SECONDS
         if quiet >= 15:
             quiet = 0.0
-            yield ": still here\n\n"
+            yield b": still here\n\n"
         await asyncio.sleep(_LOOK_SECONDS)

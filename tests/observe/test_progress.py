@@ -3,6 +3,7 @@
 import io
 import math
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from agentrl.arrays import floats, ints
+from agentrl.cli.console import SafeConsole
 from agentrl.cluster.roster import Crew, posted
 from agentrl.observe.braille import braille_curve
 from agentrl.observe.dashboard import Dashboard, duration, line_of
@@ -22,6 +24,21 @@ from agentrl.trajectory import Completion, Group, Score, Task, Terminated, Traje
 from tests.processes import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[2]
+
+
+def test_no_text_of_a_run_commands_the_terminal():
+    """Names of environments, runs and tasks, and what is warned of, are whatever their authors wrote."""
+    file = io.StringIO()
+    console = SafeConsole(file=file, force_terminal=True, width=120, color_system="truecolor")
+    progress = RunProgress(3, name="run \x1b]0;owned\x07")
+    progress.slowest = (EnvPace("lake \x1b[2J \u202eekal", 1.0, 2.0),)
+    progress.warn(0, "warned \x1b[31m")
+    console.print(Dashboard(progress))
+    console.print("said \x9b31m by a \x1b[H model", highlight=False)
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", file.getvalue())  # rich's own colours
+    assert "lake \ufffd[2J" in shown
+    assert "warned \ufffd[31m" in shown
+    assert not {"\x1b", "\x07", "\x9b", "\u202e"} & set(shown)
 
 
 def metrics(reward: float) -> dict[str, float]:

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from urllib.parse import quote, urlsplit
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from agentrl.cluster.roster import Crew
@@ -376,6 +378,103 @@ def test_the_page_sends_the_token_of_its_address(serve, runs):
     page.open("#token=a%20secret")
     assert page.texts(".status h3 span") == ["stopped in step 2, record"]
     assert "secret" not in page.script("return location.href")
+
+
+def test_many_runs_fit_a_row_and_have_colours_of_their_own(serve, tmp_path):
+    for number in range(20):
+        run = MadeUpRun(tmp_path / f"run {number:02} of a long series, with commas & 50 %")
+        run.begin()
+        run.step()
+    page = serve(tmp_path)
+    names = [f"run {number:02} of a long series, with commas & 50 %" for number in range(20)]
+    chosen = [names[0], *names[8:16]]  # the first and the ninth would have the same colour
+    page.open(f"#/run?runs={quote(','.join(map(quote, chosen)))}")
+    assert len(page.texts(".status")) == 9
+    page.wait(lambda: page.texts(".chart .values span"))
+    lines = page.script("""
+        return [...document.querySelector(".chart svg g").querySelectorAll("path")]
+          .map((line) => `${line.getAttribute("stroke")} ${line.getAttribute("stroke-dasharray")}`);""")
+    assert len(set(lines)) == 9
+    assert page.script("return document.documentElement.scrollWidth <= innerWidth")
+    page.script("[...document.querySelectorAll('.chip')].find((one) => one.textContent === 'all 20 runs …').click()")
+    page.script("""
+        const search = document.querySelector("#choose input[type=search]");
+        search.value = "run 19";
+        search.dispatchEvent(new Event("input"));""")
+    page.script("for (const box of document.querySelectorAll('#choose [type=checkbox]')) box.click()")
+    page.script("[...document.querySelectorAll('#choose button')].find((b) => b.textContent === 'show these').click()")
+    page.wait(lambda: len(page.texts(".status")) == 10)
+    page.open("#/run?runs=100%,%ZZ")  # an address that was written by hand
+    assert page.texts(".status .name") == [names[-1]]
+    assert page.complaints() == []
+
+
+def test_a_run_that_is_deleted_leaves_the_page_without_reloading(serve, runs):
+    page = serve(runs)
+    page.open("#/run?runs=second")
+    (runs / "second").rename(runs.parent / "elsewhere")
+    page.wait(lambda: page.texts(".chip") == ["first"])
+    page.wait(lambda: page.texts(".status .name") == ["first"])
+    (runs / "first").rename(runs.parent / "there")
+    page.wait(lambda: "No run is left" in page.script("return document.querySelector('#view').innerText"))
+    MadeUpRun(runs / "third").begin()
+    page.wait(lambda: page.texts(".status .name") == ["third"])
+    assert "nothing recorded" in page.texts(".status h3")[0]
+    page.press("2")
+    page.wait(lambda: "This run has no episodes" in page.script("return document.querySelector('#view').innerText"))
+    page.press("3")
+    page.wait(
+        lambda: "No step of this run was timed" in page.script("return document.querySelector('#view').innerText")
+    )
+    assert page.complaints() == []
+
+
+def test_what_judges_said_stands_beside_the_parts_and_characters_that_are_not_seen_are_named(serve, tmp_path):
+    run = MadeUpRun(tmp_path / "run", texts=("zero\u200bwidth \u202eevil \x1b[31m",))
+    run.begin()
+    run.step()
+    path = run.folder / "trajectories" / "step_000000.parquet"
+    table = pq.read_table(path)
+    said = ['{"taste": "It is brief, and <b>right</b>."}'] * table.num_rows
+    where = table.schema.get_field_index("words")
+    pq.write_table(table.set_column(where, "words", pa.array(said)), path)
+    page = serve(tmp_path)
+    page.open("#/episode?runs=run&id=train-000001%2F1%2F0")
+    assert page.texts(".rewards tbody td:first-child") == ["environment", "taste"]
+    assert "It is brief, and <b>right</b>." in page.texts(".said")
+    assert "zero⟨U+200B⟩width ⟨U+202E⟩evil ⟨U+001B⟩[31m" in page.texts(".words")
+
+
+def test_long_answers_and_texts_unfold_when_they_are_asked_for(serve, tmp_path):
+    run = MadeUpRun(tmp_path / "run", groups=1, members=2, turns=2, tokens=4000, texts=("word " * 100_000,))
+    run.begin()
+    run.step()
+    page = serve(tmp_path)
+    page.open("#/episode?runs=run&id=train-000000%2F1%2F0")
+    assert len(page.texts(".token")) == 2 * 1500
+    assert len(page.texts(".message:not(.assistant) .words")[1]) == 20_000
+    for text in ("more tokens", "more characters"):
+        page.script(
+            "[...document.querySelectorAll('button')].find((b) => b.textContent.includes(arguments[0])).click()", text
+        )
+    assert len(page.texts(".token")) == 4000 + 1500
+    assert len(page.texts(".message:not(.assistant) .words")[1]) == 500_000
+
+
+def test_a_chart_that_has_the_focus_is_read_by_the_arrow_keys(serve, runs):
+    from selenium.webdriver.common.keys import Keys
+
+    page = serve(runs)
+    page.open("#/run?runs=first")
+    page.wait(lambda: page.texts(".chart svg"))
+    svg = page.browser.find_element("css selector", "[data-metric=entropy] svg")
+    assert "entropy by step: first 0.3333" in svg.get_attribute("aria-label")
+    page.script("arguments[0].focus()", svg)
+    svg.send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
+    assert page.texts("#tip b") == ["step 1"]
+    assert "0.5" in page.texts("#tip div span:last-child")
+    svg.send_keys(Keys.ESCAPE)
+    assert page.script("return document.querySelector('#tip').hidden") is True
 
 
 def test_a_report_is_drawn_without_a_server_and_runs_no_text_of_a_run(browser, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -45,6 +46,26 @@ def test_the_page_and_its_parts_are_served_with_a_policy_that_forbids_all_else(c
     assert "unsafe-eval" not in policy
     assert page.headers["x-content-type-options"] == "nosniff"
     assert client.get("/style.css?content=evil").text == client.get("/style.css").text
+
+
+def light_of(colour):
+    """WCAG's relative luminance of #rgb or #rrggbb."""
+    digits = colour.removeprefix("#")
+    digits = digits if len(digits) == 6 else "".join(2 * digit for digit in digits)
+    parts = [int(digits[at : at + 2], 16) / 255 for at in (0, 2, 4)]
+    r, g, b = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b
+
+
+def test_every_colour_of_text_stands_out_from_every_ground_in_light_and_dark(client):
+    style = client.get("/style.css").text
+    themes = [dict(re.findall(r"--(\w+): (#\w+)", block)) for block in re.findall(r"\{[^{}]*--bg:[^}]*\}", style)]
+    assert len(themes) == 3  # light, dark by the system's wish, dark by the key
+    for theme in themes:
+        for text in ("ink", "soft", "accent", "good", "bad", "warn"):
+            for ground in ("bg", "panel", "faint"):
+                dark, light = sorted((light_of(theme[text]), light_of(theme[ground])))
+                assert (light + 0.05) / (dark + 0.05) >= 4.5, (text, ground, theme)
 
 
 def test_a_page_whose_name_was_led_here_is_refused(client):

@@ -45,7 +45,7 @@ export async function showEpisodes(room, context) {
 
   const fresh = el("button", { hidden: true, onclick: () => context.go("episodes", given, undefined, true) }, "new episodes: show them");
   room.firstChild.append(fresh);
-  let selected = -1, rowsThen = context.chosen[0].rows;
+  let selected = -1, then = context.chosen[0].stamp;
   const mark = (to) => {
     if (!body.children.length) return;
     body.children[selected]?.removeAttribute("aria-selected");
@@ -63,8 +63,7 @@ export async function showEpisodes(room, context) {
       return true;
     },
     news(now) {
-      if (rowsThen !== undefined && now.name === run && now.rows !== rowsThen) fresh.hidden = false;
-      rowsThen = now.rows;
+      if (now.name === run && now.stamp !== then) fresh.hidden = false;
     },
   };
 }

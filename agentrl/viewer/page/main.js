@@ -75,10 +75,10 @@ function drawFrame() {
     }),
   );
   const chosen = context.chosen.map((run) => run.name);
-  const first = runs.length <= SHOWN_RUNS ? runs : [...runs.filter((run) => chosen.includes(run.name)), ...runs.filter((run) => !chosen.includes(run.name)).slice(-SHOWN_RUNS)];
+  const first = runs.length <= SHOWN_RUNS ? runs : [...runs.filter((run) => chosen.includes(run.name)), ...runs.filter((run) => !chosen.includes(run.name)).slice(-Math.max(3, SHOWN_RUNS - chosen.length))];
   document.getElementById("runs").replaceChildren(
-    ...first.map((run) => chip(run, chosen)),
     ...(first.length < runs.length ? [el("button", { class: "chip", onclick: () => chooseRuns() }, `all ${runs.length.toLocaleString("en")} runs …`)] : []),
+    ...first.map((run) => chip(run, chosen)),
   );
 }
 
@@ -188,7 +188,6 @@ listen((news) => {
   const before = runs[at];
   if (at < 0) runs.push(news); else runs[at] = news;
   if (at < 0 && runs.length === 1) { draw(); return; }  // the page was empty
-  if (before && before.generation !== undefined && before.generation !== news.generation) forgetMetrics(news.name);
   if (before?.live !== news.live) drawFrame();  // not for each news: whoever clicks needs the same button until the end
   if (context.chosen.some((run) => run.name === news.name)) shown.news?.(news);
 }, (state) => { document.getElementById("link").textContent = state; });

@@ -26,6 +26,7 @@ function meaningsOf(topics) {
 export async function showRun(room, context) {
   meanings ||= meaningsOf(await ask("meanings"));
   const runs = context.chosen;
+  const stamps = new Map(runs.map((run) => [run.name, run.stamp]));
   let rows = new Map(await Promise.all(runs.map(async (run) => [run.name, await metrics(run.name)])));
   const statuses = el("div", { class: "statuses" }), charts = el("div", {}), warnings = el("div", {});
   const slider = el("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: settings.smooth, "aria-label": "smoothing", oninput: (event) => { settings.smooth = Number(event.target.value); drawCharts(); } });
@@ -133,8 +134,7 @@ export async function showRun(room, context) {
     leave() { clearInterval(clock); seen.disconnect(); },
     resized: drawCharts,
     async news(run) {
-      const had = rows.get(run.name)?.length;
-      if (run.rows !== had) { rows = new Map([...rows, [run.name, await metrics(run.name)]]); drawCharts(); }
+      if (run.stamp !== stamps.get(run.name)) { stamps.set(run.name, run.stamp); rows = new Map([...rows, [run.name, await metrics(run.name)]]); drawCharts(); }
       drawStatuses();
       if (warnings.said !== context.chosen.reduce((sum, one) => sum + (one.warnings || []).length, 0)) drawWarnings();
     },
