@@ -168,13 +168,13 @@ class EpisodeIndex:
             condition = "kind IS NOT NULL AND started < ? AND started + seconds > ?"
             return self._dicts(f"SELECT * FROM episodes WHERE {condition} ORDER BY started", [end, begin])
 
-    def failures(self, first: int, last: int) -> dict[str, int]:
-        """How many episodes of these steps failed, by the layer at fault."""
+    def failed_layers(self, first: int, last: int) -> list[str]:
+        """The layers at fault for episodes that failed in these steps, or when is not known."""
         with self._lock:
             self._refresh()
-            condition = "fate = 'failed' AND step BETWEEN ? AND ? GROUP BY 1 ORDER BY 2 DESC"
-            found = self._db.execute(f"SELECT layer, count(*) FROM episodes WHERE {condition}", [first, last])
-            return dict(found.fetchall())
+            condition = "layer IS NOT NULL AND (step IS NULL OR step BETWEEN ? AND ?)"
+            found = self._db.execute(f"SELECT DISTINCT layer FROM episodes WHERE {condition} ORDER BY 1", [first, last])
+            return [layer for (layer,) in found.fetchall()]
 
     def _refresh(self) -> None:
         files = {(kind, step): path for kind in KINDS for step, path in self._run.files(kind).items()}

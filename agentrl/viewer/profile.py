@@ -53,7 +53,7 @@ def profile(folder: Path, console: Console, steps: tuple[int, int] | None, trace
         raise ConfigError(f"there is nothing to profile in {folder}: {there} timed (timeline.jsonl)")
     console.print(busy_table(window.busy, window.end - window.begin))
     console.print(_shares(window), highlight=False)
-    failed = index.failures(window.phases[0]["step"], window.phases[-1]["step"])
+    failed = index.failed_layers(window.phases[0]["step"], window.phases[-1]["step"])
     for text in advice(window.busy, run.settings(), failed):
         console.print(f"[yellow]•[/yellow] {text}", highlight=False, soft_wrap=True)
     if trace is not None:

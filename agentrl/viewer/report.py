@@ -56,7 +56,7 @@ def _contents(folder: Path) -> dict[str, Any]:
         "name": run.name,
         "version": version("agentrl"),
         "made": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        "state": _state(status),
+        "state": _state(status, rows),
         "facts": _facts(rows, status, run),
         "warnings": status["warnings"],
         "curves": curves_of(rows),
@@ -68,24 +68,29 @@ def _contents(folder: Path) -> dict[str, Any]:
     }
 
 
-def _state(status: Mapping[str, Any]) -> str:
+def _state(status: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
     if status["live"]:
         return (
             f"The run goes on: step {status['step']}, {status['phase']}" if status["phase"] else "The run is starting"
         )
     if status["summary"]:
         return "The run has ended"
-    return (
-        f"The run stopped in step {status['step']}, {status['phase']}" if status["phase"] else "The run has not begun"
-    )
+    if status["phase"]:
+        return f"The run stopped in step {status['step']}, {status['phase']}"
+    return "The run is not running" if rows else "The run is not running, and nothing was recorded"
 
 
 def _facts(rows: Sequence[Mapping[str, Any]], status: Mapping[str, Any], run: RunFolder) -> list[tuple[str, Any]]:
     trained = [row for row in rows if "reward" in row]
+    # Recipes that learn from files make as many steps as they need.
+    updates = [] if trained else [row for row in rows if "loss" in row]
     last: Mapping[str, Any] = trained[-1] if trained else {}
     settings = run.settings()
     return [
-        ("steps", f"{len(trained)} of {status['steps']}" if status["steps"] else len(trained)),
+        (
+            "steps",
+            f"{len(trained)} of {status['steps']}" if status["steps"] and not updates else len(updates or trained),
+        ),
         ("reward", last.get("reward")),
         ("success in training", _percent(last.get("success"))),
         ("environment", settings.get("env.name")),
@@ -124,7 +129,7 @@ def _time(run: RunFolder, index: EpisodeIndex, reader: EpisodeReader) -> dict[st
         {"names": " + ".join(sorted(names)) or "none of these", "seconds": seconds, "share": seconds / total}
         for names, seconds in window.busy.items()
     ]
-    said = advice(window.busy, run.settings(), index.failures(steps[0], steps[-1]))
+    said = advice(window.busy, run.settings(), index.failed_layers(steps[0], steps[-1]))
     return {"busy": rows, "advice": said, "timed": (steps[0], steps[-1])}
 
 

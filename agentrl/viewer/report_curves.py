@@ -15,7 +15,8 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 8, 8, 20
 _POINTS = 400
 """A curve of more points is drawn by the means of as many pieces of equal length."""
 _LEADING = (
-    "reward", "success", "eval/success", "entropy", "mixed_groups", "health/effective_sample_size", "staleness/mean",
+    "reward", "success", "eval/success", "preference_loss", "accuracy", "margin", "eval/preference_accuracy",
+    "demonstrations/success", "entropy", "mixed_groups", "health/effective_sample_size", "staleness/mean",
     "logprob_gap_mean", "turns", "sampled_tokens", "truncated", "grad_norm", "kl", "tokens_per_second", "seconds",
 )  # fmt: skip
 

@@ -1,5 +1,6 @@
 """The episodes that a report shows: which ones, and what of their messages and pictures."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -41,7 +42,9 @@ def episodes_to_read(index: EpisodeIndex, reader: EpisodeReader) -> Iterator[dic
     for kind, query in (*found, ("One that failed", EpisodeQuery(fate="failed", limit=1))):
         for row in index.page(query)["rows"]:
             episode = reader.episode(row["id"], row["agent"] or "", row["step"])
-            yield {"kind": kind, "row": row, "fate": episode["fate"], **_conversation(episode["trajectory"] or {})}
+            played = episode["trajectory"] or {}
+            words = {name: shortened(said) for name, said in json.loads(played.get("words") or "{}").items()}
+            yield {"kind": kind, "row": row, "fate": episode["fate"], "words": words, **_conversation(played)}
 
 
 def _conversation(trajectory: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,7 +56,11 @@ def _conversation(trajectory: Mapping[str, Any]) -> dict[str, Any]:
         room -= len(picture) if fits else 0
         left_out += not fits
         texts = {name: shortened(message.get(name)) for name in ("role", "reasoning", "content")}
-        shown.append({**texts, "picture": _FRAME + picture if picture and fits else ""})
+        calls = [
+            shortened(f"{call['name']}({json.dumps(call['arguments'], ensure_ascii=False)})")
+            for call in json.loads(message.get("tool_calls") or "[]")
+        ]
+        shown.append({**texts, "calls": calls, "picture": _FRAME + picture if picture and fits else ""})
     return {
         "messages": shown,
         "left_out": max(0, len(messages) - _MESSAGES),

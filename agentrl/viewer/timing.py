@@ -6,7 +6,6 @@ resources that were busy in it.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,6 @@ _MOST_FILES = 16
 """More files of trajectories than these are not read for one picture, which then lacks engine and environments."""
 _LANES = {"train": "trainer", "weights": "weights", "evaluation": "evaluation"}
 _OTHER = "rest of the loop"
-_NONE: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +115,9 @@ def timing(run: RunFolder, index: EpisodeIndex, reader: EpisodeReader, steps: tu
         "lanes": lanes,
         "busy": [{"set": sorted(names), "seconds": seconds} for names, seconds in busy.items()],
         "bound": bound_by(busy),
-        "advice": advice(busy, run.settings(), index.failures(window.phases[0]["step"], window.phases[-1]["step"])),
+        "advice": advice(
+            busy, run.settings(), index.failed_layers(window.phases[0]["step"], window.phases[-1]["step"])
+        ),
         "graph": stage_graph(window, run.metrics(), run.settings()),
     }
 
@@ -173,10 +173,8 @@ def bound_by(busy: Mapping[frozenset[str], float]) -> str | None:
     return max(working, key=lambda name: working[name], default=None)
 
 
-def advice(
-    busy: Mapping[frozenset[str], float], settings: Mapping[str, Any], failed: Mapping[str, int] = _NONE
-) -> list[str]:
-    """What bound the run, and which settings change it. `failed`: how many episodes did, by the layer at fault."""
+def advice(busy: Mapping[frozenset[str], float], settings: Mapping[str, Any], failed: Sequence[str] = ()) -> list[str]:
+    """What bound the run, and which settings change it. `failed`: layers at fault for episodes that failed."""
     total = sum(busy.values())
     if total <= 0:
         return []
@@ -218,13 +216,12 @@ def advice(
             f"Publishing weights takes {share('weights'):.0%} of the time: see weights.transport, or train longer "
             "between updates (rollout.groups_per_step)."
         )
-    idle = share(without=("engine", "environments", "rewards", "trainer", "weights"))
+    idle = busy.get(frozenset(), 0.0) / total
     if idle > 0.2 and failed:
-        layers = ", ".join(f"{count:,} in the layer {layer}" for layer, count in failed.items())
         said.append(
-            f"In {idle:.0%} of the time none of these was busy, and {sum(failed.values()):,} episodes failed "
-            f"({layers}): what most of these did is not kept. See why they failed, shorten rollout.deadlines, or "
-            "record everything (observe.profile=true)."
+            f"In {idle:.0%} of the time none of these was busy, and episodes failed (in the layer "
+            f"{' and '.join(failed)}): what most of these did is not kept. See why they failed, shorten "
+            "rollout.deadlines, or record everything (observe.profile=true)."
         )
     elif idle > 0.2:
         said.append(

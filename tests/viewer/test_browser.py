@@ -334,7 +334,9 @@ def test_what_a_live_run_waits_for_and_who_is_alive_change_on_the_page_without_r
     doing(run, "rollout", LiveState(os.getpid(), 1.0, workers, waits, ("all servers are full",), played))
 
     def rows() -> dict[str, str]:
-        return dict(zip(page.texts(".now dt"), page.texts(".now dd"), strict=True))
+        return dict(page.script(
+            "return [...document.querySelectorAll('.now dt')].map((t) => [t.textContent, t.nextSibling.textContent])"
+        ))  # fmt: skip
 
     page.wait(lambda: "workers" in rows())
     page.script("window.marked = document.querySelector('.chip')")

@@ -134,7 +134,7 @@ def test_an_episode_that_was_not_trained_on_can_be_read_and_searched_and_has_no_
     assert index.page(EpisodeQuery())["total"] == 17
     assert index.page(EpisodeQuery())["histogram"] == index.page(EpisodeQuery(fate="trained"))["histogram"]
     assert failed["id"] in {row["id"] for row in index.in_play(0, 1e12)}
-    assert index.failures(0, 0) == {"environment": 1}
+    assert index.failed_layers(0, 0) == ["environment"]
     episode = EpisodeReader(RunFolder("run", run.folder), index).episode(failed["id"])
     assert "was not trained: it failed" in episode["fate"]
     assert episode["trajectory"]["messages"][1]["content"] == "A door."

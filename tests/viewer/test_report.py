@@ -79,10 +79,23 @@ def test_a_run_that_has_not_begun_has_a_report_too(tmp_path):
     run.begin()
     write_report(run.folder, tmp_path / "new.html")
     text = (tmp_path / "new.html").read_text()
-    assert "The run has not begun." in text
+    assert "The run is not running, and nothing was recorded." in text
     assert "No step was finished." in text
     with pytest.raises(ConfigError, match="there is no folder"):
         write_report(run.folder, tmp_path / "none" / "new.html")
+
+
+def test_a_run_that_learned_from_pairs_counts_its_updates_and_shows_their_curves(tmp_path):
+    run = MadeUpRun(tmp_path / "pairs")
+    run.begin()
+    metrics = MetricsFile(run.folder / "metrics.jsonl")
+    for step in range(6):
+        metrics.append({"step": step, "loss": 0.7 - step / 10, "preference_loss": 0.7 - step / 10, "accuracy": 0.5})
+    write_report(run.folder, tmp_path / "pairs.html")
+    text = re.sub(r"\s+", " ", (tmp_path / "pairs.html").read_text())
+    assert "The run is not running." in text
+    assert re.search(r"steps</[a-z]+>\s*<[^>]+>6<", text)
+    assert "preference_loss" in text
 
 
 def test_the_command_writes_a_file_of_the_runs_name(tmp_path, agentrl):
