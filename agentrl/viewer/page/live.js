@@ -31,7 +31,7 @@ export function liveState(run) {
 /** What waits for what, by the phase of the run's loop. */
 function sentence({ phase, now }) {
   const play = now.underway, groups = play ? `${play.ready} of ${counted(play.wanted, "group is", "groups are")} ready` : null;
-  if (!phase) return "The run is starting its workers.";
+  if (!phase) return "No step has begun: the run starts its workers, or imitates demonstrations first.";
   if (phase === "rollout") return groups ? `The trainer waits for episodes: ${groups}.` : "The trainer waits for episodes.";
   if (phase === "train" && play?.slots) return `The trainer works, and episodes of later steps are played meanwhile: ${groups}.`;
   if (phase === "train") return play?.ready ? `The trainer works; for the next step ${groups}, and further episodes wait for its new weights.` : "The trainer works; episodes wait for its new weights.";
