@@ -146,14 +146,14 @@ class Run:
     def _check_data(self, data: Mapping[str, str]) -> None:
         """Record what the tasks' data are, and refuse to resume on others."""
         path = self.folder / "data.json"
-        before = json.loads(path.read_text()) if self.resumed and path.exists() else data
-        if changed := [split for split in data if before.get(split) != data[split]]:
+        before = json.loads(path.read_text()) if self.resumed and path.exists() else {}
+        if changed := [split for split in data if before.get(split, data[split]) != data[split]]:
             raise ConfigError(
                 f"tasks: the data of the split {changed[0]!r} are not those that the run in {self.folder} began with: "
                 "put them back, or start a new run with run_dir=ANOTHER"
             )
         if data:
-            write_whole(path, json.dumps(data, indent=2) + "\n")
+            write_whole(path, json.dumps({**before, **data}, indent=2) + "\n")
 
     def _check_folder(self) -> None:
         started = (self.folder / "config.yaml").exists()

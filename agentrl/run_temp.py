@@ -1,12 +1,14 @@
 """`RunTemp`: the temporary files of a run lie in its folder, so that a killed run leaves none elsewhere."""
 
-import atexit
 import os
 import shutil
 import tempfile
-from functools import partial
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Self
+
+_AFTER_MULTIPROCESSING = -200
+"""multiprocessing removes its own temporary folder with the priority -100, and fails if that is gone already."""
 
 
 class RunTemp:
@@ -14,7 +16,7 @@ class RunTemp:
     A context manager.
 
     Entering removes what dead processes have left in `tmp`: only one process at a time trains in the folder of a run
-    (`RunLock`). The process's own folder is removed when it ends, as multiprocessing keeps using its files there.
+    (`RunLock`). The process's own folder is removed when it ends, after multiprocessing has removed its files there.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -27,7 +29,7 @@ class RunTemp:
             if left != own:
                 shutil.rmtree(left, ignore_errors=True)
         own.mkdir(parents=True, exist_ok=True)
-        atexit.register(partial(_remove, own, os.getpid()))
+        Finalize(None, _remove, (own, os.getpid()), exitpriority=_AFTER_MULTIPROCESSING)
         self._before = (os.environ.get("TMPDIR"), tempfile.tempdir)
         os.environ["TMPDIR"] = tempfile.tempdir = short_path(own)
         return self

@@ -21,8 +21,27 @@ with RunTemp(Path(sys.argv[1])):
 """
 
 
+LISTENS = """
+import sys
+from multiprocessing.connection import Listener
+from multiprocessing.util import get_temp_dir
+from pathlib import Path
+from agentrl.run_temp import RunTemp
+
+with RunTemp(Path(sys.argv[1])):
+    Listener(family="AF_UNIX")
+    assert get_temp_dir().startswith("/proc/") or sys.argv[1] in get_temp_dir()
+"""
+
+
 def in_a_process(run: Path, end: str) -> int:
     return subprocess.run([sys.executable, "-c", LEAVES, str(run), end], check=False).returncode
+
+
+def test_a_process_that_has_used_multiprocessing_ends_silently_and_leaves_nothing(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", LISTENS, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_temporary_files_of_this_process_and_of_its_children_lie_in_the_run(tmp_path: Path) -> None:

@@ -50,9 +50,9 @@ class Source:
 
     def set(self, path: Sequence[str], value: Any, origin: str) -> None:
         refuse_credentials(value, f"{'.'.join(path)} ({origin})")
-        if path == ("reward",) and isinstance(value, list | str):
-            self._forget("reward", keep_one=isinstance(value, str))
         listed = _as_listed(tuple(path))
+        if listed is not None and isinstance(value, list | str):
+            self._forget(tuple(path), keep_one=isinstance(value, str))
         if listed is not None and isinstance(value, list) and value:
             path, value = listed, {str(number): part for number, part in enumerate(value)}
         if isinstance(value, str) and path[-1] == "tasks" and is_data(value):
@@ -72,12 +72,22 @@ class Source:
         node[path[-1]] = value
         self.origins[".".join(path)] = origin
 
-    def _forget(self, section: str, *, keep_one: bool) -> None:
-        """Remove the old settings of a section that is written again, unless only one component gets a new name."""
-        if keep_one and "0" not in self.values.get(section, {}):
+    def _forget(self, path: tuple[str, ...], *, keep_one: bool) -> None:
+        """Remove the old settings of a list that is written again, unless only one component gets a new name."""
+        node: Any = self.values
+        for key in path[:-1]:
+            node = node.get(key) if isinstance(node, dict) else None
+        if not isinstance(node, dict):
             return
-        self.values.pop(section, None)
-        self.origins = {key: origin for key, origin in self.origins.items() if key.split(".")[0] != section}
+        old = node.get(path[-1])
+        several = {"0", "mixture"} & old.keys() if isinstance(old, dict) else set()
+        if keep_one and not several:
+            return
+        if path == ("env",) and "mixture" in several and not keep_one:  # what stands beside the list is kept
+            path, node = _MIXTURE, old
+        node.pop(path[-1], None)
+        gone = f"{'.'.join(path)}."
+        self.origins = {key: origin for key, origin in self.origins.items() if not f"{key}.".startswith(gone)}
 
 
 def _is_part(path: Sequence[str]) -> bool:

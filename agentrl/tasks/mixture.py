@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from agentrl.errors import ConfigError
 from agentrl.protocols import Curriculum, TaskSource
 from agentrl.rollout.ledger import Fate
 from agentrl.trajectory import Group, Task
@@ -99,9 +100,17 @@ class Mixture:
         """Continue an earlier launch, from (number, environment, fate) of its tasks in order and its steps' metrics.
 
         `gives_up`: an environment that had spent its budget of failures gets no more tasks.
+
+        Raises:
+            ConfigError: the earlier launch had tasks of an environment that is not there any more.
         """
         failed = dict.fromkeys(self._shares, 0)
         for number, env, fate in fates:
+            if env not in self._shares:
+                raise ConfigError(
+                    f"env.mixture has no entry called {env!r} any more, and the run has had tasks of it: put it back "
+                    f"(with a small weight it gets few tasks more); there is {', '.join(self._shares)}"
+                )
             share = self._shares[env]
             self._issue(share, number)
             share.live += fate is None

@@ -166,6 +166,34 @@ def test_env_may_be_a_list_whose_entries_are_overridden_and_read_back(tmp_path: 
     assert loaded(tmp_path, first.config.to_yaml()).config == first.config
 
 
+def test_a_list_on_the_command_line_replaces_the_list_or_the_environment_of_the_file(tmp_path: Path) -> None:
+    mixed = loaded(
+        tmp_path, LIST, "env.exhausted=others", "env=[{name: sokoban}, {name: frozen_lake, weight: 3}]"
+    ).config
+    assert [(one.name, one.weight, one.tasks) for one in mixed.env.mixture] == [
+        ("sokoban", 1, None),
+        ("frozen_lake", 3, None),
+    ]
+    assert mixed.env.exhausted == "others"
+    assert loaded(tmp_path, LIST, "env=sokoban").config.env.name == "sokoban"
+    text = "env: {name: sokoban, options: {level: 2}}\n"
+    assert [one.name for one in loaded(tmp_path, text, "env=[search, shop]").config.env.mixture] == ["search", "shop"]
+    assert loaded(tmp_path, text, "env=sokoban").config.env.options == {"level": 2}
+    rewards = loaded(tmp_path, LIST, "env.mixture.1.reward=math").config.env.mixture[1].reward
+    assert rewards is not None
+    assert [part.name for part in rewards.parts] == ["math"]
+    text = "env: sokoban\nevaluation: {suites: [{name: a, tasks: 3}, {name: b}]}\n"
+    assert [one.name for one in loaded(tmp_path, text, "evaluation.suites=[{name: c}]").config.evaluation.suites] == [
+        "c"
+    ]
+
+
+def test_an_entry_that_has_had_tasks_must_stay() -> None:
+    mixed = mixture(a=1, b=1)
+    with pytest.raises(ConfigError, match=r"env.mixture has no entry called 'old' any more"):
+        mixed.restore([(0, "a", "trained"), (1, "old", "trained")], [], gives_up=False)
+
+
 @pytest.mark.parametrize(
     ("override", "why"),
     [
