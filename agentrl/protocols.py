@@ -442,8 +442,11 @@ class Reward(Protocol):
 
     A reward of any shape may be an async context manager, which the run enters and leaves. A function of a trajectory,
     sync or async, that returns a `Score` or a number is a reward too; its keyword-only parameters are its settings.
-    Several rewards are combined by a weighted sum (`agentrl/scoring/pipeline.py`). If a reward has a method
-    `metrics() -> Mapping[str, float]`, the run calls it after each step, for the cost of the work since the last call.
+    Several rewards are combined by a weighted sum (`agentrl/scoring/pipeline.py`). Two methods are optional:
+
+    - `metrics() -> Mapping[str, float]`: called after each step, for the cost of the work since the last call;
+    - `check_task(task) -> None`: raises `ConfigError` for a task that cannot be scored, such as one without a right
+      answer. Called for each row of data before the run begins, on an instance that has not been entered.
     """
 
     async def score(self, trajectory: Trajectory) -> Score:

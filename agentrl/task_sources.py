@@ -1,10 +1,12 @@
 """The task sources of a run, by its config, and a check of them before anything starts."""
 
+import json
 from collections.abc import Mapping
 
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.protocols import FiniteTasks, TaskSource
+from agentrl.tasks.dataset import DatasetTasks
 from agentrl.tasks.mixture import Mixture, Share
 from agentrl.trajectory import Task
 
@@ -59,17 +61,34 @@ def fingerprints(config: RunConfig) -> Mapping[str, str]:
     Raises:
         ConfigError: the data cannot be read, or is not fit for this run.
     """
-    found = {
-        split if not config.env.mixture else f"{split} of {name}": source.fingerprint
-        for split in (("train", "held-out") if config.evaluation.tasks else ("train",))
-        for name, source in sources_by_env(config, split).items()
-        if isinstance(source, FiniteTasks)
-    }
+    found: dict[str, str] = {}
+    for split in ("train", "held-out") if config.evaluation.tasks else ("train",):
+        for name, source in sources_by_env(config, split).items():
+            if isinstance(source, FiniteTasks):
+                _check_rewards(config, name, name, source)
+                found[f"{split} of {name}" if config.env.mixture else split] = source.fingerprint
     for suite in config.evaluation.suites:
         try:
             source = suite.source(config.envs[suite.label])
         except ConfigError as error:
             raise ConfigError(f"the suite {suite.name}: {error}") from error
         if isinstance(source, FiniteTasks):
+            _check_rewards(config, suite.label, f"the suite {suite.name}", source)
             found[f"suite {suite.name}"] = source.fingerprint
     return found
+
+
+def _check_rewards(config: RunConfig, env: str, called: str, source: FiniteTasks) -> None:
+    """Check that the reward can score each row of data.
+
+    Raises:
+        ConfigError: some cannot be scored; names them.
+    """
+    rewards = config.rewards_by_env().get(env, config.reward)
+    if isinstance(source, DatasetTasks) and (checks := rewards.task_checks()):
+        try:
+            source.check(checks, json.dumps(rewards.dump()))
+        except ConfigError as error:
+            raise ConfigError(
+                f"tasks of {called}, with the reward {', '.join(part.name for part in rewards.parts)}: {error}"
+            ) from error

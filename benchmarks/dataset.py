@@ -23,6 +23,7 @@ from pathlib import Path
 
 def start(data: str, first: int, count: int, written: str) -> None:
     """Open the tasks, draw `count` of them from `first` on, and append the row of each to a file."""
+    from agentrl.rewards.rules.exact import Exact
     from agentrl.tasks.dataset import DatasetTasks
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -30,6 +31,7 @@ def start(data: str, first: int, count: int, written: str) -> None:
     config = DatasetTasks.Config(data=data)
     held_out = DatasetTasks(config, "qa", 0, "held-out")
     tasks = DatasetTasks(config, "qa", 0, "train")
+    tasks.check([Exact(Exact.Config()).check_task], "exact")
     opened = time.monotonic() - began
     with open(written, "a", buffering=1) as file:
         for index in range(first, first + count):

@@ -14,7 +14,7 @@ from agentrl.protocols import Settings
 from agentrl.sandbox.outcome import Outcome, Ran, SandboxLost
 from agentrl.sandbox.pool import Sandbox
 from agentrl.sandbox.settings import SandboxConfig, SandboxLimits
-from agentrl.trajectory import Score, Trajectory
+from agentrl.trajectory import Score, Task, Trajectory
 
 
 class InOut(Settings):
@@ -81,11 +81,19 @@ class CodeTests:
             RewardError: the sandbox was lost.
             ConfigError: the task has no tests, or one of them is invalid.
         """
-        tests = tests_of(trajectory, self._config.tests)
+        tests = tests_of(trajectory.task, self._config.tests)
         program = program_in(trajectory)
         passed = [False] * len(tests) if program is None else await self._run_all(program, tests)
         whole = float(all(passed))
         return Score(whole if self._config.all_or_nothing else sum(passed) / len(passed), {"all_passed": whole})
+
+    def check_task(self, task: Task) -> None:
+        """Check that the task has tests.
+
+        Raises:
+            ConfigError: it has none, or one of them is invalid.
+        """
+        tests_of(task, self._config.tests)
 
     async def _run_all(self, program: str, tests: Sequence[Test]) -> list[bool]:
         mark = secrets.token_hex(16)  # so that no print of the program looks like the end of a test
@@ -116,23 +124,23 @@ def program_in(trajectory: Trajectory) -> str | None:
     )
 
 
-def tests_of(trajectory: Trajectory, option: str) -> list[Test]:
+def tests_of(task: Task, option: str) -> list[Test]:
     """The tests of a task.
 
     Raises:
         ConfigError: there are none, or one of them is invalid.
     """
-    written = trajectory.task.options.get(option)
+    written, named = task.options.get(option), f"task {task.id!r}" if task.id else "the task"
     try:
         tests = _TESTS.validate_python(written)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise ConfigError(
-            f"option {option!r} of task {trajectory.task.id!r}: {first['msg']}, got {written!r:.200}. Write a list of "
+            f"option {option!r} of {named}: {first['msg']}, got {written!r:.200}. Write a list of "
             "{stdin: ..., stdout: ...}, {call: NAME, args: [...], returns: ...} or Python that asserts"
         ) from error
     if not tests:
-        raise ConfigError(f"option {option!r} of task {trajectory.task.id!r} is a list without a test")
+        raise ConfigError(f"option {option!r} of {named} is a list without a test")
     return tests
 
 

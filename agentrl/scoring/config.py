@@ -25,6 +25,7 @@ from agentrl.protocols import GroupReward, Isolation, Settings
 from agentrl.scoring.part import RewardPart
 from agentrl.scoring.pipeline import RewardPipeline
 from agentrl.scoring.rule_pool import RulePool
+from agentrl.trajectory import Task
 
 _PART: Mapping[str, Any] = {
     "weight": (Annotated[float, Field(allow_inf_nan=False, description="Factor by which its score counts.")], 1.0),
@@ -51,6 +52,10 @@ class RewardsConfig:
         """The section as it is written in a config."""
         written = [part.dump() for part in self.parts]
         return written if self.listed else written[0]
+
+    def task_checks(self) -> list[Callable[[Task], None]]:
+        """What parts check of a task before it is played: their `check_task`, if they have one."""
+        return [_part(part).reward.check_task for part in self.parts if hasattr(part.factory, "check_task")]
 
     def make(
         self,

@@ -8,7 +8,7 @@ answer is the option `answer`.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -136,6 +136,22 @@ class DatasetTasks:
     def fingerprint(self) -> str:
         """What the data are: equal for equal data."""
         return self._rows.fingerprint
+
+    def check(self, checks: Sequence[Callable[[Task], None]], checked_as: str) -> None:
+        """Check each row as a task; what was found good is remembered under `checked_as`, which names the checks.
+
+        Raises:
+            ConfigError: a check raised it for some rows; names the first by file and line.
+        """
+
+        def check(row: Mapping[str, Any]) -> None:
+            options, named, _ = _task_of(row, self._settings.columns)
+            task = Task(self._env, 0, {**self._options, **options}, "" if named is None else _plain(named))
+            for one in checks:
+                one(task)
+
+        for part in self._rows.parts:
+            part.check(check, json.dumps([checked_as, self._env, self._options]))
 
     def task(self, index: int) -> Task:
         """The task of this index; with as many as there are rows, each has been used once."""

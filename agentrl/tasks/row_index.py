@@ -5,6 +5,7 @@ CACHE/datasets/HASH OF PATH AND CHECKS/HASH OF SIZE AND TIME/
   offsets.u64      where each row begins, in bytes
   keys.u64         a hash of what tells each row from others
   rows.jsonl       the rows themselves, where the source is no file of JSON lines
+  good-HASH        all rows have passed one more check, such as that of a reward
 
 The rows of a file of JSON lines stay where they are. Those of other sources are copied once, because in them no row can
 be found without reading others. The folder can be deleted at any time.
@@ -14,8 +15,8 @@ import fcntl
 import hashlib
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard
@@ -91,6 +92,28 @@ class RowIndex:
                 f"{self.rows_path} has changed while its tasks were in use ({error}): put it back, and resume the run"
             ) from error
 
+    def check(self, check: Callable[[Mapping[str, Any]], None], checked_as: str) -> None:
+        """Check all rows once more; what was found good is remembered under `checked_as`.
+
+        Raises:
+            ConfigError: `check` raised it for some rows; names the first of them.
+        """
+        good = self.folder / f"good-{_hash(checked_as)}"
+        if good.exists():
+            return
+        kind = "line" if self.rows_path == self.source else "row"
+        bad = _BadRows(self.source)
+        with self.rows_path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.isspace():
+                    try:
+                        check(parse_line(line))
+                    except ConfigError as error:
+                        bad.add(f"{kind} {number}", error)
+        bad.refuse(self.size)
+        with suppress(OSError):  # the folder may be read-only
+            good.touch()
+
     def where(self, number: int) -> str:
         """Where a row stands, for people: `data.jsonl, line 17`."""
         if self.rows_path != self.source:
@@ -146,8 +169,7 @@ def _make(source: RowSource, check: Check, columns: Collection[str], final: Path
 
 def _build(source: RowSource, check: Check, columns: Collection[str], folder: Path, stamp: tuple[int, int]) -> _Found:
     digest = xxhash.xxh3_128()
-    rows, bad = 0, list[str]()
-    bad_rows = 0
+    rows, bad = 0, _BadRows(source)
     with _Numbers(folder / "offsets.u64") as offsets, _Numbers(folder / "keys.u64") as keys:
         for where, offset, read in _read(source, columns, folder, digest.update):
             try:
@@ -155,16 +177,12 @@ def _build(source: RowSource, check: Check, columns: Collection[str], folder: Pa
                     raise read
                 key = check(read)
             except BadRowError as error:
-                bad_rows += 1
-                if len(bad) < _SHOWN:
-                    bad.append(f"{source}, {where}: {error}")
+                bad.add(where, error)
                 continue
             offsets.append(offset)
             keys.append(xxhash.xxh3_64_intdigest(key.encode()))
             rows += 1
-    if bad:
-        more = f"\nand {bad_rows - len(bad):,} more" if bad_rows > len(bad) else ""
-        raise ConfigError(f"{bad_rows:,} of {rows + bad_rows:,} rows cannot be tasks:\n" + "\n".join(bad) + more)
+    bad.refuse(rows + bad.count)
     return _Found(*stamp, digest.hexdigest(), rows)
 
 
@@ -195,6 +213,26 @@ def _read(
             seen(line)
             copy.write(line)
             yield where, offset, parse_line(line)
+
+
+@dataclass(slots=True)
+class _BadRows:
+    """The rows of a source that cannot be tasks: how many, and what is wrong with the first of them."""
+
+    source: RowSource
+    count: int = 0
+    _shown: list[str] = field(default_factory=list)
+
+    def add(self, where: str, error: Exception) -> None:
+        self.count += 1
+        if len(self._shown) < _SHOWN:
+            self._shown.append(f"{self.source}, {where}: {error}")
+
+    def refuse(self, rows: int) -> None:
+        """Raise a `ConfigError` if there are any, of so many rows."""
+        if self.count:
+            more = f"\nand {self.count - len(self._shown):,} more" if self.count > len(self._shown) else ""
+            raise ConfigError(f"{self.count:,} of {rows:,} rows cannot be tasks:\n" + "\n".join(self._shown) + more)
 
 
 class _Numbers:

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from agentrl.errors import ConfigError
 from agentrl.protocols import Settings
-from agentrl.trajectory import Score, Trajectory
+from agentrl.trajectory import Score, Task, Trajectory
 
 LONGEST = 20_000
 """Characters of a message that are looked at: its last ones, where answers stand."""
@@ -40,7 +40,26 @@ class AnswerRule(ABC):
         Raises:
             ConfigError: the task has no right answer.
         """
-        return answer_of(trajectory, self._where.tag), gold_of(trajectory, self._where.gold)
+        return answer_of(trajectory, self._where.tag), self.golds(trajectory.task)
+
+    def golds(self, task: Task) -> tuple[Any, ...]:
+        """The right answers of a task.
+
+        Raises:
+            ConfigError: it has none.
+        """
+        return golds_of(task, self._where.gold)
+
+    def check_task(self, task: Task) -> None:
+        """Check that the task has right answers of the form that the rule needs, as far as that is quickly seen.
+
+        Raises:
+            ConfigError: it has not.
+        """
+        golds = self.golds(task)
+        if self.isolation == "inline":
+            for gold in golds:
+                self.right("", gold)
 
     def evaluate(self, content: tuple[str | None, Sequence[Any]]) -> Score | float:
         """1 where the answer is one of the right ones, else 0."""
@@ -63,19 +82,21 @@ def answer_of(trajectory: Trajectory, tag: str | None = None) -> str | None:
     return text[start + len(tag) + 2 : end].strip() if start >= 0 else None
 
 
-def gold_of(trajectory: Trajectory, key: str) -> tuple[Any, ...]:
+def golds_of(task: Task, key: str) -> tuple[Any, ...]:
     """The right answers of a task.
 
     Raises:
         ConfigError: it has none under this option.
     """
-    options = trajectory.task.options
-    if key not in options:
+    named = f"task {task.id!r}" if task.id else "the task"
+    if key not in task.options:
         raise ConfigError(
-            f"task {trajectory.task.id!r} has no option {key!r} with its right answer; it has "
-            f"{', '.join(map(repr, options)) or 'no options'}. Write gold: OPTION, or give tasks the option"
+            f"{named} has no option {key!r} with its right answer; it has "
+            f"{', '.join(map(repr, task.options)) or 'no options'}. Write gold: OPTION, or give tasks the option"
         )
-    gold = options[key]
+    gold = task.options[key]
+    if gold is None or gold in ("", [], ()):
+        raise ConfigError(f"{named} has the option {key!r}, but it is {gold!r} and no right answer")
     return tuple(gold) if isinstance(gold, list | tuple) else (gold,)
 
 

@@ -5,8 +5,8 @@ from typing import Any, Self
 
 from pydantic import model_validator
 
-from agentrl.rewards.rules.answer import AnswerRule, AnswerSettings, answer_of, checked, gold_of
-from agentrl.trajectory import Trajectory
+from agentrl.rewards.rules.answer import AnswerRule, AnswerSettings, checked
+from agentrl.trajectory import Task
 
 
 class JsonSchema(AnswerRule):
@@ -36,17 +36,16 @@ class JsonSchema(AnswerRule):
         super().__init__(config)
         self._config = config
 
-    def content(self, trajectory: Trajectory) -> tuple[str | None, tuple[Any, ...]]:
-        """The answer, and the schema.
+    def golds(self, task: Task) -> tuple[Any, ...]:
+        """The schema.
 
         Raises:
             ConfigError: the task has no schema, or what it has is none.
         """
-        shared, gold = self._config.json_schema, self._config.gold
-        schemas = gold_of(trajectory, gold) if shared is None else (shared,)
+        schemas = super().golds(task) if self._config.json_schema is None else (self._config.json_schema,)
         for schema in schemas:
-            checked(gold, schema, _check)
-        return answer_of(trajectory, self._config.tag), schemas
+            checked(self._config.gold, schema, _check)
+        return schemas
 
     def right(self, answer: str, gold: Any) -> bool:
         """Whether the answer is JSON of this schema."""

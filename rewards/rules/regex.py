@@ -5,8 +5,8 @@ from typing import Any, Literal, Self
 
 from pydantic import model_validator
 
-from agentrl.rewards.rules.answer import AnswerRule, AnswerSettings, answer_of, checked, gold_of
-from agentrl.trajectory import Trajectory
+from agentrl.rewards.rules.answer import AnswerRule, AnswerSettings, checked
+from agentrl.trajectory import Task
 
 
 class Regex(AnswerRule):
@@ -32,17 +32,16 @@ class Regex(AnswerRule):
         super().__init__(config)
         self._config = config
 
-    def content(self, trajectory: Trajectory) -> tuple[str | None, tuple[Any, ...]]:
-        """The answer, and the patterns.
+    def golds(self, task: Task) -> tuple[Any, ...]:
+        """The patterns.
 
         Raises:
             ConfigError: there is no pattern, or it is none.
         """
-        shared, gold = self._config.pattern, self._config.gold
-        patterns = gold_of(trajectory, gold) if shared is None else (shared,)
+        patterns = super().golds(task) if self._config.pattern is None else (self._config.pattern,)
         for pattern in patterns:
-            checked(gold, str(pattern), _compiled)
-        return answer_of(trajectory, self._config.tag), patterns
+            checked(self._config.gold, str(pattern), _compiled)
+        return patterns
 
     def right(self, answer: str, gold: Any) -> bool:
         """Whether the pattern is found."""

@@ -96,7 +96,7 @@ def look(x):
 @pytest.mark.parametrize("tests", [None, [], "assert True", [{"stdin": "1"}], [{"call": "f", "arg": 1, "returns": 2}]])
 def test_tests_of_no_such_form_are_refused(tests: object) -> None:
     with pytest.raises(ConfigError, match="option 'tests' of task 'task'"):
-        code_tests.tests_of(answer("pass", tests), "tests")
+        code_tests.tests_of(answer("pass", tests).task, "tests")
 
 
 def test_a_lost_sandbox_is_a_failure_and_no_score(monkeypatch: pytest.MonkeyPatch) -> None:

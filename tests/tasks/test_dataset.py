@@ -16,9 +16,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentrl.config import load_config
 from agentrl.errors import ConfigError
+from agentrl.task_sources import fingerprints
 from agentrl.tasks.dataset import DatasetTasks
 from agentrl.tasks.permutation import Permutation
+from agentrl.trajectory import Task
 
 
 @pytest.fixture(autouse=True)
@@ -457,3 +460,37 @@ def test_shares_that_leave_nothing_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"set evaluation\.tasks to 0 too"):
         tasks(path, "held-out", held_out=0.0)
     assert len(tasks(path, held_out=0.0)) == 1
+
+
+@pytest.mark.parametrize(
+    ("reward", "row", "why"),
+    [
+        ("exact", {"prompt": "x", "answr": 1}, "it has 'prompt', 'answr'. Write gold: OPTION"),
+        ("exact", {"prompt": "x", "answer": None}, "it is None and no right answer"),
+        ("{name: math, tag: a}", {"prompt": "x", "answer": ""}, "it is '' and no right answer"),
+        ("[{name: length, free: 1, limit: 9}, numeric]", {"prompt": "x", "answer": "ten"}, "'numeric' needs a number"),
+        ("choice", {"prompt": "x", "answer": "F"}, "needs one of the letters ABCDE"),
+        ("regex", {"prompt": "x", "answer": "("}, "is no regular expression"),
+        ("code", {"prompt": "x", "tests": [{"stdin": "1"}]}, "Write a list of {stdin: ..., stdout: ...}"),
+    ],
+)
+def test_rows_that_the_reward_cannot_score_are_named_before_the_run(
+    tmp_path: Path, reward: str, row: dict[str, Any], why: str
+) -> None:
+    good = {"prompt": "?", "answer": "1" if "choice" not in reward else "A", "tests": ["assert True"]}
+    path = write(tmp_path / "data.jsonl", [*({**good, "prompt": f"q{n}"} for n in range(20)), row])
+    config = tmp_path / "run.yaml"
+    config.write_text(f"env: qa\ntasks: {path}\nreward: {reward}\nmodel: tiny\n")
+    with pytest.raises(ConfigError, match=r"1 of 21 rows cannot be tasks:\n.*data.jsonl, line 21: ") as raised:
+        fingerprints(load_config(config).config)
+    assert why.replace("'numeric'", "`numeric`") in str(raised.value)
+    write(path, [{**good, "prompt": f"q{n}"} for n in range(20)])
+    assert fingerprints(load_config(config).config).keys() == {"train", "held-out"}
+
+
+def test_rows_that_a_reward_has_found_good_are_not_checked_by_it_again(tmp_path: Path) -> None:
+    path, seen = write(tmp_path / "data.jsonl", questions(20)), list[Task]()
+    for reward in ("one", "one", "another"):
+        tasks(path).check([seen.append], reward)
+    assert len(seen) == 40
+    assert seen[3].options["answer"] == "6"
