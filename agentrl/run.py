@@ -302,11 +302,14 @@ class Run:
         for tracker in self._trackers:
             tracker.log(step, metrics)
         self.display.held_out(step, metrics["eval/success"])
-        self.display.say(
-            f"held-out success after {step} steps: [bold]{metrics['eval/success']:.1%}[/bold] of "
-            f"{metrics['eval/episodes']:.0f} episodes (95 % interval {metrics['eval/success_low']:.1%} to "
-            f"{metrics['eval/success_high']:.1%}; {metrics['eval/failed']:.0f} failed)"
-        )
+        if not metrics["eval/episodes"]:
+            self._say_that_all_failed("held-out success", step, metrics["eval/failed"], "held_out")
+        else:
+            self.display.say(
+                f"held-out success after {step} steps: [bold]{metrics['eval/success']:.1%}[/bold] of "
+                f"{metrics['eval/episodes']:.0f} episodes (95 % interval {metrics['eval/success_low']:.1%} to "
+                f"{metrics['eval/success_high']:.1%}; {metrics['eval/failed']:.0f} failed)"
+            )
         self._warn({"step": step, **metrics})
 
     def record_suite(self, step: int, name: str, metrics: Mapping[str, float]) -> None:
@@ -315,10 +318,19 @@ class Run:
         for tracker in self._trackers:
             tracker.log(step, metrics)
         own = {key.removeprefix(f"eval/{name}/"): value for key, value in metrics.items()}
+        if not own["tasks"]:
+            self._say_that_all_failed(f"success on {name}", step, own["failed"], name)
+            return
         passes = "".join(f", {key} {value:.1%}" for key, value in own.items() if re.fullmatch(r"pass@\d+", key))
         self.display.say(
             f"success on {name} after {step} steps: [bold]{own['success']:.1%}[/bold] of {own['tasks']:.0f} tasks "
             f"(95 % interval {own['success_low']:.1%} to {own['success_high']:.1%}; {own['failed']:.0f} failed){passes}"
+        )
+
+    def _say_that_all_failed(self, what: str, step: int, failed: float, suite: str) -> None:
+        self.display.say(
+            f"{what} after {step} steps: [bold]unknown[/bold], as all {failed:.0f} episodes failed; "
+            f"`agentrl eval {self.folder} --suite {suite}` shows why"
         )
 
     def record_metrics(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.protocols import FiniteTasks, TaskSource
+from agentrl.rollout.next_task import next_task
 from agentrl.tasks.dataset import DatasetTasks
 from agentrl.tasks.mixture import Mixture, Share
 from agentrl.trajectory import Task
@@ -50,7 +51,7 @@ def held_out_tasks(config: RunConfig, count: int) -> list[Task]:
     tasks: list[Task] = []
     for name, source in sources_by_env(config, "held-out").items():
         there = min(count, len(source)) if isinstance(source, FiniteTasks) else count
-        own = [source.task(index) for index in range(there)]
+        own = [next_task(source, index) for index in range(there)]
         tasks += [Task(name, one.seed, one.options, f"{name}-{one.id}") for one in own] if config.env.mixture else own
     return tasks
 

@@ -241,8 +241,13 @@ class EnvHost:
 
         Raises:
             EnvError: its constructor raised.
-            ConfigError: it needs its own process and is not a `ProcessEnv`.
+            ConfigError: it needs its own process and is not a `ProcessEnv`, or this run has no such environment.
         """
+        if name not in self._factories:
+            raise ConfigError(
+                f"a task is of the environment {name!r}, and this run has {', '.join(self._factories)}: a task source "
+                "gives tasks of the environment that it was made for"
+            )
         if self._idle[name]:
             return self._idle[name].pop()
         try:

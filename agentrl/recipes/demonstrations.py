@@ -21,6 +21,7 @@ from agentrl.gateway.player import PlayerEngine
 from agentrl.protocols import SamplingParams, ScriptedPlayer, Settings
 from agentrl.recipes.evaluate import play_all
 from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner, ScriptedPolicy
+from agentrl.rollout.next_task import next_task
 from agentrl.rollout.renderer import TemplateRenderer, renderer_of
 from agentrl.run import Run
 from agentrl.task_sources import task_source
@@ -100,7 +101,7 @@ async def demonstrate(config: RunConfig, demonstrations: DemonstrationsConfig, m
     player = _player(demonstrations)
     renderer = await asyncio.to_thread(renderer_of, model, config.model)
     source = task_source(config, "demonstrations")
-    tasks = [source.task(index) for index in range(demonstrations.episodes)]
+    tasks = [next_task(source, index) for index in range(demonstrations.episodes)]
     trajectories = await _played(config, player, renderer, tasks)
     whole = [trajectory for trajectory in trajectories if trajectory.trainable]
     failed = [trajectory for trajectory in trajectories if not trajectory.trainable]

@@ -13,6 +13,7 @@ from agentrl.protocols import SamplingParams
 from agentrl.recipes.demonstrations import DemonstrationsConfig, imitate
 from agentrl.recipes.evaluate import play_all
 from agentrl.rollout.episode import EnginePolicy
+from agentrl.rollout.next_task import next_task
 from agentrl.rollout.renderer import TemplateRenderer
 from agentrl.run import Run
 from agentrl.task_sources import task_source
@@ -61,7 +62,7 @@ async def opening_texts(config: RunConfig, episodes: int = 64) -> list[str]:
     in_a_row = 0
     async with env_host(config) as envs:
         for index in range(episodes):
-            task = source.task(index)
+            task = next_task(source, index)
             env = envs.acquire(task.env)
             try:
                 observation, _ = await env.reset(task.seed, task.options)

@@ -29,6 +29,7 @@ from agentrl.rollout.config import RolloutConfig
 from agentrl.rollout.episode import EpisodeRunner, ObservesBatches
 from agentrl.rollout.group import GroupRunner, MembersLostError
 from agentrl.rollout.ledger import Ledger
+from agentrl.rollout.next_task import next_task
 from agentrl.rollout.outage import Outages
 from agentrl.rollout.staleness import STALENESS_RULES, Ticket
 from agentrl.rollout.underway import Underway
@@ -283,7 +284,7 @@ class Rollouts:
         if self._pending:
             return self._pending.popleft()
         number, self._next_number = self._next_number, self._next_number + 1
-        return number, self._tasks.task(number)
+        return number, next_task(self._tasks, number)
 
     async def _play_group(self, playing: _Playing, slots: int) -> None:
         task = playing.task

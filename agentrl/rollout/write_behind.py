@@ -12,6 +12,8 @@ from itertools import groupby
 from operator import itemgetter
 from typing import NoReturn
 
+from agentrl.errors import ConfigError
+
 BATCH = 512
 """Rows in one transaction, which takes about a millisecond."""
 BACKLOG = 64 * 1024
@@ -143,4 +145,6 @@ class WriteBehind:
 
     def _fail(self, error: Exception) -> NoReturn:
         self._failure_was_raised = True
+        if "UNIQUE constraint failed: tasks.id" in str(error):
+            raise ConfigError("two tasks have the same id: a task source gives each an id of its own") from error
         raise RuntimeError(f"the ledger cannot be written: {error}") from error

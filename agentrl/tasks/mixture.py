@@ -13,6 +13,7 @@ from typing import Literal
 from agentrl.errors import ConfigError
 from agentrl.protocols import Curriculum, TaskSource
 from agentrl.rollout.ledger import Fate
+from agentrl.rollout.next_task import next_task
 from agentrl.trajectory import Group, Task
 
 
@@ -57,7 +58,7 @@ class Mixture:
     def task(self, index: int) -> Task:
         """The task with this number. Called once for each, in order."""
         share = min((share for share in self._shares.values() if not share.given_up), key=self._next)
-        task = share.tasks.task(share.issued)
+        task = next_task(share.tasks, share.issued)
         self._issue(share, index)
         share.live += 1
         return replace(task, env=share.name, id=f"{share.name}-{task.id}")

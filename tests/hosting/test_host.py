@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from agentrl.errors import DeadlineError, EnvError
+from agentrl.errors import ConfigError, DeadlineError, EnvError
 from agentrl.flow import now, run_virtual
 from agentrl.hosting.host import EnvDeadlines, EnvHost
 from agentrl.protocols import Isolation
@@ -40,6 +40,11 @@ class Blocking:
 
 def host(**deadlines) -> EnvHost:
     return EnvHost({"blocking": Blocking}, EnvDeadlines(**deadlines))
+
+
+def test_a_task_of_an_environment_that_the_run_has_not_is_refused_by_name():
+    with pytest.raises(ConfigError, match="a task is of the environment 'other', and this run has blocking"):
+        host().acquire("other")
 
 
 def test_a_blocking_env_runs_in_a_thread_of_its_own_and_the_loop_goes_on():

@@ -80,6 +80,14 @@ def test_an_unknown_fate_and_a_second_beginning_are_refused_by_the_file_itself(w
             ledger.flush()
 
 
+def test_two_tasks_with_one_id_are_a_mistake_of_the_task_source():
+    with Ledger(":memory:") as ledger:
+        ledger.admit(0, task(0), 0)
+        ledger.admit(1, task(0), 0)
+        with pytest.raises(ConfigError, match="a task source gives each an id of its own"):
+            ledger.flush()
+
+
 def test_what_the_thread_could_not_write_is_said_by_a_later_call(tmp_path):
     with Ledger(tmp_path / "ledger.sqlite") as ledger:
         ledger.trained(0, {7: [1.0]})

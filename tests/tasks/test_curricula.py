@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from agentrl.errors import ConfigError
 from agentrl.protocols import Curriculum
+from agentrl.rollout.next_task import next_task
 from agentrl.tasks.levels import Levels, RunningMean
 from agentrl.tasks.pools import DifficultyPools
 from agentrl.trajectory import Task
@@ -141,3 +143,13 @@ def test_wrong_settings_are_refused() -> None:
         levels(band=(0.8, 0.2))
     with pytest.raises(ValidationError, match="hard_at"):
         DifficultyPools.Config(data="x.jsonl", hard_at=0.5, easy_at=0.5)
+
+
+@pytest.mark.parametrize("returned", [None, {"env": "qa", "seed": 0}, "qa"])
+def test_a_source_that_returns_something_else_than_a_task_is_refused_by_name(returned: Any) -> None:
+    class Wrong:
+        def task(self, index: int) -> Any:
+            return returned
+
+    with pytest.raises(ConfigError, match=r"the task source Wrong returned .* for the index 3, and not an"):
+        next_task(Wrong(), 3)
