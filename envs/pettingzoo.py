@@ -261,13 +261,15 @@ def _module(name: str) -> ModuleType:
         PluginError: there is none, it cannot be imported, or it has no game.
     """
     dotted = name.replace("/", ".")
-    own = dotted.partition(".")[0] in ("atari", "butterfly", "classic", "sisl")
+    family = dotted.partition(".")[0]
+    own = family in ("atari", "butterfly", "classic", "sisl")
+    extra = f"pettingzoo[{family if own else 'classic'}]"
     try:
         module = load_package(f"pettingzoo.{dotted}" if own else dotted)
     except PluginError as error:
         raise PluginError(
             f"'pettingzoo:{name}': {error.__cause__}. Write pettingzoo:classic/connect_four_v3 or another module of "
-            "PettingZoo; what the games of a family need is installed by: pip install 'pettingzoo[classic]'"
+            f"PettingZoo; what a family's games need is installed by: pip install '{extra}'"
         ) from error
     if not (hasattr(module, "env") or hasattr(module, "parallel_env")):
         raise PluginError(f"'pettingzoo:{name}': the module has no game: neither `env` nor `parallel_env`")

@@ -104,6 +104,7 @@ def test_a_config_says_who_plays_each_agent(tmp_path: Any) -> None:
     ("address", "said"),
     [
         ("classic/connect_for_v3", "No module named 'pettingzoo.classic.connect_for_v3'"),
+        ("butterfly/no_such_game", "is installed by: pip install 'pettingzoo[butterfly]'"),
         ("classic", "neither `env` nor `parallel_env`"),
         ("json", "neither `env` nor `parallel_env`"),
     ],
