@@ -106,17 +106,21 @@ class Mixture:
             ConfigError: the earlier launch had tasks of an environment that is not there any more.
         """
         failed = dict.fromkeys(self._shares, 0)
+        gone = set[str]()
         for number, env, fate in fates:
             if env not in self._shares:
-                raise ConfigError(
-                    f"env.mixture has no entry called {env!r} any more, and the run has had tasks of it: put it back "
-                    f"(with a small weight it gets few tasks more); there is {', '.join(self._shares)}"
-                )
+                gone.add(env)
+                continue
             share = self._shares[env]
             self._issue(share, number)
             share.live += fate is None
             share.groups += fate == "trained"
             failed[env] += fate == "failed"
+        if gone:
+            raise ConfigError(
+                f"env.mixture has no entry called {min(gone)!r} any more, and the run has had tasks of it: put it back "
+                f"(with a small weight it gets few tasks more); there is {', '.join(self._shares)}"
+            )
         for row in rows:
             for name, share in self._shares.items():
                 share.tokens += row.get(f"envs/{name}/tokens", 0.0)
