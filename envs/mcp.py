@@ -22,7 +22,6 @@ process.
 
 import asyncio
 import inspect
-import json
 import math
 import os
 import shlex
@@ -224,12 +223,8 @@ class _Session:
         """Call a tool; returns the text and the structured content of its result.
 
         Raises:
-            ToolError: the tool reports an error, or its arguments are invalid.
+            ToolError: the tool reports an error.
         """
-        try:
-            json.dumps(dict(arguments), ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            raise ToolError(f"{name}: the arguments are no Unicode text: {error.reason}") from error
         result = await self._result_of(background.start(self._client.call_tool(name, dict(arguments))))
         text = "\n".join(map(_text, result.content))
         if result.is_error:

@@ -37,6 +37,23 @@ def test_an_unknown_key_names_the_nearest_right_one_and_where_it_was_written(pat
     assert "lake.yaml:6" in problem(path)
 
 
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        (b"{}", "a mapping of settings"),
+        (b"", "a mapping of settings"),
+        (b"- 1", "a mapping of settings"),
+        (b"env: [", "not YAML"),
+        (b"env: \xff", "cannot be read"),
+    ],
+)
+def test_a_file_that_is_no_config_is_told_by_its_name(path, written, expected):
+    path.write_bytes(written)
+    said = problem(path)
+    assert "lake.yaml" in said
+    assert expected in said
+
+
 def test_all_problems_are_said_at_once(path):
     said = problem(path, "trainer.lrr=1", "stepps=1", "rollout.deadlines.stepp=1", "seed=-1")
     for name in ("trainer.lrr", "stepps", "rollout.deadlines.stepp", "seed"):

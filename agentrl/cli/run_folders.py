@@ -19,9 +19,8 @@ def run_config(folder: Path) -> Path:
     path = folder / "config.yaml"
     if not path.exists():
         known = sorted(str(found.parent) for found in Path("runs").glob("*/config.yaml"))
-        raise ConfigError(
-            f"{str(folder)!r} holds no run.{plugins.nearest(str(folder), known)} Runs: {', '.join(known)}"
-        )
+        there = f"Runs: {', '.join(known)}" if known else "There are none in runs/ either"
+        raise ConfigError(f"{str(folder)!r} holds no run.{plugins.nearest(str(folder), known)} {there}")
     return path
 
 

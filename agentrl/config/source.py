@@ -146,7 +146,9 @@ def _read_yaml(path: Path, source: Source) -> None:
         raise ConfigError(f"no config file {str(path)!r}.{plugins.nearest(str(path), there)}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML: {error}") from error
-    if not isinstance(root, yaml.MappingNode):
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as a config: {error}") from error
+    if not isinstance(root, yaml.MappingNode) or not root.value:
         raise ConfigError(f"{path} must be a mapping of settings, such as `steps: 100`")
     _read_node(root, (), path, source)
 

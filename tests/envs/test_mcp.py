@@ -145,7 +145,10 @@ def test_the_tools_of_a_server_are_listed_called_and_misused(folder):
             (call("und"), "Error: there is no tool 'und'; did you mean 'undo'? Tools: do, undo"),
             (call("do", what="refuse"), "Error: not today"),
             (call("do", what="picture"), "[image image/png]"),
-            ('<tool_call>{"name": "do", "arguments": {"what": "\\ud800"}}</tool_call>', "Error: do: the arguments are"),
+            (
+                '<tool_call>{"name": "do", "arguments": {"what": "\\ud800"}}</tool_call>',
+                "Error: the tool call is not usable",
+            ),
             ("<tool_call>{", "Error: the tool call is not valid JSON"),
         ]
         for action, expected in said:
