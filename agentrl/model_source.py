@@ -18,7 +18,10 @@ _SNAPSHOT = re.compile(r"models--(?P<owner>.+?)--(?P<name>.+)/snapshots/(?P<revi
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
 """What describes a model: config, tokenizer, template, code. A few MB, so it is fetched and checked first."""
 _WEIGHTS = "*.safetensors"
+_COPIES = ["*/*", "consolidated*"]
+"""Copies of the weights in other formats."""
 _INDEX = "model.safetensors.index.json"
+_LFS = b"version https://git-lfs"
 _LOW_LEVEL = re.compile(r"\(Request ID[^)]*\)|\s+")
 
 
@@ -54,11 +57,41 @@ def check_weights(folder: Path, name: str, *, setting: str = "model.name") -> No
             f"{setting}: {name!r} lacks {len(missing)} of its {len(listed)} files of weights, such as {missing[0]} "
             f"(in {folder}): copy or download them again"
         )
-    if not any(file.suffix in (".safetensors", ".bin") for file in folder.iterdir()):
+    if not any(file.suffix in (".safetensors", ".bin") and file.exists() for file in folder.iterdir()):
         raise ConfigError(
             f"{setting}: {name!r} has the config of a model and no weights (no {_WEIGHTS} in {folder}): it is enough "
             "for `agentrl plan`; to train, give the folder of the model itself"
         )
+    for file in weight_files(folder):
+        _check_header(file, name, setting)
+
+
+def _check_header(file: Path, name: str, setting: str) -> None:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="numpy"):
+            pass
+    except (OSError, SafetensorError) as error:
+        with file.open("rb") as opened:
+            is_pointer = opened.read(len(_LFS)) == _LFS
+        why = (
+            "it is a pointer of Git LFS, whose content was not fetched: run `git lfs pull` there"
+            if is_pointer
+            else (f"it is damaged or incomplete ({error}): copy or download it again")
+        )
+        raise ConfigError(f"{setting}: {name!r}: {file} cannot be read: {why}") from error
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder's model: those that its index names, or the one of transformers' name, or all.
+
+    Beside these, some models have their weights once more, in files and under names of another program.
+    """
+    if listed := _listed(folder / _INDEX):
+        return [folder / file for file in listed]
+    whole = folder / "model.safetensors"
+    return [whole] if whole.exists() else sorted(folder.glob(_WEIGHTS))
 
 
 def check_architecture(folder: Path, *, trust_remote_code: bool = False, setting: str = "model.name") -> None:
@@ -133,7 +166,12 @@ def _listed(index: Path) -> Sequence[str]:
 
 
 def _folder(name: str, revision: str | None, patterns: Sequence[str], setting: str) -> Path:
-    folder = Path(name)
+    folder = Path(name).expanduser()
+    if folder.is_file():
+        raise ConfigError(
+            f"{setting}: {name!r} is a file, and a model is a folder with config.json, tokenizer and *.safetensors: "
+            "name the folder"
+        )
     if folder.is_dir():
         return _named_folder(folder, revision, setting)
     if not _HUB_ID.fullmatch(name):
@@ -153,6 +191,8 @@ def _folder(name: str, revision: str | None, patterns: Sequence[str], setting: s
 
 def _named_folder(folder: Path, revision: str | None, setting: str) -> Path:
     if not (folder / "config.json").is_file():
+        if held := _held_instead(folder):
+            raise ConfigError(f"{setting}: {str(folder)!r} {held}")
         raise ConfigError(
             f"{setting}: {str(folder)!r} is neither the folder of a Hugging Face model (no config.json in "
             f"{folder.absolute()}) nor taken from the hub, since a folder of that name exists: complete "
@@ -166,14 +206,32 @@ def _named_folder(folder: Path, revision: str | None, setting: str) -> Path:
     return folder
 
 
+def _held_instead(folder: Path) -> str:
+    """What a folder without a config holds, if that is known."""
+    if (folder / "adapter_config.json").is_file():
+        try:
+            base = json.loads((folder / "adapter_config.json").read_text()).get("base_model_name_or_path")
+        except (OSError, ValueError, AttributeError):
+            base = None
+        return (
+            f"holds adapters only, of {base or 'a model that is not named'}: merge them into it with peft's "
+            "merge_and_unload, save that by save_pretrained, and name its folder"
+        )
+    if found := sorted(folder.glob("*.gguf")):
+        return (
+            f"holds GGUF files only, such as {found[0].name}: name the folder of the model that they were made from; "
+            "transformers writes one with from_pretrained(..., gguf_file=...) and save_pretrained"
+        )
+    return ""
+
+
 def _snapshot(name: str, revision: str | None, patterns: Sequence[str], setting: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RevisionNotFoundError
 
     at = f" at the revision {revision!r}" if revision else ""
     try:
-        # Folders inside hold copies of the weights in other formats.
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns), ignore_patterns=["*/*"]))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns), ignore_patterns=_COPIES))
     except GatedRepoError as error:
         why = "its owner lets only some accounts in: ask for access on its page, and log in with `hf auth login`"
         raise _neither(name, at, why, setting) from error
@@ -199,4 +257,12 @@ def _cache() -> str:
     return str(constants.HF_HUB_CACHE)
 
 
-__all__ = ["check_architecture", "check_weights", "commit_of", "description_folder", "here", "model_folder"]
+__all__ = [
+    "check_architecture",
+    "check_weights",
+    "commit_of",
+    "description_folder",
+    "here",
+    "model_folder",
+    "weight_files",
+]

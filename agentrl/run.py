@@ -61,7 +61,7 @@ from agentrl.observe.samples import TrainedBatch, drawn_groups, write_samples
 from agentrl.observe.silence import Silence, conditions
 from agentrl.observe.trajectories import write_trajectories
 from agentrl.planner.check import check_placement
-from agentrl.protocols import SupportsTokenLogprobs, Tracker, Trainer
+from agentrl.protocols import Renderer, SupportsTokenLogprobs, Tracker, Trainer
 from agentrl.rollout.agents import FrozenRoute
 from agentrl.rollout.ledger import Ledger, check_ledger
 from agentrl.rollout.renderer import renderer_of
@@ -71,7 +71,8 @@ from agentrl.run_lock import RunLock
 from agentrl.run_temp import RunTemp
 from agentrl.task_sources import fingerprints
 from agentrl.tiny_model import SIZES
-from agentrl.trajectory import Group, Score, Trajectory
+from agentrl.trajectory import Group, Message, Score, Trajectory
+from agentrl.weights.fit import check_fit
 from agentrl.weights.low_rank import LowRank
 from agentrl.weights.publisher import checksum
 
@@ -461,8 +462,8 @@ def check_model(config: RunConfig) -> None:
         revision = _revision(config)
         described = description_folder(model.name, revision)
         check_architecture(described, trust_remote_code=model.trust_remote_code)
-        renderer_of(described, model)
-        model_folder(model.name, revision)
+        check_vocabulary(renderer_of(described, model), described)
+        check_fit(model_folder(model.name, revision), model.name, trust_remote_code=model.trust_remote_code)
     elif model.revision is not None or model.trust_remote_code:
         written = "revision" if model.revision is not None else "trust_remote_code"
         raise ConfigError(f"model.{written}: {model.name!r} is made here, and has none: leave it out, or name a model")
@@ -472,6 +473,23 @@ def check_model(config: RunConfig) -> None:
                 f"env.agents.{agent}.model: {str(route.model)!r} is not the folder of a Hugging Face model (no "
                 "config.json in it); a run's checkpoints are such folders"
             )
+
+
+def check_vocabulary(renderer: Renderer, folder: Path) -> None:
+    """Check that the model has embeddings of the tokens that its template writes.
+
+    Raises:
+        ConfigError: the template writes others.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    vocab = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+    highest = int(renderer.conversation().prompt([Message("user", "Hello.")]).ids.max())
+    if vocab is not None and highest >= vocab:
+        raise ConfigError(
+            f"model.name: the chat template in {folder} writes the token {highest}, and the model has {vocab} tokens "
+            "(vocab_size in its config.json): take tokenizer, template and weights from the same model, or enlarge the "
+            "model with transformers' resize_token_embeddings"
+        )
 
 
 def _revision(config: RunConfig) -> str | None:

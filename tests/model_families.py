@@ -22,7 +22,7 @@ SMALL = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "head_dim": 32,
-    "max_position_embeddings": 2048,
+    "max_position_embeddings": 4096,
     "attention_dropout": 0.0,
     "tie_word_embeddings": False,
 }
@@ -33,6 +33,11 @@ LATENT = {
     # As published, because vLLM for CPUs computes with no others:
     "kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64,
 }  # fmt: skip
+KEYS_OF_OTHERS = {
+    "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 16,
+}  # fmt: skip
+"""Layers that attend to the keys of earlier ones, and have embeddings of their own."""
 ROUTED = {"n_routed_experts": 4, "first_k_dense_replace": 1}
 YARN = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "rope_theta": 1.5e5,
@@ -62,6 +67,10 @@ _CHATML = _plain_template(
 _OLMO = _plain_template(
     "'<|' + message.role + '|>\\n' + message.content + ('<|endoftext|>' if message.role == 'assistant' else '\\n')",
     "'<|assistant|>\\n'",
+)
+_EXAONE = _plain_template(
+    "'[|' + message.role + '|]\n' + message.content + ('[|endofturn|]\n' if message.role != 'user' else '\n')",
+    "'[|assistant|]\n'",
 )
 """Plain templates in the format of families of which none is at hand: they know no tools."""
 
@@ -108,6 +117,40 @@ FAMILIES: Mapping[str, Family] = {
     "Granite": Family("GraniteConfig", _GRANITE, {"logits_scaling": 4.0, "embedding_multiplier": 2.0}),
     "SmolLM3": Family("SmolLM3Config", _CHATML, {"no_rope_layers": [1, 0], "tie_word_embeddings": True}),
     "OLMo 2": Family("Olmo2Config", _OLMO),
+    "OLMo 3": Family("Olmo3Config", _CHATML, WINDOWS),
+    "OLMoE": Family("OlmoeConfig", _OLMO, {**EXPERTS, "num_experts": 4}),
+    "Mixtral": Family("MixtralConfig", _MISTRAL, {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "Ministral 3": Family("Ministral3Config", _MISTRAL, {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}}),
+    "Qwen2-MoE": Family("Qwen2MoeConfig", "qwen2_5", {**EXPERTS, "num_experts": 4,
+        "shared_expert_intermediate_size": 32}),
+    "Command R": Family("CohereConfig", "cohere", {"logit_scale": 0.25, "tie_word_embeddings": True}),
+    "Command R7B, A": Family("Cohere2Config", "cohere2", {**WINDOWS, "logit_scale": 0.25, "tie_word_embeddings": True}),
+    "Gemma 3n": Family("Gemma3nTextConfig", "gemma3", {**WINDOWS, **KEYS_OF_OTHERS, "tie_word_embeddings": True,
+        "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0], "laurel_rank": 8, "intermediate_size": [96] * 4}),
+    "Gemma 4": Family("Gemma4TextConfig", "gemma4", {**WINDOWS, **KEYS_OF_OTHERS, "tie_word_embeddings": True,
+        "global_head_dim": 32}),
+    "GLM-4": Family("Glm4Config", "glm4moe"),
+    "EXAONE 4": Family("Exaone4Config", _EXAONE, WINDOWS),
+    "Seed-OSS": Family("SeedOssConfig", _CHATML),
+    "ERNIE 4.5": Family("Ernie4_5Config", _CHATML, {"tie_word_embeddings": True}),
+    "ERNIE 4.5 MoE": Family("Ernie4_5_MoeConfig", _CHATML, {**EXPERTS, "moe_num_experts": 4, "moe_k": 2,
+        "moe_num_shared_experts": 1, "moe_layer_start_index": 1}),
+    "Hunyuan": Family("HunYuanDenseV1Config", _CHATML, {"tie_word_embeddings": True}),
+    "MiniMax-M2": Family("MiniMaxM2Config", _CHATML, {"num_local_experts": 4, "num_experts_per_tok": 2,
+        "rotary_dim": 16}),
+    "DeepSeek-V2": Family("DeepseekV2Config", "deepseekv3", {**EXPERTS, **ROUTED, **LATENT, "num_key_value_heads": 2,
+        "topk_method": "greedy", "n_group": None, "topk_group": None, "n_shared_experts": 1}),
+    "dots.llm1": Family("Dots1Config", _CHATML, {**EXPERTS, **ROUTED, "n_group": 1, "topk_group": 1,
+        "n_shared_experts": 1}),
+    "Granite MoE": Family("GraniteMoeConfig", _GRANITE, {"num_local_experts": 4, "num_experts_per_tok": 2,
+        "logits_scaling": 4.0}),
+    "Apertus": Family("ApertusConfig", _CHATML, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e5}}),
+    "StarCoder2": Family("Starcoder2Config", _CHATML, {"sliding_window": 48}),
+    "Phi-1, Phi-2": Family("PhiConfig", _CHATML, {"partial_rotary_factor": 0.5}),
+    "GPT-2": Family("GPT2Config", _CHATML, {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 4096,
+        "tie_word_embeddings": True}),
+    "GPT-NeoX": Family("GPTNeoXConfig", _CHATML),
+    "OPT": Family("OPTConfig", _CHATML, {"ffn_dim": 96, "word_embed_proj_dim": 32, "dropout": 0.0}),
 }  # fmt: skip
 """The families of the table in the docs."""
 
@@ -123,6 +166,8 @@ def make_model(name: str, folder: Path) -> None:
     tokenizer = tokenizer_of(family)
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": None, "bos_token_id": None}
     settings = {"vocab_size": len(tokenizer), **SMALL, **family.settings, **ends}
+    if "hidden_size_per_layer_input" in settings:
+        settings["vocab_size_per_layer_input"] = len(tokenizer)
     config = getattr(transformers, family.config)(**settings)
     save_random(config, folder, eos_token_id=[tokenizer.eos_token_id, len(tokenizer) - 1])
     tokenizer.save_pretrained(folder)

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
 
 from agentrl.config import load_config
 from agentrl.errors import ConfigError
-from agentrl.model_source import commit_of, description_folder, here, model_folder
+from agentrl.model_source import commit_of, description_folder, here, model_folder, weight_files
 from agentrl.run import check_model
+from agentrl.weights.bundle import weight_shapes
 
 ROOT = Path(__file__).parent.parent
 OLD, NEW = "1" * 40, "2" * 40
@@ -96,6 +99,31 @@ def _without(*files: str) -> Callable[[Path], None]:
     return lambda folder: [(folder / file).unlink() for file in files] and None
 
 
+def _cut(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+
+def _pointer(folder: Path) -> None:
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 12\n")
+
+
+def _only(file: str, content: str = "{}") -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        for path in folder.iterdir():
+            path.unlink()
+        (folder / file).write_text(content)
+
+    return edit
+
+
+def _fewer_embeddings(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"][:20].contiguous()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    _edit("config.json", vocab_size=20)(folder)
+
+
 def _half_of_the_weights(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
     listed = {f"w{i}": f"model-0000{i}-of-00002.safetensors" for i in (1, 2)}
@@ -105,6 +133,22 @@ def _half_of_the_weights(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
+        (_cut, r"model.safetensors cannot be read: it is damaged or incomplete \(.*\): copy or download it again"),
+        (_pointer, r"it is a pointer of Git LFS, .*: run `git lfs pull` there"),
+        (
+            _edit("config.json", intermediate_size=33),
+            r"weights of .* have other shapes than its config.json describes, such",
+        ),
+        (_fewer_embeddings, r"the chat template in .* writes the token \d+, and the model has 20 tokens"),
+        (
+            _only("adapter_config.json", '{"base_model_name_or_path": "a/b"}'),
+            r"holds adapters only, of a/b: merge them",
+        ),
+        (_only("adapter_config.json", "{"), r"holds adapters only, of a model that is not named"),
+        (_only("m.Q4_K_M.gguf"), r"holds GGUF files only, such as m.Q4_K_M.gguf: name the folder of the model that"),
+        (_edit("config.json", model_type="t5", architectures=["T5"]), r"is T5, which is no causal language model"),
+        (lambda folder: (folder / "generation_config.json").write_text("{"), r"generation_config.json cannot be read"),
+        (lambda folder: (folder / "chat_template.jinja").write_text("{% for x in %}"), r"template"),
         (_without("model.safetensors"), r"config of a model and no weights"),
         (_half_of_the_weights, r"lacks 1 of its 2 files of weights, such as model-00002-of-00002.safetensors"),
         (_without("tokenizer.json"), r"the tokenizer in .* cannot be loaded"),
@@ -128,6 +172,25 @@ def test_what_a_models_folder_lacks_is_said_before_anything_starts(
         checked(folder)
 
 
+def test_a_model_is_found_in_the_home_folder_and_a_file_is_none(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").symlink_to(tiny_model_dir)
+    assert model_folder("~/model") == tmp_path / "model"
+    with pytest.raises(ConfigError, match=r"model.safetensors' is a file, and a model is a folder with config.json"):
+        checked(tiny_model_dir / "model.safetensors")
+
+
+def test_weights_in_the_files_of_another_program_are_left_out(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """As Mistral publishes them, under names of its own."""
+    shutil.copytree(tiny_model_dir, tmp_path / "model")
+    shutil.copy(tiny_model_dir / "model.safetensors", tmp_path / "model" / "consolidated.safetensors")
+    assert weight_files(tmp_path / "model") == [tmp_path / "model" / "model.safetensors"]
+    save_file({"layers.0.weight": torch.zeros(2)}, tmp_path / "model" / "consolidated.safetensors")
+    assert weight_shapes(tmp_path / "model") == weight_shapes(tiny_model_dir)
+
+
 CODE = """
 from pathlib import Path
 from transformers import {base} as Base
@@ -148,7 +211,8 @@ def test_code_that_comes_with_a_model_runs_only_where_that_is_written(tiny_model
         checked(folder)
     with pytest.raises(ConfigError, match=r"the model's own code \(own_model.OwnModel\) cannot be loaded"):
         checked({"name": str(folder), "trust_remote_code": True})
-    (folder / "own_model.py").write_text(CODE.format(base="Qwen3ForCausalLM", name="OwnModel", more="ran = True"))
+    own_model = CODE.format(base="Qwen3ForCausalLM", name="OwnModel", more="config_class = OwnConfig")
+    (folder / "own_model.py").write_text(f"from .own_config import OwnConfig\n{own_model}")
     checked({"name": str(folder), "trust_remote_code": True})
 
 

@@ -114,8 +114,9 @@ def _linear_layers(model: Any) -> str | list[str]:
     """
     if not WeightNames.of(model).conversions:
         return "all-linear"
-    linear = (name for name, module in model.base_model.named_modules() if isinstance(module, torch.nn.Linear))
-    return sorted({name.rpartition(".")[2] for name in linear if ".mlp." not in name})
+    linear = [name for name, module in model.base_model.named_modules() if isinstance(module, torch.nn.Linear)]
+    own = ((name, name.rpartition(".")[2]) for name in linear if ".mlp." not in name)
+    return sorted({name if last.isdigit() else last for name, last in own})  # a number names layers as well
 
 
 def first_factor(name: str, shape: torch.Size) -> Tensor:

@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from agentrl.model_source import weight_files
+
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -122,21 +124,14 @@ class TensorFiles:
 
     @staticmethod
     def open(folder: Path) -> "TensorFiles":
-        """The files of a folder: those that its index names, if it has one.
+        """The files of a folder's model.
 
         Raises:
             OSError: there are none, or one is missing or damaged.
         """
-        index = folder / "model.safetensors.index.json"
-        if index.exists():
-            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        elif (folder / "model.safetensors").exists():
-            files = ["model.safetensors"]
-        else:
-            files = sorted(path.name for path in folder.glob("*.safetensors"))
         places: dict[str, _Place] = {}
-        for file in files:
-            places |= _read_header(folder / file)
+        for file in weight_files(folder):
+            places |= _read_header(file)
         if not places:
             raise OSError(f"there are no *.safetensors in {folder}")
         return TensorFiles(folder, places)

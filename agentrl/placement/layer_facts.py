@@ -173,7 +173,7 @@ class Layer:
 
     def _norm_size(self, name: str, norm: Any) -> int:
         """Numbers that a norm sees: those of a head, for each head, or those of its weight."""
-        size = int(sum(p.numel() for p in norm.parameters() if p.ndim == 1))
+        size = _width(norm)
         if size == self._heads.key_size and _is_of_heads(name):
             return size * (self._heads.queries if "q_norm" in name else self._heads.keys)
         return size
@@ -183,11 +183,16 @@ def _is_of_heads(norm: str) -> bool:
     return "q_norm" in norm or "k_norm" in norm
 
 
+def _width(norm: Any) -> int:
+    """Numbers of a norm's weight, which a bias has as well."""
+    return max((p.numel() for p in norm.parameters() if p.ndim == 1), default=0)
+
+
 def _low_bytes(norm: Any) -> int:
     """Bytes that a norm in bfloat16 keeps for each number: some compute in float32 until the end."""
     import torch
 
-    size = sum(p.numel() for p in norm.parameters() if p.ndim == 1) or 1
+    size = _width(norm) or 1
     rows, storages = torch.empty(64, size, dtype=torch.bfloat16, device="meta", requires_grad=True), {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:

@@ -458,5 +458,8 @@ def _stops_of(folder: Path) -> list[int]:
     file = folder / "generation_config.json"
     if not file.exists():
         return []
-    named = json.loads(file.read_text()).get("eos_token_id")
+    try:
+        named = json.loads(file.read_text()).get("eos_token_id")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{file} cannot be read ({error}): copy it again, or remove it") from error
     return [] if named is None else [named] if isinstance(named, int) else [int(token) for token in named]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from agentrl.errors import ConfigError
+from agentrl.model_source import weight_files as files_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,7 +62,7 @@ def weight_files(folder: Path) -> Mapping[str, Path]:
     from safetensors import safe_open
 
     found: dict[str, Path] = {}
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in files_of(folder):
         with safe_open(file, framework="pt") as tensors:
             found |= dict.fromkeys(tensors.keys(), file)
     if not found:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -353,3 +354,12 @@ def test_an_engine_with_a_share_of_its_device_fills_it_with_cache(facts: ModelFa
     given = engine_footprint(facts, replace(layout, kv_bytes=GIB), 2, device, 100)
     assert given.parts["kv cache"] == GIB
     assert given.parts["weights"] == facts.parameters  # two bytes for each, on two devices
+
+
+@pytest.mark.parametrize("config", ["GPT2Config", "GPTNeoXConfig", "OPTConfig", "Starcoder2Config", "PhiConfig"])
+def test_a_norm_with_a_bias_is_counted_as_one_without(config: str) -> None:
+    made = getattr(transformers, config)(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=99)
+    facts = facts_of(made, config)
+    norms = 1 if config == "PhiConfig" else 2
+    assert facts.largest.norms == norms * 64
+    assert facts.parameters > facts.blocks > 0

@@ -29,7 +29,7 @@ IN_CI = ("Qwen3-MoE", "gpt-oss", "DeepSeek-V3")
 SETTINGS = [
     "env: tests.model_families:Parrot", "reward: tests.model_families:EvenLetters", "steps: 2",
     "rollout: {groups_per_step: 2, group_size: 3, budget: {turns: 3}, max_staleness: 0, sampling: {max_tokens: 12}}",
-    "evaluation: {tasks: 0}", "trackers: []", "checkpoint: {every: 2}", "engine: {name: local, max_context: 2048}",
+    "evaluation: {tasks: 0}", "trackers: []", "checkpoint: {every: 2}", "engine: {name: local, max_context: 4096}",
 ]  # fmt: skip
 WRITE = "AGENTRL_WRITE_TABLE=1 python -m pytest -n 0 -m long tests/recipes/test_model_families.py"
 UNTRIED = "?"
