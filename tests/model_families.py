@@ -82,6 +82,8 @@ class Family:
     config: str
     template: str
     settings: Mapping[str, Any] = field(default_factory=dict)
+    adapters: bool = True
+    """Whether its layers can have them."""
 
     @property
     def plain(self) -> bool:
@@ -148,7 +150,7 @@ FAMILIES: Mapping[str, Family] = {
     "StarCoder2": Family("Starcoder2Config", _CHATML, {"sliding_window": 48}),
     "Phi-1, Phi-2": Family("PhiConfig", _CHATML, {"partial_rotary_factor": 0.5}),
     "GPT-2": Family("GPT2Config", _CHATML, {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 4096,
-        "tie_word_embeddings": True}),
+        "tie_word_embeddings": True}, adapters=False),
     "GPT-NeoX": Family("GPTNeoXConfig", _CHATML),
     "OPT": Family("OPTConfig", _CHATML, {"ffn_dim": 96, "word_embed_proj_dim": 32, "dropout": 0.0}),
 }  # fmt: skip

@@ -48,12 +48,14 @@ class Adapters:
         """Freeze a model of the folder `origin`, and add adapters, whose values `first_factor` gives.
 
         Raises:
-            ConfigError: peft is missing, the model has none of the targets, or the folder lacks their weights.
+            ConfigError: peft is missing, the model has none of the targets, or they are not linear, or the folder lacks
+                their weights.
         """
         try:
             from peft import LoraConfig, inject_adapter_in_model
         except ImportError as error:
             raise ConfigError(f"trainer.lora needs peft ({error}): pip install 'agentrl[lora]'") from error
+        _check_linear(model)
         targets = _linear_layers(model) if settings.targets == "all-linear" else list(settings.targets)
         config = LoraConfig(r=settings.rank, lora_alpha=settings.alpha, lora_dropout=0.0, target_modules=targets)
         try:
@@ -104,6 +106,17 @@ class Adapters:
             files.to_disk()
 
         return write
+
+
+def _check_linear(model: Any) -> None:
+    """GPT-2's layers hold their weights transposed, and peft their adapters as of linear layers."""
+    from transformers.pytorch_utils import Conv1D
+
+    if any(isinstance(module, Conv1D) for module in model.modules()):
+        raise ConfigError(
+            f"trainer.lora supports linear layers only, and those of {type(model).__name__} are Conv1D: leave out "
+            "trainer.lora to train all weights"
+        )
 
 
 def _linear_layers(model: Any) -> str | list[str]:
