@@ -49,6 +49,7 @@ _FIELDS = Fields(
         "speed",
         "inference_geo",
         "user_profile_id",
+        "context_management",
         "workspace_id",
     ),
     refused={"output_config": "the engines do not constrain answers; describe the format in the prompt"},

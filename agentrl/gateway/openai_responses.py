@@ -43,6 +43,7 @@ _FIELDS = Fields(
     ),
     ignored=(
         "access_programs",
+        "client_metadata",
         "include",
         "metadata",
         "moderation",
