@@ -57,5 +57,13 @@ class Desk:
             raise CallRefusedError(401, "invalid_api_key", "the API key belongs to no open episode")
         return session
 
+    def open_session(self, key: str) -> AgentSession:
+        """The episode of a key, which must be under way: a key that may begin an episode does not do so here.
+
+        Raises:
+            CallRefusedError: there is none, or it is over.
+        """
+        return self.session(key)
+
     def _place(self, key: str) -> bytes:
         return blake2b(key.encode(), key=self._salt, digest_size=32).digest()

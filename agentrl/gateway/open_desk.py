@@ -45,9 +45,7 @@ class OpenDesk(Desk):
         Raises:
             CallRefusedError: the token is wrong, or too many episodes are open.
         """
-        given, _, name = key.partition(":") if self.token else ("", "", key)
-        if not hmac.compare_digest(given.encode(), self.token.encode()):
-            raise CallRefusedError(401, "invalid_api_key", "the API key does not begin with the token")
+        name = self._name(key)
         found = self._named.get(name)
         if found is None:
             if len(self._named) >= self.config.max_episodes:
@@ -60,6 +58,30 @@ class OpenDesk(Desk):
             limits = CallLimits(self.config.max_answers, self.config.calls_at_once)
             found = self._named[name] = AgentSession(episode, self.policy, self.renderer, limits, self.calls)
         return found
+
+    def open_session(self, key: str) -> AgentSession:
+        """See `Desk.open_session`: a reward that comes when its episode is over would be that of an empty one.
+
+        Raises:
+            CallRefusedError: the token is wrong, or no episode with that name is open.
+        """
+        found = self._named.get(self._name(key))
+        if found is None:
+            raise CallRefusedError(
+                404, "no_such_episode", "no episode with this name is open: it has had no call yet, or is over"
+            )
+        return found
+
+    def _name(self, key: str) -> str:
+        """The name in a key.
+
+        Raises:
+            CallRefusedError: the token before it is wrong.
+        """
+        given, _, name = key.partition(":") if self.token else ("", "", key)
+        if not hmac.compare_digest(given.encode(), self.token.encode()):
+            raise CallRefusedError(401, "invalid_api_key", "the API key does not begin with the token")
+        return name
 
     async def sweep(self) -> None:
         """End idle episodes until cancelled."""

@@ -20,13 +20,13 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeVar
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
@@ -256,9 +256,10 @@ def create_app(desk: Desk, agents: RemoteAgents | None = None, token: str = "") 
     async def one_model(model: str, request: Request) -> ModelEntry:
         return ModelEntry(id=model, max_model_len=desk.session(_key(request.headers)).max_context)
 
-    @app.post("/v1/rewards")
-    async def rewards(posted: PostedReward, request: Request) -> dict[str, str]:
-        session = desk.session(_key(request.headers))
+    @app.post("/v1/rewards", openapi_extra={"requestBody": _body_of(PostedReward)})
+    async def rewards(request: Request) -> dict[str, str]:
+        session = desk.open_session(_key(request.headers))
+        posted = await _posted(PostedReward, request)
         if posted.call is None:
             session.earned(AgentOutcome(posted.reward, posted.success))
         else:
@@ -267,9 +268,10 @@ def create_app(desk: Desk, agents: RemoteAgents | None = None, token: str = "") 
             session.done.set()
         return {}
 
-    @app.post("/v1/failures")
-    async def failures(posted: PostedFailure, request: Request) -> dict[str, str]:
-        session = desk.session(_key(request.headers))
+    @app.post("/v1/failures", openapi_extra={"requestBody": _body_of(PostedFailure)})
+    async def failures(request: Request) -> dict[str, str]:
+        session = desk.open_session(_key(request.headers))
+        posted = await _posted(PostedFailure, request)
         session.failure = posted.error or "it did not say why"
         session.done.set()
         return {}
@@ -292,6 +294,22 @@ def create_app(desk: Desk, agents: RemoteAgents | None = None, token: str = "") 
         said=lambda path, status, detail: _refusal(path, status, _CODES.get(status, "invalid_request"), detail),
     )
     return app
+
+
+_Posted = TypeVar("_Posted", bound=BaseModel)
+
+
+async def _posted(kind: type[_Posted], request: Request) -> _Posted:
+    """The body of a request, whatever its headers say that it is: curl says something else unless it is told."""
+    try:
+        return kind.model_validate_json(await request.body())
+    except ValidationError as error:
+        wrong = (f"{'.'.join(map(str, one['loc'])) or 'the body'}: {one['msg']}" for one in error.errors())
+        raise invalid("; ".join(wrong)) from None
+
+
+def _body_of(kind: type[BaseModel]) -> dict[str, Any]:
+    return {"content": {"application/json": {"schema": kind.model_json_schema()}}, "required": True}
 
 
 def _add_tasks(app: FastAPI, agents: RemoteAgents, token: str) -> None:

@@ -24,6 +24,7 @@ from agentrl.trajectory import Score, Trajectory
 logger = logging.getLogger(__name__)
 
 _ROWS_OF_A_FILE = 256
+_SECONDS_OF_A_FILE = 30
 _UNREWARDED = Score(float("nan"))
 
 
@@ -86,7 +87,7 @@ async def serve_policy(
         async with serving(desk):
             on_start(desk.url)
             flow.start(desk.sweep(), name="sweep")
-            flow.start(_write_regularly(recordings), name="recordings")
+            flow.start(write_regularly(recordings), name="recordings")
             try:
                 await stopped.wait()
             finally:
@@ -104,7 +105,10 @@ def _begin(folder: Path, config: RunConfig, model: Path) -> None:
     write_whole(folder / "config.yaml", config.model_copy(update={"model": served}).to_yaml())
 
 
-async def _write_regularly(recordings: Recordings) -> None:
+async def write_regularly(recordings: Recordings) -> None:
+    """Write what waits: many conversations at once, or few after a while, so that a kill costs only these."""
     while True:
-        await asyncio.sleep(1.0)
-        await recordings.write(_ROWS_OF_A_FILE)
+        for _ in range(_SECONDS_OF_A_FILE):
+            await asyncio.sleep(1.0)
+            await recordings.write(_ROWS_OF_A_FILE)
+        await recordings.write()

@@ -6,13 +6,13 @@ from random import Random
 import httpx
 import pyarrow.parquet as pq
 
-from agentrl.flow import Flow
+from agentrl.flow import Flow, now, run_virtual
 from agentrl.gateway.config import GatewayConfig
 from agentrl.gateway.open_desk import OpenDesk
 from agentrl.gateway.server import serving
 from agentrl.protocols import SamplingParams
 from agentrl.recipes.preferences import PreferencesConfig, read_preferences
-from agentrl.recipes.serve_policy import Recordings
+from agentrl.recipes.serve_policy import Recordings, write_regularly
 from agentrl.rollout.episode import EnginePolicy
 from tests.gateway.served import RENDERER, saying
 from tests.processes import PATIENCE_SECONDS
@@ -69,6 +69,51 @@ def test_what_is_said_is_recorded_and_dpo_reads_it(tmp_path):
     assert len(unrewarded) == 1
     assert [len(row["turns"]) for row in (*rewarded, *unrewarded)] == [2, 2, 2]
     assert not any(turn["forked"] for row in rewarded for turn in row["turns"])
+
+
+def test_what_has_ended_is_written_soon_although_it_is_little(tmp_path):
+    written = []
+
+    class Counted(Recordings):
+        async def write(self, least: int = 1) -> None:
+            if any(len(rows) >= least for rows in self.waiting.values()):
+                written.append((now(), self.waiting.pop("unrewarded")))
+
+    async def main():
+        recordings = Counted(tmp_path)
+        async with Flow("recordings") as flow:
+            flow.start(write_regularly(recordings), name="recordings")
+            recordings.waiting["unrewarded"] = ["one"]
+            await asyncio.sleep(40.5)
+            recordings.waiting["unrewarded"] = ["many"] * 256
+            await asyncio.sleep(5)
+            flow.cancel()
+
+    run_virtual(main)
+    assert [(seconds, len(rows)) for seconds, rows in written] == [(30, 1), (41, 256)]
+
+
+def test_a_reward_for_an_episode_that_is_not_open_begins_none(tmp_path):
+    async def main():
+        recordings = Recordings(tmp_path)
+        async with saying("left") as engine, Flow("calls") as flow:
+            desk = desk_of(engine, recordings, flow)
+            async with serving(desk), httpx.AsyncClient(base_url=desk.url, timeout=PATIENCE_SECONDS) as client:
+                headers = {"authorization": "Bearer secret:a", "content-type": "application/x-www-form-urlencoded"}
+                body = '{"reward": 1}'  # as curl sends it
+                refused = await client.post("/v1/rewards", content=body, headers=headers)
+                assert (refused.status_code, refused.json()["error"]["code"]) == (404, "no_such_episode")
+                refused = await client.post("/v1/rewards", content=body, headers={"authorization": "Bearer guessed:a"})
+                assert refused.status_code == 401
+                assert len(desk._named) == 0
+                await ask(client, "secret:a", QUESTION)
+                assert (await client.post("/v1/rewards", content=body, headers=headers)).status_code == 200
+                desk.end_all()
+                assert (await client.post("/v1/rewards", content=body, headers=headers)).status_code == 404
+            flow.cancel()
+        assert [score.value for _, score in recordings.waiting["trajectories"]] == [1.0]
+
+    asyncio.run(main())
 
 
 def test_an_idle_episode_ends_and_its_name_begins_another():
