@@ -65,11 +65,14 @@ STATUSES = {
 
 
 class PostedReward(BaseModel):
-    """The body of `POST /v1/rewards`. With `call`, the id of an answer, it is the reward of that call's turn."""
+    """The body of `POST /v1/rewards`. With `call`, the id of an answer, it is the reward of that call's turn.
+
+    An agent elsewhere whose run has rewards of its own may send `done` alone.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    reward: float = Field(allow_inf_nan=False)
+    reward: float | None = Field(None, allow_inf_nan=False)
     call: str | None = None
     success: bool | None = None
     done: bool = False
@@ -191,7 +194,7 @@ async def serving(desk: Desk, agents: RemoteAgents | None = None) -> AsyncIterat
             lifespan="off",
             proxy_headers=False,
             access_log=False,
-            log_level="warning",
+            log_level="error",
             timeout_graceful_shutdown=1,
         )
     )
@@ -260,10 +263,12 @@ def create_app(desk: Desk, agents: RemoteAgents | None = None, token: str = "") 
     async def rewards(request: Request) -> dict[str, str]:
         session = desk.open_session(_key(request.headers))
         posted = await _posted(PostedReward, request)
-        if posted.call is None:
+        if posted.reward is None and (posted.call is not None or not posted.done):
+            raise invalid("reward: Field required")
+        if posted.call is not None:
+            session.call_earned(posted.call, posted.reward or 0.0)
+        elif posted.reward is not None or posted.success is not None:
             session.earned(AgentOutcome(posted.reward, posted.success))
-        else:
-            session.call_earned(posted.call, posted.reward)
         if posted.done:
             session.done.set()
         return {}

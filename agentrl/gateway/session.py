@@ -168,7 +168,8 @@ class AgentSession:
     def earned(self, outcome: AgentOutcome) -> None:
         """The reward of the episode has come. A later one replaces it."""
         self.outcome = outcome
-        self.rewarded.set()
+        if outcome.reward is not None:
+            self.rewarded.set()
 
     def call_earned(self, answer_id: str, reward: float) -> None:
         """Add a reward to an answer, which is that of its turn.

@@ -4,6 +4,7 @@ import asyncio
 import os
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -211,13 +212,13 @@ with RunTemp(Path({str(run)!r})):
         assert not list(run.glob("tmp/*/agentrl-agent-*"))
 
 
-def remotely(agent, config=None, token=None):
+def remotely(agent, config=None, token=None, needs_reward=True):
     """Play one episode by an agent elsewhere: `agent(client, url)` speaks HTTP."""
 
     async def main():
         desk, engine = Desk(config or GatewayConfig()), saying("left")
         agents = RemoteAgents(desk)
-        runner = runner_on(desk, engine, agents, PATIENCE_SECONDS)
+        runner = replace(runner_on(desk, engine, agents, PATIENCE_SECONDS), needs_reward=needs_reward)
         async with engine, serving(desk, agents), httpx.AsyncClient(base_url=desk.url) as client:
             headers = {"authorization": f"Bearer {token}"} if token else {}
             assert (await client.post("/v1/tasks", headers=headers)).status_code == 204
@@ -248,6 +249,35 @@ def test_an_agent_elsewhere_takes_a_task_and_posts_its_reward():
     trajectory = remotely(agent)
     assert trajectory.status == Terminated()
     assert trajectory.env_return == 2.0
+
+
+def test_an_agent_elsewhere_whose_run_has_rewards_of_its_own_only_says_that_it_is_done():
+    async def agent(client, taken):
+        headers = await asks(client, taken)
+        for wrong in ({}, {"done": False}, {"call": "0", "done": True}, {"reward": None}, {"reward": True}):
+            assert (await client.post("/v1/rewards", json=wrong, headers=headers)).status_code == 400
+        ends = {"success": True, "done": True}
+        assert (await client.post("/v1/rewards", json=ends, headers=headers)).status_code == 200
+
+    assert remotely(agent, needs_reward=False).status == Terminated()
+    status = remotely(agent).status
+    assert isinstance(status, Failed)
+    assert "earned no reward" in status.error
+
+
+def test_an_agent_elsewhere_that_comes_back_too_late_changes_nothing():
+    late = []
+
+    async def agent(client, taken):
+        headers = await asks(client, taken)
+        await client.post("/v1/rewards", json={"reward": 1.0, "done": True}, headers=headers)
+        while (await client.get("/health")).json()["episodes"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        for path, body in (("rewards", {"reward": 9.0}), ("failures", {"error": "x"}), ("chat/completions", {})):
+            late.append((await client.post(f"/v1/{path}", json=body, headers=headers)).status_code)
+
+    assert remotely(agent).env_return == 1.0
+    assert late == [401, 401, 401]
 
 
 def test_an_agent_elsewhere_may_say_that_it_has_failed():
