@@ -67,10 +67,10 @@ async def said(session: AgentSession, messages: Sequence[Message], **fields: obj
         return list(call.answers)
 
 
-async def abandoned(session: AgentSession, messages: Sequence[Message], seconds: float) -> bool:
+async def abandoned(session: AgentSession, messages: Sequence[Message], seconds: float, **fields: object) -> bool:
     """Ask, and go away after `seconds` without having read the answer. Whether it was there by then."""
     try:
-        async with asyncio.timeout(seconds), session.asking(ChatRequest(tuple(messages))):
+        async with asyncio.timeout(seconds), session.asking(ChatRequest(tuple(messages), **fields)):
             return True
     except TimeoutError:
         return False

@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import given
@@ -11,13 +12,31 @@ from hypothesis import strategies as st
 from agentrl.batch import to_samples
 from agentrl.flow import Flow, run_virtual
 from agentrl.gateway.outcome import AgentOutcome
+from agentrl.gateway.wire import assistant
 from agentrl.rollout.episode import Episode
 from agentrl.testing import ScriptedEngine
-from agentrl.trajectory import Message, Task, Terminated
+from agentrl.trajectory import Message, Task, Terminated, ToolCall
 from tests.gateway.scripted import RENDERER, abandoned, runner_of, said, user
 from tests.properties import examples
 
-TEXTS = ("yes", "no", "the summary of all this", "look at 7")
+CALL = ToolCall("add", {"a": 2, "b": 3}).render()
+TEXTS = ("yes", "no", "the summary of all this", "look at 7", CALL, f"I add.\n{CALL}\n{CALL}", "")
+TOOL = {"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}
+
+
+def tools_of(messages):
+    """Those that the program sends with a conversation."""
+    return (TOOL,) if messages[0].content == "with tools" else ()
+
+
+def spoken(messages):
+    """What two conversations are compared by."""
+    return [
+        (m.role, m.said.strip(), [(call.name, dict(call.arguments)) for call in m.tool_calls])
+        if m.role == "assistant"
+        else (m.role, m.content)
+        for m in messages
+    ]
 
 
 class RecordingEngine(ScriptedEngine):
@@ -41,7 +60,9 @@ def recording(rng: random.Random) -> RecordingEngine:
 
 
 class RandomProgram:
-    """Calls in every way that programs do: parallel, again, edited, abandoned, summarised, by sub-agents."""
+    """Calls in every way that programs do: parallel, again, edited, abandoned, summarised, by sub-agents, with tools
+    whose calls come back with other ids and results out of order, with messages merged or left out.
+    """
 
     def __init__(self, rng: random.Random, steps: int) -> None:
         self.rng = rng
@@ -59,7 +80,7 @@ class RandomProgram:
     async def _step(self, session) -> None:
         conversation = list(self.rng.choice(self.known)) if self.known else [user("begin")]
         said_last = conversation[-1].content
-        match self.rng.randrange(7):
+        match self.rng.randrange(11):
             case 0 | 1:
                 await self._asks(session, [*conversation, user(self.rng.choice("abc"))])
             case 2:
@@ -73,15 +94,46 @@ class RandomProgram:
                 ]
                 await self._asks(session, [*edited, user("c")])
             case 5:
-                await abandoned(session, [*conversation, user("gone")], self.rng.uniform(0, 2))
+                await self._gives_up(session, [*conversation, user("gone")])
             case 6:
-                await abandoned(session, [*conversation, user("again")], self.rng.uniform(0, 2))
+                await self._gives_up(session, [*conversation, user("again")])
                 await self._asks(session, [*conversation, user("again")])
+            case 7:
+                await self._asks(session, [user("with tools")])
+            case 8:  # two programs, or two threads of one, ask the same at the same time
+                async with asyncio.TaskGroup() as group:
+                    for _ in range(2):
+                        group.create_task(self._asks(session, [*conversation, user("both")]))
+            case 9:  # the library asks once more, with the same body or with another
+                again = [*conversation, user("sdk")]
+                await self._gives_up(session, again)
+                await self._asks(session, [*again, *self.rng.choice([[], [user("more")]])], repeated=True)
+            case 10:
+                merged = user("\n".join(m.content for m in conversation if m.role == "user"))
+                await self._asks(session, [*(m for m in conversation if m.role != "user"), merged])
 
-    async def _asks(self, session, messages) -> None:
-        for answer in await said(session, messages, count=self.rng.choice([1, 1, 1, 2])):
-            space = self.rng.choice(["", " ", "\n"])  # programs strip answers, or add to them
-            self.known.append([*messages, Message("assistant", answer.message.content + space)])
+    async def _gives_up(self, session, messages) -> None:
+        await abandoned(session, messages, self.rng.uniform(0, 2), tools=tools_of(messages))
+
+    async def _asks(self, session, messages, **fields) -> None:
+        count = self.rng.choice([1, 1, 1, 2])
+        for answer in await said(session, messages, count=count, tools=tools_of(messages), **fields):
+            self.known.append([*messages, *self._sent_back(answer)])
+
+    def _sent_back(self, answer) -> list[Message]:
+        """An answer as programs send it back: stripped or with white space, without its reasoning, its calls with ids
+        of their own and arguments in another order; and results of tools, in any order.
+        """
+        space = self.rng.choice(["", " ", "\n"])
+        message, calls = answer.message, answer.calls
+        if not calls:
+            return [Message("assistant", message.content + space)]
+        if self.rng.random() < 0.3:
+            calls = tuple(replace(call, id=f"own-{self.rng.random()}") for call in calls)
+        calls = tuple(replace(call, arguments=dict(reversed(call.arguments.items()))) for call in calls)
+        results = [Message("tool", self.rng.choice("123"), tool_call_id=call.id) for call in calls]
+        self.rng.shuffle(results)
+        return [assistant(message.said + space, calls), *results]
 
 
 def played(seed: int, steps: int):
@@ -130,21 +182,20 @@ def test_the_prefix_tree_is_that_of_brute_force(seed, steps):
     conversations: dict = {None: []}
     for call in session.tree.calls:
         messages = [*conversations[call.parent], *call.new_messages]
-        spoken = [(m.role, m.content.strip() if m.role == "assistant" else m.content) for m in messages]
+        said_so_far = spoken(messages)
         candidates = [
             answer
             for answer, before in conversations.items()
             if answer is not None
             and answer.answered <= call.asked
-            and spoken[: len(before)]
-            == [(m.role, m.content.strip() if m.role == "assistant" else m.content) for m in before]
-            and all(role != "assistant" for role, _ in spoken[len(before) :])
+            and said_so_far[: len(before)] == spoken(before)
+            and all(role != "assistant" for role, *_ in said_so_far[len(before) :])
         ]
         longest = max((len(conversations[answer]) for answer in candidates), default=0)
         assert (call.parent is not None) == bool(candidates)
         if call.parent is not None:
             assert len(conversations[call.parent]) == longest
-        assert call.prompt_ids.tolist() == RENDERER.whole(messages, ()).tolist()
+        assert call.prompt_ids.tolist() == RENDERER.whole(messages, tools_of(messages)).tolist()
         for answer in call.answers:
             conversations[answer] = [*messages, answer.message]
 
