@@ -46,6 +46,17 @@ def mends(prompt: str) -> str:
     return f"Step {done + 1}.\n" + ToolCall("bash", {"command": commands[done]}).render()
 
 
+def computes(prompt: str) -> str:
+    """Lets a coding agent's shell compute, and then says what it printed."""
+    a, b = _numbers(prompt).values()
+    if "<tool_response>" in prompt.rpartition("What is ")[2]:
+        return str(a + b)
+    shells = {"Bash": "command", "run_shell_command": "command", "exec_command": "cmd"}
+    name = next(name for name in shells if f'"name": "{name}"' in prompt)
+    more = {"is_background": False} if name == "run_shell_command" else {}
+    return "I compute it.\n" + ToolCall(name, {shells[name]: f"echo $(({a} + {b}))", **more}).render()
+
+
 def _numbers(prompt: str) -> dict[str, int]:
     a, b = re.findall(r"What is (\d+) \+ (\d+)", prompt)[-1]
     return {"a": int(a), "b": int(b)}
@@ -89,6 +100,21 @@ class NodeVendor(Vendor):
 VENDORS = [
     Vendor("openai", ("openai",), "openai_loop.py"),
     NodeVendor("openai of npm", ("openai",), "node_openai.mjs"),
+    NodeVendor(
+        "@anthropic-ai/claude-code",
+        ("@anthropic-ai/claude-code",),
+        "node_cli.mjs",
+        computes,
+        needs={"CLI": "claude", "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "IS_SANDBOX": "1"},
+    ),
+    NodeVendor("@openai/codex", ("@openai/codex",), "node_cli.mjs", computes, needs={"CLI": "codex"}),
+    NodeVendor(
+        "@qwen-code/qwen-code",
+        ("@qwen-code/qwen-code",),
+        "node_cli.mjs",
+        computes,
+        needs={"CLI": "qwen", "OPENAI_MODEL": "policy"},
+    ),
     Vendor("anthropic", ("anthropic",), "anthropic_loop.py"),
     Vendor("openai-agents", ("openai-agents",), "openai_agents.py"),
     Vendor("pydantic-ai", ("pydantic-ai-slim[openai]",), "pydantic_ai_agent.py"),
