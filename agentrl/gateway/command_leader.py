@@ -37,7 +37,8 @@ def main(command: str, output: str) -> None:
     threading.Thread(target=_end_with_the_run, daemon=True).start()
     code = _exit_status(started.pid)
     _end_all()
-    print(code, flush=True)
+    with suppress(BrokenPipeError):  # the run is gone
+        os.write(1, f"{code}\n".encode())
 
 
 def _end_with_the_run() -> None:
