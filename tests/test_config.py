@@ -130,6 +130,12 @@ def test_a_key_without_a_value_says_so(path):
     assert "quote it" in said
 
 
+def test_a_value_that_is_no_yaml_says_so(path):
+    assert "cannot read the value of the override 'trainer={name:', which is not YAML" in problem(
+        path, "trainer={name:"
+    )
+
+
 @pytest.mark.parametrize(("old", "new"), RENAMED.items())
 def test_a_setting_by_its_old_name_is_refused_with_the_new_one(path, old, new):
     old, new = old.replace(".N.", ".0."), new.replace(".N.", ".0.")

@@ -109,7 +109,7 @@ def read_settings(path: Path, overrides: Iterable[str] = ()) -> Source:
         if not equals or not key:
             shown = without_credentials(override)
             raise ConfigError(f"cannot read the override {shown!r}: write key=value, such as trainer.lr=1e-3")
-        source.set(tuple(key.split(".")), _scalar(text), "command line")
+        source.set(tuple(key.split(".")), _given(override, text), "command line")
     _look_beside(path, source)
     return source
 
@@ -126,6 +126,16 @@ def _look_beside(path: Path, source: Source) -> None:
         source.set(("env", "folder"), str(path.absolute().parent), "the config's folder")
     if (folder := str(env["folder"])) not in sys.path:
         sys.path.append(folder)
+
+
+def _given(override: str, text: str) -> Any:
+    try:
+        return _scalar(text)
+    except yaml.YAMLError:
+        raise ConfigError(
+            f"cannot read the value of the override {without_credentials(override)!r}, which is not YAML: is a bracket "
+            "open, or a quote missing around what has spaces?"
+        ) from None
 
 
 def _scalar(text: str) -> Any:

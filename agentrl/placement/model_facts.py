@@ -144,7 +144,7 @@ def facts_of(config: Any, name: str) -> ModelFacts:
         layers=len(layers),
         hidden=config.hidden_size,
         vocab=config.vocab_size,
-        max_positions=config.max_position_embeddings,
+        max_positions=_positions(config),
         attention=2 * len(layers) * heads.queries * (heads.key_size + heads.value_size),
         inner=max(layer.inner for layer in layers),
         linear_ends=sum(layer.linear_ends for layer in layers),
@@ -156,6 +156,15 @@ def facts_of(config: Any, name: str) -> ModelFacts:
         pieced_heads=heads.queries if _is_pieced(model, config) else 0,
         tied=bool(config.tie_word_embeddings),
     )
+
+
+def _positions(config: Any) -> int:
+    """The longest context: YaRN's factor may extend that of the training beyond what the config states."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    stated = int(config.max_position_embeddings)
+    if rope.get("rope_type") != "yarn":
+        return stated
+    return max(stated, int(rope["factor"] * (rope.get("original_max_position_embeddings") or stated)))
 
 
 def _is_pieced(model: Any, config: Any) -> bool:

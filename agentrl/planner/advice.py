@@ -137,7 +137,7 @@ def _changes(config: RunConfig, inventory: Inventory) -> Iterator[Change]:
     yield from (_setting("engine", memory_fraction=n) for n in (0.6, 0.4, 0.3))
     yield _setting("engine", kv_cache_gib=None)
     yield _setting("engine", sleep_mode=True)
-    yield from (_setting("engine", tensor_parallel=n) for n in growing if n <= inventory.per_node)
+    yield from (_setting("engine", tensor_parallel=n) for n in (1, *growing) if n <= inventory.per_node)
     yield from (_setting("trainer", world_size=n) for n in growing)
     if config.placement.lists or config.placement.name != "auto":
         placement = config.placement.model_copy(update={"name": "auto", "engine": None, "trainer": None})

@@ -50,6 +50,7 @@ def problems(stages: Stages, work: Workload, devices: DeviceMap) -> Iterator[str
         yield "this engine cannot sleep while the trainer works (vllm can, with engine.sleep_mode=true)"
     if devices.time_shared and not stages.trainer.sleeps:
         yield "this trainer cannot sleep while the engine works"
+    yield from _undivided_heads(stages, devices)
     yield from _short_cache(stages, work, devices)
 
 
@@ -69,6 +70,16 @@ def _host_shares(held: Sequence[DeviceLoad], devices: DeviceMap) -> dict[int, fl
         node = devices.inventory.node(load.device)
         shares[node] = shares.get(node, 0.0) + load.host / load.host_limit / devices.inventory.per_node
     return shares
+
+
+def _undivided_heads(stages: Stages, devices: DeviceMap) -> Iterator[str]:
+    """Tensor parallelism gives each device equally many heads, or several devices the same head of keys."""
+    heads, split = stages.facts.kv.heads, devices.tensor_parallel()
+    if heads.queries % split or (heads.keys % split and split % heads.keys):
+        yield (
+            f"a copy of the model cannot be spread over {split} devices: it has {heads.queries} attention heads and "
+            f"{heads.keys} heads of keys"
+        )
 
 
 def _short_cache(stages: Stages, work: Workload, devices: DeviceMap) -> Iterator[str]:

@@ -16,7 +16,7 @@ from agentrl.placement.devices import Inventory
 from agentrl.placement.model_facts import ModelFacts
 from agentrl.planner.advice import what_fits
 from agentrl.planner.memory import DeviceLoad, loads, overfull, problems
-from agentrl.planner.run_facts import placement_request_of, stages_of, with_defaults
+from agentrl.planner.run_facts import layouts, placement_request_of, stages_of, with_defaults
 from agentrl.simulate.stages import Stages, Workload, workload
 from agentrl.simulate.world import World
 
@@ -73,8 +73,10 @@ def make_plan(config: RunConfig, inventory: Inventory, facts: ModelFacts) -> Pla
     """The fastest map that the config allows and that fits.
 
     Raises:
-        ConfigError: none fits; says what is missing where, and which settings would fit.
+        ConfigError: none fits; says what is missing where, and which settings would fit. Or the engine's context is
+            longer than the model's.
     """
+    _check_context(config, facts)
     config = with_defaults(config, facts, gpu=inventory.kind.is_gpu)
     stages, work = stages_of(config, facts), workload(config.rollout, config.simulation)
     looked_at = [
@@ -99,6 +101,15 @@ def make_plan(config: RunConfig, inventory: Inventory, facts: ModelFacts) -> Pla
         _reason(config, simulated, len(fitting), len(looked_at)),
         (*simulated, *fitting[_SIMULATED:], *unfit),
     )
+
+
+def _check_context(config: RunConfig, facts: ModelFacts) -> None:
+    context = layouts(config)[0].max_context
+    if context is not None and context > facts.max_positions:
+        raise ConfigError(
+            f"engine.max_context={context}, but {facts.name} knows {facts.max_positions} positions: write "
+            f"engine.max_context={facts.max_positions}, or take a model whose config extends them (rope_scaling)"
+        )
 
 
 def _looked_at(config: RunConfig, stages: Stages, work: Workload, devices: DeviceMap) -> Candidate:

@@ -17,7 +17,7 @@ from agentrl.errors import ConfigError
 from agentrl.placement.device_map import device_maps
 from agentrl.placement.devices import GIB, GPUS, Inventory, gpu_named, host
 from agentrl.placement.layer_facts import Heads, Kept
-from agentrl.placement.model_facts import PUBLISHED, KvShape, ModelFacts
+from agentrl.placement.model_facts import PUBLISHED, KvShape, ModelFacts, model_facts
 from agentrl.planner.check import check_placement
 from agentrl.planner.measured import measured, with_measured
 from agentrl.planner.memory import loads, problems
@@ -97,6 +97,29 @@ def test_what_devices_of_80_gb_cannot_hold_is_refused_in_plain_words() -> None:
     assert "What would fit:\n  2 nodes of 8 x H100" in said
     with pytest.raises(ConfigError, match="'Qwen/Qwen3-33B'"):
         planned(Inventory(H100, 8), "qwen3_32b", "model=Qwen/Qwen3-33B")
+
+
+def test_an_engine_is_spread_only_over_as_many_devices_as_its_heads_allow() -> None:
+    told = refused(Inventory(H100, 3), "qwen3_8b", *SMALL, "engine.tensor_parallel=3")
+    assert "cannot be spread over 3 devices: it has 32 attention heads and 8 heads of keys" in told
+    assert "engine.tensor_parallel=1" in told
+    chosen = config("qwen3_8b", *SMALL)
+    shape = model_of(chosen)
+    odd = replace(shape, kv=replace(shape.kv, heads=replace(shape.kv.heads, queries=28, keys=4)))
+    made = make_plan(chosen, Inventory(H100, 8), odd)
+    assert made.devices.tensor_parallel() in {1, 2, 4}
+    over_eight = [found for found in made.considered if found.devices.tensor_parallel() == 8]
+    assert over_eight
+    assert all(found.problems for found in over_eight)
+
+
+def test_a_context_beyond_the_positions_of_the_model_is_refused_unless_its_config_extends_them(tmp_path: Path) -> None:
+    told = refused(Inventory(H100, 8), "qwen3_8b", *SMALL, "engine.max_context=131072")
+    assert "engine.max_context=131072, but Qwen/Qwen3-8B knows 40960 positions" in told
+    values = json.loads((PUBLISHED / "Qwen" / "Qwen3-8B" / "config.json").read_text())
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "rope_theta": 1e6}
+    (tmp_path / "config.json").write_text(json.dumps({**values, "rope_scaling": yarn}))
+    assert model_facts(tmp_path).max_positions == 131072
 
 
 def test_a_reference_and_a_critic_are_counted_where_the_trainer_is() -> None:
