@@ -6,9 +6,9 @@
     trainer.pt               steps done, updates of each parameter
 
 Each rank says what it has (`Snapshot.of`), copies it before its next update (`Snapshot.copy`), and writes the copies
-(`Snapshot.write`), all while training goes on. An update that comes early
-helps with the copies. Ranks need not talk to each other for that: the place of each element follows from the shapes.
-Any number of ranks of any kind of trainer can read the files.
+(`Snapshot.write`), all while training goes on. An update that comes early helps with the copies. Ranks need not talk to
+each other for that: the place of each element follows from the shapes. Any number of ranks of any kind of trainer can
+read the files.
 """
 
 import logging

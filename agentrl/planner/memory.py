@@ -5,7 +5,14 @@ from dataclasses import dataclass
 
 from agentrl.placement.device_map import DeviceMap
 from agentrl.placement.devices import GIB
-from agentrl.placement.footprint import USABLE, Footprint, engine_footprint, tokens_cached, trainer_footprint
+from agentrl.placement.footprint import (
+    USABLE,
+    Footprint,
+    engine_footprint,
+    tokens_cached,
+    trained_parameters,
+    trainer_footprint,
+)
 from agentrl.simulate.stages import Stages, Workload
 
 ASLEEP = GIB
@@ -61,6 +68,15 @@ def overfull(stages: Stages, work: Workload, devices: DeviceMap) -> float:
     held = loads(stages, work, devices)
     shares = [*(load.peak / load.limit for load in held), *_host_shares(held, devices).values()]
     return max(*shares, 1.0 + 1e-9) if any(problems(stages, work, devices)) else max(shares)
+
+
+def fullest_host(loads: Sequence[DeviceLoad], devices: DeviceMap) -> tuple[int, int]:
+    """The bytes that the fullest host holds of its devices' data, and what of its memory is usable."""
+    held: dict[int, int] = {}
+    for load in loads:
+        node = devices.inventory.node(load.device)
+        held[node] = held.get(node, 0) + load.host
+    return max(held.values()), devices.inventory.per_node * loads[0].host_limit
 
 
 def _host_shares(held: Sequence[DeviceLoad], devices: DeviceMap) -> dict[int, float]:
@@ -119,7 +135,8 @@ def loads(stages: Stages, work: Workload, devices: DeviceMap) -> tuple[DeviceLoa
         turns = devices.time_shared and len(awake) > 1
         host = sum(size.host for size in awake.values())
         gathers = ranks > 1 and any(r.role == "trainer" and r.number == 0 for r in devices.on(device))
-        host += 4 * stages.facts.parameters if gathers else 0  # the first rank publishes the weights
+        # The first rank publishes what is trained.
+        host += 4 * trained_parameters(stages.facts, stages.trainer) if gathers else 0
         if not kind.is_gpu:
             peak, host = sum(totals) + host, 0
         elif turns:

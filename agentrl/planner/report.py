@@ -8,7 +8,7 @@ from rich.table import Table
 from agentrl.placement.device_map import Role, format_devices
 from agentrl.placement.devices import GIB
 from agentrl.placement.footprint import Footprint
-from agentrl.planner.memory import DeviceLoad
+from agentrl.planner.memory import DeviceLoad, fullest_host
 from agentrl.planner.plan import Candidate, Plan
 
 _SHOWN = 8
@@ -26,7 +26,7 @@ def print_plan(plan: Plan, console: Console) -> None:
         soft_wrap=True,
     )
     console.print(_map(plan))
-    console.print(_memory(plan.loads))
+    console.print(_memory(plan))
     console.print(_step(plan))
     console.print(f"[bold]why[/bold]  {plan.reason}\n", highlight=False, soft_wrap=True)
     if len(plan.considered) > 1:
@@ -61,21 +61,20 @@ def _map(plan: Plan) -> Table:
     return table
 
 
-def _memory(loads: tuple[DeviceLoad, ...]) -> Table:
+def _memory(plan: Plan) -> Table:
     """Devices grouped by equal load: what each role holds while it is awake, and the peak."""
     table = _table("devices", "role", "GiB", "of which", title="\nmemory of each device")
     same: dict[tuple[int, ...], list[DeviceLoad]] = {}
-    for load in loads:
+    for load in plan.loads:
         same.setdefault((load.peak, *(size.total for size in load.awake.values())), []).append(load)
     for alike in same.values():
         load, devices = alike[0], format_devices([load.device for load in alike])
         for role, footprint in load.awake.items():
             table.add_row(devices, role, f"{footprint.total / GIB:.2f}", _parts(footprint))
         table.add_row(devices, "at the peak", f"{load.peak / GIB:.2f}", f"of {load.limit / GIB:.2f} usable")
-        if load.host:
-            table.add_row(
-                "", "in the host", f"{load.host / GIB:.2f}", f"of {load.host_limit / GIB:.2f} for each device"
-            )
+    host, usable = fullest_host(plan.loads, plan.devices)
+    if host:
+        table.add_row("", "in the host", f"{host / GIB:.2f}", f"of {usable / GIB:.2f} usable, for all of its devices")
     return table
 
 

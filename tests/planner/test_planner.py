@@ -113,6 +113,14 @@ def test_an_engine_is_spread_only_over_as_many_devices_as_its_heads_allow() -> N
     assert all(found.problems for found in over_eight)
 
 
+def test_only_adapters_pass_through_the_memory_of_the_first_rank_s_host() -> None:
+    whole = planned(Inventory(H100, 8), "qwen3_8b", *SMALL)
+    lora = planned(Inventory(H100, 8), "qwen3_8b", *SMALL, "trainer.lora={rank: 8, alpha: 16, targets: all-linear}")
+    weights = 4 * whole.facts.parameters
+    assert whole.loads[0].host - whole.loads[1].host == weights
+    assert 0 < lora.loads[0].host - lora.loads[1].host < 0.02 * weights
+
+
 def test_a_context_beyond_the_positions_of_the_model_is_refused_unless_its_config_extends_them(tmp_path: Path) -> None:
     told = refused(Inventory(H100, 8), "qwen3_8b", *SMALL, "engine.max_context=131072")
     assert "engine.max_context=131072, but Qwen/Qwen3-8B knows 40960 positions" in told
