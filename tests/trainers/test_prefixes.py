@@ -1,5 +1,6 @@
 """Prefixes that samples share go through the model once, and change no logprob and no gradient."""
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -82,6 +83,64 @@ def test_samples_that_share_prefixes_have_the_logprobs_and_gradients_that_each_h
     directions_N = torch.from_numpy(np.random.default_rng(1).normal(size=len(wanted_N)))
     for logprobs_N in (wanted_N, found_N):
         (logprobs_N * directions_N).sum().backward()
+    for (name, one), other in zip(plain.named_parameters(), shared.parameters(), strict=True):
+        if one.grad is not None:
+            assert torch.allclose(one.grad, other.grad, atol=1e-5 * max(1.0, float(one.grad.abs().max()))), name
+
+
+@cache
+def trained(family: str) -> tuple[Any, Any]:
+    plain, shared = models(family)
+    compute_logprobs_in(shared.get_output_embeddings(), scaling_of(shared, TEMPERATURE))
+    compute_only_needed(shared)
+    return plain, shared
+
+
+def entropies_alone(model: Any, batch: MicroBatch) -> torch.Tensor:
+    """The entropies of the distributions of all loss tokens, by transformers, each sample by itself."""
+    found, first = [], 0
+    for length in batch.samples.lengths_M:
+        ids, loss = (one[first : first + length] for one in (batch.samples.tokens_S, batch.samples.loss_mask_S))
+        logits = model(input_ids=torch.from_numpy(ids.astype(np.int64))[None], use_cache=False).logits[0].float()
+        logprobs_TV = (logits / TEMPERATURE).log_softmax(-1)[:-1][torch.from_numpy(loss[1:].copy())]
+        found.append(-(logprobs_TV.exp() * logprobs_TV).sum(-1))
+        first += int(length)
+    return torch.cat(found)
+
+
+@st.composite
+def ragged(draw: st.DrawFn) -> list[TrainingSample]:
+    """Samples that go on from parts of others, or from all of one; of one token and more, some without loss."""
+    samples: list[TrainingSample] = []
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    for _ in range(draw(st.integers(1, 6))):
+        start = draw(st.sampled_from([np.zeros(0, np.int64), *(one.token_ids for one in samples)]))
+        taken = start[: draw(st.integers(0, len(start)))]
+        more = rng.integers(0, 60, draw(st.integers(0 if len(taken) else 1, 24)))
+        ids = np.concatenate([taken, more]).astype(np.int64)
+        loss = (rng.random(len(ids)) < draw(st.sampled_from([0.0, 0.3, 1.0]))) & (np.arange(len(ids)) > 0)
+        zeros = np.zeros(len(ids))
+        samples.append(TrainingSample(ids, loss, zeros, zeros, np.where(loss, 0, -1), zeros))
+    last = rng.integers(0, 60, 3)
+    samples.append(TrainingSample(last, [False, True, True], [0.0] * 3, [0.0] * 3, [-1, 0, 0], [0] * 3))
+    return samples
+
+
+@pytest.mark.parametrize("family", ["Qwen3Config", "Gemma2Config", "GptOssConfig"])
+@given(samples=ragged(), tokens=st.sampled_from([1, 20, 10**6]))
+def test_ragged_samples_have_the_logprobs_entropies_and_gradients_that_each_has_alone(family, samples, tokens):
+    plain, shared = trained(family)
+    for model in (plain, shared):
+        model.zero_grad()
+    for batch in micro_batches(collate(samples), tokens):
+        if not batch.samples.loss_mask_S.any():
+            continue
+        wanted_2N = torch.stack([alone(plain, batch), entropies_alone(plain, batch)])
+        found_2N = token_logprobs(shared, to_device(batch, CPU), entropy=True)
+        assert torch.allclose(found_2N, wanted_2N, atol=1e-5)
+        directions_2N = torch.from_numpy(np.random.default_rng(1).normal(size=wanted_2N.shape)).float()
+        for predicted_2N in (wanted_2N, found_2N):
+            (predicted_2N * directions_2N).sum().backward()
     for (name, one), other in zip(plain.named_parameters(), shared.parameters(), strict=True):
         if one.grad is not None:
             assert torch.allclose(one.grad, other.grad, atol=1e-5 * max(1.0, float(one.grad.abs().max()))), name
