@@ -93,15 +93,18 @@ class Search(ToolEnv):
         """Whether tools are called in words (`answer Tobin`) instead of JSON, for models that are too small for it."""
         most: int = Field(10, ge=1, le=10)
         """How many documents a search shows at most, whatever `k` says."""
+        people: int | None = Field(None, ge=4, le=40)
+        """How many people a world has, and half as many towns and companies; by default 8 * `level`."""
         names: int | None = Field(None, le=10_000)
-        """How many names the worlds of all seeds share, at least 40 * `level`, for models that are too small to copy
-        names they have never seen. By default each world invents its own."""
+        """How many names the worlds of all seeds share, at least 5 for each of the people, for models too small to copy
+        names that they have never seen. By default each world invents its own."""
 
         @field_validator("names")
         @classmethod
         def _enough(cls, names: int | None, info: ValidationInfo) -> int | None:
-            if names is not None and names < (needed := 40 * info.data.get("level", 1)):
-                raise ValueError(f"a world of this level has {needed} names")
+            people = info.data.get("people") or 8 * info.data.get("level", 1)
+            if names is not None and names < 5 * people:
+                raise ValueError(f"a world of {people} people has {5 * people} names")
             return names
 
     def __init__(self) -> None:
@@ -112,7 +115,7 @@ class Search(ToolEnv):
         chosen = read_options(self.Options, options)
         self.call_shortly(chosen.short_calls)
         self.most = chosen.most
-        self.world = make_world(chosen.level, seed, chosen.names)
+        self.world = make_world(chosen.level, seed, chosen.people, chosen.names)
         self.by_id = {document.id: document for document in self.world.documents}
         self.found: set[int] = set()
         self.done: set[int] = set()
@@ -231,10 +234,10 @@ def _any_call(env: Search, rng: random.Random) -> ToolCall:
 
 
 @lru_cache(maxsize=1024)
-def make_world(level: int, seed: int, shared_names: int | None = None) -> SearchWorld:
+def make_world(level: int, seed: int, people: int | None = None, names: int | None = None) -> SearchWorld:
     """The world of a seed; all members of a group share it."""
     rng = random.Random(seed)
-    things = _things(8 * level, rng, _shared(shared_names) if shared_names else None)
+    things = _things(people or 8 * level, rng, _shared(names) if names else None)
     facts = {
         thing: [
             (relation, rng.choice([other for other in things[relation.other] if other != thing]))

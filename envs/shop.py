@@ -113,6 +113,8 @@ class Shop(ToolEnv):
         """How many wishes the user has, at most one for each topic; by default as the level says."""
         rooms: int | None = Field(None, ge=2, le=24)
         """How many rooms the house has, by default as the level says. Each wish needs one, the user one more."""
+        names: int = Field(24, ge=2, le=24)
+        """From how many names those of the rooms are drawn: few are easier for a small model."""
         brief: bool = False
         """Whether the list of rooms is one line (`Rooms: Ivy: harbour; Opal: centre`), without a price or an area that
         is no topic."""
@@ -131,7 +133,13 @@ class Shop(ToolEnv):
         self.topics = chosen.topics
         self.brief = chosen.brief
         self.wishes = _wishes(chosen.topics, chosen.wishes or min(chosen.level + 1, len(set(chosen.topics))), self.rng)
-        rooms = _rooms(chosen.rooms or 4 * chosen.level + 4, self.wishes, self.rng, one_is_taken=chosen.level >= 3)
+        rooms = _rooms(
+            chosen.rooms or 4 * chosen.level + 4,
+            self.wishes,
+            self.rng,
+            _NAMES[: chosen.names],
+            one_is_taken=chosen.level >= 3,
+        )
         self.rooms = {room.name: room for room in rooms}
         self.booked: Room | None = None
         self.listed = self.always_listed = chosen.listed
@@ -216,9 +224,9 @@ def weak_player(env: Shop, rng: random.Random, skill: float = 0.8) -> str:
 
 @plays(Shop)
 def hasty_player(env: Shop, rng: random.Random, skill: float = 0.4) -> str:
-    """Books what fits by the list, without inspecting rooms. For warm starts in few tokens, where topics are listed.
+    """Books the first room that fits by the list, without inspecting it. For warm starts in few tokens.
 
-    With probability 1 - `skill` it does not ask, and books as if the user did not mind.
+    With probability 1 - `skill` it does not ask, and books as if the user did not mind. Topics must be listed.
     """
     unasked = [topic for topic in env.topics if topic not in " ".join(env.questions)]
     if unasked and (not env.listed or env.always_listed) and env.booked is None and rng.random() < skill:
@@ -228,8 +236,8 @@ def hasty_player(env: Shop, rng: random.Random, skill: float = 0.4) -> str:
     if env.booked is not None:
         return env.written(ToolCall("finish", {}))
     known = [wish for wish in env.wishes if wish.about in LISTED and wish.about not in unasked]
-    fitting = [room.name for room in env.rooms.values() if all(wish.holds(room) for wish in known)]
-    return env.written(ToolCall("book", {"room": rng.choice(fitting)}))
+    first = next(room.name for room in env.rooms.values() if all(wish.holds(room) for wish in known))
+    return env.written(ToolCall("book", {"room": first}))
 
 
 def _next_call(env: Shop) -> ToolCall:
@@ -274,17 +282,21 @@ def _wishes(topics: Sequence[str], count: int, rng: random.Random) -> tuple[Wish
     )
 
 
-def _rooms(count: int, wishes: Sequence[Wish], rng: random.Random, *, one_is_taken: bool) -> list[Room]:
+def _rooms(
+    count: int, wishes: Sequence[Wish], rng: random.Random, called: Sequence[str], *, one_is_taken: bool
+) -> list[Room]:
     """One room that fits, for each wish one that fails only that wish, and others that fail some; in random order.
 
     Raises:
-        ConfigError: so many wishes need more rooms.
+        ConfigError: so many wishes need more rooms, or so many rooms more names.
     """
     if count < (needed := len(wishes) + 1 + one_is_taken):
         raise ConfigError(f"options: {len(wishes)} wishes need at least {needed} rooms at this level, not {count}")
+    if count > len(called):
+        raise ConfigError(f"options: {count} rooms need as many names, not {len(called)}")
     missed = [[], *([wish] for wish in wishes)]
     missed += [rng.sample(wishes, rng.randint(1, len(wishes))) for _ in range(count - len(missed))]
-    names = rng.sample(_NAMES, len(missed))
+    names = rng.sample(called, len(missed))
     rooms = [_room(name, wishes, misses, rng) for name, misses in zip(names, missed, strict=True)]
     if one_is_taken:
         rooms[-1] = replace(rooms[0], name=rooms[-1].name, free=False)
