@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-# A process that is started goes on below the loop, and ends as one that was started by itself. Started from a
-# background job, it would ignore SIGINT. SIGUSR1 asks where it is.
+# A process that is started goes on below the loop, and ends as one that was started by itself. It ignores SIGINT only
+# if it shall be a background job of a shell. SIGUSR1 asks where it is.
 FORKING = """
 import faulthandler, json, os, signal, sys
 import agentrl.engines.local, agentrl.recipes.policy_gradient, agentrl.trainers.local
@@ -42,7 +42,7 @@ os.close(log)
 os.environ.clear()
 os.environ.update(asked["environment"])
 os.chdir(asked["folder"])
-signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGINT, signal.SIG_IGN if asked["background"] else signal.default_int_handler)
 faulthandler.register(signal.SIGUSR1)
 sys.argv = ["agentrl", *asked["arguments"]]
 main()
@@ -52,10 +52,12 @@ main()
 class Command:
     """`agentrl ...` in a process of its own, with the methods of a `Popen`. What it prints is added to a file."""
 
-    def __init__(self, *arguments: str, cwd: Path, log: Path) -> None:
+    def __init__(self, *arguments: str, cwd: Path, log: Path, background: bool = False) -> None:
         self.log = log
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self.pid: int = _ask(arguments=arguments, folder=str(cwd), log=str(log), environment=environment)
+        self.pid: int = _ask(
+            arguments=arguments, folder=str(cwd), log=str(log), environment=environment, background=background
+        )
         self._exit: int | None = None
 
     @property

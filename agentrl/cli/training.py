@@ -104,7 +104,11 @@ def _how_to_go_on(folder: Path) -> str:
 
 @contextmanager
 def _terminated_as_by_ctrl_c() -> Iterator[Callable[[], int]]:
-    """SIGTERM ends the block as Ctrl-C does. Yields what returns the exit status of the signal that did."""
+    """SIGTERM ends the block as Ctrl-C does. Yields what returns the exit status of the signal that did.
+
+    A shell's background job begins with SIGINT ignored, and then neither would end it: asyncio only takes the place of
+    Python's own handler. So here SIGINT ends such a job too.
+    """
     status = 130
 
     def end(number: int, frame: object) -> None:
@@ -113,10 +117,15 @@ def _terminated_as_by_ctrl_c() -> Iterator[Callable[[], int]]:
         signal.raise_signal(signal.SIGINT)
 
     before = signal.signal(signal.SIGTERM, end)
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    if ignored:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield lambda: status
     finally:
         signal.signal(signal.SIGTERM, before)
+        if ignored:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _interval(interval: list[float] | None) -> str:

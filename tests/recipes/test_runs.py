@@ -39,8 +39,8 @@ SMALL = [
 ]
 
 
-def start(*arguments: str, cwd: Path) -> Command:
-    return Command("train", *arguments, cwd=cwd, log=cwd / "run.log")
+def start(*arguments: str, cwd: Path, background: bool = False) -> Command:
+    return Command("train", *arguments, cwd=cwd, log=cwd / "run.log", background=background)
 
 
 def wait_for_a_step(command: Command, metrics: Path) -> None:
@@ -301,8 +301,9 @@ def kill_during(command: Command, run: Path, *, steps: int, extra: float) -> Non
 
 
 @pytest.mark.slow
-def test_sigterm_ends_a_run_as_ctrl_c_does(tmp_path):
-    command = start(*SMALL, "run_dir=run", "steps=1000", "evaluation.tasks=0", cwd=tmp_path)
+@pytest.mark.parametrize("background", [False, True])
+def test_sigterm_ends_a_run_as_ctrl_c_does_also_one_in_the_background(tmp_path, background):
+    command = start(*SMALL, "run_dir=run", "steps=1000", "evaluation.tasks=0", cwd=tmp_path, background=background)
     wait_for_a_step(command, tmp_path / "run" / "metrics.jsonl")
     command.send_signal(signal.SIGTERM)
     assert command.wait(PATIENCE_SECONDS) == 128 + signal.SIGTERM, command.output
