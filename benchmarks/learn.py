@@ -34,15 +34,19 @@ def trained(name: str, seed: int) -> Path:
         return folder
     command = [Path(sys.executable).with_name("agentrl"), "train", CONFIGS / f"{name}.yaml"]
     before = cpu_seconds_of_children()
+    overrides = [f"seed={seed}", f"run_dir={folder}", "--resume", "auto"]
+    run = subprocess.Popen([*command, *overrides], stdout=sys.stderr)
     try:
-        subprocess.run(
-            [*command, f"seed={seed}", f"run_dir={folder}", "--resume", "auto"], check=True, stdout=sys.stderr
-        )
+        status = run.wait()
+    except KeyboardInterrupt:  # the run gets Ctrl-C too, and saves a checkpoint; `subprocess.run` would kill it
+        status = run.wait()
     finally:
         spent = folder / "cpu_seconds"  # of all launches, if one was stopped
         earlier = float(spent.read_text()) if spent.exists() else 0.0
         folder.mkdir(parents=True, exist_ok=True)
         spent.write_text(f"{earlier + cpu_seconds_of_children() - before:.0f}")
+    if status:
+        sys.exit(f"{folder} has not ended (exit status {status}): the same command goes on with it")
     return folder
 
 
