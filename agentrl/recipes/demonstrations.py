@@ -41,7 +41,8 @@ class DemonstrationsConfig(Settings):
     episodes: int = Field(512, gt=0)
     """Episodes to play, each with a different seed."""
     episodes_per_step: int = Field(32, gt=0)
-    """Episodes in one supervised batch."""
+    """Episodes in one supervised batch, which `trainer.minibatches` divides into as many updates: with 4 episodes and 4
+    minibatches each update sees one, and copying, for example, may never be learned."""
     epochs: int = Field(1, gt=0)
     """Passes over the episodes."""
     lr: float = Field(1e-3, gt=0)
