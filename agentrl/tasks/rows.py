@@ -3,6 +3,7 @@
 Everything here streams: a row is read, checked and forgotten.
 """
 
+import codecs
 import csv
 import io
 import json
@@ -15,6 +16,8 @@ from decimal import Decimal
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
+
+from pydantic_core import from_json
 
 from agentrl.errors import ConfigError
 
@@ -166,8 +169,8 @@ def parse_line(line: bytes) -> Mapping[str, Any]:
         BadRowError: it is no JSON object.
     """
     try:
-        row = json.loads(line, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:  # text that is no UTF-8 too
+        row = from_json(line.removeprefix(codecs.BOM_UTF8), allow_inf_nan=False)
+    except ValueError as error:  # text that is no UTF-8 too, and halves of surrogate pairs, which no tokenizer takes
         raise BadRowError(f"it is not JSON: {error}") from error
     return _object(row)
 

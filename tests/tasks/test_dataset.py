@@ -122,7 +122,7 @@ def test_bad_rows_are_named_by_file_and_line_before_anything_starts(tmp_path: Pa
         tasks(path)
     text = str(raised.value)
     assert text.startswith("4 of 7 rows cannot be tasks:")
-    for line, why in ((3, "prompt"), (5, "not JSON"), (6, "not an object"), (7, "NaN is not a number")):
+    for line, why in ((3, "prompt"), (5, "not JSON"), (6, "not an object"), (7, "not JSON")):
         assert f"data.jsonl, line {line}: " in text
         assert why in text
     path.write_text('{"prompt": 3}\n' * 50 + good)
