@@ -40,6 +40,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
+from pydantic_core import to_json
 from rich.console import Console
 
 from agentrl import plugins
@@ -422,7 +423,7 @@ class Run:
             "episodes": asdict(self.ledger.episode_fates()),
         }
         await asyncio.to_thread(draw_curve, rows, self.folder / "reward_curve.png", self.folder.name)
-        write_whole(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+        write_whole(self.folder / "summary.json", to_json(summary, indent=2, inf_nan_mode="null").decode() + "\n")
 
     def _weights_checksum(self) -> str | None:
         newest = self.checkpoints.latest()

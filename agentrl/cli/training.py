@@ -128,18 +128,14 @@ def _terminated_as_by_ctrl_c() -> Iterator[Callable[[], int]]:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _interval(interval: list[float] | None) -> str:
-    return "" if interval is None else f" (95 % interval {interval[0]:.1%} to {interval[1]:.1%})"
+def _interval(interval: list[float | None] | None) -> str:
+    low, high = interval or (None, None)
+    return "" if low is None or high is None else f" (95 % interval {low:.1%} to {high:.1%})"
 
 
 def _print_summary(folder: Path, summary: dict[str, Any]) -> None:
-    if summary["success_before"] is not None:
-        console.print(
-            f"\nheld-out success [bold]{summary['success_before']:.1%}[/bold] before reinforcement learning"
-            f"{_interval(summary['success_before_interval'])}, [bold green]{summary['success_after']:.1%}[/bold green] "
-            f"after {summary['steps']} steps{_interval(summary['success_after_interval'])}",
-            highlight=False,
-        )
+    if summary["success_before_interval"] is not None:
+        console.print(f"\n{before_and_after(summary)}", highlight=False)
     console.print(
         f"{_suites_of(summary)}"
         f"largest staleness {summary['largest_staleness']:.0f} (bound {summary['max_staleness']}); "
@@ -156,6 +152,19 @@ def _print_summary(folder: Path, summary: dict[str, Any]) -> None:
     )
 
 
+def before_and_after(summary: dict[str, Any]) -> str:
+    """The success on held-out tasks before and after training, in a line with colours of rich."""
+    return (
+        f"held-out success [bold]{_share(summary['success_before'])}[/bold] before reinforcement learning"
+        f"{_interval(summary['success_before_interval'])}, [bold green]{_share(summary['success_after'])}[/bold green] "
+        f"after {summary['steps']} steps{_interval(summary['success_after_interval'])}"
+    )
+
+
+def _share(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.1%}"  # where all episodes failed
+
+
 def _suites_of(summary: dict[str, Any]) -> str:
     """A line for each suite: success before and after."""
     lines = []
@@ -163,8 +172,7 @@ def _suites_of(summary: dict[str, Any]) -> str:
         if ends:
             before, after = ends["before"], ends["after"]
             interval = _interval([after["success_low"], after["success_high"]])
-            passes = "".join(f", {key} {after[key]:.1%}" for key in after if re.fullmatch(r"pass@\d+", key))
-            lines.append(
-                f"{name}: success {before['success']:.1%} before, {after['success']:.1%} after{interval}{passes}\n"
-            )
+            passes = "".join(f", {key} {_share(after[key])}" for key in after if re.fullmatch(r"pass@\d+", key))
+            change = f"{_share(before['success'])} before, {_share(after['success'])} after"
+            lines.append(f"{name}: success {change}{interval}{passes}\n")
     return "".join(lines)

@@ -4,12 +4,15 @@ import asyncio
 import json
 import re
 from io import StringIO
+from math import nan
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
+from agentrl.cli.training import before_and_after
 from agentrl.config import load_config
 from agentrl.observe.silence import IN_A_ROW, Silence, conditions
 from agentrl.rollout.budget import Budget
@@ -104,3 +107,21 @@ def test_a_run_prints_its_warnings_and_keeps_them_in_the_summary(tmp_path: Path)
     assert "warning: in 3 steps in a row, up to step 3: 100% of the answers were cut" in printed.getvalue()
     (kept,) = json.loads((tmp_path / "run" / "summary.json").read_text())["warnings"]
     assert "rollout.sampling.max_tokens=3" in kept
+
+
+def test_an_evaluation_whose_episodes_all_failed_has_no_success_in_the_summary(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"env: frozen_lake\nrun_dir: {tmp_path / 'run'}\ntrackers: []\n")
+    with Run(load_config(path), Console(file=StringIO())) as run:
+        run.metrics.append({"step": 0, **evaluated(nan, nan, nan)})
+        run.metrics.append({"step": 1, **GOOD, "success": 0.5, "seconds": 1.0, "staleness/max": 0.0})
+        run.metrics.append({"step": 1, **evaluated(0.25, 0.1, 0.5)})
+        asyncio.run(run.finish())
+    written = (tmp_path / "run" / "summary.json").read_text()
+    assert "NaN" not in written
+    summary = json.loads(written)
+    assert (summary["success_before"], summary["success_after"]) == (None, 0.25)
+    said = Text.from_markup(before_and_after(summary)).plain
+    assert said == (
+        "held-out success unknown before reinforcement learning, 25.0% after 1 steps (95 % interval 10.0% to 50.0%)"
+    )
