@@ -105,7 +105,7 @@ class Inventory:
 
     def __str__(self) -> str:
         if not self.kind.is_gpu:
-            return f"no GPU, {self.kind.name} with {self.kind.memory / GIB:.1f} GiB"
+            return f"{self.kind.name} with {self.kind.memory / GIB:.1f} GiB and no GPU"
         nodes = f"{self.nodes} nodes of " if self.nodes > 1 else ""
         return f"{nodes}{self.per_node} x {self.kind.name} with {self.kind.memory / GIB:.1f} GiB each"
 

@@ -382,5 +382,5 @@ def test_what_cannot_be_on_this_machine_is_refused_before_a_run_starts(
     laptop = Inventory(host(cores=2, memory=64 * GIB))
     check_placement(config("frozen_lake"), laptop)
     check_placement(config("frozen_lake", "model=Qwen/Qwen3-1.7B"), laptop)
-    with pytest.raises(ConfigError, match=r"need 152\.6 GiB on no GPU, CPU x2 with 64\.0 GiB"):  # 16 + 4 bytes each
+    with pytest.raises(ConfigError, match=r"need 152\.6 GiB on CPU x2 with 64\.0 GiB and no GPU"):  # 16 + 4 bytes each
         check_placement(config("frozen_lake", "model=Qwen/Qwen3-8B"), laptop)
