@@ -118,8 +118,6 @@ class Shop(ToolEnv):
         brief: bool = False
         """Whether the list of rooms is one line (`Rooms: Ivy: harbour; Opal: centre`), without a price or an area that
         is no topic."""
-        listed: bool = False
-        """Whether the list of rooms is below the user's first words, and need not be asked for."""
         user: Annotated[ImportString[User], OwnerOnly()] = Field(default=scripted_user)
         """The `User` that answers `ask_user`, or its address as `package.module:name`."""
         short_calls: bool = False
@@ -142,11 +140,10 @@ class Shop(ToolEnv):
         )
         self.rooms = {room.name: room for room in rooms}
         self.booked: Room | None = None
-        self.listed = self.always_listed = chosen.listed
+        self.listed: set[str] = set()
         self.questions: list[str] = []
         self.inspected: set[str] = set()
-        hello = "Hello! I need a room for the night, please."
-        return f"{hello}\n{self._list()}" if chosen.listed else hello
+        return "Hello! I need a room for the night, please."
 
     # This one async tool makes the whole environment run on the event loop, where a user may wait for a model.
     async def ask_user(self, question: str) -> str:
@@ -159,10 +156,18 @@ class Shop(ToolEnv):
         answer = self._user(question, self.wishes, self.rng)
         return await answer if inspect.isawaitable(answer) else answer
 
-    def list_rooms(self) -> str:
-        """List the names of all rooms, with price and area."""
-        self.listed = True
-        return self._list()
+    def list_rooms(self, area: str = "") -> str:
+        """List the names of the rooms, with price and area.
+
+        Args:
+            area: the part of town, for the rooms there only
+        """
+        where = area.strip().lower()
+        if where and where not in AREAS:
+            raise ToolError(f"there is no part of town {area[:40]!r}, only {', '.join(AREAS)}")
+        rooms = [room for room in self.rooms.values() if where in ("", room.area)]
+        self.listed.update(room.name for room in rooms)
+        return self._list(rooms)
 
     def inspect_room(self, room: str) -> dict[str, Any]:
         """Tell all about a room.
@@ -192,14 +197,15 @@ class Shop(ToolEnv):
         reply = "Thank you, this is what I wanted." if fits else "This is not what I wanted."
         return ToolResult(reply, reward=float(fits), terminated=True, success=fits)
 
-    def _list(self) -> str:
-        """All rooms, with what the list tells of each."""
+    def _list(self, rooms: Sequence[Room]) -> str:
+        """These rooms, with what the list tells of each."""
+        if not rooms:
+            return "No rooms."
         topics = [topic for topic in LISTED if not self.brief or topic in self.topics]
         told = [
-            ", ".join({"price": f"{room.price} euros", "area": room.area}[topic] for topic in topics)
-            for room in self.rooms.values()
+            ", ".join({"price": f"{room.price} euros", "area": room.area}[topic] for topic in topics) for room in rooms
         ]
-        lines = [f"{name}: {text}" if text else name for name, text in zip(self.rooms, told, strict=True)]
+        lines = [f"{room.name}: {text}" if text else room.name for room, text in zip(rooms, told, strict=True)]
         return f"Rooms: {'; '.join(lines)}" if self.brief else "\n".join(lines)
 
     def _find(self, name: str) -> Room:
@@ -224,18 +230,19 @@ def weak_player(env: Shop, rng: random.Random, skill: float = 0.8) -> str:
 
 @plays(Shop)
 def hasty_player(env: Shop, rng: random.Random, skill: float = 0.4) -> str:
-    """Books the first room that fits by the list, without inspecting it. For warm starts in few tokens.
+    """Lists the rooms where the user wants one, and books the first that fits. For warm starts in few tokens.
 
-    With probability 1 - `skill` it does not ask, and books as if the user did not mind. Topics must be listed.
+    With probability 1 - `skill` it does not ask, and books as if the user did not mind. It inspects no room, so the
+    topics must be listed.
     """
-    unasked = [topic for topic in env.topics if topic not in " ".join(env.questions)]
-    if unasked and (not env.listed or env.always_listed) and env.booked is None and rng.random() < skill:
-        return env.written(ToolCall("ask_user", {"question": f"Which {' and '.join(unasked[:2])}?"}))
-    if not env.listed:
-        return env.written(ToolCall("list_rooms", {}))
     if env.booked is not None:
         return env.written(ToolCall("finish", {}))
+    unasked = [topic for topic in env.topics if topic not in " ".join(env.questions)]
+    if unasked and not env.listed and rng.random() < skill:
+        return env.written(ToolCall("ask_user", {"question": f"Which {' and '.join(unasked[:2])}?"}))
     known = [wish for wish in env.wishes if wish.about in LISTED and wish.about not in unasked]
+    if not env.listed:
+        return env.written(ToolCall("list_rooms", {w.about: w.value for w in known if w.about == "area"}))
     first = next(room.name for room in env.rooms.values() if all(wish.holds(room) for wish in known))
     return env.written(ToolCall("book", {"room": first}))
 
@@ -246,7 +253,7 @@ def _next_call(env: Shop) -> ToolCall:
     unasked = [topic for topic in env.topics if topic not in asked]
     if unasked:
         return ToolCall("ask_user", {"question": f"What do you wish as to {' and '.join(unasked[:2])}?"})
-    if not env.listed:
+    if len(env.listed) < len(env.rooms):
         return ToolCall("list_rooms", {})
     shown = [wish for wish in env.wishes if wish.about in LISTED]
     for room in env.rooms.values():

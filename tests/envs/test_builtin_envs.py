@@ -506,16 +506,24 @@ def test_a_brief_list_of_rooms_says_nothing_about_what_is_no_topic(topics: tuple
     assert all(re.fullmatch(told, room) for room in rooms)
 
 
-def test_a_shop_that_lists_its_rooms_at_once_needs_no_call_for_it() -> None:
-    env = begin(Shop, 0, listed=True)
-    hello, listed = env.start(0, {"listed": True}).split("\n", 1)
-    assert hello == "Hello! I need a room for the night, please."
-    assert listed == step(env, call("list_rooms"))[0]
-    assert solved(Shop, shop.strong_player, 0, 1, 12, listed=True)
-    said = [
-        shop.hasty_player(begin(Shop, 0, listed=True, topics=["area"]), random.Random(0), skill) for skill in (0, 1)
-    ]
-    assert ["book" in text for text in said] == [True, False]
+@pytest.mark.parametrize("brief", [False, True])
+def test_the_rooms_of_one_part_of_town_are_those_of_the_whole_list_that_are_there(brief: bool) -> None:
+    lists = [[step(begin(Shop, seed, brief=brief, topics=["area"]), call("list_rooms", **where))[0]
+              for where in ({}, *({"area": area} for area in shop.AREAS))] for seed in range(20)]  # fmt: skip
+    for everything, *parts in lists:
+        rooms = re.findall(r"\w+: [^;\n]+", everything.removeprefix("Rooms: "))
+        assert len(rooms) == 8
+        for area, part in zip(shop.AREAS, parts, strict=True):
+            there = [room for room in rooms if room.endswith(area)]
+            assert re.findall(r"\w+: [^;\n]+", part.removeprefix("Rooms: ")) == there
+            assert there or part == "No rooms."
+    assert any("No rooms." in parts for parts in lists)
+
+
+def test_a_part_of_town_may_be_written_in_capitals_and_an_unknown_one_is_named_in_the_error() -> None:
+    env = begin(Shop, 0)
+    assert step(env, call("list_rooms", area=" Old Town"))[0] == step(env, call("list_rooms", area="old town"))[0]
+    assert "no part of town 'downtown', only centre" in step(env, call("list_rooms", area="downtown"))[0]
 
 
 @pytest.mark.parametrize(
@@ -538,6 +546,17 @@ def test_a_hasty_player_of_the_shop_books_what_fits_if_it_asks_and_else_the_firs
 
     assert solved_by(1.0) == 100
     assert 10 <= solved_by(0.0) <= 40
+
+
+@pytest.mark.parametrize(("skill", "called"), [(1, ["ask_user", "list_rooms", "book"]), (0, ["list_rooms", "book"])])
+def test_a_hasty_player_of_the_shop_looks_only_where_the_user_wants_a_room(skill: int, called: list[str]) -> None:
+    env, rng = begin(Shop, 0, topics=["area"], short_calls=True), random.Random(0)
+    said = [shop.hasty_player(env, rng, skill)]
+    while not said[-1].startswith("book"):
+        step(env, said[-1])
+        said.append(shop.hasty_player(env, rng, skill))
+    assert [words.split()[0] for words in said] == called
+    assert f"list_rooms {env.wishes[0].value}" in said or not skill
 
 
 def test_the_user_says_a_wish_only_when_asked_about_it_and_two_at_most() -> None:
