@@ -16,7 +16,6 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationInfo, field_validator
 
 from agentrl.envs.base import ToolEnv, ToolError, ToolResult, plays, read_options
-from agentrl.errors import EnvError
 from agentrl.protocols import Settings
 from agentrl.trajectory import ToolCall
 
@@ -93,18 +92,18 @@ class Search(ToolEnv):
         """Whether tools are called in words (`answer Tobin`) instead of JSON, for models that are too small for it."""
         most: int = Field(10, ge=1, le=10)
         """How many documents a search shows at most, whatever `k` says."""
-        people: int | None = Field(None, ge=4, le=40)
-        """How many people a world has, and half as many towns and companies; by default 8 * `level`."""
+        brief: bool = False
+        """Whether a search shows, of each document, the one sentence that fits best, for models with a small context;
+        otherwise its title and 12 words in a row."""
         names: int | None = Field(None, le=10_000)
-        """How many names the worlds of all seeds share, at least 5 for each of the people, for models too small to copy
-        names that they have never seen. By default each world invents its own."""
+        """How many names the worlds of all seeds share, at least 40 * `level`, for models that are too small to copy
+        names they have never seen. By default each world invents its own."""
 
         @field_validator("names")
         @classmethod
         def _enough(cls, names: int | None, info: ValidationInfo) -> int | None:
-            people = info.data.get("people") or 8 * info.data.get("level", 1)
-            if names is not None and names < 5 * people:
-                raise ValueError(f"a world of {people} people has {5 * people} names")
+            if names is not None and names < (needed := 40 * info.data.get("level", 1)):
+                raise ValueError(f"a world of this level has {needed} names")
             return names
 
     def __init__(self) -> None:
@@ -114,14 +113,13 @@ class Search(ToolEnv):
         """Invent the world of this seed and ask about it."""
         chosen = read_options(self.Options, options)
         self.call_shortly(chosen.short_calls)
-        self.most = chosen.most
-        self.world = make_world(chosen.level, seed, chosen.people, chosen.names)
+        self.most, self.brief = chosen.most, chosen.brief
+        self.world = make_world(chosen.level, seed, chosen.names)
         self.by_id = {document.id: document for document in self.world.documents}
         self.found: set[int] = set()
         self.done: set[int] = set()
         self.shown = ""  # by the last search
         self.close()
-        self._index = _index(self.world.documents)
         return self.world.question
 
     def close(self) -> None:
@@ -137,19 +135,22 @@ class Search(ToolEnv):
             query: words to look for
             k: how many documents at most
         """
-        if self._index is None:
-            raise EnvError("no episode is being played; call reset first")
         # Quoting keeps a word from being an operator of FTS5's query language. A real query has no more words.
         words = [f'"{word}"' for word in re.findall(r"\w+", query)[:32]]
         if not words:
             raise ToolError("the query has no words")
+        if self._index is None:
+            self._index = _index(self.world.documents)
         rows = self._index.execute(
             "SELECT rowid, title, snippet(documents, 1, '', '', '...', 12) FROM documents WHERE documents MATCH ? "
             "ORDER BY bm25(documents, 5.0, 1.0), rowid LIMIT ?",
             (" OR ".join(words), min(k, self.most)),
         ).fetchall()
         self.found |= {number for number, *_ in rows}
-        self.shown = "\n".join(f"[{number}] {title}: {excerpt}" for number, title, excerpt in rows)
+        if self.brief:
+            self.shown = "\n".join(f"[{number}] {best_sentence(self.by_id[number].text, query)}" for number, *_ in rows)
+        else:
+            self.shown = "\n".join(f"[{number}] {title}: {excerpt}" for number, title, excerpt in rows)
         return self.shown or "Nothing was found."
 
     def read(self, document: int) -> str:
@@ -171,6 +172,12 @@ class Search(ToolEnv):
         """
         right = normal(text) == normal(self.world.chain[-1])
         return ToolResult("right" if right else "wrong", reward=float(right), terminated=True, success=right)
+
+
+def best_sentence(text: str, query: str) -> str:
+    """The sentence of a text that has most words of the query; the first of several."""
+    wanted = set(normal(query).split())
+    return max(re.split(r"(?<=\.) ", text), key=lambda sentence: len(wanted & set(normal(sentence).split())))
 
 
 def normal(answer: str) -> str:
@@ -234,10 +241,10 @@ def _any_call(env: Search, rng: random.Random) -> ToolCall:
 
 
 @lru_cache(maxsize=1024)
-def make_world(level: int, seed: int, people: int | None = None, names: int | None = None) -> SearchWorld:
+def make_world(level: int, seed: int, shared_names: int | None = None) -> SearchWorld:
     """The world of a seed; all members of a group share it."""
     rng = random.Random(seed)
-    things = _things(people or 8 * level, rng, _shared(names) if names else None)
+    things = _things(8 * level, rng, _shared(shared_names) if shared_names else None)
     facts = {
         thing: [
             (relation, rng.choice([other for other in things[relation.other] if other != thing]))

@@ -404,15 +404,32 @@ def test_a_search_shows_no_more_documents_than_the_option_says() -> None:
         env.close()
 
 
-@pytest.mark.parametrize(("people", "names"), [(None, 40), (4, 20)])
-def test_worlds_that_share_their_names_still_differ_and_can_be_solved(people: int | None, names: int) -> None:
-    worlds = [search.make_world(1, seed, people, names) for seed in range(100)]
+def test_a_brief_search_shows_the_one_sentence_of_each_document_that_has_most_words_of_the_query() -> None:
+    for seed in range(50):
+        env = begin(Search, seed, brief=True)
+        person, other = env.world.chain
+        document = next(document for document in env.world.documents if document.title == person)
+        (fact,) = (sentence for sentence in document.text.split(". ") if other in sentence)
+        words = " ".join(word for word in fact.rstrip(".").split() if word not in other.split())
+        shown = step(env, call("search", query=words.upper(), k=4))[0].splitlines()
+        assert shown[0] == f"[{document.id}] {fact.rstrip('.')}."
+        by_id = {str(document.id): document.text for document in env.world.documents}
+        for line in shown:
+            number, sentence = line[1:].split("] ")
+            assert sentence in by_id[number]
+            assert sentence.count(".") == 1
+        assert step(env, call("search", query=person, k=1))[0] == f"[{document.id}] {document.text.split('. ')[0]}."
+        assert step(env, call("search", query="zzz"))[0] == "Nothing was found."
+        env.close()
+
+
+def test_worlds_that_share_their_names_still_differ_and_can_be_solved() -> None:
+    worlds = [search.make_world(1, seed, 40) for seed in range(100)]
     words = {word for world in worlds for document in world.documents for word in document.title.split()}
-    assert len(words - {"Works", "Brothers", "Society"}) <= names
-    assert {len(world.documents) for world in worlds} == {2 * (people or 8)}
+    assert len(words - {"Works", "Brothers", "Society"}) <= 40
     assert len({(world.question, world.chain) for world in worlds}) >= 95
     assert len({frozenset(document.text for document in world.documents) for world in worlds}) == 100
-    assert all(solved(Search, search.strong_player, seed, 1, 5, people=people, names=names) for seed in range(20))
+    assert all(solved(Search, search.strong_player, seed, 1, 5, names=40) for seed in range(20))
 
 
 @pytest.mark.parametrize(("options", "needed"), [({"names": 39}, 40), ({"level": 5, "names": 40}, 200)])
@@ -451,14 +468,16 @@ def test_a_hasty_player_of_search_reads_nothing_and_answers_what_an_excerpt_show
 
 
 def test_a_search_for_the_words_of_the_fact_shows_the_answer_more_often_than_one_for_the_name() -> None:
-    def solved_by(skill: float) -> int:
+    def solved_by(skill: float, brief: bool = False) -> int:
         def player(live: Any, rng: random.Random) -> str:
             return str(search.hasty_player(live, rng, skill))
 
-        return sum(solved(Search, player, seed, 1, 3) for seed in range(100))
+        return sum(solved(Search, player, seed, 1, 3, brief=brief) for seed in range(100))
 
     assert solved_by(1.0) >= 65
     assert 25 <= solved_by(0.0) <= 50
+    assert solved_by(1.0, brief=True) == 100
+    assert 10 <= solved_by(0.0, brief=True) <= 35
 
 
 # Shop
