@@ -4,7 +4,8 @@ Dimension suffixes: S tokens of the micro-batch, end to end; N loss tokens among
 which several may be the same one of S; P tokens before loss tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -140,8 +141,19 @@ def states_together(model: Any, rows_T: Sequence[Tensor], windows: Windows) -> S
     return torch.split(states_SH, lengths)
 
 
+@contextmanager
+def _without_layers(config: Any) -> Iterator[None]:
+    """Let a model leave out its layers, as most do that count them by their config: none has to be gathered then."""
+    layers = config.num_hidden_layers
+    config.num_hidden_layers = 0
+    try:
+        yield
+    finally:
+        config.num_hidden_layers = layers
+
+
 def scaling_of(model: Any, temperature: float) -> Scaling:
-    """What the model does to the output of its head, checked on a few tokens.
+    """What the model does to the output of its head, checked on a few tokens: without layers, where that is possible.
 
     Raises:
         ConfigError: it does something else to it.
@@ -150,17 +162,25 @@ def scaling_of(model: Any, temperature: float) -> Scaling:
     cap = getattr(config, "final_logit_softcapping", None)
     factor = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1.0)
     scaling = Scaling(factor=float(factor), cap=cap)
-    tokens_S = torch.arange(8, device=model.device) % config.vocab_size
-    segments = Segments.of([8], model.device)
-    with torch.no_grad():
-        expected_SV = model(input_ids=tokens_S[None], use_cache=False, segments=segments).logits[0]
-        hidden = model.base_model(input_ids=tokens_S[None], use_cache=False, segments=segments).last_hidden_state[0]
-        got_SV = scaling.apply(model.get_output_embeddings()(hidden).clone())
-    tolerance = 1e-3 if expected_SV.dtype == torch.float32 else 5e-2  # weights that are gathered in bfloat16
-    if not torch.allclose(expected_SV.float(), got_SV, rtol=tolerance, atol=tolerance):
+    with suppress(Exception), _without_layers(config):  # Gemma 3n's layers make something that its head needs
+        if _scales_so(model, scaling):
+            return Scaling(temperature, scaling.factor, scaling.cap)
+    if not _scales_so(model, scaling):
         raise ConfigError(
             f"the logits of {type(model).__name__} are not its output embedding over its last hidden state, scaled or "
             "capped as its config says, so the trainer would compute other logprobs than the engine; such models need "
             "a trainer of their own"
         )
     return Scaling(temperature, scaling.factor, scaling.cap)
+
+
+def _scales_so(model: Any, scaling: Scaling) -> bool:
+    """Whether the logits of a few tokens are the head's outputs with this scaling."""
+    tokens_S = torch.arange(8, device=model.device) % model.config.get_text_config().vocab_size
+    segments = Segments.of([8], model.device)
+    with torch.no_grad():
+        expected_SV = model(input_ids=tokens_S[None], use_cache=False, segments=segments).logits[0]
+        hidden = model.base_model(input_ids=tokens_S[None], use_cache=False, segments=segments).last_hidden_state[0]
+        got_SV = scaling.apply(model.get_output_embeddings()(hidden).clone())
+    tolerance = 1e-3 if expected_SV.dtype == torch.float32 else 5e-2  # weights that are gathered in bfloat16
+    return torch.allclose(expected_SV.float(), got_SV, rtol=tolerance, atol=tolerance)

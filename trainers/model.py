@@ -61,6 +61,13 @@ class Predictor(nn.Module):
 
     def prepare(self) -> None:
         """What has to be done once before all else, with the weights in place."""
+
+    def check_attention(self) -> None:
+        """Compare the attention with transformers' own (`agentrl/attention_check.py`), with all weights in place.
+
+        Raises:
+            ConfigError: they differ.
+        """
         check_attention(self.model, partial(states_together, self.model))
 
     def compute(self, samples: DeviceMicroBatch, *, entropy: bool) -> Tensor:
@@ -77,7 +84,6 @@ class LogprobPredictor(Predictor):
 
     def prepare(self) -> None:
         """See `Predictor`."""
-        super().prepare()
         compute_logprobs_in(self.model.get_output_embeddings(), scaling_of(self.model, self.temperature))
 
     def compute(self, samples: DeviceMicroBatch, *, entropy: bool) -> Tensor:

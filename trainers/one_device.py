@@ -48,6 +48,7 @@ class OneDevice:
         """See `Sharding`."""
         with torch.no_grad():
             self.model(None)
+            self.model.check_attention()  # ranks that share a model would need more memory for it than for their shares
 
     def predict(self, samples: DeviceMicroBatch, *, entropy: bool = False) -> Tensor:
         """See `Sharding`."""
