@@ -5,7 +5,7 @@ which several may be the same one of S; P tokens before loss tokens.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -162,10 +162,10 @@ def scaling_of(model: Any, temperature: float) -> Scaling:
     cap = getattr(config, "final_logit_softcapping", None)
     factor = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1.0)
     scaling = Scaling(factor=float(factor), cap=cap)
-    with suppress(Exception), _without_layers(config):  # Gemma 3n's layers make something that its head needs
-        if _scales_so(model, scaling):
-            return Scaling(temperature, scaling.factor, scaling.cap)
-    if not _scales_so(model, scaling):
+    of_layers = getattr(config, "hidden_size_per_layer_input", None)  # Gemma 3n and 4 make inputs of each layer
+    with nullcontext() if of_layers else _without_layers(config):
+        holds = _scales_so(model, scaling)
+    if not holds:
         raise ConfigError(
             f"the logits of {type(model).__name__} are not its output embedding over its last hidden state, scaled or "
             "capped as its config says, so the trainer would compute other logprobs than the engine; such models need "
