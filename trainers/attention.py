@@ -36,7 +36,7 @@ SIMILAR = 0.75
 """A segment joins a block if it has at least this share of the length of the block's longest one."""
 PIECE = 256
 """Queries of a piece."""
-SHORT_PIECE = 64
+SHORT_PIECE = 128
 """Queries of a piece of a short segment on CPUs."""
 KEYS_AT_ONCE = 512
 """Keys of a block of torch's fused attention on CPUs."""
@@ -270,7 +270,7 @@ def _causal(query_RHLD: Tensor, key_RKLD: Tensor, value_RKLD: Tensor, scaling: f
     queries of short segments ask in pieces, each for the keys up to its end.
     """
     length, gqa = query_RHLD.shape[2], query_RHLD.shape[1] != key_RKLD.shape[1]
-    if query_RHLD.device.type != "cpu" or not 2 * SHORT_PIECE <= length <= KEYS_AT_ONCE:
+    if query_RHLD.device.type != "cpu" or not SHORT_PIECE < length <= KEYS_AT_ONCE:
         return scaled_dot_product_attention(
             query_RHLD, key_RKLD, value_RKLD, is_causal=True, scale=scaling, enable_gqa=gqa
         )
@@ -278,17 +278,20 @@ def _causal(query_RHLD: Tensor, key_RKLD: Tensor, value_RKLD: Tensor, scaling: f
     for first in range(0, length, SHORT_PIECE):
         stop = min(first + SHORT_PIECE, length)
         piece = (query_RHLD[:, :, first:stop], key_RKLD[:, :, :stop], value_RKLD[:, :, :stop])
-        seen_QC = _seen(first)[: stop - first, :stop]
-        pieces.append(scaled_dot_product_attention(*piece, attn_mask=seen_QC, scale=scaling, enable_gqa=gqa))
+        mask_QC = _mask(first, query_RHLD.dtype)[: stop - first, :stop]
+        pieces.append(scaled_dot_product_attention(*piece, attn_mask=mask_QC, scale=scaling, enable_gqa=gqa))
     return torch.cat(pieces, dim=2)
 
 
 @lru_cache
-def _seen(first: int) -> Tensor:
-    """Which tokens each query of a short piece sees, by the place of its first query."""
+def _mask(first: int, dtype: torch.dtype) -> Tensor:
+    """0 for the tokens that each query of a short piece sees, by the place of its first query; else -inf.
+
+    Attention would make this of whether it sees them at every call.
+    """
     seen_QC = np.arange(first, first + SHORT_PIECE)[:, None] >= np.arange(first + SHORT_PIECE)
     with torch.inference_mode(False):
-        return torch.from_numpy(seen_QC)
+        return torch.zeros(seen_QC.shape, dtype=dtype).masked_fill_(torch.from_numpy(~seen_QC), float("-inf"))
 
 
 def _in_pieces(query_RHLD: Tensor, key_RKLD: Tensor, value_RKLD: Tensor, kind: _Kind, s_aux: Tensor | None) -> Tensor:
