@@ -90,7 +90,7 @@ class FrozenLake(TextEnv):
 
     def render_html(self) -> str:
         """The lake: ice, holes (dark), the goal (a star), and the player (a dot)."""
-        return board_html([row[1::2] for row in self._grid().split("\n")[:-1]], _COLOURS, _SIGNS)
+        return _picture(self._desc, self._state)
 
     def shortest_moves(self) -> list[str]:
         """The legal words that begin a shortest path from the player to the goal (on ice that is not slippery)."""
@@ -106,13 +106,7 @@ class FrozenLake(TextEnv):
         return [word for word, state in reached.items() if state != self._state and cells[state] != "H"]
 
     def _grid(self) -> str:
-        row, column = divmod(self._state, len(self._desc))
-        rows = ["".join(f" {cell}" for cell in cells) for cells in self._desc]
-        rows[row] = f"{rows[row][: 2 * column]} P{rows[row][2 * column + 2 :]}"
-        around = [_move(self._desc, self._state, action) for action in range(len(ACTIONS))]
-        cells = "".join(self._desc)
-        view = "".join(" W" if state == self._state else f" {cells[state]}" for state in around)
-        return "\n".join([*rows, view])
+        return _grid(self._desc, self._state)
 
 
 @plays(FrozenLake)
@@ -131,6 +125,23 @@ def careful_player(env: FrozenLake, rng: random.Random) -> str:
 def _map(size: int, p: float, seed: int) -> Map:
     """A solvable map; all members of a group share it."""
     return tuple(generate_random_map(size, p, seed))
+
+
+@lru_cache(maxsize=4096)
+def _grid(desc: Map, state: int) -> str:
+    """The map as text, with the player, and below it what is around the player."""
+    row, column = divmod(state, len(desc))
+    rows = ["".join(f" {cell}" for cell in cells) for cells in desc]
+    rows[row] = f"{rows[row][: 2 * column]} P{rows[row][2 * column + 2 :]}"
+    around = [_move(desc, state, action) for action in range(len(ACTIONS))]
+    cells = "".join(desc)
+    view = "".join(" W" if after == state else f" {cells[after]}" for after in around)
+    return "\n".join([*rows, view])
+
+
+@lru_cache(maxsize=4096)
+def _picture(desc: Map, state: int) -> str:
+    return board_html([row[1::2] for row in _grid(desc, state).split("\n")[:-1]], _COLOURS, _SIGNS)
 
 
 def _move(desc: Map, state: int, action: int) -> int:

@@ -33,13 +33,16 @@ from agentrl.scoring.config import name_of
 
 
 @asynccontextmanager
-async def env_host(config: RunConfig, cluster: Cluster | None = None) -> AsyncIterator[EnvHost]:
-    """Host the run's environments in this process or on workers of the cluster, and close them at the end."""
+async def env_host(config: RunConfig, cluster: Cluster | None = None, *, shown: bool = True) -> AsyncIterator[EnvHost]:
+    """Host the run's environments in this process or on workers of the cluster, and close them at the end.
+
+    If their episodes are not `shown`, no pictures are drawn.
+    """
     made = {
         name: partial(env_factory, address(env.name, env.all_wrappers), env.isolation, env.python, env.requires)
         for name, env in config.envs.items()
     }
-    pictures = config.observe.picture_kib > 0
+    pictures = shown and config.observe.picture_kib > 0
     async with AsyncExitStack() as stack:
         if cluster is None or not cluster.config.env_workers:
             isolation = {name: env.isolation for name, env in config.envs.items()}

@@ -138,7 +138,7 @@ async def _played(
             policy = EnginePolicy(PlayerEngine(cast(Any, player), renderer), sampling, 3600.0, trained=False)
             return await play_all(agents(policy), tasks, config)
     scripted = ScriptedPolicy(player, renderer)
-    async with env_host(config) as envs:
+    async with env_host(config, shown=False) as envs:
         limits = config.rollout.budget, config.rollout.deadlines.episode
         runner = EnvEpisodeRunner(scripted, renderer, envs, *limits, own_budgets=config.own_budgets())
         return await play_all(runner, tasks, config, scripted.turnstile)

@@ -60,7 +60,7 @@ async def opening_texts(config: RunConfig, episodes: int = 64) -> list[str]:
     source = task_source(config, "corpus")
     texts: list[str] = []
     in_a_row = 0
-    async with env_host(config) as envs:
+    async with env_host(config, shown=False) as envs:
         for index in range(episodes):
             task = next_task(source, index)
             env = envs.acquire(task.env)
