@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -12,7 +13,8 @@ BLOCK_GROUPS = 4
 _BLOCK = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.")
 
 
-def layer_groups(names: list[str]) -> dict[str, str]:
+@lru_cache
+def layer_groups(names: tuple[str, ...]) -> Mapping[str, str]:
     """The group of each parameter: `embedding`, `blocks/1` to `blocks/4`, or `head` (all that follows the blocks).
 
     A tied head has the embedding's name. A model of fewer blocks has fewer groups of them.
@@ -30,13 +32,15 @@ def layer_groups(names: list[str]) -> dict[str, str]:
 
 def squares(gradients: Mapping[str, Tensor | None], device: torch.device) -> dict[str, Tensor]:
     """The sum of the squares of each group's gradients, as scalars on `device`. Groups without a gradient are 0."""
-    groups = layer_groups(list(gradients))
+    groups = layer_groups(tuple(gradients))
     found = {group: torch.zeros((), device=device) for group in sorted(set(groups.values()))}
     present = {name: gradient for name, gradient in gradients.items() if gradient is not None}
     if present:
         norms = torch._foreach_norm([gradient.detach() for gradient in present.values()])
+        by_group: dict[str, list[Tensor]] = {}
         for name, norm in zip(present, norms, strict=True):
-            found[groups[name]] += norm.float().to(device).square()
+            by_group.setdefault(groups[name], []).append(norm.float().to(device))
+        found |= {group: torch.stack(own).square_().sum() for group, own in by_group.items()}
     return found
 
 

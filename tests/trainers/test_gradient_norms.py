@@ -15,10 +15,10 @@ from agentrl.trainers.local import LocalTrainer
 def test_blocks_are_told_apart_by_quarters_and_the_rest_by_its_place() -> None:
     blocks = [f"model.model.layers.{number}.mlp.up_proj.weight" for number in range(10)]
     others = {"model.model.embed_tokens.weight": "embedding", "model.model.norm.weight": "head", "value.weight": "head"}
-    found = layer_groups([*blocks, *others])
+    found = layer_groups((*blocks, *others))
     assert [found[name] for name in blocks] == [f"blocks/{quarter}" for quarter in (1, 1, 1, 2, 2, 3, 3, 3, 4, 4)]
     assert {name: found[name] for name in others} == others
-    assert set(layer_groups(["transformer.h.0.attn.weight", "transformer.h.1.attn.weight"]).values()) == {
+    assert set(layer_groups(("transformer.h.0.attn.weight", "transformer.h.1.attn.weight")).values()) == {
         "blocks/1",
         "blocks/2",
     }
