@@ -48,8 +48,8 @@ class Adapters:
         """Freeze a model of the folder `origin`, and add adapters, whose values `first_factor` gives.
 
         Raises:
-            ConfigError: peft is missing, the model has none of the targets, or they are not linear, or the folder lacks
-                their weights.
+            ConfigError: peft is missing, the model lacks one of the targets, or it is not linear or is the head, or the
+                folder lacks their weights.
         """
         try:
             from peft import LoraConfig, inject_adapter_in_model
@@ -57,11 +57,10 @@ class Adapters:
             raise ConfigError(f"trainer.lora needs peft ({error}): pip install 'agentrl[lora]'") from error
         _check_linear(model)
         targets = _linear_layers(model) if settings.targets == "all-linear" else list(settings.targets)
+        if settings.targets != "all-linear":
+            _check_targets(model, settings.targets)
         config = LoraConfig(r=settings.rank, lora_alpha=settings.alpha, lora_dropout=0.0, target_modules=targets)
-        try:
-            inject_adapter_in_model(config, model)
-        except ValueError as error:
-            raise ConfigError(f"trainer.lora.targets={targets}: {error}") from error
+        inject_adapter_in_model(config, model)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         shapes = {name: p.shape for name, p in trained.items()}
         stored = [Stored(_in_peft(name), shape, name) for name, shape in shapes.items()]
@@ -117,6 +116,30 @@ def _check_linear(model: Any) -> None:
             f"trainer.lora supports linear layers only, and those of {type(model).__name__} are Conv1D: leave out "
             "trainer.lora to train all weights"
         )
+
+
+def _check_targets(model: Any, targets: Sequence[str]) -> None:
+    """Each target has to name linear layers, and not the head, whose module computes logprobs of the weight alone."""
+    where = f"trainer.lora.targets={list(targets)}"
+    layers = dict(model.named_modules())
+    linear = {name.rpartition(".")[2] for name, layer in layers.items() if _is_inner_linear(model, layer)}
+    known = f"name linear layers by the ends of their names, such as {', '.join(sorted(linear))}"
+    if not targets:
+        raise ConfigError(f"{where} names no layer: {known}; or write all-linear")
+    for target in targets:
+        named = [name for name in layers if name == target or name.endswith(f".{target}")]
+        if not named:
+            raise ConfigError(f"{where}: {target!r} is not found in {type(model).__name__}: {known}")
+        for name in named:
+            if layers[name] is model.get_output_embeddings():
+                raise ConfigError(f"{where}: {name} is the model's head, which can have no adapters: {known}")
+            if not isinstance(layers[name], torch.nn.Linear):
+                kind = type(layers[name]).__name__
+                raise ConfigError(f"{where}: adapters are of linear layers only, and {name} is of type {kind}: {known}")
+
+
+def _is_inner_linear(model: Any, layer: Any) -> bool:
+    return isinstance(layer, torch.nn.Linear) and layer is not model.get_output_embeddings()
 
 
 def _linear_layers(model: Any) -> str | list[str]:

@@ -420,7 +420,6 @@ def test_saved_adapters_are_those_of_peft_and_the_folder_has_them_merged(
     assert (merged(tokens).logits - before).abs().max() > 1.0
 
 
-@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
 def test_adapters_that_cannot_be_made_say_why(shallow_model_dir: Path, tmp_path: Path) -> None:
     async def enter(model: Path, targets: Any) -> None:
         async with make_trainer(model, TrainerCase(lora={"targets": targets})):
@@ -428,8 +427,16 @@ def test_adapters_that_cannot_be_made_say_why(shallow_model_dir: Path, tmp_path:
 
     with pytest.raises(ConfigError, match=r"trainer\.lora\.targets=\['nothing'\].*not found"):
         asyncio.run(enter(shallow_model_dir, ["nothing"]))
-    with pytest.raises(ConfigError, match="linear layers only"):
+    with pytest.raises(
+        ConfigError, match=r"'q_prj' is not found in Qwen3ForCausalLM: .* such as down_proj, .*, v_proj"
+    ):
+        asyncio.run(enter(shallow_model_dir, ["v_proj", "q_prj"]))
+    with pytest.raises(ConfigError, match=r"linear layers only, and .*embed_tokens is of type Embedding"):
         asyncio.run(enter(shallow_model_dir, ["embed_tokens"]))
+    with pytest.raises(ConfigError, match="lm_head is the model's head, which can have no adapters"):
+        asyncio.run(enter(shallow_model_dir, ["q_proj", "lm_head"]))
+    with pytest.raises(ConfigError, match="names no layer"):
+        asyncio.run(enter(shallow_model_dir, []))
     for file in shallow_model_dir.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     weights = load_file(tmp_path / "model.safetensors")
