@@ -34,6 +34,16 @@ class DeepSpeedTrainer(GroupTrainer):
                 )
             return self
 
+        @model_validator(mode="after")
+        def _layers_are_computed_again_as_they_were(self) -> Self:
+            if self.zero_stage == 3 and self.activation_checkpointing == "selective":
+                raise ValueError(
+                    "ZeRO 3 gathers weights inside of a layer, and not the same ones when the layer is computed again, "
+                    "so torch cannot tell what selective recomputation has kept: write activation_checkpointing: full "
+                    "(or none), zero_stage: 2, or trainer: fsdp"
+                )
+            return self
+
         def layout(self) -> TrainerLayout:
             """See `TrainerSettings.layout`. DeepSpeed updates a copy of the weights, also of float32 ones, and adds up
             the gradients of all ranks in a buffer.

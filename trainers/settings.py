@@ -85,8 +85,8 @@ class TrainerSettings(Settings):
 
     activation_checkpointing: Recompute | None = None
     """Activations that are computed again in the backward pass instead of kept: `none`; all of a layer except its
-    matrix products and its attention (`selective`); or all except its inputs (`full`). By default `full` for models of
-    a billion parameters or more, and with `activation_offload`; otherwise `none`."""
+    matrix products and its attention (`selective`, not with ZeRO 3); or all except its inputs (`full`). By default
+    `full` for models of a billion parameters or more, and with `activation_offload`; otherwise `none`."""
 
     activation_offload: bool = False
     """Keep the inputs of layers, which are there to compute the rest again, in CPU memory, if the devices are GPUs."""

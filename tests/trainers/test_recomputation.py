@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
 from agentrl.errors import ConfigError
 from agentrl.trainers.attention import ATTENTION, Segments
+from agentrl.trainers.deepspeed import DeepSpeedTrainer
 from agentrl.trainers.recomputation import blocks_of, recompute_blocks
 from agentrl.trainers.settings import TrainerSettings
 
@@ -128,3 +130,6 @@ def test_wrong_settings_say_what_to_write(shallow_model_dir: Path) -> None:
     model._no_split_modules = None
     with pytest.raises(ConfigError, match="activation_checkpointing=none"):
         recompute_blocks(model, "full")
+    with pytest.raises(ValidationError, match="write activation_checkpointing: full"):
+        DeepSpeedTrainer.Config(zero_stage=3, activation_checkpointing="selective")
+    assert DeepSpeedTrainer.Config(zero_stage=2, activation_checkpointing="selective").recomputed(1) == "selective"
