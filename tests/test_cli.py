@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.cli import training
 from agentrl.rollout.ledger import Ledger
 from agentrl.trajectory import Task
 from tests.processes import PATIENCE_SECONDS
@@ -131,3 +132,12 @@ def test_ledger_of_a_folder_without_one_is_an_error(agentrl, tmp_path):
     done = agentrl("ledger", str(tmp_path))
     assert done.returncode == 2
     assert done.stderr.startswith("error: there is no ledger")
+
+
+def test_the_demo_leaves_out_groups_without_an_advantage_unless_told_otherwise(monkeypatch, tmp_path):
+    configs = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(training, "_run", lambda loaded, **options: configs.append(loaded.config))
+    training.demo(["steps=1"])
+    training.demo(["algorithm=ppo", "batch_processing.keep_variance=1"])
+    assert [(config.steps, config.batch_processing.keep_variance) for config in configs] == [(1, 0.999), (12, 1.0)]
