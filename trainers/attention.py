@@ -287,7 +287,7 @@ def _causal(query_RHLD: Tensor, key_RKLD: Tensor, value_RKLD: Tensor, scaling: f
 def _mask(first: int, dtype: torch.dtype) -> Tensor:
     """0 for the tokens that each query of a short piece sees, by the place of its first query; else -inf.
 
-    Attention would make this of whether it sees them at every call.
+    From booleans, torch would build this mask again at every call.
     """
     seen_QC = np.arange(first, first + SHORT_PIECE)[:, None] >= np.arange(first + SHORT_PIECE)
     with torch.inference_mode(False):

@@ -36,7 +36,7 @@ from agentrl.scoring.config import name_of
 async def env_host(config: RunConfig, cluster: Cluster | None = None, *, shown: bool = True) -> AsyncIterator[EnvHost]:
     """Host the run's environments in this process or on workers of the cluster, and close them at the end.
 
-    If their episodes are not `shown`, no pictures are drawn.
+    Without `shown`, the environments draw no pictures: nobody will look at these episodes.
     """
     made = {
         name: partial(env_factory, address(env.name, env.all_wrappers), env.isolation, env.python, env.requires)

@@ -22,8 +22,8 @@ from agentrl.flow import run_steadily
 from agentrl.storage import storage_problem
 
 _DEMO = "batch_processing.keep_variance=0.999"
-"""Groups whose members all cross the lake, or none of whom does, have no advantage, and are not computed. The config
-keeps them, because a critic learns from them too."""
+"""GRPO learns nothing from groups in which all episodes cross the lake, or none does, so the demo leaves them out. The
+config keeps them, because a critic learns from them."""
 
 
 def train(
