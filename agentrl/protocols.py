@@ -58,8 +58,9 @@ class Env(Protocol):
       the messages, without scripts or requests: styles, SVG and `data:` images work.
 
     The optional `info["success"]` says whether the episode reached its goal. At the end of a game of one message,
-    `info["answer"]` may give the message that would have reached it (`check_env` tries it). An environment that leaves
-    the verdict to the run's reward sets `info["success"]` to None: then an episode with a score above 0 succeeded.
+    `info["answer"]` may give the message that would have reached it (`check_env` tries it). Without it, or if it is
+    None, the verdict is left to the run's reward (`agentrl.trajectory.succeeded`): an episode with a score above 0
+    succeeded, unless a part of the reward says otherwise (`success_at`).
 
     In a multi-agent environment the agents take turns. Its infos name them, so that every transport carries the names:
 

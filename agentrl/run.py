@@ -30,6 +30,7 @@ runs/NAME/
 import asyncio
 import json
 import logging
+import math
 import os
 import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -306,6 +307,8 @@ class Run:
         self.display.held_out(step, metrics["eval/success"])
         if not metrics["eval/episodes"]:
             self._say_that_all_failed("held-out success", step, metrics["eval/failed"], "held_out")
+        elif math.isnan(metrics["eval/success"]):
+            self._say_that_nothing_tells("held-out success", step, metrics["eval/episodes"])
         else:
             self.display.say(
                 f"held-out success after {step} steps: [bold]{metrics['eval/success']:.1%}[/bold] of "
@@ -323,6 +326,9 @@ class Run:
         if not own["tasks"]:
             self._say_that_all_failed(f"success on {name}", step, own["failed"], name)
             return
+        if math.isnan(own["success"]):
+            self._say_that_nothing_tells(f"success on {name}", step, own["episodes"])
+            return
         passes = "".join(f", {key} {value:.1%}" for key, value in own.items() if re.fullmatch(r"pass@\d+", key))
         self.display.say(
             f"success on {name} after {step} steps: [bold]{own['success']:.1%}[/bold] of {own['tasks']:.0f} tasks "
@@ -333,6 +339,12 @@ class Run:
         self.display.say(
             f"{what} after {step} steps: [bold]unknown[/bold], as all {failed:.0f} episodes failed; "
             f"`agentrl eval {self.folder} --suite {suite}` shows why"
+        )
+
+    def _say_that_nothing_tells(self, what: str, step: int, episodes: float) -> None:
+        self.display.say(
+            f"{what} after {step} steps: [bold]unknown[/bold], as neither the environment nor the reward tells it of "
+            f'the {episodes:.0f} episodes: set info["success"], or add a part of the reward that scores single episodes'
         )
 
     def record_metrics(self, step: int, metrics: Mapping[str, float]) -> None:

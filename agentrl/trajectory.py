@@ -274,10 +274,10 @@ class Trajectory:
         return self.head_start + sum(turn.reward for turn in self.turns)
 
     @property
-    def success(self) -> bool:
-        """`info["success"]` of the last turn if the environment sets it, else whether the return is above zero."""
+    def success(self) -> bool | None:
+        """The environment's verdict: `info["success"]` of the last turn. `None` if it gives none: ask `succeeded`."""
         success = self.turns[-1].info.get("success") if self.turns else None
-        return bool(success) if success is not None else self.env_return > 0
+        return None if success is None else bool(success)
 
     @property
     def num_tokens(self) -> int:
@@ -304,25 +304,38 @@ class Scored:
 
 
 @dataclass(frozen=True, slots=True)
+class Unscored:
+    """No part of the reward scores an episode on its own, and it has not been compared with others."""
+
+    name: ClassVar[str] = "unscored"
+
+
+@dataclass(frozen=True, slots=True)
 class Score:
     """A reward's verdict on a trajectory: the value, its named parts, and whether it could be computed at all.
 
     A failed score has the value NaN, so that a mean that includes it by mistake is NaN too. `turns`: what single turns
     contributed to the value; the last turn gets the rest (`Group.turn_rewards_G`). `worked`: from when to when rewards
     worked on it. `words`: why, in words, by part: what a judge says of its verdict, for people who read the episode.
+    `success`: whether the episode reached its goal; `None`: a value above zero says so (`succeeded`).
     """
 
     value: float
     parts: Mapping[str, float] = field(default_factory=dict)
-    status: Scored | Failed = field(default_factory=Scored)
+    status: Scored | Failed | Unscored = field(default_factory=Scored)
     turns: tuple[float, ...] = ()
     worked: tuple[tuple[float, float], ...] = field(default=(), compare=False)
     words: Mapping[str, str] = field(default_factory=dict, compare=False)
+    success: bool | None = None
 
     @staticmethod
     def failed(error: str, layer: Layer = "reward") -> "Score":
         """A score that could not be computed."""
         return Score(float("nan"), {}, Failed(layer, error))
+
+
+UNSCORED = Score(0.0, status=Unscored())
+"""The score of an episode before any part of the reward has scored it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,12 +392,17 @@ class Group:
         return replace(self, trajectories=tuple(t for t, _ in pairs), scores=tuple(s for _, s in pairs))
 
 
-def succeeded(trajectory: Trajectory, score: Score) -> bool:
-    """`Trajectory.success`. Where the environment leaves the verdict to the reward (`info["success"]` is None), whether
-    the score is above zero.
+def succeeded(trajectory: Trajectory, score: Score) -> bool | None:
+    """Whether an episode reached its goal; `None` if nothing tells. All that depends on success asks here.
+
+    The environment's verdict (`Trajectory.success`) counts, or else the reward's (`Score.success`). If neither gives
+    one, an episode with a score above zero succeeded. A score that failed, or was not computed, tells nothing.
     """
-    info = trajectory.turns[-1].info if trajectory.turns else {}
-    return score.value > 0 if info.get("success", False) is None else trajectory.success
+    if trajectory.success is not None:
+        return trajectory.success
+    if not isinstance(score.status, Scored) or math.isnan(score.value):
+        return None
+    return score.value > 0 if score.success is None else score.success
 
 
 def _by_turn(score: Score, count: int) -> list[float]:

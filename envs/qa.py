@@ -43,7 +43,8 @@ class PromptMessage(Settings):
 class QuestionAnswer(ToolEnv):
     """Ask one question. Pays 1 where the last message is a right answer as text, ignoring case and spaces, else 0.
 
-    The verdict on success is left to the run's reward, whatever it is: an episode with a score above zero succeeded.
+    The verdict on success is left to the run's reward, whatever it is: an episode with a score above zero succeeded,
+    unless `success_at` beside a part of the reward says more.
     """
 
     system_prompt = ""

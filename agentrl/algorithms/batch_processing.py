@@ -17,7 +17,7 @@ from pydantic import Field
 from agentrl.algorithms.advantages import normalised
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.protocols import Algorithm, LearnsFromBatches, MemberAdvantage, Settings
-from agentrl.trajectory import SEGMENT, Group, Score, Trajectory, Truncated
+from agentrl.trajectory import SEGMENT, Group, Trajectory, Truncated, succeeded
 
 
 class Constraint(Settings):
@@ -164,8 +164,8 @@ def most_varying(variances: Sequence[float], share: float) -> list[bool]:
     return kept
 
 
-def length_penalties(lengths_G: Sequence[int], right_G: Sequence[bool]) -> list[float]:
-    """From 0.5 for the shortest member to -0.5 for the longest; a wrong member gets no bonus for being short.
+def length_penalties(lengths_G: Sequence[int], right_G: Sequence[bool | None]) -> list[float]:
+    """From 0.5 for the shortest member to -0.5 for the longest; only right members get a bonus for being short.
 
     Kimi k1.5 (arXiv:2501.12599), section 2.3.3. Zeros if all are equally long.
     """
@@ -179,13 +179,15 @@ def length_penalties(lengths_G: Sequence[int], right_G: Sequence[bool]) -> list[
 def _penalised(group: Group, weight: float) -> Group:
     penalties: list[float] = length_penalties(
         [trajectory.num_tokens for trajectory in group.trajectories],
-        [trajectory.success for trajectory in group.trajectories],
+        [succeeded(*pair) for pair in zip(group.trajectories, group.scores, strict=True)],
     )
     return _with_values(group, [s.value + weight * p for s, p in zip(group.scores, penalties, strict=True)])
 
 
 def _with_values(group: Group, values_G: Sequence[float]) -> Group:
-    scores: tuple[Score, ...] = tuple(replace(s, value=v) for s, v in zip(group.scores, values_G, strict=True))
+    """The group with other values of its scores. What succeeded before still has."""
+    members = zip(group.trajectories, group.scores, values_G, strict=True)
+    scores = tuple(replace(s, value=value, success=succeeded(t, s)) for t, s, value in members)
     return replace(group, scores=scores)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from agentrl.algorithms.policy_loss import scored
 from agentrl.batch import TrainBatch
 from agentrl.protocols import LossOutput, LossTokens, Settings
-from agentrl.trajectory import Group
+from agentrl.trajectory import Group, succeeded
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,7 +57,8 @@ class RejectionSampling(Sft):
         """
         rewards_G = scored(group)
         if self.config.keep == "success":
-            return [float(trajectory.success) for trajectory in group.trajectories]
+            verdicts_G = map(succeeded, group.trajectories, group.scores)
+            return [float(verdict is True) for verdict in verdicts_G]
         if self.config.keep == "best":
             best = max(rewards_G)
             return [float(reward == best) for reward in rewards_G]

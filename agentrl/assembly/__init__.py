@@ -9,7 +9,7 @@ The parts are started here and stopped in reverse order.
 from agentrl.assembly.devices import PlacedCluster, device_sharing, open_cluster
 from agentrl.assembly.engines import teacher_engine
 from agentrl.assembly.players import agent_player, env_host
-from agentrl.assembly.rollouts import RolloutAssembly, assemble_policy, assemble_rollouts
+from agentrl.assembly.rollouts import RolloutAssembly, assemble_policy, assemble_rollouts, reward_of
 from agentrl.assembly.trainers import make_advisors, make_trainer
 from agentrl.assembly.training import TrainingAssembly, assemble_training
 
@@ -26,5 +26,6 @@ __all__ = [
     "make_advisors",
     "make_trainer",
     "open_cluster",
+    "reward_of",
     "teacher_engine",
 ]

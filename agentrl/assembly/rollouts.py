@@ -57,18 +57,20 @@ async def rollouts_on(placed: PlacedCluster, model: Path) -> AsyncIterator[Rollo
     async with (
         episode_player(config, cluster, renderer) as player,  # first, so that its errors come before a model is loaded
         engine_router(config, cluster, model) as engine,
-        config.reward.make(
-            _rules(config, cluster),
-            config.rollout.deadlines.reward,
-            config.rollout.retries,
-            config.rewards_by_env(),
-        ) as reward,
+        reward_of(config, _rules(config, cluster)) as reward,
         frozen_engines(config, cluster, model) as frozen,
     ):
         policy = engine_policy(config, engine, renderer, config.rollout.sampling, trained=True)
         yield RolloutAssembly(
             config, engine, player(policy, other_roles(config, model, renderer, frozen)), reward, frozen
         )
+
+
+def reward_of(config: RunConfig, rules: RulePool | None = None) -> RewardPipeline:
+    """The run's reward, not yet entered; its rules run in `rules`, by default in processes of this machine."""
+    rollout = config.rollout
+    rules = rules or RulePool(rollout.rules)
+    return config.reward.make(rules, rollout.deadlines.reward, rollout.retries, config.rewards_by_env())
 
 
 @asynccontextmanager

@@ -1,5 +1,6 @@
 """`agentrl eval` and `agentrl compare`."""
 
+import math
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -77,11 +78,15 @@ def compare_runs(
     compared = compare(*reports)
     for one in compared:
         success, score = one.success, one.score
+        successes = (
+            "success unknown"
+            if math.isnan(one.first)
+            else f"success {one.first:.1%} and {one.second:.1%}, difference {success.value:+.1%} "
+            f"(95 % interval {success.low:+.1%} to {success.high:+.1%})"
+        )
         console.print(
             f"[bold]{escape(one.name)}[/bold] ({one.tasks} tasks; after {one.steps[0]} and {one.steps[1]} steps): "
-            f"success {one.first:.1%} and {one.second:.1%}, difference {success.value:+.1%} "
-            f"(95 % interval {success.low:+.1%} to {success.high:+.1%}); score {score.value:+.3g} "
-            f"({score.low:+.3g} to {score.high:+.3g})",
+            f"{successes}; score {score.value:+.3g} ({score.low:+.3g} to {score.high:+.3g})",
             highlight=False,
             soft_wrap=True,
         )

@@ -1,6 +1,7 @@
 """`agentrl train` and `agentrl demo`."""
 
 import json
+import math
 import os
 import re
 import signal
@@ -134,7 +135,9 @@ def _terminated_as_by_ctrl_c() -> Iterator[Callable[[], int]]:
 
 def _interval(interval: list[float | None] | None) -> str:
     low, high = interval or (None, None)
-    return "" if low is None or high is None else f" (95 % interval {low:.1%} to {high:.1%})"
+    if low is None or high is None or math.isnan(low):
+        return ""
+    return f" (95 % interval {low:.1%} to {high:.1%})"
 
 
 def _print_summary(folder: Path, summary: dict[str, Any]) -> None:
@@ -166,7 +169,8 @@ def before_and_after(summary: dict[str, Any]) -> str:
 
 
 def _share(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.1%}"  # where all episodes failed
+    """A share, which is unknown where all episodes failed, or nothing tells whether they succeeded."""
+    return "unknown" if value is None or math.isnan(value) else f"{value:.1%}"
 
 
 def _suites_of(summary: dict[str, Any]) -> str:

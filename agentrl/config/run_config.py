@@ -299,7 +299,23 @@ class RunConfig(Settings):
                 f"checkpoint.best needs evaluations of steps that are saved: checkpoint.every ({every}) must divide "
                 f"{section} ({measured}), and evaluation.tasks ({tasks}) must be more than 0"
             )
+        if best.endswith("/reward") and all(reward.only_compares for reward in self._rewards_of(best)):
+            raise ValueError(
+                f"checkpoint.best={best} is never measured: evaluations play each task once, and every part of the "
+                "reward compares the members of a group. Add a part that scores single episodes, or write "
+                "checkpoint.best=eval/success if the environment gives a verdict"
+            )
         return self
+
+    def _rewards_of(self, metric: str) -> list[RewardsConfig]:
+        """What scores the episodes that a metric of evaluations is about."""
+        own, parts = self.rewards_by_env(), metric.split("/")
+        if parts[1] == "envs":
+            return [own.get("/".join(parts[2:-1]), self.reward)]
+        suite = next((suite for suite in self.evaluation.suites if suite.name == parts[1]), None)
+        if suite is not None:
+            return [own.get(suite.label, self.reward)]
+        return [own.get(env, self.reward) for env in self.env.all]
 
     @model_validator(mode="after")
     def _suites_have_an_environment(self) -> Self:

@@ -41,7 +41,9 @@ def outcome_of(result: object, name: str) -> AgentOutcome:
         if isinstance(result.status, Failed):
             raise EnvError(f"{name} returned a failed score: {result.status.error}")
         return AgentOutcome(
-            _finite(result.value, name), None, {part: _finite(value, name) for part, value in result.parts.items()}
+            _finite(result.value, name),
+            result.success,
+            {part: _finite(value, name) for part, value in result.parts.items()},
         )
     if isinstance(result, dict):
         if unknown := [str(key) for key in result if key not in ("reward", "success", "parts")]:

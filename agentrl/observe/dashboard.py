@@ -1,5 +1,6 @@
 """The picture of a run's progress for a terminal, and the line for everything else."""
 
+import math
 from collections.abc import Iterator, Mapping
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -87,7 +88,8 @@ class Dashboard:
             )
         if progress.held_out is not None:
             step, success = progress.held_out
-            yield "held out", f"[bold]{success:.1%}[/bold] succeed after {step} steps"
+            share = "unknown how many" if math.isnan(success) else f"[bold]{success:.1%}[/bold]"
+            yield "held out", f"{share} succeed after {step} steps"
         if progress.slowest:
             shown = (f"{escape(env)} {mean:.2g} s a step, at most {most:.2g} s" for env, mean, most in progress.slowest)
             yield "slowest", "; ".join(shown)
@@ -134,7 +136,7 @@ def cells_of(metrics: Mapping[str, float]) -> dict[str, str]:
     phases = {name.removeprefix("seconds/"): value for name, value in metrics.items() if name.startswith("seconds/")}
     return {
         "reward": f"{metrics['reward']:.3f}",
-        "success": f"{metrics['success']:.0%}",
+        "success": "unknown" if math.isnan(metrics["success"]) else f"{metrics['success']:.0%}",
         "turns": f"{metrics['turns']:.1f}",
         "tokens/s": f"{metrics['tokens_per_second']:,.0f}",
         "staleness": f"{metrics['staleness/mean']:.2f} (max {metrics['staleness/max']:.0f})",

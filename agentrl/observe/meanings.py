@@ -13,7 +13,7 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "reward_std": "Standard deviation of the scores. Without any, there is nothing to learn.",
         "reward/<part>": "Mean of one part of the reward, unweighted, or of a part of it (`reward/judge/clear`).",
         "reward_std/<part>": "Standard deviation of that part.",
-        "success": "Share of successful episodes.",
+        "success": "Share of successful episodes, by the environment's verdict or else the reward's (docs/rewards.md).",
         "turns": "Mean turns of an episode.",
         "sampled_tokens": "Tokens that the engine sampled.",
         "prompt_tokens": "Tokens of the prompts, each counted once: of a turn only what is new since the turn before.",
@@ -128,7 +128,7 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "baseline/<part>": "Running mean of the returns of an environment's role, or of an environment.",
     },
     "Evaluation": {
-        "eval/success": "Share of successful held-out episodes.",
+        "eval/success": "Share of successful held-out episodes; NaN if nothing tells which these are.",
         "eval/success_low": "Lower end of its 95 % confidence interval (Wilson): of 200 episodes, some 6 points lower.",
         "eval/success_high": "Upper end of that interval.",
         "eval/reward": "Mean score of the held-out episodes.",

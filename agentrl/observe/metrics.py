@@ -14,7 +14,7 @@ import numpy as np
 from agentrl.arrays import IntArray
 from agentrl.durable import write_whole
 from agentrl.errors import StorageError
-from agentrl.trajectory import Group, Score, Trajectory, succeeded
+from agentrl.trajectory import Group, Score, Trajectory, Unscored, succeeded
 
 
 def rollout_metrics(
@@ -52,7 +52,7 @@ def rollout_metrics(
         **{f"envs/{env}/groups": float(sum(group.task.env == env for group in groups)) for env in envs},
         **{f"reward/{name}": fmean(values) for name, values in parts.items()},
         **{f"reward_std/{name}": pstdev(values) for name, values in parts.items()},
-        "success": fmean(map(succeeded, trajectories, scores)),
+        "success": success_share(list(zip(trajectories, scores, strict=True))),
         "turns": fmean(len(trajectory.turns) for trajectory in trajectories),
         "sampled_tokens": float(sum(trajectory.num_tokens for trajectory in trajectories)),
         "prompt_tokens": float(sum(len(turn.prompt_ids) for turn in turns)),
@@ -119,8 +119,8 @@ def by_agent(scored: Sequence[tuple[Trajectory, Score]]) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for agent in sorted({trajectory.agent for trajectory, _ in scored} - {""}):
         own = [(trajectory, score) for trajectory, score in scored if trajectory.agent == agent]
-        metrics[f"agents/{agent}/reward"] = fmean(score.value for _, score in own)
-        metrics[f"agents/{agent}/success"] = fmean(succeeded(trajectory, score) for trajectory, score in own)
+        metrics[f"agents/{agent}/reward"] = mean_reward(own)
+        metrics[f"agents/{agent}/success"] = success_share(own)
         metrics[f"agents/{agent}/turns"] = fmean(len(trajectory.turns) for trajectory, _ in own)
     return metrics
 
@@ -130,10 +130,11 @@ def by_env(scored: Sequence[tuple[Trajectory, Score]], envs: Sequence[str]) -> d
     metrics: dict[str, float] = {}
     for env in envs:
         if own := [(trajectory, score) for trajectory, score in scored if trajectory.task.env == env]:
-            low, high = wilson_interval(sum(succeeded(*pair) for pair in own), len(own))
+            known = verdicts(own)
+            low, high = wilson_interval(sum(known), len(known))
             metrics |= {
-                f"envs/{env}/reward": fmean(score.value for _, score in own),
-                f"envs/{env}/success": fmean(succeeded(*pair) for pair in own),
+                f"envs/{env}/reward": mean_reward(own),
+                f"envs/{env}/success": success_share(own),
                 f"envs/{env}/success_low": low,
                 f"envs/{env}/success_high": high,
                 f"envs/{env}/turns": fmean(len(trajectory.turns) for trajectory, _ in own),
@@ -143,9 +144,22 @@ def by_env(scored: Sequence[tuple[Trajectory, Score]], envs: Sequence[str]) -> d
     return metrics
 
 
-def success_rate(trajectories: Iterable[Trajectory]) -> float:
-    """Share of successful episodes."""
-    return fmean(trajectory.success for trajectory in trajectories)
+def verdicts(scored: Iterable[tuple[Trajectory, Score]]) -> list[bool]:
+    """Whether each episode succeeded, without those of which nothing tells."""
+    told = (succeeded(*pair) for pair in scored)
+    return [verdict for verdict in told if verdict is not None]
+
+
+def success_share(scored: Iterable[tuple[Trajectory, Score]]) -> float:
+    """Share of successful episodes among those with a verdict; NaN if none has one."""
+    known = verdicts(scored)
+    return fmean(known) if known else math.nan
+
+
+def mean_reward(scored: Iterable[tuple[Trajectory, Score]]) -> float:
+    """The mean score; NaN where every part of the reward compares members, and none was compared."""
+    values = [score.value for _, score in scored if not isinstance(score.status, Unscored)]
+    return fmean(values) if values else math.nan
 
 
 def wilson_interval(successes: int, episodes: int) -> tuple[float, float]:

@@ -4,6 +4,7 @@ RUN/evaluations/NAME_000020.json      of the weights after 20 steps; NAME is the
 """
 
 import json
+import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from statistics import fmean
 from agentrl.durable import write_whole
 from agentrl.errors import ConfigError
 from agentrl.observe.intervals import Interval, paired_difference
-from agentrl.trajectory import Score, Trajectory, succeeded
+from agentrl.trajectory import Score, Trajectory, Unscored, succeeded
 
 HELD_OUT = "held_out"
 """The name of the evaluation on the run's held-out tasks."""
@@ -25,8 +26,10 @@ class EpisodeResult:
     """How one episode of an evaluation ended. `task` names its task, with the seed of its environment."""
 
     task: str
-    success: bool
-    score: float
+    success: bool | None
+    """None if nothing tells (`agentrl.trajectory.succeeded`)."""
+    score: float | None
+    """None if every part of the reward compares the members of a group."""
 
     @staticmethod
     def of(trajectory: Trajectory, score: Score, sampled: bool) -> "EpisodeResult":
@@ -34,7 +37,8 @@ class EpisodeResult:
         task = trajectory.task
         name = task.id.rpartition("/")[0] if sampled else task.id
         agent = f" {trajectory.agent}" if trajectory.agent else ""
-        return EpisodeResult(f"{name} seed {task.seed}{agent}", succeeded(trajectory, score), score.value)
+        value = None if isinstance(score.status, Unscored) else score.value
+        return EpisodeResult(f"{name} seed {task.seed}{agent}", succeeded(trajectory, score), value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +58,20 @@ class EvaluationReport:
         return path
 
     def by_task(self, value: str) -> dict[str, float]:
-        """The mean `success` or `score` of each task."""
+        """The mean `success` or `score` of each task, without episodes of which it is unknown."""
         values = defaultdict[str, list[float]](list)
         for episode in self.episodes:
-            values[episode.task].append(float(getattr(episode, value)))
+            if (known := getattr(episode, value)) is not None:
+                values[episode.task].append(float(known))
         return {task: fmean(own) for task, own in values.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What two models did on the tasks that both were evaluated on, and by how much the second did better."""
+    """What two models did on the tasks that both were evaluated on, and by how much the second did better.
+
+    The success of both, `first` and `second`, is NaN where it is unknown, as is a difference.
+    """
 
     name: str
     steps: tuple[int, int]
@@ -102,11 +110,11 @@ def compare(first: Mapping[str, EvaluationReport], second: Mapping[str, Evaluati
     for name in sorted(first.keys() & second.keys()):
         one, other = first[name], second[name]
         by_task = one.by_task("success"), other.by_task("success")
-        tasks, success = paired_difference(*by_task)
-        if tasks:
-            _, score = paired_difference(one.by_task("score"), other.by_task("score"))
+        judged, success = paired_difference(*by_task)
+        scored, score = paired_difference(one.by_task("score"), other.by_task("score"))
+        if tasks := max(judged, scored):
             both = by_task[0].keys() & by_task[1].keys()
-            means = [fmean(values[task] for task in both) for values in by_task]
+            means = [fmean(values[task] for task in both) if both else math.nan for values in by_task]
             found.append(Comparison(name, (one.step, other.step), tasks, means[0], means[1], success, score))
     if not found:
         raise ConfigError(

@@ -13,10 +13,11 @@ from pydantic import Field
 
 from agentrl import plugins
 from agentrl.algorithms.sft import Sft
-from agentrl.assembly import agent_player, env_host, make_trainer, open_cluster
+from agentrl.assembly import agent_player, env_host, make_trainer, open_cluster, reward_of
 from agentrl.batch import collate, to_samples
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, EnvError
+from agentrl.flow import Flow
 from agentrl.gateway.player import PlayerEngine
 from agentrl.protocols import SamplingParams, ScriptedPlayer, Settings
 from agentrl.recipes.evaluate import play_all
@@ -25,7 +26,7 @@ from agentrl.rollout.next_task import next_task
 from agentrl.rollout.renderer import TemplateRenderer, renderer_of
 from agentrl.run import Run
 from agentrl.task_sources import task_source
-from agentrl.trajectory import Task, Trajectory
+from agentrl.trajectory import UNSCORED, Task, Trajectory, succeeded
 
 logger = logging.getLogger(__name__)
 
@@ -55,20 +56,35 @@ async def imitate(run: Run, demonstrations: DemonstrationsConfig, base: Path, in
     """Play the demonstrations, train on them from `base`, and save the model."""
     config = run.config
     played = await demonstrate(config, demonstrations, base)
-    succeeded = [trajectory for trajectory in played if trajectory.success]
-    trajectories = succeeded if demonstrations.successes_only else played
+    verdicts = await judged(config, played)
+    known = [trajectory for trajectory, verdict in zip(played, verdicts, strict=True) if verdict is not None]
+    right = [trajectory for trajectory, verdict in zip(played, verdicts, strict=True) if verdict]
+    trajectories = right if demonstrations.successes_only else played
+    unknown = f" ({_episodes(played) - _episodes(known)} unknown)" if len(known) < len(played) else ""
     run.display.say(
-        f"{_episodes(succeeded)} of {_episodes(played)} episodes of {demonstrations.player} were successful; imitating "
-        f"{'these' if demonstrations.successes_only else 'all'}"
+        f"{_episodes(right)} of {_episodes(played)} episodes of {demonstrations.player} were successful{unknown}; "
+        f"imitating {'these' if demonstrations.successes_only else 'all'}"
     )
-    run.record_metrics(0, {"demonstrations/success": _episodes(succeeded) / _episodes(played)})
+    if known:
+        run.record_metrics(0, {"demonstrations/success": _episodes(right) / _episodes(known)})
     if not trajectories:
         raise ConfigError(
-            f"no episode of {demonstrations.player} was successful, so recipe.demonstrations.successes_only leaves "
-            "nothing to imitate: choose another player, or imitate all"
+            f"no episode of {demonstrations.player} was successful{unknown}, so "
+            "recipe.demonstrations.successes_only leaves nothing to imitate: choose another player, or imitate all"
         )
     size, epochs = demonstrations.episodes_per_step, demonstrations.epochs
     await learn(run, trajectories, base, into, size=size, epochs=epochs, lr=demonstrations.lr)
+
+
+async def judged(config: RunConfig, played: Sequence[Trajectory]) -> list[bool | None]:
+    """Whether each episode succeeded. The run's reward is asked where the environment gives no verdict."""
+    scores = [UNSCORED] * len(played)
+    asked = [number for number, trajectory in enumerate(played) if trajectory.success is None]
+    if asked:
+        async with reward_of(config) as reward, Flow("scoring") as flow:
+            scoring = {n: flow.start(reward.score(played[n]), name=played[n].id) for n in asked}
+        scores = [scoring[number].result() if number in scoring else score for number, score in enumerate(scores)]
+    return [succeeded(*pair) for pair in zip(played, scores, strict=True)]
 
 
 async def learn(

@@ -13,7 +13,7 @@ from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, StalenessError
 from agentrl.flow import Flow, Turnstile, now, run_to_completion
 from agentrl.observe.intervals import mean_over_tasks, passes, share_over_tasks
-from agentrl.observe.metrics import by_agent, by_env, wilson_interval
+from agentrl.observe.metrics import by_agent, by_env, success_share, verdicts, wilson_interval
 from agentrl.observe.reports import HELD_OUT, EpisodeResult, EvaluationReport
 from agentrl.observe.trajectories import write_trajectories
 from agentrl.rollout.episode import Episode, EpisodeRunner
@@ -22,7 +22,7 @@ from agentrl.rollout.seeds import derive_seed
 from agentrl.run import Run
 from agentrl.task_sources import held_out_tasks
 from agentrl.tasks.suites import EvaluationSampling, SuiteConfig
-from agentrl.trajectory import Failed, Score, Task, Trajectory, succeeded
+from agentrl.trajectory import Failed, Score, Task, Trajectory, Unscored
 
 LAST = 1 << 30
 """The priority of an evaluation's requests: those of training, if there are any, are served before them."""
@@ -38,13 +38,13 @@ class Evaluation:
     """The environments of a mixture."""
 
     def metrics(self) -> dict[str, float]:
-        """Success, reward and turns of the scored episodes, and how many episodes failed."""
+        """Success, reward and turns of the scored episodes, and how many episodes failed. What is unknown is NaN."""
         played = [trajectory for trajectory, _ in self.scored]
-        successes = [succeeded(*pair) for pair in self.scored]
-        low, high = wilson_interval(sum(successes), len(played))
-        values = [score.value for _, score in self.scored if score.parts]  # none, if every part compares members
+        known = verdicts(self.scored)
+        low, high = wilson_interval(sum(known), len(known))
+        values = _values(self.scored)
         return {
-            "eval/success": fmean(successes) if played else float("nan"),
+            "eval/success": success_share(self.scored),
             "eval/success_low": low,
             "eval/success_high": high,
             "eval/reward": fmean(values) if values else float("nan"),
@@ -55,6 +55,11 @@ class Evaluation:
             **{f"eval/{name}": value for name, value in by_agent(self.scored).items()},
             **{f"eval/{name}": value for name, value in by_env(self.scored, self.envs).items()},
         }
+
+
+def _values(scored: Iterable[tuple[Trajectory, Score]]) -> list[float]:
+    """The scores; none, if every part of the reward compares members."""
+    return [score.value for _, score in scored if not isinstance(score.status, Unscored)]
 
 
 async def play_all(
@@ -102,17 +107,15 @@ class SuiteEvaluation:
 
     def metrics(self) -> dict[str, float]:
         """Success, pass@k, reward and turns, as `eval/SUITE/...`, with intervals over tasks."""
-        by_task = defaultdict[str, list[bool]](list)
-        values = defaultdict[str, list[float]](list)
+        by_task = defaultdict[str, list[tuple[Trajectory, Score]]](list)
         for trajectory, score in self.scored:
-            task = trajectory.task.id.rpartition("/")[0]
-            by_task[task].append(succeeded(trajectory, score))
-            values[task].append(score.value)
-        success = share_over_tasks([fmean(own) for own in by_task.values()])
-        reward = mean_over_tasks([fmean(own) for own in values.values()])
+            by_task[trajectory.task.id.rpartition("/")[0]].append((trajectory, score))
+        known = {task: told for task, own in by_task.items() if (told := verdicts(own))}
+        success = share_over_tasks([fmean(told) for told in known.values()])
+        reward = mean_over_tasks([fmean(values) for own in by_task.values() if (values := _values(own))])
         found = {"success": success, "reward": reward}
         if self.suite.samples > 1:
-            found |= {f"pass@{k}": interval for k, interval in passes(by_task, self.suite.samples).items()}
+            found |= {f"pass@{k}": interval for k, interval in passes(known, self.suite.samples).items()}
         turns = [len(trajectory.turns) for trajectory, _ in self.scored]
         named = {
             "turns": fmean(turns) if turns else math.nan,
@@ -201,10 +204,48 @@ async def evaluate_run(
             evaluation = await evaluate(rollouts)
             await _record(run, name, step, evaluation)
             run.record_evaluation(step, evaluation.metrics())
+            check_best(run, step, evaluation)
         else:
             of_suite = await evaluate_suite(rollouts, suites[name])
             await _record(run, name, step, of_suite)
             run.record_suite(step, name, of_suite.metrics())
+            check_best(run, step, of_suite)
+
+
+def check_best(run: Run, step: int, evaluation: Evaluation | SuiteEvaluation) -> None:
+    """Check that what `checkpoint.best` names tells one checkpoint from another.
+
+    Raises:
+        ConfigError: it is unknown before the first step.
+    """
+    best, scored, metrics = run.config.checkpoint.best, evaluation.scored, evaluation.metrics()
+    if best is None or best not in metrics or not scored:
+        return
+    if math.isnan(metrics[best]):
+        text = (
+            f"checkpoint.best={best} is unknown, as neither the environment nor the reward says which episodes "
+            "succeeded"
+        )
+        if step == 0:
+            raise ConfigError(
+                f"{text}: write checkpoint.best={best.rpartition('/')[0]}/reward with a part of the reward that "
+                'scores single episodes, or set info["success"] in the environment'
+            )
+        run.display.say(f"{text}: no checkpoint is kept for it")
+    elif not best.endswith("/reward") and _all_above_zero(scored):
+        run.display.say(
+            f"checkpoint.best={best} cannot tell these weights from others: neither the environment nor the reward "
+            "gives a verdict, every score is above 0, and that counts as a success. Write success_at beside the part "
+            f"of the reward that knows, or checkpoint.best={best.rpartition('/')[0]}/reward"
+        )
+
+
+def _all_above_zero(scored: Iterable[tuple[Trajectory, Score]]) -> bool:
+    """Whether all episodes succeeded for no other reason than a score above zero, and the scores differ."""
+    scored = list(scored)
+    guessed = all(trajectory.success is None and score.success is None for trajectory, score in scored)
+    values = _values(scored)
+    return guessed and min(values, default=0.0) > 0 and min(values) < max(values)
 
 
 def evaluations_left(run: Run, step: int, *, due: bool) -> list[str]:

@@ -6,25 +6,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from agentrl.trajectory import Group
+from agentrl.trajectory import Group, succeeded
 
 _DECAY = 0.5
 """How much earlier games count against those of the newest step in which an opponent was met."""
 
 
 def results_of(groups: Sequence[Group]) -> dict[str, float]:
-    """A step's metrics of games against opponents: episodes and success, by version and seat, and of all together."""
+    """A step's metrics of games against opponents: episodes and success, by version and seat, and of all together.
+
+    Episodes of which nothing tells whether they succeeded count in the share alone.
+    """
     games: dict[tuple[int, str], list[bool]] = defaultdict(list)
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    for trajectory in trajectories:
-        if trajectory.opponent is not None:
-            games[trajectory.opponent, trajectory.agent].append(trajectory.success)
-    metrics = {"opponents/share": sum(map(len, games.values())) / len(trajectories)}
-    for (version, agent), won in sorted(games.items()):
-        metrics[f"opponents/{version}/{agent}/episodes"] = float(len(won))
-        metrics[f"opponents/{version}/{agent}/success"] = fmean(won)
+    pairs = [pair for group in groups for pair in zip(group.trajectories, group.scores, strict=True)]
+    met = [(trajectory, score) for trajectory, score in pairs if trajectory.opponent is not None]
+    for trajectory, score in met:
+        won = succeeded(trajectory, score)
+        if trajectory.opponent is not None and won is not None:
+            games[trajectory.opponent, trajectory.agent].append(won)
+    metrics = {"opponents/share": len(met) / len(pairs)}
+    for (version, agent), of_seat in sorted(games.items()):
+        metrics[f"opponents/{version}/{agent}/episodes"] = float(len(of_seat))
+        metrics[f"opponents/{version}/{agent}/success"] = fmean(of_seat)
     if games:
-        metrics["opponents/success"] = fmean(one for won in games.values() for one in won)
+        metrics["opponents/success"] = fmean(one for of_seat in games.values() for one in of_seat)
     return metrics
 
 

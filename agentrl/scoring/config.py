@@ -33,6 +33,17 @@ _PART: Mapping[str, Any] = {
         Annotated[str | None, Field(min_length=1, description="Name of the part; by default the reward's name.")],
         None,
     ),
+    "success_at": (
+        Annotated[
+            float | None,
+            Field(
+                allow_inf_nan=False,
+                description="The episode succeeded if this part's own score is at least this, where the environment "
+                "gives no verdict; with several such parts, if all are. Without any: if the whole score is above 0.",
+            ),
+        ],
+        None,
+    ),
     "isolation": (
         Annotated[Isolation | None, Field(description="Where its sync code runs: inline, in a thread, in a process.")],
         None,
@@ -49,9 +60,15 @@ class RewardsConfig:
     listed: bool
 
     def dump(self) -> Any:
-        """The section as it is written in a config."""
-        written = [part.dump() for part in self.parts]
+        """The section as it is written in a config; a part without a verdict does not speak of it."""
+        dumped = [part.dump() for part in self.parts]
+        written = [{key: value for key, value in one.items() if (key, value) != ("success_at", None)} for one in dumped]
         return written if self.listed else written[0]
+
+    @property
+    def only_compares(self) -> bool:
+        """Whether no part scores an episode that is played once."""
+        return all(hasattr(part.factory, "score_group") for part in self.parts)
 
     def task_checks(self) -> list[Callable[[Task], None]]:
         """What parts check of a task before it is played: their `check_task`, if they have one."""
@@ -134,4 +151,5 @@ def _part(component: Component) -> RewardPart:
         raise ConfigError(
             f"the reward {component.name!r} has no score(trajectory), score_group(trajectories) or content and evaluate"
         )
-    return RewardPart(reward, name_of(component), shared["weight"], shared["isolation"])
+    named = name_of(component)
+    return RewardPart(reward, named, shared["weight"], shared["isolation"], shared["success_at"])

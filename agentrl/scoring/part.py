@@ -31,12 +31,21 @@ Raises `RewardError` if the part returned something other than a score, and what
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RewardPart:
-    """A reward with its name and weight. `isolation` is where its sync code runs."""
+    """A reward with its name and weight. `isolation` is where its sync code runs. `success_at`: the lowest score of an
+    episode that succeeded, if this part says so.
+    """
 
     reward: Any
     name: str
     weight: float = 1.0
     isolation: Isolation | None = None
+    success_at: float | None = None
+
+    def verdict(self, score: Score) -> bool | None:
+        """Whether this part's score says that the episode succeeded; None if it does not say."""
+        if self.success_at is not None:
+            return score.value >= self.success_at
+        return None if score.success is None else bool(score.success)
 
     @property
     def compares(self) -> bool:

@@ -17,7 +17,7 @@ from agentrl.flow import Flow, Retries, deadline, span
 from agentrl.protocols import GroupReward, Reward, ScoresTurns
 from agentrl.scoring.part import RewardPart
 from agentrl.scoring.rule_pool import RulePool
-from agentrl.trajectory import Failed, Score, Trajectory
+from agentrl.trajectory import Failed, Score, Scored, Trajectory, Unscored
 
 OnFailure = Callable[[str], None]
 """Called with the id of the (first) trajectory whenever a failed part is retried."""
@@ -156,16 +156,19 @@ def total(parts: Sequence[RewardPart], scores: Sequence[Score], base: Score | No
     """The weighted sum of the `scores` of `parts`, added to `base`. The sum's own `parts` are unweighted, by name.
 
     A part's own parts are listed beside it: `judge` and `judge/clarity`, and so are its words; those by the name "" are
-    about the whole part. If any score failed, so does the sum.
+    about the whole part. If any score failed, so does the sum. The sum says that the episode succeeded if every part
+    with a verdict does. Without any part, nothing is scored.
     """
     if base is not None and isinstance(base.status, Failed):
         return base
     value, named = (base.value, dict(base.parts)) if base is not None else (0.0, {})
     turns, words = (base.turns, dict(base.words)) if base is not None else ((), {})
+    verdicts = [None if base is None else base.success]
     for part, score in zip(parts, scores, strict=True):
         if isinstance(score.status, Failed):
             return Score.failed(f"{part.name}: {score.status.error}", score.status.layer)
         value += part.weight * score.value
+        verdicts.append(part.verdict(score))
         weighted = [part.weight * earned for earned in score.turns]
         turns = tuple(sum(pair) for pair in zip_longest(turns, weighted, fillvalue=0.0))
         named[part.name] = score.value
@@ -173,7 +176,9 @@ def total(parts: Sequence[RewardPart], scores: Sequence[Score], base: Score | No
             if key != part.name:
                 named[f"{part.name}/{key}"] = inner
         words |= {f"{part.name}/{key}" if key else part.name: text for key, text in score.words.items()}
-    return Score(value, named, turns=turns, words=words)
+    known = [verdict for verdict in verdicts if verdict is not None]
+    status = Scored() if named else Unscored()
+    return Score(value, named, status, turns=turns, words=words, success=all(known) if known else None)
 
 
 async def score_trajectory(reward: Reward | RewardPipeline, trajectory: Trajectory, seconds: float) -> Score:

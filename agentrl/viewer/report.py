@@ -5,6 +5,7 @@ comes from a run is text (Jinja escapes it), and the file's own content security
 environments draw is in frames without scripts, links and requests.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from importlib.metadata import version
@@ -101,7 +102,7 @@ def _facts(rows: Sequence[Mapping[str, Any]], status: Mapping[str, Any], run: Ru
 
 
 def _percent(value: float | None) -> str | None:
-    return None if value is None else f"{value:.1%}"
+    return None if value is None or math.isnan(value) else f"{value:.1%}"
 
 
 def _evaluations(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -115,7 +116,9 @@ def _evaluations(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 names |= {"episodes": "episodes", "failed": "failed"}
                 values = {short: row.get(f"{prefix}/{name}") for short, name in names.items()}
                 suite = prefix.removeprefix("eval").removeprefix("/")
-                found.append({"suite": suite or "held out", "step": row["step"], "success": row[key], **values})
+                values["success"] = row[key]
+                known = {name: None if value is None or math.isnan(value) else value for name, value in values.items()}
+                found.append({"suite": suite or "held out", "step": row["step"], **known})
     return sorted(found, key=lambda one: (one["suite"] != "held out", one["suite"], one["step"]))
 
 
