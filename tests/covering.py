@@ -29,6 +29,7 @@ class Coverage:
         self.strength = strength
         self.refused: list[Combination] = []
         self.impossible: list[Combination] = []
+        self._with: dict[tuple[str, Hashable], list[Combination]] = {}
         self._rng = Random(seed)
         wanted = list(_combinations(self.factors, strength))
         self._rng.shuffle(wanted)
@@ -56,6 +57,8 @@ class Coverage:
         """These choices do not go together: no later row has them all, and combinations that do are settled."""
         refused = frozenset(choices.items())
         self.refused.append(refused)
+        for choice in refused:
+            self._with.setdefault(choice, []).append(refused - {choice})
         for combination in [one for one in self.open if refused <= one]:
             del self.open[combination]
 
@@ -65,29 +68,39 @@ class Coverage:
     def _filled(self, row: dict[str, Hashable]) -> dict[str, Hashable] | None:
         """The row with a value of every factor: each time the one that settles most, if the rest can be filled.
 
-        The factor with the fewest values that are left comes next, so that a row that cannot be filled fails early.
+        What was refused decides on the order: first come the factors that have few values left, last those that it
+        does not name, with which no row can fail.
         """
-        left = {name: self._values(row, name) for name in self.factors if name not in row}
-        if not left:
-            return {name: row[name] for name in self.factors} if self._allowed(row) else None
+        if not all(self._allowed(row, *choice) for choice in row.items()):
+            return None
+        named = {name for refused in self.refused for name, _ in refused}
+        found = self._rest(row, named)
+        return None if found is None else {name: found[name] for name in self.factors}
+
+    def _rest(self, row: dict[str, Hashable], named: set[str]) -> dict[str, Hashable] | None:
+        missing = [name for name in self.factors if name not in row]
+        if not missing:
+            return row
+        left = {name: self._values(row, name) for name in [name for name in missing if name in named] or missing}
         fewest = min(map(len, left.values()))
-        name = self._rng.choice([name for name, values in left.items() if len(values) == fewest or fewest > 1])
-        values = self._rng.sample(left[name], len(left[name]))
+        name = self._rng.choice([name for name, values in left.items() if len(values) == fewest])
+        values = self._rng.sample(left[name], fewest)
         for value in sorted(values, key=lambda value: -self._gain(row, name, value)):
-            if (filled := self._filled({**row, name: value})) is not None:
+            if (filled := self._rest({**row, name: value}, named)) is not None:
                 return filled
         return None
 
     def _values(self, row: Row, name: str) -> list[Hashable]:
-        return [value for value in self.factors[name] if self._allowed({**row, name: value})]
+        return [value for value in self.factors[name] if self._allowed(row, name, value)]
 
     def _gain(self, row: Row, name: str, value: Hashable) -> int:
         others = combinations(row.items(), self.strength - 1)
         return sum(frozenset((*chosen, (name, value))) in self.open for chosen in others)
 
-    def _allowed(self, row: Row) -> bool:
-        chosen = set(row.items())
-        return not any(refused <= chosen for refused in self.refused)
+    def _allowed(self, row: Row, name: str, value: Hashable) -> bool:
+        """Whether nothing refused is in the row with this choice."""
+        rest = row.items() - {(name, value)}
+        return not any(others <= rest for others in self._with.get((name, value), ()))
 
 
 def covering_rows(

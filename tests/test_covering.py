@@ -66,3 +66,16 @@ def test_a_pair_that_what_was_refused_leaves_in_no_row_is_impossible_and_not_los
     while (row := coverage.row()) is not None:
         coverage.accept(row)
     assert coverage.impossible == [frozenset({("a", "1"), ("b", "1")})]
+
+
+def test_rows_are_found_among_many_refusals():
+    factors = {f"factor {number}": list(range(5)) for number in range(14)}
+    names = list(factors)
+    refused = [
+        {first: one, second: other, third: 0}
+        for first, second, third in zip(names[:6], names[1:7], names[2:8], strict=True)
+        for one in range(4)
+        for other in range(1, 5)
+    ]
+    rows = covering_rows(factors, seed=0, refused=refused)
+    assert not any(choices.items() <= row.items() for choices in refused for row in rows)
