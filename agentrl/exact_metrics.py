@@ -22,7 +22,7 @@ from agentrl.errors import ConfigError
 from agentrl.exact import spelling_probabilities
 from agentrl.protocols import Credit, EnumeratesCredit, Enumeration, Question, Renderer, SupportsPredict, Trainer
 from agentrl.rollout.renderer import TemplateRenderer
-from agentrl.trajectory import Group, Message, Trajectory
+from agentrl.trajectory import Group, Message, Trajectory, unshared
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ def _enumeration(config: RunConfig) -> Enumeration | None:
     if not hasattr(factory, "enumeration"):
         return None
     try:
-        found: Enumeration = factory().enumeration(config.env.options)
+        found: Enumeration = factory().enumeration(unshared(config.env.options, "env.options"))
     except ConfigError as error:
         logger.warning("the metrics exact/... are left out: %s", error)
         return None

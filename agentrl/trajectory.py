@@ -4,6 +4,7 @@ Each stage takes values and returns new ones; no field starts as `None` to be fi
 running event loop's clock. Dimension suffixes: G members of a group.
 """
 
+import copy
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -14,24 +15,74 @@ import numpy as np
 from pydantic_core import from_json
 
 from agentrl.arrays import FloatArray, IntArray, Ragged, floats, ints, same_fields
-from agentrl.errors import Layer
+from agentrl.errors import ConfigError, Layer
 
 Role = Literal["system", "user", "assistant", "tool"]
 FinishReason = Literal["stop", "length", "abort"]
 """Why an engine ended a completion: a stop token (which is its last token), the length limit, or an abort."""
 
 
+def unshared(value: Any, what: str, *, keep_handles: bool = False) -> Any:
+    """A copy of options, an info or the arguments of a call that shares nothing changeable with the original.
+
+    Code of users gets such copies, so that what it does with one is seen nowhere else. Mappings become dicts, and a
+    list that stands in two places becomes two, as where the copy is sent to another process. `what` is for messages.
+    `keep_handles`: what cannot be copied, such as a lock, is handed on as it is.
+
+    Raises:
+        ConfigError: it holds something that cannot be copied, or itself.
+    """
+    try:
+        return _copied(value, keep_handles)
+    except RecursionError as error:
+        raise ConfigError(f"{what} are nested too deeply, or hold themselves: write a plain tree") from error
+    except _NoCopyError as error:
+        raise ConfigError(
+            f"{what} hold {error}, which cannot be copied, and each episode and each reward gets a copy of its own: "
+            "write text, numbers, lists and dicts"
+        ) from error
+
+
+class _NoCopyError(Exception):
+    """A value that cannot be copied: its text says which, and why."""
+
+
+def _copied(value: Any, keep_handles: bool) -> Any:
+    kind = type(value)
+    if value is None or kind is str or kind is int or kind is float or kind is bool:
+        return value
+    if kind is dict or isinstance(value, Mapping):
+        return {key: _copied(one, keep_handles) for key, one in value.items()}
+    if kind is list:
+        return [_copied(one, keep_handles) for one in value]
+    if kind is tuple:
+        return tuple([_copied(one, keep_handles) for one in value])
+    try:
+        return copy.deepcopy(value)
+    except Exception as error:  # raised by the value's own code
+        if keep_handles:
+            return value
+        raise _NoCopyError(f"{value!r:.80} ({kind.__name__}: {error})") from error
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One problem: which environment, which seed, which options.
+    """One problem: which environment, which seed, which options. The options become a copy that only this task has.
 
     `Task(env="frozen_lake", seed=17, options={"size": 4}, id="train-000003")` is the fourth training task of a run.
+
+    Raises:
+        ConfigError: the options cannot be copied.
     """
 
     env: str
     seed: int
     options: Mapping[str, Any] = field(default_factory=dict)
     id: str = ""
+
+    def __post_init__(self) -> None:
+        named = f"task {self.id!r}" if self.id else "the task"
+        object.__setattr__(self, "options", unshared(self.options, f"the options of {named}"))
 
 
 _ROOM = 16
@@ -81,6 +132,13 @@ class Message:
     tool_call_id: str = ""
     name: str = ""
     reasoning_tokens: int = 0
+
+    def unshared(self) -> "Message":
+        """The same, with copies of its calls' arguments."""
+        if not self.tool_calls:
+            return self
+        calls = [replace(one, arguments=unshared(one.arguments, "the arguments of a call")) for one in self.tool_calls]
+        return replace(self, tool_calls=tuple(calls))
 
     @property
     def said(self) -> str:
@@ -262,6 +320,17 @@ class Trajectory:
     dropped: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     started: float = 0.0
     picture: str = ""
+
+    def unshared(self) -> "Trajectory":
+        """The same, for code that may change what it gets: its options, infos and calls are copies.
+
+        Raises:
+            ConfigError: one of them cannot be copied.
+        """
+        turns = [replace(turn, info=unshared(turn.info, "the info of a turn")) for turn in self.turns]
+        messages = tuple(message.unshared() for message in self.messages)
+        own, dropped = replace(self.task), dict(self.dropped)
+        return replace(self, task=own, turns=tuple(turns), messages=messages, dropped=dropped)
 
     @property
     def trainable(self) -> bool:

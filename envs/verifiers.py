@@ -29,6 +29,7 @@ from agentrl.envs.verifiers_v1 import TasksetFactory
 from agentrl.errors import ConfigError, EnvError, PluginError
 from agentrl.protocols import Env, OwnerOnly, Settings, StepResult
 from agentrl.rollout.seeds import SPLITS
+from agentrl.trajectory import unshared
 
 _LIMITS = ("max_turns_reached", "max_total_completion_tokens_reached", "prompt_too_long", "timeout_reached")
 """Stop conditions that truncate an episode; any other terminates it."""
@@ -188,7 +189,7 @@ async def _play(env: Any, row: Mapping[str, Any], ask: Ask) -> Mapping[str, Any]
     """
     errors: list[str] = []
     with _errors_logged("verifiers.rubrics", errors):
-        output: Mapping[str, Any] = await env.run_rollout(dict(row), _client_class()(ask), "agentrl", {})
+        output: Mapping[str, Any] = await env.run_rollout(unshared(row, "a row"), _client_class()(ask), "agentrl", {})
     if error := output.get("error"):
         raise EnvError(f"the environment failed: {error}")
     if errors:  # verifiers itself would give a reward of 0

@@ -9,7 +9,7 @@ What fails in a program is a failure of the environment's layer, unless the engi
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from agentrl.errors import DeadlineError, EnvError, OutageError, RewardError, RolloutError
 from agentrl.flow import Flow, deadline, elapsed, now
@@ -64,7 +64,8 @@ class AgentEpisodeRunner:
 
     async def _run(self, session: AgentSession, key: str) -> AgentOutcome:
         """Run the program, and wait for a reward that comes later."""
-        outcome = await self.program.run(Assignment(session.episode.task, self.desk.url, key))
+        task = replace(session.episode.task)  # a copy: what the program does to its options is seen by none beside it
+        outcome = await self.program.run(Assignment(task, self.desk.url, key))
         if outcome.reward is not None or session.refused:
             return outcome
         seconds = self.desk.config.reward_seconds

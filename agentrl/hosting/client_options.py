@@ -22,6 +22,7 @@ from agentrl.hosting.process import ProcessEnv
 from agentrl.hosting.wrappers import Wrapper, address
 from agentrl.plugins import Component
 from agentrl.protocols import Env, OwnerOnly, ResetResult, Settings
+from agentrl.trajectory import unshared
 
 _ADDRESS = "agentrl.hosting.client_options:ClientOptions"
 _CODE = re.compile(r"file:.+|[^\W\d][\w.-]*:[^\W\d][\w.:-]*", re.DOTALL)
@@ -60,7 +61,7 @@ class ClientOptions(Wrapper):
                     f"the option {name!r} can decide what code runs, so only the server's owner may set it: "
                     f"agentrl serve ENV --options '{{{name}: VALUE}}', or --allow-options {name} to let clients choose"
                 )
-        return super().reset(seed=seed, options={**options, **fixed})
+        return super().reset(seed=seed, options={**options, **unshared(fixed, "the options of the server's owner")})
 
 
 SAFE_OPTIONS = ClientOptions.Config()

@@ -26,6 +26,7 @@ from agentrl.hosting.process import ProcessEnv
 from agentrl.hosting.replies import checked_prompt, checked_reset, checked_step, checked_tools
 from agentrl.hosting.wrappers import Wrapper
 from agentrl.protocols import Env, Isolation, ResetResult, ScriptedPlayer, Settings, StepResult
+from agentrl.trajectory import unshared
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -128,9 +129,16 @@ class LiveEnv:
         """The environment's system prompt in this episode; known after `reset`."""
 
     async def reset(self, seed: int, options: Mapping[str, Any]) -> ResetResult:
+        """Begin an episode. Its options are a copy, so an environment that changes them changes no other episode.
+
+        Raises:
+            ConfigError: the options are wrong.
+        """
         if seed < 0:
             raise ConfigError(f"the seed of an episode is 0 or more, got {seed}")
-        reply = await self._call("reset", self.deadlines.reset, partial(self.env.reset, seed=seed, options=options))
+        # Those of a task can be copied; whoever else calls this may pass a handle.
+        own = unshared(options, f"the options of {self._name}", keep_handles=True)
+        reply = await self._call("reset", self.deadlines.reset, partial(self.env.reset, seed=seed, options=own))
         result = self._checked(checked_reset, reply)
         self.tools = self._checked(lambda name, env: checked_tools(name, getattr(env, "tools", ())), self.env)
         self.system_prompt = self._checked(

@@ -20,6 +20,7 @@ from pydantic import Field
 from agentrl.errors import EnvError
 from agentrl.hosting.wrappers import Wrapper
 from agentrl.protocols import Env, ResetResult, Settings, StepResult
+from agentrl.trajectory import unshared
 
 
 class TabularModel:
@@ -114,7 +115,7 @@ class ValueInjection(Wrapper):
         """Begin a trial: forget the last one, and begin the first episode."""
         self._model = TabularModel()
         self._episode = 1
-        self._task = (seed, options)
+        self._task = (seed, unshared(options, "the options"))
         return super().reset(seed=seed, options=options)
 
     def began(self, result: ResetResult) -> ResetResult:
@@ -145,7 +146,7 @@ class ValueInjection(Wrapper):
             return result
         self._episode += 1
         seed, options = self._task
-        begun = super().reset(seed=seed, options=options)
+        begun = super().reset(seed=seed, options=unshared(options, "the options"))
         return self._joined_later(result, begun) if isawaitable(begun) else _joined(result, begun)
 
     async def _joined_later(self, last: StepResult, begun: Awaitable[ResetResult]) -> StepResult:

@@ -3,9 +3,10 @@
 import asyncio
 import inspect
 import logging
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from statistics import fmean
 from typing import Any, cast
 
@@ -26,7 +27,7 @@ from agentrl.rollout.next_task import next_task
 from agentrl.rollout.renderer import TemplateRenderer, renderer_of
 from agentrl.run import Run
 from agentrl.task_sources import task_source
-from agentrl.trajectory import UNSCORED, Task, Trajectory, succeeded
+from agentrl.trajectory import UNSCORED, Task, Trajectory, succeeded, unshared
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +143,18 @@ def _player(demonstrations: DemonstrationsConfig) -> ScriptedPlayer:
         raise ConfigError(
             f"recipe.demonstrations.options do not fit {demonstrations.player}: {error}. Its options: {taken}"
         ) from error
-    return partial(player, **demonstrations.options)
+    return _PlayerWithOptions(player, demonstrations.options)
+
+
+@dataclass(frozen=True, slots=True)
+class _PlayerWithOptions:
+    """A scripted player with its options, of which each call gets a copy."""
+
+    player: ScriptedPlayer
+    options: Mapping[str, Any]
+
+    def __call__(self, env: Any, rng: Random) -> str | Awaitable[str]:
+        return self.player(env, rng, **unshared(self.options, "recipe.demonstrations.options"))
 
 
 async def _played(

@@ -17,7 +17,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
 from agentrl.errors import DeadlineError, FilterBudgetError, RetriesExhaustedError, StalenessError
@@ -396,7 +396,7 @@ class Rollouts:
     def _report_outcomes(self, played: Iterable[tuple[int, Group]]) -> None:
         if self._curriculum is not None:
             for number, group in played:
-                self._curriculum.observe(number, group.task, group.rewards_G)
+                self._curriculum.observe(number, replace(group.task), group.rewards_G)
 
     def _progress(self) -> tuple[int, int]:
         return self._episodes_ended, self._engine.stats().generated_tokens

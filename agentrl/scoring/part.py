@@ -10,7 +10,7 @@ import math
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Real
 from typing import Any, cast
@@ -87,7 +87,8 @@ class RewardPart:
 def _as_score(returned: Any) -> Score:
     if not isinstance(returned, Score | Real):
         raise RewardError(f"the reward returned {returned!r:.80}; return a Score or a number, or raise RewardError")
-    score = returned if isinstance(returned, Score) else Score(float(returned))
+    # The mappings of a score are copied: a reward may use one for all that it scores.
+    score = _own(returned) if isinstance(returned, Score) else Score(float(returned))
     wrong = [value for value in (score.value, *score.parts.values(), *score.turns) if not math.isfinite(value)]
     if wrong and not isinstance(score.status, Failed):
         raise RewardError(
@@ -95,6 +96,10 @@ def _as_score(returned: Any) -> Score:
             "numbers: if it cannot score, raise RewardError or return Score.failed(why)"
         )
     return score
+
+
+def _own(score: Score) -> Score:
+    return replace(score, parts=dict(score.parts), words=dict(score.words))
 
 
 async def _evaluate(rule: Rule, pool: RulePool | None, trajectory: Trajectory) -> Any:

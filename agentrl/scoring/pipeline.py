@@ -97,7 +97,7 @@ class RewardPipeline:
         if own := self._by_env.get(trajectory.task.env):
             return own.score_turns(trajectory)
         played = [part for part in self._single if isinstance(part.reward, ScoresTurns)]
-        turns = [part.reward.score_turns(trajectory) for part in played]
+        turns = [part.reward.score_turns(trajectory.unshared()) for part in played]
         return total(played, [Score(sum(of_part), turns=tuple(of_part)) for of_part in turns])
 
     async def score_group(
@@ -142,7 +142,8 @@ class RewardPipeline:
     async def _ask_once(self, part: RewardPart, trajectories: Sequence[Trajectory]) -> list[Score]:
         try:
             with span("rewards", part.name), deadline("reward", "reward", self._deadline):
-                return await self._asks[part](trajectories)
+                # A reward is the user's code: what it changes must change no other reward, member or attempt.
+                return await self._asks[part]([trajectory.unshared() for trajectory in trajectories])
         except ConfigError:
             raise
         except RewardError as error:

@@ -9,7 +9,7 @@ answer is the option `answer`.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -148,7 +148,7 @@ class DatasetTasks:
             options, named, _ = _task_of(row, self._settings.columns)
             task = Task(self._env, 0, {**self._options, **options}, "" if named is None else _plain(named))
             for one in checks:
-                one(task)
+                one(replace(task))  # each gets options of its own, as when it scores
 
         for part in self._rows.parts:
             part.check(check, json.dumps([checked_as, self._env, self._options]))

@@ -485,8 +485,8 @@ class _Subject:
     def check_options(self) -> None:
         if self._options != self._check.options:
             self._check.note(
-                f"[options] the options were changed to {self._options!r:.200}. Copy what you want to change; the "
-                "members of a group share one mapping"
+                f"[options] the options were changed to {self._options!r:.200}. Copy what you want to change: whoever "
+                "calls reset may use the mapping again"
             )
 
     def _call(self, phase: str, work: Callable[[], Any]) -> Any:

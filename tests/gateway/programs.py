@@ -52,3 +52,10 @@ def leaves_processes(task, base_url, api_key):
     with open(os.environ["AGENTRL_TEST_STARTED"], "w") as file:
         file.write("started")
     time.sleep(600)
+
+
+async def spoils_options(task, base_url, api_key):
+    """Pays by its options, which it changes."""
+    await asyncio.to_thread(said, base_url, api_key, "hi")
+    task.options["deep"].append(1)
+    return float(task.options.pop("size") + len(task.options["deep"]))

@@ -29,12 +29,12 @@ from tests.processes import PATIENCE_SECONDS, processes_with
 TASK = Task("agent:x", 7, {"size": 3}, "t1")
 
 
-def played(address: str, *, seconds: float = PATIENCE_SECONDS, isolation=None, text: str = "left"):
+def played(address: str, *, seconds: float = PATIENCE_SECONDS, isolation=None, text: str = "left", task=TASK):
     async def main():
         desk, engine = Desk(GatewayConfig()), saying(text)
         runner = runner_on(desk, engine, scheme(address).program(desk, isolation, None), seconds)
         async with engine, serving(desk):
-            return (await runner.play(Episode("e", TASK, 0)))[0]
+            return (await runner.play(Episode("e", task, 0)))[0]
 
     return asyncio.run(main())
 
@@ -45,6 +45,14 @@ def test_a_function_plays_an_episode_in_a_thread_or_in_a_process(isolation):
     assert trajectory.status == Terminated()
     assert len(trajectory.turns) == 1
     assert trajectory.env_return in (0.0, 1.0)
+
+
+@pytest.mark.parametrize("isolation", [None, "process"])
+def test_each_episode_of_a_function_has_the_options_of_its_task(isolation):
+    task = Task("agent:x", 7, {"size": 3, "deep": []}, "t1")
+    address = "tests.gateway.programs:spoils_options"
+    assert [played(address, isolation=isolation, task=task).env_return for _ in range(2)] == [4.0, 4.0]
+    assert task.options == {"size": 3, "deep": []}
 
 
 @pytest.mark.parametrize("isolation", [None, "process"])
