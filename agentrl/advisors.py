@@ -20,6 +20,7 @@ from agentrl.checkpoint import begin_save, saved
 from agentrl.protocols import ActorCritic, Algorithm, Estimate, PreparesBatch, SupportsPredict
 from agentrl.questions import questions
 from agentrl.replay import Replay
+from agentrl.rounding import ROUNDING_OF_SINGLES, constant
 from agentrl.teacher import Teacher
 from agentrl.trajectory import Group
 
@@ -148,6 +149,9 @@ def _lesson(batch: TrainBatch, values_N: FloatArray, estimate: Estimate) -> Trai
 
 
 def explained_variance(values_N: FloatArray, returns_N: FloatArray) -> float:
-    """1 - Var(return - value) / Var(return); 0 if all returns are equal."""
-    spread = float(returns_N.astype(np.float64).var())
-    return 1 - float((returns_N.astype(np.float64) - values_N).var()) / spread if spread else 0.0
+    """1 - Var(return - value) / Var(return); 0 if all returns are equal, but for rounding."""
+    found_N = returns_N.astype(np.float64)
+    extremes = (float(found_N.min()), float(found_N.max())) if len(found_N) else ()
+    if constant(extremes, rounding=ROUNDING_OF_SINGLES):
+        return 0.0
+    return 1 - float((found_N - values_N).var()) / float(found_N.var())

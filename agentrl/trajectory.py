@@ -16,6 +16,7 @@ from pydantic_core import from_json
 
 from agentrl.arrays import FloatArray, IntArray, Ragged, floats, ints, same_fields
 from agentrl.errors import ConfigError, Layer
+from agentrl.rounding import constant, scale_of, settled
 
 Role = Literal["system", "user", "assistant", "tool"]
 FinishReason = Literal["stop", "length", "abort"]
@@ -340,7 +341,8 @@ class Trajectory:
     @property
     def env_return(self) -> float:
         """The head start plus the undiscounted sum of the environment's rewards over all turns."""
-        return self.head_start + sum(turn.reward for turn in self.turns)
+        rewards = [turn.reward for turn in self.turns]
+        return settled(self.head_start + sum(rewards), scale_of((self.head_start, *rewards)))
 
     @property
     def success(self) -> bool | None:
@@ -444,8 +446,11 @@ class Group:
 
     @property
     def mixed(self) -> bool:
-        """Whether some agent's reward differs between episodes; otherwise there is nothing to learn."""
-        return any(len(set(group.rewards_G)) > 1 for group in self.by_agent())
+        """Whether some agent's reward differs between episodes, by more than rounding (`agentrl/rounding.py`).
+
+        Algorithms that compare whole rewards learn nothing from other groups.
+        """
+        return any(not constant(group.rewards_G) for group in self.by_agent())
 
     def by_agent(self) -> tuple["Group", ...]:
         """A group for each agent, in order of first appearance; with one agent, this group itself.
@@ -477,7 +482,8 @@ def succeeded(trajectory: Trajectory, score: Score) -> bool | None:
 def _by_turn(score: Score, count: int) -> list[float]:
     rewards = [*score.turns, *[0.0] * (count - len(score.turns))]
     if rewards:
-        rewards[-1] += score.value - math.fsum(rewards)
+        rest = score.value - math.fsum(rewards)
+        rewards[-1] += settled(rest, scale_of((score.value, *rewards)))
     return rewards
 
 

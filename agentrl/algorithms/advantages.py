@@ -1,7 +1,9 @@
 """Advantages: how much better a trajectory, or one of its turns, was than expected. Pure functions.
 
 The functions of a group's rewards raise `ValueError` on a reward that is not a finite number (a failed score is NaN,
-and must be filtered before). They return exact zeros if all rewards are equal, as in a group of one.
+and must be filtered before). They return exact zeros if all rewards are equal, as in a group of one, or differ by
+rounding alone (`agentrl/rounding.py`; `scale` is that of the numbers which rewards are sums of, where it is larger).
+Numbers are divided by no other spread than their own, so an advantage is never larger than the root of their number.
 
 Dimension suffixes: G members of a group; of a batch M samples, N loss tokens and J trajectories; K steps of
 trajectories, which are tokens or turns.
@@ -18,43 +20,44 @@ import numpy as np
 
 from agentrl.arrays import FloatArray, IntArray, floats
 from agentrl.protocols import MemberAdvantage
+from agentrl.rounding import ROUNDING_OF_SINGLES, constant, scale_of, settled
 
 STD_EPSILON = 1e-6
-"""Added to the standard deviation, so that rewards that differ only by rounding give advantages near zero."""
+"""Added to a standard deviation before anything is divided by it."""
 
-Advantage = Callable[[Sequence[float]], list[float]]
-"""Maps the rewards of a group's members to their advantages."""
+Advantage = Callable[[Sequence[float], float], list[float]]
+"""Maps the rewards of a group's members, and their scale, to their advantages."""
 
 
-def group_std(rewards_G: Sequence[float]) -> list[float]:
+def group_std(rewards_G: Sequence[float], scale: float = 0.0) -> list[float]:
     """(r_i - mean r) / std r, with the population standard deviation.
 
     GRPO with outcome supervision: DeepSeekMath (arXiv:2402.03300), section 4.1.2.
     """
-    centred_G = group_mean(rewards_G)
-    std = math.sqrt(math.fsum(a * a for a in centred_G) / len(centred_G)) if centred_G else 0.0
+    centred_G = group_mean(rewards_G, scale)
+    std = _root_mean_square(centred_G)
     return [a / (std + STD_EPSILON) for a in centred_G]
 
 
-def group_mean(rewards_G: Sequence[float]) -> list[float]:
+def group_mean(rewards_G: Sequence[float], scale: float = 0.0) -> list[float]:
     """r_i - mean r. Dividing by the spread too would favour tasks that are nearly always or nearly never solved.
 
     Dr. GRPO: "Understanding R1-Zero-Like Training" (arXiv:2503.20783), section 3.2.
     """
     _check(rewards_G)
-    if _constant(rewards_G):
+    if constant(rewards_G, scale):
         return [0.0] * len(rewards_G)
     mean = math.fsum(rewards_G) / len(rewards_G)
     return [r - mean for r in rewards_G]
 
 
-def leave_one_out(rewards_G: Sequence[float]) -> list[float]:
+def leave_one_out(rewards_G: Sequence[float], scale: float = 0.0) -> list[float]:
     """r_i - mean of the other members' rewards: an unbiased baseline.
 
     RLOO: "Back to Basics" (arXiv:2402.14740), section 3.3.
     """
     _check(rewards_G)
-    if _constant(rewards_G):
+    if constant(rewards_G, scale):
         return [0.0] * len(rewards_G)
     total, others = math.fsum(rewards_G), len(rewards_G) - 1
     return [r - (total - r) / others for r in rewards_G]
@@ -63,17 +66,17 @@ def leave_one_out(rewards_G: Sequence[float]) -> list[float]:
 Comparison = Literal["none", "group_mean", "group_std", "leave_one_out"]
 """What a return is compared with: nothing, or the returns of the group, with or without itself."""
 _ADVANTAGES: dict[Comparison, Advantage] = {
-    "none": list,
+    "none": lambda rewards_G, scale: list(rewards_G),
     "group_mean": group_mean,
     "group_std": group_std,
     "leave_one_out": leave_one_out,
 }
 
 
-def compared(returns_G: Sequence[float], with_what: Comparison) -> list[float]:
+def compared(returns_G: Sequence[float], with_what: Comparison, scale: float = 0.0) -> list[float]:
     """The advantage of each return by one of the functions above."""
     _check(returns_G)
-    return _ADVANTAGES[with_what](returns_G)
+    return _ADVANTAGES[with_what](returns_G, scale)
 
 
 def returns_to_go(rewards: Sequence[float], gamma: float) -> list[float]:
@@ -82,45 +85,63 @@ def returns_to_go(rewards: Sequence[float], gamma: float) -> list[float]:
 
 
 def compared_by_turn(
-    turn_rewards_G: Sequence[Sequence[float]], with_what: Comparison, gamma: float, baseline: Literal["episode", "turn"]
+    turn_rewards_G: Sequence[Sequence[float]],
+    with_what: Comparison,
+    gamma: float,
+    baseline: Literal["episode", "turn"],
 ) -> list[list[float]]:
     """The advantages of each member's turns: their returns to go, less a baseline.
 
     The baseline of a turn is that of whole returns (`episode`), or of the returns to go from turns with the same number
     (`turn`), which are 0 for episodes that were over by then. Only so is it unbiased: the mean over the episodes that
-    came that far depends on when the policy stops (verl issue 7244). With `group_std`, all are divided by the standard
-    deviation of the group's returns.
+    came that far depends on when the policy stops (verl issue 7244). With `group_std`, all are divided by their own
+    spread: the root mean square, over all turns of the group, of what is left of them after the baseline. In a group of
+    single turns that is the standard deviation of its returns. The spread of whole returns would be that of other
+    numbers: it is 0 where the members have earned the same in different turns.
     """
     togo_G = [returns_to_go(rewards, gamma) for rewards in turn_rewards_G]
-    returns_G = [togo[0] if togo else 0.0 for togo in togo_G]
-    centred: Comparison = "group_mean" if with_what == "group_std" else with_what
-    scale = 1.0
-    if with_what == "group_std":
-        scale = math.sqrt(math.fsum(a * a for a in group_mean(returns_G)) / len(returns_G)) + STD_EPSILON
+    scale = scale_of(chain(*turn_rewards_G, *togo_G))
+    left_G = _less_baseline(togo_G, "group_mean" if with_what == "group_std" else with_what, baseline, scale)
+    left_G = [[settled(a, scale) for a in left] for left in left_G]
+    if with_what != "group_std":
+        return left_G
+    spread = _root_mean_square(list(chain(*left_G)))
+    return [[a / (spread + STD_EPSILON) for a in left] for left in left_G]
+
+
+def _less_baseline(
+    togo_G: Sequence[Sequence[float]], with_what: Comparison, baseline: Literal["episode", "turn"], scale: float
+) -> list[list[float]]:
+    """The returns to go of each member's turns, less their baselines."""
     if baseline == "episode":
-        advantages_G = compared(returns_G, centred)
+        returns_G = [togo[0] if togo else 0.0 for togo in togo_G]
+        advantages_G = compared(returns_G, with_what, scale)
         baselines_G = [own - advantage for own, advantage in zip(returns_G, advantages_G, strict=True)]
-        return [[(g - b) / scale for g in togo] for togo, b in zip(togo_G, baselines_G, strict=True)]
+        return [[g - b for g in togo] for togo, b in zip(togo_G, baselines_G, strict=True)]
     turns = range(max(map(len, togo_G), default=0))
-    padded_KG = [compared([togo[k] if k < len(togo) else 0.0 for togo in togo_G], centred) for k in turns]
-    return [[padded_KG[k][i] / scale for k in range(len(togo))] for i, togo in enumerate(togo_G)]
+    padded_KG = [compared([togo[k] if k < len(togo) else 0.0 for togo in togo_G], with_what, scale) for k in turns]
+    return [[padded_KG[k][i] for k in range(len(togo))] for i, togo in enumerate(togo_G)]
 
 
 def compared_by_state(
-    turn_rewards_G: Sequence[Sequence[float]], states_G: Sequence[Sequence[Hashable]], gamma: float, *, by_std: bool
+    turn_rewards_G: Sequence[Sequence[float]],
+    states_G: Sequence[Sequence[Hashable]],
+    gamma: float,
+    *,
+    by_std: bool,
 ) -> list[list[float]]:
     """The advantages of turns among all turns of the group that began in the same state: their returns to go, compared.
 
     A turn whose state occurs once gets 0. GiGPO (arXiv:2505.10978), equations 6 to 8.
     """
     togo_G = [returns_to_go(rewards, gamma) for rewards in turn_rewards_G]
+    scale = scale_of(chain(*turn_rewards_G, *togo_G))
+    with_what: Comparison = "group_std" if by_std else "group_mean"
     alike = defaultdict(list)
     for togo, states in zip(togo_G, states_G, strict=True):
         for g, state in zip(togo, states, strict=True):
             alike[state].append(g)
-    centred = {
-        state: iter(compared(returns, "group_std" if by_std else "group_mean")) for state, returns in alike.items()
-    }
+    centred = {state: iter(compared(returns, with_what, scale)) for state, returns in alike.items()}
     return [[next(centred[state]) for state in states] for states in states_G]
 
 
@@ -157,10 +178,15 @@ def generalized(steps: Steps, lam_J: FloatArray) -> FloatArray:
     return floats(advantages_K)
 
 
-def whitened(advantages_N: FloatArray) -> FloatArray:
-    """(A - mean A) / std A over the loss tokens of a batch, with the population standard deviation."""
+def whitened(advantages_N: FloatArray, scale: float = 0.0) -> FloatArray:
+    """(A - mean A) / std A over the loss tokens of a batch, with the population standard deviation.
+
+    Exact zeros if all are equal. `scale`: of the rewards and values that they are sums of, in single precision.
+    """
     found_N = advantages_N.astype(np.float64)
-    return floats((advantages_N - found_N.mean()) / (found_N.std() + STD_EPSILON))
+    if constant((float(found_N.min()), float(found_N.max())), scale, ROUNDING_OF_SINGLES):
+        return floats(np.zeros_like(found_N))
+    return floats((found_N - found_N.mean()) / (found_N.std() + STD_EPSILON))
 
 
 def normalised(advantages: Sequence[Sequence[MemberAdvantage]], scopes: Sequence[str]) -> list[list[MemberAdvantage]]:
@@ -172,14 +198,13 @@ def normalised(advantages: Sequence[Sequence[MemberAdvantage]], scopes: Sequence
     for scope in dict.fromkeys(scopes):
         groups = [of_group for of_group, own in zip(advantages, scopes, strict=True) if own == scope]
         values = [a for member in chain(*groups) for a in ([member] if isinstance(member, float | int) else member)]
-        mean = math.fsum(values) / len(values)
-        std = 0.0 if _constant(values) else math.sqrt(math.fsum((a - mean) ** 2 for a in values) / len(values))
-        spread[scope] = (values[0] if _constant(values) else mean, std)
+        mean = math.fsum(values) / max(1, len(values))
+        spread[scope] = (mean, 0.0 if constant(values) else _root_mean_square([a - mean for a in values]))
 
     def scaled(member: MemberAdvantage, mean: float, std: float) -> MemberAdvantage:
         if isinstance(member, float | int):
-            return (member - mean) / (std + STD_EPSILON)
-        return [(a - mean) / (std + STD_EPSILON) for a in member]
+            return (member - mean) / (std + STD_EPSILON) if std else 0.0
+        return [(a - mean) / (std + STD_EPSILON) if std else 0.0 for a in member]
 
     return [
         [scaled(member, *spread[scope]) for member in of_group]
@@ -187,8 +212,8 @@ def normalised(advantages: Sequence[Sequence[MemberAdvantage]], scopes: Sequence
     ]
 
 
-def _constant(rewards_G: Sequence[float]) -> bool:
-    return len(set(rewards_G)) <= 1
+def _root_mean_square(values: Sequence[float]) -> float:
+    return math.sqrt(math.fsum(a * a for a in values) / len(values)) if values else 0.0
 
 
 def _check(rewards_G: Sequence[float]) -> None:

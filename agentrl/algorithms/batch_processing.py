@@ -17,7 +17,8 @@ from pydantic import Field
 from agentrl.algorithms.advantages import normalised
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.protocols import Algorithm, LearnsFromBatches, MemberAdvantage, Settings
-from agentrl.trajectory import SEGMENT, Group, Trajectory, Truncated, succeeded
+from agentrl.rounding import scale_of, settled
+from agentrl.trajectory import SEGMENT, Group, Score, Trajectory, Truncated, succeeded
 
 
 class Constraint(Settings):
@@ -126,7 +127,7 @@ class BatchProcessing:
         if self._config.length_penalty:
             group = _penalised(group, self._config.length_penalty)
         for part, multiplier in self.multipliers.items():
-            group = _with_values(group, [s.value - multiplier * s.parts.get(part, 0.0) for s in group.scores])
+            group = _plus(group, [-multiplier * s.parts.get(part, 0.0) for s in group.scores])
         return group
 
     def update(self, groups: Sequence[Group]) -> dict[str, float]:
@@ -181,14 +182,16 @@ def _penalised(group: Group, weight: float) -> Group:
         [trajectory.num_tokens for trajectory in group.trajectories],
         [succeeded(*pair) for pair in zip(group.trajectories, group.scores, strict=True)],
     )
-    return _with_values(group, [s.value + weight * p for s, p in zip(group.scores, penalties, strict=True)])
+    return _plus(group, [weight * penalty for penalty in penalties])
 
 
-def _with_values(group: Group, values_G: Sequence[float]) -> Group:
-    """The group with other values of its scores. What succeeded before still has."""
-    members = zip(group.trajectories, group.scores, values_G, strict=True)
-    scores = tuple(replace(s, value=value, success=succeeded(t, s)) for t, s, value in members)
-    return replace(group, scores=scores)
+def _plus(group: Group, terms_G: Sequence[float]) -> Group:
+    """The group with a term added to each member's score. What succeeded before still has."""
+    changed: list[Score] = []
+    for played, score, term in zip(group.trajectories, group.scores, terms_G, strict=True):
+        value = settled(score.value + term, scale_of((score.value, term)))
+        changed.append(replace(score, value=value, success=succeeded(played, score)))
+    return replace(group, scores=tuple(changed))
 
 
 def _costs(groups: Sequence[Group], part: str) -> list[float]:

@@ -15,6 +15,7 @@ from pydantic import Field
 from agentrl.algorithms.policy_loss import PolicyAlgorithm, PolicyLoss, scored
 from agentrl.arrays import FloatArray, floats, ints
 from agentrl.batch import TrainBatch
+from agentrl.rounding import above
 from agentrl.trajectory import Group
 
 Pairing = Literal["best_worst", "all"]
@@ -33,7 +34,7 @@ class RankedPair:
 
 
 def ranked_pairs(rewards_G: Sequence[float], which: Pairing, labels: Labels) -> list[RankedPair]:
-    """The best member against the worst, or each against each; equal rewards make no pair.
+    """The best member against the worst, or each against each; rewards that are equal but for rounding make no pair.
 
     Soft labels are those of Bradley and Terry: sigmoid(r_better - r_worse), for rewards that are its scores.
     """
@@ -41,7 +42,7 @@ def ranked_pairs(rewards_G: Sequence[float], which: Pairing, labels: Labels) -> 
     couples = list(combinations(order_G, 2))
     if which == "best_worst":
         couples = [(order_G[0], rewards_G.index(min(rewards_G)))] if couples else []
-    differing = [(better, worse) for better, worse in couples if rewards_G[better] > rewards_G[worse]]
+    differing = [(better, worse) for better, worse in couples if above(rewards_G[better], rewards_G[worse])]
     return [
         RankedPair(better, worse, 1.0 if labels == "hard" else _sigmoid(rewards_G[better] - rewards_G[worse]))
         for better, worse in differing

@@ -25,7 +25,7 @@ class Grpo(PolicyAlgorithm):
         advantage: Literal["group_std", "group_mean", "leave_one_out"] = "group_std"
         """What a reward is compared with; see `agentrl.algorithms.advantages`. `group_std` is biased, whatever the
         batch size: tasks count by 1 / spread of their rewards (0.07 to 0.17 of the gradient). The others are not
-        biased."""
+        biased. With `reward_to_go` the spread is that of the group's turns."""
 
         gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
         """Discount of a turn's reward for each turn before it. Below 1, the gradient follows what the discounted return

@@ -56,7 +56,7 @@ class Ppo(CriticBased):
         discounts_N = floats(np.where(turn_ends_N, self.config.gamma, 1.0))
         steps = Steps(batch.rewards_N, values_N, discounts_N, lengths_J, after_trajectories(ends_M, batch))
         advantages_N, returns_N = self._generalized(steps)
-        return Estimate(self._whitened(advantages_N), returns_N, floats(np.ones(len(values_N))))
+        return Estimate(self._whitened(advantages_N, steps), returns_N, floats(np.ones(len(values_N))))
 
     def value_loss(self, values_N: "Tensor", tokens: LossTokens) -> LossOutput:
         """See `agentrl.algorithms.losses.value_loss`."""
@@ -73,8 +73,11 @@ class Ppo(CriticBased):
         learned_K = generalized(steps, floats(np.full(len(lengths_J), own.critic_lam)))
         return generalized(steps, floats(lam_J)), floats(learned_K + steps.values_K)
 
-    def _whitened(self, advantages_N: FloatArray) -> FloatArray:
-        return whitened(advantages_N) if self.config.whiten else advantages_N
+    def _whitened(self, advantages_N: FloatArray, steps: Steps) -> FloatArray:
+        if not self.config.whiten:
+            return advantages_N
+        scale = max(float(np.abs(steps.rewards_K).max()), float(np.abs(steps.values_K).max()))
+        return whitened(advantages_N, scale)
 
 
 class TurnPpo(Ppo):
@@ -95,9 +98,9 @@ class TurnPpo(Ppo):
         turns = turns_of(batch)
         discounts_K = floats(np.full(len(turns.rewards_K), self.config.gamma))
         ends_J = after_trajectories(ends_M, batch)
-        advantages_K, returns_K = self._generalized(
-            Steps(turns.rewards_K, values_N[turns.begins_N], discounts_K, turns.lengths_J, ends_J)
-        )
+        steps = Steps(turns.rewards_K, values_N[turns.begins_N], discounts_K, turns.lengths_J, ends_J)
+        advantages_K, returns_K = self._generalized(steps)
         # The critic's loss is divided by all loss tokens; its weights make up for the tokens that do not count.
         weights_N = turns.begins_N * (len(turns.begins_N) / turns.begins_N.sum())
-        return Estimate(self._whitened(advantages_K[turns.turns_N]), returns_K[turns.turns_N], floats(weights_N))
+        advantages_N = self._whitened(advantages_K[turns.turns_N], steps)
+        return Estimate(advantages_N, returns_K[turns.turns_N], floats(weights_N))

@@ -9,6 +9,7 @@ import numpy as np
 from agentrl.algorithms.policy_loss import scored
 from agentrl.batch import TrainBatch
 from agentrl.protocols import LossOutput, LossTokens, Settings
+from agentrl.rounding import above, at_least, scale_of
 from agentrl.trajectory import Group, succeeded
 
 if TYPE_CHECKING:
@@ -61,9 +62,9 @@ class RejectionSampling(Sft):
             return [float(verdict is True) for verdict in verdicts_G]
         if self.config.keep == "best":
             best = max(rewards_G)
-            return [float(reward == best) for reward in rewards_G]
-        mean = fmean(rewards_G)
-        return [float(reward > mean) for reward in rewards_G]
+            return [float(at_least(reward, best)) for reward in rewards_G]
+        mean, scale = fmean(rewards_G), scale_of(rewards_G)
+        return [float(above(reward, mean, scale)) for reward in rewards_G]
 
     def normalizer(self, batch: TrainBatch) -> float:
         """The number of tokens that are imitated; 1 if there are none, and nothing changes."""

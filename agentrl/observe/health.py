@@ -11,6 +11,7 @@ import numpy as np
 
 from agentrl.arrays import IntArray
 from agentrl.observe.samples import TrainedBatch
+from agentrl.rounding import ROUNDING, constant, scale_of
 from agentrl.trajectory import Group
 
 _WINDOW = 8
@@ -74,7 +75,7 @@ def batch_health(trained: TrainedBatch) -> dict[str, float]:
 def correlation(one: Sequence[float] | np.ndarray, other: Sequence[float] | np.ndarray) -> float | None:
     """Pearson's correlation; `None` where one of them does not vary."""
     a, b = np.asarray(one, np.float64), np.asarray(other, np.float64)
-    if len(a) < 2 or a.std() == 0 or b.std() == 0:
+    if constant(a.tolist()) or constant(b.tolist()):
         return None
     return float(np.clip(np.mean((a - a.mean()) * (b - b.mean())) / (a.std() * b.std()), -1, 1))
 
@@ -111,4 +112,5 @@ def disagreement(groups: Sequence[Group]) -> float | None:
 def _order(values_G: Sequence[float]) -> np.ndarray:
     """1, 0 or -1 for each two members: whether the first has more."""
     values = np.asarray(values_G, np.float64)
-    return np.sign(values[:, None] - values[None, :])
+    apart = values[:, None] - values[None, :]
+    return np.where(np.abs(apart) <= ROUNDING * scale_of(values_G), 0.0, np.sign(apart))

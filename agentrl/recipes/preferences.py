@@ -15,6 +15,7 @@ from pydantic import BaseModel, Field, ValidationError
 from agentrl.errors import ConfigError
 from agentrl.protocols import Settings
 from agentrl.recipes.recordings import Recorded, read_recordings
+from agentrl.rounding import constant
 from agentrl.trajectory import Message, Trajectory
 
 T = TypeVar("T")
@@ -159,7 +160,7 @@ def _of_run(folder: Path, pairs_per_task: int, rng: Random) -> Iterator[Preferen
         differing = [
             (one.trajectory, other.trajectory) if one.score > other.score else (other.trajectory, one.trajectory)
             for one, other in combinations(episodes, 2)
-            if one.score != other.score
+            if not constant((one.score, other.score))
         ]
         for better, worse in rng.sample(differing, min(pairs_per_task, len(differing))):
             tokens = (better, worse) if better.turns and worse.turns else None

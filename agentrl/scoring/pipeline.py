@@ -15,6 +15,7 @@ from agentrl.blame import with_frame
 from agentrl.errors import ConfigError, RewardError
 from agentrl.flow import Flow, Retries, deadline, span
 from agentrl.protocols import GroupReward, Reward, ScoresTurns
+from agentrl.rounding import settled
 from agentrl.scoring.part import RewardPart
 from agentrl.scoring.rule_pool import RulePool
 from agentrl.trajectory import Failed, Score, Scored, Trajectory, Unscored
@@ -165,11 +166,13 @@ def total(parts: Sequence[RewardPart], scores: Sequence[Score], base: Score | No
     value, named = (base.value, dict(base.parts)) if base is not None else (0.0, {})
     turns, words = (base.turns, dict(base.words)) if base is not None else ((), {})
     verdicts = [None if base is None else base.success]
+    scale = abs(value)
     for part, score in zip(parts, scores, strict=True):
         if isinstance(score.status, Failed):
             return Score.failed(f"{part.name}: {score.status.error}", score.status.layer)
         value += part.weight * score.value
         verdicts.append(part.verdict(score))
+        scale = max(scale, abs(part.weight * score.value))
         weighted = [part.weight * earned for earned in score.turns]
         turns = tuple(sum(pair) for pair in zip_longest(turns, weighted, fillvalue=0.0))
         named[part.name] = score.value
@@ -179,7 +182,7 @@ def total(parts: Sequence[RewardPart], scores: Sequence[Score], base: Score | No
         words |= {f"{part.name}/{key}" if key else part.name: text for key, text in score.words.items()}
     known = [verdict for verdict in verdicts if verdict is not None]
     status = Scored() if named else Unscored()
-    return Score(value, named, status, turns=turns, words=words, success=all(known) if known else None)
+    return Score(settled(value, scale), named, status, turns=turns, words=words, success=all(known) if known else None)
 
 
 async def score_trajectory(reward: Reward | RewardPipeline, trajectory: Trajectory, seconds: float) -> Score:

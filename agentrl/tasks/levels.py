@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 from agentrl.plugins import NoSettings
 from agentrl.protocols import Settings
 from agentrl.rollout.seeds import derive_seed
+from agentrl.rounding import at_least
 from agentrl.tasks.seeded import SeededTasks
 from agentrl.trajectory import Task
 
@@ -87,7 +88,7 @@ class Levels:
     def observe(self, index: int, task: Task, rewards_G: Sequence[float]) -> None:
         """Count the outcome of a task for its level."""
         level = next(number for number, one in enumerate(self._levels) if dict(one.options) == dict(task.options))
-        success = sum(reward >= self._settings.success_at for reward in rewards_G) / len(rewards_G)
+        success = sum(at_least(reward, self._settings.success_at) for reward in rewards_G) / len(rewards_G)
         self._lately[level].add(success)
         self._before[level].add(success)
 

@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from agentrl.rollout.seeds import derive_seed
+from agentrl.rounding import at_least, scale_of
 from agentrl.tasks.dataset import DatasetSettings, DatasetTasks
 from agentrl.trajectory import Task
 
@@ -65,8 +66,11 @@ class DifficultyPools(DatasetTasks):
         place, mean = int(task.id.rpartition("@")[2]), fmean(rewards_G)
         hard_at, easy_at = self._bounds
         self._pools.pop(place, None)
-        if mean >= easy_at or mean <= hard_at:
-            self._pools[place] = "easy" if mean >= easy_at else "hard"
+        scale = scale_of(rewards_G)
+        if at_least(mean, easy_at, scale):
+            self._pools[place] = "easy"
+        elif at_least(hard_at, mean, scale):
+            self._pools[place] = "hard"
 
     def metrics(self) -> dict[str, float]:
         """The shares of all rows that are easy, and hard."""

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from agentrl.errors import ConfigError
 from agentrl.observe.ledger_report import explain
 from agentrl.rollout.ledger import read_ledger
+from agentrl.rounding import constant
 from agentrl.viewer.episodes import EpisodeIndex
 from agentrl.viewer.folders import RunFolder
 from agentrl.viewer.lineage import parents
@@ -175,7 +176,7 @@ def _trained(row: Mapping[str, Any], samples: Sequence[Mapping[str, Any]], group
     advantages = sorted({round(sample["advantage"], 3) for sample in samples})
     fate += f", with the advantage {' and '.join(f'{each:+g}' if each else '0' for each in advantages)}."
     scores = [member["score"] for member in group if member["score"] is not None and member["agent"] == row["agent"]]
-    if len(scores) > 1 and len(set(scores)) == 1:
+    if len(scores) > 1 and constant(scores):
         fate += f" All {len(scores)} members of its group scored {scores[0]:g}."
     elif len(scores) > 1 and row["score"] is not None:
         fate += (

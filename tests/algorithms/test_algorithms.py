@@ -73,6 +73,16 @@ def test_rewards_that_differ_by_rounding_alone_give_no_signal() -> None:
 
 
 @pytest.mark.parametrize("advantage", ALL)
+def test_rewards_that_are_equal_but_for_rounding_have_no_advantage_at_any_scale(advantage: Advantage) -> None:
+    """And true differences of a billionth do."""
+    for power in (-12, 0, 6, 12):
+        noisy = [10.0**power * reward for reward in (0.1 + 0.2, 0.3, sum([0.1] * 3), 0.3)]
+        assert advantage(noisy) == [0.0] * 4
+        true = advantage([10.0**power * reward for reward in (1.0, 1.0, 1.0 + 1e-9, 1.0)])
+        assert true[2] > 0 > true[0]
+
+
+@pytest.mark.parametrize("advantage", ALL)
 @given(rewards=rewards, shift=st.integers(-50, 50))
 def test_advantages_ignore_a_shift_and_sum_to_zero(advantage: Advantage, rewards: list[float], shift: int) -> None:
     base = advantage(rewards)

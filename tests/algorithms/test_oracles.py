@@ -92,6 +92,9 @@ UNBIASED["rae, reward-to-go"] = (
 )
 BIASED: dict[str, Row] = {
     "`grpo`, `advantage=group_std`": (Grpo(Grpo.Config(**ONE)), 3),
+    "`grpo`, `advantage=group_std`, `reward_to_go=true`": (Grpo(Grpo.Config(**ONE, reward_to_go=True)), 3),
+    "the same, `baseline=turn`": (Grpo(Grpo.Config(**ONE, reward_to_go=True, baseline="turn")), 3),
+    "`gigpo`, `advantage=group_std`": (Gigpo(Gigpo.Config(**ONE, step_gamma=1.0)), 3),
     "`reinforce_pp`, `gamma=1`": (ReinforcePlusPlus(ReinforcePlusPlus.Config(**ONE)), 3),
     "`rebn`, `gamma=1`": (ReturnBatchNorm(ReturnBatchNorm.Config(**ONE, gamma=1.0)), 3),
     "`gigpo`, `advantage=group_mean`": (Gigpo(Gigpo.Config(**ONE, advantage="group_mean", step_gamma=1.0)), 3),
