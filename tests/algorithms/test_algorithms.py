@@ -274,7 +274,7 @@ def test_rejection_sampling_imitates_the_best_and_counts_their_tokens_only() -> 
     of = {keep: RejectionSampling(RejectionSampling.Config(keep=keep)) for keep in ("best", "above_mean", "success")}
     assert of["best"].advantages(group) == [0, 1, 1, 0]
     assert of["above_mean"].advantages(group) == [0, 1, 1, 0]
-    assert of["success"].advantages(group) == [0, 0, 0, 0]  # they have no turn, and so earned nothing
+    assert of["success"].advantages(group) == [0, 1, 1, 1]  # nothing else tells, so scores above zero do
     batch = replace(batch_of(4), advantages_N=np.array([0, 1, 1, 0], np.float32))
     assert of["best"].normalizer(batch) == 2
     assert of["best"].normalizer(batch_of(4)) == 1
