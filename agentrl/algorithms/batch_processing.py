@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean, pvariance
+from types import MappingProxyType
 from typing import Literal
 
 from pydantic import Field
@@ -59,7 +60,8 @@ class BatchProcessingConfig(Settings):
 class BatchProcessing:
     """Processes the batches of a run. `rows`: metrics of earlier steps, with what a resumed run carries on.
 
-    `algorithm`: the one that is trained with, in case it learns from batches.
+    `algorithm`: the one that is trained with, in case it learns from batches; `by_env`: those of the groups of some
+    environments, which learn from these alone.
     """
 
     def __init__(
@@ -67,12 +69,16 @@ class BatchProcessing:
         config: BatchProcessingConfig,
         rows: Iterable[Mapping[str, float]] = (),
         algorithm: Algorithm | None = None,
+        by_env: Mapping[str, Algorithm] = MappingProxyType({}),
     ) -> None:
         self._config = config
-        self._learner = algorithm if isinstance(algorithm, LearnsFromBatches) else None
+        self._by_env = by_env
         rows = list(rows)
-        if self._learner is not None:
-            self._learner.restore(rows)
+        learners = {"": algorithm, **{f"envs/{env}/": own for env, own in by_env.items()}}
+        self._learners = {prefix: one for prefix, one in learners.items() if isinstance(one, LearnsFromBatches)}
+        """What learns from batches, by the prefix of its metrics."""
+        for prefix, learner in self._learners.items():
+            learner.restore([_under(prefix, row) for row in rows])
         self.multipliers = {constraint.part: constraint.initial for constraint in config.constraints}
         """The multiplier of each constraint, by its part."""
         for row in rows:
@@ -122,6 +128,10 @@ class BatchProcessing:
             return [True] * len(groups)
         return most_varying([pvariance(group.rewards_G) for group in groups], self._config.keep_variance)
 
+    def _prefix(self, env: str) -> str:
+        """The prefix of the metrics of what learns from an environment's groups."""
+        return f"envs/{env}/" if env in self._by_env else ""
+
     def _changed(self, group: Group) -> Group:
         """The group with the terms of its own members, and of those alone, in its scores."""
         if self._config.length_penalty:
@@ -138,8 +148,9 @@ class BatchProcessing:
         """
         metrics: dict[str, float] = {}
         parts = [part for group in self.scores(groups) for part in group.by_agent()]
-        if self._learner is not None:
-            metrics |= self._learner.learned(parts)
+        for prefix, learner in self._learners.items():
+            own = [part for part in parts if self._prefix(part.task.env) == prefix]
+            metrics |= {f"{prefix}{name}": value for name, value in learner.learned(own).items()}
         if self._config.keep_variance < 1:
             metrics["informative_groups"] = fmean(self.informative(parts))
         for constraint in self._config.constraints:
@@ -192,6 +203,11 @@ def _plus(group: Group, terms_G: Sequence[float]) -> Group:
         value = settled(score.value + term, scale_of((score.value, term)))
         changed.append(replace(score, value=value, success=succeeded(played, score)))
     return replace(group, scores=tuple(changed))
+
+
+def _under(prefix: str, row: Mapping[str, float]) -> Mapping[str, float]:
+    """The metrics of a row with this prefix, without it."""
+    return {name.removeprefix(prefix): value for name, value in row.items() if name.startswith(prefix)}
 
 
 def _costs(groups: Sequence[Group], part: str) -> list[float]:

@@ -17,6 +17,7 @@ from pydantic import (
 )
 
 from agentrl.algorithms.batch_processing import BatchProcessingConfig
+from agentrl.algorithms.own_settings import without_effect
 from agentrl.gateway.config import GatewayConfig
 from agentrl.observe.config import ObserveConfig
 from agentrl.placement.device_map import PlacementConfig
@@ -179,6 +180,14 @@ class RunConfig(Settings):
             )
         if other := [one for one in own if one.algorithm and one.algorithm.name != self.algorithm.name]:
             raise ValueError(f"env.mixture: {other[0].called} names another algorithm: write only settings of it")
+        for one in own:
+            made = one.algorithm or self.algorithm
+            if idle := without_effect(made.factory, made.settings, self.algorithm.settings):
+                raise ValueError(
+                    f"env.mixture: {one.called} sets algorithm.{' and algorithm.'.join(idle)} of its own, which the "
+                    "advantages of its groups do not use, as configured. The loss is the same for the whole batch: "
+                    "write it in the section algorithm of the run, for all environments"
+                )
         return self
 
     @model_validator(mode="after")

@@ -126,6 +126,7 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "opponents/<version>/<agent>/success": "The same, by the opponent's version and the policy's seat.",
         "opponents/<version>/<agent>/episodes": "How many there were.",
         "baseline/<part>": "Running mean of the returns of an environment's role, or of an environment.",
+        "envs/<env>/baseline/<part>": "The same in a mixture, where it has settings of the algorithm of its own.",
     },
     "Evaluation": {
         "eval/success": "Share of successful held-out episodes; NaN if nothing tells which these are.",

@@ -65,8 +65,8 @@ async def train(
         async with evaluations(run, parts, start) as evaluating:
             await evaluating.evaluate(start)
             async with parts.rollouts(run, start) as rollouts, run.writing_checkpoints():
-                processing = BatchProcessing(config.batch_processing, run.metrics.rows(), algorithm)
                 by_env = {one.called: one.algorithm.make() for one in config.env.mixture if one.algorithm is not None}
+                processing = BatchProcessing(config.batch_processing, run.metrics.rows(), algorithm, by_env)
                 for step in range(start, config.steps):
                     clock = Stopwatch(partial(run.begin_phase, step))
                     with clock("rollout"):

@@ -93,7 +93,8 @@ class MixedEnv(OneEnv):
     reward: RewardsField | None = None
     """Its reward, as the section `reward`, which it is by default."""
     algorithm: ComponentField | None = None
-    """Settings of the run's algorithm that differ for the advantages of its groups. The loss is the same for all."""
+    """Settings of the run's algorithm that differ for the advantages of its groups. The loss is the same for all, and
+    settings that only change the loss are refused."""
     group_size: int | None = Field(None, gt=0)
     """As `rollout.group_size`."""
     budget: OwnBudget = OwnBudget()

@@ -1,0 +1,85 @@
+"""Which settings of an algorithm an environment of a mixture can have of its own: those of its groups' advantages.
+
+The loss is one for a whole batch. Which settings the advantages depend on is found out by asking for some.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from agentrl.arrays import floats, ints
+from agentrl.protocols import Algorithm, LearnsFromBatches, MemberAdvantage, Settings
+from agentrl.trajectory import Completion, Group, Score, Task, Terminated, Trajectory, Turn
+
+_REWARDS: Sequence[Sequence[Sequence[float]]] = (
+    ((0.0, 1.0), (1.0, 0.0, 0.5), (-0.25,), (0.0, 0.0)),
+    ((0.5,), (0.125, 0.5), (0.0, 0.0, 2.0), (1.0,)),
+)
+"""The rewards of the turns of each member, in two groups."""
+
+
+def without_effect(factory: Callable[[Settings], Algorithm], own: Settings, shared: Settings) -> list[str]:
+    """The settings in which `own`, an environment's, differs from the run's `shared`, and which its advantages ignore,
+    as does what the algorithm learns for them. `factory` makes the algorithm from its settings.
+
+    An algorithm that these groups do not suit cannot be asked: then none is known to be without effect.
+    """
+    of_run = dict(shared)
+    differing = [name for name, value in own if value != of_run.get(name)]
+    if not differing:
+        return []
+    read: set[str] = set()
+    try:
+        algorithm = factory(_watched(own, read.add))
+        in_constructor = set(read)
+        read.clear()
+        found = _asked(algorithm)
+        unread = [name for name in differing if name not in read]
+        return [
+            name
+            for name in unread
+            if name not in in_constructor or found == _asked(factory(_with(own, name, of_run[name])))
+        ]
+    except Exception:  # the user's code, which may need what these groups do not have
+        return []
+
+
+def _asked(algorithm: Algorithm) -> list[list[Sequence[MemberAdvantage]]]:
+    """The advantages of two groups, and those of the same when the algorithm has learned from them."""
+    groups = [_group(f"{number}", rewards) for number, rewards in enumerate(_REWARDS)]
+    found = [[algorithm.advantages(group) for group in groups]]
+    if isinstance(algorithm, LearnsFromBatches):
+        algorithm.learned(groups)
+        found.append([algorithm.advantages(group) for group in groups])
+    return found
+
+
+def _group(name: str, rewards_G: Sequence[Sequence[float]]) -> Group:
+    task = Task("env", 0, {}, name)
+    members = tuple(_member(task, f"{name}/{number}", rewards) for number, rewards in enumerate(rewards_G))
+    return Group(task, members, tuple(Score(sum(rewards), turns=tuple(rewards)) for rewards in rewards_G))
+
+
+def _member(task: Task, name: str, rewards: Sequence[float]) -> Trajectory:
+    said = Completion(ints((2, 3)), floats((-0.5, -0.5)), ints((0, 0)), "stop")
+    turns = tuple(Turn(ints((1,)), said, reward, {}, state=f"{number % 2}") for number, reward in enumerate(rewards))
+    return Trajectory(name, task, turns, Terminated(), agent="a")
+
+
+def _watched(settings: Settings, told: Callable[[str], None]) -> Settings:
+    """The same settings, which tell the name of each that is read."""
+    kind: Any = type(settings)
+    fields = frozenset(kind.model_fields)
+
+    def get(self: Settings, name: str) -> Any:
+        if name in fields:
+            told(name)
+        return super(watched, self).__getattribute__(name)
+
+    namespace = {"__getattribute__": get, "__module__": kind.__module__}
+    watched: Any = type(kind)(kind.__name__, (kind,), namespace)
+    made: Settings = watched.model_construct(**dict(settings))
+    return made
+
+
+def _with(settings: Settings, name: str, value: object) -> Settings:
+    return settings.model_copy(update={name: value})
