@@ -95,9 +95,10 @@ def golds_of(task: Task, key: str) -> tuple[Any, ...]:
             f"{', '.join(map(repr, task.options)) or 'no options'}. Write gold: OPTION, or give tasks the option"
         )
     gold = task.options[key]
-    if gold is None or gold in ("", [], ()):
-        raise ConfigError(f"{named} has the option {key!r}, but it is {gold!r} and no right answer")
-    return tuple(gold) if isinstance(gold, list | tuple) else (gold,)
+    golds = tuple(gold) if isinstance(gold, list | tuple) else (gold,)
+    if not golds or any(one is None or one == "" for one in golds):
+        raise ConfigError(f"{named} has the option {key!r}, but it is {gold!r:.80} and no right answer")
+    return golds
 
 
 def checked(option: str, gold: Any, read: Callable[[Any], Any]) -> Any:
@@ -108,5 +109,5 @@ def checked(option: str, gold: Any, read: Callable[[Any], Any]) -> Any:
     """
     try:
         return read(gold)
-    except (TypeError, ValueError) as error:
+    except (ArithmeticError, TypeError, ValueError) as error:
         raise ConfigError(f"the task's option {option!r} is {gold!r:.80}: {error}") from error

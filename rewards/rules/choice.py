@@ -1,6 +1,7 @@
 """The answer to a multiple-choice question."""
 
 import re
+import unicodedata
 from typing import Any
 
 from pydantic import Field
@@ -37,6 +38,7 @@ class Choice(AnswerRule):
 
     def chosen(self, answer: str) -> str | None:
         """The letter that an answer names; None where it names none."""
+        answer = unicodedata.normalize("NFKC", answer)  # full-width letters and brackets
         for pattern in self._patterns:
             found = pattern.findall(answer)
             if found:

@@ -1,18 +1,26 @@
 """The answer is mathematically equal to the right one."""
 
 import logging
-import math
+import re
 from typing import Any
 
 from agentrl.errors import ConfigError
-from agentrl.rewards.rules.answer import AnswerRule, AnswerSettings
+from agentrl.rewards.rules.answer import AnswerRule, AnswerSettings, checked
+from agentrl.rewards.rules.final_answer import final_answer
+from agentrl.rewards.rules.notation import exact_number, plain, without_exponents
+from agentrl.rewards.rules.sameness import NOT_COMPUTED, close, same, value_of
+from agentrl.trajectory import Task
 
 LONGEST_MATH = 2_000
 """Characters of an answer that are parsed: its last ones."""
 
 
 class Math(AnswerRule):
-    """1 where math-verify finds the answer (its last boxed, LaTeX or plain expression) equal to the right one.
+    """1 where the answer (its last boxed, LaTeX or plain expression) is mathematically equal to the right one.
+
+    math-verify parses both. Numbers are compared exactly; a decimal is right if it agrees with the right answer to six
+    decimals and five significant digits, or to twelve significant digits. `5e-5` is 0.00005, and has Euler's number
+    only where the right answer has it. A right answer that is a word, such as `Monday`, is compared as text.
 
     sympy can be made to compute for ever by a short text, so this runs in a process with a deadline. Needs the package
     math-verify (`pip install "agentrl[rewards]"`).
@@ -28,39 +36,128 @@ class Math(AnswerRule):
         super().__init__(config)
         self._option = config.gold
 
+    def golds(self, task: Task) -> tuple[Any, ...]:
+        """The right answers.
+
+        Raises:
+            ConfigError: there is none, or one is neither text nor a number.
+        """
+        golds = super().golds(task)
+        for gold in golds:
+            checked(self._option, gold, _text)
+        return golds
+
     def right(self, answer: str, gold: Any) -> bool:
         """Whether both are equal. An answer that cannot be read, or compared with the right one, is not.
 
         Raises:
             ConfigError: the right answer cannot be read.
         """
-        from math_verify import parse, verify
+        answer, text = answer[-LONGEST_MATH:], checked(self._option, gold, _text)
+        if word := _word(text):
+            said = final_answer(answer, several=False)
+            return said is not None and _word(said, shortest=1) == word
+        forms = self._forms(gold, text)
+        return any(_is_right(answer, form, in_percent="%" in text) for form in forms)
 
-        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that we set the deadline ourselves
-        text = str(gold)
-        expected = parse(text if "$" in text or "\\boxed" in text else f"${text}$", parsing_timeout=None)
-        if not expected:
+    def _forms(self, gold: Any, text: str) -> list[Any]:
+        """What the right answer can mean, as sympy's expressions: two of them for `2e-3`.
+
+        Raises:
+            ConfigError: there is no mathematics in it.
+        """
+        from sympy import Float, Rational
+
+        if not isinstance(gold, str):
+            return [(Float if isinstance(gold, float) else Rational)(text)]
+        readings = [plain(text), without_exponents(text)]
+        parsed = [_parsed(_in_dollars(reading)) for reading in readings if reading is not None]
+        forms = [found[0] for found in parsed if found and not isinstance(found[0], str)]
+        if not forms:
             raise ConfigError(f"the task's option {self._option!r} is {gold!r:.80}, in which there is no mathematics")
-        answer = answer[-LONGEST_MATH:]
-        parsed = [
-            form for form in parse(answer, parsing_timeout=None) if isinstance(form, str) or is_meant(form, expected[0])
-        ]
-        if not any(not isinstance(form, str) for form in parsed):
-            return False
-        if ("%" in answer or "%" in text) and not same_share(value_of(parsed[0]), value_of(expected[0]), "%" in text):
-            return False
-        return bool(verify(expected, parsed, timeout_seconds=None))
+        return forms
 
 
-def same_share(answer: float | None, expected: float | None, in_percent: bool) -> bool:
+def _text(gold: Any) -> str:
+    """A right answer as text.
+
+    Raises:
+        ValueError: it is neither text nor a finite number.
+    """
+    if isinstance(gold, str):
+        return gold
+    number = exact_number(gold)
+    if number is None:
+        raise ValueError("the rule `math` needs a number, or mathematics as text, such as '(1, 2)'")
+    return str(number)
+
+
+_WRAPPED = re.compile(r"\\(?:text|mathrm|textbf|mathbf|textit|operatorname|mbox)\s*\{([^{}]*)\}")
+_LETTERS = re.compile(r"[^\W\d_]+(?:[ '\u2019-]+[^\W\d_]+)*")
+_FUNCTIONS = frozenset(
+    ("sin", "cos", "tan", "cot", "sec", "csc", "log", "ln", "exp", "sqrt", "pi", "max", "min", "lim", "and", "or")
+)
+
+
+def _word(text: str, shortest: int = 4) -> str | None:
+    """A text that is words and no mathematics, without its LaTeX and capitals; None for others.
+
+    What is not marked as text, as by `\\text{...}`, has so many letters at least: `xy` is a product.
+    """
+    bare = text.replace("$", "").strip()
+    said, marked = _WRAPPED.subn(r"\1", bare)
+    said = said.strip("().* ")
+    if not _LETTERS.fullmatch(said) or (not marked and len(said) < shortest):
+        return None
+    words = said.casefold().replace("\u2019", "'").split()
+    return None if _FUNCTIONS.intersection(words) else " ".join(words)
+
+
+def _in_dollars(text: str) -> str:
+    if "boxed" in text:
+        return final_answer(text, several=True) or ""
+    return text if "$" in text else f"${text}$"
+
+
+def _parsed(text: str) -> list[Any]:
+    """What math-verify finds in a text: one of sympy's expressions if it can read one, and that as text."""
+    from math_verify import parse
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that we set the deadline ourselves
+    return list(parse(text, parsing_timeout=None))
+
+
+def _is_right(answer: str, expected: Any, *, in_percent: bool) -> bool:
+    from sympy import E, FiniteSet, Tuple
+
+    several = isinstance(expected, FiniteSet | Tuple)
+    readings = [answer, without_exponents(answer) if expected.has(E) else None]
+    said = [final_answer(reading, several=several) for reading in readings if reading is not None]
+    parsed = [_parsed(text) for text in said if text is not None]
+    forms = [found[0] for found in parsed if found and not isinstance(found[0], str)]
+    return any(_is_equal(form, expected, in_percent=in_percent) for form in forms)
+
+
+def _is_equal(form: Any, expected: Any, *, in_percent: bool) -> bool:
+    try:
+        meant = is_meant(form, expected) and _of_the_same_kind(form, expected, in_percent=in_percent)
+        return meant and same(expected, form)
+    except NOT_COMPUTED:  # nobody can say that such an answer is right
+        return False
+
+
+def _of_the_same_kind(form: Any, expected: Any, *, in_percent: bool) -> bool:
     """Whether an answer with a percent sign, or to a question that has one, can be right.
 
     math-verify ignores the sign where that helps. Here 7 % is 0.07, and answers a question for a share only: the right
     answer is `in_percent` too, or between -1 and 1.
     """
-    if answer is None or expected is None:
+    from sympy import UnevaluatedExpr
+
+    share = value_of(expected)
+    if share is None or not (in_percent or form.has(UnevaluatedExpr)):
         return True
-    return math.isclose(answer, expected, rel_tol=1e-6) and (in_percent or abs(expected) <= 1)
+    return close(form, expected) and (in_percent or abs(share) <= 1)
 
 
 def is_meant(form: Any, expected: Any) -> bool:
@@ -79,16 +176,3 @@ def is_meant(form: Any, expected: Any) -> bool:
 
 def _differ(equation: Any) -> bool:
     return bool(equation.lhs.equals(equation.rhs) is False)
-
-
-def value_of(form: Any) -> float | None:
-    """The number that a form stands for, or that its last side gives a variable; None if it is no number."""
-    from sympy import Equality, Expr
-
-    form = form.rhs if isinstance(form, Equality) else form
-    if not isinstance(form, Expr) or form.free_symbols:
-        return None
-    try:
-        return float(form.doit().evalf())
-    except (TypeError, ValueError, OverflowError):
-        return None

@@ -1,6 +1,7 @@
 """The answer is JSON that fits a schema."""
 
 import json
+import math
 from typing import Any, Self
 
 from pydantic import model_validator
@@ -10,7 +11,9 @@ from agentrl.trajectory import Task
 
 
 class JsonSchema(AnswerRule):
-    """1 where the answer, or the last ```json block in it, is JSON of the schema. Schemas hold patterns, so a process.
+    """1 where the answer, or the last ```json block in it, is JSON of the schema, without a key that stands twice.
+
+    Schemas hold patterns, so this runs in a process.
 
     Needs the package jsonschema (`pip install "agentrl[rewards]"`).
     """
@@ -52,7 +55,9 @@ class JsonSchema(AnswerRule):
         from jsonschema import Draft202012Validator
 
         try:
-            value = json.loads(_block(answer), parse_constant=_no_constant)
+            value = json.loads(
+                _block(answer), parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_without_repeats
+            )
         except (ValueError, RecursionError):
             return False
         return bool(Draft202012Validator(gold).is_valid(value))
@@ -66,6 +71,21 @@ def _block(answer: str) -> str:
 
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text:.40} is larger than any number of JSON's readers")
+    return value
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object. One that names a key twice says two things, of which a reader sees only one."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise ValueError("a key stands twice in an object")
+    return value
 
 
 def _check(schema: Any) -> None:

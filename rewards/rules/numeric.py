@@ -7,10 +7,11 @@ from typing import Any
 from pydantic import Field
 
 from agentrl.rewards.rules.answer import AnswerRule, AnswerSettings, checked
+from agentrl.rewards.rules.notation import exact_number, plain
 
 # Every repetition is bounded, so that no text makes it slow.
 _NUMBER = re.compile(
-    r"(?:(?<!\w)[-+\u2212])?"
+    r"(?:(?<!\w)[-+])?(?<!\d)"
     r"(?:(?:\d{1,3}(?:,\d{3}){1,20}|\d{1,60})(?:\.\d{0,60})?|\.\d{1,60})"
     r"(?:[eE][-+]?\d{1,3}\b)?"
 )
@@ -19,8 +20,8 @@ _NUMBER = re.compile(
 class Numeric(AnswerRule):
     """1 where the last number of the answer is near a right one.
 
-    It reads 1,234.5 and -3e-2 and a percent sign as a hundredth; a fraction counts by its last number, so ask for
-    decimals (or use the rule `math`).
+    It reads 1,234.5 and -3e-2 and 3 × 10⁻² and a percent sign as a hundredth; a fraction counts by its last number, so
+    ask for decimals (or use the rule `math`).
     """
 
     class Config(AnswerSettings):
@@ -46,20 +47,20 @@ class Numeric(AnswerRule):
 
 def last_number(text: str) -> float | None:
     """The last number in a text; None where there is none."""
+    text = plain(text)
     found = None
     for found in _NUMBER.finditer(text):  # noqa: B007  the last one
         pass
     if found is None:
         return None
-    value = float(found[0].replace(",", "").replace("\u2212", "-"))
+    value = float(found[0].replace(",", ""))
     follows = text[found.end() : found.end() + 20].lstrip().removeprefix("\\")  # LaTeX writes \%
     return value / 100 if follows[:1] == "%" else value
 
 
 def _number(gold: Any) -> float:
-    if isinstance(gold, bool):
-        raise ValueError("the rule `numeric` needs a number, and not a truth value")
-    value = last_number(gold) if isinstance(gold, str) else float(gold)
+    exact = last_number(gold) if isinstance(gold, str) else exact_number(gold)
+    value = None if exact is None else float(exact)
     if value is None or not math.isfinite(value):
         raise ValueError("the rule `numeric` needs a number")
     return value

@@ -40,16 +40,18 @@ class Regex(AnswerRule):
         """
         patterns = super().golds(task) if self._config.pattern is None else (self._config.pattern,)
         for pattern in patterns:
-            checked(self._config.gold, str(pattern), _compiled)
+            checked(self._config.gold, pattern, _compiled)
         return patterns
 
     def right(self, answer: str, gold: Any) -> bool:
         """Whether the pattern is found."""
         how: Literal["fullmatch", "search"] = "fullmatch" if self._config.whole else "search"
-        return getattr(re, how)(str(gold), answer) is not None
+        return getattr(re, how)(gold, answer) is not None
 
 
-def _compiled(pattern: str) -> re.Pattern[str]:
+def _compiled(pattern: Any) -> re.Pattern[str]:
+    if not isinstance(pattern, str):
+        raise ValueError(r"a pattern is text, such as '\b42\b' for the number 42")
     try:
         return re.compile(pattern)
     except re.error as error:

@@ -41,6 +41,18 @@ def judge(name: str, answer: str | list[str], gold: object = None, **settings: o
         ("exact", "b", ["a", "b"], {}, 1),
         ("exact", "so <answer>x</answer> or <answer> y </answer>", "y", {"tag": "answer"}, 1),
         ("exact", "y", "y", {"tag": "answer"}, 0),
+        ("exact", "0.00005", 0.00005, {}, 1),
+        ("exact", "5e-5", 0.00005, {}, 1),
+        ("exact", "6.02e23", 6.02e23, {}, 1),
+        ("exact", "1,000,000", 1000000, {}, 1),
+        ("exact", "0.00006", 0.00005, {}, 0),
+        ("exact", "-5", 5, {}, 0),
+        ("exact", "true", True, {}, 1),
+        ("exact", "1", True, {}, 0),
+        ("exact", "5", "-5", {"ignore_punctuation": True}, 0),
+        ("exact", "35", "3.5", {"ignore_punctuation": True}, 0),
+        ("exact", "It\u2019s York", "its york", {"ignore_punctuation": True}, 1),
+        ("exact", "cafe\u0301", "caf\u00e9", {}, 1),
         ("regex", "the year 1989.", r"\b19\d\d\b", {}, 1),
         ("regex", "the year 1989.", None, {"pattern": r"19\d\d", "whole": True}, 0),
         ("numeric", "So 3 + 4 makes 1,007.50", 1007.5, {}, 1),
@@ -50,6 +62,12 @@ def judge(name: str, answer: str | list[str], gold: object = None, **settings: o
         ("numeric", "5-3", 3, {}, 1),
         ("numeric", "it is -3e-2", -0.03, {}, 1),
         ("numeric", "none", 0, {}, 0),
+        ("numeric", "it is 5 × 10⁻⁵ m", 0.00005, {}, 1),
+        ("numeric", r"$5 \times 10^{-5}$", "5e-5", {}, 1),
+        ("numeric", "−１２", -12, {}, 1),
+        ("numeric", "1\u202f234", 1234, {}, 1),
+        ("numeric", "rows of 10 200 300", 300, {}, 1),
+        ("numeric", "9" * 60 + "7", 7, {}, 0),
         ("numeric", r"it is $7\%$", 7, {}, 0),
         ("numeric", r"it is $7\%$", 0.07, {}, 1),
         ("numeric", "0", 5e-10, {}, 0),
@@ -61,9 +79,12 @@ def judge(name: str, answer: str | list[str], gold: object = None, **settings: o
         ("choice", "B", "B", {}, 1),
         ("choice", "A cat sat there", "A", {}, 0),
         ("choice", "(A) or (B)", "A", {}, 0),
+        ("choice", "（Ｃ）", "C", {}, 1),
         ("json_schema", '{"n": 3}', {"properties": {"n": {"type": "integer"}}, "required": ["n"]}, {}, 1),
         ("json_schema", 'Here:\n```json\n{"n": "3"}\n```', {"properties": {"n": {"type": "integer"}}}, {}, 0),
         ("json_schema", "[NaN]", None, {"json_schema": {}}, 0),
+        ("json_schema", '{"n": "x", "n": 3}', {"properties": {"n": {"type": "integer"}}}, {}, 0),
+        ("json_schema", "[1e999]", None, {"json_schema": {}}, 0),
         ("json_schema", "no json", {"type": "string"}, {}, 0),
         ("tags", "<think>a</think>\n<answer>b</answer>", None, {}, 1),
         ("tags", "<think>a</think> well <answer>b</answer>", None, {}, 0),
@@ -137,6 +158,12 @@ def test_a_task_without_a_right_answer_or_with_one_of_another_form_is_an_error_t
         judge("regex", "x", "(")
     with pytest.raises(ValueError, match="no regular expression"):
         judge("regex", "x", pattern="(")
+    with pytest.raises(ConfigError, match="a pattern is text"):
+        judge("regex", "x", 42)
+    with pytest.raises(ConfigError, match="needs a text or a number"):
+        judge("exact", "x", {"a": 1})
+    with pytest.raises(ConfigError, match="too large"):
+        judge("numeric", "x", 10**400)
     with pytest.raises(ConfigError, match="not a JSON schema"):
         judge("json_schema", "1", {"type": "nonsense"})
     with pytest.raises(ValueError, match=r"free \(5\) has to be below limit \(5\)"):

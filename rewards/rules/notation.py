@@ -1,0 +1,146 @@
+"""How people write numbers: Unicode's signs, digits, fractions and powers, as the ASCII that rules read.
+
+`plain("−5")` is "-5", `plain("1½")` is "\\frac{3}{2}", `plain("6.02 × 10²³")` is 602000000000000000000000.
+"""
+
+import re
+import unicodedata
+from decimal import Decimal
+from math import isfinite
+from typing import Any
+
+_MINUS = "\u2010\u2011\u2012\u2013\u2212\u2796\ufe58\ufe63"
+_TIMES = "\u00b7\u00d7\u2217\u2219\u22c5\u2715\u2716\u2a09\u2a2f"
+_OVER = "\u00f7\u2044\u2215\u29f8"
+_SPACES = "\u00a0\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f\u205f\u3000"
+_THIN = "\u202f"
+_NOTHING = "\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\u2061\u2062\u2063\u2064\ufeff"
+_NAMED = {
+    "\u03c0": r"\pi ",
+    "\u221e": r"\infty ",
+    "\u2264": r"\le ",
+    "\u2265": r"\ge ",
+    "\u2260": r"\ne ",
+    "\u222a": r"\cup ",
+    "\u2229": r"\cap ",
+    "\u2208": r"\in ",
+    "\u2205": r"\emptyset ",
+    "\u00b1": r"\pm ",
+    "\u00b0": r"^\circ ",
+    "\u066a": "%",
+    "\ufe6a": "%",
+    "\ufe62": "+",
+    "\u066b": ".",
+    "\u066c": ",",
+}
+_ASCII = str.maketrans(
+    {
+        **{chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)},  # the full-width forms of ASCII
+        **dict.fromkeys(_MINUS, "-"),
+        **dict.fromkeys(_TIMES, "*"),
+        **dict.fromkeys(_OVER, "/"),
+        **dict.fromkeys(_SPACES, _THIN),
+        **dict.fromkeys(_NOTHING, ""),
+        **_NAMED,
+    }
+)
+_RAISED = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁽⁾ⁿⁱ", "0123456789+-()ni", strict=True))
+_LOWERED = dict(zip("₀₁₂₃₄₅₆₇₈₉₊₋₍₎ₙᵢ", "0123456789+-()ni", strict=True))
+_RAISED_RUN = re.compile(f"[{''.join(_RAISED)}]+")
+_LOWERED_RUN = re.compile(f"[{''.join(_LOWERED)}]+")
+_OTHER_DIGIT = re.compile(r"[^\W\x00-\x7f]")
+_VULGAR = re.compile(r"(?:(?<![\w.])(\d{1,9})[ \u202f]?)?([¼½¾⅐-⅞])")
+_ROOT = re.compile(r"√[ ]?(?:\(([^()]{1,60})\)|(\d+(?:\.\d+)?|[A-Za-z]|\\pi))")
+
+# Every repetition is bounded, so that no text makes these slow.
+_GROUPED = re.compile(rf"(?<![\w.,\\])(\d{{1,3}})((?:(?:{_THIN}|\\[, ;:!]|\{{,\}}|')\d{{3}}){{1,20}})(?!\w)")
+_SPACED_OUT = re.compile(r"[-+]?\d{1,3}(?: \d{3}){1,20}(?:\.\d{0,60})?")
+_GAP = re.compile(r"\D")
+_MIXED = re.compile(r"(?<![\w.,^/*+{(\\])(?<![\d.^/*] )(\d{1,9})[ ](\d{1,9})/(\d{1,9})(?![\w.,/^]*\d)")
+_REPEATING = re.compile(r"(?<![\w.])(\d{0,30})\.(\d{0,30})\\overline ?\{(\d{1,30})\}")
+_DECIMAL = r"(?<![\w.\\^_])((?:\d{1,60}(?:,\d{3}){0,20}(?:\.\d{0,60})?|\.\d{1,60}))"
+_POWER_OF_TEN = re.compile(
+    _DECIMAL + r"[ ]?(?:\*|\\times|\\cdot|x)[ ]?10[ ]?(?:\^|\*\*)[ ]?(?:\{[ ]?([-+]?\d{1,4})[ ]?\}|\(([-+]?\d{1,4})\)"
+    r"|([-+]?\d{1,4}))(?![\w^!]|\.\d|\*\*)"
+)
+_EXPONENT = re.compile(_DECIMAL + r"[eE]([-+]?\d{1,4})(?![\w^(]|\.\d)")
+_MOST_ZEROS = 400
+
+
+def plain(text: str) -> str:
+    """The text with its numbers in ASCII, without grouping, and with powers of ten written out."""
+    text = _ascii(text)
+    text = _GROUPED.sub(lambda found: found[1] + _GAP.sub("", found[2]), text).replace(_THIN, " ").strip()
+    text = text.replace(" ", "") if _SPACED_OUT.fullmatch(text) else text
+    text = _MIXED.sub(_improper, text)
+    text = _REPEATING.sub(_fraction_of_repeating, text)
+    text = _POWER_OF_TEN.sub(lambda found: _written_out(found, found[2] or found[3] or found[4]), text)
+    return _EXPONENT.sub(lambda found: _written_out(found, found[2]), text)
+
+
+def without_exponents(text: str) -> str | None:
+    """The text with `2e-3` as two times Euler's number, minus three; None where nothing can be read so."""
+    spaced = re.sub(r"(?<=[\d.])e(?=[-+]\d)", " e ", _ascii(text))
+    return plain(spaced) if spaced != _ascii(text) else None
+
+
+def exact_number(value: Any) -> Decimal | None:
+    """What a number of JSON says, digit for digit; None for anything else.
+
+    Raises:
+        ValueError: it is a truth value, or not finite.
+    """
+    if isinstance(value, bool):
+        raise ValueError("a truth value is no number")
+    if not isinstance(value, int | float):
+        return None
+    if not isfinite(value):
+        raise ValueError("not a finite number")
+    return Decimal(value) if isinstance(value, int) else Decimal(repr(value))
+
+
+def number_in(text: str) -> Decimal | None:
+    """The number that the whole text is; None where it is something else."""
+    text = plain(text).strip()
+    if re.fullmatch(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d*)?", text):
+        text = text.replace(",", "")
+    return Decimal(text) if re.fullmatch(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)", text) else None
+
+
+def _ascii(text: str) -> str:
+    text = text.translate(_ASCII)
+    text = _RAISED_RUN.sub(lambda run: _raised("".join(map(_RAISED.__getitem__, run[0]))), text)
+    text = _LOWERED_RUN.sub(lambda run: "_{" + "".join(map(_LOWERED.__getitem__, run[0])) + "}", text)
+    text = _VULGAR.sub(_vulgar, text)
+    text = _OTHER_DIGIT.sub(lambda found: str(unicodedata.decimal(found[0], found[0])), text)
+    return _ROOT.sub(lambda found: rf"\sqrt{{{found[1] or found[2]}}}", text)
+
+
+def _raised(exponent: str) -> str:
+    return f"^{exponent}" if len(exponent) == 1 else f"^({exponent})"
+
+
+def _vulgar(found: re.Match[str]) -> str:
+    numerator, _, denominator = unicodedata.normalize("NFKC", found[2]).partition("\u2044")
+    return rf"\frac{{{int(found[1] or 0) * int(denominator) + int(numerator)}}}{{{denominator}}}"
+
+
+def _improper(found: re.Match[str]) -> str:
+    whole, numerator, denominator = map(int, found.groups())
+    if not numerator < denominator:
+        return found[0]
+    return rf"\frac{{{whole * denominator + numerator}}}{{{denominator}}}"
+
+
+def _fraction_of_repeating(found: re.Match[str]) -> str:
+    whole, fixed, cycle = found.groups()
+    scale, nines = 10 ** len(fixed), 10 ** len(cycle) - 1
+    before = int(whole + fixed or "0")
+    return rf"\frac{{{before * nines + int(cycle)}}}{{{scale * nines}}}"
+
+
+def _written_out(found: re.Match[str], exponent: str) -> str:
+    """The number without its exponent; as it stands where it would be too long."""
+    if abs(int(exponent)) > _MOST_ZEROS:
+        return found[0]
+    return format(Decimal(found[1].replace(",", "")).scaleb(int(exponent)), "f").rstrip(".")
