@@ -155,7 +155,8 @@ class SamplingParams(Settings):
     max_tokens: int = Field(64, gt=0)
     """Longest answer of a turn, in tokens."""
     temperature: float = Field(1.0, ge=0)
-    """Logits are divided by it, in the engine and in the trainer; 0 is greedy."""
+    """Logits are divided by it, in the engine and in the trainer's policy gradients, which are of the distribution that
+    was sampled from; 0 is greedy. What others have said is imitated at temperature 1."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Sample only from the fewest most likely tokens that have at least this probability together; 1: from all."""
     top_k: int = Field(0, ge=0)

@@ -38,7 +38,8 @@ class RejectionSampling(Sft):
     """Imitate the policy's own best episodes: RAFT (arXiv:2304.06767), STaR (arXiv:2203.14465).
 
     Bad episodes teach nothing, so it is slower than policy gradients and hard to break: a first step where a model is
-    rarely right, or where rewards can be gamed.
+    rarely right, or where rewards can be gamed. The episodes are the policy's own, so they are imitated as they were
+    sampled, at `rollout.sampling.temperature`.
     """
 
     class Config(Settings):

@@ -33,10 +33,14 @@ def make_trainer(
     *,
     role: TrainerRole = "trainer",
     steps: int | None = None,
+    temperature: float | None = None,
     **settings: Any,
 ) -> Trainer:
     """Make the configured trainer on its devices, for `steps` steps, with `settings` replaced. It survives the death of
     its ranks. `role` may also name an advisor, which is a trainer of another model with its own settings.
+
+    `temperature`: that of its logprobs, by default the one that the run samples at, as policy gradients are of the
+    distribution that was sampled from. What somebody else has said is learned at temperature 1.
 
     Raises:
         ConfigError: the trainer has no such setting.
@@ -52,7 +56,7 @@ def make_trainer(
     made: Trainer = replace(chosen, settings=own).make(
         model,
         total_steps=config.steps if steps is None else steps,
-        temperature=config.rollout.sampling.temperature,
+        temperature=config.rollout.sampling.temperature if temperature is None else temperature,
         start=placed.cluster.start,
         recovery=Recovery(latest, placed.cluster.config.restarts, config.rollout.deadlines.train),
         **_ROLE_SETTINGS.get(role, {}),

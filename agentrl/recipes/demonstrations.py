@@ -22,6 +22,7 @@ from agentrl.flow import Flow
 from agentrl.gateway.player import PlayerEngine
 from agentrl.protocols import SamplingParams, ScriptedPlayer, Settings
 from agentrl.recipes.evaluate import play_all
+from agentrl.recipes.recordings import RecordingsConfig
 from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner, ScriptedPolicy
 from agentrl.rollout.next_task import next_task
 from agentrl.rollout.renderer import TemplateRenderer, renderer_of
@@ -49,6 +50,9 @@ class DemonstrationsConfig(Settings):
     """Passes over the episodes."""
     lr: float = Field(1e-3, gt=0)
     """Learning rate of the supervised steps; all other settings are the trainer's."""
+    temperature: float = Field(1.0, gt=0)
+    """What logits are divided by while the model imitates, whatever `rollout.sampling.temperature` is; the loss that is
+    reported is at this temperature too."""
     successes_only: bool = False
     """Imitate only the episodes that succeeded."""
 
@@ -73,8 +77,7 @@ async def imitate(run: Run, demonstrations: DemonstrationsConfig, base: Path, in
             f"no episode of {demonstrations.player} was successful{unknown}, so "
             "recipe.demonstrations.successes_only leaves nothing to imitate: choose another player, or imitate all"
         )
-    size, epochs = demonstrations.episodes_per_step, demonstrations.epochs
-    await learn(run, trajectories, base, into, size=size, epochs=epochs, lr=demonstrations.lr)
+    await learn(run, trajectories, base, into, demonstrations)
 
 
 async def judged(config: RunConfig, played: Sequence[Trajectory]) -> list[bool | None]:
@@ -89,15 +92,22 @@ async def judged(config: RunConfig, played: Sequence[Trajectory]) -> list[bool |
 
 
 async def learn(
-    run: Run, trajectories: Sequence[Trajectory], base: Path, into: Path, *, size: int, epochs: int, lr: float
+    run: Run,
+    trajectories: Sequence[Trajectory],
+    base: Path,
+    into: Path,
+    how: DemonstrationsConfig | RecordingsConfig,
 ) -> None:
-    """Train the model `base` to say what was said in these trajectories, `size` of them a step, and save it."""
-    batches = [trajectories[i : i + size] for i in range(0, len(trajectories), size)] * epochs
+    """Train the model `base` to say what was said in these trajectories, and save it."""
+    size = how.episodes_per_step
+    batches = [trajectories[i : i + size] for i in range(0, len(trajectories), size)] * how.epochs
     algorithm = Sft()
     losses: list[float] = []
     async with (
         open_cluster(run.config) as placed,
-        make_trainer(placed, base, steps=len(batches), lr=lr, old_logprobs="engine") as trainer,
+        make_trainer(
+            placed, base, steps=len(batches), temperature=how.temperature, lr=how.lr, old_logprobs="engine"
+        ) as trainer,
     ):
         for number, played in enumerate(batches, 1):
             batch = collate(sample for trajectory in played for sample in to_samples(trajectory, 1.0))

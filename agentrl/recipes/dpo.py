@@ -45,6 +45,9 @@ class DpoSettings(Settings):
     """The pairs to learn from. `device` and `micro_batch_pairs` are not used: the section `trainer` has its own."""
     beta: Annotated[float, Field(gt=0)] = 0.1
     """How strongly the policy is held to the model that training begins with: the smaller, the further it may move."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """What logits are divided by, of the model and of the one that training begins with, whatever
+    `rollout.sampling.temperature` is."""
     demonstrations: DemonstrationsConfig | None = None
     """What the model imitates first."""
 
@@ -103,9 +106,10 @@ async def _learn(
     run.metrics.rewind(0)  # drop the metrics of a stopped run: its training starts over
     into = new_unfinished(run.folder / "dpo")
     measured = [_batch([pair]) for pair in held_out]
+    temperature, lr = settings.temperature, settings.preferences.lr
     async with (
         open_cluster(run.config) as placed,
-        make_trainer(placed, base, steps=len(batches), lr=settings.preferences.lr) as trainer,
+        make_trainer(placed, base, steps=len(batches), temperature=temperature, lr=lr) as trainer,
     ):
         trainer = cast(SupportsPredict, trainer)  # the config's validation has checked it
         # It is the first model still.

@@ -29,6 +29,8 @@ class RecordingsConfig(Settings):
     """Passes over the conversations."""
     lr: float = Field(1e-4, gt=0)
     """Learning rate of the supervised steps; all other settings are the trainer's."""
+    temperature: float = Field(1.0, gt=0)
+    """What logits are divided by while the model imitates, whatever `rollout.sampling.temperature` is."""
 
 
 class Recorded(NamedTuple):

@@ -57,7 +57,6 @@ async def _after_recordings(run: Run, config: RecordingsConfig, base: Path) -> P
         renderer = await asyncio.to_thread(renderer_of, base, run.config.model)
         conversations = await recorded(config, renderer)
         run.display.say(f"imitating {len(conversations)} conversations of {config.path}")
-        size, epochs = config.episodes_per_step, config.epochs
-        await learn(run, conversations, base, new_unfinished(final), size=size, epochs=epochs, lr=config.lr)
+        await learn(run, conversations, base, new_unfinished(final), config)
         finish_folder(final)
     return final
