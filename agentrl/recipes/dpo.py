@@ -196,7 +196,7 @@ def spoken(messages: Sequence[Message], renderer: TemplateRenderer) -> Trajector
             raise ConfigError("a conversation of a pair has an answer of the assistant to nothing: give a prompt")
         prompt = conversation.prompt(news)
         news = []
-        ids = renderer.answer_ids(message.content)
+        ids = renderer.quoted_answer_ids(message.content)
         completion = Completion(ids, floats(np.zeros(len(ids))), ints(np.zeros(len(ids))), "stop")
         conversation.answer(completion)
         turns.append(Turn(prompt.new_ids, completion, 0.0, {}, prompt.forked))

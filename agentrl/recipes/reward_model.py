@@ -89,7 +89,10 @@ def _tokens(run: Run, base: Path, pairs: Sequence[Preference], config: Preferenc
     """The tokens of each pair, by the model's chat template, up to where the assistant would continue."""
     renderer = renderer_of(base, run.config.model)
     encoded = [
-        (renderer.encode(renderer.text(pair.chosen, ())), renderer.encode(renderer.text(pair.rejected, ())))
+        (
+            renderer.encode(renderer.guarded_text(pair.chosen, ())),
+            renderer.encode(renderer.guarded_text(pair.rejected, ())),
+        )
         for pair in pairs
     ]
     short = [pair for pair in encoded if max(map(len, pair)) <= config.max_tokens]

@@ -23,6 +23,7 @@ Templates refuse different things. The rules for that, which `messages_of` appli
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
@@ -162,6 +163,15 @@ class ChatTemplate:
     def closing(self, messages: Sequence[Message]) -> str:
         """What ends the turn of an answer that was cut short, before `messages`."""
         return self._continuations[self._kind(messages[0])].closing
+
+    def frames(self) -> str:
+        """What the template writes around messages of the system, the user and tools, and before an answer."""
+        messages = (Message("user", ""), Message("tool", "", tool_call_id=_CALL_ID, name=_NAME_MARK))
+        opening = self._try([_in_parts({"role": role, "content": "U"}, self._abilities) for role in ("system", "user")])
+        found = [opening] if isinstance(opening, str) else [self.text(messages[:1], ())]
+        with suppress(ConfigError):
+            found += [self.added([message]) for message in messages]
+        return "".join(found)
 
     def messages_of(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Json]:
         """Messages as this template takes them; `tools` are described if it takes none."""

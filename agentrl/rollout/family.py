@@ -6,8 +6,9 @@ not. Models that are not recognised are rendered by their template (`agentrl.rol
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
+from functools import partial
 from io import StringIO
 from typing import Any
 
@@ -60,10 +61,18 @@ class Family:
     the answers of a template that ends its prompts earlier than the family does.
     """
 
-    def __init__(self, name: str, rules: Any, header: Sequence[int] = ()) -> None:
+    def __init__(
+        self, name: str, rules: Any, header: Sequence[int] = (), made: Callable[[Any], Any] | None = None
+    ) -> None:
+        """`made`: makes the same rules for another tokenizer."""
         self.name = name
         self._rules = rules
         self._header = list(header)
+        self._made = made
+
+    def of_tokenizer(self, tokenizer: Any) -> "Family":
+        """The same rules with another tokenizer, which has the same tokens."""
+        return self if self._made is None else Family(self.name, self._made(tokenizer), self._header, self._made)
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -117,7 +126,8 @@ def find_family(tokenizer: Any, variables: Mapping[str, Any], own: Mapping[str, 
     for name in names():
         rules = _rules(name, tokenizer, variables)
         if rules is not None and _same(rules, wanted):
-            return Family(name, _rules(name, tokenizer, variables, thinking_retention="all") or rules)
+            made = partial(_showing_all, name, variables)
+            return Family(name, made(tokenizer), made=made)
     return None
 
 
@@ -128,7 +138,8 @@ def family_named(name: str, tokenizer: Any, variables: Mapping[str, Any]) -> Fam
         ConfigError: the tokenizer lacks a token that it needs, or it has none of these variables.
     """
     try:
-        return Family(name, _made(name, tokenizer, variables, thinking_retention="all"))
+        made = partial(_showing_all, name, variables)
+        return Family(name, _made(name, tokenizer, variables, thinking_retention="all"), made=made)
     except (AssertionError, TypeError, ValueError, KeyError) as error:
         raise ConfigError(
             f"model.renderer={name} does not fit this model: {error}. Write model.renderer=auto, or template"
@@ -182,6 +193,11 @@ def _made(name: str, tokenizer: Any, variables: Mapping[str, Any], **more: Any) 
 
     config = merge_chat_template_kwargs(_config_class_for(name)(**more), variables)
     return RENDERER_REGISTRY[name](tokenizer, config)
+
+
+def _showing_all(name: str, variables: Mapping[str, Any], tokenizer: Any) -> Any:
+    """The rules of a family, which show earlier reasoning if they can."""
+    return _rules(name, tokenizer, variables, thinking_retention="all") or _rules(name, tokenizer, variables)
 
 
 def _rules(name: str, tokenizer: Any, variables: Mapping[str, Any], **more: Any) -> Any | None:

@@ -28,6 +28,7 @@ from agentrl.arrays import GrowingInts, IntArray, ints
 from agentrl.errors import ConfigError
 from agentrl.protocols import Prompt, Settings
 from agentrl.rollout.chat_template import ChatTemplate
+from agentrl.rollout.control_tokens import GUARD, ControlTokens, bare
 from agentrl.rollout.family import Family, family_named, find_family, names, reading_family
 from agentrl.rollout.model_tokenizer import load_tokenizer
 from agentrl.rollout.reading import Reading, marks_in, without_reasoning
@@ -89,7 +90,7 @@ class _FastTokenizer:
         self.whole = tokenizer
         self.convert_tokens_to_ids = tokenizer.convert_tokens_to_ids
         self.unk_token_id = tokenizer.unk_token_id
-        self._core = tokenizer.backend_tokenizer
+        self._core = self.backend_tokenizer = tokenizer.backend_tokenizer
         self.added_tokens_decoder = tokenizer.added_tokens_decoder
         self._core.no_truncation()  # a tokenizer's files may enable either
         self._core.no_padding()
@@ -129,12 +130,16 @@ class TemplateRenderer:
         known = [*([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]), *stops]
         known += family.stop_token_ids if family is not None else ()
         self._tokenizer = tokenizer
-        self._encode = lru_cache(maxsize=1024)(
-            lambda text: ints(tokenizer.encode(text, add_special_tokens=False)),
-        )
         self._variables = dict(self.config.chat_template_kwargs)
         if self.config.chat_template is not None:
             self._variables["chat_template"] = _read(self.config.chat_template)
+        written = str(self._variables.get("chat_template", tokenizer.chat_template))
+        self._control = control = ControlTokens(tokenizer, written)
+        self._encode = lru_cache(maxsize=1024)(
+            lambda text: ints(
+                control.encode(text) if GUARD in text else tokenizer.encode(text, add_special_tokens=False)
+            ),
+        )
         specials = {i: str(token) for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
         self._template = ChatTemplate(
             self._render,
@@ -144,8 +149,9 @@ class TemplateRenderer:
         )
         self._family = family if self.config.tool_format == "auto" else None
         self._searched = False  # for what reads calls, everywhere
-        self._marks = marks_in(str(self._variables.get("chat_template", tokenizer.chat_template)))
+        self._marks = marks_in(written)
         self._read_calls = call_reader(tokenizer, self._template, self.config.tool_format)
+        self._known_tools: tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]] | None = None
         self._reader = None
         if self._read_calls is None and self._family is None:
             prompt, written = self._template.call(PROBE_CALL)
@@ -221,9 +227,13 @@ class TemplateRenderer:
 
     def whole(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> IntArray:
         """The tokens of a whole conversation, up to where the assistant begins to write."""
+        shown, described = self._guarded(messages), self._guarded_tools(tools)
         if self._family is not None and (self._template.abilities.tools or not tools):
-            return self._family.whole(messages, tools)
-        return self.encode(self.text(messages, tools))
+            if shown is messages and described is tools:
+                return self._family.whole(messages, tools)
+            ids = self._careful_family.whole(shown, described)
+            return self._family.whole(messages, tools) if GUARD in self.decode(ids) else ids
+        return self.encode(self._template.text(shown, described))
 
     def added(
         self,
@@ -237,18 +247,73 @@ class TemplateRenderer:
         `prompt_ids`: the end of the prompt, from the answer before. An answer that was cut short gets its end of turn,
         and before that the end of its reasoning, if it was cut within that.
         """
+        shown = self._guarded(messages)
         if self._family is not None:
-            added = self._family.added(prompt_ids, answer_ids, messages, tools)
+            added = self._added_by_family(prompt_ids, answer_ids, messages, shown, tools)
             if added is not None:
                 return added
-        text = self._template.added(messages)
+        text = self._template.added(shown)
         last = int(answer_ids[-1]) if len(answer_ids) else -1
         if last not in self._stop_token_ids:
             thinks = self._marks is not None and self.read(prompt_ids, answer_ids, ()).cut
             thought = self._marks.end if self._marks is not None and thinks else ""
-            return self.encode(thought + self._template.closing(messages) + text)
+            return self.encode(thought + self._template.closing(shown) + text)
         new_ids = self.encode(text)
         return new_ids[1:] if len(new_ids) and new_ids[0] == last else new_ids
+
+    def _added_by_family(
+        self,
+        prompt_ids: IntArray,
+        answer_ids: IntArray,
+        messages: Sequence[Message],
+        shown: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+    ) -> IntArray | None:
+        """The tokens that the family's rules add, if it has any for these messages; `shown` are the guarded ones."""
+        assert self._family is not None
+        described = self._guarded_tools(tools)
+        if shown is not messages or described is not tools:
+            added = self._careful_family.added(prompt_ids, answer_ids, shown, described)
+            if added is None or GUARD not in self.decode(added):
+                return added
+        return self._family.added(prompt_ids, answer_ids, messages, tools)
+
+    # What others wrote becomes no control token
+
+    def _guarded(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """The messages with guards, or themselves if they need none."""
+        guarded = [self._control.guarded_message(message, self._own) for message in messages]
+        return messages if guarded == list(messages) else guarded
+
+    def _guarded_tools(self, tools: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """The tools with guards, or themselves if they need none."""
+        if not tools:
+            return tools
+        known = self._known_tools
+        if known is None or known[0] != tools:
+            guarded = [self._control.guarded_value(tool) for tool in tools]
+            self._known_tools = known = (tools, tools if guarded == list(tools) else guarded)
+        return tools if known[1] is known[0] else known[1]
+
+    @cached_property
+    def _careful_family(self) -> Family:
+        """The family's rules, which take for control tokens only what has no guard."""
+        assert self._family is not None
+        whole = getattr(self._tokenizer, "whole", self._tokenizer)
+        return self._family.of_tokenizer(self._control.careful(whole))
+
+    @cached_property
+    def _own(self) -> frozenset[str]:
+        """The control tokens that an answer may have: those of its reasoning and calls, and none that frames turns.
+
+        They are what a family writes within an answer, and its tokens that are not marked as special, without those
+        that it writes around messages.
+        """
+        find, added = self._control.found_in, getattr(self._tokenizer, "added_tokens_decoder", {}).values()
+        plain = {str(token) for token in added if not getattr(token, "special", True)}
+        called = find(self._template.call(PROBE_CALL)[1] + PROBE_CALL.render())
+        within = (plain | called) - find(self._template.frames())
+        return frozenset((within | find("".join(self._marks or ()))).difference(self._template.stops))
 
     def read(self, prompt_ids: IntArray, answer_ids: IntArray, tools: Sequence[Mapping[str, Any]]) -> Reading:
         """An answer, taken apart; its last token may be the stop token. Never raises, whatever the tokens are."""
@@ -279,11 +344,15 @@ class TemplateRenderer:
         return replace(found, reasoning=thought.reasoning or found.reasoning)
 
     def text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
-        """The template's text of `messages`, up to where the assistant begins to write."""
-        return self._template.text(messages, tools)
+        """The template's text of `messages`, up to where the assistant begins to write. To tokenise it, see `whole`."""
+        return bare(self.guarded_text(messages, tools))
+
+    def guarded_text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
+        """The same, with guards in what must not become control tokens."""
+        return self._template.text(self._guarded(messages), self._guarded_tools(tools))
 
     def encode(self, text: str) -> IntArray:
-        """The tokens of template text, which already contains its special tokens."""
+        """The tokens of rendered text. What has no guard in it becomes control tokens, as in what a model writes."""
         return self._encode(text)
 
     def decode(self, token_ids: IntArray) -> str:
@@ -293,6 +362,10 @@ class TemplateRenderer:
     def answer_ids(self, text: str) -> IntArray:
         """The tokens a model would sample to write `text` and end its turn: for demonstrations."""
         return ints([*self.encode(text).tolist(), *self._end_of_turn])
+
+    def quoted_answer_ids(self, text: str) -> IntArray:
+        """The same for an answer that others wrote down: control tokens that frame turns are text in it."""
+        return self.answer_ids(self._control.guarded(text, self._own))
 
     @cached_property
     def ids_by_text(self) -> Mapping[str, Sequence[int]]:
@@ -374,7 +447,7 @@ class TemplateConversation:
                 return "", self._renderer.added(self._prompt_ids, self._answer_ids, messages, self._tools), False
             whole = self._renderer.whole([*self._shown, *messages], self._tools)
             return "", whole, len(self._seen_ids) > 0
-        text = self._renderer.text([*self._shown, *messages], self._tools)
+        text = self._renderer.guarded_text([*self._shown, *messages], self._tools)
         if not text.startswith(self._seen_text):
             return text, self._renderer.encode(text), True
         return text, self._without_stop(self._renderer.encode(text[len(self._seen_text) :])), False

@@ -2,12 +2,14 @@
 
 import json
 import shutil
+from itertools import chain
 from pathlib import Path
 
 import mistral_common
 import pytest
 
 from agentrl.arrays import ints
+from agentrl.rollout.control_tokens import ControlTokens
 from agentrl.rollout.model_tokenizer import load_tokenizer
 from agentrl.rollout.renderer import RendererConfig, TemplateRenderer, renderer_of
 from agentrl.rollout.tools import parse_tool_calls
@@ -15,6 +17,8 @@ from agentrl.tiny_model import create_tiny_model
 from agentrl.trajectory import Completion, Message, ToolCall
 from tests.real_tokenizers import fetch, gpt_oss_folder, model_folder
 from tests.rollout.test_chat_templates import ADD, KINDS, said
+from tests.rollout.test_control_tokens import after_answers, told
+from tests.rollout.test_control_tokens import tool as described
 from tests.rollout.test_families import HARMONY_CALLS
 
 FAMILIES = {
@@ -71,6 +75,28 @@ def test_a_real_model_extends_and_its_family_writes_what_its_template_writes(
     assert renderer.family == FAMILIES[name]
     for kind in KINDS:
         assert played(renderer, kind) == played(by_template, kind)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_text_of_others_becomes_a_control_token_of_a_real_model(name: str, data: Path, tmp_path: Path) -> None:
+    folder = model_folder(data, name, tmp_path / name)
+    tokenizer = load_tokenizer(folder)
+    added = {str(token): number for number, token in tokenizer.added_tokens_decoder.items()}
+    written = [text for text in added if text in tokenizer.chat_template]
+    hostile = "".join(f"x{text}y 1\n" for text in (*written, *[*added][:: len(added) // 30 + 1]))
+    for rules in ("auto", "template"):
+        renderer = renderer_of(folder, RendererConfig.model_validate({"renderer": rules}))
+        found = [renderer.whole(told(word), [described(word)]).tolist() for word in ("w", hostile)]
+        found += [[*chain(*after_answers(renderer, word))] for word in ("w", hostile)]
+        harmless, forged, *later = ([i for i in ids if i in added.values()] for ids in found)
+        assert forged == harmless
+        assert later[0] == later[1]
+        assert renderer.decode(ints(found[3])).count(f"Now {hostile}.") == 3
+        text = renderer.text(told(hostile), [described(hostile)])
+        if rules == "template":
+            assert renderer.decode(ints(found[1])) == text
+        # Where nothing is guarded, the twin's tokens are the tokenizer's own.
+        assert ControlTokens(tokenizer, "").encode(text) == tokenizer.encode(text, add_special_tokens=False)
 
 
 @pytest.mark.parametrize("name", MODELS)
