@@ -13,7 +13,7 @@
     │   │   └── RuleLimitError     the judged content used up a rule's CPU time or memory, and counts as wrong
     │   └── DeadlineError          something outside did not answer in time
     ├── RetriesExhaustedError      too many tasks failed after all retries; training on the rest would be biased
-    ├── FilterBudgetError          too many groups had no variance (dynamic sampling): the tasks do not suit the policy
+    ├── FilterBudgetError          too many groups taught nothing (dynamic sampling): the tasks do not suit the policy
     ├── StallError                 no progress for too long; names the stages that are waited for
     ├── StalenessError             the staleness bound would be exceeded (a bug in agentrl: its rule prevents this)
     ├── TrainingError              an update would corrupt the weights; they are unchanged
@@ -101,7 +101,7 @@ class RetriesExhaustedError(AgentRLError):
 
 
 class FilterBudgetError(AgentRLError):
-    """More groups without variance were filtered for one batch than the run allows."""
+    """More groups that teach nothing were filtered for one batch than the run allows."""
 
 
 class StallError(AgentRLError):

@@ -552,7 +552,10 @@ class Algorithm(Protocol):
 
     If its attribute `uses_reference` is true, it gets a reference: the model with which the run began, whose logprobs
     are `LossTokens.reference_logprobs_N`. If its class attribute `compares_members` is true, a config with groups of a
-    single member is refused.
+    single member is refused. If `fixed_scale` is true, its advantages are labels or weights, and a config that
+    normalises them is refused. If `beyond_rewards` names a setting, that adds to the advantages what no reward says,
+    and a config that leaves out groups by their rewards is refused. If `credits_turns` is true, the turns of an episode
+    have advantages of their own, which do not add up to 0 over a group.
     """
 
     def advantages(self, group: Group) -> Sequence[MemberAdvantage]:
@@ -583,6 +586,15 @@ class NormalizesAdvantages(Algorithm, Protocol):
 
     def normalized(self, advantages: Sequence[Sequence[MemberAdvantage]]) -> Sequence[Sequence[MemberAdvantage]]:
         """The advantages to train with, from those of each group of a batch."""
+        ...
+
+
+@runtime_checkable
+class MeasuresSpread(Algorithm, Protocol):
+    """An algorithm that compares the members of a group, and says how much they differ in what it compares."""
+
+    def spread(self, group: Group) -> float:
+        """The mean square of the group's advantages before they are divided by anything; 0 only if all are 0."""
         ...
 
 

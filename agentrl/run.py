@@ -190,7 +190,10 @@ class Run:
     def _new_silence(self) -> Silence:
         config = self.config
         # With a critic, an episode is compared with what was expected of it, and not with its group.
-        compares_groups = config.rollout.group_size > 1 and not hasattr(config.algorithm.factory, "estimate")
+        compares_groups = config.rollout.group_size > 1 and all(
+            getattr(algorithm, "compares_members", False) and not getattr(algorithm, "credits_turns", False)
+            for _, algorithm in config.trained_with()
+        )
         sampling = config.rollout.sampling
         extends = config.model.history == "extend"
         budget = config.rollout.budget

@@ -197,6 +197,64 @@ def test_groups_of_one_are_refused_where_members_are_compared(path: Path) -> Non
     assert load_config(path, ["rollout.group_size=1", "algorithm=ppo"]).config.rollout.group_size == 1
 
 
+FILTER, KEEP = "rollout.filter_zero_variance=true", "batch_processing.keep_variance=0.9"
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        *[((f"algorithm={name}", FILTER), "asks a critic") for name in ("ppo", "turn_ppo", "archer")],
+        *[((f"algorithm={name}", KEEP), "asks a critic") for name in ("ppo", "turn_ppo", "archer")],
+        *[
+            ((f"algorithm={name}", both), "the whole batch")
+            for name in ("reinforce_pp", "rebn")
+            for both in (FILTER, KEEP)
+        ],
+        (("algorithm=rae", FILTER), "what earlier batches have earned"),
+        (("algorithm=distill", FILTER), "adds to them what no reward says"),
+        (("recipe=distill", FILTER), "recipe=distill adds to them what no reward says"),
+        (("algorithm.kl_reward=0.1", KEEP), "what no reward says (kl_reward)"),
+        (("algorithm=reinforce", KEEP), "does not compare the members"),
+        (("algorithm=rejection", KEEP), "does not compare the members"),
+        (("recipe=sft", "recipe.rejection={}", KEEP), "recipe=sft does not compare the members"),
+        (("algorithm=gigpo", FILTER, "batch_processing.normalize=batch"), "would move those that are 0"),
+        (("algorithm.reward_to_go=true", KEEP, "batch_processing.normalize=environment"), "would move those"),
+        (("algorithm=reinforce", FILTER, "batch_processing.normalize=batch"), "would move those that are 0"),
+    ],
+)
+def test_groups_are_left_out_only_where_they_alone_tell_what_they_teach(path: Path, settings, why: str) -> None:
+    assert why in problem(path, *settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *[(f"algorithm={name}", both) for name in ("grpo", "rloo", "gspo", "gigpo", "dpo") for both in (FILTER, KEEP)],
+        ("algorithm.reward_to_go=true", FILTER, KEEP),
+        ("algorithm=reinforce", FILTER),
+        ("algorithm=rejection", FILTER),
+        (FILTER, KEEP, "batch_processing.normalize=batch"),
+    ],
+)
+def test_groups_may_be_left_out_where_they_alone_tell_what_they_teach(path: Path, settings) -> None:
+    assert load_config(path, list(settings)).config
+
+
+@pytest.mark.parametrize("normalize", ["batch", "environment"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["algorithm=dpo"],
+        ["algorithm=rejection"],
+        ["algorithm=distill", "algorithm.reward_weight=1"],
+        ["recipe=sft", "recipe.rejection={}"],
+        ["recipe=distill"],
+    ],
+)
+def test_labels_and_weights_are_not_normalised(path: Path, settings: list[str], normalize: str) -> None:
+    assert "labels or weights" in problem(path, *settings, f"batch_processing.normalize={normalize}")
+
+
 def test_a_setting_that_is_gone_is_refused_with_what_to_do(path: Path) -> None:
     assert "trainer.row_tokens: no such setting any more" in problem(path, "trainer.row_tokens=128")
     assert "leave it out (see micro_batch_tokens)" in problem(path, "trainer=fsdp", "trainer.row_tokens=128")

@@ -197,7 +197,7 @@ def normalised(advantages: Sequence[Sequence[MemberAdvantage]], scopes: Sequence
     spread: dict[str, tuple[float, float]] = {}
     for scope in dict.fromkeys(scopes):
         groups = [of_group for of_group, own in zip(advantages, scopes, strict=True) if own == scope]
-        values = [a for member in chain(*groups) for a in ([member] if isinstance(member, float | int) else member)]
+        values = numbers_in(list(chain(*groups)))
         mean = math.fsum(values) / max(1, len(values))
         spread[scope] = (mean, 0.0 if constant(values) else _root_mean_square([a - mean for a in values]))
 
@@ -210,6 +210,11 @@ def normalised(advantages: Sequence[Sequence[MemberAdvantage]], scopes: Sequence
         [scaled(member, *spread[scope]) for member in of_group]
         for of_group, scope in zip(advantages, scopes, strict=True)
     ]
+
+
+def numbers_in(advantages: Sequence[MemberAdvantage]) -> list[float]:
+    """All numbers of members' advantages: one of each member, or one of each of its turns."""
+    return [a for member in advantages for a in ([member] if isinstance(member, float | int) else member)]
 
 
 def _root_mean_square(values: Sequence[float]) -> float:

@@ -15,10 +15,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from agentrl.algorithms.advantages import normalised
+from agentrl.algorithms.advantages import normalised, numbers_in
 from agentrl.errors import ConfigError, TrainingError
-from agentrl.protocols import Algorithm, LearnsFromBatches, MemberAdvantage, Settings
-from agentrl.rounding import scale_of, settled
+from agentrl.protocols import Algorithm, LearnsFromBatches, MeasuresSpread, MemberAdvantage, Settings
+from agentrl.rounding import constant, scale_of, settled
 from agentrl.trajectory import SEGMENT, Group, Score, Trajectory, Truncated, succeeded
 
 
@@ -50,9 +50,11 @@ class BatchProcessingConfig(Settings):
     """Whether tokens of truncated episodes carry loss. `mask` is biased, whatever the batch size: what led to them is
     never unlearned (0.09 of the gradient with 2 % truncated, 0.5 with 20 %, in the example of docs/algorithms.md)."""
     keep_variance: float = Field(1.0, gt=0, le=1)
-    """Train only on the groups whose rewards vary most, as many as have this share of the variance of all groups of a
-    batch together (top-p filtering, RAGEN-2, arXiv:2604.06268; there 0.9). In groups that hardly vary, entropy and KL
-    terms outweigh the reward. Biased: tasks with mixed results count more."""
+    """Train only on the groups that vary most, as many as have this share of the variance of all groups of a batch
+    together (top-p filtering, RAGEN-2, arXiv:2604.06268; there 0.9). In groups that hardly vary, entropy and KL terms
+    outweigh the reward. What varies is what the algorithm compares: whole rewards, or with credit by turn the turns'
+    returns. In a mixture, and among several agents, each is compared with its own. Biased: tasks with mixed results
+    count more. Only for algorithms that compare the members of a group: the others learn from all groups alike."""
     constraints: tuple[Constraint, ...] = ()
     """Bounds on parts of the score."""
 
@@ -60,8 +62,8 @@ class BatchProcessingConfig(Settings):
 class BatchProcessing:
     """Processes the batches of a run. `rows`: metrics of earlier steps, with what a resumed run carries on.
 
-    `algorithm`: the one that is trained with, in case it learns from batches; `by_env`: those of the groups of some
-    environments, which learn from these alone.
+    `algorithm`: the one that is trained with, in case it learns from batches, or says how much a group varies;
+    `by_env`: those of the groups of some environments, which learn from these alone.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class BatchProcessing:
         by_env: Mapping[str, Algorithm] = MappingProxyType({}),
     ) -> None:
         self._config = config
-        self._by_env = by_env
+        self._algorithm, self._by_env = algorithm, by_env
         rows = list(rows)
         learners = {"": algorithm, **{f"envs/{env}/": own for env, own in by_env.items()}}
         self._learners = {prefix: one for prefix, one in learners.items() if isinstance(one, LearnsFromBatches)}
@@ -122,11 +124,36 @@ class BatchProcessing:
             )
         return kept
 
-    def informative(self, groups: Sequence[Group]) -> list[bool]:
-        """Which groups vary enough to be trained on: `keep_variance`. All, if none varies."""
-        if self._config.keep_variance == 1:
+    def informative(self, groups: Sequence[Group], algorithms: Sequence[Algorithm] = ()) -> list[bool]:
+        """Which groups vary enough to be trained on: `keep_variance`. All, if none varies.
+
+        Each is a group of one agent. They are compared with those of the same environment and agent, since others'
+        rewards may have another scale. `algorithms`: whose advantages each has, by default the run's own.
+        """
+        share = self._config.keep_variance
+        if share == 1:
             return [True] * len(groups)
-        return most_varying([pvariance(group.rewards_G) for group in groups], self._config.keep_variance)
+        spreads = list(map(_spread, groups, algorithms or map(self._of, groups)))
+        if not any(spreads):
+            return [True] * len(groups)
+        kept = [False] * len(groups)
+        scopes = [(group.task.env, group.trajectories[0].agent) for group in groups]
+        for scope in dict.fromkeys(scopes):
+            own = [number for number, of_group in enumerate(scopes) if of_group == scope and spreads[number]]
+            for number, wanted in zip(own, most_varying([spreads[number] for number in own], share), strict=True):
+                kept[number] = wanted
+        return kept
+
+    def teaches(self, group: Group) -> bool:
+        """Whether some advantage of a whole group is not 0: `rollout.filter_zero_variance`."""
+        algorithm = self._of(group)
+        if algorithm is None:
+            return group.mixed
+        return any(any(numbers_in(algorithm.advantages(part))) for part in self._changed(group).by_agent())
+
+    def _of(self, group: Group) -> Algorithm | None:
+        own = self._by_env.get(group.task.env)
+        return self._algorithm if own is None else own
 
     def _prefix(self, env: str) -> str:
         """The prefix of the metrics of what learns from an environment's groups."""
@@ -160,6 +187,13 @@ class BatchProcessing:
             metrics[f"constraints/rate/{constraint.part}"] = rate
             metrics[_multiplier(constraint.part)] = self.multipliers[constraint.part]
         return metrics
+
+
+def _spread(group: Group, algorithm: Algorithm | None) -> float:
+    """How much the members of a group differ in what the algorithm compares; by default, in their whole rewards."""
+    if isinstance(algorithm, MeasuresSpread):
+        return algorithm.spread(group)
+    return 0.0 if constant(group.rewards_G) else pvariance(group.rewards_G)
 
 
 def most_varying(variances: Sequence[float], share: float) -> list[bool]:

@@ -38,6 +38,13 @@ class Distill(PolicyAlgorithm):
         """Folder of the teacher, with the same tokenizer; by default the model that the run began with."""
 
     config: Config
+    fixed_scale = True
+    """See `Algorithm`: divided by their own spread, they would lose `reward_weight`."""
+
+    @property
+    def beyond_rewards(self) -> str:
+        """See `Algorithm`."""
+        return "teacher"
 
     @property
     def uses_reference(self) -> bool:

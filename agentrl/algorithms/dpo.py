@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
+from statistics import pvariance
 from typing import Annotated, Literal
 
 import numpy as np
@@ -15,7 +16,7 @@ from pydantic import Field
 from agentrl.algorithms.policy_loss import PolicyAlgorithm, PolicyLoss, scored
 from agentrl.arrays import FloatArray, floats, ints
 from agentrl.batch import TrainBatch
-from agentrl.rounding import above
+from agentrl.rounding import above, constant
 from agentrl.trajectory import Group
 
 Pairing = Literal["best_worst", "all"]
@@ -89,6 +90,8 @@ class OnlineDpo(PolicyAlgorithm):
     config: Config
     compares_members = True
     """See `Algorithm`."""
+    fixed_scale = True
+    """See `Algorithm`: they are the labels of pairs."""
 
     @property
     def uses_reference(self) -> bool:
@@ -107,6 +110,11 @@ class OnlineDpo(PolicyAlgorithm):
         for pair in ranked_pairs(rewards_G, "best_worst", self.config.labels):
             advantages_G[pair.better], advantages_G[pair.worse] = pair.label, -pair.label
         return advantages_G
+
+    def spread(self, group: Group) -> float:
+        """See `MeasuresSpread`: the variance of the rewards, which order the members. 0 if there is no pair."""
+        rewards_G = scored(group)
+        return 0.0 if constant(rewards_G) else pvariance(rewards_G)
 
     def prepared(self, batch: TrainBatch) -> TrainBatch:
         """See `PreparesBatch`: each pair gets its weight, if none of its halves is too old to be trained on."""

@@ -29,6 +29,11 @@ class Gigpo(Grpo):
 
     config: Config
 
+    @property
+    def credits_turns(self) -> bool:
+        """See `Algorithm`."""
+        return super().credits_turns or self.config.step_weight > 0
+
     def advantages(self, group: Group) -> Sequence[MemberAdvantage]:
         """One advantage per turn.
 

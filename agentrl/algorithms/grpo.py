@@ -1,11 +1,13 @@
 """Group-relative policy optimisation and its relatives: GRPO, Dr. GRPO, RLOO, DAPO are settings of one class."""
 
 from collections.abc import Sequence
+from copy import copy
+from math import fsum
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from agentrl.algorithms.advantages import compared, compared_by_turn, returns_to_go
+from agentrl.algorithms.advantages import compared, compared_by_turn, numbers_in, returns_to_go
 from agentrl.algorithms.policy_loss import PolicyAlgorithm, PolicyLoss, scored
 from agentrl.protocols import MemberAdvantage
 from agentrl.trajectory import Group
@@ -52,6 +54,13 @@ class Grpo(PolicyAlgorithm):
         if own.reward_to_go:
             return compared_by_turn(group.turn_rewards_G, own.advantage, own.gamma, own.baseline)
         return compared(rewards_G if own.gamma == 1 else discounted(group, own.gamma), own.advantage)
+
+    def spread(self, group: Group) -> float:
+        """See `MeasuresSpread`."""
+        undivided = copy(self)
+        undivided.config = self.config.model_copy(update={"advantage": "group_mean"})
+        found = numbers_in(undivided.advantages(group))
+        return fsum(a * a for a in found) / max(1, len(found))
 
 
 class Rloo(Grpo):

@@ -77,6 +77,16 @@ class PolicyAlgorithm:
         """See `Loss`."""
         return self.config.entropy_bonus > 0
 
+    @property
+    def beyond_rewards(self) -> str:
+        """See `Algorithm`."""
+        return "kl_reward" if self.config.kl_reward else ""
+
+    @property
+    def credits_turns(self) -> bool:
+        """See `Algorithm`."""
+        return bool(getattr(self.config, "reward_to_go", False))
+
     def advantages(self, group: Group) -> Sequence[MemberAdvantage]:
         """See `Algorithm`."""
         raise NotImplementedError

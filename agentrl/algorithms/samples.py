@@ -70,15 +70,16 @@ def _traced_samples(
     """The training samples of `samples_of`, each with its trajectory."""
     processing = processing or BatchProcessing(BatchProcessingConfig())
     parts = [of_agent for group in groups for of_agent in group.by_agent()]
+    algorithms = [by_env.get(part.task.env, algorithm) for part in parts]
     by_group: Sequence[Sequence[MemberAdvantage]] = [
-        by_env.get(part.task.env, algorithm).advantages(part) for part in parts
+        own.advantages(part) for own, part in zip(algorithms, parts, strict=True)
     ]
     if isinstance(algorithm, NormalizesAdvantages):
         by_group = algorithm.normalized(by_group)
     advantages = chain(*processing.advantages(parts, by_group))
     rewards = chain(*(part.turn_rewards_G for part in parts))
     trajectories = [trajectory for part in parts for trajectory in part.trajectories]
-    informative = processing.informative(parts)
+    informative = processing.informative(parts, algorithms)
     wanted = [told for part, told in zip(parts, informative, strict=True) for _ in part.trajectories]
     kept = [a and b for a, b in zip(processing.trained(trajectories), wanted, strict=True)]
     numbers = [number for number, part in enumerate(parts) for _ in part.trajectories]

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 class Sft:
     """Advantage 1, cross entropy, mean over tokens."""
 
+    fixed_scale = True
+    """See `Algorithm`: they are the weights of the cross entropy."""
+
     def advantages(self, group: Group) -> Sequence[float]:
         """1 for every member."""
         return [1.0] * len(group.trajectories)

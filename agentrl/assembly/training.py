@@ -1,6 +1,6 @@
 """A training run as a whole: `assemble_training`."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,6 +38,7 @@ from agentrl.run import Run
 from agentrl.task_sources import task_source
 from agentrl.tasks.mixture import Mixture
 from agentrl.teacher import TeacherConfig
+from agentrl.trajectory import Group
 from agentrl.weights.publisher import TakesWeights, WeightPublisher
 from agentrl.weights.snapshots import Snapshots
 
@@ -84,9 +85,11 @@ class TrainingAssembly(RolloutAssembly):
             await self.weights.publish(self.trainer, version=step)
         return step
 
-    def rollouts(self, run: Run, step: int) -> Rollouts:
-        """A scheduler for the steps from `step` on. Tasks that an earlier launch left open come first."""
-        run.metrics.rewind(step)
+    def rollouts(self, run: Run, step: int, teaches: Callable[[Group], bool]) -> Rollouts:
+        """A scheduler for the steps from `step` on, of a run whose metrics have been rewound to it.
+
+        Tasks that an earlier launch left open come first. `teaches`: whether anything can be learned from a group.
+        """
         run.display.resume(step, (row["reward"] for row in run.metrics.rows() if "reward" in row))
         pending = run.ledger.rewind(step)
         tasks, gives_up = task_source(self.config, "train"), self.config.env.exhausted == "others"
@@ -110,6 +113,7 @@ class TrainingAssembly(RolloutAssembly):
             next_number=run.ledger.next_number(),
             gives_up=gives_up,
             keep_untrained=self.config.observe.untrained_episodes,
+            teaches=teaches,
         )
         run.watch(rollouts.underway)
         return rollouts

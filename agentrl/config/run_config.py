@@ -5,7 +5,7 @@ them. What settings need of each other is checked here; where they come from, ag
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Self
 
@@ -18,11 +18,12 @@ from pydantic import (
 
 from agentrl.algorithms.batch_processing import BatchProcessingConfig
 from agentrl.algorithms.own_settings import without_effect
+from agentrl.config.group_checks import check_groups
 from agentrl.gateway.config import GatewayConfig
 from agentrl.observe.config import ObserveConfig
 from agentrl.placement.device_map import PlacementConfig
 from agentrl.plugins import Component
-from agentrl.protocols import ActorCritic, Settings
+from agentrl.protocols import ActorCritic, Algorithm, Settings
 from agentrl.rollout.agents import FrozenRoute
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.config import RolloutConfig
@@ -281,6 +282,12 @@ class RunConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _groups_teach_what_the_algorithm_learns_from_them(self) -> Self:
+        for name, algorithm in self.trained_with():
+            check_groups(name, algorithm, self.batch_processing, filters=self.rollout.filter_zero_variance)
+        return self
+
+    @model_validator(mode="after")
     def _a_resumed_run_meets_the_same_opponents(self) -> Self:
         for agent, route in self.env.agents.items():
             if isinstance(route, FrozenRoute) and route.refresh and self.checkpoint.every % route.refresh:
@@ -333,6 +340,16 @@ class RunConfig(Settings):
                 f"evaluation.suites: the run has several environments, so name that of {none[0]} in its env"
             )
         return self
+
+    def trained_with(self) -> Iterator[tuple[str, Algorithm]]:
+        """The algorithms that learn from what the run plays, with what they are called in the config."""
+        if not brings_algorithm(self.recipe):
+            yield f"algorithm={self.algorithm.name}", self.algorithm.make()
+        elif made := getattr(self.recipe.settings, "trains_with", lambda: None)():
+            yield f"recipe={self.recipe.name}", made
+        for one in self.env.mixture:
+            if one.algorithm is not None:
+                yield f"the algorithm of {one.called} in env.mixture", one.algorithm.make()
 
     @property
     def envs(self) -> Mapping[str, OneEnv]:

@@ -28,7 +28,8 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "segments": "Parts of episodes that go on, in the batch (`rollout.staleness_rule=segment`). Only if any.",
         "truncated": "Share of episodes that were cut off, mostly at a limit of `rollout.budget`.",
         "informative_groups": "Share of groups that are trained on, with `batch_processing.keep_variance` below 1.",
-        "mixed_groups": "Share of groups whose members scored differently. Only these teach anything.",
+        "mixed_groups": "Share of groups whose members scored differently, by more than rounding. Only these "
+        "teach anything, if whole rewards are compared.",
         "agents/<agent>/reward": "Mean score of one agent, where the environment names several.",
         "agents/<agent>/success": "Share of its successful episodes.",
         "agents/<agent>/turns": "Its mean turns.",

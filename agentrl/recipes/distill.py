@@ -34,6 +34,10 @@ class DistillSettings(DistillLoss):
     demonstrations: DemonstrationsConfig | None = None
     """What the model imitates first."""
 
+    def trains_with(self) -> Distill:
+        """The algorithm of the recipe."""
+        return Distill(Distill.Config(**self.model_dump(include=set(DistillLoss.model_fields))))
+
     def check_run(self, config: RunConfig) -> None:
         """Check what can be checked before anything starts.
 
@@ -73,5 +77,4 @@ async def distill(run: Run, settings: DistillSettings) -> None:
     if teacher.model is not None:
         await asyncio.to_thread(check_same_tokens, base, teacher.model, "recipe.teacher.model")
     model = await starting_model(run, settings.demonstrations)
-    algorithm = Distill(Distill.Config(**settings.model_dump(include=set(DistillLoss.model_fields))))
-    await train(run, algorithm, model, teacher=teacher)
+    await train(run, settings.trains_with(), model, teacher=teacher)

@@ -68,6 +68,10 @@ class IterativeDpoSettings(Settings):
         """Whether the run has a second model, the reference."""
         return self.reference == "first"
 
+    def trains_with(self) -> OnlineDpo:
+        """The algorithm of the recipe."""
+        return OnlineDpo(OnlineDpo.Config(beta=self.beta, labels=self.labels))
+
     def check_run(self, config: RunConfig) -> None:
         """Check that a run can have this recipe.
 
@@ -107,7 +111,7 @@ async def iterative_dpo(run: Run, settings: IterativeDpoSettings) -> None:
     """The recipe: `run.config.steps` iterations, evaluating on held-out tasks before and after."""
     config = run.config
     first = await starting_model(run, settings.demonstrations)
-    algorithm = OnlineDpo(OnlineDpo.Config(beta=settings.beta, labels=settings.labels))
+    algorithm = settings.trains_with()
     iterations = await asyncio.to_thread(Iterations, run, first, by_first=settings.uses_reference)
     most = settings.most_updates(config)
     async with assemble_training(config, algorithm, first, iterations.latest_by_updates, updates=most) as parts:
@@ -115,8 +119,9 @@ async def iterative_dpo(run: Run, settings: IterativeDpoSettings) -> None:
         await asyncio.to_thread(iterations.continue_after, start)
         async with evaluations(run, parts, start) as evaluating:
             await evaluating.evaluate(start)
-            async with parts.rollouts(run, start) as rollouts:
-                processing = BatchProcessing(config.batch_processing, run.metrics.rows())
+            run.metrics.rewind(start)
+            processing = BatchProcessing(config.batch_processing, run.metrics.rows(), algorithm)
+            async with parts.rollouts(run, start, processing.teaches) as rollouts:
                 for iteration in range(start, config.steps):
                     clock = Stopwatch(partial(run.begin_phase, iteration))
                     with clock("rollout"):

@@ -64,9 +64,11 @@ async def train(
         start = await parts.resume(run)
         async with evaluations(run, parts, start) as evaluating:
             await evaluating.evaluate(start)
-            async with parts.rollouts(run, start) as rollouts, run.writing_checkpoints():
-                by_env = {one.called: one.algorithm.make() for one in config.env.mixture if one.algorithm is not None}
-                processing = BatchProcessing(config.batch_processing, run.metrics.rows(), algorithm, by_env)
+            run.metrics.rewind(start)
+            by_env = {one.called: one.algorithm.make() for one in config.env.mixture if one.algorithm is not None}
+            processing = BatchProcessing(config.batch_processing, run.metrics.rows(), algorithm, by_env)
+            scheduler = parts.rollouts(run, start, processing.teaches)
+            async with scheduler as rollouts, run.writing_checkpoints():
                 for step in range(start, config.steps):
                     clock = Stopwatch(partial(run.begin_phase, step))
                     with clock("rollout"):

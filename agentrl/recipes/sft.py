@@ -29,6 +29,10 @@ class SftSettings(Settings):
     rejection: RejectionSampling.Config | None = None
     """Which of its own episodes the model then imitates, for `steps` steps of `rollout.groups_per_step` groups."""
 
+    def trains_with(self) -> RejectionSampling | None:
+        """The algorithm that learns from what the model plays."""
+        return None if self.rejection is None else RejectionSampling(self.rejection)
+
     @model_validator(mode="after")
     def _something_is_imitated(self) -> Self:
         if self.demonstrations is None and self.recordings is None and self.rejection is None:
@@ -44,10 +48,11 @@ async def sft(run: Run, settings: SftSettings) -> None:
     folder = await starting_model(run, settings.demonstrations)
     if settings.recordings is not None:
         folder = await _after_recordings(run, settings.recordings, folder)
-    if settings.rejection is None:
+    algorithm = settings.trains_with()
+    if algorithm is None:
         run.display.say(f"the model is in {folder}")
     else:
-        await train(run, RejectionSampling(settings.rejection), folder)
+        await train(run, algorithm, folder)
 
 
 async def _after_recordings(run: Run, config: RecordingsConfig, base: Path) -> Path:

@@ -99,8 +99,10 @@ class RolloutConfig(Settings):
     max_failed_tasks: int = Field(16, ge=0)
     """Tasks that may fail permanently before the run ends."""
     filter_zero_variance: bool = False
-    """Dynamic sampling (DAPO, arXiv 2503.14476): a group whose members all earned the same teaches nothing, so the
-    next task replaces it."""
+    """Dynamic sampling (DAPO, arXiv 2503.14476): a group that teaches nothing, because all its advantages are 0, is
+    replaced by the next task. With algorithms that compare whole rewards, that is one whose members all earned the
+    same; with `reinforce`, one whose members earned nothing at all. Not for algorithms of which a group alone does not
+    tell (critics, statistics of the batch or of earlier ones, a teacher, `kl_reward`)."""
     max_filtered_per_step: int = Field(256, ge=0)
     """Groups that may be filtered for one batch before the run ends with an error."""
     compare_routing: bool = False

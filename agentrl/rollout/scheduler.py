@@ -36,6 +36,7 @@ from agentrl.rollout.underway import Underway
 from agentrl.rollout.untrained import UntrainedEpisodes
 from agentrl.rollout.waste import Waste
 from agentrl.rollout.watchdog import watch
+from agentrl.rounding import constant
 from agentrl.scoring.pipeline import RewardPipeline
 from agentrl.trajectory import Group, Score, Task, Trajectory, staleness
 
@@ -65,7 +66,8 @@ class Rollouts:
     new number. `groups` is how many groups the run still trains on: no more are started, so none is left over at the
     end. Of `engine`, only the statistics are used. `rescue` is called when nothing progresses any more, before the run
     is ended; it returns whether it could help. `gives_up`: whether an environment of a mixture that has spent its
-    budget of failures gets no more tasks, instead of ending the run. `keep_untrained`: see `take_untrained`.
+    budget of failures gets no more tasks, instead of ending the run. `keep_untrained`: see `take_untrained`. `teaches`:
+    whether anything can be learned from a group; with `rollout.filter_zero_variance`, others are replaced.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Rollouts:
         rescue: Callable[[], bool] = lambda: False,
         gives_up: bool = False,
         keep_untrained: int = 0,
+        teaches: Callable[[Group], bool] = lambda group: group.mixed,
     ) -> None:
         self._config = config
         self._tasks = tasks
@@ -111,6 +114,7 @@ class Rollouts:
         """Whether `next_batch` is waiting."""
         self._mixture = tasks if isinstance(tasks, MixesEnvironments) else None
         self._gives_up = gives_up
+        self._teaches = teaches
         self._curriculum = tasks if isinstance(tasks, Curriculum) else None
         self._observer = runner if isinstance(runner, ObservesBatches) else None
         self._closing = False
@@ -296,7 +300,7 @@ class Rollouts:
         except Exception:
             self._closing = True  # a defect, or wrong options: it ends the flow, and nothing may start meanwhile
             raise
-        if group is not None and self._config.filter_zero_variance and not group.mixed:
+        if group is not None and self._config.filter_zero_variance and not self._teaches(group):
             self._filter(playing, group)
             group = None
         if group is not None:
@@ -352,7 +356,8 @@ class Rollouts:
     def _filter(self, playing: _Playing, group: Group) -> None:
         number = playing.number
         del self._playing[playing.ticket]
-        why = f"all members earned {group.rewards_G[0]:g}"
+        same = constant(group.rewards_G)
+        why = f"all members earned {group.rewards_G[0]:g}" if same else "all advantages are 0"
         self._ledger.filtered(self._rule.next_step, number, why, group.rewards_G)
         self._events.record("filtered", group.task.id)
         self._filtered.append((number, group))
@@ -363,8 +368,8 @@ class Rollouts:
             self._closing = True
             raise FilterBudgetError(
                 f"{len(self._filtered)} groups were filtered for one batch, but rollout.max_filtered_per_step allows "
-                f"only {self._config.max_filtered_per_step}: all members of a group earn the same, the last time "
-                f"{group.rewards_G[0]:g}. The tasks are too hard or too easy for this policy, or the reward is "
+                f"only {self._config.max_filtered_per_step}: all advantages of a group are 0, the last time because "
+                f"{why}. The tasks are too hard or too easy for this policy, or the reward is "
                 "constant: look at the run's trajectories/, choose other tasks, or leave rollout.filter_zero_variance "
                 "off"
             )

@@ -5,7 +5,7 @@
 | `failed` | episodes that failed, and the other members of groups that failed |
 | `surplus` | members whose group was complete without them (`rollout.extra_members`) |
 | `stale` | groups that a staleness rule gave up |
-| `filtered` | groups whose members all earned the same (`rollout.filter_zero_variance`) |
+| `filtered` | groups whose advantages are all 0 (`rollout.filter_zero_variance`) |
 
 Tokens of an answer that was cut short are not known here: only the engine has seen them.
 """

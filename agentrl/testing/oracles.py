@@ -197,27 +197,33 @@ class Oracle:
         *,
         members: int,
         reference_P: Tensor | None = None,
+        keeps: Callable[[Group], bool] = lambda group: True,
     ) -> Tensor:
         """The expectation of the gradient that the algorithm ascends, over all groups of so many members; shape P.
 
         On-policy, in the first minibatch, with one group in a batch, and with an exact critic. `reference_P`: the
-        logits of the reference, by default the policy's own.
+        logits of the reference, by default the policy's own. `keeps`: which groups are trained on; others are replaced
+        by the next ones, so that the expectation is that over the kept ones.
         """
         probabilities = self.probabilities(logits_P).tolist()
         everything = self.group(range(len(self.paths)), logits_P)
         played = list(zip(everything.trajectories, everything.scores, strict=True))
         critic = self._critic(logits_P)
-        total_W = torch.zeros(sum(self._tokens()), dtype=torch.float64)
+        total_W, kept = torch.zeros(sum(self._tokens()), dtype=torch.float64), 0.0
         for numbers in combinations_with_replacement(range(len(self.paths)), members):
             counts = [numbers.count(n) for n in set(numbers)]
             ways = math.factorial(members) / math.prod(map(math.factorial, counts))
             chance = ways * math.prod(probabilities[n] for n in numbers)
             trajectories, scores = zip(*(played[n] for n in numbers), strict=True)
-            batch = collate(samples_of([Group(everything.task, trajectories, scores)], algorithm))
+            group = Group(everything.task, trajectories, scores)
+            if not keeps(group):
+                continue
+            kept += chance
+            batch = collate(samples_of([group], algorithm))
             if reference_P is not None:
                 batch = self.with_reference(batch, reference_P)
             total_W += chance * self._ascent_of_tokens(algorithm, batch, logits_P, critic)
-        return self._by_logits(total_W, logits_P)
+        return self._by_logits(total_W / kept, logits_P)
 
     def with_reference(self, batch: TrainBatch, logits_P: Tensor) -> TrainBatch:
         """A batch of this problem's paths with the logprobs of a reference that has these logits."""

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from statistics import pvariance
 
 import pytest
 from hypothesis import given
@@ -15,8 +16,11 @@ from agentrl.algorithms.batch_processing import (
     length_penalties,
     most_varying,
 )
+from agentrl.algorithms.dpo import OnlineDpo
 from agentrl.algorithms.grpo import Grpo
+from agentrl.algorithms.reinforce import Reinforce
 from agentrl.algorithms.samples import samples_of
+from agentrl.algorithms.sft import RejectionSampling
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.testing.rewards import trajectory
 from agentrl.trajectory import Group, Score, Task, Truncated
@@ -152,6 +156,63 @@ def test_the_fewest_groups_that_have_the_share_of_the_variance_are_kept(variance
         assert all(v <= chosen[-1] for v, keep in zip(variances, kept, strict=True) if not keep)
     else:
         assert all(kept)
+
+
+def by_turns(*turns_G: list[float], env: str = "a") -> Group:
+    played = [replace(trajectory(["x"] * len(turns), rewards=turns), task=Task(env, 0, {}, "t")) for turns in turns_G]
+    return Group(played[0].task, tuple(played), tuple(Score(sum(turns), turns=tuple(turns)) for turns in turns_G))
+
+
+def test_each_environment_and_agent_varies_on_its_own_scale():
+    """Of rewards of 0 to 100, the others' variance was less than the share that is left out."""
+    processing = BatchProcessing(BatchProcessingConfig(keep_variance=0.9))
+    groups = [group([0.0, 1.0], env="a"), group([0.0, 100.0], env="b"), group([1.0, 0.0], env="a")]
+    assert processing.informative(groups) == [True, True, True]
+    assert processing.informative([*groups, group([5.0, 5.0], env="c")]) == [True, True, True, False]
+    assert processing.informative([group([5.0, 5.0], env="c")]) == [True]
+    weak, strong = group([0.0, 1.0]), group([0.0, 100.0])
+    strong = replace(strong, trajectories=tuple(replace(t, agent="strong") for t in strong.trajectories))
+    assert processing.informative([weak, strong]) == [True, True]
+
+
+def test_groups_vary_in_what_their_algorithm_compares():
+    late, same = by_turns([0.0, 1.0], [1.0, 0.0]), by_turns([1.0, 0.0], [1.0, 0.0])
+    of = {
+        "grpo": (Grpo(), [False, False]),
+        "turns": (Grpo(Grpo.Config(reward_to_go=True, baseline="turn")), [True, False]),
+        "discounted": (Grpo(Grpo.Config(gamma=0.5)), [True, False]),
+    }
+    for algorithm, varies in of.values():
+        processing = BatchProcessing(BatchProcessingConfig(keep_variance=0.9), algorithm=algorithm)
+        assert [algorithm.spread(one) > 0 for one in (late, same)] == varies
+        assert [processing.teaches(one) for one in (late, same)] == varies
+        assert processing.informative([late, same]) == (varies if any(varies) else [True, True])
+        assert len(list(samples_of([late, same], algorithm, 0, processing))) == (2 if any(varies) else 4)
+
+
+def test_a_spread_is_the_variance_before_anything_is_divided_by_it():
+    for advantage in ("group_std", "group_mean", "leave_one_out"):
+        assert Grpo(Grpo.Config(advantage=advantage)).spread(group([0.0, 100.0])) == 2500.0
+    assert OnlineDpo().spread(group([0.0, 4.0, 0.3])) == pytest.approx(pvariance([0.0, 4.0, 0.3]))
+    assert OnlineDpo().spread(group([0.1 + 0.2, 0.3])) == 0.0
+
+
+def test_a_group_teaches_by_the_scores_that_are_trained_with():
+    short = group([1.0, 1.0], texts=["ab", "abcd"])
+    penalised = BatchProcessing(BatchProcessingConfig(length_penalty=0.5), algorithm=Grpo())
+    assert penalised.teaches(short)
+    assert not BatchProcessing(BatchProcessingConfig(), algorithm=Grpo()).teaches(short)
+    constraint = Constraint(part="m/violated", at_most=0.1, initial=0.5)
+    bound = BatchProcessing(BatchProcessingConfig(constraints=(constraint,)), algorithm=Grpo())
+    assert bound.teaches(group([1.0, 1.0], costs=[0.0, 1.0]))
+    assert not bound.teaches(group([1.0, 0.5], costs=[1.0, 0.0]))
+
+
+def test_what_is_imitated_teaches_though_all_members_earned_the_same():
+    rejection = BatchProcessing(BatchProcessingConfig(), algorithm=RejectionSampling())
+    assert rejection.teaches(group([1.0, 1.0]))
+    reinforce = BatchProcessing(BatchProcessingConfig(), algorithm=Reinforce())
+    assert [reinforce.teaches(by_turns([reward], [reward])) for reward in (1.0, 0.0)] == [True, False]
 
 
 def test_only_groups_that_vary_enough_are_trained_on():

@@ -12,6 +12,8 @@ import torch
 
 from agentrl.algorithms.advantages import compared_by_state, returns_to_go
 from agentrl.algorithms.archer import Archer
+from agentrl.algorithms.batch_processing import BatchProcessing, BatchProcessingConfig
+from agentrl.algorithms.dpo import OnlineDpo
 from agentrl.algorithms.gigpo import Gigpo
 from agentrl.algorithms.grpo import Grpo, Rloo
 from agentrl.algorithms.policy_loss import PolicyAlgorithm
@@ -19,6 +21,7 @@ from agentrl.algorithms.ppo import Ppo, TurnPpo
 from agentrl.algorithms.rae import RoleAdvantage
 from agentrl.algorithms.reinforce import Reinforce, ReinforcePlusPlus, ReturnBatchNorm
 from agentrl.algorithms.samples import samples_of
+from agentrl.algorithms.sft import RejectionSampling
 from agentrl.algorithms.surrogates import Cispo, Gspo, Sapo
 from agentrl.arrays import ints
 from agentrl.batch import TrainBatch, collate
@@ -130,6 +133,50 @@ def test_the_docs_say_how_biased_an_algorithm_is_by_design(name: str) -> None:
     (row,) = re.findall(rf"^\| {re.escape(name)} \|(.*)\|$", page, re.MULTILINE)
     stated = [tuple(map(float, cell.split(", "))) for cell in row.split("|")[: len(PROBLEMS)]]
     assert stated == [pytest.approx(measured(BIASED[name], problem), abs=6e-3) for problem in PROBLEMS]
+
+
+TOLD_BY_GROUPS: dict[str, Row] = {
+    "grpo": (Grpo(Grpo.Config(**ONE)), 2),
+    "grpo, reward-to-go": (Grpo(Grpo.Config(**ONE, reward_to_go=True)), 2),
+    "rloo, reward-to-go, baseline of the turn": (Rloo(Rloo.Config(**ONE, reward_to_go=True, baseline="turn")), 2),
+    "rloo, discounted": (Rloo(Rloo.Config(**ONE, gamma=0.5)), 2),
+    "gigpo": (Gigpo(Gigpo.Config(**ONE)), 2),
+    "reinforce": (Reinforce(Reinforce.Config(**ONE)), 2),
+    "reinforce, whole returns": (Reinforce(Reinforce.Config(**ONE, reward_to_go=False)), 2),
+    "rejection": (RejectionSampling(RejectionSampling.Config(keep="above_mean")), 2),
+    "dpo": (OnlineDpo(OnlineDpo.Config(**ONE)), 2),
+}
+"""Algorithms that `rollout.filter_zero_variance` is allowed with."""
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.parametrize("name", TOLD_BY_GROUPS)
+def test_filtering_groups_that_teach_nothing_turns_no_gradient(name: str, problem: str) -> None:
+    """With the filter by whole rewards, reinforce's turned round on the bandit (cosine -0.78)."""
+    algorithm, members = TOLD_BY_GROUPS[name]
+    if isinstance(algorithm, RejectionSampling):
+        algorithm.normalizer = lambda batch: 1.0
+    oracle = Oracle(PROBLEMS[problem])
+    logits = oracle.logits(seed=0)
+    teaches = BatchProcessing(BatchProcessingConfig(), algorithm=algorithm).teaches
+    kept = oracle.expected_gradient(algorithm, logits, members=members, keeps=teaches)
+    every = oracle.expected_gradient(algorithm, logits, members=members)
+    assert residual(kept, every) < 1e-6
+    assert cosine(kept, every) > 0.999
+    assert not teaches(oracle.group([], logits))
+
+
+@pytest.mark.parametrize("name", ["reinforce", "rloo, reward-to-go, baseline of the turn", "rloo, discounted"])
+def test_filtering_by_whole_rewards_would_turn_them(name: str) -> None:
+    algorithm, members = TOLD_BY_GROUPS[name]
+    off = []
+    for problem in ("bandit", "stopping", "chain"):
+        oracle = Oracle(PROBLEMS[problem])
+        logits = oracle.logits(seed=0)
+        every = oracle.expected_gradient(algorithm, logits, members=members)
+        kept = oracle.expected_gradient(algorithm, logits, members=members, keeps=lambda group: group.mixed)
+        off.append(residual(kept, every))
+    assert max(off) > 0.02
 
 
 @pytest.mark.parametrize("problem", ["stopping", "chain"])

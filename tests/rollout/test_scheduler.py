@@ -13,6 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentrl.algorithms.batch_processing import BatchProcessing, BatchProcessingConfig
+from agentrl.algorithms.reinforce import Reinforce
 from agentrl.errors import ConfigError, FilterBudgetError, RetriesExhaustedError, RewardError, StallError
 from agentrl.flow import EventLog, Retries, deadline, now, run_virtual
 from agentrl.hosting.host import EnvHost
@@ -95,6 +97,7 @@ class World:
     metrics: dict[str, float] = field(default_factory=dict)
     underway: list[Underway] = field(default_factory=list)
     untrained: list[list[tuple[Trajectory, Score]]] = field(default_factory=list)
+    teaches: Callable[[Group], bool] = lambda group: group.mixed
 
     def run(self) -> "World":
         SlowEnv.attempts.clear()
@@ -124,6 +127,7 @@ class World:
             groups=self.steps * config.groups_per_step,
             events=self.events,
             keep_untrained=2,
+            teaches=self.teaches,
         )
         async with engine, rollouts:
             for step in range(self.steps):
@@ -407,6 +411,17 @@ def test_groups_without_variance_are_replaced_and_the_source_learns_of_all(max_s
     told = [(number, set(rewards)) for number, _, rewards in world.ledger.outcomes()]
     assert told[: len(Source.seen)] == Source.seen, "a resumed run would tell it something else"
     assert len(Source.seen) >= fates.trained + 3
+
+
+def test_what_is_filtered_is_what_the_algorithm_learns_nothing_from():
+    class Seldom(Sum):
+        async def score(self, trajectory):
+            return Score(float(trajectory.task.seed % 8 < 4))  # the same for all members
+
+    teaches = BatchProcessing(BatchProcessingConfig(), algorithm=Reinforce()).teaches
+    world = World(config(filter_zero_variance=True), steps=3, reward=Seldom(), teaches=teaches).run()
+    assert {reward for batch in world.batches for group in batch for reward in group.rewards_G} == {1.0}
+    assert world.ledger.task_fates().filtered > 0
 
 
 def test_some_episodes_that_were_filtered_or_failed_are_kept_with_what_was_played():
