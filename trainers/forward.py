@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from agentrl.arrays import ints
+from agentrl.arrays import FloatArray, ints
 from agentrl.attention_check import Windows
 from agentrl.errors import ConfigError
+from agentrl.routing import without_router_logits
 from agentrl.trainers.attention import Segments
 from agentrl.trainers.logprobs import Scaling, linear_logprobs
 from agentrl.trainers.packing import MicroBatch
@@ -31,6 +32,8 @@ class DeviceMicroBatch:
     `support_NS`: for each loss token, the ids that it was sampled from, filled up with -1. A row of -1 is the whole
     vocabulary; `None` means that for all. `needed_P`: the tokens whose last hidden states are used; `None` for all.
     `experts_NE`: the experts that the engine chose for each, layer by layer; a row of -1 where they are unknown.
+    `times_S`: of how many tokens of samples with loss tokens each one is the only copy, where the balance of experts is
+    asked for; the last layer then computes all tokens.
     """
 
     tokens_S: Tensor
@@ -46,10 +49,11 @@ class DeviceMicroBatch:
     support_NS: Tensor | None
     needed_P: Tensor | None = None
     experts_NE: Tensor | None = None
+    times_S: Tensor | None = None
 
 
-def to_device(micro_batch: MicroBatch, device: torch.device) -> DeviceMicroBatch:
-    """Move a micro-batch to a device."""
+def to_device(micro_batch: MicroBatch, device: torch.device, *, balance: bool = False) -> DeviceMicroBatch:
+    """Move a micro-batch to a device. `balance`: the balance of experts is asked for (`times_S`)."""
 
     def move(array: Any) -> Tensor:
         wide = array.astype(np.int64 if array.dtype == np.int32 else array.dtype)  # a copy; torch indexes with int64
@@ -60,7 +64,7 @@ def to_device(micro_batch: MicroBatch, device: torch.device) -> DeviceMicroBatch
     positions_T = np.arange(len(samples.tokens_S)) - np.repeat(starts_M, lengths_M)
     before_N = samples.loss_mask_S.nonzero()[0] - 1
     predictors_N = before_N if shared is None else shared.places_T[before_N]
-    needed_P = ints(np.unique(predictors_N))
+    needed_P = None if balance else ints(np.unique(predictors_N))
     return DeviceMicroBatch(
         tokens_S=move(samples.tokens_S if shared is None else samples.tokens_S[shared.computed_S]),
         positions_S=move(positions_T if shared is None else positions_T[shared.computed_S]),
@@ -73,9 +77,19 @@ def to_device(micro_batch: MicroBatch, device: torch.device) -> DeviceMicroBatch
         samples_N=move(np.repeat(micro_batch.numbers_M, samples.loss_tokens_M)),
         weights_N=move(samples.weights_N),
         support_NS=move(samples.support_N.padded(-1)) if len(samples.support_N.values) else None,
-        needed_P=move(needed_P),
+        needed_P=None if needed_P is None else move(needed_P),
         experts_NE=move(samples.experts_N.padded(-1)) if len(samples.experts_N.values) else None,
+        times_S=move(_times(micro_batch)) if balance else None,
     )
+
+
+def _times(micro_batch: MicroBatch) -> FloatArray:
+    """See `DeviceMicroBatch.times_S`."""
+    samples, shared = micro_batch.samples, micro_batch.shared
+    trained_T = np.repeat(samples.loss_tokens_M > 0, samples.lengths_M)
+    if shared is None:
+        return trained_T.astype(np.float32)
+    return np.bincount(shared.places_T, trained_T, len(shared.computed_S)).astype(np.float32)
 
 
 def compute_logprobs_in(head: nn.Module, scaling: Scaling) -> None:
@@ -124,6 +138,7 @@ def _before(model: Any, samples: DeviceMicroBatch) -> Tensor:
         use_cache=False,
         segments=samples.segments,
         needed_P=samples.needed_P,
+        **without_router_logits(model.config),
     ).last_hidden_state
     return hidden_1SH[0].index_select(0, samples.predictors_N)
 
@@ -137,6 +152,7 @@ def states_together(model: Any, rows_T: Sequence[Tensor], windows: Windows) -> S
         use_cache=False,
         segments=Segments.of(lengths, model.device),
         windows=windows,
+        **without_router_logits(model.config),
     ).last_hidden_state[0]
     return torch.split(states_SH, lengths)
 
@@ -177,9 +193,9 @@ def scaling_of(model: Any, temperature: float) -> Scaling:
 def _scales_so(model: Any, scaling: Scaling) -> bool:
     """Whether the logits of a few tokens are the head's outputs with this scaling."""
     tokens_S = torch.arange(8, device=model.device) % model.config.get_text_config().vocab_size
-    segments = Segments.of([8], model.device)
+    segments, rest = Segments.of([8], model.device), without_router_logits(model.config)
     with torch.no_grad():
-        expected_SV = model(input_ids=tokens_S[None], use_cache=False, segments=segments).logits[0]
+        expected_SV = model(input_ids=tokens_S[None], use_cache=False, segments=segments, **rest).logits[0]
         hidden = model.base_model(input_ids=tokens_S[None], use_cache=False, segments=segments).last_hidden_state[0]
         got_SV = scaling.apply(model.get_output_embeddings()(hidden).clone())
     tolerance = 1e-3 if expected_SV.dtype == torch.float32 else 5e-2  # weights that are gathered in bfloat16

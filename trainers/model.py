@@ -16,6 +16,7 @@ from agentrl.attention_check import check_attention, check_context, check_kind
 from agentrl.errors import ConfigError
 from agentrl.last_layer import compute_only_needed
 from agentrl.model_source import here
+from agentrl.routing import Balance
 from agentrl.trainers.attention import ATTENTION
 from agentrl.trainers.checkpoint import quiet
 from agentrl.trainers.forward import (
@@ -39,17 +40,20 @@ from agentrl.weights.names import WeightNames
 class Predictor(nn.Module):
     """The model and the computation of its outputs as one module, which is called and sharded as a whole.
 
-    `autocast`: compute matrix products in bfloat16, with float32 weights.
+    `autocast`: compute matrix products in bfloat16, with float32 weights. `balance`: watches the routers of a mixture
+    of experts.
     """
 
-    def __init__(self, model: Any, *, autocast: bool) -> None:
+    def __init__(self, model: Any, *, autocast: bool, balance: Balance | None = None) -> None:
         super().__init__()
         self.model = model
         self.autocast = autocast
+        self.balance = balance
 
     def forward(self, samples: DeviceMicroBatch | None, *, entropy: bool = False) -> Tensor:
         """One output for each loss token, float32, shape N; with `entropy` a policy's entropy too, shape 2N.
 
+        Where the balance of experts is asked for (`times_S`), all of these are flat, and followed by `Balance.sums`.
         Without samples, `prepare`.
         """
         if samples is None:
@@ -57,7 +61,11 @@ class Predictor(nn.Module):
             return torch.zeros(())
         check_context(self.model.config, samples.segments.longest, f"a sample has {samples.segments.longest} tokens")
         with torch.autocast(samples.tokens_S.device.type, torch.bfloat16) if self.autocast else nullcontext():
-            return self.compute(samples, entropy=entropy)
+            if self.balance is None or samples.times_S is None:
+                return self.compute(samples, entropy=entropy)
+            with self.balance.recording():
+                found = self.compute(samples, entropy=entropy)
+        return torch.cat([found.flatten(), self.balance.sums(samples.times_S).flatten()])
 
     def prepare(self) -> None:
         """What has to be done once before all else, with the weights in place."""
@@ -78,8 +86,8 @@ class Predictor(nn.Module):
 class LogprobPredictor(Predictor):
     """log softmax(logits / temperature) of each token, at the sampling temperature."""
 
-    def __init__(self, model: Any, temperature: float, *, autocast: bool) -> None:
-        super().__init__(model, autocast=autocast)
+    def __init__(self, model: Any, temperature: float, *, autocast: bool, balance: Balance | None = None) -> None:
+        super().__init__(model, autocast=autocast, balance=balance)
         self.temperature = temperature
 
     def prepare(self) -> None:
@@ -134,6 +142,7 @@ def make_model(spec: TrainerSpec, *, autocast: bool = False) -> tuple[Predictor,
         )
     model.eval()
     compute_only_needed(model)
+    balance = _balance(model, spec)
     stored, before = stored_tensors(model), state_by_name(model)
     others = {
         name: [other for other, tied in model.state_dict(keep_vars=True).items() if tied is tensor and other != name]
@@ -160,10 +169,28 @@ def make_model(spec: TrainerSpec, *, autocast: bool = False) -> tuple[Predictor,
     predictor = (
         ValuePredictor(model, autocast=autocast)
         if valued
-        else LogprobPredictor(model, spec.temperature, autocast=autocast)
+        else LogprobPredictor(model, spec.temperature, autocast=autocast, balance=balance)
     )
     load = partial(load_by_transformers, kind, folder, options)
     return predictor, trainable, Origin(folder, stored, others, made, names, load)
+
+
+def _balance(model: Any, spec: TrainerSpec) -> Balance | None:
+    """What watches the routers of a policy, if they are balanced by a loss.
+
+    Raises:
+        ConfigError: the model has no routers.
+    """
+    coefficient = spec.config.router_aux_loss_coef
+    if spec.head != "policy" or not coefficient:
+        return None
+    try:
+        return Balance(model)
+    except ValueError as error:
+        raise ConfigError(
+            f"trainer.router_aux_loss_coef is {coefficient:g}, and {error}: only a mixture of experts of transformers "
+            "has any to balance. Leave the setting out"
+        ) from error
 
 
 def begin(sharding: Sharding, origin: Origin) -> None:

@@ -27,7 +27,7 @@ from agentrl.cluster.workers import LOOPBACK, own_address
 from agentrl.errors import AgentRLError, TrainingError
 from agentrl.placement.time_share import free_on_cpu, free_on_gpus
 from agentrl.protocols import Loss, LossTokens, uses_entropy
-from agentrl.routing import Routing, differing
+from agentrl.routing import Routing, balance_loss, differing
 from agentrl.trainers import checkpoint
 from agentrl.trainers.batch_shards import BatchShard
 from agentrl.trainers.forward import DeviceMicroBatch, to_device
@@ -115,6 +115,7 @@ class TrainerRank:
             "lr": lr,
             "loss_tokens": float(loss_tokens),
             **self._means(tally, loss_tokens),
+            **self._balance_metric(tally, len(shard)),
             "logprob_gap_max": tally.gap_max,
             **{f"seconds_{phase}": seconds for phase, seconds in tally.seconds.items()},
         }
@@ -227,9 +228,10 @@ class TrainerRank:
         with tally.phase("forward_backward"):
             self.sharding.clear()
             exact = self._spec.head == "policy" and uses_entropy(loss)
+            totals_2E = self._balance_totals(micro_batches)
             for i, (micro_batch, old_N) in enumerate(zip(micro_batches, old, strict=True)):
-                samples = to_device(micro_batch, self.sharding.device)
-                predicted = self.sharding.predict(samples, entropy=exact)
+                samples = to_device(micro_batch, self.sharding.device, balance=self._balances)
+                predicted, sums_2E = _parted(self.sharding.predict(samples, entropy=exact), samples, entropy=exact)
                 if tally.before_updates:
                     self._compare_routing(samples, float(micro_batch.counts), tally)
                 logprobs_N, entropies_N = predicted if exact else (predicted, None)
@@ -245,13 +247,46 @@ class TrainerRank:
                 output = loss(logprobs_N, tokens)
                 weight = float(micro_batch.counts)
                 part = (output.loss_N * samples.weights_N).sum() / normalizer * weight
+                whole = part
+                if sums_2E is not None:
+                    # Without totals, this is all of the minibatch.
+                    balanced = balance_loss(sums_2E if totals_2E is None else totals_2E, sums_2E[1]) * weight
+                    tally.balance = balanced.detach() + tally.balance.to(balanced.device)
+                    whole = part + self._spec.config.router_aux_loss_coef * balanced
                 # The factor is 1. For a loss that is not finite it is NaN, and no update applies such a gradient.
-                self.sharding.backward(part * (1 + 0 * part.detach()), last=i == len(micro_batches) - 1)
+                self.sharding.backward(whole * (1 + 0 * part.detach()), last=i == len(micro_batches) - 1)
                 tally.add(part.detach(), output.metrics, weight)
                 if old_N is not None or tally.before_updates:
                     tally.compare((before_N - samples.rollout_logprobs_N).abs(), weight)
                 known_N = torch.full_like(before_N, torch.nan) if entropies_N is None else entropies_N.detach()
                 tally.logprobs.append(torch.stack([tokens.old_logprobs_N, logprobs_N.detach(), known_N]))
+
+    @property
+    def _balances(self) -> bool:
+        """Whether the routers of a mixture of experts are balanced by a loss."""
+        return self._spec.head == "policy" and self._spec.config.router_aux_loss_coef > 0
+
+    def _balance_totals(self, micro_batches: Sequence[MicroBatch]) -> Tensor | None:
+        """`Balance.sums` of a minibatch, over all ranks, from a pass before the one with gradients.
+
+        None if nothing is balanced, or if a single pass computes all of the minibatch.
+        """
+        if not self._balances or (len(micro_batches) == 1 and self.sharding.ranks == 1):
+            return None
+        found: list[Tensor] = []
+        with torch.no_grad():
+            for micro_batch in micro_batches:
+                samples = to_device(micro_batch, self.sharding.device, balance=True)
+                _, sums_2E = _parted(self.sharding.predict(samples), samples, entropy=False)
+                assert sums_2E is not None
+                found.append(sums_2E * float(micro_batch.counts))
+        return self.sharding.sum(torch.stack(found).sum(0))
+
+    def _balance_metric(self, tally: "_Tally", minibatches: int) -> dict[str, float]:
+        """The mean of the balance loss over the minibatches, without its weight."""
+        if not self._balances:
+            return {}
+        return {"router_aux_loss": float(self.sharding.sum(tally.balance)) / minibatches}
 
     def _compare_routing(self, samples: DeviceMicroBatch, weight: float, tally: "_Tally") -> None:
         """Compare the experts of the last pass with those that the engine chose, where both are known."""
@@ -290,6 +325,15 @@ class TrainerRank:
         return {**means, "logprob_gap_mean": gap / compared}
 
 
+def _parted(predicted: Tensor, samples: DeviceMicroBatch, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    """The outputs of a predictor for the loss tokens, and `Balance.sums` where that is asked for."""
+    if samples.times_S is None:
+        return predicted, None
+    count = len(samples.targets_N) * (1 + entropy)
+    outputs, sums = predicted[:count], predicted[count:]
+    return outputs.reshape(2, -1) if entropy else outputs, sums.reshape(2, -1)
+
+
 def _write_copied(copying: "Future[None]", snapshot: checkpoint.Snapshot, folder: Path) -> None:
     copying.result()
     snapshot.write(folder)
@@ -307,6 +351,7 @@ class _Tally:
 
     `gap`: the sum of |engine's - trainer's logprob| of the tokens that were `compared`, before any update.
     `routing`: the sum of the shares of experts that differ, over the `routed` tokens whose experts were compared.
+    `balance`: the sum of the balance losses of the minibatches.
     `logprobs`: of each micro-batch, the old and the new ones, and the entropies, shape (3, N).
     """
 
@@ -316,6 +361,7 @@ class _Tally:
     compared: Tensor = field(default_factory=lambda: torch.zeros(()))
     routing: Tensor = field(default_factory=lambda: torch.zeros(()))
     routed: Tensor = field(default_factory=lambda: torch.zeros(()))
+    balance: Tensor = field(default_factory=lambda: torch.zeros(()))
     before_updates: bool = True
     sums: dict[str, Tensor] = field(default_factory=dict)
     loss: float = 0.0

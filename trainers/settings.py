@@ -83,6 +83,12 @@ class TrainerSettings(Settings):
     """What AdamW keeps its two moments in, while it computes updates in float32. `bfloat16` takes 4 bytes less for each
     parameter, `int8` (codes with a scale for each block, arXiv:2110.02861) 6 less. Not of `deepspeed`."""
 
+    router_aux_loss_coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Of a mixture of experts: the weight of a loss that lets the routers use all experts equally, added to the loss of
+    each optimizer step. It is transformers' `load_balancing_loss_func`, over all tokens of the samples of a minibatch,
+    however these are packed and divided over ranks; this takes one more forward pass, unless one rank computes a
+    minibatch at once. 0: without it. Not of a critic."""
+
     activation_checkpointing: Recompute | None = None
     """Activations that are computed again in the backward pass instead of kept: `none`; all of a layer except its
     matrix products and its attention (`selective`, not with ZeRO 3); or all except its inputs (`full`). By default

@@ -66,6 +66,7 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "tokens_computed": "Those that went through the model: a prefix that samples share is computed once.",
         "logprob_gap_mean": "Mean |logprob of the engine - logprob of the trainer| of a sampled token, in nats.",
         "logprob_gap_max": "The largest such difference.",
+        "router_aux_loss": "How unequally the experts are used, without its weight (`trainer.router_aux_loss_coef`).",
         "routing_difference": "Share of a token's experts that the engine did not choose (`rollout.compare_routing`).",
         "ratio": "Mean of exp(logprob - old logprob).",
         "clipped_low": "Share of the tokens whose gradient the lower clip cut.",

@@ -34,6 +34,7 @@ from agentrl.weights.bundle import weight_shapes
 from agentrl.weights.names import WeightNames
 from tests.model_families import make_model
 from tests.processes import open_to_others
+from tests.trainers.test_balance import batch_for, folder_of, nothing
 
 pytestmark = pytest.mark.slow
 RANKS = 2
@@ -345,3 +346,20 @@ async def train(make: Any, model: Path, batches: list[TrainBatch]) -> tuple[list
     async with make(model, TrainerCase(lr=1e-3)) as trainer:
         losses = await steps(trainer, batches)
         return losses, {name: weight.clone() for name, weight in (await trainer.weights()).items()}
+
+
+@pytest.mark.parametrize("name", ["fsdp", "deepspeed, ZeRO 3"])
+def test_two_ranks_balance_the_experts_as_one_does(name: str, processes: Processes, tmp_path: Path) -> None:
+    folder, case = folder_of("Qwen3-MoE", tmp_path / "model", says=True), TrainerCase(micro_batch_tokens=60)
+    batch = batch_for(folder)
+
+    async def told(kind: type[GroupTrainer], settings: dict[str, Any], **parts: Any) -> dict[str, float]:
+        make = make_trainer(kind, {**settings, "router_aux_loss_coef": 0.5}, **parts)
+        async with make(folder, case) as trainer:
+            return dict(await trainer.step(batch, nothing, 1.0))
+
+    one = asyncio.run(told(LocalTrainer, {"device": "cpu"}))
+    two = asyncio.run(told(*KINDS[name], start=processes))
+    assert one["router_aux_loss"] > 2
+    assert two["router_aux_loss"] == pytest.approx(one["router_aux_loss"], rel=1e-6)
+    assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
