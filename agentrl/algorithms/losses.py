@@ -4,6 +4,7 @@ Dimension suffix: N loss tokens of a micro-batch, flattened.
 """
 
 import math
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -57,36 +58,68 @@ def importance(tokens: LossTokens, cap: float | None, how: Literal["truncate", "
     AReaL (arXiv:2505.24298), equation 5. Weights above `cap` are cut to it (`truncate`), or their tokens are left out
     (`mask`). On the level of `sequence`, a sample's tokens share the product of their weights. Without a cap, w = 1.
     """
-    log_weight_N = (tokens.old_logprobs_N - tokens.rollout_logprobs_N).detach()
+    weight_N = uncapped_importance(tokens, level)
     if cap is None:
-        return torch.ones_like(log_weight_N)
-    if level == "sequence":
-        log_weight_N = by_sample(log_weight_N, tokens.segments_N, "sum")
-    weight_N = log_weight_N.exp()
+        return torch.ones_like(weight_N)
     return weight_N.clamp(max=cap) if how == "truncate" else torch.where(weight_N > cap, 0.0, weight_N)
 
 
-def policy_metrics(
-    logprobs_N: Tensor, tokens: LossTokens, clips: tuple[float, float, float | None], cap: float | None
-) -> dict[str, Tensor]:
-    """What a policy's loss reports of each token; `clips` are the low, the high and the dual one.
+def uncapped_importance(tokens: LossTokens, level: Level) -> Tensor:
+    """The weights of `importance` before they are capped."""
+    log_weight_N = (tokens.old_logprobs_N - tokens.rollout_logprobs_N).detach()
+    if level == "sequence":
+        log_weight_N = by_sample(log_weight_N, tokens.segments_N, "sum")
+    return log_weight_N.exp()
 
-    `clipped_low`, `clipped_high` and `clipped_dual` (whether a clip of `clipped` cuts its gradient), `ratio`,
-    `importance_weight` (before the cap), `importance_truncated`, `entropy` (-logprob of the sampled token, an
-    unbiased estimate under the policy that sampled) and `kl` (of old to new, the k3 estimate: ratio - 1 - log ratio).
+
+def policy_metrics(
+    logprobs_N: Tensor, tokens: LossTokens, cap: float | None, level: Level = "token"
+) -> dict[str, Tensor]:
+    """What a policy's loss reports of each token, besides what its surrogate cuts.
+
+    `ratio`, `importance_weight` (of its `level`, before the cap), `importance_truncated`, `entropy` (-logprob of the
+    sampled token, an unbiased estimate under the policy that sampled) and `kl` (of old to new, the k3 estimate:
+    ratio - 1 - log ratio).
     """
-    clip_low, clip_high, dual = clips
-    ratio_N, gain_N = (logprobs_N.detach() - tokens.old_logprobs_N).exp(), tokens.advantages_N
-    weight_N = (tokens.old_logprobs_N - tokens.rollout_logprobs_N).exp().detach()
+    weight_N = uncapped_importance(tokens, level)
     return {
-        "clipped_low": ((ratio_N < 1 - clip_low) & (gain_N < 0)).float(),
-        "clipped_high": ((ratio_N > 1 + clip_high) & (gain_N > 0)).float(),
-        "clipped_dual": ((ratio_N > (math.inf if dual is None else dual)) & (gain_N < 0)).float(),
-        "ratio": ratio_N,
+        "ratio": (logprobs_N.detach() - tokens.old_logprobs_N).exp(),
         "importance_weight": weight_N,
         "importance_truncated": (weight_N > (math.inf if cap is None else cap)).float(),
         "entropy": -logprobs_N.detach(),
         "kl": k3(tokens.old_logprobs_N, logprobs_N.detach()),
+    }
+
+
+def cut_by_gradient(
+    surrogate: Callable[[Tensor, LossTokens], Tensor], logprobs_N: Tensor, tokens: LossTokens
+) -> dict[str, Tensor]:
+    """Which gradients a surrogate of single tokens cuts: they are 0, though the advantage is not.
+
+    `clipped_low` (the ratio is below 1), `clipped_high` (above 1, with a positive advantage) and `clipped_dual` (above
+    1, with a negative one).
+    """
+    with torch.enable_grad():
+        own_N = logprobs_N.detach().requires_grad_()
+        (gradient_N,) = torch.autograd.grad(surrogate(own_N, tokens).sum(), own_N, materialize_grads=True)
+    return _cut(gradient_N == 0, (logprobs_N.detach() - tokens.old_logprobs_N).exp(), tokens.advantages_N)
+
+
+def cut_by_clips(
+    ratio_N: Tensor, gain_N: Tensor, low: float, high: float, dual: float | None = None
+) -> dict[str, Tensor]:
+    """Which ratios the clips of `clipped` cut, by the names of `cut_by_gradient`."""
+    below_N, above_N = (ratio_N < 1 - low) & (gain_N < 0), (ratio_N > 1 + high) & (gain_N > 0)
+    far_N = (ratio_N > (math.inf if dual is None else dual)) & (gain_N < 0)
+    return _cut(below_N | above_N | far_N, ratio_N, gain_N)
+
+
+def _cut(cut_N: Tensor, ratio_N: Tensor, gain_N: Tensor) -> dict[str, Tensor]:
+    below_N, above_N = cut_N & (ratio_N < 1), cut_N & (ratio_N > 1)
+    return {
+        "clipped_low": (below_N & (gain_N < 0)).float(),
+        "clipped_high": (above_N & (gain_N > 0)).float(),
+        "clipped_dual": (above_N & (gain_N < 0)).float(),
     }
 
 

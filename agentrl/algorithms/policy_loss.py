@@ -1,6 +1,6 @@
 """Shared by all policy gradients: their settings, the check for missing scores, and the loss around a surrogate."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -99,6 +99,12 @@ class PolicyAlgorithm:
         ratio_N = (logprobs_N - tokens.old_logprobs_N).exp()
         return clipped(ratio_N, tokens.advantages_N, own.clip_low, own.clip_high, own.dual_clip)
 
+    def cut(self, logprobs_N: "Tensor", tokens: LossTokens) -> Mapping[str, "Tensor"]:
+        """Metrics of each token: what the surrogate cuts of its gradient."""
+        from agentrl.algorithms.losses import cut_by_gradient
+
+        return cut_by_gradient(self.surrogate, logprobs_N, tokens)
+
     def loss(self, logprobs_N: "Tensor", tokens: LossTokens) -> LossOutput:
         """The loss of each token: the weighted surrogate, negated, the entropy bonus and the KL penalty."""
         from agentrl.algorithms.losses import importance, k3, negative_entropy, policy_metrics, reference_penalty
@@ -106,7 +112,8 @@ class PolicyAlgorithm:
         own = self.config
         weight_N = importance(tokens, own.importance_cap, own.importance, own.importance_level)
         loss_N = -weight_N * self.surrogate(logprobs_N, tokens)
-        metrics = policy_metrics(logprobs_N, tokens, (own.clip_low, own.clip_high, own.dual_clip), own.importance_cap)
+        metrics = policy_metrics(logprobs_N, tokens, own.importance_cap, own.importance_level)
+        metrics |= self.cut(logprobs_N, tokens)
         # These terms are expectations over tokens of the policy that is trained; their tokens come from an older one.
         current_N = weight_N * (logprobs_N.detach() - tokens.old_logprobs_N).exp()
         if own.entropy_bonus and tokens.entropies_N is None:

@@ -1,5 +1,6 @@
 """GSPO, CISPO and SAPO: the group's advantages with other surrogates than PPO's clip."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
@@ -38,6 +39,14 @@ class Gspo(Grpo):
         ratio_N = by_sample(logprobs_N - tokens.old_logprobs_N, tokens.segments_N, "mean").exp()
         return clipped(ratio_N, tokens.advantages_N, own.clip_low, own.clip_high, own.dual_clip)
 
+    def cut(self, logprobs_N: "Tensor", tokens: LossTokens) -> Mapping[str, "Tensor"]:
+        """See `PolicyAlgorithm`: by the ratio that a sample's tokens share."""
+        from agentrl.algorithms.losses import by_sample, cut_by_clips
+
+        own = self.config
+        ratio_N = by_sample(logprobs_N.detach() - tokens.old_logprobs_N, tokens.segments_N, "mean").exp()
+        return cut_by_clips(ratio_N, tokens.advantages_N, own.clip_low, own.clip_high, own.dual_clip)
+
 
 class Cispo(Grpo):
     """Clipped importance-sampling policy optimisation, MiniMax-M1 (arXiv:2506.13585): every token keeps its gradient.
@@ -61,12 +70,21 @@ class Cispo(Grpo):
         ratio_N = (logprobs_N - tokens.old_logprobs_N).exp()
         return clipped_weight(ratio_N, logprobs_N, tokens.advantages_N, self.config.clip_low, self.config.clip_high)
 
+    def cut(self, logprobs_N: "Tensor", tokens: LossTokens) -> Mapping[str, "Tensor"]:
+        """See `PolicyAlgorithm`: no gradient; `weight_clipped_low` and `_high` tell whose weight the clips bound."""
+        ratio_N = (logprobs_N.detach() - tokens.old_logprobs_N).exp()
+        return {
+            **super().cut(logprobs_N, tokens),
+            "weight_clipped_low": (ratio_N < 1 - self.config.clip_low).float(),
+            "weight_clipped_high": (ratio_N > 1 + self.config.clip_high).float(),
+        }
+
 
 class Sapo(Grpo):
     """Soft adaptive policy optimisation (arXiv:2511.20347): gradients fade with the ratio instead of being clipped."""
 
     class Config(Grpo.Config):
-        """As `grpo`; the temperatures replace the clips, which only the metrics still use."""
+        """As `grpo`; the temperatures replace the clips, which have no effect."""
 
         temperature_positive: Annotated[float, Field(gt=0)] = 1.0
         """How fast gradients fade where the advantage is positive."""

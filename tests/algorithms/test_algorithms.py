@@ -184,6 +184,53 @@ def test_importance_weights_may_be_masked_or_shared_by_a_sample() -> None:
     assert weights(importance_cap=9.0, importance_level="sequence", importance="mask") == pytest.approx([0.0, 0.0, 4.0])
 
 
+@pytest.mark.parametrize("algorithm", [Grpo, Gspo, Cispo, Sapo])
+@given(
+    st.lists(st.tuples(st.floats(-1, 1), st.sampled_from([-1.0, 0.0, 0.5, 2.0])), min_size=1, max_size=8),
+    st.sampled_from([None, 1.5]),
+)
+def test_what_is_called_clipped_has_no_gradient_and_nothing_else_has_none(algorithm, rows, dual) -> None:
+    """Of gspo, samples of one token; with several it is whole samples (below)."""
+    log_ratios, advantages = (list(column) for column in zip(*rows, strict=True))
+    assume(all(min(abs(math.exp(r) - edge) for edge in (0.8, 1.28, 1.5)) > 1e-6 for r in log_ratios))
+    zeros = [0.0] * len(rows)
+    tokens = replace(tokens_of(zeros, zeros, advantages), segments_N=torch.arange(len(rows)))
+    logprobs = torch.tensor(log_ratios, dtype=torch.float64, requires_grad=True)
+    output = algorithm(algorithm.Config.model_validate({**CLIP, "dual_clip": dual})).loss(logprobs, tokens)
+    (gradient,) = torch.autograd.grad(output.loss_N.sum(), logprobs)
+    cut = [output.metrics[f"clipped_{kind}"] for kind in ("low", "high", "dual")]
+    silent = (gradient == 0) & (tokens.advantages_N != 0)
+    assert torch.stack(cut).sum(0).tolist() == silent.float().tolist()
+    assert all(ratio < 0 for ratio, is_cut in zip(log_ratios, cut[0].tolist(), strict=True) if is_cut)
+    assert all(ratio > 0 for ratio, is_cut in zip(log_ratios, (cut[1] + cut[2]).tolist(), strict=True) if is_cut)
+    assert algorithm in (Grpo, Gspo) or not silent.any()
+
+
+def test_the_clip_of_a_sample_counts_its_tokens_by_their_common_ratio() -> None:
+    log = math.log
+    # Two tokens of ratios 2 and 1/2, whose mean is 1: nothing is cut. Two of ratio 2: both are; with A < 0 neither.
+    tokens = tokens_of([0.0] * 6, [0.0] * 6, [1.0, 1.0, 1.0, 1.0, -1.0, -1.0])
+    tokens = replace(tokens, segments_N=torch.tensor([0, 0, 1, 1, 2, 2]))
+    logprobs = torch.tensor([log(2), log(0.5), log(2), log(2), log(2), log(2)], dtype=torch.float64)
+    metrics = Gspo(Gspo.Config()).loss(logprobs, tokens).metrics
+    assert metrics["clipped_high"].tolist() == [0, 0, 1, 1, 0, 0]
+    assert metrics["clipped_low"].tolist() == metrics["clipped_dual"].tolist() == [0] * 6
+    metrics = Cispo(Cispo.Config(clip_high=0.5)).loss(logprobs, tokens).metrics
+    assert metrics["clipped_high"].tolist() == metrics["clipped_low"].tolist() == [0] * 6
+    assert metrics["weight_clipped_high"].tolist() == [1, 0, 1, 1, 1, 1]
+    assert metrics["weight_clipped_low"].tolist() == [0] * 6
+
+
+def test_importance_that_a_sample_shares_is_reported_as_it_is_capped() -> None:
+    log = math.log
+    tokens = replace(
+        tokens_of([0.0] * 3, [log(0.5), log(0.2), log(0.25)], [1.0] * 3), segments_N=torch.tensor([4, 4, 7])
+    )
+    output = policy_gradient(torch.zeros(3), tokens, importance_cap=6.0, importance_level="sequence")
+    assert output.metrics["importance_weight"].tolist() == pytest.approx([10.0, 10.0, 4.0])
+    assert output.metrics["importance_truncated"].tolist() == [1, 1, 0]
+
+
 def test_surrogates_off_policy_by_hand() -> None:
     log = math.log
     logprobs = torch.tensor([log(3.0), log(0.5)], dtype=torch.float64, requires_grad=True)
