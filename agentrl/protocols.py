@@ -48,12 +48,14 @@ class Env(Protocol):
     """A Gymnasium environment with text in and out. Methods may be sync or async.
 
     One instance plays one episode at a time; `reset` may be called again for the next. All randomness comes from
-    `seed`. Environments never handle tokens. Four attributes are optional:
+    `seed`. Environments never handle tokens. Five attributes are optional:
 
     - `system_prompt: str`: the system message of every episode;
     - `tools: Sequence[Mapping]`: JSON schemas of callable functions, passed to the chat template;
     - `isolation: "inline" | "thread" | "process"`: where it runs. An inline environment must answer in microseconds.
       By default a sync environment runs in its own thread and may block;
+    - `calls_made: Sequence[MadeCall] | None`: the calls that the last step made, a new list for each step. Rewards that
+      watch calls see these; else they read the messages as JSON;
     - `render_html() -> str`: draws the present state as HTML, after each reset and step. `agentrl view` shows it beside
       the messages, without scripts or requests: styles, SVG and `data:` images work.
 

@@ -118,6 +118,16 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
+class MadeCall:
+    """A call in a message, as the environment took it. `call` is None if it could not be read; one that was `refused`
+    was read, and answered by an error.
+    """
+
+    call: ToolCall | None
+    refused: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
     """One message of the conversation, as text.
 
@@ -223,6 +233,7 @@ class Turn:
     `state` names the environment's state that the turn answers: `info["state_key"]` of the step before (or of the
     reset), or else a hash of the observation. Turns of one task with the same name can be compared with each other.
     `asked` is when the model was asked. `picture`: the environment's own picture of that state, as HTML ("" for none).
+    `calls` are those that the environment made of the answer, in whatever syntax; None if it does not say.
     """
 
     prompt_ids: IntArray
@@ -235,6 +246,7 @@ class Turn:
     state: str = ""
     asked: float = 0.0
     picture: str = ""
+    calls: tuple[MadeCall, ...] | None = None
 
     __eq__ = same_fields
 

@@ -37,13 +37,14 @@ from agentrl.rollout.tools import (
     find_tool,
     how_to_call,
     how_to_call_shortly,
+    is_refusal,
     merged,
     parse_tool_calls,
     read_short_call,
     short_call,
     tools_of,
 )
-from agentrl.trajectory import ToolCall
+from agentrl.trajectory import MadeCall, ToolCall
 
 __all__ = ["TextEnv", "ToolEnv", "ToolError", "ToolResult", "plays", "read_options"]
 
@@ -178,6 +179,11 @@ class ToolEnv(TextEnv):
     Only the first parameter can be given. Set by `call_shortly`.
     """
 
+    calls_made: Sequence[MadeCall] | None = None
+    """What the last step took for calls, up to the one that ended the episode: a new list for each step. Rewards that
+    watch calls see these. None where a subclass with a `step` of its own does not say.
+    """
+
     _specs: tuple[ToolSpec, ...] = ()
     _is_async: ClassVar[bool] = False
     _base: ClassVar[type]  # its public methods are not tools
@@ -214,27 +220,36 @@ class ToolEnv(TextEnv):
         return playing if self._is_async else _run_without_waiting(playing)
 
     async def _play(self, action: str) -> StepResult:
+        made: list[MadeCall] = []
+        self.calls_made = made
         if self.short_calls:
-            return (await self._run_short(action)).step
+            return (await self._run_short(action, made)).step
         message = parse_tool_calls(action)
         results: list[tuple[str, ToolResult]] = []
         for call in message.calls:
             result = await self._run(call)
+            made.append(MadeCall(call, is_refusal(result.observation)))
             results.append((call.name, result))
             if result.over:
                 break
         else:
+            made += [MadeCall(None)] * len(message.errors)
             results += [("", ToolResult(f"Error: {error}")) for error in message.errors]
         if not results:
             results = [("", _as_result(await _now(self.reply(message.text)), "reply"))]
         return merged([(name, result.step) for name, result in results])
 
-    async def _run_short(self, text: str) -> ToolResult:
+    async def _run_short(self, text: str, made: list[MadeCall]) -> ToolResult:
         try:
             call = read_short_call(self._specs, text)
         except ToolError as error:
+            named = ToolCall(text.split(maxsplit=1)[0], {}) if text.split() else None
+            known = named is not None and any(spec.name == named.name for spec in self._specs)
+            made.append(MadeCall(named, True) if known else MadeCall(None))
             return ToolResult(f"Error: {error}")
-        return await self._run(call)
+        result = await self._run(call)
+        made.append(MadeCall(call, is_refusal(result.observation)))
+        return result
 
     async def _run(self, call: ToolCall) -> ToolResult:
         try:

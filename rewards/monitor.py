@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, Literal
 
 import yaml
@@ -10,17 +10,17 @@ from pydantic import field_validator
 
 from agentrl.protocols import Settings
 from agentrl.rewards.ltl import Automaton, automaton
-from agentrl.rewards.rules.tool_use import exchanges, refused
-from agentrl.rollout.tools import parse_tool_calls
-from agentrl.trajectory import Score, ToolCall, Trajectory
+from agentrl.rewards.rules.tool_use import calls_in, exchanges
+from agentrl.trajectory import MadeCall, Score, ToolCall, Trajectory
 
 
 class Monitor:
     """Whether the calls of an episode satisfy a formula of `agentrl/rewards/ltl.py`, such as `!delete W confirm`.
 
-    Each call is an event, in which these atoms hold: the tool's name; the name with arguments, `buy(shop="north")`,
-    if the call has these and possibly others; `refused`, if the tools answered with an error; `malformed`, if the
-    call could not be read. A message without any call is an event in which `message` holds.
+    Each call is an event (`ToolUse` says which calls are seen), in which these atoms hold: the tool's name; the name
+    with arguments, `buy(shop="north")`, if the call has these and possibly others; `refused`, if the tools answered
+    with an error; `malformed`, if the call could not be read. A message without any call is an event in which
+    `message` holds.
 
     Parts: `violated` is 1 if the formula does not hold (its mean is the rate of violations, which a constraint of
     `batch_processing` can bound). `progress` is 1 - d / d0, where d is the fewest further events after which the
@@ -58,9 +58,10 @@ class Monitor:
     def content(self, trajectory: Trajectory) -> tuple[frozenset[str], ...]:
         """The episode's events, each as the formula's atoms that hold in it."""
         matchers = {atom: _matcher(atom) for atom in self.automaton.atoms}
+        names = {name for name, _ in matchers.values()} - _NO_TOOLS
         return tuple(
             frozenset(atom for atom, (name, arguments) in matchers.items() if _holds(event, atom, name, arguments))
-            for event in events(trajectory)
+            for event in events(trajectory, names)
         )
 
     def evaluate(self, content: tuple[frozenset[str], ...]) -> Score:
@@ -80,16 +81,23 @@ Event = tuple[ToolCall | None, frozenset[str]]
 """A call, if one could be read, and the other atoms that hold."""
 
 
-def events(trajectory: Trajectory) -> Iterator[Event]:
-    """The events of an episode, in order."""
-    for message, answered in exchanges(trajectory.messages):
-        reply = parse_tool_calls(message)
-        count = len(reply.calls) + len(reply.errors)
-        for call in reply.calls:
-            yield call, frozenset({"refused"} if refused(answered, call.name, count) else ())
-        for _ in reply.errors:
-            yield None, frozenset({"malformed"})
-        if not count:
+_NO_TOOLS = frozenset(("refused", "malformed", "message"))
+
+
+def events(trajectory: Trajectory, names: Collection[str] = ()) -> Iterator[Event]:
+    """The events of an episode, in order.
+
+    Where the environment does not say what it took for calls, a message that begins with one of the tools' `names` and
+    has no call in JSON is a call in words.
+    """
+    for said, answered in exchanges(trajectory):
+        calls = calls_in(said, answered)
+        if not calls and isinstance(said, str) and (word := said.split(maxsplit=1)[:1]) and word[0] in names:
+            calls = (MadeCall(ToolCall(word[0], {})),)
+        for made in calls:
+            others = {"refused"} if made.refused else set()
+            yield made.call, frozenset(others | ({"malformed"} if made.call is None else set()))
+        if not calls:
             yield None, frozenset({"message"})
 
 

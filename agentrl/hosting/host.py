@@ -21,6 +21,7 @@ from pydantic import Field
 from agentrl.blame import with_frame
 from agentrl.errors import ConfigError, DeadlineError, EnvError, OutageError, RolloutError
 from agentrl.flow import Flow, deadline, span
+from agentrl.hosting.calls import recorded
 from agentrl.hosting.pictures import pictured
 from agentrl.hosting.process import ProcessEnv
 from agentrl.hosting.replies import checked_prompt, checked_reset, checked_step, checked_tools
@@ -264,8 +265,9 @@ class EnvHost:
             raise EnvError(f"making the environment {name!r} raised {with_frame(error)}") from error
         if isinstance(env, ProcessEnv):
             env.pictures = self._pictures
-        elif self._pictures:
-            env = pictured(env)
+            env.records_calls = True
+        else:
+            env = recorded(pictured(env) if self._pictures else env)
         return LiveEnv(env, self._deadlines, isolation=self._isolation.get(name))
 
     async def release(self, name: str, env: LiveEnv) -> None:

@@ -42,6 +42,7 @@ from typing import Any, NoReturn, cast
 from agentrl import plugins
 from agentrl.blame import with_frame
 from agentrl.errors import ConfigError, EnvError
+from agentrl.hosting.calls import recorded
 from agentrl.hosting.interpreter import agentrl_alone, environment
 from agentrl.hosting.pictures import pictured
 from agentrl.hosting.wrappers import inner_name
@@ -86,6 +87,8 @@ class ProcessEnv:
         self.preload = preload
         self.pictures = False
         """Whether the environment draws its states, if it can (`render_html`); known to a worker when it starts."""
+        self.records_calls = False
+        """Whether the infos have the calls that the environment made, if it keeps them; known when a worker starts."""
         self.system_prompt = ""
         self.tools: Sequence[Mapping[str, Any]] = ()
         self._worker: _Worker | None = None
@@ -94,7 +97,8 @@ class ProcessEnv:
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetResult:
         """Start an episode, and the process if none is running."""
         self._start("reset").forget_old_output()
-        answer = self._ask("reset", seed=seed, options=dict(options), pictures=self.pictures)
+        extras = {"pictures": self.pictures, "records_calls": self.records_calls}
+        answer = self._ask("reset", seed=seed, options=dict(options), **extras)
         self.system_prompt, self.tools = str(answer["system_prompt"]), tuple(answer["tools"])
         result: ResetResult = _result(answer)
         return result
@@ -458,7 +462,7 @@ class _Hosted:
             return json.dumps({"error": text, "config": config}).encode()
 
     def _call(self, call: str, arguments: dict[str, Any]) -> Any:
-        draws = arguments.pop("pictures", False)
+        draws, records = arguments.pop("pictures", False), arguments.pop("records_calls", False)
         if self._env is None:
             if call == "close":  # there is none to close
                 return None
@@ -468,7 +472,8 @@ class _Hosted:
                 self._preload = list(getattr(make, "preload", ()))
                 return None
             os.chdir(self._scratch)
-            self._env = pictured(make()) if draws else make()
+            env = pictured(make()) if draws else make()
+            self._env = recorded(env) if records else env
         env = self._env
         if call != "consult":
             return getattr(env, call)(**arguments)

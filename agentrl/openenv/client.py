@@ -11,6 +11,7 @@ import httpx
 
 from agentrl.errors import ConfigError, EnvError, OutageError
 from agentrl.flow import notice, now
+from agentrl.hosting.calls import calls_taken
 from agentrl.openenv.socket import (
     SHUN_SECONDS,
     TOKEN_VARIABLE,
@@ -26,8 +27,8 @@ from agentrl.openenv.text import action_from, has_tools, how_to_act, text_from, 
 from agentrl.protocols import Env, ResetResult, StepResult
 from agentrl.remote.client import FULL_SECONDS
 from agentrl.remote.protocol import server_url
-from agentrl.rollout.tools import ToolError, how_to_call, merged, parse_tool_calls
-from agentrl.trajectory import ToolCall
+from agentrl.rollout.tools import ToolError, how_to_call, is_refusal, merged, parse_tool_calls
+from agentrl.trajectory import MadeCall, ToolCall
 
 _ADDRESS = "openenv:http://host:port"
 
@@ -54,6 +55,7 @@ class OpenEnv:
         self._client = client
         self.system_prompt = ""
         self.tools: Sequence[Mapping[str, Any]] = ()
+        self.calls_made: Sequence[MadeCall] | None = None
         self._urls = tuple(server_url(url, _ADDRESS) for url in urls)
         self._token = token if token is not None else os.environ.get(TOKEN_VARIABLE)
         self._socket: Socket | None = None
@@ -84,6 +86,10 @@ class OpenEnv:
         if socket is None or not socket.usable or not self._playing:
             raise EnvError("no episode is being played; call reset first")
         result = await (self._call_tools(socket, action) if self.tools else self._act(socket, action))
+        made, info = calls_taken(result[4])
+        if not self.tools:
+            self.calls_made = made
+        result = (*result[:4], info)
         if result[2] or result[3]:
             self._playing = False
             if any(server_at(url, self._token).waiting for url in self._urls):
@@ -148,12 +154,16 @@ class OpenEnv:
 
     async def _call_tools(self, socket: Socket, message: str) -> StepResult:
         read = parse_tool_calls(message)
+        made: list[MadeCall] = []
+        self.calls_made = made
         results: list[tuple[str, StepResult]] = []
         for call in read.calls:
             results.append((call.name, await self._call(socket, call)))
+            made.append(MadeCall(call, is_refusal(results[-1][1][0])))
             if results[-1][1][2] or results[-1][1][3]:
                 break
         else:
+            made += [MadeCall(None)] * len(read.errors)
             results += [("", (f"Error: {error}", 0.0, False, False, {})) for error in read.errors]
         return merged(results or [("", (how_to_call(self.tools), 0.0, False, False, {}))])
 

@@ -10,9 +10,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from agentrl.errors import ConfigError, EnvError
 from agentrl.flow import notice, now
+from agentrl.hosting.calls import calls_taken
 from agentrl.protocols import Env, ResetResult, StepResult
 from agentrl.remote.link import Link, UnreachableError, link_to
 from agentrl.remote.protocol import TOKEN_VARIABLE, Began, Opened, ReplyFrame, Stepped, server_url
+from agentrl.trajectory import MadeCall
 
 _Answer = TypeVar("_Answer", Opened, Began, Stepped)
 _OPENED: TypeAdapter[Opened] = TypeAdapter(Opened)
@@ -38,6 +40,7 @@ class RemoteEnv:
     def __init__(self, urls: Sequence[str], token: str | None = None) -> None:
         self.system_prompt = ""
         self.tools: Sequence[Mapping[str, Any]] = ()
+        self.calls_made: Sequence[MadeCall] | None = None
         self._urls = tuple(server_url(url, _ADDRESS) for url in urls)
         self._token = token if token is not None else os.environ.get(TOKEN_VARIABLE)
         self._lease: _Lease | None = None
@@ -82,7 +85,8 @@ class RemoteEnv:
         if reply.status == 404 and lease.link.connections > lease.connections:
             raise UnreachableError(f"{lease.link.url} was gone for a while, and has lost the sessions of before")
         stepped = _read(_STEPPED, reply)
-        return stepped.observation, stepped.reward, stepped.terminated, stepped.truncated, stepped.info
+        self.calls_made, info = calls_taken(stepped.info)
+        return stepped.observation, stepped.reward, stepped.terminated, stepped.truncated, info
 
     async def close(self) -> None:
         """Close the session, without waiting for the server's answer."""

@@ -16,6 +16,7 @@ import numpy as np
 from agentrl.arrays import IntArray, floats, ints
 from agentrl.errors import EngineError, OutageError, RolloutError
 from agentrl.flow import Turnstile, deadline, elapsed, now
+from agentrl.hosting.calls import calls_taken
 from agentrl.hosting.host import EnvHost, LiveEnv
 from agentrl.hosting.pictures import taken
 from agentrl.protocols import (
@@ -210,11 +211,13 @@ class _Reply(NamedTuple):
     asked: float
     answered: float
 
-    def turn(self, reward: float, info: Mapping[str, Any], ended: float, state: str, picture: str = "") -> Turn:
+    def turn(self, reward: float, info: dict[str, Any], ended: float, state: str, picture: str = "") -> Turn:
         prompt, seconds = self.prompt, self.answered - self.asked
         waited = ended - self.answered
         ids, forked = prompt.new_ids, prompt.forked
-        return Turn(ids, self.completion, reward, info, forked, seconds, waited, state, self.asked, picture)
+        made, info = calls_taken(info)
+        calls = None if made is None else tuple(made)
+        return Turn(ids, self.completion, reward, info, forked, seconds, waited, state, self.asked, picture, calls)
 
 
 @dataclass(slots=True)

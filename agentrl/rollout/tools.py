@@ -199,6 +199,11 @@ def how_to_call(tools: Sequence[Mapping[str, Any]]) -> str:
     return f"Call a tool ({names}) like this:\n{example}"
 
 
+def is_refusal(observation: str) -> bool:
+    """Whether the answer to a call says that it was refused."""
+    return observation.startswith("Error:")
+
+
 def merged(results: Sequence[tuple[str, StepResult]]) -> StepResult:
     """Combine the calls of a message, each with its tool's name, into one step; several get a line each, with the name.
 

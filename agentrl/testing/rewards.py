@@ -16,7 +16,7 @@ from agentrl.protocols import Rule
 from agentrl.scoring.part import Ask, RewardPart
 from agentrl.scoring.pipeline import RewardPipeline
 from agentrl.scoring.rule_pool import RulePool, RulePoolConfig
-from agentrl.trajectory import Completion, Failed, Message, Score, Task, Terminated, Trajectory, Turn
+from agentrl.trajectory import Completion, Failed, MadeCall, Message, Score, Task, Terminated, Trajectory, Turn
 
 
 def trajectory(
@@ -24,19 +24,24 @@ def trajectory(
     *,
     observations: Sequence[str] = (),
     rewards: Sequence[float] = (),
+    calls: Sequence[Sequence[MadeCall] | None] = (),
     options: Mapping[str, Any] | None = None,
     id: str = "task/0/0",  # noqa: A002  as the field is called
 ) -> Trajectory:
     """An episode with these messages of the model, one per turn, and the environment's answers and rewards (default 0).
 
     The messages are tokenised byte by byte; the first observation is empty. `observations` become messages of a tool.
+    `calls`: what the environment took for calls in each message, if it says so.
     """
     texts = [replies] if isinstance(replies, str) else list(replies)
     messages, turns = [Message("user", "")], []
-    for text, seen, reward in zip_longest(texts, observations[: len(texts)], rewards[: len(texts)]):
+    for text, seen, reward, made in zip_longest(
+        texts, observations[: len(texts)], rewards[: len(texts)], calls[: len(texts)]
+    ):
         tokens = ints(list(text.encode()))
         sampled = Completion(tokens, floats(np.full(len(tokens), -1.0)), ints(np.zeros(len(tokens))), "stop")
-        turns.append(Turn(ints([0]), sampled, reward or 0.0, {}))
+        known = None if made is None else tuple(made)
+        turns.append(Turn(ints([0]), sampled, reward or 0.0, {}, calls=known))
         messages += [Message("assistant", text), *([Message("tool", seen)] if seen is not None else [])]
     return Trajectory(
         id, Task("test", 0, options or {}, id.partition("/")[0]), tuple(turns), Terminated(), tuple(messages)

@@ -7,16 +7,18 @@ from typing import Literal
 from pydantic import Field
 
 from agentrl.protocols import Settings
-from agentrl.rollout.tools import parse_tool_calls
-from agentrl.trajectory import Message, Score, Trajectory
+from agentrl.rollout.tools import is_refusal, parse_tool_calls
+from agentrl.trajectory import MadeCall, Message, Score, ToolCall, Trajectory, Turn
 
-_REFUSED = "Error:"
+Said = str | tuple[MadeCall, ...]
+"""An answer of the model: the calls in it, as its environment or its renderer took them, or else its text."""
 
 
 class ToolUse:
     """The share of calls that could be read, were not refused by the tools, and did not repeat an earlier one.
 
-    Parts: `calls`, and the shares `malformed`, `refused` and `repeated`.
+    Calls are those that the environment says it made (`Env.calls_made`), or that an agent's program got; else those in
+    JSON in the messages. Parts: `calls`, and the shares `malformed`, `refused` and `repeated`.
     """
 
     isolation: Literal["inline"] = "inline"
@@ -32,44 +34,104 @@ class ToolUse:
     def __init__(self, config: Config) -> None:
         self._config = config
 
-    def content(self, trajectory: Trajectory) -> tuple[tuple[str, str], ...]:
-        """The model's messages, each with what the tools said to it."""
-        return tuple(exchanges(trajectory.messages))
+    def content(self, trajectory: Trajectory) -> tuple[tuple[Said, str], ...]:
+        """The model's answers, each with what the tools said to it."""
+        return tuple(exchanges(trajectory))
 
-    def evaluate(self, content: tuple[tuple[str, str], ...]) -> Score:
+    def evaluate(self, content: tuple[tuple[Said, str], ...]) -> Score:
         """The share of good calls."""
         seen: set[str] = set()
-        counts = {"calls": 0, "malformed": 0, "refused": 0, "repeated": 0}
-        for message, answered in content:
-            reply = parse_tool_calls(message)
-            counts["calls"] += len(reply.calls) + len(reply.errors)
-            counts["malformed"] += len(reply.errors)
-            for call in reply.calls:
-                written = json.dumps([call.name, dict(call.arguments)], sort_keys=True, default=str)
-                if refused(answered, call.name, len(reply.calls) + len(reply.errors)):
+        counts = {"malformed": 0, "refused": 0, "repeated": 0}
+        calls = 0
+        for said, answered in content:
+            for made in calls_in(said, answered):
+                calls += 1
+                written = _written(made.call)
+                if made.refused:
                     counts["refused"] += 1
+                elif written is None:
+                    counts["malformed"] += 1
                 elif self._config.repeats and written in seen:
                     counts["repeated"] += 1
-                seen.add(written)
-        calls = counts.pop("calls")
+                seen |= {written} if written is not None else set()
         bad = sum(counts.values())
         shares = {name: count / max(1, calls) for name, count in counts.items()}
         return Score((calls - bad) / calls if calls else self._config.without_calls, {"calls": float(calls), **shares})
 
 
-def exchanges(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:
-    """The model's messages, each with what the tools said to it."""
-    for number, message in enumerate(messages):
-        if message.role == "assistant":
-            following = messages[number + 1] if number + 1 < len(messages) else message
-            yield message.content, following.content if following.role == "tool" else ""
+def exchanges(trajectory: Trajectory) -> Iterator[tuple[Said, str]]:
+    """The model's answers, each with what the tools said to it.
+
+    The last answer belongs to the last turn, and so on backwards: a conversation may begin with examples.
+    """
+    messages = trajectory.messages
+    places = [number for number, message in enumerate(messages) if message.role == "assistant"]
+    for back in range(max(len(places), len(trajectory.turns)), 0, -1):
+        turn = trajectory.turns[-back] if back <= len(trajectory.turns) else None
+        if back > len(places):
+            yield (turn.calls or () if turn else ()), ""
+            continue
+        place = places[-back]
+        results = _results(messages[place + 1 :])
+        yield _said(messages[place], turn, results), results[0].content if results else ""
 
 
-def refused(answered: str, name: str, calls: int) -> bool:
+def calls_in(said: Said, answered: str) -> tuple[MadeCall, ...]:
+    """The calls of an answer. Where all that is known is its text, an error of the tools shows that it was one."""
+    if not isinstance(said, str):
+        return said
+    reply = parse_tool_calls(said)
+    count = len(reply.calls) + len(reply.errors)
+    if not count and is_refusal(answered):
+        name, *_ = said.split() or [""]
+        return (MadeCall(ToolCall(name, {"": said}), refused=True),)
+    read = [MadeCall(call, _refused(answered, call.name, count)) for call in reply.calls]
+    return (*read, *[MadeCall(None)] * len(reply.errors))
+
+
+def _said(message: Message, turn: Turn | None, results: Sequence[Message]) -> Said:
+    if turn is not None and turn.calls is not None:
+        return turn.calls
+    if not message.tool_calls:
+        return message.content
+    errors = parse_tool_calls(message.said).errors
+    return (*_answered(message.tool_calls, results), *[MadeCall(None)] * len(errors))
+
+
+def _answered(calls: Sequence[ToolCall], results: Sequence[Message]) -> Iterator[MadeCall]:
+    """Calls that a renderer has read, with what their results say: by id, in order, or in the lines of one result."""
+    by_id = {result.tool_call_id: result.content for result in results if result.tool_call_id}
+    for number, call in enumerate(calls):
+        if call.id in by_id and len(by_id) == len(results):
+            yield MadeCall(call, is_refusal(by_id[call.id]))
+        elif len(results) == len(calls):
+            yield MadeCall(call, is_refusal(results[number].content))
+        else:
+            answered = results[0].content if results else ""
+            yield MadeCall(call, _refused(answered, call.name, len(calls)))
+
+
+def _results(following: Sequence[Message]) -> list[Message]:
+    """The messages of tools that come next."""
+    results = []
+    for message in following:
+        if message.role != "tool":
+            break
+        results.append(message)
+    return results
+
+
+def _written(call: ToolCall | None) -> str | None:
+    if call is None:
+        return None
+    return json.dumps([call.name, dict(call.arguments)], sort_keys=True, default=str)
+
+
+def _refused(answered: str, name: str, calls: int) -> bool:
     """Whether the tools answered a call of this name by an error.
 
     Where a message had several calls, each has a line in the answer that begins with its name.
     """
     if calls == 1:
-        return answered.startswith(_REFUSED)
-    return any(line.startswith(f"{name[:64]}: {_REFUSED}") for line in answered.splitlines())
+        return is_refusal(answered)
+    return any(line.startswith(f"{name[:64]}: Error:") for line in answered.splitlines())
