@@ -1,36 +1,72 @@
 """Scores a program that the model wrote by tests that run in the sandbox."""
 
+import ast
 import json
 import math
-import re
 import secrets
+import textwrap
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from agentrl.errors import ConfigError, RewardError
 from agentrl.protocols import Settings
+from agentrl.rewards.fenced_blocks import blocks_in
+from agentrl.rewards.outputs import Comparison, same_output
 from agentrl.sandbox.outcome import Outcome, Ran, SandboxLost
 from agentrl.sandbox.pool import Sandbox
 from agentrl.sandbox.settings import SandboxConfig, SandboxLimits
 from agentrl.trajectory import Score, Task, Trajectory
 
 
+def _checks(code: str) -> str:
+    """Python code that defines `check`."""
+    try:
+        body = ast.parse(code).body
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"the checker is no Python: {error}") from error
+    if not any(isinstance(one, ast.FunctionDef) and one.name == "check" for one in body):
+        raise ValueError("a checker is Python code with a function check(stdin, stdout, expected) that returns a bool")
+    return code
+
+
+def _calls(text: str) -> str:
+    """A function: its name, or how to get it."""
+    try:
+        called: ast.AST = ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"{text!r} names no function") from error
+    while isinstance(called, ast.Attribute | ast.Call):
+        called = called.value if isinstance(called, ast.Attribute) else called.func
+    if not isinstance(called, ast.Name):
+        raise ValueError(f"{text!r} names no function; write f, module.f, or Solution().f for a method")
+    return text
+
+
+Checker = Annotated[str, AfterValidator(_checks)]
+
+
 class InOut(Settings):
-    """The program's output for an input; spaces at the ends of lines do not count."""
+    """The program's output for an input. What is not given here is as in the reward's settings."""
 
     stdin: str = ""
     """The program's input."""
-    stdout: str
-    """The expected output."""
+    stdout: str | None = None
+    """The expected output; not needed with a checker."""
+    compare: Comparison | None = None
+    """How outputs are compared."""
+    tolerance: float | None = Field(None, ge=0, allow_inf_nan=False)
+    """By how much numbers in them may differ."""
+    checker: Checker | None = None
+    """Python code that decides instead."""
 
 
 class Call(Settings):
     """The result of a function of the program for these arguments. All values are JSON."""
 
-    call: str
-    """Name of the function."""
+    call: Annotated[str, AfterValidator(_calls)]
+    """Name of the function, or how to get it: `Solution().f` is a method."""
     args: tuple[Any, ...] = ()
     """Arguments by position."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -43,14 +79,15 @@ Test = InOut | Call | str
 """A string is Python code that runs after the program and fails by raising: `assert double(2) == 4`."""
 
 _TESTS: TypeAdapter[list[Test]] = TypeAdapter(list[Test])
-_FENCED = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```", re.MULTILINE | re.DOTALL)
+_PYTHON = ("python", "py", "python3")
 
 
 class CodeTests:
     """The share of the task's tests that the program in the model's last message passes; `all_passed` is a part.
 
-    The program is the last fenced block that is marked as Python or has no language; a message without one passes no
-    test. Every test is a separate run. A test that hits a limit fails. If the sandbox breaks, the reward fails.
+    The program is the last fenced block that is marked as Python, or the last that has no language if none is; a
+    message without one passes no test. Every test is a separate run. A test that hits a limit fails. If the sandbox
+    breaks, the reward fails.
     """
 
     class Config(Settings):
@@ -62,6 +99,14 @@ class CodeTests:
         """The sandbox, with the limits of one test."""
         all_or_nothing: bool = False
         """Whether to score 1 if all tests pass and else 0, instead of the share."""
+        compare: Comparison = "lines"
+        """How a program's output is compared. `lines`: spaces at the ends of lines and empty lines at the end do not
+        count; `words`: nor does how words are parted; `exact`: everything counts."""
+        tolerance: float = Field(0.0, ge=0, allow_inf_nan=False)
+        """Numbers in an output may differ by so much, or by so much of the expected number if that is larger than 1."""
+        checker: Checker | None = None
+        """Python code with a function `check(stdin, stdout, expected)`, which says whether an output is right, instead
+        of a comparison. It runs by itself in the sandbox, after the program has ended."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -81,8 +126,8 @@ class CodeTests:
             RewardError: the sandbox was lost.
             ConfigError: the task has no tests, or one of them is invalid.
         """
-        tests = tests_of(trajectory.task, self._config.tests)
-        program = program_in(trajectory)
+        tests = self._tests(trajectory.task)
+        program = _program(trajectory, stripped=True)
         passed = [False] * len(tests) if program is None else await self._run_all(program, tests)
         whole = float(all(passed))
         return Score(whole if self._config.all_or_nothing else sum(passed) / len(passed), {"all_passed": whole})
@@ -93,48 +138,98 @@ class CodeTests:
         Raises:
             ConfigError: it has none, or one of them is invalid.
         """
-        tests_of(task, self._config.tests)
+        self._tests(task)
+
+    def _tests(self, task: Task) -> list[Test]:
+        return (tests_of if self._config.checker is None else _tests_in)(task, self._config.tests)
 
     async def _run_all(self, program: str, tests: Sequence[Test]) -> list[bool]:
         mark = secrets.token_hex(16)  # so that no print of the program looks like the end of a test
         runs = [
             (program, test.stdin) if isinstance(test, InOut) else (_harness(program, test, mark), "") for test in tests
         ]
-        outcomes = await self._sandbox.run_all(runs)
-        return [_passed(test, outcome, mark) for test, outcome in zip(tests, outcomes, strict=True)]
+        outcomes = [_completed(outcome) for outcome in await self._sandbox.run_all(runs)]
+        return [await self._passed(test, ran, mark) for test, ran in zip(tests, outcomes, strict=True)]
+
+    async def _passed(self, test: Test, ran: Ran | None, mark: str) -> bool:
+        if ran is None:
+            return False
+        if isinstance(test, InOut):
+            return await self._printed(test, ran.stdout)
+        _, marked, returned = ran.stdout.rpartition(mark)
+        return bool(marked) and (isinstance(test, str) or _equal(_read(returned), test.returns))
+
+    async def _printed(self, test: InOut, stdout: str) -> bool:
+        """Whether the program has printed the right thing."""
+        config = self._config
+        # A test that says how to compare does not mean the checker of all others.
+        compares = test.compare is not None or test.tolerance is not None
+        checker = test.checker or (None if compares else config.checker)
+        if checker is None:
+            tolerance = config.tolerance if test.tolerance is None else test.tolerance
+            return same_output(stdout, test.stdout or "", test.compare or config.compare, tolerance)
+        said = await self._checked(checker, test, stdout)
+        if said is None and test.stdout is not None and await self._checked(checker, test, test.stdout) is None:
+            raise RewardError("the checker of a test fails even on the expected output")
+        return said is True
+
+    async def _checked(self, checker: str, test: InOut, stdout: str) -> bool | None:
+        """What the checker says of an output; None if it fails. Of the program it gets nothing but the output."""
+        mark = secrets.token_hex(16)
+        data = json.dumps({"stdin": test.stdin, "stdout": stdout, "expected": test.stdout})
+        ran = _completed(await self._sandbox.run(_harness_of_checker(checker, mark), data))
+        said = ran.stdout.rpartition(mark)[2] if ran is not None and mark in ran.stdout else ""
+        return {"true": True, "false": False}.get(said)
 
 
-def _passed(test: Test, outcome: Outcome, mark: str) -> bool:
+def _completed(outcome: Outcome) -> Ran | None:
+    """What a run left, if it ended by itself and well.
+
+    Raises:
+        RewardError: the sandbox was lost.
+    """
     if isinstance(outcome, SandboxLost):
         raise RewardError(f"the sandbox was lost: {outcome.error}")
-    if not isinstance(outcome, Ran) or outcome.exit != 0:
-        return False
-    if isinstance(test, InOut):
-        return _lines(outcome.stdout) == _lines(test.stdout)
-    _, marked, returned = outcome.stdout.rpartition(mark)
-    return bool(marked) and (isinstance(test, str) or _equal(_read(returned), test.returns))
+    return outcome if isinstance(outcome, Ran) and outcome.exit == 0 else None
 
 
 def program_in(trajectory: Trajectory) -> str | None:
-    """The last fenced block of the model's last message that is marked as Python or has no language."""
+    """The last fenced block of the model's last message that is marked as Python; if none is, the last without a
+    language.
+    """
+    return _program(trajectory, stripped=False)
+
+
+def _program(trajectory: Trajectory, *, stripped: bool) -> str | None:
+    """The program, `stripped` of the indentation of its fence."""
     replies = (message.content for message in reversed(trajectory.messages) if message.role == "assistant")
-    blocks = _FENCED.findall(next(replies, ""))
-    return next(
-        (code for language, code in reversed(blocks) if language.lower() in ("", "python", "py", "python3")), None
-    )
+    blocks = list(blocks_in(next(replies, "")))
+    marked = [block for block in blocks if block.language in _PYTHON]
+    found = marked or [block for block in blocks if not block.language]
+    if not found:
+        return None
+    return textwrap.dedent(found[-1].code) if stripped else found[-1].text
 
 
 def tests_of(task: Task, option: str) -> list[Test]:
-    """The tests of a task.
+    """The tests of a task, each of which says by itself what is right.
 
     Raises:
         ConfigError: there are none, or one of them is invalid.
     """
-    written, named = task.options.get(option), f"task {task.id!r}" if task.id else "the task"
+    tests = _tests_in(task, option)
+    if any(isinstance(test, InOut) and test.stdout is None and test.checker is None for test in tests):
+        raise ConfigError(f"option {option!r} of {_named(task)} has a test with neither stdout nor a checker")
+    return tests
+
+
+def _tests_in(task: Task, option: str) -> list[Test]:
+    written, named = task.options.get(option), _named(task)
     try:
         tests = _TESTS.validate_python(written)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
+        found = error.errors(include_url=False)  # of each kind of test, so that the first may be of another kind
+        first = next((one for one in found if one["type"] == "value_error"), found[0])
         raise ConfigError(
             f"option {option!r} of {named}: {first['msg']}, got {written!r:.200}. Write a list of "
             "{stdin: ..., stdout: ...}, {call: NAME, args: [...], returns: ...} or Python that asserts"
@@ -144,11 +239,17 @@ def tests_of(task: Task, option: str) -> list[Test]:
     return tests
 
 
+def _named(task: Task) -> str:
+    return f"task {task.id!r}" if task.id else "the task"
+
+
 def _harness(program: str, test: Call | str, mark: str) -> str:
     """A program that runs `program`, then the test, and then prints `mark`. It does not contain the expected result."""
     if isinstance(test, Call):
         arguments = f"*json.loads({json.dumps(test.args)!r}), **json.loads({json.dumps(test.kwargs)!r})"
-        check = f"last = json.dumps(scope[{test.call!r}]({arguments}))"
+        # A bare name has to be the program's own; the built-in `sum` does not pass for it.
+        found = f"scope[{test.call!r}]" if test.call.isidentifier() else f"eval({test.call!r}, scope)"
+        check = f"last = json.dumps({found}({arguments}))"
     else:
         check = f"exec(compile({test!r}, 'test.py', 'exec'), scope)\nlast = ''"
     return f"""
@@ -161,8 +262,17 @@ sys.stdout.write({mark!r} + last)
 """
 
 
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().splitlines()]
+def _harness_of_checker(checker: str, mark: str) -> str:
+    return f"""
+import json, sys
+scope = {{"__name__": "checker"}}
+exec(compile({checker!r}, "checker.py", "exec"), scope)
+said = scope["check"](**json.loads(sys.stdin.read()))
+if not isinstance(said, bool):
+    raise TypeError("check returned " + type(said).__name__ + ", and no bool")
+sys.stdout.flush()
+sys.stdout.write({mark!r} + json.dumps(said))
+"""
 
 
 def _read(text: str) -> Any:

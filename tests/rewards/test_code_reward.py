@@ -9,6 +9,7 @@ import pytest
 from agentrl.errors import ConfigError, RewardError
 from agentrl.rewards import code_tests
 from agentrl.rewards.code_tests import CodeTests, program_in
+from agentrl.rewards.outputs import same_output
 from agentrl.sandbox.outcome import Outcome, SandboxLost
 from agentrl.sandbox.pool import Sandbox
 from agentrl.sandbox.settings import SandboxConfig, SandboxLimits
@@ -74,11 +75,108 @@ def test_the_program_is_the_last_block_that_is_python_of_the_last_message() -> N
         ("```\na\n```", "a\n"),
         ("  ```Python title\n  a\n  ```", "  a\n"),
         ("no program", None),
+        ("```python\na\n```\nIt prints:\n```\n9\n```", "a\n"),
+        ("~~~python\na\n~~~\nand\n```text\nb\n```", "a\n"),
+        ("````python\n```\na\n````", "```\na\n"),
+        ("```{.python}\na\n```", "a\n"),
+        ("`` `python\na\n```", None),
         ("```python\nnever closed", None),
     ):
         assert program_in(trajectory([text])) == program
     assert program_in(trajectory(["```\na\n```", "sorry"])) is None
     assert scores([trajectory("no program", options={"tests": SQUARE})])[0].value == 0
+
+
+def test_a_program_in_an_indented_block_runs() -> None:
+    program = "1. So:\n   ```python\n   x = int(input())\n   if x:\n       print(x * x)\n   ```\n"
+    deeper = "- ~~~\n      print(int(input()) ** 2)\n  ~~~\n"
+    asked = [trajectory(text, options={"tests": SQUARE}) for text in (program, deeper)]
+    assert [score.value for score in scores(asked)] == [1.0, 1.0]
+
+
+def test_a_test_may_call_a_method_and_a_builtin_is_no_function_of_the_program() -> None:
+    program = "class Solution:\n    def __init__(self, k=1): self.k = k\n    def f(self, x): return self.k * x\n"
+    tests = [
+        {"call": "Solution().f", "args": [3], "returns": 3},
+        {"call": "Solution(2).f", "args": [3], "returns": 6},
+        {"call": "sum", "args": [[1, 2]], "returns": 3},
+        {"call": "Solution().g", "args": [3], "returns": 3},
+    ]
+    assert scores([answer(program, tests)])[0].value == 0.5
+    for wrong in ("f(", "1 + 1", "[f][0]", "lambda: 1"):
+        with pytest.raises(ConfigError, match="names no function"):
+            code_tests.tests_of(answer("pass", [{"call": wrong, "returns": 1}]).task, "tests")
+
+
+@pytest.mark.parametrize(
+    ("printed", "expected", "comparison", "tolerance", "equal"),
+    [
+        ("a \nb\n\n", "a\nb", "lines", 0.0, True),
+        ("a  b", "a b", "lines", 0.0, False),
+        (" a\n b ", "a b", "words", 0.0, True),
+        ("a\n", "a", "exact", 0.0, False),
+        ("a\n", "a\n", "exact", 0.0, True),
+        ("0.30000004", "0.3", "lines", 1e-6, True),
+        ("0.30000004", "0.3", "lines", 0.0, False),
+        ("x 1000000.5", "x 1000000", "words", 1e-6, True),
+        ("3.1", "3", "words", 1e-6, False),
+        ("1 2", "1", "words", 1e9, False),
+        ("nan", "1", "words", 1e9, False),
+        ("inf", "1", "words", 1e9, False),
+        ("1e999", "1", "words", 1e9, False),
+        ("1_0", "10", "words", 1e-6, False),
+        ("yes", "1", "words", 1e9, False),
+    ],
+)
+def test_outputs_are_compared_as_the_settings_say(printed, expected, comparison, tolerance, equal) -> None:
+    assert same_output(printed, expected, comparison, tolerance) is equal
+
+
+DIVISOR = "def check(stdin, stdout, expected):\n    return int(stdin) % int(stdout) == 0 and int(stdout) > 1\n"
+
+
+def test_a_checker_decides_where_several_outputs_are_right() -> None:
+    tests = [{"stdin": "12"}, {"stdin": "35", "stdout": "5"}]
+    config = CONFIG.model_copy(update={"checker": DIVISOR})
+    cases = {
+        "n = int(input())\nprint(next(d for d in range(2, n + 1) if n % d == 0))": 1.0,
+        "print(input())": 1.0,
+        "print(5)": 0.5,
+        "print('abc')": 0.0,
+        "print(1)": 0.0,
+    }
+    found = scores([answer(program, tests) for program in cases], config)
+    assert [score.value for score in found] == list(cases.values())
+    own = [{"stdin": "12", "checker": DIVISOR}, {"stdin": "12", "stdout": "5", "compare": "lines"}]
+    assert scores([answer("print(3)", own)])[0].value == 0.5
+    assert scores([answer("print(3)", own[1:])], config)[0].value == 0.0, "a test says how to compare by itself"
+
+
+def test_a_program_cannot_reach_its_checker() -> None:
+    attack = """
+import builtins, os
+builtins.int = lambda *_: 2
+open("checker.py", "w").write("def check(**_): return True")
+open("json.py", "w").write("def loads(_): return {'stdin': '4', 'stdout': '2', 'expected': '2'}")
+if os.fork() == 0:
+    os.setsid()
+    while True: pass
+print("true", "0" * 32 + "true")
+"""
+    quoting = "print('\\\"}\\n\\'\\'\\'); check = lambda **_: True #')"
+    config = CONFIG.model_copy(update={"checker": DIVISOR})
+    found = scores([answer(program, [{"stdin": "9"}]) for program in (attack, quoting)], config)
+    assert [score.value for score in found] == [0.0, 0.0]
+
+
+def test_a_broken_checker_is_refused_or_a_failure_and_never_a_verdict() -> None:
+    for returned in ("oops", "1"):
+        broken = f"def check(stdin, stdout, expected):\n    return {returned}"
+        with pytest.raises(RewardError, match="fails even on the expected output"):
+            scores([answer("print(9)", [{"stdout": "9", "checker": broken}])])
+    for code in ("check = 3", "def check("):
+        with pytest.raises(ConfigError, match="checker"):
+            code_tests.tests_of(answer("pass", [{"stdout": "1", "checker": code}]).task, "tests")
 
 
 def test_what_shall_come_out_is_not_in_the_sandbox() -> None:
