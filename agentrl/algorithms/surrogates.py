@@ -16,7 +16,8 @@ class Gspo(Grpo):
     """Group sequence policy optimisation (arXiv:2507.18071): a sample's tokens share one ratio, and one clip.
 
     The ratio is the geometric mean of the tokens' ratios, equation 7. For long answers and mixtures of experts, whose
-    single ratios are noisy.
+    single ratios are noisy. Where turns of a sample differ in their advantages, each keeps its own, as in GSPO-token
+    (section 4.3); where they do not, both have the same gradient.
     """
 
     class Config(Grpo.Config):
@@ -36,7 +37,8 @@ class Gspo(Grpo):
         from agentrl.algorithms.losses import by_sample, clipped
 
         own = self.config
-        ratio_N = by_sample(logprobs_N - tokens.old_logprobs_N, tokens.segments_N, "mean").exp()
+        moved_N = (logprobs_N - tokens.old_logprobs_N).detach()
+        ratio_N = by_sample(moved_N, tokens.segments_N, "mean").exp() * (logprobs_N - logprobs_N.detach()).exp()
         return clipped(ratio_N, tokens.advantages_N, own.clip_low, own.clip_high, own.dual_clip)
 
     def cut(self, logprobs_N: "Tensor", tokens: LossTokens) -> Mapping[str, "Tensor"]:

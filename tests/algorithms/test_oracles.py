@@ -61,6 +61,7 @@ UNBIASED: dict[str, Row] = {
     "grpo as Dr. GRPO": (Grpo(Grpo.Config(**ONE, advantage="group_mean")), 3),
     "grpo as Dr. GRPO, reward-to-go": (Grpo(Grpo.Config(**ONE, advantage="group_mean", reward_to_go=True)), 3),
     "gspo": (Gspo(Gspo.Config(**GROUP)), 2),
+    "gspo, reward-to-go": (Gspo(Gspo.Config(**GROUP, reward_to_go=True)), 2),
     "cispo": (Cispo(Cispo.Config(**GROUP)), 2),
     "sapo": (Sapo(Sapo.Config(**GROUP)), 2),
     "gigpo without its states": (Gigpo(Gigpo.Config(**GROUP, step_weight=0)), 2),
