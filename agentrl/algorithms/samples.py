@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from agentrl.algorithms.batch_processing import BatchProcessing, BatchProcessingConfig
 from agentrl.batch import TrainBatch, TrainingSample, collate, to_samples
+from agentrl.errors import TrainingError
 from agentrl.protocols import Algorithm, MemberAdvantage, NormalizesAdvantages
 from agentrl.trajectory import Group, Trajectory
 
@@ -37,8 +38,11 @@ def traced_batch_of(
     """The batch of a step's groups, and where each of its samples comes from.
 
     `by_env`: whose advantages the groups of some environments have instead.
+
+    Raises:
+        TrainingError: no token of the groups carries loss.
     """
-    origins = []
+    origins: list[SampleOrigin] = []
 
     def samples() -> Iterator[TrainingSample]:
         scored = processing.scores(groups)
@@ -47,7 +51,16 @@ def traced_batch_of(
             origins.append(SampleOrigin(trajectory.id, trajectory.agent, trajectory.task.id, first, last))
             yield sample
 
-    return collate(samples()), origins
+    found = samples()
+    first = next(found, None)
+    if first is None:
+        played = sum(len(group.trajectories) for group in groups)
+        raise TrainingError(
+            f"no token of the step's {played} episodes is trained on: all are masked, too old (rollout.max_staleness "
+            f"leaves out what is older than version {oldest_version}), or of groups that batch_processing.keep_variance "
+            "drops. Raise rollout.groups_per_step or rollout.max_staleness, or leave some of these settings out"
+        )
+    return collate(chain([first], found)), origins
 
 
 def samples_of(

@@ -19,7 +19,7 @@ from agentrl.algorithms.batch_processing import (
 from agentrl.algorithms.dpo import OnlineDpo
 from agentrl.algorithms.grpo import Grpo
 from agentrl.algorithms.reinforce import Reinforce
-from agentrl.algorithms.samples import samples_of
+from agentrl.algorithms.samples import samples_of, traced_batch_of
 from agentrl.algorithms.sft import RejectionSampling
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.testing.rewards import trajectory
@@ -221,3 +221,9 @@ def test_only_groups_that_vary_enough_are_trained_on():
     assert processing.informative(groups) == [True, False, False, True]
     assert len(list(samples_of(groups, Grpo(), 0, processing))) == 4
     assert processing.update(groups) == {"informative_groups": 0.5}
+
+
+def test_a_step_of_which_nothing_is_trained_on_says_what_leaves_it_out():
+    """All tokens are of version 0, and the oldest that is trained on is 1."""
+    with pytest.raises(TrainingError, match=r"the step's 2 episodes is trained on: .*max_staleness.* version 1"):
+        traced_batch_of([group([0.0, 1.0])], Grpo(), BatchProcessing(BatchProcessingConfig()), 1)
