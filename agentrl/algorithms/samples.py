@@ -57,8 +57,9 @@ def traced_batch_of(
         played = sum(len(group.trajectories) for group in groups)
         raise TrainingError(
             f"no token of the step's {played} episodes is trained on: all are masked, too old (rollout.max_staleness "
-            f"leaves out what is older than version {oldest_version}), or of groups that batch_processing.keep_variance "
-            "drops. Raise rollout.groups_per_step or rollout.max_staleness, or leave some of these settings out"
+            f"leaves out what is older than version {oldest_version}), or of groups that are dropped "
+            "(batch_processing.keep_variance). Raise rollout.groups_per_step or rollout.max_staleness, or leave some "
+            "of these settings out"
         )
     return collate(chain([first], found)), origins
 

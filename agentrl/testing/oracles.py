@@ -26,7 +26,8 @@ from torch import Tensor
 from agentrl.algorithms.samples import samples_of
 from agentrl.arrays import FloatArray, floats, ints
 from agentrl.batch import TrainBatch, collate
-from agentrl.protocols import ActorCritic, Algorithm, LossTokens, PreparesBatch
+from agentrl.engines.sampling import Truncation, truncated
+from agentrl.protocols import ActorCritic, Algorithm, LossTokens, PreparesBatch, SamplingParams
 from agentrl.questions import Questions, questions
 from agentrl.testing.problems import (
     Action,
@@ -60,10 +61,17 @@ class Path:
 
 @dataclass(slots=True)
 class Oracle:
-    """A problem with exact answers. `gamma`: the discount of rewards in them, for each turn."""
+    """A problem with exact answers. `gamma`: the discount of rewards in them, for each turn.
+
+    The policy is the softmax of its logits at `temperature`, over the actions of `kept_P` (by default all).
+    `past_limits`: what would have come after a limit counts in values, as for an algorithm that bootstraps there.
+    """
 
     root: Decision
     gamma: float = 1.0
+    temperature: float = 1.0
+    kept_P: Tensor | None = None
+    past_limits: bool = False
     states: list[str] = field(init=False)
     """The states of the policy, by number; the logits of their actions lie end to end."""
     paths: list[Path] = field(init=False)
@@ -85,23 +93,58 @@ class Oracle:
             count += sum(action.tokens for action in decision.actions)
         self.paths = list(self._paths(self.root, 1.0, ()))
 
+    def number(self, decision: Decision) -> int:
+        """The number of a decision of the problem."""
+        return self._numbers[id(decision)]
+
+    def decision_of(self, token: int) -> int:
+        """The number of the decision at which this token begins an action."""
+        (number,) = (number for number, firsts in enumerate(self._first_tokens) if token in firsts)
+        return number
+
     # The policy
 
     def logits(self, seed: int = 0, spread: float = 1.0) -> Tensor:
         """Random logits of a policy, float64, shape P."""
         generator = torch.Generator().manual_seed(seed)
-        return spread * torch.randn(sum(self._sizes().values()), generator=generator, dtype=torch.float64)
+        return spread * torch.randn(sum(self.sizes.values()), generator=generator, dtype=torch.float64)
 
     def logprobs(self, logits_P: Tensor) -> Tensor:
         """The logprob of each token of the problem where it is sampled, shape W; 0 for tokens that are certain."""
-        sizes = self._sizes()
-        by_state = dict(zip(sizes, torch.split(logits_P, list(sizes.values())), strict=True))
+        decided = {state: torch.log_softmax(own, 0) for state, own in self._scaled(logits_P).items()}
         whole: list[Tensor] = [logits_P.new_zeros(1)]
         for decision in self._decisions:
-            decided = torch.log_softmax(by_state[decision.state], 0)
             for number, action in enumerate(decision.actions):
-                whole += [decided[number : number + 1], logits_P.new_zeros(action.tokens - 1)]
+                whole += [decided[decision.state][number : number + 1], logits_P.new_zeros(action.tokens - 1)]
         return torch.cat(whole)
+
+    def entropies(self, logits_P: Tensor) -> Tensor:
+        """The entropy of the policy before each token of the problem, shape W; 0 for tokens that are certain."""
+        found = {}
+        for state, own in self._scaled(logits_P).items():
+            logprobs = torch.log_softmax(own, 0)
+            possible = logprobs[torch.isfinite(logprobs)]
+            found[state] = -(possible.exp() * possible).sum()
+        whole: list[Tensor] = [logits_P.new_zeros(1)]
+        for decision in self._decisions:
+            for action in decision.actions:
+                whole += [found[decision.state][None], logits_P.new_zeros(action.tokens - 1)]
+        return torch.cat(whole)
+
+    def left(self, logits_P: Tensor, sampling: SamplingParams) -> Tensor:
+        """The actions that sampling leaves in each state, each of which is one token there; booleans, shape P."""
+        rule = Truncation.of([(sampling.top_k, sampling.top_p, sampling.min_p)], torch.device("cpu"))
+        scaled = [own[None] / sampling.temperature for own in self._split(logits_P).values()]
+        return torch.cat([torch.isfinite(truncated(own_RV, rule)[0]) for own_RV in scaled])
+
+    def _scaled(self, logits_P: Tensor) -> dict[str, Tensor]:
+        """The logits of each state at the policy's temperature, -inf for the actions that are never sampled."""
+        scaled_P = logits_P / self.temperature
+        return self._split(scaled_P if self.kept_P is None else scaled_P.masked_fill(~self.kept_P, -math.inf))
+
+    def _split(self, logits_P: Tensor) -> dict[str, Tensor]:
+        sizes = self.sizes
+        return dict(zip(sizes, torch.split(logits_P, list(sizes.values())), strict=True))
 
     def probabilities(self, logits_P: Tensor) -> Tensor:
         """The probability of each path."""
@@ -126,10 +169,11 @@ class Oracle:
         (gradient_P,) = torch.autograd.grad(self.mean_return(own_P), own_P)
         return gradient_P
 
-    def values(self, logits_P: Tensor) -> tuple[Tensor, Tensor]:
+    def values(self, logits_P: Tensor, costs_W: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The expected return before each token (shape W), and at each decision, from there on.
 
         Before the first token of an action, that is the value of its decision; before the others, that of the action.
+        `costs_W`: what tokens cost, of which only the first of an action may.
         """
         probabilities_W = self.logprobs(logits_P).exp()
         at: dict[int, float] = {}
@@ -141,7 +185,9 @@ class Oracle:
             number = self._numbers[id(decision)]
             if number not in at:
                 shares = [float(probabilities_W[first]) for first in self._first_tokens[number]]
-                at[number] = sum(p * of_action(action) for p, action in zip(shares, decision.actions, strict=True))
+                costs = [0.0 if costs_W is None else float(costs_W[first]) for first in self._first_tokens[number]]
+                worth = [of_action(action) - cost for action, cost in zip(decision.actions, costs, strict=True)]
+                at[number] = sum(p * q for p, q in zip(shares, worth, strict=True) if p > 0)
             return at[number]
 
         found = [0.0]
@@ -176,9 +222,12 @@ class Oracle:
         """The expected return of an action, from the values of the decisions after it."""
         return sum(
             result.probability
-            * (result.reward + (0.0 if result.then is None or result.truncated else self.gamma * value(result.then)))
+            * (result.reward + (self.gamma * value(result.then) if self._goes_on(result) and result.then else 0.0))
             for result in action.results
         )
+
+    def _goes_on(self, result: Result) -> bool:
+        return result.then is not None and (self.past_limits or not result.truncated)
 
     # What an algorithm does
 
@@ -208,7 +257,7 @@ class Oracle:
         probabilities = self.probabilities(logits_P).tolist()
         everything = self.group(range(len(self.paths)), logits_P)
         played = list(zip(everything.trajectories, everything.scores, strict=True))
-        critic = self._critic(logits_P)
+        critic = self.critic(logits_P)
         total_W, kept = torch.zeros(sum(self._tokens()), dtype=torch.float64), 0.0
         for numbers in combinations_with_replacement(range(len(self.paths)), members):
             counts = [numbers.count(n) for n in set(numbers)]
@@ -223,7 +272,7 @@ class Oracle:
             if reference_P is not None:
                 batch = self.with_reference(batch, reference_P)
             total_W += chance * self._ascent_of_tokens(algorithm, batch, logits_P, critic)
-        return self._by_logits(total_W / kept, logits_P)
+        return self.by_logits(total_W / kept, logits_P)
 
     def with_reference(self, batch: TrainBatch, logits_P: Tensor) -> TrainBatch:
         """A batch of this problem's paths with the logprobs of a reference that has these logits."""
@@ -232,17 +281,18 @@ class Oracle:
 
     def ascent(self, algorithm: Algorithm, batch: TrainBatch, logits_P: Tensor) -> Tensor:
         """The gradient that the algorithm ascends on a batch of this problem's paths, shape P."""
-        critic = self._critic(logits_P)
-        return self._by_logits(self._ascent_of_tokens(algorithm, batch, logits_P, critic), logits_P)
+        critic = self.critic(logits_P)
+        return self.by_logits(self._ascent_of_tokens(algorithm, batch, logits_P, critic), logits_P)
 
-    def _by_logits(self, gradient_W: Tensor, logits_P: Tensor) -> Tensor:
+    def by_logits(self, gradient_W: Tensor, logits_P: Tensor) -> Tensor:
         """The gradient by the logits, from that by the logprobs of the tokens."""
         own_P = logits_P.detach().requires_grad_()
         (gradient_P,) = torch.autograd.grad(self.logprobs(own_P), own_P, gradient_W)
         return gradient_P
 
-    def _critic(self, logits_P: Tensor) -> "ExactCritic":
-        values_W, at_decisions = self.values(logits_P)
+    def critic(self, logits_P: Tensor, costs_W: Tensor | None = None) -> "ExactCritic":
+        """The critic without error of the policy with these logits. `costs_W`: as of `values`."""
+        values_W, at_decisions = self.values(logits_P, costs_W)
         return ExactCritic(values_W, self.answer_values(logits_P), at_decisions)
 
     def _ascent_of_tokens(
@@ -251,13 +301,7 @@ class Oracle:
         own_W = self.logprobs(logits_P).detach().requires_grad_()
         tokens_N = torch.from_numpy(batch.tokens_S[batch.loss_mask_S].astype(np.int64))
         logprobs_N = own_W[tokens_N]
-        if isinstance(algorithm, PreparesBatch):
-            batch = algorithm.prepared(batch)
-        if isinstance(algorithm, ActorCritic):
-            answers = getattr(algorithm, "values_answers", False)
-            asked = questions(batch, answers=answers, ends=algorithm.bootstraps)
-            estimate = algorithm.estimate(*asked.answered(critic.answers_to(asked)))
-            batch = replace(batch, advantages_N=estimate.advantages_N[asked.own_N])
+        batch = advised(algorithm, batch, critic)
         old_N = logprobs_N.detach()
         reference_N = torch.from_numpy(batch.reference_logprobs_N.astype(np.float64))
         advantages_N = torch.from_numpy(batch.advantages_N.astype(np.float64))
@@ -283,7 +327,9 @@ class Oracle:
         """The numbers of tokens: the start, and those of each decision."""
         return [1, *(sum(action.tokens for action in decision.actions) for decision in self._decisions)]
 
-    def _sizes(self) -> dict[str, int]:
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The number of actions in each state."""
         return {decision.state: len(decision.actions) for decision in self._decisions}
 
     def _paths(self, decision: Decision, chance: float, turns: tuple[tuple[int, int, float], ...]) -> Iterator[Path]:
@@ -320,6 +366,17 @@ class ExactCritic:
         values_N[answer_N] = self.answers_W.numpy()[before_N[answer_N]]
         values_N[asked.ends_N] = self.at_decisions.numpy()[before_N[asked.ends_N] - 1]
         return floats(values_N)
+
+
+def advised(algorithm: Algorithm, batch: TrainBatch, critic: ExactCritic) -> TrainBatch:
+    """The batch that is trained on: prepared by the algorithm, with the advantages that it finds with the critic."""
+    if isinstance(algorithm, PreparesBatch):
+        batch = algorithm.prepared(batch)
+    if not isinstance(algorithm, ActorCritic):
+        return batch
+    asked = questions(batch, answers=getattr(algorithm, "values_answers", False), ends=algorithm.bootstraps)
+    estimate = algorithm.estimate(*asked.answered(critic.answers_to(asked)))
+    return replace(batch, advantages_N=estimate.advantages_N[asked.own_N])
 
 
 def residual(found_P: Tensor, wanted_P: Tensor) -> float:
