@@ -70,7 +70,8 @@ def reward_of(config: RunConfig, rules: RulePool | None = None) -> RewardPipelin
     """The run's reward, not yet entered; its rules run in `rules`, by default in processes of this machine."""
     rollout = config.rollout
     rules = rules or RulePool(rollout.rules)
-    return config.reward.make(rules, rollout.deadlines.reward, rollout.retries, config.rewards_by_env())
+    needed = {constraint.part.partition("/")[0] for constraint in config.batch_processing.constraints}
+    return config.reward.make(rules, rollout.deadlines.reward, rollout.retries, config.rewards_by_env(), needed)
 
 
 @asynccontextmanager

@@ -10,8 +10,8 @@ reward:
 
 import inspect
 import typing
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -22,13 +22,15 @@ from agentrl.errors import ConfigError
 from agentrl.flow import Retries
 from agentrl.plugins import Component, NoSettings
 from agentrl.protocols import GroupReward, Isolation, Settings
-from agentrl.scoring.part import RewardPart
+from agentrl.scoring.part import RewardPart, unbound
 from agentrl.scoring.pipeline import RewardPipeline
 from agentrl.scoring.rule_pool import RulePool
 from agentrl.trajectory import Task
 
+_METHODS = ("score", "score_group", "evaluate")
+_WEIGHT = "Factor by which its score counts. A part of weight 0 only watches: if it fails, the score goes without it."
 _PART: Mapping[str, Any] = {
-    "weight": (Annotated[float, Field(allow_inf_nan=False, description="Factor by which its score counts.")], 1.0),
+    "weight": (Annotated[float, Field(allow_inf_nan=False, description=_WEIGHT)], 1.0),
     "as": (
         Annotated[str | None, Field(min_length=1, description="Name of the part; by default the reward's name.")],
         None,
@@ -72,7 +74,8 @@ class RewardsConfig:
 
     def task_checks(self) -> list[Callable[[Task], None]]:
         """What parts check of a task before it is played: their `check_task`, if they have one."""
-        return [_part(part).reward.check_task for part in self.parts if hasattr(part.factory, "check_task")]
+        checked = [part for part in map(_part, self.parts) if hasattr(part.owner, "check_task") and not part.watches]
+        return [part.owner.check_task for part in checked]
 
     def make(
         self,
@@ -80,12 +83,13 @@ class RewardsConfig:
         deadline: float,
         retries: Retries,
         by_env: Mapping[str, "RewardsConfig"] = MappingProxyType({}),
+        needed: Collection[str] = (),
     ) -> RewardPipeline:
         """The reward itself, not yet entered; its rules run in the processes of `rules`. `by_env`: those of the
-        environments of a mixture that have their own.
+        environments of a mixture that have their own. `needed`: parts that must not fail, whatever their weight.
         """
-        others = {env: rewards.make(rules, deadline, retries) for env, rewards in by_env.items()}
-        parts = [_part(component) for component in self.parts]
+        others = {env: rewards.make(rules, deadline, retries, needed=needed) for env, rewards in by_env.items()}
+        parts = [replace(part, needed=part.name in needed) for part in map(_part, self.parts)]
         return RewardPipeline(parts, rules, deadline=deadline, retries=retries, by_env=others)
 
 
@@ -95,15 +99,35 @@ def name_of(part: Component) -> str:
     return given or part.name.rpartition(":")[2]
 
 
-@cache  # so that equal configs have settings of one class
 def settings_of_part(name: str, factory: Any) -> type[Settings]:
     """The settings that a part of this reward takes: its own and those of every part.
 
     Raises:
         ConfigError: `factory` is not a reward, or has a setting that every part has.
     """
+    return _settings_of_part(name, _Identical(factory))
+
+
+class _Identical:
+    """Anything as the key of a cache, by identity: an instance need not have a hash."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identical) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+@cache  # so that equal configs have settings of one class
+def _settings_of_part(name: str, identical: _Identical) -> type[Settings]:
+    factory = identical.value
     if isinstance(factory, type):
         own: type[Settings] = getattr(factory, "Config", NoSettings)
+    elif any(hasattr(factory, method) for method in _METHODS):  # an instance that is a reward already
+        own = NoSettings
     elif callable(factory):
         own = _of_function(name, factory)
     else:
@@ -131,7 +155,7 @@ def _of_function(name: str, function: Callable[..., Any]) -> type[Settings]:
             f"the reward {name!r} is a function of {len(required)} arguments; write f(trajectory) -> float, "
             "and settings after a star: f(trajectory, *, tolerance: float = 0.0)"
         )
-    hints = typing.get_type_hints(function, include_extras=True)
+    hints = typing.get_type_hints(_with_hints(function), include_extras=True)
     fields: dict[str, Any] = {
         p.name: (hints.get(p.name, Any), ... if p.default is p.empty else p.default)
         for p in parameters
@@ -140,11 +164,17 @@ def _of_function(name: str, function: Callable[..., Any]) -> type[Settings]:
     return create_model(name, __base__=Settings, **fields)
 
 
+def _with_hints(function: Any) -> Any:
+    """What has the types of a function's parameters: what a partial is of, and the `__call__` of an instance."""
+    function = unbound(function)
+    return function if inspect.isroutine(function) else type(function).__call__
+
+
 def _part(component: Component) -> RewardPart:
     shared = {key: getattr(component.settings, key) for key in _PART}
     own = {key: value for key, value in component.settings if key not in _PART}
     reward = made(component.factory, own)
-    shared["isolation"] = shared["isolation"] or getattr(component.factory, "isolation", None)
+    shared["isolation"] = shared["isolation"] or getattr(unbound(component.factory), "isolation", None)
     if not (
         callable(reward) or hasattr(reward, "score") or hasattr(reward, "evaluate") or isinstance(reward, GroupReward)
     ):

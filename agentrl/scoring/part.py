@@ -6,19 +6,19 @@ Sync code runs in a thread of its own unless `isolation` says otherwise; rules r
 import asyncio
 import inspect
 import logging
-import math
+import pickle
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from numbers import Real
 from typing import Any, cast
 
-from agentrl.errors import RewardError, RuleLimitError
+from agentrl.errors import ConfigError, RuleLimitError
 from agentrl.protocols import GroupReward, Isolation, Rule
+from agentrl.scoring.returned import as_score, as_scores
 from agentrl.scoring.rule_pool import RulePool
-from agentrl.trajectory import Failed, Score, Trajectory
+from agentrl.trajectory import Score, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,8 @@ Raises `RewardError` if the part returned something other than a score, and what
 class RewardPart:
     """A reward with its name and weight. `isolation` is where its sync code runs. `success_at`: the lowest score of an
     episode that succeeded, if this part says so.
+
+    One of weight 0 only watches: if it fails, the score goes without it, unless it is `needed` for something else.
     """
 
     reward: Any
@@ -40,12 +42,23 @@ class RewardPart:
     weight: float = 1.0
     isolation: Isolation | None = None
     success_at: float | None = None
+    needed: bool = False
+
+    @property
+    def watches(self) -> bool:
+        """Whether its failure is told, and changes no score."""
+        return self.weight == 0 and not self.needed
 
     def verdict(self, score: Score) -> bool | None:
         """Whether this part's score says that the episode succeeded; None if it does not say."""
         if self.success_at is not None:
             return score.value >= self.success_at
         return None if score.success is None else bool(score.success)
+
+    @property
+    def owner(self) -> Any:
+        """The reward, or what it is a `functools.partial` of: what may be entered, and have metrics."""
+        return unbound(self.reward)
 
     @property
     def compares(self) -> bool:
@@ -57,13 +70,10 @@ class RewardPart:
         call = self._call(pool)
 
         async def ask_each(trajectories: Sequence[Trajectory]) -> list[Score]:
-            return [_as_score(await call(trajectory)) for trajectory in trajectories]
+            return [as_score(await call(trajectory), len(trajectory.turns)) for trajectory in trajectories]
 
         async def ask_together(trajectories: Sequence[Trajectory]) -> list[Score]:
-            returned = await call(trajectories)
-            if len(returned) != len(trajectories):
-                raise RewardError(f"score_group returned {len(returned)} scores for {len(trajectories)} trajectories")
-            return [_as_score(score) for score in returned]
+            return as_scores(await call(trajectories), [len(trajectory.turns) for trajectory in trajectories])
 
         return ask_together if self.compares else ask_each
 
@@ -72,34 +82,54 @@ class RewardPart:
         reward = self.reward
         if isinstance(reward, Rule):
             where: Isolation | None = getattr(reward, "isolation", None)
-            pool.imports += [reward.__module__, *getattr(reward, "imports", ())]
+            pool.imports += [type(reward).__module__, *getattr(reward, "imports", ())]
             return partial(_evaluate, reward, None if (self.isolation or where) == "inline" else pool)
         function = reward.score_group if self.compares else getattr(reward, "score", reward)
-        isolation = self.isolation or getattr(reward, "isolation", "thread")
-        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+        isolation = self.isolation or getattr(self.owner, "isolation", "thread")
+        if _is_async(function):
             return cast(Callable[[Any], Awaitable[Any]], function)
         if isolation == "process":
-            pool.imports.append(getattr(reward, "func", reward).__module__)
+            _check_it_pickles(function, self.name)
+            pool.imports.append(module_of(function))
             return partial(pool.run, function, cached=False)
-        return partial(_in_thread if isolation == "thread" else _now, function)
+        return partial(_awaited, partial(_in_thread if isolation == "thread" else _now, function))
 
 
-def _as_score(returned: Any) -> Score:
-    if not isinstance(returned, Score | Real):
-        raise RewardError(f"the reward returned {returned!r:.80}; return a Score or a number, or raise RewardError")
-    # The mappings of a score are copied: a reward may use one for all that it scores.
-    score = _own(returned) if isinstance(returned, Score) else Score(float(returned))
-    wrong = [value for value in (score.value, *score.parts.values(), *score.turns) if not math.isfinite(value)]
-    if wrong and not isinstance(score.status, Failed):
-        raise RewardError(
-            f"the reward returned {'NaN' if math.isnan(wrong[0]) else wrong[0]}; a score and its parts must be finite "
-            "numbers: if it cannot score, raise RewardError or return Score.failed(why)"
-        )
-    return score
+def unbound(function: Any) -> Any:
+    """What a `functools.partial` is of; anything else itself."""
+    while isinstance(function, partial):
+        function = function.func
+    return function
 
 
-def _own(score: Score) -> Score:
-    return replace(score, parts=dict(score.parts), words=dict(score.words))
+def module_of(function: Any) -> str:
+    """The module that a process has to import to run a function, a method or a callable object."""
+    function = unbound(function)
+    owner = getattr(function, "__self__", None)
+    if owner is not None and not inspect.ismodule(owner):
+        function = owner
+    return str(getattr(function, "__module__", None) or type(function).__module__)
+
+
+def _is_async(function: Any) -> bool:
+    function = unbound(function)
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def _check_it_pickles(function: Any, name: str) -> None:
+    try:
+        pickle.dumps(function)
+    except Exception as error:  # pickle raises whatever the object's own code raises
+        raise ConfigError(
+            f"the reward {name!r} cannot run in a process: {type(error).__name__}: {error}. Write a function at the "
+            "top level of a module, or isolation: thread"
+        ) from error
+
+
+async def _awaited(function: Callable[[Any], Awaitable[Any]], argument: Any) -> Any:
+    """The result of a sync function, which may have returned a coroutine, as a lambda around an async one does."""
+    result = await function(argument)
+    return await result if inspect.isawaitable(result) else result
 
 
 async def _evaluate(rule: Rule, pool: RulePool | None, trajectory: Trajectory) -> Any:

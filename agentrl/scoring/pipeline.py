@@ -5,6 +5,8 @@ data: a failed score, never a number.
 """
 
 import asyncio
+import logging
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from itertools import zip_longest
@@ -17,8 +19,11 @@ from agentrl.flow import Flow, Retries, deadline, span
 from agentrl.protocols import GroupReward, Reward, ScoresTurns
 from agentrl.rounding import settled
 from agentrl.scoring.part import RewardPart
+from agentrl.scoring.returned import own_metrics, turn_rewards
 from agentrl.scoring.rule_pool import RulePool
 from agentrl.trajectory import Failed, Score, Scored, Trajectory, Unscored
+
+logger = logging.getLogger(__name__)
 
 OnFailure = Callable[[str], None]
 """Called with the id of the (first) trajectory whenever a failed part is retried."""
@@ -61,6 +66,8 @@ class RewardPipeline:
         self._deadline = deadline
         self._retries = retries
         self._open = AsyncExitStack()
+        self._failed: Counter[RewardPart] = Counter()
+        self._told: set[RewardPart] = set()
 
     @staticmethod
     def of(reward: "Reward | GroupReward | RewardPipeline", deadline: float, retries: Retries) -> "RewardPipeline":
@@ -74,8 +81,8 @@ class RewardPipeline:
         async with AsyncExitStack() as opened:
             await opened.enter_async_context(self._pool)
             for part in [*self.parts, *(part for own in self._by_env.values() for part in own.parts)]:
-                if hasattr(part.reward, "__aenter__"):
-                    await opened.enter_async_context(part.reward)
+                if hasattr(part.owner, "__aenter__"):
+                    await opened.enter_async_context(part.owner)
             self._open = opened.pop_all()
         return self
 
@@ -98,7 +105,7 @@ class RewardPipeline:
         if own := self._by_env.get(trajectory.task.env):
             return own.score_turns(trajectory)
         played = [part for part in self._single if isinstance(part.reward, ScoresTurns)]
-        turns = [part.reward.score_turns(trajectory.unshared()) for part in played]
+        turns = [turn_rewards(part.reward.score_turns(trajectory.unshared())) for part in played]
         return total(played, [Score(sum(of_part), turns=tuple(of_part)) for of_part in turns])
 
     async def score_group(
@@ -119,16 +126,16 @@ class RewardPipeline:
 
     def metrics(self) -> dict[str, float]:
         """The parts' own metrics since the last call, by the part's name, such as `scoring/judge/cost`."""
-        return {
-            f"scoring/{part.name}/{name}": float(value)
-            for part in self.parts
-            if hasattr(part.reward, "metrics")
-            for name, value in part.reward.metrics().items()
-        } | {
-            name.replace("scoring/", f"scoring/{env}/", 1): value
-            for env, own in self._by_env.items()
-            for name, value in own.metrics().items()
-        }
+        found: dict[str, float] = {}
+        for part in self.parts:
+            own = own_metrics(part.owner.metrics()) if hasattr(part.owner, "metrics") else {}
+            found |= {f"scoring/{part.name}/{name}": value for name, value in own.items()}
+            if part.watches:
+                found[f"scoring/{part.name}/failed"] = float(self._failed.pop(part, 0))
+        for env, pipeline in self._by_env.items():
+            of_env = pipeline.metrics().items()
+            found |= {name.replace("scoring/", f"scoring/{env}/", 1): value for name, value in of_env}
+        return found
 
     async def _ask(self, part: RewardPart, trajectories: Sequence[Trajectory], failed: OnFailure) -> list[Score]:
         for failures in range(1, self._retries.reward + 2):
@@ -138,15 +145,32 @@ class RewardPipeline:
             if failures <= self._retries.reward:
                 failed(trajectories[0].id)
                 await asyncio.sleep(self._retries.pause(failures))
+        if part.watches:
+            self._note(part, scores)
         return scores
+
+    def _note(self, part: RewardPart, scores: Sequence[Score]) -> None:
+        """Tell that a part of weight 0 has failed: the first time in words, and each time in its metric."""
+        errors = [score.status.error for score in scores if isinstance(score.status, Failed)]
+        self._failed[part] += len(errors)
+        if part not in self._told:
+            self._told.add(part)
+            logger.warning(
+                "the reward %s, of weight 0, has failed, and scores go without it (metric scoring/%s/failed): %s",
+                part.name,
+                part.name,
+                errors[0],
+            )
 
     async def _ask_once(self, part: RewardPart, trajectories: Sequence[Trajectory]) -> list[Score]:
         try:
             with span("rewards", part.name), deadline("reward", "reward", self._deadline):
                 # A reward is the user's code: what it changes must change no other reward, member or attempt.
                 return await self._asks[part]([trajectory.unshared() for trajectory in trajectories])
-        except ConfigError:
-            raise
+        except ConfigError as error:
+            if not part.watches:
+                raise
+            failed = Score.failed(str(error))
         except RewardError as error:
             failed = Score.failed(str(error))
         except Exception as error:  # a reward is the user's code: anything that it raises is its failure
@@ -158,8 +182,8 @@ def total(parts: Sequence[RewardPart], scores: Sequence[Score], base: Score | No
     """The weighted sum of the `scores` of `parts`, added to `base`. The sum's own `parts` are unweighted, by name.
 
     A part's own parts are listed beside it: `judge` and `judge/clarity`, and so are its words; those by the name "" are
-    about the whole part. If any score failed, so does the sum. The sum says that the episode succeeded if every part
-    with a verdict does. Without any part, nothing is scored.
+    about the whole part. If any score failed, so does the sum, unless its part only watches. The sum says that the
+    episode succeeded if every part with a verdict does. Without any part, nothing is scored.
     """
     if base is not None and isinstance(base.status, Failed):
         return base
@@ -169,6 +193,8 @@ def total(parts: Sequence[RewardPart], scores: Sequence[Score], base: Score | No
     scale = abs(value)
     for part, score in zip(parts, scores, strict=True):
         if isinstance(score.status, Failed):
+            if part.watches:
+                continue
             return Score.failed(f"{part.name}: {score.status.error}", score.status.layer)
         value += part.weight * score.value
         verdicts.append(part.verdict(score))
@@ -181,7 +207,7 @@ def total(parts: Sequence[RewardPart], scores: Sequence[Score], base: Score | No
                 named[f"{part.name}/{key}"] = inner
         words |= {f"{part.name}/{key}" if key else part.name: text for key, text in score.words.items()}
     known = [verdict for verdict in verdicts if verdict is not None]
-    status = Scored() if named else Unscored()
+    status = Scored() if named or parts else Unscored()
     return Score(settled(value, scale), named, status, turns=turns, words=words, success=all(known) if known else None)
 
 

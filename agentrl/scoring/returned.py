@@ -1,0 +1,138 @@
+"""Reads what a reward has returned: numbers of any library become floats, and what is no score is refused by name."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from decimal import Decimal
+from numbers import Real
+from typing import Any
+
+from agentrl.errors import RewardError
+from agentrl.trajectory import Failed, Score
+
+
+def as_score(returned: Any, turns: int | None = None) -> Score:
+    """A reward's verdict on one trajectory, of so many turns.
+
+    Raises:
+        RewardError: it is neither a number nor a valid `Score`; says what it is, and what to return.
+    """
+    if not isinstance(returned, Score):
+        return Score(_finite(_number(returned, "the reward returned", _ADVICE)))
+    if isinstance(returned.status, Failed):
+        return replace(returned, parts=dict(returned.parts), words=dict(returned.words))
+    value = _finite(_number(returned.value, "the reward returned a Score with the value"))
+    parts = _texts_to(returned.parts, "parts")
+    words = {name: str(text) for name, text in _texts_to(returned.words, "words").items()}
+    earned = turn_rewards(returned.turns)
+    if turns is not None and len(earned) > turns:
+        raise RewardError(f"the reward returned a Score with {len(earned)} turns for an episode of {turns}")
+    named = {name: _part(part, name) for name, part in parts.items()}
+    success = None if returned.success is None else read_number(returned.success)
+    if returned.success is not None and success not in (0.0, 1.0):
+        raise RewardError(
+            f"the reward returned a Score with the success {_called(returned.success)}; write True or False"
+        )
+    verdict = None if success is None else bool(success)
+    # The mappings are new ones: a reward may use one for all that it scores.
+    return replace(returned, value=value, parts=named, turns=earned, words=words, success=verdict)
+
+
+def as_scores(returned: Any, turns: Sequence[int]) -> list[Score]:
+    """A reward's verdicts on the trajectories of a group, which have so many turns.
+
+    Raises:
+        RewardError: they are no sequence of that many scores.
+    """
+    listed = returned.tolist() if getattr(returned, "ndim", None) == 1 else returned  # an array of numbers
+    if not isinstance(listed, Sequence) or isinstance(listed, str | bytes):
+        raise RewardError(
+            f"score_group returned {_called(returned)}; return a list with one Score or number for each trajectory, in "
+            "their order"
+        )
+    if len(listed) != len(turns):
+        raise RewardError(f"score_group returned {len(listed)} scores for {len(turns)} trajectories")
+    return [as_score(score, count) for score, count in zip(listed, turns, strict=True)]
+
+
+def turn_rewards(returned: Any) -> tuple[float, ...]:
+    """What single turns have earned.
+
+    Raises:
+        RewardError: it is no sequence of finite numbers.
+    """
+    listed = returned.tolist() if getattr(returned, "ndim", None) == 1 else returned
+    if not isinstance(listed, Sequence) or isinstance(listed, str | bytes):
+        raise RewardError(f"the reward returned {_called(returned)} for its turns; return a tuple of numbers")
+    return tuple(_finite(_number(one, "the reward returned for a turn")) for one in listed)
+
+
+def own_metrics(returned: Any) -> dict[str, float]:
+    """A reward's own metrics; what is no finite number is left out.
+
+    Raises:
+        RewardError: it is no mapping.
+    """
+    found = {}
+    for name, value in _texts_to(returned, "metrics").items():
+        number = read_number(value)
+        if number is not None and math.isfinite(number):
+            found[name] = number
+    return found
+
+
+def read_number(value: Any) -> float | None:
+    """A number of any library as a float, also a truth value, and an array that holds one number; else None."""
+    if isinstance(value, Real | Decimal):
+        try:
+            return float(value)
+        except (OverflowError, ValueError):
+            return math.inf
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # numpy's and torch's scalars
+        return read_number(value.item())
+    return None
+
+
+_ADVICE = "return a Score or a number, or raise RewardError"
+
+
+def _number(value: Any, what: str, advice: str = "write a number") -> float:
+    number = read_number(value)
+    if number is None:
+        more = ""
+        if isinstance(value, Mapping):
+            more = ": its parts go into Score(value, parts)"
+        elif isinstance(value, tuple | list):
+            more = ": a score has one value, Score(value, parts, turns=...)"
+        raise RewardError(f"{what} {_called(value)}{more}; {advice}")
+    return number
+
+
+def _part(value: Any, name: str) -> float:
+    number = _number(value, f"the reward returned a Score with the part {name!r},")
+    return _finite(number, f" for the part {name!r}")
+
+
+def _finite(value: float, where: str = "") -> float:
+    if not math.isfinite(value):
+        what = "NaN" if math.isnan(value) else value
+        raise RewardError(
+            f"the reward returned {what}{where}; a score and its parts must be finite numbers: if it cannot score, "
+            "raise RewardError or return Score.failed(why)"
+        )
+    return value
+
+
+def _texts_to(returned: Any, what: str) -> Mapping[str, Any]:
+    if not isinstance(returned, Mapping) or not all(isinstance(name, str) for name in returned):
+        raise RewardError(f"the reward returned {_called(returned)} for its {what}; write a dict by name")
+    return returned
+
+
+def _called(value: Any) -> str:
+    """What a value is, in an error."""
+    if value is None:
+        return "None"
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes | Sequence | Mapping):
+        return f"a {type(value).__name__}"
+    return f"{value!r:.80}" if isinstance(value, str | bytes) else f"{value!r:.80} (a {type(value).__name__})"
