@@ -4,6 +4,7 @@ Each plug-in class that takes settings has a nested pydantic `Config` (strict), 
 before anything starts. Dimension suffixes: N loss tokens of a micro-batch, flattened; G members of a group.
 """
 
+import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
@@ -11,7 +12,8 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, Self, runtime_checkable
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic.fields import FieldInfo
 
 from agentrl.arrays import FloatArray, IntArray, ints, same_fields
 from agentrl.batch import TrainBatch
@@ -21,10 +23,81 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Settings(BaseModel):
-    """Base of every component's `Config`: frozen, and an unknown key is an error."""
+LARGEST = 1e30
+"""Largest number of a setting, and of a score. Beyond it, what is computed in float32 becomes infinite or NaN."""
+COLDEST = 1e-6
+"""Lowest temperature above 0. Below it, logits that are divided by it become infinite."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+class Settings(BaseModel):
+    """Base of every component's `Config`: frozen, and an unknown key is an error.
+
+    Numbers are finite and not larger than `LARGEST`, also in mappings and lists. A field of which infinity is a
+    sensible value says so: `Field(math.inf, allow_inf_nan=True)`. "No limit" is better written as `float | None`.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        ser_json_inf_nan="constants",  # null, the default, would not be read back as the same setting
+    )
+
+    @field_validator("*")
+    @classmethod
+    def _numbers_can_be_computed_with(cls, value: Any, info: ValidationInfo) -> Any:
+        field = cls.model_fields.get(info.field_name or "")
+        if field is not None and not _may_be_infinite(field) and field.annotation is not Any:
+            check_numbers(value)
+        return value
+
+    @model_validator(mode="after")
+    def _defaults_can_be_computed_with(self) -> Self:
+        for name, field in type(self).model_fields.items():
+            if name not in self.model_fields_set and not _may_be_infinite(field):
+                try:
+                    check_numbers(getattr(self, name))
+                except ValueError as error:
+                    raise ValueError(f"the default of {name} will not do: {error}") from error
+        return self
+
+
+def _may_be_infinite(field: FieldInfo) -> bool:
+    return any(getattr(one, "allow_inf_nan", None) is True for one in field.metadata)
+
+
+def check_temperature(temperature: float | None) -> float | None:
+    """A sampling temperature that logits can be divided by, if there is one; 0 is greedy.
+
+    Raises:
+        ValueError: it is too low.
+    """
+    if temperature is not None and 0 < temperature < COLDEST:
+        raise ValueError(f"logits cannot be divided by so little: write at least {COLDEST:g}, or 0 for greedy")
+    return temperature
+
+
+def check_numbers(value: object) -> None:
+    """Check all numbers in a value: a number, or a mapping or sequence with more of them.
+
+    Raises:
+        ValueError: one is not finite, or too large to compute with.
+    """
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError(
+                f"{value} is not a finite number: where there is no limit, leave the setting out, write null if it "
+                "takes that, or a large number such as 1e9"
+            )
+        if abs(value) > LARGEST:
+            raise ValueError(f"{value:g} is too large to compute with: write a number of at most {LARGEST:g}")
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            check_numbers(one)
+    elif isinstance(value, list | tuple | set | frozenset):
+        for one in value:
+            check_numbers(one)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +229,7 @@ class SamplingParams(Settings):
 
     max_tokens: int = Field(64, gt=0)
     """Longest answer of a turn, in tokens."""
-    temperature: float = Field(1.0, ge=0)
+    temperature: Annotated[float, AfterValidator(check_temperature)] = Field(1.0, ge=0)
     """Logits are divided by it, in the engine and in the trainer's policy gradients, which are of the distribution that
     was sampled from; 0 is greedy. What others have said is imitated at temperature 1."""
     top_p: float = Field(1.0, gt=0, le=1)
@@ -553,8 +626,8 @@ class Algorithm(Protocol):
     """An advantage and a loss.
 
     If its attribute `uses_reference` is true, it gets a reference: the model with which the run began, whose logprobs
-    are `LossTokens.reference_logprobs_N`. If its class attribute `compares_members` is true, a config with groups of a
-    single member is refused. If `fixed_scale` is true, its advantages are labels or weights, and a config that
+    are `LossTokens.reference_logprobs_N`. If its attribute `compares_members` is true, a config with groups of a single
+    member is refused. If `fixed_scale` is true, its advantages are labels or weights, and a config that
     normalises them is refused. If `beyond_rewards` names a setting, that adds to the advantages what no reward says,
     and a config that leaves out groups by their rewards is refused. If `credits_turns` is true, the turns of an episode
     have advantages of their own, which do not add up to 0 over a group.

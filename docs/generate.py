@@ -156,6 +156,7 @@ def settings_page() -> str:
         "",
         "This page lists every setting of a config file with its type, its default and its meaning. The command line",
         "takes each one too, as `section.name=value`. `python docs/generate.py` writes it from the `Config` classes.",
+        "Numbers are finite, and at most 1e30, also in the settings of your own plug-ins.",
         "",
     ]
     rows = list(settings_of(RunConfig))

@@ -40,10 +40,10 @@ class TrainerSettings(Settings):
     lr: Annotated[float, Field(gt=0)] = 1e-5
     """Peak learning rate."""
 
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
     """AdamW's decay rates of the two moments."""
 
-    eps: Annotated[float, Field(gt=0)] = 1e-8
+    eps: Annotated[float, Field(ge=1e-30)] = 1e-8
     """AdamW's denominator floor."""
 
     weight_decay: Annotated[float, Field(ge=0)] = 0.0

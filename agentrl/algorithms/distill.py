@@ -47,6 +47,11 @@ class Distill(PolicyAlgorithm):
         return "teacher"
 
     @property
+    def compares_members(self) -> bool:
+        """See `Algorithm`: what the teacher says compares nothing."""
+        return self.config.reward_weight > 0
+
+    @property
     def uses_reference(self) -> bool:
         """See `Algorithm`."""
         return True

@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from agentrl.arrays import FloatArray, floats
 from agentrl.batch import TrainBatch
@@ -50,12 +50,21 @@ class PolicyLoss(Settings):
     """Weight of the same KL as a cost in the reward: each token pays log(policy / reference) (the k1 estimate), and
     answers for what the tokens after it pay. It needs a reference too."""
 
-    normalizer: Literal["tokens", "trajectories"] | Annotated[float, Field(gt=0)] = "tokens"
+    normalizer: Literal["tokens", "trajectories"] | Annotated[float, Field(ge=1e-6)] = "tokens"
     """Divisor of the summed token losses of a batch: its loss tokens; its trajectories, each of which counts by the
     mean of its tokens; or a constant (Dr. GRPO: the trajectories of a batch times the most tokens a trajectory may
     have), which favours no length. `tokens` is biased by 0.04 of the gradient with one group of 8 in a batch, by 0.0004
     with 16. `trajectories` is biased whatever the batch size: a token of a long trajectory counts less. A constant is
     not biased."""
+
+    @model_validator(mode="after")
+    def _a_mask_leaves_something(self) -> Self:
+        if self.importance == "mask" and self.importance_cap is not None and self.importance_cap < 1:
+            raise ValueError(
+                f"importance=mask with importance_cap={self.importance_cap:g} leaves out every token whose weight is "
+                "1, which is nearly all of them: write an importance_cap of 1 or more (2 is usual)"
+            )
+        return self
 
 
 class PolicyAlgorithm:

@@ -56,6 +56,11 @@ class ReinforcePlusPlus(Reinforce):
 
     config: Config
 
+    @property
+    def compares_members(self) -> bool:
+        """See `Algorithm`."""
+        return self.config.group_baseline
+
     def advantages(self, group: Group) -> Sequence[MemberAdvantage]:
         """See `Reinforce`."""
         return _credited(group, "group_mean" if self.config.group_baseline else "none", self.config)

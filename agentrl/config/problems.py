@@ -45,6 +45,11 @@ def explained(
                 line = f"{path}: renamed to {new}{where}: write it there"
             elif keys[-1] in GONE:
                 line = f"{path}: no such setting any more{where}: {GONE[keys[-1]]}"
+        elif problem["type"] == "finite_number":
+            line = (
+                f"{path}: {problem['input']} is not a finite number{where}: where there is no limit, leave the setting "
+                "out, write null if it takes that, or a large number such as 1e9"
+            )
         else:
             given = "" if problem["type"] == "missing" or not keys else f", got {problem['input']!r:.80}"
             line = f"{path}: {problem['msg']}{given}{where}".removeprefix(": ").replace("Value error, ", "", 1)

@@ -234,13 +234,16 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _members_have_others_to_be_compared_with(self) -> Self:
-        compares = getattr(self.algorithm.factory, "compares_members", False) and not brings_algorithm(self.recipe)
+        if brings_algorithm(self.recipe):
+            return self
+        own = [one.algorithm or self.algorithm for one in self.env.mixture]
+        compares = any(getattr(one.make(), "compares_members", False) for one in own or [self.algorithm])
         sizes = {one.group_size or self.rollout.group_size for one in self.env.mixture} or {self.rollout.group_size}
         if 1 in sizes and compares:
             raise ValueError(
-                f"rollout.group_size is 1, and the algorithm {self.algorithm.name!r} compares the members of a group: "
-                "all advantages would be 0, and nothing would be learned. Set rollout.group_size to 2 or more (8 is "
-                "usual), or choose algorithm=ppo, whose critic needs no group"
+                f"rollout.group_size is 1, and the algorithm {self.algorithm.name!r}, as configured, compares the "
+                "members of a group: all advantages would be 0, and nothing would be learned. Set rollout.group_size "
+                "to 2 or more (8 is usual), or choose algorithm=ppo, whose critic needs no group"
             )
         return self
 

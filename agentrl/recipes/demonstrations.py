@@ -20,7 +20,7 @@ from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, EnvError
 from agentrl.flow import Flow
 from agentrl.gateway.player import PlayerEngine
-from agentrl.protocols import SamplingParams, ScriptedPlayer, Settings
+from agentrl.protocols import COLDEST, SamplingParams, ScriptedPlayer, Settings
 from agentrl.recipes.evaluate import play_all
 from agentrl.recipes.recordings import RecordingsConfig
 from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner, ScriptedPolicy
@@ -50,7 +50,7 @@ class DemonstrationsConfig(Settings):
     """Passes over the episodes."""
     lr: float = Field(1e-3, gt=0)
     """Learning rate of the supervised steps; all other settings are the trainer's."""
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, ge=COLDEST)
     """What logits are divided by while the model imitates, whatever `rollout.sampling.temperature` is; the loss that is
     reported is at this temperature too."""
     successes_only: bool = False

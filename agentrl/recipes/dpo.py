@@ -24,7 +24,7 @@ from agentrl.batch import TrainBatch, TrainingSample, collate, to_samples
 from agentrl.config import RunConfig
 from agentrl.durable import finish_folder, new_unfinished
 from agentrl.errors import ConfigError
-from agentrl.protocols import Settings, SupportsPredict
+from agentrl.protocols import COLDEST, Settings, SupportsPredict
 from agentrl.recipes.demonstrations import DemonstrationsConfig
 from agentrl.recipes.preferences import Preference, PreferencesConfig, in_batches, read_preferences, split
 from agentrl.recipes.recordings import same_tokens
@@ -45,7 +45,7 @@ class DpoSettings(Settings):
     """The pairs to learn from. `device` and `micro_batch_pairs` are not used: the section `trainer` has its own."""
     beta: Annotated[float, Field(gt=0)] = 0.1
     """How strongly the policy is held to the model that training begins with: the smaller, the further it may move."""
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    temperature: Annotated[float, Field(ge=COLDEST)] = 1.0
     """What logits are divided by, of the model and of the one that training begins with, whatever
     `rollout.sampling.temperature` is."""
     demonstrations: DemonstrationsConfig | None = None

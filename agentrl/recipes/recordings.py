@@ -11,7 +11,7 @@ from pydantic import Field
 
 from agentrl.arrays import floats, ints
 from agentrl.errors import ConfigError
-from agentrl.protocols import Settings
+from agentrl.protocols import COLDEST, Settings
 from agentrl.rollout.renderer import TemplateRenderer
 from agentrl.trajectory import SEGMENT, Completion, Message, Task, Terminated, ToolCall, Trajectory, Turn
 
@@ -29,7 +29,7 @@ class RecordingsConfig(Settings):
     """Passes over the conversations."""
     lr: float = Field(1e-4, gt=0)
     """Learning rate of the supervised steps; all other settings are the trainer's."""
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, ge=COLDEST)
     """What logits are divided by while the model imitates, whatever `rollout.sampling.temperature` is."""
 
 

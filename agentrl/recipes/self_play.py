@@ -71,7 +71,7 @@ def check_matches(matches: Matches, config: RunConfig) -> None:
             f"{', '.join(agents)}"
         )
     size, needed = config.rollout.group_size, 2 * len(matches.own)
-    if matches.config.num_engines and size < needed and getattr(config.algorithm.factory, "compares_members", False):
+    if matches.config.num_engines and size < needed and getattr(config.algorithm.make(), "compares_members", False):
         raise ConfigError(
             f"rollout.group_size is {size}, and the algorithm {config.algorithm.name!r} compares episodes of a group "
             f"that were played in the same seat: with {len(matches.own)} seats a group needs {needed} episodes or "

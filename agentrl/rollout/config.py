@@ -138,4 +138,10 @@ class RolloutConfig(Settings):
     def _training_samples_are_not_greedy(cls, sampling: SamplingParams) -> SamplingParams:
         if sampling.temperature == 0:
             raise ValueError("temperature must be above 0: greedy choices have no gradient")
+        if sampling.top_k == 1 or sampling.min_p == 1:
+            alone = "top_k=1" if sampling.top_k == 1 else "min_p=1"
+            raise ValueError(
+                f"{alone} leaves the likeliest token alone, whose probability is then 1: nothing is learned. Write "
+                "it in the section evaluation, or leave more tokens"
+            )
         return sampling

@@ -19,7 +19,7 @@ from agentrl.flow import Flow, Retries, deadline, span
 from agentrl.protocols import GroupReward, Reward, ScoresTurns
 from agentrl.rounding import settled
 from agentrl.scoring.part import RewardPart
-from agentrl.scoring.returned import own_metrics, turn_rewards
+from agentrl.scoring.returned import finite, own_metrics, turn_rewards
 from agentrl.scoring.rule_pool import RulePool
 from agentrl.trajectory import Failed, Score, Scored, Trajectory, Unscored
 
@@ -206,6 +206,11 @@ def total(parts: Sequence[RewardPart], scores: Sequence[Score], base: Score | No
             if key != part.name:
                 named[f"{part.name}/{key}"] = inner
         words |= {f"{part.name}/{key}" if key else part.name: text for key, text in score.words.items()}
+    try:
+        for one in (value, *turns):
+            finite(one, "the weighted sum of its parts is")
+    except RewardError as error:
+        return Score.failed(f"{', '.join(part.name for part in parts)}: {error}")
     known = [verdict for verdict in verdicts if verdict is not None]
     status = Scored() if named or parts else Unscored()
     return Score(settled(value, scale), named, status, turns=turns, words=words, success=all(known) if known else None)

@@ -8,6 +8,7 @@ from numbers import Real
 from typing import Any
 
 from agentrl.errors import RewardError
+from agentrl.protocols import LARGEST
 from agentrl.trajectory import Failed, Score
 
 
@@ -18,10 +19,10 @@ def as_score(returned: Any, turns: int | None = None) -> Score:
         RewardError: it is neither a number nor a valid `Score`; says what it is, and what to return.
     """
     if not isinstance(returned, Score):
-        return Score(_finite(_number(returned, "the reward returned", _ADVICE)))
+        return Score(finite(_number(returned, "the reward returned", _ADVICE)))
     if isinstance(returned.status, Failed):
         return replace(returned, parts=dict(returned.parts), words=dict(returned.words))
-    value = _finite(_number(returned.value, "the reward returned a Score with the value"))
+    value = finite(_number(returned.value, "the reward returned a Score with the value"))
     parts = _texts_to(returned.parts, "parts")
     words = {name: str(text) for name, text in _texts_to(returned.words, "words").items()}
     earned = turn_rewards(returned.turns)
@@ -64,7 +65,7 @@ def turn_rewards(returned: Any) -> tuple[float, ...]:
     listed = returned.tolist() if getattr(returned, "ndim", None) == 1 else returned
     if not isinstance(listed, Sequence) or isinstance(listed, str | bytes):
         raise RewardError(f"the reward returned {_called(returned)} for its turns; return a tuple of numbers")
-    return tuple(_finite(_number(one, "the reward returned for a turn")) for one in listed)
+    return tuple(finite(_number(one, "the reward returned for a turn")) for one in listed)
 
 
 def own_metrics(returned: Any) -> dict[str, float]:
@@ -110,15 +111,24 @@ def _number(value: Any, what: str, advice: str = "write a number") -> float:
 
 def _part(value: Any, name: str) -> float:
     number = _number(value, f"the reward returned a Score with the part {name!r},")
-    return _finite(number, f" for the part {name!r}")
+    return finite(number, where=f" for the part {name!r}")
 
 
-def _finite(value: float, where: str = "") -> float:
+def finite(value: float, what: str = "the reward returned", where: str = "") -> float:
+    """A number that can be learned from.
+
+    Raises:
+        RewardError: it is not finite, or too large; `what` begins the sentence.
+    """
     if not math.isfinite(value):
-        what = "NaN" if math.isnan(value) else value
+        shown = "NaN" if math.isnan(value) else value
         raise RewardError(
-            f"the reward returned {what}{where}; a score and its parts must be finite numbers: if it cannot score, "
+            f"{what} {shown}{where}; a score and its parts must be finite numbers: if it cannot score, "
             "raise RewardError or return Score.failed(why)"
+        )
+    if abs(value) > LARGEST:
+        raise RewardError(
+            f"{what} {value:g}{where}, which is too large to learn from: a score and its parts are at most {LARGEST:g}"
         )
     return value
 

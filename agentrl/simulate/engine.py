@@ -101,9 +101,9 @@ class SimulatedEngine:
         """Whether running requests prefill their context again after a weight update (`recompute`) or not (`keep`)."""
         lost: float = Field(0.0, ge=0, le=1)
         """Share of requests that are never answered, drawn by the request's seed. They occupy no slot."""
-        hangs_at: float | None = None
+        hangs_at: float | None = Field(None, ge=0)
         """Second of the event loop's clock at which the engine silently stops working."""
-        dies_at: float | None = None
+        dies_at: float | None = Field(None, ge=0)
         """Second of the event loop's clock from which all calls raise `EngineDeadError`."""
         seed: int = 0
         """Seed of the answer lengths."""

@@ -9,10 +9,10 @@ evaluation:
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 
 from agentrl.plugins import NoSettings
-from agentrl.protocols import FiniteTasks, SamplingParams, Settings, TaskSource
+from agentrl.protocols import FiniteTasks, SamplingParams, Settings, TaskSource, check_temperature
 from agentrl.rollout.budget import OwnBudget
 from agentrl.tasks.dataset import DatasetTasks
 from agentrl.tasks.env_config import OneEnv, RewardsField
@@ -23,7 +23,7 @@ from agentrl.trajectory import Task
 class EvaluationSampling(Settings):
     """How the policy is sampled in an evaluation; what is left out is as in training."""
 
-    temperature: float | None = Field(None, ge=0)
+    temperature: Annotated[float | None, AfterValidator(check_temperature)] = Field(None, ge=0)
     """Sampling temperature; by default the run's (`rollout.sampling.temperature`)."""
     top_p: float | None = Field(None, gt=0, le=1)
     """As `rollout.sampling.top_p`, which it is by default."""

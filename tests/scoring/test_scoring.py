@@ -4,6 +4,7 @@ import asyncio
 import math
 import os
 import random
+import re
 import threading
 import time
 from collections import Counter
@@ -19,6 +20,7 @@ from agentrl.errors import ConfigError, ConformanceError, RewardError
 from agentrl.flow import Retries, now
 from agentrl.observe.metrics import rollout_metrics
 from agentrl.recipes.evaluate import Evaluation
+from agentrl.rewards.environment import EnvironmentReward
 from agentrl.scoring.part import RewardPart
 from agentrl.scoring.pipeline import RewardPipeline, score_trajectory, total
 from agentrl.scoring.rule_pool import RulePool, RulePoolConfig
@@ -357,3 +359,27 @@ def test_check_reward_lets_sound_rewards_and_honest_failures_pass():
 
     for reward in (length, length_async, fails, Ranking()):
         check_reward(lambda reward=reward: reward, [trajectory("a"), trajectory("bbb", id="task/1/0")], pure=True)
+
+
+@pytest.mark.parametrize("value", [1e308, -1e308, math.inf, math.nan])
+def test_a_reward_too_large_to_compute_with_is_a_failed_score_that_names_its_part(value):
+    async def main():
+        parts = [RewardPart(lambda played: 1.0, "sound"), RewardPart(lambda played: value, "wild")]
+        score = await RewardPipeline(parts, deadline=5.0).score(PLAYED)
+        assert re.search(r"^wild: the reward returned (NaN|-?inf|-?1e\+308)", score.status.error)
+        paid = replace(PLAYED, turns=tuple(replace(turn, reward=value) for turn in PLAYED.turns))
+        score = await RewardPipeline(
+            [RewardPart(EnvironmentReward(EnvironmentReward.Config()), "environment")], deadline=5.0
+        ).score(paid)
+        assert isinstance(score.status, Failed)
+
+    asyncio.run(main())
+
+
+def test_a_sum_that_overflows_is_a_failed_score():
+    parts = [RewardPart(None, name, 1e30) for name in ("one", "two")]
+    score = total(parts, [Score(1e30), Score(1e30, turns=(1e30,))])
+    assert isinstance(score.status, Failed)
+    assert score.status.error.startswith("one, two: the weighted sum of its parts is 2e+60, which is too large")
+    base = total(parts[:1], [Score(1.0)])
+    assert isinstance(total(parts[1:], [Score(1e3)], base).status, Failed)
