@@ -25,17 +25,20 @@ from agentrl.rounding import ROUNDING_OF_SINGLES, constant, scale_of, settled
 STD_EPSILON = 1e-6
 """Added to a standard deviation before anything is divided by it."""
 
+Deviation = Literal["population", "sample"]
+"""A standard deviation: of n numbers, the root of the sum of squares over n, or over n - 1 (Bessel's correction)."""
 Advantage = Callable[[Sequence[float], float], list[float]]
 """Maps the rewards of a group's members, and their scale, to their advantages."""
 
 
-def group_std(rewards_G: Sequence[float], scale: float = 0.0) -> list[float]:
-    """(r_i - mean r) / std r, with the population standard deviation.
+def group_std(rewards_G: Sequence[float], scale: float = 0.0, deviation: Deviation = "population") -> list[float]:
+    """(r_i - mean r) / std r.
 
-    GRPO with outcome supervision: DeepSeekMath (arXiv:2402.03300), section 4.1.2.
+    GRPO with outcome supervision: DeepSeekMath (arXiv:2402.03300), section 4.1.2, which does not say which standard
+    deviation.
     """
     centred_G = group_mean(rewards_G, scale)
-    std = _root_mean_square(centred_G)
+    std = _root_mean_square(centred_G, deviation)
     return [a / (std + STD_EPSILON) for a in centred_G]
 
 
@@ -73,9 +76,13 @@ _ADVANTAGES: dict[Comparison, Advantage] = {
 }
 
 
-def compared(returns_G: Sequence[float], with_what: Comparison, scale: float = 0.0) -> list[float]:
+def compared(
+    returns_G: Sequence[float], with_what: Comparison, scale: float = 0.0, deviation: Deviation = "population"
+) -> list[float]:
     """The advantage of each return by one of the functions above."""
     _check(returns_G)
+    if with_what == "group_std":
+        return group_std(returns_G, scale, deviation)
     return _ADVANTAGES[with_what](returns_G, scale)
 
 
@@ -89,6 +96,7 @@ def compared_by_turn(
     with_what: Comparison,
     gamma: float,
     baseline: Literal["episode", "turn"],
+    deviation: Deviation = "population",
 ) -> list[list[float]]:
     """The advantages of each member's turns: their returns to go, less a baseline.
 
@@ -105,7 +113,7 @@ def compared_by_turn(
     left_G = [[settled(a, scale) for a in left] for left in left_G]
     if with_what != "group_std":
         return left_G
-    spread = _root_mean_square(list(chain(*left_G)))
+    spread = _root_mean_square(list(chain(*left_G)), deviation)
     return [[a / (spread + STD_EPSILON) for a in left] for left in left_G]
 
 
@@ -129,6 +137,7 @@ def compared_by_state(
     gamma: float,
     *,
     by_std: bool,
+    deviation: Deviation = "population",
 ) -> list[list[float]]:
     """The advantages of turns among all turns of the group that began in the same state: their returns to go, compared.
 
@@ -141,7 +150,7 @@ def compared_by_state(
     for togo, states in zip(togo_G, states_G, strict=True):
         for g, state in zip(togo, states, strict=True):
             alike[state].append(g)
-    centred = {state: iter(compared(returns, with_what, scale)) for state, returns in alike.items()}
+    centred = {state: iter(compared(returns, with_what, scale, deviation)) for state, returns in alike.items()}
     return [[next(centred[state]) for state in states] for states in states_G]
 
 
@@ -217,8 +226,9 @@ def numbers_in(advantages: Sequence[MemberAdvantage]) -> list[float]:
     return [a for member in advantages for a in ([member] if isinstance(member, float | int) else member)]
 
 
-def _root_mean_square(values: Sequence[float]) -> float:
-    return math.sqrt(math.fsum(a * a for a in values) / len(values)) if values else 0.0
+def _root_mean_square(values: Sequence[float], deviation: Deviation = "population") -> float:
+    count = max(1, len(values) - (deviation == "sample"))
+    return math.sqrt(math.fsum(a * a for a in values) / count)
 
 
 def _check(rewards_G: Sequence[float]) -> None:

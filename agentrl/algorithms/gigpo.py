@@ -45,7 +45,8 @@ class Gigpo(Grpo):
             for trajectory in group.trajectories
         ]
         by_std = self.config.advantage == "group_std"
-        steps_G = compared_by_state(group.turn_rewards_G, states_G, self.config.step_gamma, by_std=by_std)
+        own = self.config
+        steps_G = compared_by_state(group.turn_rewards_G, states_G, own.step_gamma, by_std=by_std, deviation=own.std)
         episodes_G = super().advantages(group)
         return [
             [

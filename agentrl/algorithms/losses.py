@@ -51,17 +51,27 @@ def by_sample(values_N: Tensor, segments_N: Tensor, how: Literal["mean", "sum"])
     return (sums / counts if how == "mean" else sums)[rows_N]
 
 
-def importance(tokens: LossTokens, cap: float | None, how: Literal["truncate", "mask"], level: Level) -> Tensor:
+def importance(
+    tokens: LossTokens,
+    cap: float | None,
+    how: Literal["truncate", "mask"],
+    level: Level,
+    floor: float | None = None,
+) -> Tensor:
     """Weights, without gradient, from the engine's distribution to the trainer's: w = exp(old - rollout logprobs).
 
     They correct for tokens that the engine sampled with other numerics or older weights: the decoupled objective of
     AReaL (arXiv:2505.24298), equation 5. Weights above `cap` are cut to it (`truncate`), or their tokens are left out
-    (`mask`). On the level of `sequence`, a sample's tokens share the product of their weights. Without a cap, w = 1.
+    (`mask`); those below `floor` are raised to it, or left out too (IcePop, arXiv:2510.18855). On the level of
+    `sequence`, a sample's tokens share the product of their weights. Without a cap, w = 1.
     """
     weight_N = uncapped_importance(tokens, level)
     if cap is None:
         return torch.ones_like(weight_N)
-    return weight_N.clamp(max=cap) if how == "truncate" else torch.where(weight_N > cap, 0.0, weight_N)
+    if how == "truncate":
+        return weight_N.clamp(min=floor, max=cap)
+    kept_N = weight_N <= cap if floor is None else (weight_N <= cap) & (weight_N >= floor)
+    return torch.where(kept_N, weight_N, 0.0)
 
 
 def uncapped_importance(tokens: LossTokens, level: Level) -> Tensor:
@@ -73,7 +83,7 @@ def uncapped_importance(tokens: LossTokens, level: Level) -> Tensor:
 
 
 def policy_metrics(
-    logprobs_N: Tensor, tokens: LossTokens, cap: float | None, level: Level = "token"
+    logprobs_N: Tensor, tokens: LossTokens, cap: float | None, level: Level = "token", floor: float | None = None
 ) -> dict[str, Tensor]:
     """What a policy's loss reports of each token, besides what its surrogate cuts.
 
@@ -85,7 +95,7 @@ def policy_metrics(
     return {
         "ratio": (logprobs_N.detach() - tokens.old_logprobs_N).exp(),
         "importance_weight": weight_N,
-        "importance_truncated": (weight_N > (math.inf if cap is None else cap)).float(),
+        "importance_truncated": ((weight_N > (math.inf if cap is None else cap)) | (weight_N < (floor or 0.0))).float(),
         "entropy": -logprobs_N.detach(),
         "kl": k3(tokens.old_logprobs_N, logprobs_N.detach()),
     }

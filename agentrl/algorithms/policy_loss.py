@@ -29,17 +29,26 @@ class PolicyLoss(Settings):
     """Bound of the loss for a negative advantage, as a multiple of the advantage; none by default."""
 
     importance_cap: Annotated[float, Field(gt=0)] | None = 2.0
-    """Largest weight of the correction from the engine's distribution to the trainer's; none: no correction."""
+    """Largest weight of the correction from the engine's distribution to the trainer's; none: no correction. TRL's
+    default is 3 with `importance: mask` and `importance_level: sequence`."""
+
+    importance_floor: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Smallest weight of that correction; none: as small as it is. IcePop (arXiv:2510.18855) leaves out the tokens of
+    both sides: 0.5, with a cap of 5 and `importance: mask`. It is TRL's `vllm_importance_sampling_clip_min`."""
 
     importance: Literal["truncate", "mask"] = "truncate"
-    """What happens to larger weights: they are cut to the cap, or their tokens are left out."""
+    """What happens to weights beyond these: they are cut to the cap and raised to the floor, or their tokens are left
+    out."""
 
     importance_level: Literal["token", "sequence"] = "token"
     """Whether each token has its own weight, or all tokens of a sample have the product of theirs."""
 
     entropy_bonus: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the policy's entropy, which is subtracted from the loss: keeps the policy from settling too early. The
-    entropy is exact, over all tokens that could have been sampled."""
+    entropy is exact, over all tokens that could have been sampled. It is a term of each token's loss, and so divided by
+    `normalizer` as the rest is, as in verl: with a constant that is larger than the number of loss tokens it weighs
+    less, by that ratio, and with `trajectories` the tokens of long trajectories weigh less. TRL takes its mean over the
+    loss tokens whatever the divisor: for the same weight, write that times the constant over their number."""
 
     kl: Annotated[float, Field(ge=0)] = 0.0
     """Weight of KL(policy || reference) in the loss, which keeps the policy near the model that the run began with.
@@ -59,6 +68,11 @@ class PolicyLoss(Settings):
 
     @model_validator(mode="after")
     def _a_mask_leaves_something(self) -> Self:
+        if self.importance_floor is not None and not self.importance_floor <= (self.importance_cap or 0.0):
+            raise ValueError(
+                f"importance_floor={self.importance_floor:g} needs an importance_cap that is not below it, and that is "
+                f"{self.importance_cap}: without one nothing is corrected"
+            )
         if self.importance == "mask" and self.importance_cap is not None and self.importance_cap < 1:
             raise ValueError(
                 f"importance=mask with importance_cap={self.importance_cap:g} leaves out every token whose weight is "
@@ -119,9 +133,9 @@ class PolicyAlgorithm:
         from agentrl.algorithms.losses import importance, k3, negative_entropy, policy_metrics, reference_penalty
 
         own = self.config
-        weight_N = importance(tokens, own.importance_cap, own.importance, own.importance_level)
+        weight_N = importance(tokens, own.importance_cap, own.importance, own.importance_level, own.importance_floor)
         loss_N = -weight_N * self.surrogate(logprobs_N, tokens)
-        metrics = policy_metrics(logprobs_N, tokens, own.importance_cap, own.importance_level)
+        metrics = policy_metrics(logprobs_N, tokens, own.importance_cap, own.importance_level, own.importance_floor)
         metrics |= self.cut(logprobs_N, tokens)
         # These terms are expectations over tokens of the policy that is trained; their tokens come from an older one.
         current_N = weight_N * (logprobs_N.detach() - tokens.old_logprobs_N).exp()

@@ -1,13 +1,15 @@
 """REINFORCE, and its relatives that normalise advantages over the batch: REINFORCE++ and ReBN."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from agentrl.algorithms.advantages import compared, compared_by_turn, normalised
+from agentrl.algorithms.advantages import compared, compared_by_turn, normalised, whitened
 from agentrl.algorithms.grpo import discounted
 from agentrl.algorithms.policy_loss import PolicyAlgorithm, PolicyLoss, scored
+from agentrl.batch import TrainBatch
 from agentrl.protocols import MemberAdvantage
 from agentrl.trajectory import Group
 
@@ -42,7 +44,7 @@ class ReinforcePlusPlus(Reinforce):
     """REINFORCE++ (arXiv:2501.03262): returns normalised over the whole batch, with the KL in the reward.
 
     With `group_baseline`, the group's mean is subtracted first (its section 3.3). Normalisation is biased: a batch's
-    spread depends on its own samples.
+    spread depends on its own samples. Where the paper counts tokens, `statistics` says what is counted here.
     """
 
     class Config(Reinforce.Config):
@@ -53,6 +55,10 @@ class ReinforcePlusPlus(Reinforce):
 
         group_baseline: bool = False
         """Subtract the mean of the group before normalising."""
+
+        statistics: Literal["trajectories", "tokens"] = "trajectories"
+        """What the mean and the standard deviation of a batch are over: its trajectories (with `reward_to_go` their
+        turns), each counted once; or its loss tokens, as in the paper and in verl, where long episodes count more."""
 
     config: Config
 
@@ -67,7 +73,16 @@ class ReinforcePlusPlus(Reinforce):
 
     def normalized(self, advantages: Sequence[Sequence[MemberAdvantage]]) -> Sequence[Sequence[MemberAdvantage]]:
         """See `NormalizesAdvantages`."""
+        if self.config.statistics == "tokens":
+            return advantages  # `prepared` knows how many tokens each has
         return normalised(advantages, [""] * len(advantages))
+
+    def prepared(self, batch: TrainBatch) -> TrainBatch:
+        """See `PreparesBatch`."""
+        batch = super().prepared(batch)
+        if self.config.statistics == "trajectories":
+            return batch
+        return replace(batch, advantages_N=whitened(batch.advantages_N))
 
 
 class ReturnBatchNorm(ReinforcePlusPlus):

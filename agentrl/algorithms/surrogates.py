@@ -88,10 +88,13 @@ class Sapo(Grpo):
     class Config(Grpo.Config):
         """As `grpo`; the temperatures replace the clips, which have no effect."""
 
-        temperature_positive: Annotated[float, Field(gt=0)] = 1.0
+        normalizer: Literal["tokens", "trajectories"] | Annotated[float, Field(ge=1e-6)] = "tokens"
+        """As in `grpo`. The paper, TRL and verl take the mean of each answer's tokens first: write `trajectories`."""
+
+        temperature_positive: Annotated[float, Field(ge=1e-3)] = 1.0
         """How fast gradients fade where the advantage is positive."""
 
-        temperature_negative: Annotated[float, Field(gt=0)] = 1.05
+        temperature_negative: Annotated[float, Field(ge=1e-3)] = 1.05
         """How fast they fade where it is not; larger, because pushing tokens down raises many others."""
 
     config: Config

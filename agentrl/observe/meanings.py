@@ -80,7 +80,7 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "policy_entropy": "The same exactly, over all tokens that could be sampled (with `algorithm.entropy_bonus`).",
         "importance_weight": "Mean of exp(old logprob - engine's logprob), before the cap; with "
         "`algorithm.importance_level=sequence`, the product over the sample.",
-        "importance_truncated": "Share of the tokens whose importance weight the cap cut.",
+        "importance_truncated": "Share of the tokens whose importance weight was above the cap or below the floor.",
         "nll": "Mean negative log-likelihood of a token that is imitated, in nats.",
         "constraints/rate/<part>": "Mean cost of a constraint in the batch (`batch_processing.constraints`).",
         "constraints/multiplier/<part>": "The constraint's Lagrange multiplier.",

@@ -24,7 +24,8 @@ class EvaluationSampling(Settings):
     """How the policy is sampled in an evaluation; what is left out is as in training."""
 
     temperature: Annotated[float | None, AfterValidator(check_temperature)] = Field(None, ge=0)
-    """Sampling temperature; by default the run's (`rollout.sampling.temperature`)."""
+    """Sampling temperature; by default the run's (`rollout.sampling.temperature`), which measures the policy that is
+    trained. verl validates greedily by default, and reports often do: write 0 to compare with them."""
     top_p: float | None = Field(None, gt=0, le=1)
     """As `rollout.sampling.top_p`, which it is by default."""
     top_k: int | None = Field(None, ge=0)

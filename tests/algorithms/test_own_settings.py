@@ -23,6 +23,7 @@ from agentrl.trajectory import Group, Score, Task
 
 OTHER: Mapping[str, Any] = {
     "clip_low": 0.11, "clip_high": 0.9, "dual_clip": 3.0, "importance_cap": 5.0, "importance": "mask",
+    "importance_floor": 0.5,
     "importance_level": "sequence", "entropy_bonus": 0.01, "kl": 0.1, "kl_reward": 0.1, "normalizer": 7.0,
 }  # fmt: skip
 """A value of each setting of the loss that is not its default in any algorithm."""
