@@ -75,7 +75,7 @@ class Advisors:
         1 if the values equal the returns, and 0 if every value is the mean return.
         """
         if self.reference is not None:
-            batch = replace(batch, reference_logprobs_N=await self.reference.predict(batch))
+            batch = replace(batch, reference_logprobs_N=await self.reference.predict(batch.uncredited()))
         if isinstance(self.algorithm, PreparesBatch):
             batch = self.algorithm.prepared(batch)
         if self.critic is None or not isinstance(self.algorithm, ActorCritic):

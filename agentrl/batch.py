@@ -8,10 +8,10 @@ text. `loss_mask` is 1 exactly for the tokens that the engine sampled, except th
 trained on before.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,21 @@ from agentrl.arrays import FloatArray, Growing, IntArray, MaskArray, Ragged, flo
 from agentrl.trajectory import Trajectory, Truncated, Turn
 
 N = TypeVar("N", bound=np.generic)
+
+
+class Credits(Protocol):
+    """What the advantages of a batch come from: its groups, and the algorithm that compares their members.
+
+    A batch has it where its tokens cost something that is known only later, such as the distance from a reference, and
+    that has to be taken off the rewards before these are compared.
+    """
+
+    def advantages(self, costs: Mapping[int, Sequence[float]]) -> Sequence[float | Sequence[float]]:
+        """The advantages of all members of all groups, by their number, when their turns have cost so much.
+
+        `costs`: of each turn of a member, by its number; others cost nothing.
+        """
+        ...
 
 
 _BY_TOKEN = ("token_ids", "loss_mask", "rollout_logprobs", "advantages", "policy_versions", "turn_ids")
@@ -37,6 +52,7 @@ class TrainingSample:
     `rewards`: what was earned right after a token, such as a turn's reward at its last token; by default nothing.
     `tail_ids`: the tokens that follow the last one of a truncated trajectory (`Trajectory.tail_ids`). If `continues`,
     the sample goes on with the trajectory of the sample before it, which forked. `group` is the number of its group.
+    `credits`: what its advantages come from, if its tokens cost something; its trajectory is number `member` there.
 
     Raises:
         ValueError: the lengths differ, there is no token, the first token carries loss (nothing predicts it), or a
@@ -56,6 +72,8 @@ class TrainingSample:
     tail_ids: IntArray = field(default_factory=lambda: ints(()))
     continues: bool = False
     group: int = 0
+    credits: Credits | None = None
+    member: int = 0
 
     __eq__ = same_fields
 
@@ -99,7 +117,8 @@ class TrainBatch:
     `truncated_M`: whether a sample is the last one of a truncated trajectory; `tails_M` are the tokens after its end.
     `groups_M` are the numbers of the samples' groups.
     `reference_logprobs_N` are the engine's until the run's reference, if any, has computed its own
-    (`agentrl/advisors.py`).
+    (`agentrl/advisors.py`). `credits` is what the advantages come from, where tokens cost something; `members_J` are
+    the numbers of the trajectories there. Parts of a batch, and batches that are joined or ordered, have none.
     """
 
     tokens_S: IntArray
@@ -117,6 +136,8 @@ class TrainBatch:
     truncated_M: MaskArray
     tails_M: Ragged
     groups_M: IntArray
+    credits: Credits | None = None
+    members_J: IntArray = field(default_factory=lambda: ints(()))
 
     @property
     def num_samples(self) -> int:
@@ -149,6 +170,36 @@ class TrainBatch:
     def tokens_of_trajectories(self) -> IntArray:
         """The number of loss tokens of each trajectory, by its number."""
         return np.bincount(self.trajectories_N, minlength=int(self.trajectories_M.max()) + 1).astype(np.int32)
+
+    def charged(self, cost_N: FloatArray) -> "TrainBatch":
+        """The batch with the advantages that its trajectories have when each loss token has cost so much.
+
+        What a turn's tokens cost is taken off its reward, before rewards are compared or normalised.
+
+        Raises:
+            ValueError: it is not known what the advantages come from.
+        """
+        if self.credits is None:
+            raise ValueError(
+                "what tokens cost (algorithm.kl_reward) is taken off the rewards before advantages are computed, and "
+                "this batch was made without its groups: collate what `samples_of` gives for the algorithm, as a whole"
+            )
+        width, count = int(self.turns_N.max()) + 1, len(self.members_J)
+        places_N = self.trajectories_N * width + self.turns_N
+        costs_JK = np.bincount(places_N, weights=cost_N, minlength=count * width).reshape(count, width)
+        members = self.members_J.tolist()
+        found = self.credits.advantages(dict(zip(members, costs_JK.tolist(), strict=True)))
+        advantages_JK = np.zeros((count, width))
+        for row, advantage in zip(advantages_JK, (found[member] for member in members), strict=True):
+            if isinstance(advantage, float | int):
+                row[:] = advantage
+            else:
+                row[: len(advantage)] = advantage[:width]
+        return replace(self, advantages_N=floats(advantages_JK.reshape(-1)[places_N])).uncredited()
+
+    def uncredited(self) -> "TrainBatch":
+        """The batch without what its advantages come from, which would cross to other processes with it."""
+        return replace(self, credits=None, members_J=ints(()))
 
     def lengthened(self, tokens_M: Ragged) -> "TrainBatch":
         """The batch with more tokens at the ends of its samples. They carry no loss."""
@@ -379,7 +430,8 @@ def collate(samples: Iterable[TrainingSample]) -> TrainBatch:
     tokens_S, loss_mask_S, rewards_S = Growing(np.int32), Growing(np.bool_), Growing(np.float32)
     rollout_logprobs_N, advantages_N, turns_N = Growing(np.float32), Growing(np.float32), Growing(np.int32)
     supports, experts = _GrowingRows(), _GrowingRows()
-    lengths_M, begins_M, truncated_M, tails_M, groups_M = [], [], [], [], []
+    lengths_M, begins_M, truncated_M, tails_M, groups_M, members_M = [], [], [], [], [], []
+    credits_: Credits | None = None
     for sample in samples:  # one at a time: a step's samples are larger than its batch
         tokens_S.append(sample.token_ids)
         loss_mask_S.append(sample.loss_mask)
@@ -394,9 +446,13 @@ def collate(samples: Iterable[TrainingSample]) -> TrainBatch:
         truncated_M.append(sample.truncated)
         tails_M.append(sample.tail_ids)
         groups_M.append(sample.group)
+        members_M.append(sample.member)
+        credits_ = sample.credits
     if not lengths_M:
         raise ValueError("there is no sample to collate: a batch needs at least one trainable trajectory")
     logprobs_N, trajectories_M = rollout_logprobs_N.values, np.cumsum([True, *begins_M[1:]], dtype=np.int32) - 1
+    firsts_M = zip(members_M, [True, *begins_M[1:]], strict=True)
+    members_J = [member for member, begins in firsts_M if begins and credits_ is not None]
     return TrainBatch(
         tokens_S.values,
         loss_mask_S.values,
@@ -413,6 +469,8 @@ def collate(samples: Iterable[TrainingSample]) -> TrainBatch:
         mask(truncated_M),
         Ragged.of(tails_M),
         ints(groups_M),
+        credits_,
+        ints(members_J),
     )
 
 

@@ -630,7 +630,8 @@ class Algorithm(Protocol):
     member is refused. If `fixed_scale` is true, its advantages are labels or weights, and a config that
     normalises them is refused. If `beyond_rewards` names a setting, that adds to the advantages what no reward says,
     and a config that leaves out groups by their rewards is refused. If `credits_turns` is true, the turns of an episode
-    have advantages of their own, which do not add up to 0 over a group.
+    have advantages of their own, which do not add up to 0 over a group. If `charges_rewards` is true, `prepared` takes
+    costs off the rewards (`TrainBatch.charged`), so its batches know what their advantages come from.
     """
 
     def advantages(self, group: Group) -> Sequence[MemberAdvantage]:

@@ -191,7 +191,9 @@ class Run:
         config = self.config
         # With a critic, an episode is compared with what was expected of it, and not with its group.
         compares_groups = config.rollout.group_size > 1 and all(
-            getattr(algorithm, "compares_members", False) and not getattr(algorithm, "credits_turns", False)
+            getattr(algorithm, "compares_members", False)
+            and not getattr(algorithm, "credits_turns", False)
+            and not getattr(algorithm, "beyond_rewards", "")
             for _, algorithm in config.trained_with()
         )
         sampling = config.rollout.sampling

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 from agentrl.algorithms.policy_loss import PolicyAlgorithm, PolicyLoss, scored
+from agentrl.arrays import FloatArray
+from agentrl.batch import TrainBatch
 from agentrl.protocols import MemberAdvantage
 from agentrl.trajectory import Group
 
@@ -18,6 +20,15 @@ class CriticBased(PolicyAlgorithm):
         """What is expected after the end of a truncated episode: what the critic says there, or nothing."""
 
     config: Config
+
+    @property
+    def charges_rewards(self) -> bool:
+        """See `Algorithm`: `estimate` starts from the rewards of tokens."""
+        return False
+
+    def charged(self, batch: TrainBatch, cost_N: FloatArray) -> TrainBatch:
+        """See `PolicyAlgorithm`: what advantages the critic finds."""
+        return batch
 
     @property
     def bootstraps(self) -> bool:

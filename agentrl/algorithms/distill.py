@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -19,6 +19,9 @@ class DistillLoss(PolicyLoss):
 
     reward_weight: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the episode's reward, against the other members of the group, beside the teacher."""
+
+    kl_reward: Literal[0] = 0
+    """Always 0: the KL to the teacher is what is learned, by token."""
 
 
 class Distill(PolicyAlgorithm):

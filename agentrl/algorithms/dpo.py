@@ -82,6 +82,9 @@ class OnlineDpo(PolicyAlgorithm):
         beta: Annotated[float, Field(gt=0)] = 0.1
         """How strongly the policy is held to the reference: the smaller, the further it may move."""
 
+        kl_reward: Literal[0] = 0
+        """Always 0: `beta` holds the policy to its reference."""
+
         labels: Labels = "hard"
         """`hard`: the better episode of a pair is the chosen one. `soft`: it is with the probability sigmoid(difference
         of the rewards), as the model of Bradley and Terry says. Use it with a reward on that scale, as `reward_model`

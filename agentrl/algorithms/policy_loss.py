@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-import numpy as np
 from pydantic import Field, model_validator
 
 from agentrl.arrays import FloatArray, floats
@@ -56,8 +55,10 @@ class PolicyLoss(Settings):
     itself (its k2 estimate), not that of k3."""
 
     kl_reward: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the same KL as a cost in the reward: each token pays log(policy / reference) (the k1 estimate), and
-    answers for what the tokens after it pay. It needs a reference too."""
+    """Weight of the same KL as a cost in the reward: a turn's tokens pay log(policy / reference) each (the k1 estimate)
+    out of the turn's reward, before rewards are compared and normalised, as in TRL's RLOO and in verl. Then it is
+    credited as the reward is: to the whole episode, or by turn (critics: by token). Tokens that carry no loss pay
+    nothing. With `group_std`, a group whose rewards are equal is compared by its KL alone. It needs a reference too."""
 
     normalizer: Literal["tokens", "trajectories"] | Annotated[float, Field(ge=1e-6)] = "tokens"
     """Divisor of the summed token losses of a batch: its loss tokens; its trajectories, each of which counts by the
@@ -104,6 +105,11 @@ class PolicyAlgorithm:
     def beyond_rewards(self) -> str:
         """See `Algorithm`."""
         return "kl_reward" if self.config.kl_reward else ""
+
+    @property
+    def charges_rewards(self) -> bool:
+        """See `Algorithm`."""
+        return self.config.kl_reward > 0
 
     @property
     def credits_turns(self) -> bool:
@@ -164,21 +170,13 @@ class PolicyAlgorithm:
             weights_N = 1 / batch.tokens_of_trajectories[batch.trajectories_N]
             batch = replace(batch, weights_N=floats(weights_N))
         if self.config.kl_reward:
-            cost_N = self.config.kl_reward * (batch.rollout_logprobs_N - batch.reference_logprobs_N)
-            batch = replace(
-                batch,
-                rewards_N=floats(batch.rewards_N - cost_N),
-                advantages_N=floats(batch.advantages_N - _to_go(cost_N, batch)),
-            )
+            cost_N = floats(self.config.kl_reward * (batch.rollout_logprobs_N - batch.reference_logprobs_N))
+            batch = self.charged(replace(batch, rewards_N=floats(batch.rewards_N - cost_N)), cost_N)
         return batch
 
-
-def _to_go(cost_N: FloatArray, batch: TrainBatch) -> FloatArray:
-    """The sum of each token's cost and those of the tokens after it in its trajectory."""
-    total_N = np.cumsum(cost_N[::-1], dtype=np.float64)[::-1]
-    ends_J = np.cumsum(batch.tokens_of_trajectories)
-    after_J = np.append(total_N, 0.0)[ends_J]
-    return floats(total_N - after_J[batch.trajectories_N])
+    def charged(self, batch: TrainBatch, cost_N: FloatArray) -> TrainBatch:
+        """The batch, whose rewards are less what each token costs, with the advantages of these rewards."""
+        return batch.charged(cost_N)
 
 
 def scored(group: Group) -> Sequence[float]:

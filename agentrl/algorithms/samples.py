@@ -2,14 +2,15 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, zip_longest
+from math import fsum
 from types import MappingProxyType
 
 from agentrl.algorithms.batch_processing import BatchProcessing, BatchProcessingConfig
 from agentrl.batch import TrainBatch, TrainingSample, collate, to_samples
 from agentrl.errors import TrainingError
 from agentrl.protocols import Algorithm, MemberAdvantage, NormalizesAdvantages
-from agentrl.trajectory import Group, Trajectory
+from agentrl.trajectory import Group, Score, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,21 +86,53 @@ def _traced_samples(
     processing = processing or BatchProcessing(BatchProcessingConfig())
     parts = [of_agent for group in groups for of_agent in group.by_agent()]
     algorithms = [by_env.get(part.task.env, algorithm) for part in parts]
-    by_group: Sequence[Sequence[MemberAdvantage]] = [
-        own.advantages(part) for own, part in zip(algorithms, parts, strict=True)
-    ]
-    if isinstance(algorithm, NormalizesAdvantages):
-        by_group = algorithm.normalized(by_group)
-    advantages = chain(*processing.advantages(parts, by_group))
+    credits_ = GroupCredits(parts, algorithm, algorithms, processing)
     rewards = chain(*(part.turn_rewards_G for part in parts))
     trajectories = [trajectory for part in parts for trajectory in part.trajectories]
     informative = processing.informative(parts, algorithms)
     wanted = [told for part, told in zip(parts, informative, strict=True) for _ in part.trajectories]
     kept = [a and b for a, b in zip(processing.trained(trajectories), wanted, strict=True)]
     numbers = [number for number, part in enumerate(parts) for _ in part.trajectories]
-    for number, trajectory, advantage, earned, trained in zip(
-        numbers, trajectories, advantages, rewards, kept, strict=True
+    charged = credits_ if getattr(algorithm, "charges_rewards", False) else None
+    for member, (number, trajectory, advantage, earned, trained) in enumerate(
+        zip(numbers, trajectories, credits_.advantages({}), rewards, kept, strict=True)
     ):
         if trained:
             for sample in to_samples(trajectory, advantage, turn_rewards=earned, oldest_version=oldest_version):
-                yield trajectory, replace(sample, group=number)
+                yield trajectory, replace(sample, group=number, credits=charged, member=member)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupCredits:
+    """The `Credits` of a batch of groups: each of one agent, with the scores that are compared, and its algorithm.
+
+    `algorithm` is the run's, which may normalise the advantages of all.
+    """
+
+    parts: Sequence[Group]
+    algorithm: Algorithm
+    algorithms: Sequence[Algorithm]
+    processing: BatchProcessing
+
+    def advantages(self, costs: Mapping[int, Sequence[float]]) -> list[MemberAdvantage]:
+        """See `Credits`."""
+        first, charged = 0, []
+        for part in self.parts:
+            of_part = [costs.get(first + place, ()) for place in range(len(part.trajectories))]
+            charged.append(_charged(part, of_part) if costs else part)
+            first += len(part.trajectories)
+        by_group: Sequence[Sequence[MemberAdvantage]] = [
+            own.advantages(part) for own, part in zip(self.algorithms, charged, strict=True)
+        ]
+        if isinstance(self.algorithm, NormalizesAdvantages):
+            by_group = self.algorithm.normalized(by_group)
+        return list(chain(*self.processing.advantages(charged, by_group)))
+
+
+def _charged(group: Group, costs_G: Sequence[Sequence[float]]) -> Group:
+    """The group with what each turn costs taken off its reward."""
+    scores: list[Score] = []
+    for score, rewards, costs in zip(group.scores, group.turn_rewards_G, costs_G, strict=True):
+        left = tuple(reward - cost for reward, cost in zip_longest(rewards, costs[: len(rewards)], fillvalue=0.0))
+        scores.append(replace(score, value=score.value - fsum(costs), turns=left))
+    return replace(group, scores=tuple(scores))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from agentrl.algorithms.advantages import compared_by_state, returns_to_go
+from agentrl.algorithms.advantages import compared_by_state, group_std, returns_to_go
 from agentrl.algorithms.archer import Archer
 from agentrl.algorithms.batch_processing import BatchProcessing, BatchProcessingConfig
 from agentrl.algorithms.dpo import OnlineDpo
@@ -182,7 +182,25 @@ def test_filtering_by_whole_rewards_would_turn_them(name: str) -> None:
 
 @pytest.mark.parametrize("problem", ["stopping", "chain"])
 @pytest.mark.parametrize("where", ["kl", "kl_reward"])
-@pytest.mark.parametrize("name", ["reinforce", "rloo", "ppo", "turn_ppo"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "reinforce",
+        "reinforce, whole returns",
+        "rloo",
+        "rloo, reward-to-go",
+        "rloo, reward-to-go, baseline of the turn",
+        "grpo as Dr. GRPO",
+        "grpo as Dr. GRPO, reward-to-go",
+        "gspo",
+        "cispo",
+        "sapo",
+        "gigpo without its states",
+        "rae, reward-to-go",
+        "ppo",
+        "turn_ppo",
+    ],
+)
 def test_the_kl_to_a_reference_has_its_own_gradient_in_the_loss_and_in_the_reward(
     name: str, where: str, problem: str
 ) -> None:
@@ -203,7 +221,66 @@ def test_the_kl_to_a_reference_has_its_own_gradient_in_the_loss_and_in_the_rewar
     else:
         cost = sum(chance * of_path.square().sum() / 2 for chance, of_path in zip(chances.detach(), moved, strict=True))
     (expected,) = torch.autograd.grad(-0.3 * cost, own)
-    torch.testing.assert_close(found - without, members * expected, rtol=1e-4, atol=1e-6)
+    # A group's mean contains the member itself: a factor (n - 1) / n on all that is in the reward.
+    own_share = where == "kl_reward" and getattr(algorithm.config, "advantage", "") == "group_mean"
+    times = members - 1 if own_share else members
+    torch.testing.assert_close(found - without, times * expected, rtol=1e-4, atol=1e-6)
+
+
+def charged(algorithm: PolicyAlgorithm, group: Group, oracle: Oracle, members: int) -> tuple[list[float], list[float]]:
+    """The first and the last advantage of each member, with the KL of `oracle.logits(1)` to `oracle.logits(2)`."""
+    batch = oracle.with_reference(batch_of(algorithm, group), oracle.logits(2))
+    prepared = algorithm.prepared(batch)
+    assert prepared.credits is None
+    of_each = [prepared.advantages_N[prepared.trajectories_N == number].tolist() for number in range(members)]
+    return [own[0] for own in of_each], [own[-1] for own in of_each]
+
+
+@pytest.mark.parametrize("scale", [1.0, 100.0])
+@pytest.mark.parametrize("forked", [False, True])
+def test_the_kl_is_taken_off_the_reward_before_rewards_are_compared(forked: bool, scale: float) -> None:
+    """By hand: group_std of R - 0.3 KL, and of RLOO the difference to the others' mean of it, as in TRL."""
+    oracle = Oracle(PROBLEMS["chain"])
+    logits = oracle.logits(1)
+    group = oracle.group([0, 1, 3, 2], logits)
+    moved_W = oracle.logprobs(logits) - oracle.logprobs(oracle.logits(2))
+    kl_G = [sum(float(moved_W[turn.completion.token_ids[0]]) for turn in t.turns) for t in group.trajectories]
+    scores = [replace(s, value=scale * s.value, turns=tuple(scale * r for r in s.turns)) for s in group.scores]
+    left_G = [score.value - 0.3 * kl for score, kl in zip(scores, kl_G, strict=True)]
+    trajectories = [
+        replace(t, turns=(t.turns[0], *(replace(turn, forked=forked) for turn in t.turns[1:])))
+        for t in group.trajectories
+    ]
+    group = replace(group, scores=tuple(scores), trajectories=tuple(trajectories))
+    wanted = {
+        Grpo(Grpo.Config(**ONE, kl_reward=0.3)): group_std(left_G),
+        Rloo(Rloo.Config(**ONE, kl_reward=0.3)): [4 / 3 * (r - sum(left_G) / 4) for r in left_G],
+        ReinforcePlusPlus(ReinforcePlusPlus.Config(**ONE, kl_reward=0.3)): group_std(left_G),
+        Reinforce(Reinforce.Config(**ONE, kl_reward=0.3, reward_to_go=False)): left_G,
+    }
+    for algorithm, advantages in wanted.items():
+        first, last = charged(algorithm, group, oracle, 4)
+        assert first == last == pytest.approx(advantages, rel=1e-5, abs=1e-6)
+
+
+def test_a_turn_pays_its_own_kl_and_not_that_of_turns_before_it() -> None:
+    oracle = Oracle(PROBLEMS["chain"])
+    logits = oracle.logits(1)
+    group = oracle.group([0, 3], logits)
+    moved_W = oracle.logprobs(logits) - oracle.logprobs(oracle.logits(2))
+    _, last = charged(Reinforce(Reinforce.Config(**ONE, kl_reward=0.3)), group, oracle, 2)
+    kl_G = [float(moved_W[t.turns[-1].completion.token_ids[0]]) for t in group.trajectories]
+    rewards = [t.turns[-1].reward for t in group.trajectories]
+    assert last == pytest.approx([r - 0.3 * kl for r, kl in zip(rewards, kl_G, strict=True)], abs=1e-6)
+
+
+def test_a_batch_that_does_not_know_its_groups_cannot_be_charged() -> None:
+    oracle, algorithm = Oracle(PROBLEMS["bandit"]), Rloo(Rloo.Config(**ONE, kl_reward=0.3))
+    batch = batch_of(Rloo(), oracle.group([0, 1], oracle.logits(1)))
+    with pytest.raises(ValueError, match="made without its groups"):
+        algorithm.prepared(batch)
+    whole = batch_of(algorithm, oracle.group([0, 1], oracle.logits(1)))
+    assert all(part.credits is None for part in whole.split([1, 1]))
 
 
 class ReachedBaseline(Grpo):
