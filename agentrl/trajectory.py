@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -317,6 +318,7 @@ class Trajectory:
     `dropped`: what was sampled in the episode and is in no turn, by reason: the number of answers, and of their tokens
     (`agentrl/gateway`).
     `started` is when the episode began. `picture`: the environment's own picture of its last state (`Turn.picture`).
+    `begun` names what the environment showed at the beginning, to all agents ("": unknown; see `beginning`).
     """
 
     id: str
@@ -333,6 +335,17 @@ class Trajectory:
     dropped: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     started: float = 0.0
     picture: str = ""
+    begun: str = field(default="", compare=False)
+
+    @property
+    def beginning(self) -> str:
+        """A name of what the episode began with, equal in all episodes of a task; "" where it is unknown.
+
+        With a single agent, its first prompt tells that too.
+        """
+        if self.begun or self.agent or not self.turns:
+            return self.begun
+        return blake2b(self.turns[0].prompt_ids.tobytes(), digest_size=8).hexdigest()
 
     def unshared(self) -> "Trajectory":
         """The same, for code that may change what it gets: its options, infos and calls are copies.
@@ -463,6 +476,11 @@ class Group:
         Algorithms that compare whole rewards learn nothing from other groups.
         """
         return any(not constant(group.rewards_G) for group in self.by_agent())
+
+    @property
+    def begins_alike(self) -> bool:
+        """Whether all episodes began with the same: the environment heeds its seed. True where it is unknown."""
+        return len({t.beginning for t in self.trajectories if t.beginning}) <= 1
 
     def by_agent(self) -> tuple["Group", ...]:
         """A group for each agent, in order of first appearance; with one agent, this group itself.

@@ -30,6 +30,8 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "informative_groups": "Share of groups that are trained on, with `batch_processing.keep_variance` below 1.",
         "mixed_groups": "Share of groups whose members scored differently, by more than rounding. Only these "
         "teach anything, if whole rewards are compared.",
+        "different_starts": "Share of groups whose members began with different prompts. Above 0, an environment "
+        "ignores its seed, and members are compared that had different tasks.",
         "agents/<agent>/reward": "Mean score of one agent, where the environment names several.",
         "agents/<agent>/success": "Share of its successful episodes.",
         "agents/<agent>/turns": "Its mean turns.",
@@ -39,8 +41,9 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "curriculum/<level>/success": "Success rate of one level of the curriculum `levels`, over its last groups.",
         "curriculum/easy": "Share of the rows that the curriculum `pools` has found easy.",
         "curriculum/hard": "Share of the rows that it has found hard.",
-        "bias/seconds": "Mean duration of trained episodes / of all played ones. Below 1, long episodes are missing.",
-        "bias/tokens": "The same of lengths in tokens.",
+        "bias/seconds": "Mean duration of trained episodes / of all; those that were cut would have been longer "
+        "(Kaplan and Meier). Below 1, long episodes are missing.",
+        "bias/tokens": "The same of lengths in tokens, without those of an answer that was cut short.",
         "wasted_tokens": "Tokens since the last step that are not trained on, without answers that were cut short.",
         "wasted_tokens/<why>": "Those of `failed` episodes, `surplus` members, `stale` or `filtered` groups.",
         "wasted_share": "Wasted tokens / (wasted tokens + tokens of the batch).",

@@ -64,6 +64,7 @@ def rollout_metrics(
         "truncated": fmean(trajectory.status.name == "truncated" for trajectory in trajectories),
         **({"segments": float(len(parts_of_episodes))} if parts_of_episodes else {}),
         "mixed_groups": fmean(group.mixed for group in groups),
+        "different_starts": fmean(not group.begins_alike for group in groups),
         **({"stale_tokens": stale / (stale + len(versions_T))} if stale else {}),
         "staleness/max": float(max(ages_of_tokens, default=0)),
         "staleness/mean": step - float(versions_T.mean()) if len(versions_T) else 0.0,

@@ -17,6 +17,8 @@ class Condition:
 
     holds: Callable[[Row], bool]
     text: Callable[[Row], str]
+    steps: int = IN_A_ROW
+    """Steps in a row after which to tell it."""
 
 
 def conditions(max_tokens: int, budget: Budget, *, compares_groups: bool, extends: bool = True) -> Sequence[Condition]:
@@ -87,6 +89,15 @@ def _still_blocks(row: Row) -> list[str]:
 
 
 _HEALTH = (
+    Condition(
+        lambda row: row.get("different_starts", 0.0) > 0.0,
+        lambda row: (
+            f"in {row['different_starts']:.0%} of the groups, members began with different prompts, so rewards for "
+            "different tasks are compared: the environment ignores its seed, or draws from a generator that it did not "
+            "make from it (`agentrl check-env NAME` tells where); a program may write something at random"
+        ),
+        steps=1,
+    ),
     Condition(
         lambda row: row.get("health/effective_sample_size", 1.0) < 0.5,
         lambda row: (
@@ -175,8 +186,9 @@ class Silence:
         warnings = []
         for number, condition in enumerate(self.conditions):
             count = self._in_a_row[number] = self._in_a_row.get(number, 0) + 1 if condition.holds(row) else 0
-            if count == IN_A_ROW:
-                warnings.append(f"in {IN_A_ROW} steps in a row, up to step {row['step'] + 1}: {condition.text(row)}")
+            if count == condition.steps:
+                when = f"in {count} steps in a row, up to step" if count > 1 else "in step"
+                warnings.append(f"{when} {row['step'] + 1}: {condition.text(row)}")
         return warnings
 
     def _of_evaluation(self, row: Row) -> list[str]:

@@ -4,6 +4,7 @@ Only here do failures of a rollout become data: a `RolloutError` ends the episod
 exception is a defect and propagates.
 """
 
+import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -309,16 +310,18 @@ class _AgentState:
 @dataclass(slots=True)
 class _EpisodeState:
     """What has happened in an episode so far. `answers` counts the answers of all agents; `picture` is that of the
-    environment's present state.
+    environment's present state. `begun` names what the environment showed at the beginning.
     """
 
     agents: dict[str, _AgentState] = field(default_factory=dict)
     answers: int = 0
     picture: str = ""
+    begun: str = ""
 
     def segments(self, episode: Episode, started: float) -> list[Trajectory]:
         """What each trained agent has played so far; see `Progress`."""
-        return [state.segment(episode, elapsed() - started) for state in self.agents.values() if state.role.trained]
+        seconds, trained = elapsed() - started, [state for state in self.agents.values() if state.role.trained]
+        return [replace(state.segment(episode, seconds), begun=self.begun) for state in trained]
 
     def settle(self, actor: str, reward: float, info: Mapping[str, Any]) -> None:
         """Credit the other agents for a step (the actor's turn has its reward already), and mark each one's success."""
@@ -393,7 +396,8 @@ class EnvEpisodeRunner:
         if not episode_state.agents:
             return (Trajectory(episode.id, episode.task, (), status, (), seconds, started=started),)
         states = [state for state in episode_state.agents.values() if state.role.trained]
-        return tuple([state.trajectory(episode, status, seconds, episode_state.picture) for state in states])
+        whole = [state.trajectory(episode, status, seconds, episode_state.picture) for state in states]
+        return tuple([replace(one, begun=episode_state.begun) for one in whole])
 
     async def _take_turns(self, episode: Episode, episode_state: _EpisodeState, env: LiveEnv) -> Status:
         began = now()
@@ -403,6 +407,7 @@ class EnvEpisodeRunner:
         agents = agents_in(info)
         episode_state.agents = self._agent_states(episode, agents, info, env)
         state = episode_state.agents[next_agent(info, agents)]
+        episode_state.begun = _begun(observation, state.agent, info, env)
         state.unanswered = [*state.unanswered, Message("user", observation)]
         turns = 0
         while not (spent := _spent(episode, turns, began)):
@@ -499,6 +504,12 @@ def _state_key(info: Mapping[str, Any], observation: str) -> str:
     """The name of the state that `info` and `observation` are of."""
     key = info.get("state_key")
     return blake2b(observation.encode(), digest_size=8).hexdigest() if key is None else str(key)
+
+
+def _begun(observation: str, first: str, info: Mapping[str, Any], env: LiveEnv) -> str:
+    """A name of what a reset has shown: the observation and who sees it, the system prompts, the tools."""
+    shown = json.dumps([observation, first, env.system_prompt, info.get("system_prompts"), list(env.tools)])
+    return blake2b(shown.encode(), digest_size=8).hexdigest()
 
 
 def _too_long(tokens: int, limit: int) -> Failed:

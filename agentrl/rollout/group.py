@@ -237,13 +237,17 @@ class GroupRunner:
             priority=state.ticket.deadline,
             member=member,
         )
+        played: list[Trajectory] = []
         try:
             self.ledger.begin(number, member, attempt)
             state.attempts[member], state.live[member] = attempt, episode
             played = [episode.progress.mark(t) for t in await self._played(episode)]
             outcome = await self._scored(played)
         except asyncio.CancelledError:
-            self.bias.cut(elapsed() - started)
+            if played:  # it had ended, and was being scored
+                self._count_played(played)
+            else:
+                self.bias.cut(elapsed() - started, episode.progress.sampled_tokens)
             self.waste.episode(state.thrown_away_as, episode.progress)
             raise
         del state.live[member]
@@ -259,6 +263,12 @@ class GroupRunner:
             self.bias.sampled(trajectory)
             self.ledger.unused(number, member, attempt, trajectory.dropped)
         return outcome
+
+    def _count_played(self, trajectories: Sequence[Trajectory]) -> None:
+        """Count the length of an episode that came to its end, if it did not fail."""
+        for trajectory in trajectories:
+            if not isinstance(trajectory.status, Failed):
+                self.bias.sampled(trajectory)
 
     async def _played(self, episode: Episode) -> Sequence[Trajectory]:
         """The episode's trajectories. Releases its slot, so that a slow reward holds none."""

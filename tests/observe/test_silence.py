@@ -65,6 +65,13 @@ def test_a_condition_that_lasts_is_named_once_and_again_when_it_has_come_back(
     assert len(warnings(reader, GOOD, *[row] * 10)) == 1
 
 
+def test_an_environment_that_ignores_its_seed_is_named_at_once() -> None:
+    rows = [{**GOOD, "different_starts": share} for share in (0.0, 0.5, 1.0, 1.0, 1.0)]
+    (text,) = warnings(silence(), *rows)
+    assert text.startswith("in step 2: in 50% of the groups, members began with different prompts")
+    assert "ignores its seed" in text
+
+
 def test_groups_of_equal_scores_are_normal_with_a_critic() -> None:
     assert warnings(silence(compares_groups=False), *[{**GOOD, "mixed_groups": 0.0}] * 10) == []
 
