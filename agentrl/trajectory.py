@@ -7,6 +7,7 @@ running event loop's clock. Dimension suffixes: G members of a group.
 import copy
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -87,6 +88,28 @@ class Task:
         object.__setattr__(self, "options", unshared(self.options, f"the options of {named}"))
 
 
+NO_CALLS = "<tool_call>\n[]\n</tool_call>"
+"""Ends an answer in the canonical form that holds no calls though it looks as if it did."""
+_TAG = re.compile(r"<tool_call((?: quoted)*)>")
+_QUOTED_TAG = re.compile(r"<tool_call((?: quoted)*) quoted>")
+_LAST_NOTE = re.compile(r'<tool_call>\n(?:\[\]|\{"unreadable": [^\n]*\})\n</tool_call>\Z')
+
+
+def unreadable(why: str) -> str:
+    """What stands in the canonical form for a call that cannot be read. `why`: what the model is told of it."""
+    return f"<tool_call>\n{json.dumps({'unreadable': why})}\n</tool_call>"
+
+
+def quoted(text: str) -> str:
+    """A text that is no call, as it stands before calls in the canonical form: its tags are marked as quoted."""
+    return _TAG.sub(r"<tool_call\1 quoted>", text)
+
+
+def unquoted(text: str) -> str:
+    """The text that `quoted` was given."""
+    return _QUOTED_TAG.sub(r"<tool_call\1>", text)
+
+
 _ROOM = 16
 """Levels of JSON around a call in a message. pydantic's reader takes 200 in all."""
 
@@ -132,9 +155,9 @@ class MadeCall:
 class Message:
     """One message of the conversation, as text.
 
-    The `content` of an answer is what its environment gets: its calls stand there in the canonical form, and its
-    reasoning does not. If the renderer tells them apart, they are in `reasoning` (of so many tokens) and `tool_calls`
-    too. A tool's result names the call that it answers (`tool_call_id`, `name`).
+    The `content` of an answer is what its environment gets: its calls stand there in the canonical form, and so does
+    what cannot be read as a call; its reasoning does not. If the renderer tells them apart, they are in `reasoning` (of
+    so many tokens) and `tool_calls` too. A tool's result names the call that it answers (`tool_call_id`, `name`).
     """
 
     role: Role
@@ -154,10 +177,13 @@ class Message:
 
     @property
     def said(self) -> str:
-        """The content without its calls."""
-        if not self.tool_calls:
+        """The content without its calls, as the model wrote it."""
+        if self.tool_calls:
+            own = self.content.removesuffix("\n".join(call.render() for call in self.tool_calls)).removesuffix("\n")
+            return unquoted(own.removesuffix(NO_CALLS).removesuffix("\n") if own.endswith(NO_CALLS) else own)
+        if _LAST_NOTE.search(self.content) is None:
             return self.content
-        return self.content.removesuffix("\n".join(call.render() for call in self.tool_calls)).removesuffix("\n")
+        return unquoted(self.content[: self.content.index("<tool_call>")].removesuffix("\n"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

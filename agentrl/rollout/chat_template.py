@@ -139,10 +139,10 @@ class ChatTemplate:
             "template in a file that model.chat_template names"
         )
 
-    def call(self, call: ToolCall) -> tuple[str, str]:
-        """A prompt and the answer to it that makes a call, with what ends it; empty if the template writes no calls."""
+    def call(self, *calls: ToolCall) -> tuple[str, str]:
+        """A prompt and the answer to it that makes calls, with what ends it; empty if the template writes no calls."""
         base = _base("user", "", self._abilities)[:1]
-        answer = _in_parts(_as_json(Message("assistant", "", tool_calls=(call,)), self._abilities), self._abilities)
+        answer = _in_parts(_as_json(Message("assistant", "", tool_calls=calls), self._abilities), self._abilities)
         text = self._try([*base, answer], None, False)
         if not self._abilities.calls or isinstance(text, Exception):
             return "", ""
@@ -151,6 +151,19 @@ class ChatTemplate:
         begun = next((prompt for prompt in prompts if text.startswith(prompt)), "")
         ends = [at + len(stop) for stop in self.stops if (at := text.find(stop, len(begun))) >= 0]
         return begun, text[len(begun) : min(ends, default=len(text))]
+
+    def calls(self, calls: Sequence[ToolCall]) -> str:
+        """Calls as they stand after an answer's own text, without what ends the answer; empty if it writes none."""
+        base = _base("user", "", self._abilities)
+        one = Message("assistant", _MARK, tool_calls=tuple(calls))
+        text = self._try([base[0], _in_parts(_as_json(one, self._abilities), self._abilities)], None, False)
+        if not self._abilities.calls or isinstance(text, Exception):
+            return ""
+        written = text.partition(_MARK)[2]
+        if any(call.name not in written for call in calls):  # some leave out the answer's text, or write it after calls
+            written = self.call(*calls)[1]
+        ended = written.rstrip()
+        return next((ended.removesuffix(stop) for stop in self.stops if ended.endswith(stop)), written)
 
     @property
     def header(self) -> str:

@@ -14,7 +14,8 @@ from typing import Any
 
 from agentrl.arrays import IntArray, ints
 from agentrl.errors import ConfigError
-from agentrl.rollout.reading import Reading, call_of
+from agentrl.rollout.harmony import read_harmony
+from agentrl.rollout.reading import Reading, Unread, call_of
 from agentrl.trajectory import Message, ToolCall
 
 _TOOL: Mapping[str, Any] = {
@@ -57,22 +58,30 @@ _MARKS = {"gpt-oss": "<|channel|>"}
 class Family:
     """The rules of one model family. `name` is that of the library.
 
-    `header`: the tokens at the end of a prompt that the family takes for a part of the answer, if it is used to read
-    the answers of a template that ends its prompts earlier than the family does.
+    `tokenizer` is that of the model. `header`: the tokens at the end of a prompt that the family takes for a part of
+    the answer, if it is used to read the answers of a template that ends its prompts earlier than the family does.
     """
 
     def __init__(
-        self, name: str, rules: Any, header: Sequence[int] = (), made: Callable[[Any], Any] | None = None
+        self,
+        name: str,
+        tokenizer: Any,
+        rules: Any,
+        header: Sequence[int] = (),
+        made: Callable[[Any], Any] | None = None,
     ) -> None:
         """`made`: makes the same rules for another tokenizer."""
         self.name = name
+        self._tokenizer = tokenizer
         self._rules = rules
         self._header = list(header)
         self._made = made
 
     def of_tokenizer(self, tokenizer: Any) -> "Family":
         """The same rules with another tokenizer, which has the same tokens."""
-        return self if self._made is None else Family(self.name, self._made(tokenizer), self._header, self._made)
+        if self._made is None:
+            return self
+        return Family(self.name, tokenizer, self._made(tokenizer), self._header, self._made)
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -104,15 +113,16 @@ class Family:
         return ints(extended.token_ids[len(seen) :])
 
     def read(self, prompt_ids: IntArray, answer_ids: IntArray, tools: Sequence[Mapping[str, Any]]) -> Reading:
-        """An answer, taken apart. Never raises, whatever the tokens are."""
+        """An answer, taken apart by the library's parser. Never raises, whatever the tokens are."""
         begun, answer = prompt_ids.tolist(), answer_ids.tolist()
+        if self.name == "gpt-oss":
+            return read_harmony(self._tokenizer, answer)
         if self._header:
             begun, answer = begun[: len(begun) - len(self._header)], [*self._header, *answer]
         found = self._rules.parse_response(answer, tools=_given(tools), prompt_ids=begun)
         calls, malformed = calls_in(found.tool_calls)
         cut = found.reasoning_complete is False
-        thought = found.reasoning_content or ""
-        return Reading(found.content.lstrip("\n") if thought else found.content, thought, calls, malformed, cut)
+        return Reading(found.content, found.reasoning_content or "", calls, malformed, cut, literal=True)
 
 
 def find_family(tokenizer: Any, variables: Mapping[str, Any], own: Mapping[str, Any]) -> Family | None:
@@ -127,7 +137,7 @@ def find_family(tokenizer: Any, variables: Mapping[str, Any], own: Mapping[str, 
         rules = _rules(name, tokenizer, variables)
         if rules is not None and _same(rules, wanted):
             made = partial(_showing_all, name, variables)
-            return Family(name, made(tokenizer), made=made)
+            return Family(name, tokenizer, made(tokenizer), made=made)
     return None
 
 
@@ -139,7 +149,7 @@ def family_named(name: str, tokenizer: Any, variables: Mapping[str, Any]) -> Fam
     """
     try:
         made = partial(_showing_all, name, variables)
-        return Family(name, _made(name, tokenizer, variables, thinking_retention="all"), made=made)
+        return Family(name, tokenizer, _made(name, tokenizer, variables, thinking_retention="all"), made=made)
     except (AssertionError, TypeError, ValueError, KeyError) as error:
         raise ConfigError(
             f"model.renderer={name} does not fit this model: {error}. Write model.renderer=auto, or template"
@@ -166,7 +176,7 @@ def reading_family(tokenizer: Any, prompt: str, header: str, written: str, call:
     for name in names():
         rules = _rules(name, tokenizer, {})
         for own in headers if rules is not None else ():
-            family = Family(name, rules, own)
+            family = Family(name, tokenizer, rules, own)
             with suppress(Exception):  # the answer is of another form
                 found = family.read(before, answer, ())
                 if [(one.name, dict(one.arguments)) for one in found.calls] == [(call.name, call.arguments)]:
@@ -174,8 +184,8 @@ def reading_family(tokenizer: Any, prompt: str, header: str, written: str, call:
     return None
 
 
-def calls_in(found: Sequence[Any]) -> tuple[tuple[ToolCall, ...], tuple[str, ...]]:
-    """The calls among what a parser has found, and the texts of those that cannot be read."""
+def calls_in(found: Sequence[Any]) -> tuple[tuple[ToolCall, ...], tuple[Unread, ...]]:
+    """The calls among what a parser has found, and those that cannot be read."""
     calls, malformed = [], []
     for number, one in enumerate(found):
         call = call_of(one.name, one.arguments, number, one.id) if one.name else None
@@ -183,7 +193,7 @@ def calls_in(found: Sequence[Any]) -> tuple[tuple[ToolCall, ...], tuple[str, ...
         if call is not None and str(one.status) in ("ok", "unknown_tool", "invalid_json"):
             calls.append(call)
         else:
-            malformed.append(one.raw)
+            malformed.append(Unread(one.raw, str(one.status).replace("_", " ")))
     return tuple(calls), tuple(malformed)
 
 

@@ -10,7 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from agentrl.trajectory import ToolCall
+from agentrl.rollout.declared import Tools, declared
+from agentrl.rollout.tools import holds_calls, is_quoted
+from agentrl.trajectory import NO_CALLS, ToolCall, quoted, unreadable
 
 
 class Marks(NamedTuple):
@@ -32,25 +34,49 @@ MARKS = (
 """Those known, for templates that no family of the library is recognised in."""
 
 
+_NEAR = 160
+"""How much of a text that cannot be read is told."""
+
+
+class Unread(NamedTuple):
+    """A text that was meant as a call, or may have been, and why it cannot be read as one."""
+
+    text: str
+    why: str
+
+    @property
+    def told(self) -> str:
+        """What the model is told of it."""
+        near = self.text.strip()
+        return f"{self.why}: {near if len(near) <= _NEAR else f'{near[:_NEAR]}...'!r}"
+
+
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """An answer, taken apart.
+    """An answer, taken apart: all that the model wrote is here.
 
-    `malformed`: texts that were meant as calls and cannot be read. `cut`: the answer ended within its reasoning.
+    `malformed`: what was meant as calls and cannot be read; it stands in `content`, too. `cut`: the answer ended within
+    its reasoning. `literal`: the content holds no calls, whatever it looks like; else the environment looks for calls
+    in the canonical form there.
     """
 
     content: str
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()
-    malformed: tuple[str, ...] = ()
+    malformed: tuple[Unread, ...] = ()
     cut: bool = False
+    literal: bool = False
 
     @property
     def action(self) -> str:
-        """What the environment gets: the answer, then its calls in the canonical form."""
-        written = [call.render() for call in self.calls]
-        broken = [f"<tool_call>\n{text.strip()}\n</tool_call>" for text in self.malformed]
-        return "\n".join(filter(None, (self.content, *written, *broken))) if written or broken else self.content
+        """What the environment gets: the answer, then its calls in the canonical form, and what cannot be read."""
+        written = [*(call.render() for call in self.calls), *(unreadable(one.told) for one in self.malformed)]
+        if not self.literal and not self.malformed:
+            return "\n".join(filter(None, (self.content, *written))) if written else self.content
+        content = quoted(self.content)
+        if is_quoted(self.content, len(self.content)) if written else holds_calls(self.content):
+            written = [NO_CALLS, *written]
+        return "\n".join(filter(None, (content, *written))) if written else content
 
 
 def marks_in(template: str) -> Marks | None:
@@ -66,6 +92,8 @@ def without_reasoning(text: str, marks: Marks | None, prompt: str) -> Reading:
     if marks is None:
         return Reading(text)
     begun = prompt.rstrip().endswith(marks.begin.strip())
+    if text.lstrip().startswith(marks.end):  # empty, and begun by the prompt or not at all
+        return Reading(text.lstrip()[len(marks.end) :].lstrip("\n"))
     if not begun and not text.lstrip().startswith(marks.begin.strip()):
         return Reading(text)
     thought = text if begun else text.lstrip()[len(marks.begin.strip()) :]
@@ -75,8 +103,8 @@ def without_reasoning(text: str, marks: Marks | None, prompt: str) -> Reading:
     return Reading(content.lstrip("\n"), reasoning.strip("\n"))
 
 
-Tools = Sequence[Mapping[str, Any]]
-"""Schemas of tools, in OpenAI's form."""
+Write = Callable[[Sequence[ToolCall]], str]
+"""Writes calls as a template does, from where an answer's own text ends."""
 ReadCalls = Callable[[str, Tools], Reading]
 """Takes the calls of these tools out of an answer's text."""
 
@@ -95,18 +123,14 @@ def call_of(name: str, arguments: Any, number: int, given: str | None = None) ->
 
 
 def as_declared(call: ToolCall, tools: Tools) -> ToolCall:
-    """A call whose arguments are texts where its tool declares texts.
+    """A call whose arguments are texts where its tool declares nothing but texts.
 
     In tags, nothing tells the text "12" from the number 12, and parsers that do not know the tools take it for one.
     """
-    functions = [tool.get("function", tool) for tool in tools]
-    schema: Mapping[str, Any] = next(
-        (one.get("parameters", {}) for one in functions if one.get("name") == call.name), {}
-    )
-    declared = schema.get("properties", {})
+    declares = declared(tools, call.name)
     arguments = {
         name: json.dumps(value, ensure_ascii=False)
-        if declared.get(name, {}).get("type") == "string" and not isinstance(value, str)
+        if not isinstance(value, str) and declares.inner(name).kinds == {"string"}
         else value
         for name, value in call.arguments.items()
     }

@@ -31,9 +31,19 @@ from agentrl.rollout.chat_template import ChatTemplate
 from agentrl.rollout.control_tokens import GUARD, ControlTokens, bare
 from agentrl.rollout.family import Family, family_named, find_family, names, reading_family
 from agentrl.rollout.model_tokenizer import load_tokenizer
-from agentrl.rollout.reading import Reading, marks_in, without_reasoning
-from agentrl.rollout.tool_formats import PROBE_CALL, call_reader, slow_call_reader
-from agentrl.trajectory import Completion, Message
+from agentrl.rollout.reading import MARKS, Reading, marks_in, without_reasoning
+from agentrl.rollout.tool_formats import (
+    PROBE_CALL,
+    Syntax,
+    accounted,
+    call_reader,
+    canonical,
+    read_tags,
+    slow_call_reader,
+    syntax_of,
+    syntax_read_by,
+)
+from agentrl.trajectory import Completion, Message, ToolCall
 
 logger = logging.getLogger(__name__)
 
@@ -150,10 +160,14 @@ class TemplateRenderer:
         self._family = family if self.config.tool_format == "auto" else None
         self._searched = False  # for what reads calls, everywhere
         self._marks = marks_in(written)
-        self._read_calls = call_reader(tokenizer, self._template, self.config.tool_format)
         self._known_tools: tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]] | None = None
-        self._reader = None
-        if self._read_calls is None and self._family is None:
+        own = syntax_of(self._template.calls) if self.config.tool_format != "canonical" else None
+        self._read_calls = call_reader(tokenizer, self._template, self.config.tool_format, own)
+        self._reader: Family | None = None
+        self._syntax: Syntax | None = None
+        if self._family is not None and self._read_calls is not canonical:
+            self._syntax = self._syntax_of_family(self._family, own)
+        if self._family is None and self._read_calls is None:
             prompt, written = self._template.call(PROBE_CALL)
             self._reader = reading_family(tokenizer, prompt, self._template.header, written, PROBE_CALL)
         derived = [i for i, text in specials.items() if text in self._template.stops]
@@ -332,16 +346,52 @@ class TemplateRenderer:
         calls = () if shows or reading.malformed else reading.calls
         return Message("assistant", action, reasoning=reading.reasoning, tool_calls=calls, reasoning_tokens=thought)
 
+    def _syntax_of_family(self, family: Family, own: Syntax | None) -> Syntax | None:
+        """The syntax in tags that the family reads, if it is one."""
+
+        def read(text: str) -> Sequence[ToolCall]:
+            end = "" if self._marks is None else self._marks.end
+            return family.read(ints(()), self.encode(f"{end}{text}"), ()).calls
+
+        return syntax_read_by(read, own, self._template.calls)
+
     def _read(self, prompt_ids: IntArray, answer_ids: IntArray, tools: Sequence[Mapping[str, Any]]) -> Reading:
+        text, before = self.answer_text(answer_ids), self.decode(prompt_ids[-_TAIL:])
         reader = self._family or self._reader
         if reader is not None:
-            return reader.read(prompt_ids, answer_ids, tools)
-        before = self.decode(prompt_ids[-_TAIL:]) if self._marks is not None else ""
-        thought = without_reasoning(self.answer_text(answer_ids), self._marks, before)
+            return self._read_by_family(reader, reader.read(prompt_ids, answer_ids, tools), text, before, tools)
+        thought = without_reasoning(text, self._marks, before)
         if not tools or thought.cut or self._read_calls is None:
             return thought
         found = self._read_calls(thought.content, tools)
         return replace(found, reasoning=thought.reasoning or found.reasoning)
+
+    def _read_by_family(
+        self, family: Family, found: Reading, text: str, before: str, tools: Sequence[Mapping[str, Any]]
+    ) -> Reading:
+        """What a family has found in an answer, with calls read to the letter and all that was written accounted for.
+
+        The family's parser is followed in what is reasoning.
+        """
+        if found.cut or family.name == "gpt-oss":
+            return found
+        marks = self._marks or next((marks for marks in MARKS if marks.end in text), None)
+        thought = without_reasoning(text, marks, before)
+        said = found.content.lstrip("\n") if thought.content != text else found.content
+        if not tools and not found.calls and not found.malformed:
+            return Reading(said, found.reasoning)
+        visible = thought.content
+        if thought.cut:  # a call ends the reasoning, too
+            start = self._syntax.start(text) if self._syntax is not None else text.find(_TAG)
+            visible = text[start:] if start >= 0 else found.content
+        if self._syntax is not None:
+            read = self._syntax.read(visible, tools)
+        elif self._read_calls is canonical:
+            read = read_tags(visible)
+        else:
+            read = accounted(found, visible, self._template)
+        content = said if read.literal and not read.calls and not read.malformed else read.content
+        return replace(read, content=content, reasoning=found.reasoning)
 
     def text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
         """The template's text of `messages`, up to where the assistant begins to write. To tokenise it, see `whole`."""
@@ -506,6 +556,7 @@ def by_template(folder: Path, config: RendererConfig) -> TemplateRenderer:
     return TemplateRenderer.of_model(folder, config.model_copy(update={"renderer": "template"}))
 
 
+_TAG = "<tool_call>"
 _TAIL = 64
 """How many tokens before an answer are looked at, to see whether its reasoning begins there."""
 

@@ -22,7 +22,7 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.protocols import StepResult
-from agentrl.trajectory import ToolCall
+from agentrl.trajectory import ToolCall, unquoted
 
 
 class ToolError(AgentRLError):
@@ -153,7 +153,8 @@ def parse_tool_calls(text: str) -> ParsedReply:
 
     Calls are in `<tool_call>` tags; without any tag, JSON objects with "name" and "arguments" (or "parameters") count
     as calls, bare, fenced, or in a list. `arguments` may be JSON inside a string. Never raises, whatever the text is;
-    after eight malformed calls the rest is not parsed.
+    after eight malformed calls the rest is not parsed. A tag in a fenced block of code or after a backtick is a
+    quotation: it is not run, and an error says so. Nor is a call with other keys, which would be read half.
     """
     prose: list[str] = []
     calls: list[ToolCall] = []
@@ -169,6 +170,11 @@ def parse_tool_calls(text: str) -> ParsedReply:
             case str():
                 prose.append(piece)
     return ParsedReply(_EMPTY_FENCE.sub("", "".join(prose)).strip(), tuple(calls), tuple(errors))
+
+
+def holds_calls(text: str) -> bool:
+    """Whether `parse_tool_calls` may find calls in a text, or errors of such, or a tag that is marked as quoted."""
+    return _OPEN.removesuffix(">") in text or not all(isinstance(piece, str) for piece in _bare(text))
 
 
 def read_short_call(specs: Sequence[ToolSpec], text: str) -> ToolCall:
@@ -226,7 +232,9 @@ _MAX_ERRORS = 8
 _EMPTY_FENCE = re.compile(r"```\w*\s*```")
 _WHITESPACE = re.compile(r"\s*")
 _ARGUMENT_KEYS = ("arguments", "parameters")
+_KEYS = frozenset((*_ARGUMENT_KEYS, "name", "id", "type"))
 _EXAMPLE = '{"name": "...", "arguments": {...}}'
+_LONGEST = 250
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +243,11 @@ class _Malformed:
 
     why: str
     resume: int = 0
+
+
+_QUOTATION = _Malformed(
+    "the tool call was not run, because it is quoted in backticks. To make it, write it without them"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,9 +284,9 @@ def _decode(text: str, start: int) -> _Decoded | _Malformed:
 
 
 def _tagged(text: str) -> Iterator[str | ToolCall | _Malformed]:
-    at = 0
+    at = begun = 0  # quotations that begin before `begun` have ended
     while (tag := text.find(_OPEN, at)) >= 0:
-        yield text[at:tag]
+        yield unquoted(text[at:tag])
         found = _decode(text, tag + len(_OPEN))
         if isinstance(found, _Malformed):
             yield found
@@ -282,9 +295,17 @@ def _tagged(text: str) -> Iterator[str | ToolCall | _Malformed]:
             yield _Malformed(f"a {_OPEN} holds one JSON object and nothing after it. Write {_EXAMPLE}")
             at = _next_call(text, found.end)
         else:
-            yield from _calls_in(found.value)
             at = end.end()
-    yield text[at:]
+            if found.value == []:  # no calls
+                begun = at
+            else:
+                yield from (_QUOTATION,) if is_quoted(text, tag, begun) else _calls_in(found.value)
+    yield unquoted(text[at:])
+
+
+def is_quoted(text: str, at: int, begun: int = 0) -> bool:
+    """Whether what stands there is quoted: in a fenced block of code that begins after `begun`, or after a backtick."""
+    return text.count("```", begun, at) % 2 == 1 or text.endswith("`", begun, at)
 
 
 def _next_call(text: str, start: int) -> int:
@@ -316,7 +337,7 @@ def _is_call(value: Any) -> bool:
 
 
 def _calls_in(value: Any) -> Iterator[ToolCall | _Malformed]:
-    if isinstance(value, list) and value:
+    if isinstance(value, list):
         for item in value:
             yield _call(item)
     else:
@@ -324,8 +345,14 @@ def _calls_in(value: Any) -> Iterator[ToolCall | _Malformed]:
 
 
 def _call(value: Any) -> ToolCall | _Malformed:
+    if isinstance(value, dict) and isinstance(value.get("unreadable"), str):
+        return _Malformed(f"the tool call cannot be read: {value['unreadable'][:_LONGEST]}")
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return _Malformed(f'a tool call is a JSON object with a "name" that is a text. Write {_EXAMPLE}')
+    given = [key for key in _ARGUMENT_KEYS if value.get(key) is not None]
+    others = sorted(value.keys() - _KEYS) or given[1:]
+    if others:
+        return _Malformed(f"the tool call has the key {others[0][:64]!r}, which no call has. Write {_EXAMPLE}")
     arguments: Any = next((value[key] for key in _ARGUMENT_KEYS if value.get(key) is not None), {})
     if isinstance(arguments, str):
         decoded = _decode(arguments, 0)

@@ -9,7 +9,8 @@ from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import Any
 
-from agentrl.rollout.reading import ReadCalls, Reading, Tools, as_declared, call_of
+from agentrl.rollout.declared import Tools
+from agentrl.rollout.reading import ReadCalls, Reading, Unread, as_declared, call_of
 from agentrl.trajectory import ToolCall
 
 
@@ -34,14 +35,15 @@ def vllm_reader(tokenizer: Any, name: str) -> ReadCalls:
     def read(text: str, tools: Tools) -> Reading:
         request = ChatCompletionRequest(messages=[], model="", tools=[dict(tool) for tool in tools])
         with _silence():
-            found = kind(tokenizer).extract_tool_calls(text, request)
+            found = kind(tokenizer, request.tools).extract_tool_calls(text, request)
         if not found.tools_called:
             return Reading(text)
         calls, malformed = [], []
         for number, one in enumerate(found.tool_calls):
             call = call_of(one.function.name, one.function.arguments, number)
             if call is None:
-                malformed.append(f"{one.function.name} {one.function.arguments}")
+                told = f"{one.function.name} {one.function.arguments}"
+                malformed.append(Unread(told, "its arguments are no JSON object"))
             else:
                 calls.append(as_declared(call, tools))
         return Reading((found.content or "").strip(), calls=tuple(calls), malformed=tuple(malformed))

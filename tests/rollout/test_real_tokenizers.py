@@ -16,6 +16,7 @@ from agentrl.rollout.tools import parse_tool_calls
 from agentrl.tiny_model import create_tiny_model
 from agentrl.trajectory import Completion, Message, ToolCall
 from tests.real_tokenizers import fetch, gpt_oss_folder, model_folder
+from tests.rollout.test_call_reading import HARD, got, written
 from tests.rollout.test_chat_templates import ADD, KINDS, said
 from tests.rollout.test_control_tokens import after_answers, told
 from tests.rollout.test_control_tokens import tool as described
@@ -113,6 +114,17 @@ def test_the_calls_of_a_real_model_reach_the_environment(name: str, data: Path, 
     answer = [*renderer.encode(written).tolist(), renderer.stop_token_ids[0]]
     action = conversation.answer(Completion(answer, [0.0] * len(answer), [0] * len(answer), "stop"))
     assert [(one.name, dict(one.arguments)) for one in parse_tool_calls(action).calls] == [("add", {"a": 1, "b": 2})]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_texts_reach_the_tools_of_a_real_model_to_the_letter(name: str, data: Path, tmp_path: Path) -> None:
+    one = renderer_of(model_folder(data, name, tmp_path / name), RendererConfig())
+    for arguments in (
+        {f"text_{number}": text for number, text in enumerate(HARD)},
+        {"lines": list(HARD), "rows": [["a", "1"], [" x "]], "point": {"name": " 3.10", "at": [1, 2]}},
+    ):
+        reply, _ = got(one, written(one, ToolCall("write", arguments)))
+        assert [(call.name, dict(call.arguments)) for call in reply.calls] == [("write", arguments)]
 
 
 @pytest.mark.long
