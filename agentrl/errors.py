@@ -8,6 +8,7 @@
     │   │   └── OutageError        the environment's server cannot be reached; episodes wait for it
     │   ├── EngineError            the engine refused a request
     │   │   ├── EngineDeadError    the engine is not running, and answers no request
+    │   │   ├── CompletionError    what the engine has sampled does not fit together
     │   │   └── FormatError        the engine cannot make answers of this format
     │   ├── RewardError            the reward could not be computed
     │   │   └── RuleLimitError     the judged content used up a rule's CPU time or memory, and counts as wrong
@@ -70,6 +71,10 @@ class EngineError(RolloutError):
 
 class EngineDeadError(EngineError):
     """The engine is not running: never entered, closed, or dead. Another replica may answer the same request."""
+
+
+class CompletionError(EngineError, ValueError):
+    """What an engine has sampled does not fit together: a token without a logprob, or ids that are no integers."""
 
 
 class FormatError(EngineError):

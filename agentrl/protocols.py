@@ -354,6 +354,9 @@ class Engine(Protocol):
     async def generate(self, request: GenerateRequest) -> Completion:
         """Sample one completion.
 
+        One whose tokens or logprobs no model can have sampled (NaN, -inf, above 0 by more than rounding) is a failure
+        of the engine: the episode is played again, and never trained on.
+
         Raises:
             EngineError: the prompt does not fit into `max_context`, or the request is malformed.
             EngineDeadError: the engine is not running; no request to it will be answered.

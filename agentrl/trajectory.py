@@ -17,7 +17,7 @@ import numpy as np
 from pydantic_core import from_json
 
 from agentrl.arrays import FloatArray, IntArray, Ragged, floats, ints, same_fields
-from agentrl.errors import ConfigError, Layer
+from agentrl.errors import CompletionError, ConfigError, Layer
 from agentrl.rounding import constant, scale_of, settled
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -212,11 +212,14 @@ class Completion:
     __eq__ = same_fields
 
     def __post_init__(self) -> None:
+        kind = np.asarray(self.token_ids).dtype.kind
+        if kind not in "iu" and len(self.token_ids):
+            raise CompletionError(f"the tokens of a completion are ids, which are integers, got {self.token_ids!r:.80}")
         object.__setattr__(self, "token_ids", ints(self.token_ids))
         object.__setattr__(self, "logprobs", floats(self.logprobs))
         object.__setattr__(self, "policy_versions", ints(self.policy_versions))
         if not len(self.token_ids) == len(self.logprobs) == len(self.policy_versions):
-            raise ValueError(
+            raise CompletionError(
                 f"a completion needs one logprob and one version per token, got {len(self.token_ids)} tokens, "
                 f"{len(self.logprobs)} logprobs, {len(self.policy_versions)} versions"
             )

@@ -31,6 +31,7 @@ from agentrl.protocols import (
     ScriptedPlayer,
 )
 from agentrl.rollout.agents import agents_in, check_routes, earnings, next_agent, success_of, system_prompt_in
+from agentrl.rollout.answers import checked_completion
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.context import FULL, ContextPolicy
 from agentrl.rollout.renderer import TemplateRenderer
@@ -165,7 +166,7 @@ class EnginePolicy:
             format=answer_format,
         )
         with deadline("engine", "generate", self.deadline):
-            completion = await self.engine.generate(request)
+            completion = checked_completion(await self.engine.generate(request), request)
         if completion.finish_reason == "abort":
             raise EngineError(f"the engine aborted request {request.id}")
         episode.progress.sampled_tokens += len(completion.token_ids)

@@ -1,0 +1,38 @@
+"""Checks what an engine answers, where it enters: what is no completion of the request is a failure of the engine."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from agentrl.arrays import floats
+from agentrl.errors import EngineError
+from agentrl.protocols import GenerateRequest
+from agentrl.trajectory import Completion
+
+ROUNDING = 1e-5
+"""By how much a logprob may be above 0: that of a certain token, computed as a difference of float32 numbers."""
+
+
+def checked_completion(completion: object, request: GenerateRequest) -> Completion:
+    """An engine's answer to a request; logprobs that rounding has put above 0 are 0.
+
+    Raises:
+        EngineError: it is no completion, or has tokens or logprobs that no model can have sampled.
+    """
+    if not isinstance(completion, Completion):
+        raise EngineError(f"the engine answered {request.id} with a {type(completion).__name__}, and no Completion")
+    ids, logprobs = completion.token_ids, completion.logprobs
+    if len(ids) and int(ids.min()) < 0:
+        at = int(ids.argmin())
+        raise EngineError(f"the engine answered {request.id} with {ids[at]} as token {at}, which is no token's id")
+    # -inf is a token of probability 0, which cannot be sampled. The comparison is false for NaN, too.
+    wrong = np.flatnonzero(~(np.isfinite(logprobs) & (logprobs <= ROUNDING)))
+    if len(wrong):
+        at = int(wrong[0])
+        raise EngineError(
+            f"the engine answered {request.id} with the logprob {logprobs[at]:g} for token {at} ({ids[at]}), and "
+            f"{len(wrong)} of {len(ids)} are such: a logprob is a finite number, and at most 0"
+        )
+    if len(logprobs) and logprobs.max() > 0:
+        return replace(completion, logprobs=floats(np.minimum(logprobs, np.float32(0.0))))
+    return completion
