@@ -30,6 +30,8 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "informative_groups": "Share of groups that are trained on, with `batch_processing.keep_variance` below 1.",
         "mixed_groups": "Share of groups whose members scored differently, by more than rounding. Only these "
         "teach anything, if whole rewards are compared.",
+        "same_answers": "Share of episodes whose answers are those of the commonest, of at least 4 tasks. Near 1 where "
+        "the policy says the same whatever it is asked.",
         "different_starts": "Share of groups whose members began with different prompts. Above 0, an environment "
         "ignores its seed, and members are compared that had different tasks.",
         "agents/<agent>/reward": "Mean score of one agent, where the environment names several.",
@@ -145,6 +147,7 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "eval/turns": "Mean turns of a held-out episode.",
         "eval/episodes": "Held-out episodes that came to an end.",
         "eval/failed": "Held-out episodes that failed. They are not averaged in.",
+        "eval/same_answers": "Share of them whose answers are those of the commonest.",
         "eval/agents/<agent>/<metric>": "The same of one agent.",
         "eval/<suite>/success": "Share of successful episodes of a suite (`evaluation.suites`), over its tasks.",
         "eval/<suite>/pass@<k>": "Share of its tasks of which one of k answers succeeds, without bias.",

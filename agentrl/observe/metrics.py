@@ -16,6 +16,9 @@ from agentrl.durable import write_whole
 from agentrl.errors import StorageError
 from agentrl.trajectory import Group, Score, Trajectory, Unscored, succeeded
 
+_TASKS = 4
+"""Tasks without which equal answers say nothing."""
+
 
 def rollout_metrics(
     groups: Sequence[Group], step: int, oldest_version: int = 0, envs: Sequence[str] = ()
@@ -64,6 +67,7 @@ def rollout_metrics(
         "truncated": fmean(trajectory.status.name == "truncated" for trajectory in trajectories),
         **({"segments": float(len(parts_of_episodes))} if parts_of_episodes else {}),
         "mixed_groups": fmean(group.mixed for group in groups),
+        **same_answers(trajectories),
         "different_starts": fmean(not group.begins_alike for group in groups),
         **({"stale_tokens": stale / (stale + len(versions_T))} if stale else {}),
         "staleness/max": float(max(ages_of_tokens, default=0)),
@@ -71,6 +75,15 @@ def rollout_metrics(
         **{f"staleness/groups/{age}": count / ages_of_groups.total() for age, count in sorted(ages_of_groups.items())},
         **{f"staleness/tokens/{age}": count / len(versions_T) for age, count in sorted(ages_of_tokens.items())},
     }
+
+
+def same_answers(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """The share of whole episodes whose answers, of all turns, are those of the commonest; of different tasks only."""
+    said = Counter(tuple(turn.completion.token_ids.tobytes() for turn in one.turns) for one in trajectories)
+    tasks = {(one.task.env, one.task.id, one.task.seed) for one in trajectories}
+    if len(tasks) < _TASKS or len(trajectories) < 2 * _TASKS:
+        return {}
+    return {"same_answers": max(said.values()) / len(trajectories)}
 
 
 def _versions(group: Group) -> IntArray:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from agentrl.observe.falls import History
 from agentrl.rollout.budget import Budget
 
 Row = Mapping[str, Any]
@@ -19,6 +20,8 @@ class Condition:
     text: Callable[[Row], str]
     steps: int = IN_A_ROW
     """Steps in a row after which to tell it."""
+    blames_tasks: bool = False
+    """Whether it is no news where success has just been lost, and blames the tasks for that."""
 
 
 def conditions(max_tokens: int, budget: Budget, *, compares_groups: bool, extends: bool = True) -> Sequence[Condition]:
@@ -46,6 +49,7 @@ def conditions(max_tokens: int, budget: Budget, *, compares_groups: bool, extend
         Condition(
             lambda row: row.get("grad_norm") == 0.0,
             lambda row: "the gradient was zero: the advantages of all tokens are zero, or clipped",
+            blames_tasks=True,
         ),
     ]
     found += _HEALTH
@@ -66,12 +70,18 @@ def conditions(max_tokens: int, budget: Budget, *, compares_groups: bool, extend
                 lambda row: (
                     f"all members of {'each group' if row['mixed_groups'] == 0 else 'nine groups in ten'} scored the "
                     f"same (mean reward {row['reward']:.3g}), so {'nothing' if row['mixed_groups'] == 0 else 'little'} "
-                    "can be learned: the tasks are too hard or too easy. Try other tasks, a larger rollout.group_size, "
+                    f"can be learned: the tasks are {_how_hard(row)}. Try other tasks, a larger rollout.group_size, "
                     f"or recipe.demonstrations{_only_the_bonus(row)}"
                 ),
+                blames_tasks=True,
             )
         )
     return found
+
+
+def _how_hard(row: Row) -> str:
+    success = row.get("success", 0.5)
+    return "too easy" if success >= 0.9 else "too hard" if success <= 0.1 else "too hard or too easy"
 
 
 def _only_the_bonus(row: Row) -> str:
@@ -88,7 +98,17 @@ def _still_blocks(row: Row) -> list[str]:
     return [name for name, value in row.items() if name.startswith("grad_norm/blocks/") and value == 0.0]
 
 
+_SAME = 0.95
+"""Share of episodes with the same answers from which on the policy hardly reads its tasks."""
+_CONSTANT = (
+    "success is what this constant earns. Take tasks on which no constant answer is paid for more often than others, "
+    "start from an earlier checkpoint with a lower trainer.lr, or raise algorithm.entropy_bonus"
+)
 _HEALTH = (
+    Condition(
+        lambda row: row.get("same_answers", 0.0) >= _SAME and not row.get("success", 1.0) >= 0.9,
+        lambda row: f"{row['same_answers']:.1%} of the episodes have the same answer to different tasks: {_CONSTANT}",
+    ),
     Condition(
         lambda row: row.get("different_starts", 0.0) > 0.0,
         lambda row: (
@@ -173,6 +193,8 @@ class Silence:
 
     conditions: Sequence[Condition]
     _in_a_row: dict[int, int] = field(default_factory=dict)
+    _history: History = field(default_factory=History)
+    _constant: bool = False
     _first: Row | None = None
     _fell: bool = False
     _player: float = 0.0
@@ -183,9 +205,10 @@ class Silence:
         return self._of_evaluation(row) if "eval/success" in row else self._of_step(row)
 
     def _of_step(self, row: Row) -> list[str]:
-        warnings = []
+        warnings = [f"in step {row['step'] + 1}: {text}" for text in self._history.read(row)]
         for number, condition in enumerate(self.conditions):
-            count = self._in_a_row[number] = self._in_a_row.get(number, 0) + 1 if condition.holds(row) else 0
+            holds = condition.holds(row) and not (condition.blames_tasks and self._history.fallen)
+            count = self._in_a_row[number] = self._in_a_row.get(number, 0) + 1 if holds else 0
             if count == condition.steps:
                 when = f"in {count} steps in a row, up to step" if count > 1 else "in step"
                 warnings.append(f"{when} {row['step'] + 1}: {condition.text(row)}")
@@ -201,6 +224,13 @@ class Silence:
                     f"player in {self._player:.1%}: raise recipe.demonstrations.episodes, epochs or lr, or take a "
                     "player that uses only what the model sees"
                 )
+        constant = row.get("eval/same_answers", 0.0) >= _SAME and not row["eval/success"] >= 0.9
+        if constant and not self._constant:
+            warnings.append(
+                f"after {row['step']} steps, {row['eval/same_answers']:.1%} of the held-out episodes have the same "
+                f"answer to different tasks: {_CONSTANT}"
+            )
+        self._constant = constant
         below = row.get("eval/success_high", 1.0) < self._first.get("eval/success_low", 0.0)
         is_new, self._fell = below and not self._fell, below
         if is_new:

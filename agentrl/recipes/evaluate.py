@@ -13,7 +13,7 @@ from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, StalenessError
 from agentrl.flow import Flow, Turnstile, now, run_to_completion
 from agentrl.observe.intervals import mean_over_tasks, passes, share_over_tasks
-from agentrl.observe.metrics import by_agent, by_env, success_share, verdicts, wilson_interval
+from agentrl.observe.metrics import by_agent, by_env, same_answers, success_share, verdicts, wilson_interval
 from agentrl.observe.reports import HELD_OUT, EpisodeResult, EvaluationReport
 from agentrl.observe.trajectories import write_trajectories
 from agentrl.rollout.episode import Episode, EpisodeRunner
@@ -52,6 +52,7 @@ class Evaluation:
             "eval/turns": fmean(len(t.turns) for t in played) if played else float("nan"),
             "eval/episodes": float(len(played)),
             "eval/failed": float(len(self.failed)),
+            **{f"eval/{name}": value for name, value in same_answers(played).items()},
             **{f"eval/{name}": value for name, value in by_agent(self.scored).items()},
             **{f"eval/{name}": value for name, value in by_env(self.scored, self.envs).items()},
         }

@@ -1,0 +1,97 @@
+"""What a history of steps shows that a single step does not: gradients that explode, success that is lost, rewards that
+rise alone.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import isnan
+from statistics import fmean, median, pstdev
+from typing import Any
+
+Row = Mapping[str, Any]
+_WINDOW = 50
+_BEFORE = 5
+_EXPLODED = 1000.0
+_LOST = 0.2
+"""Of the success that there was, what is left when it has been lost."""
+_ALONE = 10
+"""Steps without a success after which a reward that has risen is told."""
+
+
+def _windowed() -> "deque[float]":
+    return deque(maxlen=_WINDOW)
+
+
+@dataclass(slots=True)
+class History:
+    """The steps of a run in order. `fallen`: success was lost, and is not back."""
+
+    fallen: bool = False
+    _norms: "deque[float]" = field(default_factory=_windowed)
+    _successes: "deque[float]" = field(default_factory=_windowed)
+    _had: float = 0.0
+    _exploded: bool = False
+    _rewards: list[float] = field(default_factory=list)
+    _told: bool = False
+
+    def read(self, row: Row) -> list[str]:
+        """What is to be told of this step, each once until it has ended."""
+        found = [self._explosion(row), self._loss(row), self._reward_alone(row)]
+        return [text for text in found if text]
+
+    def _explosion(self, row: Row) -> str:
+        norm = row.get("grad_norm", 0.0)
+        usual = median(self._norms) if len(self._norms) >= _BEFORE else 0.0
+        exploded = 0 < _EXPLODED * usual < norm
+        is_new, self._exploded = exploded and not self._exploded, exploded
+        if norm > 0:
+            self._norms.append(norm)
+        if not is_new:
+            return ""
+        return (
+            f"the norm of the gradient is {norm:.3g}, {norm / usual:,.0f} times its median of {usual:.3g}: a few "
+            "tokens decide this update, which trainer.max_grad_norm only hides. Look at health/advantage_std and "
+            "reward_std for advantages or rewards of another scale, lower trainer.lr, and go back to an earlier "
+            "checkpoint if success falls"
+        )
+
+    def _loss(self, row: Row) -> str:
+        success = row.get("success")
+        if success is None or isnan(success):
+            return ""
+        if self.fallen:
+            self.fallen = success <= self._had / 2
+        seen = list(self._successes)
+        self._successes.append(success)
+        if self.fallen or len(seen) < 3:
+            return ""
+        had = median(seen[:-1][-_BEFORE:])
+        if had < 0.3 or max(success, seen[-1]) > _LOST * had:
+            return ""
+        self.fallen, self._had = True, had
+        return (
+            f"success has fallen from {had:.0%} to {success:.0%} within a few steps: the tasks are not too hard, the "
+            "policy has collapsed. Go back to an earlier checkpoint, and lower trainer.lr or raise algorithm.kl; read "
+            "the episodes of both (`agentrl view`)"
+        )
+
+    def _reward_alone(self, row: Row) -> str:
+        success, reward = row.get("success"), row.get("reward")
+        if success is None or reward is None or isnan(success) or isnan(reward) or success > 0:
+            self._rewards, self._told = [], False
+            return ""
+        self._rewards.append(reward)
+        if self._told or len(self._rewards) < _ALONE:
+            return ""
+        first, last = self._rewards[:_BEFORE], self._rewards[-_BEFORE:]
+        rise = fmean(last) - fmean(first)
+        spread = max(pstdev(first), pstdev(last))
+        if rise <= 3 * spread or rise <= 0.1 * max(map(abs, (*first, *last))) or min(last) <= max(first):
+            return ""
+        self._told = True
+        return (
+            f"the reward rose from {fmean(first):.3g} to {fmean(last):.3g} in {len(self._rewards)} steps, and not one "
+            "episode succeeded: it pays for something else than success, and may be exploited. Read the episodes that "
+            "earn most (`agentrl view`), compare reward/..., and pay for success"
+        )
