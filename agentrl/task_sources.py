@@ -65,30 +65,35 @@ def fingerprints(config: RunConfig) -> Mapping[str, str]:
     found: dict[str, str] = {}
     for split in ("train", "held-out") if config.evaluation.tasks else ("train",):
         for name, source in sources_by_env(config, split).items():
+            _check_rewards(config, name, name, source)
             if isinstance(source, FiniteTasks):
-                _check_rewards(config, name, name, source)
                 found[f"{split} of {name}" if config.env.mixture else split] = source.fingerprint
     for suite in config.evaluation.suites:
         try:
             source = suite.source(config.envs[suite.label])
         except ConfigError as error:
             raise ConfigError(f"the suite {suite.name}: {error}") from error
+        _check_rewards(config, suite.label, f"the suite {suite.name}", source)
         if isinstance(source, FiniteTasks):
-            _check_rewards(config, suite.label, f"the suite {suite.name}", source)
             found[f"suite {suite.name}"] = source.fingerprint
     return found
 
 
-def _check_rewards(config: RunConfig, env: str, called: str, source: FiniteTasks) -> None:
-    """Check that the reward can score each row of data.
+def _check_rewards(config: RunConfig, env: str, called: str, source: TaskSource) -> None:
+    """Check that the reward can score each row of data, or the first task of another source.
 
     Raises:
         ConfigError: some cannot be scored; names them.
     """
     rewards = config.rewards_by_env().get(env, config.reward)
-    if isinstance(source, DatasetTasks) and (checks := rewards.task_checks()):
+    if checks := rewards.task_checks():
         try:
-            source.check(checks, json.dumps(rewards.dump()))
+            if isinstance(source, DatasetTasks):
+                source.check(checks, json.dumps(rewards.dump()))
+            else:
+                first = next_task(source, 0)
+                for check in checks:
+                    check(first)
         except ConfigError as error:
             raise ConfigError(
                 f"tasks of {called}, with the reward {', '.join(part.name for part in rewards.parts)}: {error}"

@@ -8,7 +8,7 @@ A row that is refused has shown nothing of its other pairs, so only what the ref
 others come again in later rows, none of which has what was refused.
 """
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from itertools import combinations, product
 from random import Random
 
@@ -20,18 +20,25 @@ Combination = frozenset[tuple[str, Hashable]]
 class Coverage:
     """Which combinations of `strength` choices no row has settled yet, and rows that settle many of them.
 
-    `open`: these, in the order in which they are taken up; `impossible`: those that no row can have, because of what
-    was refused.
+    `only`: which are wanted, by default all. `open`: these, in the order in which they are taken up; `impossible`:
+    those that no row can have, because of what was refused.
     """
 
-    def __init__(self, factors: Mapping[str, Sequence[Hashable]], *, seed: int, strength: int = 2) -> None:
+    def __init__(
+        self,
+        factors: Mapping[str, Sequence[Hashable]],
+        *,
+        seed: int,
+        strength: int = 2,
+        only: Callable[[Combination], bool] = lambda combination: True,
+    ) -> None:
         self.factors = {name: list(values) for name, values in factors.items()}
         self.strength = strength
         self.refused: list[Combination] = []
         self.impossible: list[Combination] = []
         self._with: dict[tuple[str, Hashable], list[Combination]] = {}
         self._rng = Random(seed)
-        wanted = list(_combinations(self.factors, strength))
+        wanted = [one for one in _combinations(self.factors, strength) if only(one)]
         self._rng.shuffle(wanted)
         self.open: dict[Combination, None] = dict.fromkeys(wanted)
 

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Coroutine, Iterator
 from typing import Any, Self, TypeVar
 
+from agentrl.errors import AgentRLError
 from agentrl.flow.channel import Channel, ChannelStats
 
 T = TypeVar("T")
@@ -85,9 +86,11 @@ _TIDY = 8
 
 
 def _sole(group: BaseExceptionGroup[BaseException]) -> BaseException | None:
-    """The only error in a nested group, or `None`; a hundred tasks with equal errors count as one error."""
+    """The only error in a nested group, or `None`; a hundred tasks with equal errors count as one error. So do those of
+    one kind that agentrl raises itself: they say the same of different tasks, and the first is enough.
+    """
     leaves = list(_leaves(group))
-    different = {(type(leaf), str(leaf)) for leaf in leaves}
+    different = {(type(leaf), "" if isinstance(leaf, AgentRLError) else str(leaf)) for leaf in leaves}
     return leaves[0] if len(different) == 1 else None
 
 

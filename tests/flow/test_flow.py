@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.errors import DeadlineError
+from agentrl.errors import ConfigError, DeadlineError
 from agentrl.flow import (
     Channel,
     ChannelClosedError,
@@ -238,3 +238,16 @@ def test_a_turnstile_lets_so_many_pass_in_an_iteration_of_the_loop_in_their_orde
     asyncio.run(main())
     assert most <= 6, "three that leave it, and three whom these let in"
     assert passed == [*range(20), *range(20)]
+
+
+def test_errors_of_one_kind_that_say_it_of_different_tasks_are_one_error(virtual):
+    async def fails(task: str) -> None:
+        raise ConfigError(f"task {task} has no answer")
+
+    async def main() -> None:
+        async with Flow("reward") as flow:
+            for task in "abc":
+                flow.start(fails(task), name=task)
+
+    with pytest.raises(ConfigError, match="task a has no answer"):
+        virtual(main)
