@@ -86,6 +86,7 @@ async def episode_player(
             others,
             config.own_budgets(),
             1024 * config.observe.picture_kib,
+            [suite.label for suite in config.evaluation.suites if suite.env is not None],
         )
 
 

@@ -6,7 +6,7 @@ exception is a defect and propagates.
 
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
@@ -362,7 +362,8 @@ class EnvEpisodeRunner:
     """`EpisodeRunner` of a policy and environments: the parts that all episodes share.
 
     `others` are the agents that the policy does not play. `own_budgets` are those of environments that do not have the
-    usual `budget`. `picture_bytes`: the longest picture of a state that is kept; 0 keeps none.
+    usual `budget`. `picture_bytes`: the longest picture of a state that is kept; 0 keeps none. `without_others` names
+    environments that may have none of the `others`, as those of suites: the policy then plays alone.
     """
 
     policy: Policy
@@ -374,6 +375,7 @@ class EnvEpisodeRunner:
     others: Mapping[str, Role] = field(default_factory=dict)
     own_budgets: Mapping[str, Budget] = field(default_factory=dict)
     picture_bytes: int = 0
+    without_others: Collection[str] = ()
 
     async def play(self, episode: Episode) -> tuple[Trajectory, ...]:
         """Play `episode` to its end, however it ends. Only wrong settings, cancellation and defects are raised."""
@@ -447,11 +449,14 @@ class EnvEpisodeRunner:
     def _agent_states(
         self, episode: Episode, agents: Sequence[str], info: Mapping[str, Any], env: LiveEnv
     ) -> dict[str, _AgentState]:
-        check_routes(self.others, agents)
+        others = self.others
+        if episode.task.env in self.without_others and others.keys().isdisjoint(agents):
+            others = {}
+        check_routes(others, agents)
         policy = Role(self.policy, self.renderer, self.context)
         states = {}
         for agent in agents:
-            role = self.others.get(agent, policy)
+            role = others.get(agent, policy)
             prompts = (system_prompt_in(info, agent, env.system_prompt), role.context.instructions)
             prompt = "\n\n".join(filter(None, prompts))
             opening = [Message("system", prompt)] if prompt else []
