@@ -63,7 +63,9 @@ def read_options(shape: type[_Options], options: Mapping[str, Any]) -> _Options:
         return shape.model_validate(dict(options))
     except ValidationError as error:
         wrong = [_wrong_option(shape, item["loc"], item["msg"]) for item in error.errors(include_url=False)]
-        raise ConfigError(f"options: {'; '.join(wrong)}. Options are: {', '.join(shape.model_fields)}") from error
+        raise ConfigError(
+            f"env.options, with what the task adds: {'; '.join(wrong)}. Options are: {', '.join(shape.model_fields)}"
+        ) from error
 
 
 def _wrong_option(shape: type[Settings], loc: tuple[int | str, ...], message: str) -> str:

@@ -17,6 +17,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from agentrl.envs.base import ToolEnv, ToolError, ToolResult, read_options
 from agentrl.envs.python_tool import Programs
+from agentrl.errors import ConfigError
 from agentrl.protocols import OwnerOnly, Settings, StepResult
 from agentrl.sandbox.settings import SandboxConfig, SandboxLimits
 
@@ -90,7 +91,16 @@ class QuestionAnswer(ToolEnv):
         self._golds: tuple[str, ...] = ()
 
     async def start(self, seed: int, options: Mapping[str, Any]) -> str:
-        """Ask the question of a row."""
+        """Ask the question of a row.
+
+        Raises:
+            ConfigError: there is none, or it is written wrongly.
+        """
+        if "prompt" not in options:
+            raise ConfigError(
+                "env=qa asks what the rows of a file say, and this task has no prompt: write tasks=questions.jsonl, "
+                "with rows of prompt and answer (tasks.columns says which columns are these)"
+            )
         chosen = read_options(self.Options, options)
         golds = chosen.answer if isinstance(chosen.answer, list | tuple) else [chosen.answer]
         self._golds = tuple(_plain(str(gold)) for gold in golds if gold is not None)

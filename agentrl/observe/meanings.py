@@ -89,6 +89,8 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "nll": "Mean negative log-likelihood of a token that is imitated, in nats.",
         "constraints/rate/<part>": "Mean cost of a constraint in the batch (`batch_processing.constraints`).",
         "constraints/multiplier/<part>": "The constraint's Lagrange multiplier.",
+        "demonstrations/loss": "Nats a token at the end of the imitation of a scripted player.",
+        "recordings/loss": "Nats a token at the end of the imitation of recordings.",
         "demonstrations/success": "Share of the scripted player's episodes that succeeded, before the first step.",
         "accuracy": "Recipes that learn from pairs: share of the pairs in the right order, before the update.",
         "preference_loss": "Recipes `dpo` and `iterative_dpo`: mean loss of a pair, in nats.",

@@ -77,7 +77,8 @@ async def imitate(run: Run, demonstrations: DemonstrationsConfig, base: Path, in
             f"no episode of {demonstrations.player} was successful{unknown}, so "
             "recipe.demonstrations.successes_only leaves nothing to imitate: choose another player, or imitate all"
         )
-    await learn(run, trajectories, base, into, demonstrations)
+    loss = await learn(run, trajectories, base, into, demonstrations)
+    run.record_metrics(0, {"demonstrations/loss": loss})
 
 
 async def judged(config: RunConfig, played: Sequence[Trajectory]) -> list[bool | None]:
@@ -97,8 +98,11 @@ async def learn(
     base: Path,
     into: Path,
     how: DemonstrationsConfig | RecordingsConfig,
-) -> None:
-    """Train the model `base` to say what was said in these trajectories, and save it."""
+) -> float:
+    """Train the model `base` to say what was said in these trajectories, and save it.
+
+    Returns the loss at the end, a mean over an eighth of the steps.
+    """
     size = how.episodes_per_step
     batches = [trajectories[i : i + size] for i in range(0, len(trajectories), size)] * how.epochs
     algorithm = Sft()
@@ -117,6 +121,7 @@ async def learn(
                 lately = losses[-max(1, len(batches) // 8) :]
                 run.display.say(f"imitation step {number} of {len(batches)}: loss {fmean(lately):.3f} nats a token")
         await trainer.save(into)
+    return fmean(losses[-max(1, len(batches) // 8) :])
 
 
 async def demonstrate(config: RunConfig, demonstrations: DemonstrationsConfig, model: Path) -> list[Trajectory]:
