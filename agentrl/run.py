@@ -48,7 +48,7 @@ from agentrl import plugins
 from agentrl.algorithms.samples import SampleOrigin
 from agentrl.batch import TrainBatch
 from agentrl.checkpoint import Checkpoints, Savable
-from agentrl.config import LoadedConfig, RunConfig, load_config
+from agentrl.config import LoadedConfig, RunConfig, load_config, unused_by
 from agentrl.durable import unfinished, write_whole
 from agentrl.errors import ConfigError
 from agentrl.flow import Flow, elapsed, run_to_completion
@@ -181,8 +181,16 @@ class Run:
             write_whole(self.folder / "config.yaml", self.config.to_yaml())
             if not self.resumed:  # then they come from config.yaml
                 write_whole(self.folder / "origins.json", json.dumps(self._origins, indent=2) + "\n")
+                self._say_what_is_not_used()
             self._open = opened.pop_all()
         return self
+
+    def _say_what_is_not_used(self) -> None:
+        """Name the sections that somebody has written, and that the recipe does not use."""
+        recipe = self.config.recipe
+        written = {key.partition(".")[0] for key, origin in self._origins.items() if origin != "default"}
+        if unused := [section for section in unused_by(recipe) if section in written]:
+            self.display.say(f"[yellow]note:[/yellow] recipe={recipe.name} does not use {', '.join(unused)}")
 
     def __exit__(self, *exc: object) -> None:
         self._open.close()

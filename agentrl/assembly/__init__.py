@@ -7,7 +7,7 @@ The parts are started here and stopped in reverse order.
 """
 
 from agentrl.assembly.devices import PlacedCluster, device_sharing, open_cluster
-from agentrl.assembly.engines import teacher_engine
+from agentrl.assembly.engines import check_trains, teacher_engine
 from agentrl.assembly.players import agent_player, env_host
 from agentrl.assembly.rollouts import RolloutAssembly, assemble_policy, assemble_rollouts, reward_of
 from agentrl.assembly.trainers import make_advisors, make_trainer
@@ -21,6 +21,7 @@ __all__ = [
     "assemble_policy",
     "assemble_rollouts",
     "assemble_training",
+    "check_trains",
     "device_sharing",
     "env_host",
     "make_advisors",

@@ -134,7 +134,18 @@ def teacher_engine(config: RunConfig, teacher: TeacherConfig) -> Component:
     return chosen
 
 
-def check_takes_weights(config: RunConfig) -> None:
+def check_trains(config: RunConfig) -> None:
+    """Check that the engine can follow the trainer, and says what the run compares. A recipe that trains on what the
+    engine samples asks this before anything else, so that nobody waits for demonstrations first.
+
+    Raises:
+        ConfigError: the engine cannot.
+    """
+    _check_takes_weights(config)
+    _check_compares_routing(config)
+
+
+def _check_takes_weights(config: RunConfig) -> None:
     """Check that the engine can follow the trainer.
 
     Raises:
@@ -149,7 +160,7 @@ def check_takes_weights(config: RunConfig) -> None:
         )
 
 
-def check_compares_routing(config: RunConfig) -> None:
+def _check_compares_routing(config: RunConfig) -> None:
     """Check that the engine says which experts it chose, if the run compares them.
 
     Raises:

@@ -9,8 +9,7 @@ from agentrl.advisors import ON_NEWEST, Advisors, CriticTraining
 from agentrl.assembly.devices import device_sharing, open_cluster
 from agentrl.assembly.engines import (
     asked_teacher,
-    check_compares_routing,
-    check_takes_weights,
+    check_trains,
     evaluation_engine,
     opponent_engines,
     teacher_served,
@@ -139,8 +138,7 @@ async def assemble_training(
     Raises:
         ConfigError: the engine cannot take new weights, or something does not fit the devices.
     """
-    check_takes_weights(config)
-    check_compares_routing(config)
+    check_trains(config)
     async with (
         open_cluster(config) as placed,
         rollouts_on(placed, model) as rollouts,

@@ -9,15 +9,18 @@ from agentrl.config.loading import LoadedConfig, load_config, validate_config
 from agentrl.config.problems import RENAMED
 from agentrl.config.run_config import (
     COMPONENTS,
+    PLAYED,
     CheckpointConfig,
     EvaluationConfig,
     ModelConfig,
     RunConfig,
     brings_algorithm,
+    unused_by,
 )
 
 __all__ = [
     "COMPONENTS",
+    "PLAYED",
     "RENAMED",
     "CheckpointConfig",
     "EvaluationConfig",
@@ -27,5 +30,6 @@ __all__ = [
     "brings_algorithm",
     "component_like",
     "load_config",
+    "unused_by",
     "validate_config",
 ]

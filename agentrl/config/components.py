@@ -47,20 +47,21 @@ def helper_of(
     """The section `reference` or `critic`, or `None` if the algorithm does not use it."""
     chosen: Component = made["algorithm"]
     algorithm = chosen.make()
-    users = (algorithm, made["recipe"].settings)
+    recipe: Component = made["recipe"]
+    users = [recipe.settings] if brings_algorithm(recipe) else [algorithm, recipe.settings]
     needed = (
-        isinstance(algorithm, ActorCritic)
+        any(isinstance(user, ActorCritic) for user in users)
         if section == "critic"
         else any(getattr(user, "uses_reference", False) for user in users)
     )
     own = values.get(section) or {}
-    if not needed or brings_algorithm(made["recipe"]):
+    if not needed:
         if own:
-            way_out = "algorithm=ppo" if section == "critic" else "algorithm.kl=0.01"
-            raise ConfigError(
-                f"{section}{written_at(origins, section)}: the algorithm {chosen.name!r}, as configured, uses none; "
-                f"set {way_out}, or leave the section out"
-            )
+            way_out = "set algorithm=ppo" if section == "critic" else "set algorithm.kl=0.01"
+            user, way_out = f"the algorithm {chosen.name!r}", f"{way_out}, or leave the section out"
+            if brings_algorithm(recipe):
+                user, way_out = f"recipe={recipe.name}", "leave the section out"
+            raise ConfigError(f"{section}{written_at(origins, section)}: {user}, as configured, uses none; {way_out}")
         return None
     trainer: Component = made["trainer"]
     shared = {} if own.get("name", trainer.name) != trainer.name else trainer.settings.model_dump(exclude_unset=True)

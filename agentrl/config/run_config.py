@@ -383,6 +383,16 @@ class RunConfig(Settings):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
 
+PLAYED = ("algorithm", "engine", "reward", "evaluation", "batch_processing", "weights")
+"""Sections that only a recipe in which the model plays can use."""
+
+
+def unused_by(recipe: Component) -> tuple[str, ...]:
+    """The sections that a recipe, as configured, does not use: its settings say so in `unused`."""
+    own = ("algorithm",) if brings_algorithm(recipe) else ()
+    return tuple(dict.fromkeys((*own, *getattr(recipe.settings, "unused", ()))))
+
+
 def brings_algorithm(recipe: Component) -> bool:
     """Whether a recipe has an algorithm of its own, and does not use the section `algorithm`."""
     return bool(getattr(recipe.settings, "own_algorithm", False))

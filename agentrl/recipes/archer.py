@@ -5,6 +5,7 @@ from typing import Annotated
 from pydantic import Field
 
 from agentrl.advisors import CriticTraining
+from agentrl.assembly import check_trains
 from agentrl.config import RunConfig
 from agentrl.protocols import Settings
 from agentrl.recipes.demonstrations import DemonstrationsConfig
@@ -58,6 +59,7 @@ async def archer(run: Run, settings: ArcherSettings) -> None:
 
     The ledger keeps the step that trained on a task first, and counts the later uses.
     """
+    check_trains(run.config)
     seed = derive_seed(run.config.seed, "replay")
     replay = Replay(settings.replay, settings.replayed, seed=seed, reused=run.ledger.reused)
     training = CriticTraining(settings.critic_updates, settings.critic_warmup, replay)

@@ -11,7 +11,7 @@ import asyncio
 from typing import ClassVar
 
 from agentrl.algorithms.distill import Distill, DistillLoss
-from agentrl.assembly import teacher_engine
+from agentrl.assembly import check_trains, teacher_engine
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.recipes.demonstrations import DemonstrationsConfig
@@ -73,6 +73,7 @@ async def distill(run: Run, settings: DistillSettings) -> None:
     Raises:
         ConfigError: the teacher has other tokens, or its engine cannot score them as they are sampled.
     """
+    check_trains(run.config)
     base, teacher = await base_model(run), settings.teacher
     if teacher.model is not None:
         await asyncio.to_thread(check_same_tokens, base, teacher.model, "recipe.teacher.model")

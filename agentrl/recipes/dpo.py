@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from typing import Annotated, cast
+from typing import Annotated, ClassVar, cast
 
 import numpy as np
 from pydantic import Field
@@ -21,7 +21,7 @@ from agentrl.algorithms.dpo import OnlineDpo
 from agentrl.arrays import FloatArray, floats, ints
 from agentrl.assembly import make_trainer, open_cluster
 from agentrl.batch import TrainBatch, TrainingSample, collate, to_samples
-from agentrl.config import RunConfig
+from agentrl.config import PLAYED, RunConfig
 from agentrl.durable import finish_folder, new_unfinished
 from agentrl.errors import ConfigError
 from agentrl.protocols import COLDEST, Settings, SupportsPredict
@@ -39,7 +39,11 @@ Pair = tuple[Sequence[TrainingSample], Sequence[TrainingSample]]
 
 
 class DpoSettings(Settings):
-    """Settings of `recipe: dpo`. The sections `algorithm` and `engine` are not used."""
+    """Settings of `recipe: dpo`. Nothing is played, so the sections `algorithm`, `engine`, `reward`,
+    `evaluation`, `batch_processing` and `weights` are not used."""
+
+    own_algorithm: ClassVar[bool] = True
+    unused: ClassVar[tuple[str, ...]] = PLAYED
 
     preferences: PreferencesConfig
     """The pairs to learn from. `device` and `micro_batch_pairs` are not used: the section `trainer` has its own."""

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from random import Random
 from statistics import fmean
-from typing import Annotated, Literal, cast
+from typing import Annotated, ClassVar, Literal, cast
 
 import numpy as np
 from pydantic import Field
@@ -25,7 +25,7 @@ from pydantic import Field
 from agentrl.algorithms.batch_processing import BatchProcessing
 from agentrl.algorithms.dpo import Labels, OnlineDpo, Pairing, RankedPair, batch_of_pairs, ranked_pairs
 from agentrl.algorithms.policy_loss import scored
-from agentrl.assembly import TrainingAssembly, assemble_training
+from agentrl.assembly import TrainingAssembly, assemble_training, check_trains
 from agentrl.batch import collate, to_samples
 from agentrl.config import RunConfig
 from agentrl.flow import loop_metrics
@@ -45,6 +45,8 @@ from agentrl.trajectory import Group, Trajectory
 
 class IterativeDpoSettings(Settings):
     """Settings of `recipe: iterative_dpo`. `steps` is the number of iterations. The section `algorithm` is not used."""
+
+    own_algorithm: ClassVar[bool] = True
 
     beta: Annotated[float, Field(gt=0)] = 0.1
     """How strongly the policy is held to the reference: the smaller, the further it may move."""
@@ -110,6 +112,7 @@ class IterativeDpoSettings(Settings):
 async def iterative_dpo(run: Run, settings: IterativeDpoSettings) -> None:
     """The recipe: `run.config.steps` iterations, evaluating on held-out tasks before and after."""
     config = run.config
+    check_trains(config)
     first = await starting_model(run, settings.demonstrations)
     algorithm = settings.trains_with()
     iterations = await asyncio.to_thread(Iterations, run, first, by_first=settings.uses_reference)
@@ -118,7 +121,7 @@ async def iterative_dpo(run: Run, settings: IterativeDpoSettings) -> None:
         start = await parts.resume(run)
         await asyncio.to_thread(iterations.continue_after, start)
         async with evaluations(run, parts, start) as evaluating:
-            await evaluating.evaluate(start)
+            await evaluating.evaluate(start, due=start > 0)  # the others were at the beginning
             run.metrics.rewind(start)
             processing = BatchProcessing(config.batch_processing, run.metrics.rows(), algorithm)
             async with parts.rollouts(run, start, processing.teaches) as rollouts:

@@ -18,7 +18,7 @@ from pathlib import Path
 from agentrl.advisors import ON_NEWEST, CriticTraining
 from agentrl.algorithms.batch_processing import BatchProcessing
 from agentrl.algorithms.samples import traced_batch_of
-from agentrl.assembly import assemble_training
+from agentrl.assembly import assemble_training, check_trains
 from agentrl.flow import elapsed, loop_metrics
 from agentrl.protocols import Algorithm, Settings
 from agentrl.recipes.demonstrations import DemonstrationsConfig
@@ -38,6 +38,7 @@ class PolicyGradientSettings(Settings):
 
 async def policy_gradient(run: Run, settings: PolicyGradientSettings) -> None:
     """Train `run.config.steps` steps, evaluating on held-out tasks before and after."""
+    check_trains(run.config)
     await train(run, run.config.algorithm.make(), await starting_model(run, settings.demonstrations))
 
 
@@ -63,7 +64,7 @@ async def train(
         trainer, weights = parts.trainer, parts.weights
         start = await parts.resume(run)
         async with evaluations(run, parts, start) as evaluating:
-            await evaluating.evaluate(start)
+            await evaluating.evaluate(start, due=start > 0)  # the others were at the beginning
             run.metrics.rewind(start)
             by_env = {one.called: one.algorithm.make() for one in config.env.mixture if one.algorithm is not None}
             processing = BatchProcessing(config.batch_processing, run.metrics.rows(), algorithm, by_env)

@@ -10,8 +10,9 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
+from agentrl.config import PLAYED
 from agentrl.durable import finish_folder, new_unfinished
 from agentrl.errors import ConfigError
 from agentrl.protocols import Settings
@@ -26,7 +27,11 @@ if TYPE_CHECKING:
 
 
 class RewardModelSettings(Settings):
-    """Settings of `recipe: reward_model`."""
+    """Settings of `recipe: reward_model`. Nothing is played, and it trains by itself: the sections `algorithm`,
+    `engine`, `trainer`, `reward`, `evaluation`, `batch_processing`, `weights` and `rollout` are not used."""
+
+    own_algorithm: ClassVar[bool] = True
+    unused: ClassVar[tuple[str, ...]] = (*PLAYED, "trainer", "rollout")
 
     preferences: PreferencesConfig
     """The pairs to learn from."""

@@ -5,7 +5,7 @@ The loop is that of `policy_gradient`; `agentrl/rollout/opponents.py` draws who 
 
 from collections.abc import Sequence
 
-from agentrl.assembly import env_host
+from agentrl.assembly import check_trains, env_host
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.recipes.demonstrations import DemonstrationsConfig
@@ -23,6 +23,20 @@ class SelfPlaySettings(OpponentsConfig):
     demonstrations: DemonstrationsConfig | None = None
     """What the model imitates first, if it cannot play at all yet."""
 
+    def check_run(self, config: RunConfig) -> None:
+        """Check what can be checked before anything starts.
+
+        Raises:
+            ValueError: the run does not have one environment.
+        """
+        if config.env.mixture:
+            raise ValueError("recipe=self_play plays one environment: name it in env, instead of a list")
+        if config.env.is_agent:
+            raise ValueError(
+                f"recipe=self_play needs an environment of several agents, and {config.env.name!r} is a program, which "
+                "asks one model: take an environment such as kuhn_poker, or recipe=policy_gradient"
+            )
+
 
 async def self_play(run: Run, settings: SelfPlaySettings) -> None:
     """Train `run.config.steps` steps on games against itself and against a pool of snapshots.
@@ -30,6 +44,7 @@ async def self_play(run: Run, settings: SelfPlaySettings) -> None:
     Raises:
         ConfigError: the environment has no such seats, or nothing could be learned against opponents.
     """
+    check_trains(run.config)
     matches = Matches(settings, await _agents(run.config))
     check_matches(matches, run.config)
     await train(run, run.config.algorithm.make(), await starting_model(run, settings.demonstrations), matches=matches)
@@ -37,8 +52,6 @@ async def self_play(run: Run, settings: SelfPlaySettings) -> None:
 
 async def _agents(config: RunConfig) -> Sequence[str]:
     """The agents of the environment that `env.agents` leaves to the policy."""
-    if config.env.mixture:
-        raise ConfigError("recipe=self_play plays one environment: name it in env, instead of a list")
     routed = {agent: route for agent, route in config.env.agents.items() if not isinstance(route, PolicyRoute)}
     async with env_host(config) as envs:
         env = envs.acquire(config.env.name)

@@ -7,6 +7,8 @@ from typing import ClassVar, Self
 from pydantic import model_validator
 
 from agentrl.algorithms.sft import RejectionSampling
+from agentrl.assembly import check_trains
+from agentrl.config import PLAYED
 from agentrl.durable import finish_folder, new_unfinished
 from agentrl.protocols import Settings
 from agentrl.recipes.demonstrations import DemonstrationsConfig, learn
@@ -18,7 +20,8 @@ from agentrl.run import Run
 
 
 class SftSettings(Settings):
-    """Settings of `recipe: sft`. The section `algorithm` is not used."""
+    """Settings of `recipe: sft`. The section `algorithm` is not used; without `rejection` nothing is played,
+    so `engine`, `reward`, `evaluation`, `batch_processing` and `weights` are not used either."""
 
     own_algorithm: ClassVar[bool] = True
 
@@ -33,6 +36,11 @@ class SftSettings(Settings):
         """The algorithm that learns from what the model plays."""
         return None if self.rejection is None else RejectionSampling(self.rejection)
 
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """The sections that are not used."""
+        return PLAYED if self.rejection is None else ()
+
     @model_validator(mode="after")
     def _something_is_imitated(self) -> Self:
         if self.demonstrations is None and self.recordings is None and self.rejection is None:
@@ -45,10 +53,12 @@ class SftSettings(Settings):
 
 async def sft(run: Run, settings: SftSettings) -> None:
     """Imitate the demonstrations, the recordings, and the model's own best episodes, as far as the settings say so."""
+    algorithm = settings.trains_with()
+    if algorithm is not None:
+        check_trains(run.config)
     folder = await starting_model(run, settings.demonstrations)
     if settings.recordings is not None:
         folder = await _after_recordings(run, settings.recordings, folder)
-    algorithm = settings.trains_with()
     if algorithm is None:
         run.display.say(f"the model is in {folder}")
     else:
@@ -62,6 +72,7 @@ async def _after_recordings(run: Run, config: RecordingsConfig, base: Path) -> P
         renderer = await asyncio.to_thread(renderer_of, base, run.config.model)
         conversations = await recorded(config, renderer)
         run.display.say(f"imitating {len(conversations)} conversations of {config.path}")
-        await learn(run, conversations, base, new_unfinished(final), config)
+        loss = await learn(run, conversations, base, new_unfinished(final), config)
+        run.record_metrics(0, {"recordings/loss": loss})
         finish_folder(final)
     return final
