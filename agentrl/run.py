@@ -335,6 +335,7 @@ class Run:
         self.metrics.append({"step": step, **metrics})
         for tracker in self._trackers:
             tracker.log(step, metrics)
+        self._warn({"step": step, **metrics})
         own = {key.removeprefix(f"eval/{name}/"): value for key, value in metrics.items()}
         if not own["tasks"]:
             self._say_that_all_failed(f"success on {name}", step, own["failed"], name)

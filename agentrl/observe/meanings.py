@@ -151,6 +151,7 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "eval/failed": "Held-out episodes that failed. They are not averaged in.",
         "eval/same_answers": "Share of them whose answers are those of the commonest.",
         "eval/agents/<agent>/<metric>": "The same of one agent.",
+        "eval/<suite>/same_answers": "Share of its episodes whose answers are those of the commonest.",
         "eval/<suite>/success": "Share of successful episodes of a suite (`evaluation.suites`), over its tasks.",
         "eval/<suite>/pass@<k>": "Share of its tasks of which one of k answers succeeds, without bias.",
         "eval/<suite>/reward": "Mean score over its tasks.",

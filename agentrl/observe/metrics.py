@@ -80,7 +80,8 @@ def rollout_metrics(
 def same_answers(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """The share of whole episodes whose answers, of all turns, are those of the commonest; of different tasks only."""
     said = Counter(tuple(turn.completion.token_ids.tobytes() for turn in one.turns) for one in trajectories)
-    tasks = {(one.task.env, one.task.id, one.task.seed) for one in trajectories}
+    # A suite plays a task several times, as `NAME/SAMPLE`.
+    tasks = {(one.task.env, one.task.id.partition("/")[0], one.task.seed) for one in trajectories}
     if len(tasks) < _TASKS or len(trajectories) < 2 * _TASKS:
         return {}
     return {"same_answers": max(said.values()) / len(trajectories)}

@@ -195,6 +195,7 @@ class Silence:
     _in_a_row: dict[int, int] = field(default_factory=dict)
     _history: History = field(default_factory=History)
     _constant: bool = False
+    _constant_suites: set[str] = field(default_factory=set)
     _first: Row | None = None
     _fell: bool = False
     _player: float = 0.0
@@ -202,7 +203,25 @@ class Silence:
     def read(self, row: Row) -> list[str]:
         """The warnings that this row gives rise to."""
         self._player = row.get("demonstrations/success", self._player)
-        return self._of_evaluation(row) if "eval/success" in row else self._of_step(row)
+        if "eval/success" in row:
+            return self._of_evaluation(row)
+        return self._of_suite(row) if any(name.startswith("eval/") for name in row) else self._of_step(row)
+
+    def _of_suite(self, row: Row) -> list[str]:
+        """An evaluation of a suite is no step, and ends no condition of steps."""
+        warnings = []
+        for name, share in row.items():
+            suite = name.removeprefix("eval/").removesuffix("/same_answers")
+            if name != f"eval/{suite}/same_answers":
+                continue
+            constant = share >= _SAME and not row[f"eval/{suite}/success"] >= 0.9
+            if constant and suite not in self._constant_suites:
+                warnings.append(
+                    f"after {row['step']} steps, {share:.1%} of the episodes of {suite} have the same answer to "
+                    f"different tasks: {_CONSTANT}"
+                )
+            (self._constant_suites.add if constant else self._constant_suites.discard)(suite)
+        return warnings
 
     def _of_step(self, row: Row) -> list[str]:
         warnings = [f"in step {row['step'] + 1}: {text}" for text in self._history.read(row)]

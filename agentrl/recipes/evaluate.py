@@ -123,6 +123,7 @@ class SuiteEvaluation:
             "tasks": float(len(by_task)),
             "episodes": float(len(self.scored)),
             "failed": float(len(self.failed)),
+            **same_answers([trajectory for trajectory, _ in self.scored]),
         }
         for name, interval in found.items():
             named |= {name: interval.value, f"{name}_low": interval.low, f"{name}_high": interval.high}

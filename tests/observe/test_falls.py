@@ -72,6 +72,16 @@ def test_a_constant_answer_is_told_in_training_and_in_evaluations() -> None:
     assert told([{**evaluated, "eval/success": 0.99}]) == []
 
 
+def test_a_constant_answer_on_a_suite_is_told_and_its_rows_end_no_condition_of_steps() -> None:
+    reader = Silence(conditions(max_tokens=64, budget=Budget(turns=8), compares_groups=True))
+    suite = {"eval/hard/success": 0.5, "eval/hard/same_answers": 1.0}
+    rows: list[dict[str, Any]] = [{**GOOD, "grad_norm": 0.0}, suite, {**GOOD, "grad_norm": 0.0}, suite]
+    rows.append({**GOOD, "grad_norm": 0.0})
+    texts = [text for step, row in enumerate(rows) for text in reader.read({"step": step, **row})]
+    assert ["of hard" in text for text in texts] == [True, False]
+    assert "the gradient was zero" in texts[1]
+
+
 def test_the_share_of_same_answers_is_counted_over_different_tasks() -> None:
     said = ["Yes"] * 7 + ["No"]
     members = [trajectory(text, id=f"task-{number}/0/0") for number, text in enumerate(said)]
