@@ -80,6 +80,7 @@ Test = InOut | Call | str
 
 _TESTS: TypeAdapter[list[Test]] = TypeAdapter(list[Test])
 _PYTHON = ("python", "py", "python3")
+_FORMS = "Write a list of {stdin: ..., stdout: ...}, {call: NAME, args: [...], returns: ...} or Python that asserts"
 
 
 class CodeTests:
@@ -219,7 +220,7 @@ def tests_of(task: Task, option: str) -> list[Test]:
     """
     tests = _tests_in(task, option)
     if any(isinstance(test, InOut) and test.stdout is None and test.checker is None for test in tests):
-        raise ConfigError(f"option {option!r} of {_named(task)} has a test with neither stdout nor a checker")
+        raise ConfigError(f"option {option!r} of {_named(task)} has a test with neither stdout nor a checker. {_FORMS}")
     return tests
 
 
@@ -230,10 +231,7 @@ def _tests_in(task: Task, option: str) -> list[Test]:
     except ValidationError as error:
         found = error.errors(include_url=False)  # of each kind of test, so that the first may be of another kind
         first = next((one for one in found if one["type"] == "value_error"), found[0])
-        raise ConfigError(
-            f"option {option!r} of {named}: {first['msg']}, got {written!r:.200}. Write a list of "
-            "{stdin: ..., stdout: ...}, {call: NAME, args: [...], returns: ...} or Python that asserts"
-        ) from error
+        raise ConfigError(f"option {option!r} of {named}: {first['msg']}, got {written!r:.200}. {_FORMS}") from error
     if not tests:
         raise ConfigError(f"option {option!r} of {named} is a list without a test")
     return tests

@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from agentrl.batch import TrainingSample, collate
 from agentrl.engines.local import LocalEngine
@@ -289,6 +289,7 @@ class Bare(torch.nn.Module):
 
     def __init__(self, vocab: int, dtype: torch.dtype) -> None:
         super().__init__()
+        self.config = PreTrainedConfig()
         self.embedding = torch.nn.Embedding(vocab, 8, dtype=dtype)
         self.head = torch.nn.Linear(8, vocab, bias=False, dtype=dtype)
 
