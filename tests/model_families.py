@@ -141,7 +141,7 @@ FAMILIES: Mapping[str, Family] = {
     "MiniMax-M2": Family("MiniMaxM2Config", _CHATML, {"num_local_experts": 4, "num_experts_per_tok": 2,
         "rotary_dim": 16}),
     "DeepSeek-V2": Family("DeepseekV2Config", "deepseekv3", {**EXPERTS, **ROUTED, **LATENT, "num_key_value_heads": 2,
-        "topk_method": "greedy", "n_group": None, "topk_group": None, "n_shared_experts": 1}),
+        "topk_method": "greedy", "n_group": 1, "topk_group": 1, "n_shared_experts": 1}),
     "dots.llm1": Family("Dots1Config", _CHATML, {**EXPERTS, **ROUTED, "n_group": 1, "topk_group": 1,
         "n_shared_experts": 1}),
     "Granite MoE": Family("GraniteMoeConfig", _GRANITE, {"num_local_experts": 4, "num_experts_per_tok": 2,

@@ -38,6 +38,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _TIED_HEAD = "lm_head.weight"
+_WIDER_BY_ONE = ("cohere2", "cohere2_moe")
+"""Model types whose window vLLM makes one wider than their config says."""
+_OTHERWISE = {"gemma3n_text": "Gemma 3n", "gpt_neox": "GPT-NeoX"}
+"""Model types for which vLLM 0.32 computes other logprobs than transformers (docs/model-families.md)."""
+_OTHERWISE_ON_CPU = {"ernie4_5_moe": "ERNIE 4.5 MoE"}
 _EQUALS = 64
 """How many tokens that are as likely as the last one of `top_k` vLLM may keep beside it, if the support is kept."""
 
@@ -373,6 +378,7 @@ class VllmEngine:
 
         from agentrl.engines.vllm_worker import BACKENDS, DRIVER_PID, WorkerExtension
 
+        self._refuse_other_models(on_cpu)
         config = self._config
         kv_cache_gib = config.kv_cache_gib or (1.0 if on_cpu else None)
         return {
@@ -381,6 +387,7 @@ class VllmEngine:
             "skip_tokenizer_init": not config.structured_outputs,
             "generation_config": "vllm",  # the request sets the sampling parameters, not the model's folder
             "dtype": config.dtype,
+            "hf_overrides": self._overrides(),
             "max_model_len": self._longest(),
             "max_num_seqs": config.max_batch,
             "enable_prefix_caching": config.prefix_cache,
@@ -406,6 +413,34 @@ class VllmEngine:
         from transformers import AutoConfig
 
         return AutoConfig.from_pretrained(self._folder, trust_remote_code=self._config.trust_remote_code)
+
+    def _refuse_other_models(self, on_cpu: bool) -> None:
+        kind = self._model_config().get_text_config().model_type
+        known = {**_OTHERWISE, **(_OTHERWISE_ON_CPU if on_cpu else {})}
+        if kind in known:
+            raise ConfigError(
+                f"vLLM{' for CPUs' if kind in _OTHERWISE_ON_CPU else ''} computes other logprobs than transformers for "
+                f"{known[kind]}, by a tenth of a nat and more (docs/model-families.md): use engine=local"
+            )
+
+    def _overrides(self) -> dict[str, Any]:
+        """What vLLM is given instead of the model's own config, so that it computes what transformers does.
+
+        vLLM 0.32 adds one to the window of Command R7B and A ("to match the training convention"): its layers would
+        attend to one more token than those that are trained. And it looks for the scale of Ministral 3's queries at
+        positions beyond the original ones in another place than transformers does.
+        """
+        whole = self._model_config()
+        text = whole.get_text_config()
+        rope = getattr(text, "rope_parameters", None) or {}
+        changed: dict[str, Any] = {}
+        if text.model_type in _WIDER_BY_ONE and text.sliding_window:
+            changed = {"sliding_window": text.sliding_window - 1}
+        elif rope.get("llama_4_scaling_beta") and getattr(text, "llama_4_scaling", None) is None:
+            original = rope["original_max_position_embeddings"]
+            scaling = {"beta": rope["llama_4_scaling_beta"], "original_max_position_embeddings": original}
+            changed = {"llama_4_scaling": scaling}
+        return changed if text is whole or not changed else {"text_config": changed}
 
     def _longest(self) -> int | None:
         """Most tokens of a request; None for the model's own limit."""

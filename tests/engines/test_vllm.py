@@ -193,6 +193,40 @@ def test_latent_attention_in_other_dimensions_is_refused_before_a_start(tmp_path
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(
+    ("settings", "given"),
+    [
+        ({"model_type": "cohere2", "sliding_window": 48}, {"sliding_window": 47}),
+        ({"model_type": "gemma2", "sliding_window": 48}, {}),
+        (
+            {
+                "model_type": "ministral3",
+                "rope_parameters": {
+                    "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 64,
+                    "llama_4_scaling_beta": 0.1,
+                },
+            },
+            {"llama_4_scaling": {"beta": 0.1, "original_max_position_embeddings": 64}},
+        ),
+    ],
+)  # fmt: skip
+def test_vllm_is_given_what_makes_it_compute_what_is_trained(
+    settings: dict[str, Any], given: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    assert VllmEngine(config(), tmp_path)._overrides() == given
+
+
+def test_models_that_vllm_computes_otherwise_are_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_neox"}))
+    with pytest.raises(ConfigError, match=r"other logprobs than transformers for GPT-NeoX.*use engine=local"):
+        VllmEngine(config(), tmp_path)._refuse_other_models(on_cpu=False)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "ernie4_5_moe"}))
+    VllmEngine(config(), tmp_path)._refuse_other_models(on_cpu=False)
+    with pytest.raises(ConfigError, match=r"vLLM for CPUs computes .* ERNIE 4.5 MoE"):
+        VllmEngine(config(), tmp_path)._refuse_other_models(on_cpu=True)
+
+
 @pytest.mark.vllm
 def test_no_process_outlives_a_killed_driver(tiny_model_dir: Path, tmp_path: Path) -> None:
     script = tmp_path / "serve.py"
