@@ -384,7 +384,7 @@ class Runs:
         said = sorted(folder.glob("*.log"))[-1].read_text()
         if status is None:
             return Outcome("wrong", f"hangs or dies: {said[-3000:]}")
-        if status == 1 and said.splitlines()[-1].startswith("FilterBudgetError: 9 groups"):
+        if status == 1 and said.splitlines()[-1].startswith("FilterBudgetError:"):
             return Outcome("ended", said.splitlines()[-1])
         if "Traceback" in said or "never retrieved" in said or status not in (0, 2):
             return Outcome("wrong", f"exit {status}: {said[-3000:]}")
@@ -419,7 +419,8 @@ class Runs:
 
 def _working() -> "subprocess.Popen[str]":
     """Where runs are started. Modules are compiled once, also where a machine says that none are to be kept."""
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
+    found = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))  # by workers of Ray too
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "", "PYTHONPATH": found}
     pipe = subprocess.PIPE
     return subprocess.Popen(
         [sys.executable, "-c", WORKING], cwd=ROOT, stdin=pipe, stdout=pipe, text=True, env=variables
