@@ -64,7 +64,8 @@ def _cannot_leave_out(algorithm: Algorithm) -> str:
 def _cannot_normalise_too(algorithm: Algorithm, normalize: str) -> str:
     if normalize == "group" or (_compares(algorithm) and not getattr(algorithm, "credits_turns", False)):
         return ""
+    whose = "of single turns (reward_to_go), which" if getattr(algorithm, "credits_turns", False) else "that"
     return (
-        f"has advantages that do not add up to 0 in a group, so that batch_processing.normalize={normalize} would move "
-        "those that are 0"
+        f"has advantages {whose} do not add up to 0 in a group, so that batch_processing.normalize={normalize} would "
+        "move those that are 0"
     )

@@ -237,13 +237,15 @@ class RunConfig(Settings):
         if brings_algorithm(self.recipe):
             return self
         own = [one.algorithm or self.algorithm for one in self.env.mixture]
-        compares = any(getattr(one.make(), "compares_members", False) for one in own or [self.algorithm])
+        comparing = [one for one in own or [self.algorithm] if getattr(one.make(), "compares_members", False)]
         sizes = {one.group_size or self.rollout.group_size for one in self.env.mixture} or {self.rollout.group_size}
-        if 1 in sizes and compares:
+        if 1 in sizes and comparing:
+            by = [name for name in ("group_baseline", "reward_weight") if getattr(comparing[0].settings, name, None)]
+            by_what = f" ({by[0]}={getattr(comparing[0].settings, by[0])})" if by else ""
             raise ValueError(
                 f"rollout.group_size is 1, and the algorithm {self.algorithm.name!r}, as configured, compares the "
-                "members of a group: all advantages would be 0, and nothing would be learned. Set rollout.group_size "
-                "to 2 or more (8 is usual), or choose algorithm=ppo, whose critic needs no group"
+                f"members of a group{by_what}: all advantages would be 0, and nothing would be learned. Set "
+                "rollout.group_size to 2 or more (8 is usual), or choose algorithm=ppo, whose critic needs no group"
             )
         return self
 
