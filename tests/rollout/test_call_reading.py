@@ -74,11 +74,11 @@ def prompt_of(one: TemplateRenderer) -> str:
 
 def written(one: TemplateRenderer, *calls: ToolCall) -> str:
     """The calls as the template writes them; in the canonical form if it writes none."""
-    text = one.template.calls(calls)
+    text = one.template.calls(calls) or "\n".join(call.render() for call in calls)
     for begin, end in (("<think>", "</think>"), ("<mm:think>", "</mm:think>")):
         if prompt_of(one).rstrip().endswith(begin) and end not in text:
             text = f"\n{end}\n\n{text}"
-    return text or "\n".join(call.render() for call in calls)
+    return text
 
 
 def got(one: TemplateRenderer, text: str, stopped: bool = True) -> tuple[ParsedReply, Message]:
