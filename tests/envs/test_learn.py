@@ -51,7 +51,7 @@ def contents(config: RunConfig, splits: Mapping[str, int]) -> set[str]:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-@pytest.mark.parametrize("seed", [1, 2, 4])  # the seeds of benchmarks/learn.py
+@pytest.mark.parametrize("seed", [1, 2, 4, 6, 8])  # the seeds of benchmarks/learn.py
 def test_a_thousand_different_tasks_are_trained_on_and_none_of_them_is_held_out(path: Path, seed: int) -> None:
     config = load_config(path, [f"seed={seed}"]).config
     settings: Any = config.recipe.settings
