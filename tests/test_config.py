@@ -197,6 +197,20 @@ def test_groups_of_one_are_refused_where_members_are_compared(path: Path) -> Non
     assert load_config(path, ["rollout.group_size=1", "algorithm=ppo"]).config.rollout.group_size == 1
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["algorithm=reinforce", "algorithm.reward_to_go=false", "batch_processing.normalize=batch"],
+        ["algorithm=reinforce_pp"],
+    ],
+)
+def test_a_batch_of_one_episode_is_refused_where_a_batch_is_normalised(path: Path, settings: list[str]) -> None:
+    alone = ["rollout.group_size=1", "rollout.groups_per_step=1"]
+    assert "compares the episodes of a batch" in problem(path, *alone, *settings)
+    assert load_config(path, ["rollout.group_size=1", "rollout.groups_per_step=2", *settings])
+    assert load_config(path, [*alone, "algorithm=reinforce"])
+
+
 FILTER, KEEP = "rollout.filter_zero_variance=true", "batch_processing.keep_variance=0.9"
 
 

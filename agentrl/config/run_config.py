@@ -23,7 +23,7 @@ from agentrl.gateway.config import GatewayConfig
 from agentrl.observe.config import ObserveConfig
 from agentrl.placement.device_map import PlacementConfig
 from agentrl.plugins import Component
-from agentrl.protocols import ActorCritic, Algorithm, Settings
+from agentrl.protocols import ActorCritic, Algorithm, NormalizesAdvantages, Settings
 from agentrl.rollout.agents import FrozenRoute
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.config import RolloutConfig
@@ -246,6 +246,24 @@ class RunConfig(Settings):
                 f"rollout.group_size is 1, and the algorithm {self.algorithm.name!r}, as configured, compares the "
                 f"members of a group{by_what}: all advantages would be 0, and nothing would be learned. Set "
                 "rollout.group_size to 2 or more (8 is usual), or choose algorithm=ppo, whose critic needs no group"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_batch_has_others_to_be_normalised_with(self) -> Self:
+        if brings_algorithm(self.recipe):
+            return self
+        alone = self.rollout.groups_per_step == self.rollout.group_size == 1
+        algorithm, scope = self.algorithm.make(), self.batch_processing.normalize
+        if not alone or getattr(algorithm, "credits_turns", False):
+            return self  # the turns of one episode are several numbers
+        if scope != "group" or isinstance(algorithm, NormalizesAdvantages):
+            by = f"the algorithm {self.algorithm.name!r}" if scope == "group" else f"batch_processing.normalize={scope}"
+            whole = " (algorithm.reward_to_go=false)" if hasattr(self.algorithm.settings, "reward_to_go") else ""
+            raise ValueError(
+                f"rollout.groups_per_step and rollout.group_size are 1, and {by} compares the episodes of a batch: "
+                f"the only advantage{whole} would be 0, and nothing would be learned. Set rollout.groups_per_step to 2 "
+                "or more"
             )
         return self
 
