@@ -50,6 +50,7 @@ def trained(name: str, seed: int) -> Path:
         spent = folder / "cpu_seconds"  # of all launches, if one was stopped
         earlier = float(spent.read_text()) if spent.exists() else 0.0
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / "commit").write_text(commit())
         spent.write_text(f"{earlier + cpu_seconds_of_children() - before:.0f}")
     if status:
         sys.exit(f"{folder} has not ended (exit status {status}): the same command goes on with it")
@@ -90,7 +91,8 @@ def row_of(name: str, seed: int) -> Row:
     before, after, interval = summary["success_before"], summary["success_after"], summary["success_after_interval"]
     print(
         f"| `{name}` | {seed} | {shown(summary, 'before')} | {shown(summary, 'after')} | {constant:.1%} "
-        f"| {low:+.1%} to {high:+.1%} | {summary['steps']} | {seconds:.0f} | {commit()} |",
+        f"| {low:+.1%} to {high:+.1%} | {summary['steps']} | {seconds:.0f} "
+        f"| {(folder / 'commit').read_text()} |",
         flush=True,
     )
     good = low > 0 and 0.1 <= before <= 0.6 and interval[0] > constant and seconds <= CPU_SECONDS

@@ -4,7 +4,7 @@
 
 It ends with status 1 unless success rose in all runs: the interval of the difference is above 0 (Newcombe 1998, method
 10: from the Wilson intervals of both shares), and the interval of success after training is above what the best
-constant answer earns (`benchmarks/constant.py`).
+constant answer earns (`benchmarks/constant.py`). The commit is that of the code that prints the table.
 """
 
 import json
