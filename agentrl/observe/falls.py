@@ -15,8 +15,9 @@ _BEFORE = 5
 _EXPLODED = 1000.0
 _LOST = 0.2
 """Of the success that there was, what is left when it has been lost."""
-_ALONE = 10
-"""Steps without a success after which a reward that has risen is told."""
+_ALONE = 8
+"""Steps at both ends that are compared to see whether the reward has risen without a success. Of fewer, the spread may
+be small by chance, and a reward that only varies be told: one history in a hundred with 5."""
 
 
 def _windowed() -> "deque[float]":
@@ -82,9 +83,9 @@ class History:
             self._rewards, self._told = [], False
             return ""
         self._rewards.append(reward)
-        if self._told or len(self._rewards) < _ALONE:
+        if self._told or len(self._rewards) < 2 * _ALONE:
             return ""
-        first, last = self._rewards[:_BEFORE], self._rewards[-_BEFORE:]
+        first, last = self._rewards[:_ALONE], self._rewards[-_ALONE:]
         rise = fmean(last) - fmean(first)
         spread = max(pstdev(first), pstdev(last))
         if rise <= 3 * spread or rise <= 0.1 * max(map(abs, (*first, *last))) or min(last) <= max(first):

@@ -22,6 +22,7 @@ import os
 import shutil
 import sys
 import threading
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,9 +75,9 @@ def judge() -> Iterator[str]:
     """The address of a judge."""
 
     def verdict(call: JudgeCall) -> JudgeReply:
-        return JudgeReply.json(
-            {"better": "first"} if '"better"' in call.user else {"levels": {"clear": call.number % 7}}
-        )
+        # By what it is asked and not by the number of the call: a resumed run asks in another order.
+        level = zlib.crc32(call.user.encode()) % 7
+        return JudgeReply.json({"better": "first"} if '"better"' in call.user else {"levels": {"clear": level}})
 
     loop, server = asyncio.new_event_loop(), JudgeServer(verdict)
     thread = threading.Thread(target=loop.run_forever, daemon=True)
