@@ -11,13 +11,12 @@ The opening is found when the template is loaded, once for answers that a user's
 a tool's result follows. What a template does to earlier answers (many strip their reasoning) does not matter: it never
 sees them.
 
-Templates refuse different things. The rules for that, which `messages_of` applies:
+Templates refuse different things: `agentrl.rollout.placing` has the rules for sequences of messages. Besides these:
 
-- no system role: the system message begins the next user message, followed by an empty line;
 - no tools: their definitions follow the system message, and how to call them (`describe`);
-- no tool results: a result is a user message, between `<tool_response>` and `</tool_response>`;
-- no two user messages in a row: they are joined by an empty line;
 - no text but in parts: a content is a list of one text.
+
+What is rendered is looked for in the text: a template that leaves out a message is refused.
 """
 
 import json
@@ -29,6 +28,8 @@ from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 from agentrl.errors import ConfigError
+from agentrl.rollout.control_tokens import bare
+from agentrl.rollout.placing import Places, placed
 from agentrl.trajectory import Message, ToolCall
 
 _MARK, _NEW_MARK, _NAME_MARK = "xqAnswerMark", "xqMessageMark", "xq_tool_mark"
@@ -52,15 +53,10 @@ Kind = Literal["user", "tool"]
 
 
 @dataclass(frozen=True, slots=True)
-class Abilities:
-    """What a template can express."""
+class Abilities(Places):
+    """What a template can express. Without `calls`, these stand in the answer's content, in the canonical form."""
 
-    system: bool = True
     tools: bool = True
-    calls: bool = True
-    """It renders calls; else they stand in the answer's content, in the canonical form."""
-    results: bool = True
-    repeated_users: bool = True
     parts: bool = False
     """Contents are lists of parts."""
     json_arguments: bool = False
@@ -97,6 +93,8 @@ class ChatTemplate:
         self.stops = list(stops)
         """Texts of the tokens that end an answer: the known ones, and those that the template writes there."""
         self._continuations = self._find_continuations()
+        if not self._continuations["user"].closing:  # the model has written the user's header already
+            self._abilities = replace(self._abilities, late_systems=False)
 
     @property
     def abilities(self) -> Abilities:
@@ -110,14 +108,17 @@ class ChatTemplate:
             ConfigError: the template refuses it.
         """
         shown = [dict(tool) for tool in tools] if self._abilities.tools else []
-        try:
-            return self._render(self.messages_of(messages, tools), shown or None, True)
-        except Exception as error:  # templates raise what they like
-            roles = ", ".join(message.role for message in messages)
+        text = self._try(self.messages_of(messages, tools), shown or None)
+        if isinstance(text, Exception):
             raise ConfigError(
-                f"the chat template refuses a conversation of {roles}: {type(error).__name__}: {error}. Give another "
-                "template, in a file that model.chat_template names"
-            ) from error
+                f"the chat template refuses a conversation of {_roles(messages)}: {type(text).__name__}: {text}. Give "
+                "another template, in a file that model.chat_template names"
+            ) from text
+        if _beside_calls_not_in(text, messages):  # some templates leave it out if another answer follows
+            apart = self._try(self.messages_of(messages, tools, apart=True), shown or None)
+            if isinstance(apart, str) and not _beside_calls_not_in(apart, messages):
+                text = apart
+        return self._checked(text, messages)
 
     def added(self, messages: Sequence[Message]) -> str:
         """The text after an answer's end of turn: `messages`, and where the next answer begins.
@@ -125,19 +126,41 @@ class ChatTemplate:
         Raises:
             ConfigError: the template refuses it, or renders the beginning of a conversation differently now.
         """
-        new, kind = self.messages_of(messages, ()), self._kind(messages[0])
-        text = self._try([*_base(kind, new[0].get("name", ""), self._abilities), *new])
-        for last in (False, True):
-            opening = self._continuations[kind].opening.replace(_NAME_MARK, new[0].get("name", ""))
-            if isinstance(text, str) and text.startswith(opening):
-                return text[len(opening) :]
-            if not last:
-                self._continuations = self._find_continuations()  # some templates write today's date
-        raise ConfigError(
-            "the chat template cannot go on after an answer: "
-            f"{text if isinstance(text, Exception) else opening!r:.500}. Write model.history=template, or give another "
-            "template in a file that model.chat_template names"
-        )
+        new = self.messages_of(messages, (), begins=False)
+        kind = self._kind(new[0])
+        name = new[0].get("name", "")
+        text = self._try([*_base(kind, name, self._abilities), *new])
+        opening = self._continuations[kind].opening.replace(_NAME_MARK, name)
+        if isinstance(text, str) and not text.startswith(opening):  # some templates write today's date
+            self._continuations = self._find_continuations()
+            opening = self._continuations[kind].opening.replace(_NAME_MARK, name)
+        if isinstance(text, str) and not text.startswith(opening):
+            # What follows may change how the answer is rendered: many strip its reasoning when the user speaks.
+            opening = self._continuation(kind, self._ends_of(kind), new).opening.replace(_NAME_MARK, name)
+        if not isinstance(text, str) or not text.startswith(opening):
+            raise ConfigError(
+                f"the chat template cannot go on after an answer with messages of {_roles(messages)}: "
+                f"{text if isinstance(text, Exception) else opening!r:.500}. Write model.history=template, or give "
+                "another template in a file that model.chat_template names"
+            )
+        return self._checked(text[len(opening) :], messages)
+
+    def _checked(self, text: str, messages: Sequence[Message]) -> str:
+        """The text, in which all that others wrote is there.
+
+        A template may change a text: trim it, write it as JSON, take a switch such as `/no_think` out of it. If one is
+        not found, the same messages with marks for their texts show whether the template has a place for them.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        lost = not_in(text, messages)
+        if lost is not None:
+            marked = with_marks(messages)
+            shown = self._try(self.messages_of(marked, ()))
+            if isinstance(shown, Exception) or not_in(shown, marked) is not None:
+                raise left_out(lost, messages)
+        return text
 
     def call(self, *calls: ToolCall) -> tuple[str, str]:
         """A prompt and the answer to it that makes calls, with what ends it; empty if the template writes no calls."""
@@ -175,7 +198,7 @@ class ChatTemplate:
 
     def closing(self, messages: Sequence[Message]) -> str:
         """What ends the turn of an answer that was cut short, before `messages`."""
-        return self._continuations[self._kind(messages[0])].closing
+        return self._continuations[self._kind(self.messages_of(messages, (), begins=False)[0])].closing
 
     def frames(self) -> str:
         """What the template writes around messages of the system, the user and tools, and before an answer."""
@@ -186,22 +209,24 @@ class ChatTemplate:
             found += [self.added([message]) for message in messages]
         return "".join(found)
 
-    def messages_of(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Json]:
-        """Messages as this template takes them; `tools` are described if it takes none."""
-        can, found = self._abilities, list[Json]()
+    def messages_of(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        begins: bool = True,
+        apart: bool = False,
+    ) -> list[Json]:
+        """Messages as this template takes them; `tools` are described if it takes none. `begins`: see `placed`.
+
+        `apart`: the text of an answer and its calls are two answers.
+        """
+        can = replace(self._abilities, text_beside_calls=False) if apart else self._abilities
         if tools and not can.tools:
             system = [message.content for message in messages[:1] if message.role == "system"]
             said = "\n\n".join(filter(None, (*system, describe(tools))))
             messages = [Message("system", said), *messages[len(system) :]]
-        for message in messages:
-            one = _as_json(message, can)
-            joins = found and one["role"] == found[-1]["role"] == "user"
-            if joins and (message.role == "system" or found[-1].pop("folded", False) or not can.repeated_users):
-                one = {"role": "user", "content": f"{found.pop()['content']}\n\n{one['content']}"}
-            if message.role == "system" and not can.system:
-                one["folded"] = True
-            found.append(one)
-        return [_in_parts(one, can) for one in found]
+        return [_in_parts(_as_json(message, can), can) for message in placed(messages, can, begins=begins)]
 
     # How it is found out what the template can do
 
@@ -235,8 +260,43 @@ class ChatTemplate:
         for form in (can, replace(can, json_arguments=True), replace(can, calls=False)):
             result = [*_base("tool", _NAME_MARK, form), _new("tool")]
             if self._shows(_MARK, result, form) and self._shows(_NEW_MARK, result, form):
-                return form
-        return replace(can, calls=False, results=False)
+                return self._with_places(form)
+        return self._with_places(replace(can, calls=False, results=False))
+
+    def _with_places(self, can: Abilities) -> Abilities:
+        """With what it has a place for, by conversations that try it."""
+        results = can.calls and can.results
+
+        def places(*conversations: str) -> bool:
+            plain = (each for each in conversations if results or not set("CTX") & set(each))
+            return all(self._places(each, can) for each in plain)
+
+        return replace(
+            can,
+            systems=places("SSU"),
+            late_systems=places("USU", "UASU", "UAS", "SUASU", "UCTS", "UCTSU", "SUASUASU"),
+            stray_results=not results or places("UT", "UAT", "UATU"),
+            repeated_users=can.repeated_users and places("UU", "UUAUU"),
+            repeated_answers=places("UAAU", "UAAUA"),
+            users_after_results=places("UCTU", "UCTUAU"),
+            text_beside_calls=places("UXT", "UXTXTUXU"),
+            any_beginning=places("S", "SAU", "AU") and self._places("S", can, described=True)
+            if can.system
+            else places("AU"),
+        )
+
+    def _places(self, roles: str, can: Abilities, *, described: bool = False) -> bool:
+        """Whether it shows all texts of a conversation, in order; of an answer with calls in any order.
+
+        `described`: with a tool, though no one calls it.
+        """
+        spoken = [_PROBES[role](f"xq{place}Mark") for place, role in enumerate(roles)]
+        tools = [dict(_PROBE_TOOL)] if can.tools and (described or set("CX") & set(roles)) else None
+        text = self._try([_in_parts(_as_json(message, can), can) for message in spoken], tools)
+        if isinstance(text, Exception):
+            return False
+        found = [text.find(f"xq{place}Mark") for place in range(len(roles))]
+        return min(found) >= 0 and (found == sorted(found) or "X" in roles)
 
     def _takes(self, user: Json) -> Abilities | None:
         return next((can for can in (Abilities(), Abilities(parts=True)) if self._shows(_MARK, [user], can)), None)
@@ -251,20 +311,28 @@ class ChatTemplate:
         except Exception as error:  # templates raise what they like
             return error
 
-    def _kind(self, first: Message) -> Kind:
-        return "tool" if first.role == "tool" and self._abilities.results else "user"
+    def _kind(self, first: Json) -> Kind:
+        return "tool" if first["role"] == "tool" else "user"
 
     def _find_continuations(self) -> dict[Kind, _Continuation]:
-        user = self._continuation("user", self.stops)
-        if not self._abilities.results:
-            return {"user": user}
-        # Where the next header ends an answer, it ends calls too.
-        return {"user": user, "tool": self._continuation("tool", [user.closing, *self.stops] if user.closing else [])}
+        self._continuations = {"user": self._continuation("user", self.stops)}
+        if self._abilities.results:
+            self._continuations["tool"] = self._continuation("tool", self._ends_of("tool"))
+        return self._continuations
 
-    def _continuation(self, kind: Kind, ends: Sequence[str]) -> _Continuation:
-        """`ends`: texts that may end the answer's turn, the likeliest first; none if the next header ends it."""
+    def _ends_of(self, kind: Kind) -> Sequence[str]:
+        """Texts that may end an answer. Where the next header ends it, it ends calls too."""
+        closing = self._continuations["user"].closing if kind == "tool" else ""
+        return self.stops if kind == "user" else [closing, *self.stops] if closing else []
+
+    def _continuation(self, kind: Kind, ends: Sequence[str], new: Sequence[Json] = ()) -> _Continuation:
+        """`ends`: texts that may end the answer's turn, the likeliest first; none if the next header ends it.
+
+        `new`: what follows the answer, if it is not just a message of this kind.
+        """
         base = _base(kind, _NAME_MARK, self._abilities)
-        text = self._try([*base, _in_parts(_new(kind), self._abilities)])
+        first = {**new[0], "content": _NEW_MARK} if new else _new(kind)
+        text = self._try([*base, _in_parts(first, self._abilities), *new[1:]])
         alone = self._try(base, None, False)
         if isinstance(text, Exception) or _NEW_MARK not in text or _MARK not in text:
             raise ConfigError(
@@ -339,10 +407,6 @@ def _new(kind: Kind) -> Json:
 
 
 def _as_json(message: Message, can: Abilities) -> Json:
-    if message.role == "tool" and not can.results:
-        return {"role": "user", "content": f"<tool_response>\n{message.content}\n</tool_response>"}
-    if message.role == "system" and not can.system:
-        return {"role": "user", "content": message.content}
     one: Json = {"role": message.role, "content": message.said}
     if message.role == "tool":
         one |= {"tool_call_id": message.tool_call_id or _CALL_ID, "name": message.name or "tool"}
@@ -368,7 +432,58 @@ def _as_json(message: Message, can: Abilities) -> Json:
 
 
 def _in_parts(one: Json, can: Abilities) -> Json:
-    one = {key: value for key, value in one.items() if key != "folded"}
     if can.parts and isinstance(one["content"], str):
-        one["content"] = [{"type": "text", "text": one["content"]}]
+        return one | {"content": [{"type": "text", "text": one["content"]}]}
     return one
+
+
+def not_in(text: str, messages: Sequence[Message]) -> int | None:
+    """The first message of another than the model whose content is not in the text, as it is or as JSON; or None."""
+    for place, message in enumerate(messages):
+        content = message.content.strip()
+        if message.role == "assistant" or content in text:
+            continue
+        if not any(json.dumps(content, ensure_ascii=ascii_only)[1:-1] in text for ascii_only in (False, True)):
+            return place
+    return None
+
+
+def _beside_calls_not_in(text: str, messages: Sequence[Message]) -> bool:
+    """Whether the text of an answer with calls is missing."""
+    return any(message.tool_calls and message.said.strip() not in text for message in messages)
+
+
+def with_marks(messages: Sequence[Message]) -> list[Message]:
+    """The same messages with marks for the contents of others."""
+    return [
+        message if message.role == "assistant" else replace(message, content=f"xq{place}Mark")
+        for place, message in enumerate(messages)
+    ]
+
+
+def left_out(place: int, messages: Sequence[Message]) -> ConfigError:
+    """The error that a message has no place."""
+    return ConfigError(
+        f"the chat template leaves out message {place + 1} ({messages[place].role}) of {_roles(messages)}: "
+        f"{bare(messages[place].content)!r:.80}. Give another template, in a file that model.chat_template names"
+    )
+
+
+def _roles(messages: Sequence[Message]) -> str:
+    return ", ".join(message.role for message in messages)
+
+
+def _called(mark: str, text: str = "") -> Message:
+    call = ToolCall(_NAME_MARK, {"text": mark}, _CALL_ID)
+    return Message("assistant", "\n".join(filter(None, (text, call.render()))), tool_calls=(call,))
+
+
+_PROBES: Mapping[str, Callable[[str], Message]] = {
+    "S": lambda mark: Message("system", mark),
+    "U": lambda mark: Message("user", mark),
+    "A": lambda mark: Message("assistant", mark),
+    "C": _called,
+    "X": lambda mark: _called("a", mark),
+    "T": lambda mark: Message("tool", mark, tool_call_id=_CALL_ID, name=_NAME_MARK),
+}
+"""Messages of conversations that try a template, by the letter of their role; `X` is an answer with text and a call."""

@@ -90,9 +90,13 @@ class Family:
 
     def whole(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> IntArray:
         """The tokens of a whole conversation, up to where the assistant begins to write."""
-        return ints(
-            self._rules.render_ids(list(map(_as_json, messages)), tools=_given(tools), add_generation_prompt=True)
-        )
+        return ints(self.rendered(list(map(_as_json, messages)), _given(tools), True))
+
+    def rendered(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, begin_answer: bool
+    ) -> list[int]:
+        """The tokens of messages as chat templates take them, with or without the beginning of an answer at the end."""
+        return list(self._rules.render_ids(messages, tools=tools, add_generation_prompt=begin_answer))
 
     def added(
         self,

@@ -15,7 +15,7 @@ the same text.
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -27,10 +27,11 @@ from agentrl import plugins
 from agentrl.arrays import GrowingInts, IntArray, ints
 from agentrl.errors import ConfigError
 from agentrl.protocols import Prompt, Settings
-from agentrl.rollout.chat_template import ChatTemplate
+from agentrl.rollout.chat_template import ChatTemplate, not_in
 from agentrl.rollout.control_tokens import GUARD, ControlTokens, bare
 from agentrl.rollout.family import Family, family_named, find_family, names, reading_family
 from agentrl.rollout.model_tokenizer import load_tokenizer
+from agentrl.rollout.placing import Places, placed
 from agentrl.rollout.reading import MARKS, Reading, marks_in, without_reasoning
 from agentrl.rollout.tool_formats import (
     PROBE_CALL,
@@ -241,13 +242,11 @@ class TemplateRenderer:
 
     def whole(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> IntArray:
         """The tokens of a whole conversation, up to where the assistant begins to write."""
-        shown, described = self._guarded(messages), self._guarded_tools(tools)
         if self._family is not None and (self._template.abilities.tools or not tools):
-            if shown is messages and described is tools:
-                return self._family.whole(messages, tools)
-            ids = self._careful_family.whole(shown, described)
-            return self._family.whole(messages, tools) if GUARD in self.decode(ids) else ids
-        return self.encode(self._template.text(shown, described))
+            ids = self._by_family(messages, tools, lambda family, shown, described: family.whole(shown, described))
+            if ids is not None:
+                return ids
+        return self.encode(self.guarded_text(messages, tools))
 
     def added(
         self,
@@ -261,11 +260,16 @@ class TemplateRenderer:
         `prompt_ids`: the end of the prompt, from the answer before. An answer that was cut short gets its end of turn,
         and before that the end of its reasoning, if it was cut within that.
         """
-        shown = self._guarded(messages)
         if self._family is not None:
-            added = self._added_by_family(prompt_ids, answer_ids, messages, shown, tools)
+            added = self._by_family(
+                messages,
+                tools,
+                lambda family, shown, described: family.added(prompt_ids, answer_ids, shown, described),
+                begins=False,
+            )
             if added is not None:
                 return added
+        shown = self._guarded(messages)
         text = self._template.added(shown)
         last = int(answer_ids[-1]) if len(answer_ids) else -1
         if last not in self._stop_token_ids:
@@ -275,22 +279,52 @@ class TemplateRenderer:
         new_ids = self.encode(text)
         return new_ids[1:] if len(new_ids) and new_ids[0] == last else new_ids
 
-    def _added_by_family(
+    def _by_family(
         self,
-        prompt_ids: IntArray,
-        answer_ids: IntArray,
         messages: Sequence[Message],
-        shown: Sequence[Message],
         tools: Sequence[Mapping[str, Any]],
+        rendered: Callable[[Family, Sequence[Message], Sequence[Mapping[str, Any]]], IntArray | None],
+        *,
+        begins: bool = True,
     ) -> IntArray | None:
-        """The tokens that the family's rules add, if it has any for these messages; `shown` are the guarded ones."""
+        """The tokens of messages by the rules of the family; None if it refuses them, or leaves one of them out."""
         assert self._family is not None
-        described = self._guarded_tools(tools)
-        if shown is not messages or described is not tools:
-            added = self._careful_family.added(prompt_ids, answer_ids, shown, described)
-            if added is None or GUARD not in self.decode(added):
-                return added
-        return self._family.added(prompt_ids, answer_ids, messages, tools)
+        shown, described = self._guarded(messages), self._guarded_tools(tools)
+        guarded = shown is not messages or described is not tools
+        try:
+            ids = rendered(
+                self._careful_family if guarded else self._family,
+                placed(shown, self._family_places, begins=begins),
+                described,
+            )
+            if guarded and ids is not None and GUARD in self.decode(ids):  # it does not ask the tokenizer
+                ids = rendered(self._family, placed(messages, self._family_places, begins=begins), tools)
+        except Exception:  # its rules raise what they like
+            logger.debug("the rules of %s refuse messages", self._family.name, exc_info=True)
+            return None
+        return ids if ids is not None and self._shows(ids, messages) else None
+
+    def _shows(self, ids: IntArray, messages: Sequence[Message]) -> bool:
+        """Whether all that others wrote is in these tokens, as the tokenizer can say it."""
+        text = self.decode(ids)
+        if not_in(text, messages) is None:
+            return True
+        sayable = [replace(one, content=self.decode(self.encode(one.content.strip()))) for one in messages]
+        return not_in(text, sayable) is None
+
+    @cached_property
+    def _family_places(self) -> Places:
+        """What the family's rules have a place for: often the same as the template."""
+        family = self._family
+        assert family is not None
+
+        def render(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, begin_answer: bool) -> str:
+            return self.decode(ints(family.rendered(messages, tools, begin_answer)))
+
+        try:
+            return ChatTemplate(render, stops=self._template.stops, specials=list(self._control.texts)).abilities
+        except ConfigError:
+            return self._template.abilities
 
     # What others wrote becomes no control token
 

@@ -58,12 +58,19 @@ def saying(*texts: str, **fields: Any) -> ScriptedEngine:
 
 
 def runner_on(
-    desk: Desk, engine: Engine, program: AgentProgram, seconds: float, *, trained: bool = True, formats: bool = False
+    desk: Desk,
+    engine: Engine,
+    program: AgentProgram,
+    seconds: float,
+    *,
+    trained: bool = True,
+    formats: bool = False,
+    renderer: TemplateRenderer = RENDERER,
 ) -> AgentEpisodeRunner:
     """Plays a program's episodes, of up to 100 calls."""
-    sampling = SamplingParams(max_tokens=4096, stop_token_ids=RENDERER.stop_token_ids)
+    sampling = SamplingParams(max_tokens=4096, stop_token_ids=renderer.stop_token_ids)
     policy = EnginePolicy(engine, sampling, 60.0, trained, formats=formats)
-    return AgentEpisodeRunner(policy, RENDERER, desk, program, Budget(turns=100), seconds)
+    return AgentEpisodeRunner(policy, renderer, desk, program, Budget(turns=100), seconds)
 
 
 def served(
@@ -75,13 +82,14 @@ def served(
     trained: bool = True,
     formats: bool = False,
     episode: str = "e",
+    renderer: TemplateRenderer = RENDERER,
 ) -> tuple[Trajectory, AgentSession]:
     """Play one episode of a program behind a server."""
 
     async def main() -> tuple[Trajectory, AgentSession]:
         desk = Desk(config or GatewayConfig())
         program = Calling(play, desk)
-        runner = runner_on(desk, engine, program, seconds, trained=trained, formats=formats)
+        runner = runner_on(desk, engine, program, seconds, trained=trained, formats=formats, renderer=renderer)
         async with engine, serving(desk):
             (trajectory,) = await runner.play(Episode(episode, Task("agent", 0), 0))
         return trajectory, program.sessions[0]

@@ -7,8 +7,11 @@ import httpx
 import openai
 import pytest
 
+from agentrl.rollout.family import find_family
+from agentrl.rollout.renderer import RendererConfig, TemplateRenderer
 from agentrl.testing import ScriptedEngine
-from agentrl.trajectory import Terminated, Truncated
+from agentrl.trajectory import Message, Terminated, ToolCall, Truncated
+from tests.chat_templates import tokenizer_of
 from tests.gateway.served import CALL, RENDERER, TOOL, loads, saying, served
 
 
@@ -488,3 +491,76 @@ def test_a_program_may_lower_the_length_of_an_answer(fields, most):
 
     served(play, engine)
     assert [request.sampling.max_tokens for request in engine.requests] == [most]
+
+
+def model(name: str) -> TemplateRenderer:
+    """The renderer of a family whose template refuses, or leaves out, what chat APIs take."""
+    tokenizer = tokenizer_of(name)
+    return TemplateRenderer(tokenizer, RendererConfig(), (), find_family(tokenizer, {}, {}))
+
+
+def answering(renderer: TemplateRenderer, *texts: str) -> ScriptedEngine:
+    """An engine of that model that answers call n with text n."""
+
+    def reply(request):
+        return renderer.answer_ids(texts[int(request.id.rpartition("/")[2])]).tolist()
+
+    return ScriptedEngine.replying(reply, max_context=100_000)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_think", "gptoss", "gemma", "cohere2"])
+def test_system_messages_of_any_number_and_place_are_shown_to_every_family(name):
+    renderer = model(name)
+
+    async def play(assignment):
+        async with client_of(assignment) as client:
+            messages = [
+                {"role": "system", "content": "You play."},
+                {"role": "developer", "content": "Be brief."},
+                {"role": "user", "content": "Begin."},
+            ]
+            for late in ("system", "developer"):
+                answer = await client.chat.completions.create(model="policy", messages=messages)
+                messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+                messages += [{"role": late, "content": f"A late {late}."}, {"role": "user", "content": "Go on."}]
+            await client.chat.completions.create(model="policy", messages=messages)
+            return 1.0
+
+    trajectory, session = served(play, answering(renderer, "left", "right", "up"), renderer=renderer)
+    assert trajectory.status == Terminated()
+    assert [call.kind for call in session.tree.calls] == ["start", "extension", "extension"]
+    text = renderer.decode(session.tree.calls[-1].prompt_ids)
+    for said in ("You play.", "Be brief.", "Begin.", "A late system.", "A late developer."):
+        assert text.count(said) == 1
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_think", "glm4moe", "gptoss", "cohere2"])
+def test_a_result_and_a_text_in_one_message_of_anthropic_go_on_after_a_call(name):
+    renderer = model(name)
+    written = renderer.template.call(ToolCall("add", {"a": 2, "b": 3}))[1] or CALL
+    for stop in renderer.template.stops:
+        written = written.removesuffix(stop)
+    if renderer.decode(renderer.whole([Message("user", "2 + 3?")], ())).rstrip().endswith("<think>"):
+        written = "</think>" + written.partition("</think>")[2]
+    described = {"name": "add", "description": "Adds.", "input_schema": TOOL["function"]["parameters"]}
+
+    async def play(assignment):
+        async with anthropic.AsyncAnthropic(base_url=assignment.url, api_key=assignment.api_key) as client:
+            fields = {"model": "policy", "max_tokens": 200, "tools": [described]}
+            messages = [{"role": "user", "content": "2 + 3?"}]
+            first = await client.messages.create(messages=messages, **fields)
+            call = next(block for block in first.content if block.type == "tool_use")
+            result = {"type": "tool_result", "tool_use_id": call.id, "content": "It is 5."}
+            blocks = [block.model_dump(exclude_none=True) for block in first.content if block.type != "thinking"]
+            messages += [
+                {"role": "assistant", "content": blocks},
+                {"role": "user", "content": [result, {"type": "text", "text": "Hurry up."}]},
+            ]
+            await client.messages.create(messages=messages, **fields)
+            return 1.0
+
+    trajectory, session = served(play, answering(renderer, written, "5"), renderer=renderer)
+    assert trajectory.status == Terminated()
+    assert [call.kind for call in session.tree.calls] == ["start", "extension"]
+    text = renderer.decode(session.tree.calls[-1].new_ids)
+    assert text.index("It is 5.") < text.index("Hurry up.")

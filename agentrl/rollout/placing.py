@@ -1,0 +1,136 @@
+"""Where the messages of a conversation stand in a model's prompt: `placed`, by what the model's template can express.
+
+Chat APIs take sequences of messages that templates refuse, or leave parts of out. What a template has no place for is
+folded, by these rules in this order; what it has a place for is not changed:
+
+1. results of tools come right after the calls that they answer, and what stood between them comes after the results;
+2. a result without a call, or in a template without results, is a user message between `<tool_response>` tags;
+3. several system messages at the beginning become one, with an empty line between them;
+4. a system message that has no place begins the next user message, followed by an empty line. If an answer, a result or
+   nothing follows, it is a user message itself;
+5. two user messages, or two answers, in a row become one, with an empty line between them. An answer whose text the
+   template leaves out beside its calls becomes two;
+6. a user message after a result ends that result, after an empty line;
+7. a conversation that must begin with the user begins with an empty message of the user.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+
+from agentrl.trajectory import Message
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """What a template has a place for."""
+
+    system: bool = True
+    systems: bool = True
+    """Several system messages at the beginning."""
+    late_systems: bool = True
+    """System messages after others."""
+    calls: bool = True
+    results: bool = True
+    stray_results: bool = True
+    """Results without calls."""
+    repeated_users: bool = True
+    repeated_answers: bool = True
+    users_after_results: bool = True
+    text_beside_calls: bool = True
+    any_beginning: bool = True
+    """Conversations that do not begin with the user, or in which the user says nothing."""
+
+
+def placed(messages: Sequence[Message], can: Places, *, begins: bool) -> list[Message]:
+    """The messages as the template has a place for them. `begins`: else they follow an answer, which may be a call."""
+    found = _with_results(messages, can, called=not begins)
+    found = _with_systems(found, can, begins=begins)
+    found = _joined(found, can)
+    if begins and not can.any_beginning:
+        systems = [*takewhile(lambda message: message.role == "system", found)]
+        first = found[len(systems)].role if len(found) > len(systems) else ""
+        if first != "user":
+            found.insert(len(systems), Message("user", ""))
+    return found
+
+
+def text_of_result(content: str) -> str:
+    """A result of a tool, as text of the user."""
+    return f"<tool_response>\n{content}\n</tool_response>"
+
+
+def _with_results(messages: Sequence[Message], can: Places, *, called: bool) -> list[Message]:
+    """With results right after their calls, and as text where they have no place."""
+    found: list[Message] = []
+    waiting: list[Message] = []  # what stands between a call and its results
+    for message in messages:
+        if message.role == "assistant":
+            found += [*waiting, message]
+            waiting, called = [], bool(message.tool_calls) or not can.calls
+        elif message.role != "tool":
+            waiting.append(message)
+        elif can.results and (called or can.stray_results):
+            found += [message] if called else [*waiting, message]
+            waiting = waiting if called else []
+        else:
+            found += [*waiting, Message("user", text_of_result(message.content))]
+            waiting = []
+    return found + waiting
+
+
+def _with_systems(messages: Sequence[Message], can: Places, *, begins: bool) -> list[Message]:
+    """With system messages where they have a place."""
+    leading = [*takewhile(lambda message: message.role == "system", messages)] if begins else []
+    rest = messages[len(leading) :]
+    found = [*leading] if can.system else []
+    if len(found) > 1 and not can.systems:
+        found = [Message("system", _lines(found))]
+    folded = [] if can.system else leading
+    for message in rest:
+        if message.role == "system" and not (can.system and can.late_systems):
+            folded = [*folded, message]
+            continue
+        if folded and message.role != "user":
+            found.append(Message("user", _lines(folded)))
+            folded = []
+        found.append(replace(message, content=_lines([*folded, message])) if folded else message)
+        folded = []
+    return [*found, Message("user", _lines(folded))] if folded else found
+
+
+def _joined(messages: Sequence[Message], can: Places) -> list[Message]:
+    """With messages in a row as one, where they cannot be two, and with an answer as two, where it cannot be one."""
+    apart = {
+        ("user", "user"): can.repeated_users,
+        ("tool", "user"): can.users_after_results,
+        ("assistant", "assistant"): can.repeated_answers,
+    }
+    found: list[Message] = []
+    for message in messages:
+        if found and not apart.get((found[-1].role, message.role), True):
+            last = found.pop()
+            joined = replace(last, content=_lines([last, message]))
+            found.append(_one_answer(last, message) if message.role == "assistant" else joined)
+        elif message.tool_calls and message.said and not can.text_beside_calls and can.repeated_answers:
+            calls = "\n".join(call.render() for call in message.tool_calls)
+            found += [Message("assistant", message.said), replace(message, content=calls)]
+        else:
+            found.append(message)
+    return found
+
+
+def _one_answer(first: Message, second: Message) -> Message:
+    calls = (*first.tool_calls, *second.tool_calls)
+    said = "\n\n".join(filter(None, (first.said, second.said)))
+    return replace(
+        second,
+        content="\n".join(filter(None, (said, *(call.render() for call in calls)))),
+        reasoning="\n\n".join(filter(None, (first.reasoning, second.reasoning))),
+        tool_calls=calls,
+        reasoning_tokens=first.reasoning_tokens + second.reasoning_tokens,
+    )
+
+
+def _lines(messages: Sequence[Message]) -> str:
+    return "\n\n".join(message.content for message in messages if message.content)
