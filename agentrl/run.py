@@ -19,12 +19,12 @@ runs/NAME/
   iterations/        the model, the pairs and the lineage of each iteration of the recipe iterative_dpo
   tensorboard/       event files
   reward_curve.png   when the run has ended
-  status.json        the current step and phase, since when, and the process id
+  status.json        the current step and phase, since when, the process id and host; and how the run ended (ending.py)
   live.json          while the process lives, renewed every second: workers alive, and what waits for what
   lock               held by the process that trains here, which it names
   tmp/               temporary files of the process that trains here, and of those that it has started
   evaluations/       the result of each episode of each evaluation; `agentrl compare` reads them
-  summary.json       success before and after, steps, seconds, largest staleness, fates
+  summary.json       when the run has ended: how, success before and after, steps, seconds, largest staleness, fates
 """
 
 import asyncio
@@ -33,12 +33,15 @@ import logging
 import math
 import os
 import re
+import socket
+import sqlite3
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Self
 
 from pydantic_core import to_json
@@ -50,10 +53,11 @@ from agentrl.batch import TrainBatch
 from agentrl.checkpoint import Checkpoints, Savable
 from agentrl.config import LoadedConfig, RunConfig, load_config, unused_by
 from agentrl.durable import unfinished, write_whole
-from agentrl.errors import ConfigError
+from agentrl.errors import AgentRLError, ConfigError
 from agentrl.flow import Flow, elapsed, run_to_completion
 from agentrl.model_source import check_architecture, commit_of, description_folder, model_folder
 from agentrl.observe.curve import draw_curve
+from agentrl.observe.ending import ending_of, how_to_go_on
 from agentrl.observe.health import batch_health, episode_health
 from agentrl.observe.live_status import LiveStatus
 from agentrl.observe.metrics import MetricsFile, rollout_metrics
@@ -133,6 +137,8 @@ class Run:
             self._silence = self._new_silence()
             self._checkpoint_flow = Flow("checkpoints")
             self._begun: asyncio.Task[Path] | None = None
+            self._status: dict[str, Any] = {}
+            self._summary: Mapping[str, Any] | None = None
             self._open = opened.pop_all()
 
     def _check_state(self, console: Console, step: int | None) -> None:
@@ -178,6 +184,7 @@ class Run:
             opened.enter_context(self.display)
             opened.enter_context(self._profiler)
             opened.enter_context(self._live)
+            self._write_status(None, None, datetime.now(UTC))
             write_whole(self.folder / "config.yaml", self.config.to_yaml())
             if not self.resumed:  # then they come from config.yaml
                 write_whole(self.folder / "origins.json", json.dumps(self._origins, indent=2) + "\n")
@@ -192,8 +199,27 @@ class Run:
         if unused := [section for section in unused_by(recipe) if section in written]:
             self.display.say(f"[yellow]note:[/yellow] recipe={recipe.name} does not use {', '.join(unused)}")
 
-    def __exit__(self, *exc: object) -> None:
-        self._open.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._open:
+            self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        """Keep why the run ends. That it cannot be kept must not hide why the run ends."""
+        try:
+            newest = self.checkpoints.latest()
+            steps = sum("reward" in row for row in self.metrics.rows())
+            ending = ending_of(error, self.folder, steps=steps, checkpoint=newest[0] if newest else None)
+            if error is not None:
+                error.add_note(how_to_go_on(self.folder, ending.checkpoint))
+            self._status["ended"] = ending.as_row()
+            write_whole(self.folder / "status.json", json.dumps(self._status) + "\n")
+            if self._summary is None:
+                self._summary = self._summarised()
+            self._write_summary({**self._summary, "ended": ending.as_row()})
+        except (OSError, sqlite3.Error, AgentRLError) as problem:
+            logger.warning("why the run in %s has ended cannot be written there: %s", self.folder, problem)
 
     def _new_silence(self) -> Silence:
         config = self.config
@@ -238,12 +264,20 @@ class Run:
         self._profiler.begin_phase(step, phase, begin.timestamp())
         self.display.begin_phase(phase)
         self._live.begin_phase()
-        status = {"pid": os.getpid(), "step": step, "phase": phase, "since": begin.isoformat()}
-        path = self.folder / "status.json"
-        unfinished(path).write_text(json.dumps(status) + "\n")  # it need not survive a loss of power
-        unfinished(path).replace(path)
+        row = self._write_status(step, phase, begin)
         with (self.folder / "timeline.jsonl").open("a") as timeline:
-            timeline.write(json.dumps(status) + "\n")
+            timeline.write(json.dumps(row) + "\n")
+
+    def _write_status(self, step: int | None, phase: str | None, since: datetime) -> Mapping[str, Any]:
+        """Replace `status.json`, which also forgets how an earlier process has ended. Before its first step, a run has
+        no step and no phase.
+        """
+        row = {"pid": os.getpid(), "step": step, "phase": phase, "since": since.isoformat()}
+        self._status = {**row, "host": socket.gethostname()}
+        path = self.folder / "status.json"
+        unfinished(path).write_text(json.dumps(self._status) + "\n")  # it need not survive a loss of power
+        unfinished(path).replace(path)
+        return row
 
     async def record_step(
         self,
@@ -427,28 +461,37 @@ class Run:
         return step in self.metrics.values(f"eval/{suite}/success" if suite else "eval/success")
 
     async def finish(self) -> None:
-        """Draw the curve and write `summary.json`, with the checksum of the weights in the newest checkpoint."""
+        """Draw the curve, and summarise the run with the checksum of the weights in its newest checkpoint.
+
+        `summary.json` is written when the run is left.
+        """
+        await asyncio.to_thread(draw_curve, self.metrics.rows(), self.folder / "reward_curve.png", self.folder.name)
+        self._summary = {**self._summarised(), "weights_sha256": await asyncio.to_thread(self._weights_checksum)}
+
+    def _summarised(self) -> dict[str, Any]:
+        """What `summary.json` says of the run so far; the weights have no checksum, which takes long."""
         rows, silence = self.metrics.rows(), self._new_silence()
         trained = [row for row in rows if "reward" in row]
         tested = sorted((row for row in rows if "eval/success" in row), key=_step)  # some come late
         before, after = (tested[0], tested[-1]) if tested else ({}, {})
-        summary = {
+        return {
             "steps": len(trained),
             "success_before": before.get("eval/success"),
             "success_before_interval": _interval(before),
             "success_after": after.get("eval/success"),
             "success_after_interval": _interval(after),
             "suites": {suite.name: _of_suite(rows, suite.name) for suite in self.config.evaluation.suites},
-            "seconds": sum(row["seconds"] for row in trained),
+            "seconds": sum(row.get("seconds", 0.0) for row in trained),
             "max_staleness": self.config.rollout.max_staleness,
-            "largest_staleness": max((row["staleness/max"] for row in trained), default=0),
+            "largest_staleness": max((row.get("staleness/max", 0) for row in trained), default=0),
             "largest_logprob_gap": max((row.get("logprob_gap_max", 0.0) for row in trained), default=0.0),
             "warnings": [text for row in rows for text in silence.read(row)],
-            "weights_sha256": await asyncio.to_thread(self._weights_checksum),
+            "weights_sha256": None,
             "tasks": asdict(self.ledger.task_fates()),
             "episodes": asdict(self.ledger.episode_fates()),
         }
-        await asyncio.to_thread(draw_curve, rows, self.folder / "reward_curve.png", self.folder.name)
+
+    def _write_summary(self, summary: Mapping[str, Any]) -> None:
         write_whole(self.folder / "summary.json", to_json(summary, indent=2, inf_nan_mode="null").decode() + "\n")
 
     def _weights_checksum(self) -> str | None:

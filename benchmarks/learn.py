@@ -12,6 +12,7 @@ than 0 for certain with every seed, ends above the best constant for certain, an
 """
 
 import argparse
+import json
 import os
 import resource
 import subprocess
@@ -36,7 +37,8 @@ MORE_SEEDS = [6, 8]
 def trained(name: str, seed: int) -> Path:
     """The folder of a run that has ended; it is trained, if it has not been."""
     folder = Path(f"runs/learn-{name}-{seed}")
-    if (folder / "summary.json").exists():
+    summary = folder / "summary.json"
+    if summary.exists() and json.loads(summary.read_text()).get("ended", {"how": "completed"})["how"] == "completed":
         return folder
     command = [Path(sys.executable).with_name("agentrl"), "train", CONFIGS / f"{name}.yaml"]
     before = cpu_seconds_of_children()

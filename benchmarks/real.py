@@ -35,6 +35,9 @@ def summary_of(run: str) -> dict[str, Any]:
     if not path.exists():
         sys.exit(f"{path} is missing: the run has not ended. `agentrl train --resume {run}` ends it.")
     summary: dict[str, Any] = json.loads(path.read_text())
+    ended = summary.get("ended")  # before 0.2.0 only runs that were complete had a summary
+    if ended is not None and ended["how"] != "completed":
+        sys.exit(f"{run} {ended['how']}: {ended['why']}. `{ended['resume']}` ends it.")
     if summary["success_before_interval"] is None or summary["success_after_interval"] is None:
         sys.exit(f"{run} was not evaluated: train it with evaluation.tasks=200.")
     return summary

@@ -55,10 +55,12 @@ def main() -> None:
     try:
         app()
     except ConfigError as error:
-        errors.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
+        text = "\n".join([str(error), *getattr(error, "__notes__", ())])
+        errors.print(f"[red]error:[/red] {escape(text)}", highlight=False, soft_wrap=True)
         sys.exit(2)
     except AgentRLError as error:
-        errors.print(f"[red]{type(error).__name__}:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
+        text = "\n".join([str(error), *getattr(error, "__notes__", ())])
+        errors.print(f"[red]{type(error).__name__}:[/red] {escape(text)}", highlight=False, soft_wrap=True)
         sys.exit(1)
     except Exception as error:
         problem = storage_problem(error)

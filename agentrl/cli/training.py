@@ -20,6 +20,7 @@ from agentrl.cli.run_folders import run_config
 from agentrl.config import LoadedConfig, load_config
 from agentrl.errors import AgentRLError, ConfigError, StorageError
 from agentrl.flow import run_steadily
+from agentrl.observe.ending import how_to_go_on
 from agentrl.storage import storage_problem
 
 _DEMO = "batch_processing.keep_variance=0.999"
@@ -77,7 +78,11 @@ def _run(loaded: LoadedConfig, *, resume: bool, step: int | None) -> dict[str, A
     folder = loaded.config.run_dir
     try:
         with _terminated_as_by_ctrl_c() as status, Run(loaded, console, resume=resume, step=step) as run:
-            run_steadily(loaded.config.recipe.call(run))
+            try:
+                run_steadily(loaded.config.recipe.call(run))
+            except KeyboardInterrupt:
+                name = signal.Signals(status() - 128).name
+                raise KeyboardInterrupt("Ctrl-C" if name == "SIGINT" else name) from None  # which the run keeps
     except KeyboardInterrupt:
         # A second Ctrl-C ends what is left at once, without a traceback: all is written.
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
@@ -92,18 +97,18 @@ def _run(loaded: LoadedConfig, *, resume: bool, step: int | None) -> dict[str, A
         raise StorageError(
             f"the run in {folder} cannot be read or written: {problem}. Mend this; then {_how_to_go_on(folder)}"
         ) from error
-    path = loaded.config.run_dir / "summary.json"
+    path = folder / "summary.json"
     summary: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
-    return summary
+    return summary if summary and summary["tasks"]["total"] else None  # other recipes have said what they have made
 
 
 def _how_to_go_on(folder: Path) -> str:
     """What of a run that has ended is saved, and the command that continues it."""
     with suppress(OSError):
         if newest := Checkpoints(folder / "checkpoints").latest():
-            return f"`agentrl train --resume {folder}` resumes from the checkpoint after step {newest[0]}"
+            return how_to_go_on(folder, newest[0])
     if (folder / "config.yaml").exists():
-        return f"`agentrl train --resume {folder}` begins again, since no checkpoint was saved"
+        return how_to_go_on(folder, None)
     return "start it again, since nothing was saved"
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,9 +16,11 @@ from typing import Any, TypedDict
 import yaml
 
 from agentrl.errors import ConfigError
+from agentrl.observe.ending import ending_kept
 from agentrl.observe.live_status import read_live_state
 
 _STEP_FILE = re.compile(r"step_(\d{1,9})\.parquet")
+_CHECKPOINT = re.compile(r"step_(\d{1,9})")
 _Stamp = tuple[int, int, int]
 
 
@@ -80,8 +83,8 @@ class RunFolder:
             return self._rows
 
     def status(self) -> dict[str, Any]:
-        """The step and phase, since when, whether its process lives here, what waits for what in it, its summary, and
-        its warnings. A run that lives and has no phase is starting.
+        """The step and phase, since when, whether its process lives here, what waits for what in it, its summary, its
+        warnings, and how it ended (an `Ending`). A run that lives and has no phase is starting.
         """
         status, summary = self._json("status.json"), self._json("summary.json")
         now = read_live_state(self.path)
@@ -89,7 +92,8 @@ class RunFolder:
             now = None
         if now is not None and now.pid != status.get("pid"):
             status = {}  # of an earlier process: this one is starting
-        ended = (self.path / "summary.json").exists()
+        ended = "ended" in status or (self.path / "summary.json").exists()
+        live = now is not None or (_lives(status.get("pid")) and not ended)
         since = _time(status.get("since"))
         return {
             "name": self.name,
@@ -98,11 +102,20 @@ class RunFolder:
             "phase": status.get("phase"),
             "since": None if since is None else status["since"],
             "steps": self.settings().get("steps"),
-            "live": now is not None or (_lives(status.get("pid")) and not ended),
+            "live": live,
+            "ended": None if live else self._ending(status, summary),
             "now": None if now is None else asdict(now),
             "summary": summary,
             "warnings": self.warnings(),
         }
+
+    def _ending(self, status: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, Any] | None:
+        """How the run has ended, whose process does not live; `None` if nothing tells."""
+        if "ended" not in status and (summary or not status or status.get("host") not in (None, socket.gethostname())):
+            return None  # a run of an earlier release, or one whose process another machine knows of
+        steps = [int(found[1]) for path in self._names("checkpoints") if (found := _CHECKPOINT.fullmatch(path))]
+        ending = ending_kept(status, self.path, max(steps, default=None))
+        return None if ending is None else ending.as_row()
 
     def warnings(self) -> list[str]:
         """What the run has warned of, in order; once, also where a resumed run said it again."""
@@ -133,10 +146,7 @@ class RunFolder:
 
     def files(self, kind: str) -> dict[int, Path]:
         """The Parquet files of `trajectories`, `untrained` or `samples`, by step."""
-        try:
-            names = sorted(os.listdir(self.path / kind))
-        except OSError:
-            return {}
+        names = sorted(self._names(kind))
         return {int(found[1]): self.path / kind / name for name in names if (found := _STEP_FILE.fullmatch(name))}
 
     def tokenizer(self) -> Path | None:
@@ -144,6 +154,12 @@ class RunFolder:
         model = self.settings().get("model.name", "")
         folders = [*sorted((self.path / "checkpoints").glob("step_*")), self.path / "model", Path(str(model))]
         return next((path for folder in folders if (path := folder / "tokenizer.json").exists()), None)
+
+    def _names(self, folder: str) -> list[str]:
+        try:
+            return os.listdir(self.path / folder)
+        except OSError:
+            return []
 
     def _json(self, name: str) -> dict[str, Any]:
         found = self._once(name, json.loads)

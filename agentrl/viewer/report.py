@@ -27,6 +27,7 @@ from agentrl.viewer.report_episodes import LONGEST, episodes_to_read, shortened
 from agentrl.viewer.timing import advice, window_of
 
 _REASONS = 12
+_HOW = {"completed": "is complete", "stopped": "was stopped", "failed": "failed", "killed": "was killed"}
 _TIMED = 16
 """Steps, the newest, whose time is divided among resources."""
 
@@ -74,6 +75,9 @@ def _state(status: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
         return (
             f"The run goes on: step {status['step']}, {status['phase']}" if status["phase"] else "The run is starting"
         )
+    if (ended := status["ended"]) is not None:
+        goes_on = f" To go on: {ended['resume']}" if ended["resume"] else ""
+        return f"The run {_HOW.get(ended['how'], 'ended')}: {ended['why'].rstrip('.')}.{goes_on}"
     if status["summary"]:
         return "The run has ended"
     if status["phase"]:

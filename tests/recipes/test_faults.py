@@ -136,7 +136,7 @@ def test_a_full_disk_ends_a_run_with_a_sentence_and_with_room_it_goes_on(begun: 
     assert (tmp_path / "full.rc").read_text() == "1\n", full
     assert "Traceback" not in full
     assert "space is left on the disk" in full
-    assert "agentrl train --resume run` resumes from the checkpoint after step" in " ".join(full.split())
+    assert "agentrl train --resume run` resumes from the checkpoint after" in " ".join(full.split())
     assert (tmp_path / "again.rc").read_text() == "0\n", again
     settled(tmp_path / "after", 4)
     whole = json.loads((begun / "whole" / "summary.json").read_text())

@@ -105,8 +105,8 @@ class Slow:
 
     async def reset(self, *, seed, options):
         self.turn = 0
-        status = Path("run/status.json")  # before, episodes are played for the tokenizer
-        self.straggles = status.exists() and not Path("straggler").exists()
+        began = Path("run/timeline.jsonl")  # before, episodes are played for the tokenizer
+        self.straggles = began.exists() and not Path("straggler").exists()
         if self.straggles:
             Path("straggler").touch()
         return "a or b?", {}

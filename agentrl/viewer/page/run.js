@@ -2,7 +2,7 @@
 
 import { chart } from "./chart.js";
 import { ask, metrics } from "./data.js";
-import { add, duration, el, lasting, number, percent } from "./dom.js";
+import { add, duration, el, lasting, number, percent, visible } from "./dom.js";
 import { liveState } from "./live.js";
 
 const FIRST = ["reward", "success", "preference_loss", "accuracy", "margin", "demonstrations/success", "entropy", "mixed_groups", "health/effective_sample_size", "health/ratio_p99", "staleness/mean", "logprob_gap_mean", "turns", "sampled_tokens", "truncated", "grad_norm", "kl", "tokens_per_second", "seconds"];
@@ -154,8 +154,9 @@ function statusOf(run, rows, context) {
   const trained = rows.filter((row) => "reward" in row || "loss" in row), last = rows.findLast((row) => "reward" in row);
   const done = trained.reduce((most, row) => Math.max(most, row.step + 1), 0);
   const since = run.since ? (Date.now() - Date.parse(run.since)) / 1000 : null;
-  const ended = run.summary && Object.keys(run.summary).length > 0, played = run.phase || last;
-  const doing = run.live ? (run.phase ? `step ${run.step}: ${run.phase} for ${lasting(since)}` : "no step has begun") : ended ? "ended" : run.phase ? `stopped in step ${run.step}, ${run.phase}` : rows.length ? "not running" : "not running, nothing recorded";
+  const how = { completed: "complete", stopped: "stopped", failed: "failed", killed: "killed" }[run.ended?.how];
+  const ended = how || run.summary && Object.keys(run.summary).length > 0, played = run.phase || last;
+  const doing = run.live ? (run.phase ? `step ${run.step}: ${run.phase} for ${lasting(since)}` : "no step has begun") : ended ? (how && how !== "complete" && run.phase ? `${how} in step ${run.step}, ${run.phase}` : how || "ended") : run.phase ? `stopped in step ${run.step}, ${run.phase}` : rows.length ? "not running" : "not running, nothing recorded";
   // `steps` is about steps with episodes: recipes that learn from files make as many as they need.
   const facts = [["steps", run.steps && played ? `${done} of ${run.steps}` : String(done)]];
   if (last) facts.push(["reward", number(last.reward)], ["success", percent(last.success)]);
@@ -168,6 +169,13 @@ function statusOf(run, rows, context) {
   return el("section", { class: "panel status", "data-run": run.name },
     el("h3", {}, el("i", { class: `dot${run.live ? " live" : ""}`, style: { background: context.colour(run.name) } }), el("b", { class: "name" }, run.name), el("span", { class: "soft small" }, doing)),
     el("dl", { class: "facts" }, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, el("b", {}, value))))),
-    liveState(run),
+    liveState(run), endOf(run.ended),
     run.steps && played ? el("progress", { max: run.steps, value: Math.min(done, run.steps), "aria-label": `steps done of ${run.name}` }) : null);
+}
+
+/** Why a run ended before its work was done, and the command that goes on. */
+function endOf(ended) {
+  if (!ended || ended.how === "completed") return null;
+  return el("div", { class: "panel warning", "aria-label": "why the run ended" }, el("p", {}, ended.error ? el("b", {}, `${ended.error}: `) : null, visible(ended.why)),
+    ended.resume ? el("p", {}, ended.checkpoint === null ? "It begins again with " : `It goes on after ${ended.checkpoint} steps with `, el("code", {}, ended.resume)) : null);
 }
