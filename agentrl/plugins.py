@@ -13,6 +13,7 @@ with an example address:
     mine = "my_package.games:scheme"
 """
 
+import asyncio
 import difflib
 import importlib
 import sys
@@ -26,6 +27,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from agentrl.blame import RAISED_BY_CODE, with_frame
 from agentrl.credentials import refuse_credentials
 from agentrl.errors import PluginError
 from agentrl.protocols import Env, Settings
@@ -179,9 +181,9 @@ def _module_of(path: Path) -> ModuleType:
     module = sys.modules[name] = module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except RAISED_BY_CODE as error:
         del sys.modules[name]
-        raise PluginError(f"running {str(path)!r} raised {type(error).__name__}: {error}") from error
+        raise PluginError(f"running {str(path)!r} raised {with_frame(error)}") from error
     return module
 
 
@@ -218,6 +220,11 @@ def _import(kind: str, address: str, schemes: Iterable[str] = ()) -> Any:
         other = f".{nearest(module_name, listed)} Schemes: {', '.join(listed)}" if listed else ""
         raise PluginError(
             f"cannot import {module_name!r} for the {_singular(kind)} {address!r}: {error}{missing}{other}"
+        ) from error
+    except (SystemExit, asyncio.CancelledError) as error:  # the latter would look like the end of a run
+        raise PluginError(
+            f"importing {module_name!r} for the {_singular(kind)} {address!r} raised {with_frame(error)}: put what is "
+            "run as a program under `if __name__ == '__main__':`"
         ) from error
     return _attribute(module, attribute, module_name)
 

@@ -151,7 +151,10 @@ class Env(Protocol):
         ...
 
     def step(self, action: str) -> StepResult | Awaitable[StepResult]:
-        """Act on the model's whole message. The answer to a malformed one is an observation, not an exception."""
+        """Act on the model's whole message. The answer to a malformed one is an observation, not an exception.
+
+        It is called by position, so the parameter may have any name.
+        """
         ...
 
     def close(self) -> None | Awaitable[None]:

@@ -116,6 +116,20 @@ def test_a_plug_in_by_address_is_loaded_and_a_wrong_one_explained():
         load("envs", "no_such_package:Env")
 
 
+@pytest.mark.parametrize("raised", ["SystemExit('usage: game.py')", "__import__('asyncio').CancelledError"])
+def test_a_plug_in_whose_import_exits_is_explained(raised, tmp_path, monkeypatch):
+    (tmp_path / "exits_when_imported.py").write_text(f"raise {raised}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(
+        PluginError, match=r"raised (SystemExit: usage: game.py|CancelledError) \(.*exits_when_imported.py:1"
+    ):
+        load("envs", "exits_when_imported:Env")
+    with pytest.raises(
+        PluginError, match=r"raised (SystemExit: usage: game.py|CancelledError) \(.*exits_when_imported.py:1"
+    ):
+        load("envs", f"file:{tmp_path / 'exits_when_imported.py'}:Env")
+
+
 @pytest.mark.parametrize("name", [path.name for path in (Path(__file__).parent.parent / "examples").glob("*.yaml")])
 def test_an_example_is_a_valid_config_whose_player_exists(name):
     loaded = load_config(Path(__file__).parent.parent / "examples" / name)

@@ -54,13 +54,19 @@ def check_environment(
     try:
         # The first call in another interpreter also imports its packages; a full server is waited for.
         patient = foreign or "://" in name
-        remarks = check_env(make, options=env_options(options), gold=player, deadline=60.0 if patient else 5.0)
+        remarks = check_env(
+            make,
+            options=env_options(options),
+            gold=player,
+            deadline=60.0 if patient else 5.0,
+            address=None if foreign else name,
+        )
     except ConformanceError as error:
-        console.print(f"[red]{name} breaks the contract:[/red]\n{escape(str(error))}", highlight=False)
+        console.print(f"[red]{name} breaks the contract:[/red]\n{escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from error
     console.print(f"[green]{name} keeps the contract[/green]")
     for remark in remarks:
-        console.print(escape(remark), highlight=False)
+        console.print(escape(remark), highlight=False, soft_wrap=True)
 
 
 def _consult(player: Any, env: Any, rng: Any) -> str:

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from agentrl.blame import with_frame
+from agentrl.blame import as_exception, with_frame
 from agentrl.errors import EnvError
 from agentrl.gateway.outcome import AgentOutcome, outcome_of
 from agentrl.gateway.program import Assignment
@@ -103,7 +103,7 @@ class _Thread:
         if error is None:
             self.result.set_result(result)
         else:
-            self.result.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+            self.result.set_exception(as_exception(error))
 
 
 def _retrieve(result: "asyncio.Future[Any]") -> None:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from pydantic import Field
 
-from agentrl.blame import with_frame
+from agentrl.blame import RAISED_BY_CODE, as_exception, is_cancellation, with_frame
 from agentrl.errors import ConfigError, DeadlineError, EnvError, OutageError, RolloutError
 from agentrl.flow import Flow, deadline, span
 from agentrl.hosting.calls import recorded
@@ -74,7 +74,10 @@ class _Thread:
     async def run(self, work: Callable[[], Any]) -> Any:
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._put(work, future)
-        return await future
+        result, error = await future
+        if error is None:
+            return result
+        raise error if isinstance(error, SystemExit | asyncio.CancelledError) else as_exception(error)
 
     def stop_after(self, last: Callable[[], Any]) -> None:
         """Run `last` in the background as soon as the current call returns (if ever), then end the thread."""
@@ -90,11 +93,7 @@ class _Thread:
 def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
     if future.done():  # the caller's deadline has passed; the answer is dropped
         return
-    if error is not None:
-        # A StopIteration cannot travel through a future.
-        future.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
-    else:
-        future.set_result(result)
+    future.set_result((result, error))
 
 
 @dataclass(eq=False)
@@ -154,7 +153,7 @@ class LiveEnv:
     def _checked(self, check: Callable[[str, Any], T], reply: Any) -> T:
         try:
             return check(self._name, reply)
-        except Exception as error:
+        except RAISED_BY_CODE as error:
             self.broken = True
             if isinstance(error, EnvError):
                 raise
@@ -213,13 +212,17 @@ class LiveEnv:
                 if self._thread:
                     result = await self._thread.run(work)
                 return await result if inspect.isawaitable(result) else result
-        except (DeadlineError, ConfigError, asyncio.CancelledError):
+        except (DeadlineError, ConfigError):
             # The environment may still be inside the call. Wrong options end the run, not only the episode.
             self.broken = True
             raise
-        except Exception as error:
+        except RAISED_BY_CODE as error:
             self.broken = True
-            if isinstance(error, OutageError) or (isinstance(self.env, ProcessEnv) and isinstance(error, EnvError)):
+            if (
+                is_cancellation(error)
+                or isinstance(error, OutageError)
+                or (isinstance(self.env, ProcessEnv) and isinstance(error, EnvError))
+            ):
                 raise  # its text already has what the worker raised
             raise EnvError(f"{self._name}.{phase} raised {with_frame(error)}") from error
 
@@ -261,7 +264,7 @@ class EnvHost:
             return self._idle[name].pop()
         try:
             env = self._factories[name]()
-        except Exception as error:
+        except RAISED_BY_CODE as error:
             raise EnvError(f"making the environment {name!r} raised {with_frame(error)}") from error
         if isinstance(env, ProcessEnv):
             env.pictures = self._pictures

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any, cast
 
+from agentrl.blame import RAISED_BY_CODE
 from agentrl.hosting.wrappers import Wrapper
 from agentrl.protocols import Env, ResetResult, StepResult
 
@@ -36,7 +37,7 @@ class Pictured(Wrapper):
     def _drawn(self) -> str:
         try:
             picture: object = self.env.render_html()  # type: ignore[attr-defined]
-        except Exception as error:
+        except RAISED_BY_CODE as error:
             return f"<p>render_html raised {escape(repr(error))}</p>"
         if isinstance(picture, str):
             return picture.encode("utf-8", "replace").decode()

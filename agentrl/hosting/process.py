@@ -460,6 +460,9 @@ class _Hosted:
             config = isinstance(error, ConfigError)
             text = str(error) if config else with_frame(error)
             return json.dumps({"error": text, "config": config}).encode()
+        except SystemExit as leaving:
+            print(with_frame(leaving), file=sys.stderr)  # the driver quotes it beside the exit status
+            raise
 
     def _call(self, call: str, arguments: dict[str, Any]) -> Any:
         draws, records = arguments.pop("pictures", False), arguments.pop("records_calls", False)
@@ -475,6 +478,8 @@ class _Hosted:
             env = pictured(make()) if draws else make()
             self._env = recorded(env) if records else env
         env = self._env
+        if call == "step":  # by position, as everywhere: an environment may call its parameter what it likes
+            return env.step(arguments["action"])
         if call != "consult":
             return getattr(env, call)(**arguments)
         module, _, name = arguments["player"].partition(":")

@@ -13,7 +13,7 @@ from itertools import zip_longest
 from types import MappingProxyType
 from typing import Any, Self
 
-from agentrl.blame import with_frame
+from agentrl.blame import RAISED_BY_CODE, is_cancellation, with_frame
 from agentrl.errors import ConfigError, RewardError
 from agentrl.flow import Flow, Retries, deadline, span
 from agentrl.protocols import GroupReward, Reward, ScoresTurns
@@ -173,7 +173,9 @@ class RewardPipeline:
             failed = Score.failed(str(error))
         except RewardError as error:
             failed = Score.failed(str(error))
-        except Exception as error:  # a reward is the user's code: anything that it raises is its failure
+        except RAISED_BY_CODE as error:  # a reward is the user's code: anything that it raises is its failure
+            if is_cancellation(error):
+                raise
             failed = Score.failed(with_frame(error))
         return [failed] * len(trajectories)
 

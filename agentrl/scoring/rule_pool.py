@@ -27,7 +27,7 @@ from typing import Any, Self
 from pebble import ProcessExpired, ProcessPool
 from pydantic import Field
 
-from agentrl.blame import with_frame
+from agentrl.blame import RAISED_BY_CODE, with_frame
 from agentrl.errors import AgentRLError, ConfigError, RewardError, RuleLimitError
 from agentrl.protocols import Settings
 
@@ -177,7 +177,7 @@ def _call(call: bytes) -> Any:
         return function(argument)
     except (AgentRLError, MemoryError):
         raise
-    except Exception as error:
+    except RAISED_BY_CODE as error:
         raise _RuleRaisedError(with_frame(error)) from error  # here, because a traceback does not pickle
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)

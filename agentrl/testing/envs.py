@@ -6,10 +6,14 @@
 The environment runs in its own thread with a deadline for every call, so a hang is reported instead of blocking the
 test. While a call runs, the global `random` and `numpy.random` are seeded from the turn, so that only the check of
 global randomness reports an environment that uses them. Their states are restored afterwards.
+
+At the end the first episode is played again wherever a run may play it (`env.isolation`): on an event loop and, if the
+environment's address is given, as `agentrl check-env` does, in a process of its own.
 """
 
 import asyncio
 import copy
+import gc
 import inspect
 import json
 import math
@@ -20,7 +24,7 @@ import statistics
 import sys
 import threading
 import time
-import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -30,7 +34,9 @@ from typing import Any
 
 import numpy as np
 
+from agentrl.blame import RAISED_BY_CODE, with_frame
 from agentrl.errors import ConfigError, ConformanceError, EnvError, OutageError
+from agentrl.hosting.process import ProcessEnv
 from agentrl.hosting.replies import checked_reset, checked_step
 from agentrl.protocols import Env, ScriptedPlayer
 from agentrl.rollout.agents import ALONE, agents_in, earnings, next_agent, success_of, system_prompt_in
@@ -38,6 +44,8 @@ from agentrl.trajectory import ToolCall
 
 INLINE_STEP = 0.05
 """Seconds that the median step of an inline environment may take: all other episodes wait meanwhile."""
+START_SECONDS = 60.0
+"""Seconds that a reset may take in a process of its own, which first imports the environment's packages."""
 
 Actions = Sequence[str] | Callable[[Env, random.Random], str] | None
 """Messages in order, or a scripted player, or `None`: the checker calls the environment's tools, or sends words that
@@ -64,13 +72,15 @@ def check_env(
     deadline: float = 5.0,
     max_turns: int = 32,
     gold: ScriptedPlayer | None = None,
+    address: str | None = None,
 ) -> tuple[str, ...]:
     """Play episodes and check them against the contract.
 
     `make_env` is the class, or a function that makes a new instance; `deadline` is in seconds per call. If the
     environment has a `reward_range`, (lowest, highest) of a single step, rewards are checked against it. `gold` is a
     player that has to succeed on every seed within `max_turns`. Without one, if an episode of one message gives the
-    right answer as `info["answer"]`, that answer has to succeed.
+    right answer as `info["answer"]`, that answer has to succeed. `address` is the registered name or
+    `package.module:Name` by which a process of its own finds the environment, to play it there too.
 
     Returns remarks on what keeps the contract but is worth knowing.
 
@@ -83,7 +93,7 @@ def check_env(
         raise ConformanceError(
             f"check_env needs a class or a function that makes an environment, got {make_env!r:.100}"
         )
-    check = _Check(make_env, list(seeds), actions, dict(options or {}), deadline, max_turns, gold)
+    check = _Check(make_env, list(seeds), actions, dict(options or {}), deadline, max_turns, gold, address)
     with _global_rng_kept():
         check.run()
     if check.findings:
@@ -99,6 +109,7 @@ class _Broken(Exception):  # noqa: N818 (control flow of this module; never leav
 
     def __init__(self, check: str, text: str) -> None:
         super().__init__(f"[{check}] {text}")
+        self.text = text
 
 
 class _Hung(_Broken):
@@ -139,50 +150,45 @@ class _Worker:
     """A daemon thread with an event loop, which runs one call at a time.
 
     `blocked_seconds`: how long the last call kept its event loop from serving others. What it awaited does not count.
+    `inline`: calls are made on the running loop, as those of an inline environment are.
     """
 
-    def __init__(self, deadline: float) -> None:
+    def __init__(self, *, inline: bool = False) -> None:
         self.blocked_seconds = 0.0
-        self._deadline = deadline
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._inline = inline
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], float, Future[Any]] | None] = queue.SimpleQueue()
         threading.Thread(target=self._serve, name="check_env", daemon=True).start()
 
     def _serve(self) -> None:
         with asyncio.Runner() as runner:
             while (call := self._calls.get()) is not None:
-                work, future = call
-                try:
-                    began = time.perf_counter()
-                    result = work()
-                    self.blocked_seconds = time.perf_counter() - began
-                    if inspect.isawaitable(result):
-                        computed = time.thread_time()
-                        result = runner.run(self._await(result))
-                        self.blocked_seconds += time.thread_time() - computed
-                    future.set_result(result)
-                except BaseException as error:
-                    future.set_exception(error)
+                self._answer(runner, *call)
+                del call  # with what the call has raised, and that holds
 
-    async def _await(self, awaitable: Any) -> Any:
+    def _answer(self, runner: asyncio.Runner, work: Callable[[], Any], seconds: float, future: "Future[Any]") -> None:
         try:
-            async with asyncio.timeout(self._deadline) as limit:
-                return await awaitable
-        except TimeoutError:
-            if limit.expired():
-                raise _Hung("deadline", "") from None
-            raise
+            began = time.perf_counter()
+            result = runner.run(_called(work)) if self._inline else work()
+            self.blocked_seconds = time.perf_counter() - began
+            if inspect.isawaitable(result):
+                computed = time.thread_time()
+                result = runner.run(_within(seconds, result))
+                self.blocked_seconds += time.thread_time() - computed
+            future.set_result(result)
+        except BaseException as error:
+            future.set_exception(error)
 
-    def call(self, phase: str, work: Callable[[], Any]) -> Any:
+    def call(self, phase: str, work: Callable[[], Any], seconds: float) -> Any:
         """The result of `work`, which may be awaitable; raises what it raises, or `_Hung`."""
         future: Future[Any] = Future()
-        self._calls.put((work, future))
+        self._calls.put((work, seconds, future))
         text = (
-            f"{phase} did not answer within {self._deadline:g} s. Set a timeout for what it waits for, or pass a "
+            f"{phase} did not answer within {seconds:g} s. Set a timeout for what it waits for, or pass a "
             "larger deadline to check_env"
         )
         try:
             # The thread itself cancels an awaitable a little earlier.
-            error = future.exception(timeout=self._deadline + min(0.5, self._deadline))
+            error = future.exception(timeout=seconds + min(0.5, seconds))
         except TimeoutError:
             raise _Hung("deadline", text) from None
         if isinstance(error, _Hung):
@@ -192,6 +198,20 @@ class _Worker:
     def stop(self) -> None:
         """End the thread when its call returns, if ever."""
         self._calls.put(None)
+
+
+async def _called(work: Callable[[], Any]) -> Any:
+    return work()
+
+
+async def _within(seconds: float, awaitable: Any) -> Any:
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            return await awaitable
+    except TimeoutError:
+        if limit.expired():
+            raise _Hung("deadline", "") from None
+        raise
 
 
 @dataclass
@@ -205,6 +225,7 @@ class _Check:
     deadline: float
     max_turns: int
     gold: ScriptedPlayer | None
+    address: str | None = None
     findings: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
@@ -212,7 +233,7 @@ class _Check:
 
     def run(self) -> None:
         """Fill `findings`."""
-        self.worker = _Worker(self.deadline)
+        self.worker = _Worker()
         try:
             self._run()
         except _Hung as hung:
@@ -230,6 +251,8 @@ class _Check:
             self.findings.append(str(finding))
 
     def _run(self) -> None:
+        if self.address is not None:
+            self._check_survival(ProcessEnv(self.address))
         self._check_attributes()
         self._check_close()
         try:
@@ -247,6 +270,67 @@ class _Check:
             self._check_global_seed(scripts)
             self._check_state(scripts)
             self._check_interleaving(scripts)
+            self._check_inline(scripts[0])
+            if self.address is not None:
+                self._check_process(scripts[0], self.address)
+
+    def _check_survival(self, process: ProcessEnv) -> None:
+        """Play first where it cannot do harm: what ends its process would end this one, and nothing would be said.
+
+        What else is wrong is found, and told better, in this process.
+        """
+        died = None
+        with _Elsewhere(self, lambda: process) as subject:
+            try:
+                self._play(subject, self.seeds[0])
+            except _Hung:
+                process.kill()
+            except _Broken as broken:
+                died = broken if process.pid is None else None
+        if died is not None:
+            raise _Broken(
+                "exit",
+                f"{died.text}. It must not end its process: raise an exception instead, or call what exits in a "
+                "process of its own",
+            )
+
+    def _check_inline(self, script: _Script) -> None:
+        """A run may play it on the event loop, which is what it declares, or what `env.isolation` chooses."""
+        with _Subject(self) as subject:
+            declared = getattr(subject.env, "isolation", "thread")
+            is_inline = declared == "inline" or inspect.iscoroutinefunction(subject.env.step)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # of a coroutine that could not be run there
+            wrong = self._replayed(script, _Elsewhere(self, self.make_env, inline=True))
+            if wrong:
+                gc.collect()
+        if wrong and is_inline:
+            self.note(
+                f"[isolation] on the event loop, where a run plays it, {wrong}. Leave `isolation` out and declare step "
+                "with `def`, and it runs in a thread"
+            )
+        elif wrong:
+            self.remarks.append(
+                f"[isolation] with env.isolation=inline it cannot be played: {wrong}. Without that setting, "
+                f"{declared} is what a run takes"
+            )
+
+    def _check_process(self, script: _Script, address: str) -> None:
+        if wrong := self._replayed(script, _Elsewhere(self, lambda: ProcessEnv(address))):
+            self.note(
+                f"[isolation] in a process of its own (env.isolation=process, env.python, env.requires) {wrong}. Its "
+                "process has another current folder, another hash seed and nothing that was set in this one; replies "
+                "leave it as JSON"
+            )
+
+    def _replayed(self, script: _Script, subject: "_Subject") -> str:
+        """What is wrong with a replay of the script there; "" for nothing."""
+        try:
+            with subject:
+                difference = subject.replay(script)
+        except _Broken as broken:
+            return broken.text
+        return difference and f"the same seed and actions gave another episode: {difference}"
 
     def _check_attributes(self) -> None:
         with _Subject(self) as subject:
@@ -258,32 +342,40 @@ class _Check:
 
     def _first_play(self, seed: int) -> _Script:
         with _Subject(self) as subject:
-            seen = [subject.reset(seed)]
-            actions: list[str] = []
-            rng = random.Random(seed)
-            while len(actions) < self.max_turns and not seen[-1].over:
-                action = self._next_action(subject.env, seen[-1].observation, len(actions), rng)
-                if action is None:
-                    break
-                actions.append(action)
-                seen.append(subject.step(action))
+            script = self._play(subject, seed)
             subject.check_options()
+        return script
+
+    def _play(self, subject: "_Subject", seed: int) -> _Script:
+        seen = [subject.reset(seed)]
+        actions: list[str] = []
+        rng = random.Random(seed)
+        while len(actions) < self.max_turns and not seen[-1].over:
+            action = self._next_action(subject.env, seen[-1].observation, len(actions), rng)
+            if action is None:
+                break
+            actions.append(action)
+            seen.append(subject.step(action))
         return _Script(seed, tuple(actions), tuple(seen))
 
     def _next_action(self, env: Env, observation: str, turn: int, rng: random.Random) -> str | None:
-        if self.actions is None:
-            return _plausible(env, observation, rng)
+        if self.actions is None or (callable(self.actions) and isinstance(env, ProcessEnv)):
+            return _plausible(env, observation, rng)  # a player could not look into the process
         if callable(self.actions):
             return self._said_by("actions", self.actions, env, rng)
         return self.actions[turn] if turn < len(self.actions) else None
 
     def _said_by(self, argument: str, player: ScriptedPlayer, env: Env, rng: random.Random) -> str:
         what = f"the player given as {argument}"
+
+        def work() -> Any:
+            return player(getattr(env, "unwrapped", env), rng)
+
         try:
-            return str(self.worker.call(what, lambda: player(getattr(env, "unwrapped", env), rng)))
+            return str(self.worker.call(what, work, self.deadline))
         except _Broken:
             raise
-        except Exception as error:
+        except RAISED_BY_CODE as error:
             raise _Broken(argument, f"{what} raised {type(error).__name__}: {error}") from error
 
     def _check_blocking(self) -> None:
@@ -407,11 +499,14 @@ class _Subject:
     def __init__(self, check: _Check, world: int = 0) -> None:
         self._check = check
         self._world = world
+        self._make = check.make_env
+        self._worker = check.worker
+        self._reset_seconds = check.deadline
         self._turn = 0
         self._options: dict[str, Any] = {}
 
     def __enter__(self) -> "_Subject":
-        self.env: Env = self._call("the constructor, called with no arguments,", self._check.make_env)
+        self.env: Env = self._call("the constructor, called with no arguments,", self._make)
         if not isinstance(self.env, Env):
             raise _Broken("shape", f"{type(self.env).__name__} lacks one of the methods reset, step and close")
         return self
@@ -489,22 +584,42 @@ class _Subject:
                 "calls reset may use the mapping again"
             )
 
+    def _told(self, call: str, error: BaseException) -> str:
+        return f"{call} raised {with_frame(error)}"
+
     def _call(self, phase: str, work: Callable[[], Any]) -> Any:
+        seconds = self._reset_seconds if phase == "reset" else self._check.deadline
         seed = 10_000 * self._world + self._turn
         random.seed(seed)
         np.random.seed(seed)
         try:
-            return self._check.worker.call(phase, work)
+            return self._worker.call(phase, work, seconds)
         except (_Broken, OutageError, ConfigError):
             raise  # the last two are about the server or the options, and not about the environment
-        except Exception as error:
+        except RAISED_BY_CODE as error:
             where = "" if phase != "step" else f" (turn {self._turn})"
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            what = f"{type(error).__name__}: {str(error)[:300]} ({frame.filename}:{frame.lineno} in {frame.name})"
-            raise _Broken("raises", f"{phase}{where} raised {what}") from error
+            raise _Broken("raises", self._told(f"{phase}{where}", error)) from error
         finally:
             if (random.getrandbits(64), np.random.bytes(8)) != _first_draws(seed):
                 self._check.note(f"[global_rng] {phase} uses the global random or numpy.random. {_OWN_RNG}")
+
+
+class _Elsewhere(_Subject):
+    """An instance that is played as a run can play it: on the event loop (`inline`), or in a process of its own."""
+
+    def __init__(self, check: _Check, make: Callable[[], Env], *, inline: bool = False) -> None:
+        super().__init__(check)
+        self._make = make
+        self._worker = _Worker(inline=inline)
+        self._reset_seconds = check.deadline if inline else max(check.deadline, START_SECONDS)
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        super().__exit__(kind, *rest)
+        self._worker.stop()
+
+    def _told(self, call: str, error: BaseException) -> str:
+        # The text of a process's error already has the call, what was raised there, and where.
+        return str(error) if isinstance(error, EnvError) else super()._told(call, error)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from agentrl.arrays import floats, ints
+from agentrl.blame import RAISED_BY_CODE, is_cancellation
 from agentrl.errors import ConformanceError, RewardError
 from agentrl.flow import Flow, deadline
 from agentrl.protocols import Rule
@@ -117,7 +118,9 @@ class _Asker:
             if "the reward returned" in str(error) or "score_group returned" in str(error):
                 self.findings.append(f"[value] {error}")
             return f"RewardError: {error}"
-        except Exception as error:  # whatever the reward raises is a finding
+        except RAISED_BY_CODE as error:  # whatever the reward raises is a finding
+            if is_cancellation(error):
+                raise
             self.findings.append(
                 f"[failure] {trajectories[0].id}: it raised {type(error).__name__}: {error}; raise RewardError(why) "
                 "for what cannot be scored"

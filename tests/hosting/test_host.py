@@ -166,3 +166,68 @@ def test_closes_that_hang_take_one_deadline_together() -> None:
         return now() - began
 
     assert run_virtual(main) == pytest.approx(5.0)
+
+
+class Leaves:
+    """An environment whose step or constructor raises what would end a program in silence."""
+
+    raised: BaseException | None = None
+    made: BaseException | None = None
+
+    def __init__(self):
+        if self.made is not None:
+            raise self.made
+
+    def reset(self, *, seed, options):
+        return "begin", {}
+
+    def step(self, action):
+        raise self.raised
+
+    def close(self):
+        """Nothing is held."""
+
+
+class LeavesAsync(Leaves):
+    async def step(self, action):
+        raise self.raised
+
+
+@pytest.mark.parametrize("kind", [Leaves, LeavesAsync])
+@pytest.mark.parametrize("isolation", ["inline", "thread"])
+@pytest.mark.parametrize("raised", [SystemExit(3), asyncio.CancelledError(), StopIteration(), KeyError("x")], ids=repr)
+def test_an_env_that_exits_or_cancels_costs_its_own_episode(kind, isolation: Isolation, raised: BaseException) -> None:
+    async def main() -> None:
+        env = EnvHost({"it": type("Leaves", (kind,), {"raised": raised})}, EnvDeadlines(), isolation).acquire("it")
+        await env.reset(0, {})
+        with pytest.raises(EnvError, match=rf"Leaves.step raised .*{type(raised).__name__}"):
+            await env.step("go")
+        assert env.broken
+        await env.close()
+
+    asyncio.run(main())
+
+
+def test_an_env_that_exits_when_it_is_made_costs_its_own_episode() -> None:
+    kind = type("Leaves", (Leaves,), {"made": SystemExit("usage: game.py")})
+    with pytest.raises(
+        EnvError, match=r"making the environment 'it' raised SystemExit: usage: game.py \(.*in __init__\)"
+    ):
+        EnvHost({"it": kind}, EnvDeadlines()).acquire("it")
+
+
+def test_the_end_of_a_run_is_no_failure_of_its_env() -> None:
+    release = threading.Event()
+
+    async def main() -> None:
+        env = host().acquire("blocking")
+        await env.reset(0, {"hang": release})
+        async with asyncio.TaskGroup() as group:
+            stepping = group.create_task(env.step("go"))
+            await asyncio.sleep(0.01)
+            stepping.cancel()
+        assert stepping.cancelled()
+        assert env.broken
+
+    asyncio.run(main())
+    release.set()

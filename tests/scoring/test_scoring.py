@@ -160,6 +160,21 @@ def test_the_failure_of_a_reward_names_the_line_that_raised_it(isolation):
     assert score.status.error.endswith("in divides)")
 
 
+async def _cancels(trajectory):
+    raise asyncio.CancelledError
+
+
+def _exits(trajectory):
+    raise SystemExit(3)
+
+
+@pytest.mark.parametrize(("reward", "isolation"), [(_exits, "inline"), (_exits, "thread"), (_cancels, None)])
+def test_a_reward_that_exits_or_cancels_is_a_failed_score(reward, isolation):
+    score = asyncio.run(RewardPipeline([RewardPart(reward, "it", isolation=isolation)], deadline=5).score(PLAYED))
+    assert isinstance(score.status, Failed)
+    assert score.status.error.startswith(("it: SystemExit: 3 (", "it: CancelledError ("))
+
+
 def test_a_hung_function_in_a_thread_costs_its_deadline_and_holds_nobody():
     started = time.monotonic()
     score = asyncio.run(score_trajectory(hangs, PLAYED, 0.2))

@@ -8,11 +8,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
+from agentrl import plugins
 from agentrl.envs.guess_number import GuessNumber
 from agentrl.errors import ConfigError, ConformanceError, OutageError
 from agentrl.protocols import ResetResult, StepResult
@@ -100,6 +102,34 @@ class RaisesLate(Sound):
 class NeedsArguments(Sound):
     def __init__(self, size: int) -> None:
         super().__init__()
+
+
+class Exits(Sound):
+    def step(self, action: str) -> StepResult:
+        raise SystemExit(3)
+
+
+class ExitsAsync(Sound):
+    async def step(self, action: str) -> StepResult:  # type: ignore[override]
+        raise SystemExit(3)
+
+
+class LetsACancellationOut(Sound):
+    def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetResult:
+        raise asyncio.CancelledError
+
+
+class ExitsWhenMade(Sound):
+    def __init__(self) -> None:
+        raise SystemExit("usage: game.py")
+
+
+class RunsALoopInline(Sound):
+    isolation = "inline"
+
+    def step(self, action: str) -> StepResult:
+        asyncio.run(asyncio.sleep(0))
+        return super().step(action)
 
 
 class HangsInStep(Sound):
@@ -273,6 +303,11 @@ BROKEN: list[tuple[str, Callable[[], Any], str]] = [
     ),
     ("tools", with_attribute("tools", [tool(default=object())]), "JSON cannot express"),
     ("raises", RaisesLate, "step (turn 4) raised KeyError: 'the door'"),
+    ("raises", Exits, "step (turn 1) raised SystemExit: 3 ("),
+    ("raises", ExitsAsync, "step (turn 1) raised SystemExit: 3 ("),
+    ("raises", LetsACancellationOut, "reset raised CancelledError ("),
+    ("raises", ExitsWhenMade, "raised SystemExit: usage: game.py ("),
+    ("isolation", RunsALoopInline, "on the event loop, where a run plays it, step (turn 1) raised RuntimeError"),
     ("raises", NeedsArguments, "constructor, called with no arguments, raised TypeError"),
     ("deadline", HangsInStep, "step did not answer within 0.3 s"),
     ("deadline", HangsAsync, "step did not answer within 0.3 s"),
@@ -430,3 +465,67 @@ def test_wrong_options_and_servers_that_cannot_be_used_are_no_fault_of_the_envir
         check_env(GuessNumber, options={"hihg": 9})
     with pytest.raises(OutageError, match="cannot be used"):
         check_env(partial(RemoteEnv, ["http://127.0.0.1:9"]))
+
+
+IN_A_FILE = '''
+import asyncio, os
+from pathlib import Path
+
+class Free:
+    """Its parameters have names of its own."""
+    def reset(self, *, seed, options): return "say yes", {}
+    def step(self, message): return "done", float(message == "yes"), True, False, {"success": message == "yes"}
+    def close(self): pass
+
+class Dies(Free):
+    def step(self, message): os._exit(4)
+
+class Reads(Free):
+    def reset(self, *, seed, options): return Path("here.txt").read_text(), {}
+
+class Hashes(Free):
+    def reset(self, *, seed, options): return str(os.getpid()), {}
+
+class Runs(Free):
+    def step(self, message):
+        asyncio.run(asyncio.sleep(0))
+        return super().step(message)
+'''
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Free", ""),
+        ("Dies", r"\[exit\] .*Dies\.step: the process of the environment ended with exit status 4\. It must not end"),
+        (
+            "Reads",
+            r"1\. \[isolation\] in a process of its own \(env.isolation=process.*Reads\.reset raised FileNotFound",
+        ),
+        ("Hashes", r"1\. \[isolation\] in a process of its own .* gave another episode: reset gave observation"),
+    ],
+)
+def test_with_an_address_it_is_played_in_a_process_of_its_own_too(
+    name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here.txt").write_text("say yes")
+    (tmp_path / "game.py").write_text(IN_A_FILE)
+    address = f"file:{tmp_path / 'game.py'}:{name}"
+    make = plugins.load("envs", address)
+    if said:
+        with pytest.raises(ConformanceError, match=said) as error:
+            check_env(make, address=address)
+        assert "2. " not in str(error.value)
+    else:
+        assert check_env(make, address=address) == ()
+
+
+def test_what_cannot_play_on_the_event_loop_and_does_not_say_it_can_is_only_told() -> None:
+    class Runs(RunsALoopInline):
+        isolation = "thread"
+
+    (remark,) = check_env(Runs)
+    assert re.match(
+        r"\[isolation\] with env.isolation=inline it cannot be played: .* Without that setting, thread", remark
+    )
