@@ -6,9 +6,10 @@ from typing import Any
 
 from agentrl.errors import ConfigError
 from agentrl.rewards.rules.answer import AnswerRule, AnswerSettings, checked
-from agentrl.rewards.rules.final_answer import final_answer
+from agentrl.rewards.rules.final_answer import final_answer, in_dollars, stated
 from agentrl.rewards.rules.notation import exact_number, plain, without_exponents
 from agentrl.rewards.rules.sameness import NOT_COMPUTED, close, same, value_of
+from agentrl.rewards.rules.units import units_differ, without_unit
 from agentrl.trajectory import Task
 
 LONGEST_MATH = 2_000
@@ -20,7 +21,8 @@ class Math(AnswerRule):
 
     math-verify parses both. Numbers are compared exactly; a decimal is right if it agrees with the right answer to six
     decimals and five significant digits, or to twelve significant digits. `5e-5` is 0.00005, and has Euler's number
-    only where the right answer has it. A right answer that is a word, such as `Monday`, is compared as text.
+    only where the right answer has it. A right answer that is a word, such as `Monday`, is compared as text. Where both
+    have a unit of measure it is the same one: neither 12 m nor 0.12 m answers a question for 12 cm, and 12 does.
 
     sympy can be made to compute for ever by a short text, so this runs in a process with a deadline. Needs the package
     math-verify (`pip install "agentrl[rewards]"`).
@@ -57,6 +59,8 @@ class Math(AnswerRule):
         if word := _word(text):
             said = final_answer(answer, several=False)
             return said is not None and _word(said, shortest=1) == word
+        if units_differ(text, stated(answer)):
+            return False
         forms = self._forms(gold, text)
         return any(_is_right(answer, form, in_percent="%" in text) for form in forms)
 
@@ -70,6 +74,7 @@ class Math(AnswerRule):
 
         if not isinstance(gold, str):
             return [(Float if isinstance(gold, float) else Rational)(text)]
+        text = without_unit(text)
         readings = [plain(text), without_exponents(text)]
         parsed = [_parsed(_in_dollars(reading)) for reading in readings if reading is not None]
         forms = [found[0] for found in parsed if found and not isinstance(found[0], str)]
@@ -116,7 +121,7 @@ def _word(text: str, shortest: int = 4) -> str | None:
 def _in_dollars(text: str) -> str:
     if "boxed" in text:
         return final_answer(text, several=True) or ""
-    return text if "$" in text else f"${text}$"
+    return text if "$" in text else in_dollars(text)
 
 
 def _parsed(text: str) -> list[Any]:

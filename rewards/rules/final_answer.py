@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 
 from agentrl.rewards.rules.notation import plain
+from agentrl.rewards.rules.units import without_unit
 
 _BOX = re.compile(r"\\f?boxed\s*(?=\{)|\\boxed\s+(?=[\d\w])")
 _JOINT = re.compile(
@@ -12,8 +13,12 @@ _JOINT = re.compile(
 )
 _LISTED = re.compile(r"[,;]|and|or", re.IGNORECASE)
 _PERCENT = re.compile(r"[\s$]{0,3}\\?%")
+_IN_PERCENT = re.compile(r"\s*\\?%\Z")
+# math-verify reads one side of these and drops the other.
+_ALTERNATIVE = re.compile(r"(?<=[\d})])\s*(?:\\mid\b|\\vert\b|\\\||\||\\\\|\\newline\b|[?@#`])\s*(?=[-+\d\\])")
 _DELIMITERS = re.compile(r"(?<!\\)\$|\\\(|\\\[")
 _LONE_DOLLAR = re.compile(r"(?<!\\)\$")
+_WORDS_AFTER = 40
 _DECORATION = " \t\n*`"
 # No run of letters other than commands of LaTeX.
 _BARE = re.compile(r"(?:[^A-Za-z\\]|\\[A-Za-z]+|\\[^A-Za-z]|(?<![A-Za-z])[A-Za-z](?![A-Za-z]))+")
@@ -33,14 +38,34 @@ def final_answer(message: str, *, several: bool) -> str | None:
     boxes = list(_boxes(text))
     if boxes:
         listed = _last_boxes(text, boxes, several)
-        sign = "\\%" if _PERCENT.match(text, boxes[-1][1]) else ""
-        return f"${','.join(map(_content, listed))}{sign}$" if all(map(_content, listed)) else None
+        said = ",".join(map(_content, listed)) + ("%" if _PERCENT.match(text, boxes[-1][1]) else "")
+        return in_dollars(said) if all(map(_content, listed)) else None
     if _DELIMITERS.search(text):
-        return text
+        return _without_dropping(text)
     whole = text.strip(_DECORATION).removesuffix(".").strip(_DECORATION)
     if whole and _BARE.fullmatch(whole):
-        return f"${whole}$"
+        return in_dollars(_without_dropping(without_unit(whole)))
     return _FORMULA.sub(_as_latex, text)
+
+
+def in_dollars(formula: str) -> str:
+    """A formula as LaTeX in a text, with a percent sign behind it: math-verify reads 100/(3/100) in `100/3\\%`."""
+    number = _IN_PERCENT.sub("", formula)
+    return f"${number}$" if number == formula else f"${number}$\\%"
+
+
+def stated(message: str) -> str:
+    """The part of a message that states the answer: its last box with the words after it, or all of it."""
+    boxes = list(_boxes(message))
+    if not boxes:
+        return message
+    start, end, _ = boxes[-1]
+    return message[start:end] + re.split(r"[\d\n]|\.\s", message[end : end + _WORDS_AFTER], maxsplit=1)[0]
+
+
+def _without_dropping(text: str) -> str:
+    """The text with a comma where math-verify would read one side only."""
+    return text if "\\begin" in text else _ALTERNATIVE.sub(",", text)
 
 
 def _boxes(text: str) -> Iterator[tuple[int, int, str]]:
@@ -89,7 +114,7 @@ def _content(box: str) -> str:
     content = plain(_LONE_DOLLAR.sub("", re.sub(r"\\f?boxed\b", "", box)))
     while content.startswith("{") and _closing(content, 0) == len(content):
         content = content[1:-1].strip()
-    return content
+    return _without_dropping(without_unit(content.replace("~", " ")))
 
 
 def _as_latex(found: re.Match[str]) -> str:

@@ -57,7 +57,14 @@ _GROUPED = re.compile(rf"(?<![\w.,\\])(\d{{1,3}})((?:(?:{_THIN}|\\[, ;:!]|\{{,\}
 _SPACED_OUT = re.compile(r"[-+]?\d{1,3}(?: \d{3}){1,20}(?:\.\d{0,60})?")
 _GAP = re.compile(r"\D")
 _MIXED = re.compile(r"(?<![\w.,^/*+{(\\])(?<![\d.^/*] )(\d{1,9})[ ](\d{1,9})/(\d{1,9})(?![\w.,/^]*\d)")
-_REPEATING = re.compile(r"(?<![\w.])(\d{0,30})\.(\d{0,30})\\overline ?\{(\d{1,30})\}")
+_REPEATING = re.compile(
+    r"(?<![\w.])(\d{0,30})\.(\d{0,30})\\(?:overline|dot|bar|overset\{\\cdot\})[ ]?(?:\{(\d{1,30})\}|(\d))"
+)
+_WRAPPED_E = re.compile(
+    r"(?<=[\d.])(?:\\[,;: !])?[ ]?(?:\\(?:mathrm|text|textrm|rm)\{([eE])\}|\{\\rm ?([eE])\}|([eE])(?=\{))"
+    r"[ ]?(?:\{([-+]?\d{1,4})\}|([-+]?\d{1,4}))(?!\d)"
+)
+_WHOLE = re.compile(r"(?<![\w.,])(\d{16,400})\.0{1,60}(?!\d)")
 _DECIMAL = r"(?<![\w.\\^_])((?:\d{1,60}(?:,\d{3}){0,20}(?:\.\d{0,60})?|\.\d{1,60}))"
 _POWER_OF_TEN = re.compile(
     _DECIMAL + r"[ ]?(?:\*|\\times|\\cdot|x)[ ]?10[ ]?(?:\^|\*\*)[ ]?(?:\{[ ]?([-+]?\d{1,4})[ ]?\}|\(([-+]?\d{1,4})\)"
@@ -74,6 +81,7 @@ def plain(text: str) -> str:
     text = text.replace(" ", "") if _SPACED_OUT.fullmatch(text) else text
     text = _MIXED.sub(_improper, text)
     text = _REPEATING.sub(_fraction_of_repeating, text)
+    text = _WHOLE.sub(r"\1", text)  # sympy keeps the first fifteen digits of a decimal
     text = _POWER_OF_TEN.sub(lambda found: _written_out(found, found[2] or found[3] or found[4]), text)
     return _EXPONENT.sub(lambda found: _written_out(found, found[2]), text)
 
@@ -113,6 +121,7 @@ def _ascii(text: str) -> str:
     text = _LOWERED_RUN.sub(lambda run: "_{" + "".join(map(_LOWERED.__getitem__, run[0])) + "}", text)
     text = _VULGAR.sub(_vulgar, text)
     text = _OTHER_DIGIT.sub(lambda found: str(unicodedata.decimal(found[0], found[0])), text)
+    text = _WRAPPED_E.sub(r"\1\2\3\4\5", text).replace(r"\bmod", r"\mod")
     return _ROOT.sub(lambda found: rf"\sqrt{{{found[1] or found[2]}}}", text)
 
 
@@ -133,7 +142,7 @@ def _improper(found: re.Match[str]) -> str:
 
 
 def _fraction_of_repeating(found: re.Match[str]) -> str:
-    whole, fixed, cycle = found.groups()
+    whole, fixed, cycle = found[1], found[2], found[3] or found[4]
     scale, nines = 10 ** len(fixed), 10 ** len(cycle) - 1
     before = int(whole + fixed or "0")
     return rf"\frac{{{before * nines + int(cycle)}}}{{{scale * nines}}}"

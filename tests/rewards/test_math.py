@@ -1,10 +1,14 @@
 """The rule `math`: what is right and what is wrong, by a table of right answers, and of answers to each."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from agentrl.errors import ConfigError
 from agentrl.plugins import load
+from agentrl.rewards.rules.final_answer import final_answer
 from agentrl.rewards.rules.notation import number_in, plain
+from agentrl.rewards.rules.units import unit_of, units_differ
 from agentrl.scoring.config import made
 from agentrl.testing.rewards import trajectory
 
@@ -307,6 +311,69 @@ TABLE = [
         ["2^{99}", "1267650600228229401496703205377"],
     ),
     (1.2676506002282294e30, ["2^{100}"], []),
+    # math-verify reads one side of each of these
+    (
+        7,
+        [r"\boxed{|-7|}", r"\boxed{\left|-7\right|}"],
+        [
+            r"\boxed{7|8}",
+            r"\boxed{8|7}",
+            r"\boxed{8 \mid 7}",
+            r"\boxed{7 \| 8}",
+            r"\boxed{7\vert 8}",
+            r"\boxed{7|8|9}",
+            r"\boxed{7\\8}",
+            r"\boxed{7?8}",
+            r"\boxed{7 @ 8}",
+            r"\boxed{7 # 8}",
+            r"\boxed{7~8}",
+            r"\boxed{\frac{14}{2} | 8}",
+            "7|8",
+            "$7|8$",
+        ],
+    ),
+    (
+        "1/3",
+        [
+            r"33.\overline{3}\%",
+            r"\boxed{33.\overline{3}\%}",
+            r"\boxed{33\frac{1}{3}\%}",
+            r"\boxed{100/3\%}",
+            r"\boxed{0.\dot{3}}",
+            r"0.\overline3",
+        ],
+        [r"\boxed{\frac{1}{3}\%}", r"\boxed{33.\overline{3}}", r"33.\overline{4}\%"],
+    ),
+    (
+        "0.002",
+        [r"\boxed{2\mathrm{e}-3}", r"2\text{e}-3", r"2\,\mathrm{E}{-3}", "2e{-3}", "2E-03"],
+        [r"\boxed{2\mathrm{e}-4}", r"\boxed{2\mathrm{e}3}"],
+    ),
+    ("e-3", [], [r"\boxed{2\mathrm{e}-3}"]),
+    (
+        9007199254740993,
+        ["9007199254740993.0", r"\boxed{9007199254740993.00}"],
+        ["9007199254740992.0"],
+    ),
+    ("12345678901234567.0", ["12345678901234567"], ["12345678901234568", "12345678901234566.0"]),
+    (
+        "12 cm",
+        ["12cm", r"12\text{cm}", "12 centimetres", r"\boxed{12} cm", "The answer is 12 cm.", "12 cm long"],
+        ["12 m", "12 km", "12 inches", r"\boxed{12\text{ m}}", r"\boxed{12} mm", "12 cm^2", "0.12 m", "It is 12 m."],
+    ),
+    (
+        r"12\text{ cm}^2",
+        ["12", "12 cm²", "12 square centimeters", r"\boxed{12\,\mathrm{cm}^{2}}"],
+        ["12 cm", r"\boxed{12\text{ cm}^3}", "12 m^2", "12 cubic centimeters"],
+    ),
+    ("60 mph", ["60", "60 miles per hour", r"\boxed{60 \text{ mi/h}}"], ["60 km/h", "60 miles"]),
+    ("3 hours", ["3", "3 h", "3 hrs"], ["3 minutes", "3 days"]),
+    ("$18", ["18", r"\$18", "18 dollars", "$18.00", r"\boxed{\$18}"], ["18 euros", "18 cents", "€18"]),
+    ("5 dollars", ["5", "$5", "5 dollars", r"\boxed{\$5}"], ["5 euros", "6 dollars"]),
+    (r"\$5", ["5", "$5", "5 dollars"], ["5 euros"]),
+    ("90°", ["90", "90 degrees", r"\boxed{90^\circ}"], ["90 radians"]),
+    ("20 °C", ["20", "20 degrees Celsius", r"\boxed{20^\circ C}", "It is 20 °C."], ["20 °F", "20 degrees Fahrenheit"]),
+    ("5 apples", ["5", "5 apples"], []),
 ]
 """(the right answer, answers that are right, answers that are wrong)"""
 
@@ -363,6 +430,42 @@ def test_a_right_answer_that_is_no_mathematics_is_an_error(gold, why):
 def test_numbers_are_read_in_every_notation(written, read):
     assert plain(written) == read
     assert plain(plain(written)) == read
+
+
+@pytest.mark.parametrize(
+    ("text", "unit"),
+    [
+        ("12", {}),
+        ("12 in total", {}),
+        ("$12$", {}),
+        ("7%", {}),
+        ("12 in", {"inch": 1}),
+        ("€5", {"EUR": 1}),
+        ("-$5", {"USD": 1}),
+        ("$12\\text{ cm}$", {"cm": 1}),
+        (r"9.8\ \mathrm{m\,s^{-2}}", {"m": 1, "s": -2}),
+        ("9.8 meters per second squared", {"m": 1, "s": -2}),
+        ("100 newton-meters", {"N": 1, "m": 1}),
+        (r"12\pi \text{ cm}^2", {"cm": 2}),
+        ("2e5 m", {"m": 1}),
+        ("5 ml", {"mL": 1}),
+    ],
+)
+def test_a_unit_is_known_by_each_of_its_names(text, unit):
+    assert unit_of(text) == unit
+
+
+FRAGMENTS = r"""
+\boxed{ \boxed { } \frac{1}{2} \overline{3} \mathrm{e} \text{ cm} \% % $ \$ € ^ ^{ ² _ | \mid \\ ~ ? . , e-3 .0
+7 12 0.5 1/3 9007199254740993 m km/h per square dollars and ½ ٣ × 10⁻² −5
+"""
+
+
+@given(st.lists(st.sampled_from([" ", "\n", *FRAGMENTS.split()]), max_size=12).map("".join) | st.text(max_size=40))
+def test_no_text_is_beyond_the_readers(text):
+    final_answer(text, several=False)
+    assert units_differ(text, text) is False
+    assert plain(plain(text)) is not None
 
 
 def test_a_number_in_words_is_no_number():
