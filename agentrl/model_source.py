@@ -150,6 +150,17 @@ def here(folder: Path) -> Path:
     return found
 
 
+def vocabulary_size(folder: Path) -> int | None:
+    """How many rows the model's embeddings have, by its config.json: ids of tokens are below it; None if it is silent.
+
+    Padding counts: a model may sample a row that its tokenizer has no token for.
+    """
+    file = folder / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    rows = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
+    return int(rows) if rows else None
+
+
 def commit_of(folder: Path) -> str | None:
     """The commit of a snapshot of the hub; None if the folder is not one."""
     match = _SNAPSHOT.search(folder.as_posix())

@@ -55,7 +55,7 @@ from agentrl.config import LoadedConfig, RunConfig, load_config, unused_by
 from agentrl.durable import unfinished, write_whole
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.flow import Flow, elapsed, run_to_completion
-from agentrl.model_source import check_architecture, commit_of, description_folder, model_folder
+from agentrl.model_source import check_architecture, commit_of, description_folder, model_folder, vocabulary_size
 from agentrl.observe.curve import draw_curve
 from agentrl.observe.ending import ending_of, how_to_go_on
 from agentrl.observe.health import batch_health, episode_health
@@ -551,8 +551,7 @@ def check_vocabulary(renderer: Renderer, folder: Path) -> None:
     Raises:
         ConfigError: the template writes others.
     """
-    config = json.loads((folder / "config.json").read_text())
-    vocab = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+    vocab = vocabulary_size(folder)
     highest = int(renderer.conversation().prompt([Message("user", "Hello.")]).ids.max())
     if vocab is not None and highest >= vocab:
         raise ConfigError(

@@ -19,6 +19,7 @@ from agentrl.gateway.server import serving
 from agentrl.hosting.factory import env_factory
 from agentrl.hosting.host import EnvHost
 from agentrl.hosting.wrappers import address
+from agentrl.model_source import vocabulary_size
 from agentrl.protocols import (
     Engine,
     Renderer,
@@ -121,9 +122,9 @@ async def agent_player(
 
 
 def engine_policy(
-    config: RunConfig, engine: Engine, renderer: Renderer, sampling: SamplingParams, *, trained: bool
+    config: RunConfig, engine: Engine, model: Path, renderer: Renderer, sampling: SamplingParams, *, trained: bool
 ) -> EnginePolicy:
-    """The model that an engine serves, as a policy that stops where the model's template ends a message."""
+    """The `model` that an engine serves, as a policy that stops where the model's template ends a message."""
     stops = tuple(dict.fromkeys((*renderer.stop_token_ids, *sampling.stop_token_ids)))
     params = sampling.model_copy(update={"stop_token_ids": stops})
     return EnginePolicy(
@@ -134,6 +135,7 @@ def engine_policy(
         config.own_max_tokens(),
         config.rollout.compare_routing,
         getattr(config.engine.settings, "structured_outputs", False),
+        vocabulary_size(model),
     )
 
 
@@ -148,6 +150,8 @@ def other_roles(
             roles[agent] = Role(policy, renderer, trained=False)
         elif isinstance(route, FrozenRoute):
             own = renderer if route.model is None else renderer_of(route.model, RendererConfig())
-            served = engine_policy(config, frozen[route], own, config.rollout.sampling, trained=False)
+            served = engine_policy(
+                config, frozen[route], route.model or model, own, config.rollout.sampling, trained=False
+            )
             roles[agent] = Role(served, own, config.rollout.context, trained=False)
     return roles

@@ -29,6 +29,7 @@ class RolloutAssembly:
     """
 
     config: RunConfig
+    model: Path
     engine: Router
     runner: EnvEpisodeRunner | AgentEpisodeRunner
     reward: RewardPipeline
@@ -37,7 +38,7 @@ class RolloutAssembly:
     def evaluating(self, how: EvaluationSampling) -> EnvEpisodeRunner | AgentEpisodeRunner:
         """The same runner, sampling as an evaluation does."""
         sampling = how.sampling(self.config.rollout.sampling)
-        policy = engine_policy(self.config, self.engine, self.runner.renderer, sampling, trained=False)
+        policy = engine_policy(self.config, self.engine, self.model, self.runner.renderer, sampling, trained=False)
         return replace(self.runner, policy=policy)
 
 
@@ -60,9 +61,9 @@ async def rollouts_on(placed: PlacedCluster, model: Path) -> AsyncIterator[Rollo
         reward_of(config, _rules(config, cluster)) as reward,
         frozen_engines(config, cluster, model) as frozen,
     ):
-        policy = engine_policy(config, engine, renderer, config.rollout.sampling, trained=True)
+        policy = engine_policy(config, engine, model, renderer, config.rollout.sampling, trained=True)
         yield RolloutAssembly(
-            config, engine, player(policy, other_roles(config, model, renderer, frozen)), reward, frozen
+            config, model, engine, player(policy, other_roles(config, model, renderer, frozen)), reward, frozen
         )
 
 
@@ -81,7 +82,7 @@ async def assemble_policy(config: RunConfig, model: Path) -> AsyncIterator[tuple
         renderer = renderer_of(model, placed.config.model)
         async with engine_router(placed.config, placed.cluster, model) as engine:
             sampling = config.evaluation.sampling(config.rollout.sampling)
-            yield engine_policy(config, engine, renderer, sampling, trained=False), renderer
+            yield engine_policy(config, engine, model, renderer, sampling, trained=False), renderer
 
 
 def _rules(config: RunConfig, cluster: Cluster) -> RulePool:

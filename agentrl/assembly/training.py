@@ -162,6 +162,7 @@ async def assemble_training(
                 spare_what_lives()
                 yield TrainingAssembly(
                     config,
+                    rollouts.model,
                     rollouts.engine,
                     rollouts.runner,
                     rollouts.reward,
@@ -185,7 +186,7 @@ def _self_play(rollouts: RolloutAssembly, engines: Sequence[Router], model: Path
     snapshots = Snapshots(config.run_dir.absolute() / "opponents", rules.every, rules.pool)
     opponents = []
     for engine in engines:
-        served = engine_policy(config, engine, runner.renderer, config.rollout.sampling, trained=False)
+        served = engine_policy(config, engine, model, runner.renderer, config.rollout.sampling, trained=False)
         role = Role(served, runner.renderer, config.rollout.context, trained=False)
         opponents.append(Opponent(role, engine, snapshots, config.weights.for_model(model).seconds))
     resumable = Checkpoints(config.run_dir / "checkpoints").all

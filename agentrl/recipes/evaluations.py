@@ -99,7 +99,7 @@ class _Beside:
 
     def __init__(self, run: Run, parts: TrainingAssembly, engine: Router, flow: Flow) -> None:
         self._run, self._trainer, self._engine, self._flow = run, parts.trainer, engine, flow
-        self._rollouts = RolloutAssembly(parts.config, engine, parts.runner, parts.reward, parts.frozen)
+        self._rollouts = RolloutAssembly(parts.config, parts.model, engine, parts.runner, parts.reward, parts.frozen)
         self._snapshots = Snapshots(run.folder.absolute() / "evaluation_weights", 1, 1)
         self._last: asyncio.Task[None] | None = None
 

@@ -9,12 +9,13 @@ from agentrl.errors import EngineError
 from agentrl.protocols import GenerateRequest
 from agentrl.trajectory import Completion
 
+_MOST_IDS = int(np.iinfo(np.int32).max)
 ROUNDING = 1e-5
 """By how much a logprob may be above 0: that of a certain token, computed as a difference of float32 numbers."""
 
 
-def checked_completion(completion: object, request: GenerateRequest) -> Completion:
-    """An engine's answer to a request; logprobs that rounding has put above 0 are 0.
+def checked_completion(completion: object, request: GenerateRequest, vocab_size: int | None = None) -> Completion:
+    """An engine's answer to a request; logprobs that rounding has put above 0 are 0. All ids are below `vocab_size`.
 
     Raises:
         EngineError: it is no completion, or has tokens or logprobs that no model can have sampled.
@@ -22,9 +23,15 @@ def checked_completion(completion: object, request: GenerateRequest) -> Completi
     if not isinstance(completion, Completion):
         raise EngineError(f"the engine answered {request.id} with a {type(completion).__name__}, and no Completion")
     ids, logprobs = completion.token_ids, completion.logprobs
-    if len(ids) and int(ids.min()) < 0:
-        at = int(ids.argmin())
-        raise EngineError(f"the engine answered {request.id} with {ids[at]} as token {at}, which is no token's id")
+    outside = np.flatnonzero((ids < 0) | (ids >= (_MOST_IDS if vocab_size is None else vocab_size)))
+    if len(outside):
+        at = int(outside[0])
+        more = (
+            "" if vocab_size is None else f": the model has {vocab_size} tokens, and the engine may serve another model"
+        )
+        raise EngineError(
+            f"the engine answered {request.id} with {ids[at]} as token {at}, which is no token's id{more}"
+        )
     # -inf is a token of probability 0, which cannot be sampled. The comparison is false for NaN, too.
     wrong = np.flatnonzero(~(np.isfinite(logprobs) & (logprobs <= ROUNDING)))
     if len(wrong):

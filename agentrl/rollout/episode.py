@@ -125,7 +125,7 @@ class EnginePolicy:
 
     `max_tokens`: longest answer in the environments of a mixture that have a limit of their own. `keep_experts`: keep
     the experts that a mixture of experts chose, too (`rollout.compare_routing`). `formats`: the engine can constrain
-    answers.
+    answers. `vocab_size`: an answer with an id that is not below it is a failure of the engine.
     """
 
     engine: Engine
@@ -135,6 +135,7 @@ class EnginePolicy:
     max_tokens: Mapping[str, int] = field(default_factory=dict)
     keep_experts: bool = False
     formats: bool = False
+    vocab_size: int | None = None
 
     @property
     def max_context(self) -> int:
@@ -166,7 +167,7 @@ class EnginePolicy:
             format=answer_format,
         )
         with deadline("engine", "generate", self.deadline):
-            completion = checked_completion(await self.engine.generate(request), request)
+            completion = checked_completion(await self.engine.generate(request), request, self.vocab_size)
         if completion.finish_reason == "abort":
             raise EngineError(f"the engine aborted request {request.id}")
         episode.progress.sampled_tokens += len(completion.token_ids)

@@ -1,12 +1,14 @@
 """What an engine answers is checked where it enters."""
 
 import asyncio
+import json
 import math
 
 import pytest
 
 from agentrl.arrays import ints
 from agentrl.errors import CompletionError, EngineError
+from agentrl.model_source import vocabulary_size
 from agentrl.protocols import GenerateRequest, Prompt, SamplingParams
 from agentrl.rollout.answers import checked_completion
 from agentrl.rollout.episode import EnginePolicy, Episode
@@ -38,6 +40,19 @@ def test_rounding_above_0_is_0_and_the_rest_stays_as_it_is():
     assert checked_completion(said((1e-7, -1.0)), REQUEST).logprobs.tolist() == [0.0, -1.0]
     sound = said((-0.0, -1e30))
     assert checked_completion(sound, REQUEST) is sound
+
+
+def test_an_id_that_the_model_has_no_row_for_is_a_failure_of_the_engine():
+    assert checked_completion(said((-1.0, -1.0), (0, 6)), REQUEST, 7).token_ids.tolist() == [0, 6]
+    with pytest.raises(EngineError, match="answered e/0 with 7 as token 1, which is no token's id: the model has 7"):
+        checked_completion(said((-1.0, -1.0), (0, 7)), REQUEST, 7)
+
+
+def test_a_model_says_how_many_ids_it_has(tmp_path, tiny_model_dir):
+    assert vocabulary_size(tiny_model_dir) == json.loads((tiny_model_dir / "config.json").read_text())["vocab_size"]
+    assert vocabulary_size(tmp_path) is None
+    (tmp_path / "config.json").write_text('{"text_config": {"vocab_size": 11}}')
+    assert vocabulary_size(tmp_path) == 11
 
 
 @pytest.mark.parametrize("ids", [(True, False), (1.5, 2.0), ("a", "b"), (None, 1)])
