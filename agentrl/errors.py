@@ -11,6 +11,7 @@
     │   │   ├── CompletionError    what the engine has sampled does not fit together
     │   │   └── FormatError        the engine cannot make answers of this format
     │   ├── RewardError            the reward could not be computed
+    │   │   ├── ScoreError         what the reward returned is no score
     │   │   └── RuleLimitError     the judged content used up a rule's CPU time or memory, and counts as wrong
     │   └── DeadlineError          something outside did not answer in time
     ├── RetriesExhaustedError      too many tasks failed after all retries; training on the rest would be biased
@@ -85,6 +86,10 @@ class RewardError(RolloutError):
     """A reward could not be computed. It is never replaced by a number."""
 
     layer: Layer = "reward"
+
+
+class ScoreError(RewardError):
+    """What a reward has returned is no score. The message says what it is, and what to return."""
 
 
 class RuleLimitError(RewardError):

@@ -7,7 +7,7 @@ from decimal import Decimal
 from numbers import Real
 from typing import Any
 
-from agentrl.errors import RewardError
+from agentrl.errors import ScoreError
 from agentrl.protocols import LARGEST
 from agentrl.trajectory import Failed, Score
 
@@ -16,7 +16,7 @@ def as_score(returned: Any, turns: int | None = None) -> Score:
     """A reward's verdict on one trajectory, of so many turns.
 
     Raises:
-        RewardError: it is neither a number nor a valid `Score`; says what it is, and what to return.
+        ScoreError: it is neither a number nor a valid `Score`; says what it is, and what to return.
     """
     if not isinstance(returned, Score):
         return Score(finite(_number(returned, "the reward returned", _ADVICE)))
@@ -27,11 +27,11 @@ def as_score(returned: Any, turns: int | None = None) -> Score:
     words = {name: str(text) for name, text in _texts_to(returned.words, "words").items()}
     earned = turn_rewards(returned.turns)
     if turns is not None and len(earned) > turns:
-        raise RewardError(f"the reward returned a Score with {len(earned)} turns for an episode of {turns}")
+        raise ScoreError(f"the reward returned a Score with {len(earned)} turns for an episode of {turns}")
     named = {name: _part(part, name) for name, part in parts.items()}
     success = None if returned.success is None else read_number(returned.success)
     if returned.success is not None and success not in (0.0, 1.0):
-        raise RewardError(
+        raise ScoreError(
             f"the reward returned a Score with the success {_called(returned.success)}; write True or False"
         )
     verdict = None if success is None else bool(success)
@@ -43,16 +43,16 @@ def as_scores(returned: Any, turns: Sequence[int]) -> list[Score]:
     """A reward's verdicts on the trajectories of a group, which have so many turns.
 
     Raises:
-        RewardError: they are no sequence of that many scores.
+        ScoreError: they are no sequence of that many scores.
     """
     listed = returned.tolist() if getattr(returned, "ndim", None) == 1 else returned  # an array of numbers
     if not isinstance(listed, Sequence) or isinstance(listed, str | bytes):
-        raise RewardError(
+        raise ScoreError(
             f"score_group returned {_called(returned)}; return a list with one Score or number for each trajectory, in "
             "their order"
         )
     if len(listed) != len(turns):
-        raise RewardError(f"score_group returned {len(listed)} scores for {len(turns)} trajectories")
+        raise ScoreError(f"score_group returned {len(listed)} scores for {len(turns)} trajectories")
     return [as_score(score, count) for score, count in zip(listed, turns, strict=True)]
 
 
@@ -60,11 +60,11 @@ def turn_rewards(returned: Any) -> tuple[float, ...]:
     """What single turns have earned.
 
     Raises:
-        RewardError: it is no sequence of finite numbers.
+        ScoreError: it is no sequence of finite numbers.
     """
     listed = returned.tolist() if getattr(returned, "ndim", None) == 1 else returned
     if not isinstance(listed, Sequence) or isinstance(listed, str | bytes):
-        raise RewardError(f"the reward returned {_called(returned)} for its turns; return a tuple of numbers")
+        raise ScoreError(f"the reward returned {_called(returned)} for its turns; return a tuple of numbers")
     return tuple(finite(_number(one, "the reward returned for a turn")) for one in listed)
 
 
@@ -72,7 +72,7 @@ def own_metrics(returned: Any) -> dict[str, float]:
     """A reward's own metrics; what is no finite number is left out.
 
     Raises:
-        RewardError: it is no mapping.
+        ScoreError: it is no mapping.
     """
     found = {}
     for name, value in _texts_to(returned, "metrics").items():
@@ -105,7 +105,7 @@ def _number(value: Any, what: str, advice: str = "write a number") -> float:
             more = ": its parts go into Score(value, parts)"
         elif isinstance(value, tuple | list):
             more = ": a score has one value, Score(value, parts, turns=...)"
-        raise RewardError(f"{what} {_called(value)}{more}; {advice}")
+        raise ScoreError(f"{what} {_called(value)}{more}; {advice}")
     return number
 
 
@@ -118,16 +118,16 @@ def finite(value: float, what: str = "the reward returned", where: str = "") -> 
     """A number that can be learned from.
 
     Raises:
-        RewardError: it is not finite, or too large; `what` begins the sentence.
+        ScoreError: it is not finite, or too large; `what` begins the sentence.
     """
     if not math.isfinite(value):
         shown = "NaN" if math.isnan(value) else value
-        raise RewardError(
+        raise ScoreError(
             f"{what} {shown}{where}; a score and its parts must be finite numbers: if it cannot score, "
             "raise RewardError or return Score.failed(why)"
         )
     if abs(value) > LARGEST:
-        raise RewardError(
+        raise ScoreError(
             f"{what} {value:g}{where}, which is too large to learn from: a score and its parts are at most {LARGEST:g}"
         )
     return value
@@ -135,7 +135,7 @@ def finite(value: float, what: str = "the reward returned", where: str = "") -> 
 
 def _texts_to(returned: Any, what: str) -> Mapping[str, Any]:
     if not isinstance(returned, Mapping) or not all(isinstance(name, str) for name in returned):
-        raise RewardError(f"the reward returned {_called(returned)} for its {what}; write a dict by name")
+        raise ScoreError(f"the reward returned {_called(returned)} for its {what}; write a dict by name")
     return returned
 
 

@@ -11,11 +11,12 @@ import numpy as np
 
 from agentrl.arrays import floats, ints
 from agentrl.blame import RAISED_BY_CODE, is_cancellation
-from agentrl.errors import ConformanceError, RewardError
+from agentrl.errors import ConformanceError, RewardError, ScoreError
 from agentrl.flow import Flow, deadline
 from agentrl.protocols import Rule
 from agentrl.scoring.part import Ask, RewardPart
 from agentrl.scoring.pipeline import RewardPipeline
+from agentrl.scoring.returned import own_metrics
 from agentrl.scoring.rule_pool import RulePool, RulePoolConfig
 from agentrl.trajectory import Completion, Failed, MadeCall, Message, Score, Task, Terminated, Trajectory, Turn
 
@@ -60,9 +61,9 @@ def check_reward(
 
     `make_reward` makes it: a class without settings, or a function without arguments that returns it (for a plain
     function `f`: `lambda: f`). The reward is entered, scores all trajectories one by one, then again, then all at once,
-    and is left. `pure`: whether the same trajectory must always get the same score; by default only for a `Rule`.
-    `seconds` is the deadline of one call. A reward may fail with `RewardError` or `Score.failed`. It must not return
-    NaN, an infinity or a failed score with a value, nor raise another exception.
+    says its `metrics()` if it has any, and is left. `pure`: whether the same trajectory must always get the same score;
+    by default only for a `Rule`. `seconds` is the deadline of one call. A reward may fail with `RewardError` or
+    `Score.failed`. It must not return NaN, an infinity or a failed score with a value, nor raise another exception.
 
     Raises:
         ConformanceError: lists everything found, each with what to write instead.
@@ -93,12 +94,27 @@ async def _findings(
         async with Flow("check_reward") as flow:
             tasks = [flow.start(asker.ask(group), name=str(number)) for number, group in enumerate(groups)]
         together = [task.result() for task in tasks]
+        asker.findings += _findings_of_metrics(part.owner)
     if played != kept:
         asker.findings.append("[pure] it changed a trajectory; make a new value instead")
     if pure or (pure is None and isinstance(reward, Rule)):
         asker.hold("pure", alone, again, "two calls with the same trajectory returned {0} and then {1}")
         asker.hold("concurrent", alone, together, "calls at the same time returned {1}, and one by one {0}")
     return asker.findings
+
+
+def _findings_of_metrics(reward: Any) -> list[str]:
+    if not hasattr(reward, "metrics"):
+        return []
+    try:
+        returned = reward.metrics()
+        kept = own_metrics(returned)
+    except ScoreError as error:
+        return [f"[metrics] {error}"]
+    except RAISED_BY_CODE as error:  # whatever the reward raises is a finding
+        return [f"[metrics] metrics() raised {type(error).__name__}: {error}; a run asks for them after each step"]
+    dropped = sorted(set(returned) - set(kept))
+    return [f"[metrics] {name!r} is {returned[name]!r:.80}, and a metric is a finite number" for name in dropped]
 
 
 class _Asker:
@@ -114,9 +130,10 @@ class _Asker:
         try:
             with deadline("reward", "reward", self._seconds):
                 scores = await self._asked(trajectories)
+        except ScoreError as error:
+            self.findings.append(f"[value] {error}")
+            return f"ScoreError: {error}"
         except RewardError as error:
-            if "the reward returned" in str(error) or "score_group returned" in str(error):
-                self.findings.append(f"[value] {error}")
             return f"RewardError: {error}"
         except RAISED_BY_CODE as error:  # whatever the reward raises is a finding
             if is_cancellation(error):

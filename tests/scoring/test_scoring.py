@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from statistics import fmean
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -335,9 +336,20 @@ class Broken:
                 raise KeyError("answer")
             case "number":
                 return Score(0.0, {}, Failed("reward", "the judge is down"))
+            case "dict":
+                return {"quality": 0.5}
+            case "message":
+                raise RewardError("the reward returned by the server was empty")
+            case "pops":
+                trajectory.task.options.pop("kind", None)
             case "changes":
                 trajectory.task.options["seen"] = True
         return 0.5
+
+    def metrics(self):
+        if self.how == "raises":
+            raise ZeroDivisionError("no calls")
+        return {"cost": math.nan if self.how == "no cost" else 0.0}
 
 
 class Shared:
@@ -356,20 +368,31 @@ class Shared:
         (lambda: Broken("nan"), r"\[value\] the reward returned NaN"),
         (lambda: Broken("key"), r"\[failure\] task/0/0: it raised KeyError.*raise RewardError"),
         (lambda: Broken("number"), r"\[failure\] task/0/0: a failed score has the value 0; write Score.failed"),
+        (lambda: Broken("dict"), r"\[value\] the reward returned \{'quality': 0.5\}.*parts go into Score"),
+        (lambda: partial(Broken("dict").score), r"\[value\] the reward returned \{'quality'"),
+        (lambda: lambda played: None, r"\[value\] the reward returned None"),
+        (lambda: Broken("raises"), r"\[metrics\] metrics\(\) raised ZeroDivisionError: no calls"),
+        (lambda: Broken("no cost"), r"\[metrics\] 'cost' is nan, and a metric is a finite number"),
+        (lambda: Broken("pops"), r"\[pure\] it changed a trajectory"),
         (lambda: Broken("changes"), r"\[pure\] it changed a trajectory"),
         (Shared, r"\[concurrent\] calls at the same time returned"),
     ],
 )
 def test_check_reward_finds_what_breaks_the_contract(make, said):
     with pytest.raises(ConformanceError, match=said):
-        check_reward(make, [trajectory("a"), trajectory("bbb")], pure=True)
+        check_reward(make, [trajectory("a", options={"kind": 1}), trajectory("bbb")], pure=True)
 
 
 def test_check_reward_lets_sound_rewards_and_honest_failures_pass():
     def fails(played):
         raise RewardError("the judge is down")
 
-    for reward in (length, length_async, fails, Ranking()):
+    class Callable:
+        def __call__(self, played):
+            return np.float32(0.5)
+
+    honest = Broken("message")  # its sentence begins as one about a wrong value does
+    for reward in (length, length_async, fails, Ranking(), partial(length), Callable(), honest):
         check_reward(lambda reward=reward: reward, [trajectory("a"), trajectory("bbb", id="task/1/0")], pure=True)
 
 
