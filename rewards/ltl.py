@@ -247,6 +247,15 @@ class Automaton:
             return True
         return False if self.to_accepted[state] is None else None
 
+    def ends(self) -> frozenset[int]:
+        """The states that traces of one event or more can end in."""
+        found: set[int] = set()
+        ahead = set(self.after[0])
+        while ahead:
+            found |= ahead
+            ahead = set(chain.from_iterable(self.after[state] for state in ahead)) - found
+        return frozenset(found)
+
     def accepted(self, state: int) -> bool:
         """Whether the formula holds of a trace that ends in this state."""
         return self.to_accepted[state] == 0

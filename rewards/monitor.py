@@ -3,10 +3,10 @@
 import json
 import re
 from collections.abc import Collection, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import yaml
-from pydantic import field_validator
+from pydantic import field_validator, model_validator
 
 from agentrl.protocols import Settings
 from agentrl.rewards.ltl import Automaton, automaton
@@ -47,6 +47,20 @@ class Monitor:
                 _matcher(atom)
             return formula
 
+        @model_validator(mode="after")
+        def _tells_episodes_apart(self) -> Self:
+            machine = automaton(self.formula)
+            ends = machine.ends()
+            said = {_holds_at(machine, state, self.end) for state in ends}
+            graded = self.pays == "progress" and len({machine.to_accepted[state] for state in ends}) > 1
+            if len(said) == 1 and not graded:
+                always, pays = ("holds of every episode", 1) if said == {True} else ("holds of no episode", 0)
+                raise ValueError(
+                    f"formula: {self.formula!r} {always} (end: {self.end}), so this part would always say {pays}: "
+                    "mend the formula, or leave the part out"
+                )
+            return self
+
     def __init__(self, config: Config) -> None:
         self._config = config
 
@@ -68,11 +82,16 @@ class Monitor:
         """The verdict at the end of the episode, or its progress."""
         machine = self.automaton
         state = machine.run(content)
-        holds = machine.accepted(state) if self._config.end == "strong" else machine.verdict(state) is not False
+        holds = _holds_at(machine, state, self._config.end)
         left, first = machine.to_accepted[state], machine.to_accepted[0]
         progress = 0.0 if left is None else max(0.0, 1.0 - left / max(1, first or 0))
         paid = progress if self._config.pays == "progress" else float(holds)
         return Score(paid, {"violated": float(not holds), "progress": progress})
+
+
+def _holds_at(machine: Automaton, state: int, end: Literal["strong", "weak"]) -> bool:
+    """Whether the formula holds of an episode that ends in this state."""
+    return machine.accepted(state) if end == "strong" else machine.verdict(state) is not False
 
 
 _ARGUMENT = re.compile(r'\s*([\w.\-]+)\s*=\s*("[^"]*"|[^",]*?)\s*(?:,|$)')

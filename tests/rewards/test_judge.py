@@ -256,6 +256,56 @@ def test_what_is_no_verdict_is_counted_and_asked_again(trouble: JudgeReply, kind
     asyncio.run(main())
 
 
+NO_LEVELS = [
+    "8.5",
+    "8.5/10",
+    '"8"',
+    '"8.5/10"',
+    '"8 or 9"',
+    "NaN",
+    "Infinity",
+    "-1",
+    "11",
+    "1e1000",
+    "true",
+    "null",
+    "[8]",
+    "[]",
+]
+
+
+def test_a_number_that_is_no_level_is_no_verdict(tmp_path: Path) -> None:
+    replies = [JudgeReply(f'{{"levels": {{"correct": {number}, "copy": 1}}}}') for number in NO_LEVELS]
+    replies += [JudgeReply("8.5/10"), JudgeReply("8 or 9"), JudgeReply("")]
+    asked: set[int] = set()
+
+    def script(call: JudgeCall) -> JudgeReply:
+        number = int(data_of(call)["messages"][1]["content"])
+        again, _ = number in asked, asked.add(number)
+        return levels(8) if again else replies[number]
+
+    async def main() -> None:
+        async with JudgeServer(script) as server, rubric(server, tmp_path) as judge:
+            scores = await all_of([judge.score(trajectory(str(number))) for number in range(len(replies))])
+            assert [score.parts["correct"] for score in scores] == [0.8] * len(replies)
+            assert judge.metrics()["unreadable"] == len(replies)
+
+    asyncio.run(main())
+
+
+def test_a_pair_with_two_verdicts_has_none(tmp_path: Path) -> None:
+    twice = JudgeReply('{"better": "first", "better": "second"}')
+
+    async def main() -> None:
+        server = JudgeServer(lambda call: twice if call.number < 2 else longer(call))
+        async with server, pairwise(server, tmp_path) as judge:
+            scores = await judge.score_group([trajectory("4"), trajectory("44")])
+            assert [score.value for score in scores] == [0.0, 1.0]
+            assert judge.metrics()["unreadable"] == 2
+
+    asyncio.run(main())
+
+
 def test_no_verdict_within_the_budget_is_a_reward_error_and_never_a_number(tmp_path: Path) -> None:
     async def main() -> None:
         async with JudgeServer(lambda call: JudgeReply("no idea")) as server:

@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from agentrl.rewards.ltl import accepts, advance, automaton, parse, state_of
 from agentrl.rewards.monitor import Monitor
@@ -16,6 +17,30 @@ from agentrl.trajectory import Score, ToolCall
 
 Trace = tuple[frozenset[str], ...]
 Meaning = Callable[[Trace], bool]
+
+
+@pytest.mark.parametrize(
+    ("formula", "end", "said"),
+    [
+        ("true", "strong", "holds of every episode"),
+        ("pay | !pay", "strong", "holds of every episode"),
+        ("F pay | G !pay", "strong", "holds of every episode"),
+        ("!(F pay & G !pay)", "strong", "holds of every episode"),
+        ("pay & !pay", "strong", "holds of no episode"),
+        ("F (pay & !pay)", "weak", "holds of no episode"),
+        ("G X true", "strong", "holds of no episode"),
+        ("F pay", "weak", "holds of every episode"),
+    ],
+)
+def test_a_formula_that_says_the_same_of_every_episode_is_refused(formula, end, said):
+    with pytest.raises(ValidationError, match=f"{said} .*so this part would always say [01]"):
+        Monitor.Config(formula=formula, end=end)
+
+
+def test_a_formula_that_an_episode_can_break_is_taken():
+    for formula, end in (("F pay", "strong"), ("!pay", "weak"), ("N pay", "strong"), ("G !pay", "weak")):
+        assert Monitor.Config(formula=formula, end=end).formula == formula
+    assert Monitor.Config(formula="F pay", end="weak", pays="progress")  # the nearer, the more
 
 
 # The direct semantics: what a formula says of a trace, from its definition; of a suffix it says the same each time.
@@ -236,7 +261,7 @@ def test_a_weak_end_forgives_what_is_pending_and_not_what_is_violated():
         monitor = Monitor(Monitor.Config(formula=formula, end=end))
         return monitor.evaluate(monitor.content(trajectory([call("a"), call("b")], observations=["", ""]))).value
 
-    assert (value("F c", "strong"), value("F c", "weak")) == (0.0, 1.0)
+    assert (value("!d & F c", "strong"), value("!d & F c", "weak")) == (0.0, 1.0)
     assert (value("G !b", "strong"), value("G !b", "weak")) == (0.0, 0.0)
 
 
