@@ -1,19 +1,16 @@
 """`RunLock`: at most one process trains in the folder of a run."""
 
-import fcntl
-import os
-import socket
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Self
 
 from agentrl.errors import ConfigError
+from agentrl.file_lock import FileLock, Holder
 
 
 class RunLock:
-    """A lock of the kernel on `lock` in the folder of a run. A context manager.
+    """A lock on `lock` in the folder of a run. A context manager.
 
-    The kernel frees it when the process ends, however it ends. The file says who holds it, for the error of others.
+    It is free when the process ends, however it ends (`FileLock`). The file says who holds it, for the error of others.
 
     Raises:
         ConfigError: on entering: another process holds it.
@@ -21,27 +18,24 @@ class RunLock:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._lock = FileLock(folder / "lock")
 
     def __enter__(self) -> Self:
-        self._file = (self._folder / "lock").open("a+")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._file.seek(0)
-            holder = self._file.read().strip() or "another process"
-            self._file.close()
+        if not self._lock.acquire(wait=False):
+            written = (self._folder / "lock").read_text().strip()
+            holder = self._lock.holder() or written or "another process"
             raise ConfigError(
                 f"{self._folder} is in use: {holder} trains there. Wait until it has ended or stop it, or write "
                 "run_dir=ANOTHER for a new run"
-            ) from None
-        self._write(
-            f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC,"
-        )
+            )
+        self._file = (self._folder / "lock").open("a")
+        self._write(str(Holder.this()))
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._write("")
         self._file.close()
+        self._lock.release()
 
     def _write(self, holder: str) -> None:
         self._file.truncate(0)

@@ -1,5 +1,6 @@
 """`VerdictCache`: a judge's earlier verdicts on disk, by the content of the question."""
 
+import logging
 import sqlite3
 from hashlib import blake2b
 from pathlib import Path
@@ -8,6 +9,9 @@ from typing import Any, Self
 from pydantic_core import to_json
 
 from agentrl.errors import ConfigError
+from agentrl.file_lock import has_record_locks
+
+logger = logging.getLogger(__name__)
 
 
 class VerdictCache:
@@ -29,8 +33,7 @@ class VerdictCache:
         try:
             if self._path is not None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = sqlite3.connect(self._path or ":memory:", timeout=5.0, isolation_level=None)
-            self._file.execute("PRAGMA journal_mode = WAL")
+            self._file = self._connected()
             self._file.execute("PRAGMA synchronous = OFF")  # a power cut may lose verdicts, which can be asked again
             self._file.execute("CREATE TABLE IF NOT EXISTS verdicts (question BLOB PRIMARY KEY, verdict TEXT NOT NULL)")
         except (OSError, sqlite3.Error) as error:
@@ -39,6 +42,15 @@ class VerdictCache:
                 f"the judge's cache {self._path} cannot be used: {error}. Name another file with `cache`, or null"
             ) from error
         return self
+
+    def _connected(self) -> sqlite3.Connection:
+        path = self._path
+        if path is not None and not has_record_locks(path.parent):
+            logger.warning("the judge's cache is kept in memory, as the file system of %s has no locks", path)
+            path = None
+        file = sqlite3.connect(path or ":memory:", timeout=5.0, isolation_level=None)
+        file.execute("PRAGMA journal_mode = WAL")
+        return file
 
     def __exit__(self, *exc: object) -> None:
         self.close()

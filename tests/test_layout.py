@@ -20,7 +20,7 @@ SHARED_NAMES = {"Config", "Options"}
 
 # Who may import whom inside agentrl: a package imports those of the layers before its own, so there are no circles.
 LAYERS = [
-    {"arrays", "blame", "durable", "errors", "last_layer", "rounding", "routing", "storage"},
+    {"arrays", "blame", "durable", "errors", "file_lock", "last_layer", "rounding", "routing", "storage"},
     {"attention_check"},
     {"checkpoint", "credentials", "gguf", "model_source", "run_lock", "run_temp", "tiny_model", "trajectory"},
     {"batch", "http_client", "openai_wire", "pretrained"},
@@ -46,6 +46,7 @@ PLUGINS_MAY_IMPORT = {
     "batch",
     "cluster",
     "errors",
+    "file_lock",
     "http_client",
     "last_layer",
     "model_source",

@@ -6,7 +6,6 @@ an environment `requires` are installed once into a virtual environment in the c
 or `~/.cache/agentrl`), named by the hash of the requirements and the Python's version. It can be deleted at any time.
 """
 
-import fcntl
 import functools
 import hashlib
 import json
@@ -23,6 +22,7 @@ from pathlib import Path
 
 import agentrl
 from agentrl.errors import ConfigError
+from agentrl.file_lock import locked
 
 logger = logging.getLogger(__name__)
 
@@ -108,8 +108,7 @@ def _venv(base: str, requires: Sequence[str]) -> str:
     folder = cache_folder() / "venvs" / _hash([_version(base), wanted])
     python = folder / "bin" / "python"
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # one process installs, and others wait for it
+    with locked(folder.with_suffix(".lock")):  # one process installs, and others wait for it
         if not ((folder / _COMPLETE).exists() and python.exists()):
             shutil.rmtree(folder, ignore_errors=True)
             logger.warning("installing %s into %s, once", " ".join(requires), folder)

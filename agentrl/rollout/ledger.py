@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 from agentrl.errors import ConfigError
+from agentrl.file_lock import has_record_locks
 from agentrl.rollout.write_behind import WriteBehind
 from agentrl.storage import storage_problem
 from agentrl.trajectory import Task
@@ -93,6 +94,9 @@ END;
 PRAGMA user_version = {_FORMAT};
 COMMIT;
 """
+
+_PATIENCE = "PRAGMA busy_timeout=5000"
+"""Milliseconds to wait for another connection that writes."""
 
 _UNUSED_SCHEMA = """
 CREATE TABLE IF NOT EXISTS unused (    -- answers of trained episodes that are in no training sample
@@ -350,10 +354,12 @@ class Ledger(LedgerReader):
     """
 
     def __init__(self, path: Path | str) -> None:
-        self._in_memory = str(path) == ":memory:"
+        in_memory = str(path) == ":memory:"
         db = _connect(path, "rwc")
-        self._writer = WriteBehind(db, threaded=not self._in_memory)
-        super().__init__(db if self._in_memory else _connect(path, "ro"))
+        self._writer = WriteBehind(db, threaded=not in_memory)
+        # A second connection would not see what the first has written, in memory and on file systems without locks.
+        self._one_connection = in_memory or _is_exclusive(db)
+        super().__init__(db if self._one_connection else _connect(path, "ro"))
         self._append = self._writer.append
         self._launch: int = self._db.execute("SELECT COALESCE(MAX(launch), -1) + 1 FROM episodes").fetchone()[0]
 
@@ -363,7 +369,7 @@ class Ledger(LedgerReader):
         Raises:
             RuntimeError: an operation could not be applied, and no call has raised this yet.
         """
-        if not self._in_memory:
+        if not self._one_connection:
             super().close()  # first: the last connection to close merges the log into the file; a reader's cannot
         self._writer.close()
 
@@ -502,9 +508,19 @@ def check_ledger(path: Path, steps: int) -> None:
 
 def _connect(path: Path | str, mode: Literal["ro", "rwc"]) -> sqlite3.Connection:
     name = ":memory:" if str(path) == ":memory:" else f"{Path(path).absolute().as_uri()}?mode={mode}"
-    db = sqlite3.connect(name, uri=True, isolation_level=None, check_same_thread=False)
+    db = sqlite3.connect(name, timeout=0, uri=True, isolation_level=None, check_same_thread=False)
     try:
-        written_as = db.execute("PRAGMA user_version").fetchone()[0]
+        try:
+            written_as = db.execute("PRAGMA user_version").fetchone()[0]
+        except sqlite3.OperationalError:
+            if not has_record_locks(Path(path).parent):
+                # The run's own lock keeps other writers out. Without shared memory, the log is one connection's alone.
+                db.close()
+                db = sqlite3.connect(f"{name}&vfs=unix-none", uri=True, isolation_level=None, check_same_thread=False)
+                db.execute("PRAGMA locking_mode=EXCLUSIVE")
+            db.execute(_PATIENCE)
+            written_as = db.execute("PRAGMA user_version").fetchone()[0]
+        db.execute(_PATIENCE)
         if mode == "rwc" and not db.execute("SELECT 1 FROM sqlite_master").fetchone():
             # With a write-ahead log, readers never wait, and a commit survives the process without a disk flush.
             db.execute("PRAGMA journal_mode=WAL")
@@ -520,6 +536,10 @@ def _connect(path: Path | str, mode: Literal["ro", "rwc"]) -> sqlite3.Connection
             raise  # of the disk, which says nothing about the ledger
         raise ConfigError(f"{path} is no ledger that can be read: {error}") from error
     return db
+
+
+def _is_exclusive(db: sqlite3.Connection) -> bool:
+    return bool(db.execute("PRAGMA locking_mode").fetchone()[0] == "exclusive")
 
 
 def _task_record(row: tuple[Any, ...]) -> TaskRecord:

@@ -11,7 +11,6 @@ The rows of a file of JSON lines stay where they are. Those of other sources are
 be found without reading others. The folder can be deleted at any time.
 """
 
-import fcntl
 import hashlib
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -27,6 +26,7 @@ import xxhash
 
 from agentrl.durable import finish_folder, new_unfinished, remove_folder
 from agentrl.errors import ConfigError
+from agentrl.file_lock import locked
 from agentrl.hosting.interpreter import cache_folder
 from agentrl.tasks.rows import BadRowError, RowSource, as_line, parse_line, read_or_error, rows_of
 
@@ -284,6 +284,5 @@ def _hash(*parts: object) -> str:
 def _locked(folder: Path) -> Iterator[None]:
     """Only one process indexes a source at a time."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(folder / "lock"):
         yield

@@ -1,8 +1,6 @@
 """Storage of published weights: a folder in shared memory or on a disk, which is removed when its owner ends."""
 
 import asyncio
-import fcntl
-import os
 import shutil
 import subprocess
 import tempfile
@@ -12,6 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from agentrl.file_lock import FileLock
 from agentrl.flow import run_to_completion
 from agentrl.weights.bundle import BundlePlace, WeightBundle
 
@@ -21,6 +20,8 @@ if TYPE_CHECKING:
 SHARED_MEMORY = Path("/dev/shm")
 BUCKET_BYTES = 64 << 20
 _PREFIX = "agentrl-weights-"
+_HOLDER = ".holder"
+"""In the folder, so that it is renamed and removed with it. Only there on file systems without locks."""
 # Reads until the pipe from the owner closes, however the owner ended, and then removes the folder; retries while a
 # process is still writing there.
 _REAPER = 'read -r _; for _ in 1 2 3 4 5; do rm -rf -- "$0" && break; sleep 0.2; done'
@@ -33,7 +34,7 @@ class WeightStore:
     store in the same place removes it (`sweep`): a running owner holds a lock on its folder.
     """
 
-    def __init__(self, folder: Path, lock: int, reaper: "subprocess.Popen[bytes]", bucket_bytes: int) -> None:
+    def __init__(self, folder: Path, lock: FileLock, reaper: "subprocess.Popen[bytes]", bucket_bytes: int) -> None:
         self.folder = folder
         self._lock = lock
         self._reaper = reaper
@@ -50,8 +51,8 @@ class WeightStore:
         parent.mkdir(parents=True, exist_ok=True)
         sweep(parent)
         hidden = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=parent))
-        lock = os.open(hidden, os.O_RDONLY)
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock = _lock_of(hidden)
+        lock.acquire()
         # The folder gets the name that `sweep` looks for only after it is locked.
         folder = hidden.rename(parent / hidden.name.removeprefix("."))
         command = ["/bin/sh", "-c", _REAPER, str(folder)]
@@ -66,7 +67,7 @@ class WeightStore:
         if self._reaper.stdin is not None and not self._reaper.stdin.closed:
             self._reaper.stdin.close()
             self._reaper.wait()
-            os.close(self._lock)
+            self._lock.release()
 
     def place(self, version: int) -> BundlePlace:
         """Where to write a version; a new place each time."""
@@ -74,7 +75,7 @@ class WeightStore:
 
     async def keep_only(self, kept: Iterable[Mapping[str, "Tensor"]]) -> None:
         """Remove all other bundles. A process that has one open keeps it, and its memory, until it closes it."""
-        folders = {bundle.folder for bundle in kept if isinstance(bundle, WeightBundle)}
+        folders = {bundle.folder for bundle in kept if isinstance(bundle, WeightBundle)} | {self.folder / _HOLDER}
         for folder in set(self.folder.iterdir()) - folders:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
@@ -88,12 +89,14 @@ def sweep(parent: Path) -> None:
     """Remove the stores in `parent` whose owners are dead: their locks are free."""
     for folder in parent.glob(f"{_PREFIX}*"):
         with suppress(OSError):  # the owner is running or another user, or the folder has just been removed
-            lock = os.open(folder, os.O_RDONLY)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock = _lock_of(folder)
+            if lock.acquire(wait=False):
                 shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(lock)
+                lock.release()
+
+
+def _lock_of(folder: Path) -> FileLock:
+    return FileLock(folder, folder / _HOLDER)
 
 
 @asynccontextmanager
