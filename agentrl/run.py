@@ -48,8 +48,7 @@ from pydantic_core import to_json
 from rich.console import Console
 
 from agentrl import plugins
-from agentrl.algorithms.samples import SampleOrigin
-from agentrl.batch import TrainBatch
+from agentrl.algorithms.samples import TracedBatch
 from agentrl.checkpoint import Checkpoints, Savable
 from agentrl.config import LoadedConfig, RunConfig, load_config, unused_by
 from agentrl.durable import unfinished, write_whole
@@ -60,7 +59,7 @@ from agentrl.observe.curve import draw_curve
 from agentrl.observe.ending import ending_of, how_to_go_on
 from agentrl.observe.health import batch_health, episode_health
 from agentrl.observe.live_status import LiveStatus
-from agentrl.observe.metrics import MetricsFile, rollout_metrics
+from agentrl.observe.metrics import MetricsFile, masked_shares, rollout_metrics
 from agentrl.observe.profiler import Profiler
 from agentrl.observe.progress import ProgressDisplay
 from agentrl.observe.samples import TrainedBatch, drawn_groups, write_samples
@@ -312,19 +311,22 @@ class Run:
         self._warn({"step": step, **metrics})
 
     async def record_samples(
-        self, step: int, batch: TrainBatch, origins: Sequence[SampleOrigin], trainer: Trainer
+        self, step: int, groups: Sequence[Group], made: TracedBatch, trainer: Trainer
     ) -> Mapping[str, float]:
-        """Record the batch that the trainer has just made step `step` on, and what it computed of its tokens.
+        """Record the batch of these groups that the trainer has just made step `step` on, what it computed of its
+        tokens, and which episodes carried no loss.
 
-        Returns metrics of the batch's health.
+        Returns metrics of the batch: what was masked, and its health.
         """
+        self.ledger.masked(step, made.masked, made.masked_segments)
+        batch = made.batch
         count = self.config.observe.token_groups
         told = await trainer.token_logprobs() if count and isinstance(trainer, SupportsTokenLogprobs) else None
         detailed = drawn_groups(batch, count, derive_seed(self.config.seed, "token_groups", step))
         path = self.folder / "samples" / f"step_{step:06d}.parquet"
-        trained = TrainedBatch(batch, origins, told)
+        trained = TrainedBatch(batch, made.origins, told)
         await run_to_completion(asyncio.to_thread(write_samples, path, step, trained, detailed))
-        return await asyncio.to_thread(batch_health, trained)
+        return {**masked_shares(groups, made), **await asyncio.to_thread(batch_health, trained)}
 
     @cached_property
     def _epoch(self) -> float:

@@ -144,6 +144,16 @@ class BatchProcessing:
                 kept[number] = wanted
         return kept
 
+    def left_out(self, groups: Sequence[Group], algorithms: Sequence[Algorithm] = ()) -> list[str]:
+        """Why each trajectory of these groups carries no loss (`trained`, `informative`); "" for those that do."""
+        share, reasons = self._config.keep_variance, list[str]()
+        trained = iter(self.trained([trajectory for group in groups for trajectory in group.trajectories]))
+        for group, varies in zip(groups, self.informative(groups, algorithms), strict=True):
+            why = "" if varies else f"its group's scores vary too little (batch_processing.keep_variance={share:g})"
+            for _ in group.trajectories:
+                reasons.append(why if next(trained) else "it was truncated (batch_processing.overlong=mask)")
+        return reasons
+
     def teaches(self, group: Group) -> bool:
         """Whether some advantage of a whole group is not 0: `rollout.filter_zero_variance`."""
         algorithm = self._of(group)

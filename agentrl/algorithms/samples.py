@@ -1,7 +1,8 @@
 """From groups to the samples that are trained on: with the algorithm's advantages and the turns' rewards."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, zip_longest
 from math import fsum
 from types import MappingProxyType
@@ -24,9 +25,23 @@ class SampleOrigin:
     last: int
 
 
+@dataclass(frozen=True, slots=True)
+class TracedBatch:
+    """The batch of a step: where each of its samples comes from, and which of its episodes carry no loss.
+
+    `masked`: by the id of an episode, why none of its tokens does, whichever agent sampled them. `masked_segments`: id
+    and agent of those of episodes that go on.
+    """
+
+    batch: TrainBatch
+    origins: Sequence[SampleOrigin]
+    masked: Mapping[str, str] = field(default_factory=dict)
+    masked_segments: Sequence[tuple[str, str]] = ()
+
+
 def batch_of(groups: list[Group], algorithm: Algorithm, processing: BatchProcessing, oldest_version: int) -> TrainBatch:
     """The batch of a step's groups."""
-    return traced_batch_of(groups, algorithm, processing, oldest_version)[0]
+    return traced_batch_of(groups, algorithm, processing, oldest_version).batch
 
 
 def traced_batch_of(
@@ -35,8 +50,8 @@ def traced_batch_of(
     processing: BatchProcessing,
     oldest_version: int,
     by_env: Mapping[str, Algorithm] = MappingProxyType({}),
-) -> tuple[TrainBatch, Sequence[SampleOrigin]]:
-    """The batch of a step's groups, and where each of its samples comes from.
+) -> TracedBatch:
+    """The batch of a step's groups, with what became of each episode in it.
 
     `by_env`: whose advantages the groups of some environments have instead.
 
@@ -44,10 +59,13 @@ def traced_batch_of(
         TrainingError: no token of the groups carries loss.
     """
     origins: list[SampleOrigin] = []
+    lossless: list[tuple[Trajectory, str]] = []
 
     def samples() -> Iterator[TrainingSample]:
         scored = processing.scores(groups)
-        for trajectory, sample in _traced_samples(scored, algorithm, oldest_version, processing, by_env):
+        for trajectory, sample in _traced_samples(
+            scored, algorithm, oldest_version, processing, by_env=by_env, lossless=lossless
+        ):
             first, last = int(sample.turn_ids[0]), int(sample.turn_ids[-1])
             origins.append(SampleOrigin(trajectory.id, trajectory.agent, trajectory.task.id, first, last))
             yield sample
@@ -62,7 +80,21 @@ def traced_batch_of(
             "(batch_processing.keep_variance). Raise rollout.groups_per_step or rollout.max_staleness, or leave some "
             "of these settings out"
         )
-    return collate(chain([first], found)), origins
+    batch = collate(chain([first], found))
+    of_parts = {(t.id, t.agent) for group in groups if group.partial for t in group.trajectories}
+    segments = [(t.id, t.agent) for t, _ in lossless if (t.id, t.agent) in of_parts]
+    whole = [(t, why) for t, why in lossless if (t.id, t.agent) not in of_parts]
+    return TracedBatch(batch, origins, _masked(groups, whole), segments)
+
+
+def _masked(groups: Sequence[Group], lossless: Sequence[tuple[Trajectory, str]]) -> dict[str, str]:
+    """Why each episode carries no loss of which no agent's view does, by its id."""
+    left = Counter(trajectory.id for group in groups for trajectory in group.trajectories)
+    whys: dict[str, dict[str, None]] = {}
+    for trajectory, why in lossless:
+        left[trajectory.id] -= 1
+        whys.setdefault(trajectory.id, {})[why] = None
+    return {episode: "; ".join(own) for episode, own in whys.items() if not left[episode]}
 
 
 def samples_of(
@@ -72,7 +104,9 @@ def samples_of(
 
     If several agents are trained, each agent's episodes are compared only with its own.
     """
-    return (sample for _, sample in _traced_samples(groups, algorithm, oldest_version, processing))
+    return (
+        sample for _, sample in _traced_samples(groups, algorithm, oldest_version, processing, by_env={}, lossless=[])
+    )
 
 
 def _traced_samples(
@@ -80,26 +114,41 @@ def _traced_samples(
     algorithm: Algorithm,
     oldest_version: int,
     processing: BatchProcessing | None,
-    by_env: Mapping[str, Algorithm] = MappingProxyType({}),
+    *,
+    by_env: Mapping[str, Algorithm],
+    lossless: list[tuple[Trajectory, str]],
 ) -> Iterator[tuple[Trajectory, TrainingSample]]:
-    """The training samples of `samples_of`, each with its trajectory."""
+    """The training samples of `samples_of`, each with its trajectory. Trajectories that carry no loss are added to
+    `lossless`, with the reason.
+    """
     processing = processing or BatchProcessing(BatchProcessingConfig())
     parts = [of_agent for group in groups for of_agent in group.by_agent()]
     algorithms = [by_env.get(part.task.env, algorithm) for part in parts]
     credits_ = GroupCredits(parts, algorithm, algorithms, processing)
     rewards = chain(*(part.turn_rewards_G for part in parts))
     trajectories = [trajectory for part in parts for trajectory in part.trajectories]
-    informative = processing.informative(parts, algorithms)
-    wanted = [told for part, told in zip(parts, informative, strict=True) for _ in part.trajectories]
-    kept = [a and b for a, b in zip(processing.trained(trajectories), wanted, strict=True)]
+    left_out = processing.left_out(parts, algorithms)
     numbers = [number for number, part in enumerate(parts) for _ in part.trajectories]
     charged = credits_ if getattr(algorithm, "charges_rewards", False) else None
-    for member, (number, trajectory, advantage, earned, trained) in enumerate(
-        zip(numbers, trajectories, credits_.advantages({}), rewards, kept, strict=True)
+    for member, (number, trajectory, advantage, earned, why) in enumerate(
+        zip(numbers, trajectories, credits_.advantages({}), rewards, left_out, strict=True)
     ):
-        if trained:
-            for sample in to_samples(trajectory, advantage, turn_rewards=earned, oldest_version=oldest_version):
-                yield trajectory, replace(sample, group=number, credits=charged, member=member)
+        if why:
+            lossless.append((trajectory, why))
+            continue
+        samples = to_samples(trajectory, advantage, turn_rewards=earned, oldest_version=oldest_version)
+        if not any(sample.loss_mask.any() for sample in samples):
+            lossless.append((trajectory, _why_lossless(trajectory, oldest_version)))
+        for sample in samples:
+            yield trajectory, replace(sample, group=number, credits=charged, member=member)
+
+
+def _why_lossless(trajectory: Trajectory, oldest_version: int) -> str:
+    if not any(len(turn.completion.token_ids) for turn in trajectory.turns):
+        return "the model has sampled no token"
+    if not any(len(turn.completion.token_ids) for turn in trajectory.new_turns):
+        return "all its turns were trained on before"
+    return f"all its tokens are older than version {oldest_version} (rollout.max_staleness)"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -152,7 +152,7 @@ def _print_summary(folder: Path, summary: dict[str, Any]) -> None:
         f"{_suites_of(summary)}"
         f"largest staleness {summary['largest_staleness']:.0f} (bound {summary['max_staleness']}); "
         f"{summary['tasks']['trained']} of {summary['tasks']['total']} tasks trained, "
-        f"{summary['tasks']['failed']} failed\n"
+        f"{summary['tasks']['masked']} in batches without a loss, {summary['tasks']['failed']} failed\n"
         f"\nWhere to look next, in {folder}:\n"
         "  reward_curve.png   the curve\n"
         "  summary.json       this, and the fates of all episodes\n"

@@ -3,17 +3,19 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from rich.markup import escape
 from rich.table import Table
 
 from agentrl.errors import ConfigError
 from agentrl.plugins import nearest
-from agentrl.rollout.ledger import EpisodeRecord, LedgerReader, SegmentRecord, Tally, TaskRecord
+from agentrl.rollout.ledger import EpisodeRecord, Fate, LedgerReader, SegmentRecord, Tally, TaskRecord
 
 _SAID = {
     None: "is running, or was when the run stopped",
     "trained": "was trained at step {step}",
+    "masked": "carried no loss in the batch of step {step}: {why}",
     "filtered": "was filtered: {why}",
     "stale": "was stale: {why}",
     "cancelled": "was cancelled: {why}",
@@ -72,7 +74,7 @@ def fates_table(tasks: Sequence[Tally], episodes: Sequence[Tally]) -> Table:
         shares = tenths_of_percent([tally.count for tally in tallies])
         for tally, share in zip(tallies, shares, strict=True):
             cells[tally.fate, kind] = (f"{tally.count:,}", f"{share / 10:.1f}", escape(tally.example))
-    for fate in ("trained", "filtered", "stale", "cancelled", "failed", "open"):
+    for fate in (*get_args(Fate), "open"):
         if (fate, "tasks") in cells or (fate, "episodes") in cells:
             row = [cell for kind in ("tasks", "episodes") for cell in cells.get((fate, kind), ("0", "0.0", ""))]
             table.add_row(fate, *row)

@@ -27,6 +27,8 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "cut_answers": "Share of answers cut at `rollout.sampling.max_tokens`, or at the end of the context.",
         "segments": "Parts of episodes that go on, in the batch (`rollout.staleness_rule=segment`). Only if any.",
         "truncated": "Share of episodes that were cut off, mostly at a limit of `rollout.budget`.",
+        "masked": "Share of the episodes in the batch of which no token carried a loss: the fate `masked`.",
+        "masked_tokens": "Share of the batch's sampled tokens, not trained on before, that carried no loss.",
         "informative_groups": "Share of groups that are trained on, with `batch_processing.keep_variance` below 1.",
         "mixed_groups": "Share of groups whose members scored differently, by more than rounding. Only these "
         "teach anything, if whole rewards are compared.",

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from agentrl.algorithms.samples import TracedBatch
 from agentrl.arrays import IntArray
 from agentrl.durable import write_whole
 from agentrl.errors import StorageError
@@ -74,6 +75,16 @@ def rollout_metrics(
         "staleness/mean": step - float(versions_T.mean()) if len(versions_T) else 0.0,
         **{f"staleness/groups/{age}": count / ages_of_groups.total() for age, count in sorted(ages_of_groups.items())},
         **{f"staleness/tokens/{age}": count / len(versions_T) for age, count in sorted(ages_of_tokens.items())},
+    }
+
+
+def masked_shares(groups: Sequence[Group], made: TracedBatch) -> dict[str, float]:
+    """The share of the whole episodes of a batch of which no token carries a loss, and that of all its new tokens."""
+    whole = {trajectory.id for group in groups if not group.partial for trajectory in group.trajectories}
+    sampled = sum(len(_versions(group)) for group in groups)
+    return {
+        "masked": len(made.masked) / max(1, len(whole)),
+        "masked_tokens": 1 - made.batch.num_loss_tokens / max(1, sampled),
     }
 
 

@@ -131,6 +131,7 @@ async def iterative_dpo(run: Run, settings: IterativeDpoSettings) -> None:
                         groups = await rollouts.next_batch()
                     with clock("train"):
                         ranking = await asyncio.to_thread(rank, groups, settings, processing)
+                        run.ledger.masked(iteration, unpaired(groups, ranking, settings))
                         async with parts.sharing.training():
                             learned = await _learn(parts, algorithm, ranking, settings, iteration)
                         for _ in range(1, settings.epochs):
@@ -200,6 +201,13 @@ def rank(groups: Sequence[Group], settings: IterativeDpoSettings, processing: Ba
         pairs += [replace(pair, better=numbers[pair.better], worse=numbers[pair.worse]) for pair in found]
         without += not found
     return Ranking(trajectories, rewards, pairs, without / len(parts))
+
+
+def unpaired(groups: Sequence[Group], ranking: Ranking, settings: IterativeDpoSettings) -> dict[str, str]:
+    """Why each episode that is in no pair carries no loss, by its id."""
+    paired = {trajectory.id for trajectory in ranking.trajectories}
+    why = f"it is in no pair of its group (recipe.pairs={settings.pairs})"
+    return {t.id: why for group in groups for t in group.trajectories if t.id not in paired}
 
 
 async def _learn(

@@ -12,6 +12,7 @@ live. With 1 or more, the episodes of the next steps are played while the traine
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -78,13 +79,13 @@ async def train(
                     with clock("train"):
                         oldest = config.rollout.oldest_trained(step)
                         make = partial(traced_batch_of, groups, algorithm, processing, oldest, by_env)
-                        batch, origins = await asyncio.to_thread(make)  # millions of tokens take long
-                        batch = await parts.advisors.taught(batch)
+                        made = await asyncio.to_thread(make)  # millions of tokens take long
+                        batch = await parts.advisors.taught(made.batch)
                         async with parts.sharing.training():
                             batch, advice = await parts.advisors.advise(batch, step, groups)
                             exact = await parts.exact.measured(groups, batch)
                             metrics = await trainer.step(batch, algorithm.loss, algorithm.normalizer(batch))
-                            health = await run.record_samples(step, batch, origins, trainer)
+                            health = await run.record_samples(step, groups, replace(made, batch=batch), trainer)
                     with clock("weights"):
                         await evaluating.before_update()
                         async with rollouts.new_weights(step + 1):

@@ -13,7 +13,10 @@ earlier moment. If one of these operations is lost:
 - `end_task`: the task stays open, is played again and gets its fate then;
 - `trained`: the weights of that step are lost too, because a checkpoint is written only after `sync`. So the file holds
   every step of the newest checkpoint in full. `rewind` reopens the tasks that later steps trained on.
-- `segment` and `reused`: the same.
+- `masked`, `segment` and `reused`: the same.
+
+What is in the batch of a step is "trained" as soon as the batch is taken, and "masked" once it is known that none of
+its tokens carries a loss there.
 
 A task has one fate, however often it is used: a trained task keeps the step that trained on it first, and counts later
 uses (replay, further epochs). An episode that was trained on in parts has a record of each part, its segments.
@@ -24,7 +27,7 @@ machine. A machine crash also loses only a suffix, and `sync` ensures that this 
 
 import json
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -36,14 +39,17 @@ from agentrl.rollout.write_behind import WriteBehind
 from agentrl.storage import storage_problem
 from agentrl.trajectory import Task
 
-Fate = Literal["trained", "filtered", "stale", "cancelled", "failed"]
+Fate = Literal["trained", "masked", "filtered", "stale", "cancelled", "failed"]
+"""`masked`: it was in the batch of a step, and none of its tokens carried a loss."""
 
+_IN_A_BATCH = "fate = 'trained' OR fate = 'masked'"
 # Not `fate IN (...)`: SQLite would rebuild that list for each row, which costs as much as everything else together.
 _IS_A_FATE = " OR ".join(f"fate = '{fate}'" for fate in get_args(Fate))
-_FORMAT = 3
+_FORMAT = 4
 """The `PRAGMA user_version` of a ledger. Raise it when the schema changes."""
-_SCHEMA = f"""
-BEGIN IMMEDIATE;
+_UNMASKED = 3
+"""The format before there was the fate `masked`: it is read as it is, and rewritten before more is written to it."""
+_TABLES = f"""
 CREATE TABLE tasks (
     number INTEGER PRIMARY KEY,          -- index in the task source
     id TEXT NOT NULL UNIQUE,
@@ -66,6 +72,20 @@ CREATE TABLE episodes (    -- TASKID/member/attempt
     why TEXT,
     PRIMARY KEY (task, member, attempt, launch)
 ) WITHOUT ROWID;
+"""
+_TRIGGER = """
+-- Open episodes get their task's fate, except that those of a failed task are cancelled: they did not fail themselves.
+CREATE TRIGGER settle_episodes AFTER UPDATE OF fate ON tasks WHEN NEW.fate IS NOT NULL BEGIN
+    UPDATE episodes SET
+        fate = CASE WHEN NEW.fate = 'failed' THEN 'cancelled' ELSE NEW.fate END,
+        step = NEW.step,
+        why = CASE WHEN NEW.fate IN ('failed', 'cancelled') THEN 'its task: ' || NEW.why ELSE NEW.why END
+    WHERE task = NEW.number AND fate IS NULL;
+END;
+"""
+_SCHEMA = f"""
+BEGIN IMMEDIATE;
+{_TABLES}
 CREATE TABLE segments (    -- turns of an episode that were trained on while it went on
     task INTEGER NOT NULL,
     member INTEGER NOT NULL,
@@ -83,17 +103,25 @@ CREATE TABLE reuses (      -- of trained tasks, after their step
     count INTEGER NOT NULL,
     PRIMARY KEY (task, step)
 ) WITHOUT ROWID;
--- Open episodes get their task's fate, except that those of a failed task are cancelled: they did not fail themselves.
-CREATE TRIGGER settle_episodes AFTER UPDATE OF fate ON tasks WHEN NEW.fate IS NOT NULL BEGIN
-    UPDATE episodes SET
-        fate = CASE WHEN NEW.fate = 'failed' THEN 'cancelled' ELSE NEW.fate END,
-        step = NEW.step,
-        why = CASE WHEN NEW.fate IN ('failed', 'cancelled') THEN 'its task: ' || NEW.why ELSE NEW.why END
-    WHERE task = NEW.number AND fate IS NULL;
-END;
+{_TRIGGER}
 PRAGMA user_version = {_FORMAT};
 COMMIT;
 """
+_ADD_MASKED = f"""
+BEGIN IMMEDIATE;
+DROP TRIGGER settle_episodes;
+ALTER TABLE tasks RENAME TO unmasked_tasks;
+ALTER TABLE episodes RENAME TO unmasked_episodes;
+{_TABLES}
+INSERT INTO tasks SELECT * FROM unmasked_tasks;
+INSERT INTO episodes SELECT * FROM unmasked_episodes;
+DROP TABLE unmasked_tasks;
+DROP TABLE unmasked_episodes;
+{_TRIGGER}
+PRAGMA user_version = {_FORMAT};
+COMMIT;
+"""
+"""Rewrites the tables of a ledger without the fate `masked`: SQLite cannot change what a column may hold."""
 
 _PATIENCE = "PRAGMA busy_timeout=5000"
 """Milliseconds to wait for another connection that writes."""
@@ -125,6 +153,24 @@ _END = (
 _END_TASK = "UPDATE tasks SET fate = ?, why = ? WHERE number = ? AND fate IS NULL"
 _TRAINED = "UPDATE tasks SET fate = 'trained', step = ?, rewards = ? WHERE number = ? AND fate IS NULL"
 _FILTERED = "UPDATE tasks SET fate = 'filtered', step = ?, why = ?, rewards = ? WHERE number = ? AND fate IS NULL"
+_HAS_SEGMENTS = (
+    "EXISTS (SELECT 1 FROM segments AS s WHERE s.task = episodes.task AND s.member = episodes.member "
+    "AND s.attempt = episodes.attempt AND s.launch = episodes.launch)"
+)
+_MASKED = (
+    f"UPDATE episodes SET fate = CASE WHEN {_HAS_SEGMENTS} THEN 'trained' ELSE 'masked' END, why = ? "
+    "WHERE task = (SELECT number FROM tasks WHERE id = ?) AND member = ? AND attempt = ? AND launch = ? "
+    "AND fate = 'trained' AND step = ?"
+)
+_HAS_TRAINED = "EXISTS (SELECT 1 FROM episodes WHERE task = tasks.number AND fate = 'trained')"
+_MASKED_TASK = (
+    f"UPDATE tasks SET fate = CASE WHEN {_HAS_TRAINED} THEN 'trained' ELSE 'masked' END, "
+    f"why = CASE WHEN {_HAS_TRAINED} THEN NULL ELSE ? END WHERE id = ? AND fate = 'trained' AND step = ?"
+)
+_MASKED_SEGMENT = (
+    "DELETE FROM segments WHERE task = (SELECT number FROM tasks WHERE id = ?) AND member = ? AND attempt = ? "
+    "AND launch = ? AND agent = ? AND step = ?"
+)
 _SEGMENT = (
     "INSERT INTO segments (task, member, attempt, launch, agent, first, turns, step) VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
 )
@@ -157,6 +203,7 @@ class Fates:
     total: int
     open: int
     trained: int
+    masked: int
     filtered: int
     stale: int
     cancelled: int
@@ -165,16 +212,14 @@ class Fates:
     @property
     def settled(self) -> bool:
         """Whether all have exactly one fate."""
-        return self.open == 0 and self.total == (
-            self.trained + self.filtered + self.stale + self.cancelled + self.failed
-        )
+        return self.open == 0 and self.total == sum(getattr(self, fate) for fate in get_args(Fate))
 
 
 @dataclass(frozen=True, slots=True)
 class TaskRecord:
-    """The ledger's record of a task. `fate` is None while it is open; training and filtering set `rewards`.
+    """The ledger's record of a task. `fate` is None while it is open; being in a batch and filtering set `rewards`.
 
-    `step` is that of the first training, and `uses` how often the task was trained on altogether.
+    `step` is that of the batch, the first if there were several, and `uses` how often it was trained on altogether.
     """
 
     number: int
@@ -243,10 +288,12 @@ class LedgerReader:
         return int(self._rows("SELECT COALESCE(MAX(number), -1) + 1 FROM tasks").fetchone()[0])
 
     def outcomes(self) -> Iterator[tuple[int, Task, tuple[float, ...]]]:
-        """Number, task and rewards of trained or filtered tasks: by step, then filtered ones first, then by number."""
+        """Number, task and rewards of tasks that were in a batch or filtered: by step, then filtered ones first, then
+        by number.
+        """
         query = (
-            f"SELECT {_TASK_COLUMNS} FROM tasks WHERE fate = 'trained' OR (fate = 'filtered' AND step IS NOT NULL) "
-            "ORDER BY step, fate = 'trained', number"
+            f"SELECT {_TASK_COLUMNS} FROM tasks WHERE {_IN_A_BATCH} OR (fate = 'filtered' AND step IS NOT NULL) "
+            "ORDER BY step, fate <> 'filtered', number"
         )
         for record in map(_task_record, self._rows(query)):
             yield record.number, record.task, record.rewards
@@ -256,8 +303,8 @@ class LedgerReader:
         yield from self._rows("SELECT number, env, fate FROM tasks ORDER BY number")
 
     def trained_steps(self, before: int) -> int:
-        """How many of the first `before` steps have trained tasks."""
-        query = "SELECT COUNT(DISTINCT step) FROM tasks WHERE fate = 'trained' AND step < ?"
+        """How many of the first `before` steps have tasks in their batches."""
+        query = f"SELECT COUNT(DISTINCT step) FROM tasks WHERE ({_IN_A_BATCH}) AND step < ?"
         return int(self._rows(query, before).fetchone()[0])
 
     def task_fates(self) -> Fates:
@@ -336,7 +383,7 @@ class LedgerReader:
 
     def _fates(self, table: Literal["tasks", "episodes"]) -> Fates:
         counts = dict(self._rows(f"SELECT COALESCE(fate, 'open'), COUNT(*) FROM {table} GROUP BY 1"))
-        names = ("open", "trained", "filtered", "stale", "cancelled", "failed")
+        names = ("open", *get_args(Fate))
         return Fates(sum(counts.values()), *(counts.get(name, 0) for name in names))
 
     def _rows(self, query: str, *parameters: int | str) -> sqlite3.Cursor:
@@ -433,6 +480,23 @@ class Ledger(LedgerReader):
         for number, rewards in outcomes.items():
             self._append(_TRAINED, (step, json.dumps([float(reward) for reward in rewards]), number))
 
+    def masked(self, step: int, episodes: Mapping[str, str], segments: Iterable[tuple[str, str]] = ()) -> None:
+        """Record what is in the batch of `step` and carries no loss there.
+
+        `episodes`: why, by id. One of which a segment was trained on before stays trained; a task is masked with the
+        last of its episodes. `segments`: id and agent of those of episodes that go on.
+        """
+        for name, agent in segments:
+            task, member, attempt = _place(name)
+            self._append(_MASKED_SEGMENT, (task, member, attempt, self._launch, agent, step))
+        reasons: dict[str, dict[str, None]] = {}
+        for name, why in episodes.items():
+            task, member, attempt = _place(name)
+            self._append(_MASKED, (_storable(why), task, member, attempt, self._launch, step))
+            reasons.setdefault(task, {})[why] = None
+        for task, whys in reasons.items():
+            self._append(_MASKED_TASK, (_storable("; ".join(whys)), task, step))
+
     def segment(self, step: int, number: int, member: int, attempt: int, *, agent: str, first: int, turns: int) -> None:
         """Record that turns of an episode that goes on, from the turn `first` on, are in the batch of `step`."""
         self._append(_SEGMENT, (number, member, attempt, self._launch, agent, first, turns, step))
@@ -450,18 +514,20 @@ class Ledger(LedgerReader):
     def rewind(self, step: int) -> list[tuple[int, Task]]:
         """Resume a run with the weights from before `step`: returns the open tasks as they were admitted, by number.
 
-        Tasks trained at `step` or later are reopened, because their weights are lost. Episodes in flight, and those of
-        reopened tasks, are cancelled; their tasks must be played again. Segments and uses of lost steps are forgotten.
+        Tasks in the batches of `step` or later are reopened, because their weights are lost. Episodes in flight, and
+        those of reopened tasks, are cancelled; their tasks must be played again. Segments and uses of lost steps are
+        forgotten.
         """
         self.flush()
         with self._writer.transaction() as db:
             db.execute(
-                "UPDATE tasks SET fate = NULL, step = NULL, rewards = NULL WHERE fate = 'trained' AND step >= ?",
+                f"UPDATE tasks SET fate = NULL, step = NULL, why = NULL, rewards = NULL "
+                f"WHERE ({_IN_A_BATCH}) AND step >= ?",
                 (step,),
             )
             db.execute(
                 "UPDATE episodes SET fate = 'cancelled', step = NULL, why = 'the run was stopped before a checkpoint' "
-                "WHERE fate IS NULL OR (fate = 'trained' AND step >= ?)",
+                f"WHERE fate IS NULL OR (({_IN_A_BATCH}) AND step >= ?)",
                 (step,),
             )
             db.execute("DELETE FROM segments WHERE step >= ?", (step,))
@@ -525,7 +591,9 @@ def _connect(path: Path | str, mode: Literal["ro", "rwc"]) -> sqlite3.Connection
             # With a write-ahead log, readers never wait, and a commit survives the process without a disk flush.
             db.execute("PRAGMA journal_mode=WAL")
             db.executescript(_SCHEMA)
-        elif written_as != _FORMAT:
+        elif written_as == _UNMASKED and mode == "rwc":
+            db.executescript(_ADD_MASKED)
+        elif written_as not in (_UNMASKED, _FORMAT):
             raise ConfigError("it was written by another version of agentrl")
         if mode == "rwc":
             db.executescript(_UNUSED_SCHEMA)
@@ -546,6 +614,12 @@ def _task_record(row: tuple[Any, ...]) -> TaskRecord:
     number, task_id, env, seed, options, version, fate, step, why, rewards, uses = row
     task = Task(env, int(seed), json.loads(options), task_id)
     return TaskRecord(number, task, version, fate, step, why, tuple(json.loads(rewards or "[]")), uses)
+
+
+def _place(episode: str) -> tuple[str, int, int]:
+    """The task, member and attempt that the id of an episode names."""
+    task, member, attempt = episode.rsplit("/", 2)
+    return task, int(member), int(attempt)
 
 
 def _storable(why: str) -> str:

@@ -3,11 +3,12 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from statistics import fmean, quantiles
+from typing import get_args
 
 from rich.console import Console, Group
 from rich.table import Table
 
-from agentrl.rollout.ledger import Fates
+from agentrl.rollout.ledger import Fate, Fates
 from agentrl.simulate.world import Moment, Report
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -53,7 +54,7 @@ def _shares(counts: Counter[int]) -> str:
 
 
 def _fates(fates: Fates) -> str:
-    named = ((name, getattr(fates, name)) for name in ("trained", "filtered", "stale", "cancelled", "failed", "open"))
+    named = ((name, getattr(fates, name)) for name in (*get_args(Fate), "open"))
     return f"{fates.total:,}: " + "   ".join(f"{name} {n / fates.total:.1%}" for name, n in named if n)
 
 

@@ -94,8 +94,8 @@ class Report:
     staleness_groups: Counter[int] = field(default_factory=Counter)
     staleness_tokens: Counter[int] = field(default_factory=Counter)
     metrics: dict[str, float] = field(default_factory=dict)
-    task_fates: Fates = field(default_factory=lambda: Fates(0, 0, 0, 0, 0, 0, 0))
-    episode_fates: Fates = field(default_factory=lambda: Fates(0, 0, 0, 0, 0, 0, 0))
+    task_fates: Fates = field(default_factory=lambda: Fates(0, 0, 0, 0, 0, 0, 0, 0))
+    episode_fates: Fates = field(default_factory=lambda: Fates(0, 0, 0, 0, 0, 0, 0, 0))
     events: int = 0
     event_hash: str = ""
     leaked_envs: int = 0

@@ -114,7 +114,7 @@ class Mixture:
             share = self._shares[env]
             self._issue(share, number)
             share.live += fate is None
-            share.groups += fate == "trained"
+            share.groups += fate in ("trained", "masked")
             failed[env] += fate == "failed"
         if gone:
             raise ConfigError(

@@ -145,7 +145,7 @@ class ExactStep:
             groups = [group for _, of_share in of_shares for group in of_share]
             for part in self._parts(groups):
                 try:
-                    batch, _ = traced_batch_of(part, self.algorithm, self.processing, self.rules.oldest, self.by_env)
+                    batch = traced_batch_of(part, self.algorithm, self.processing, self.rules.oldest, self.by_env).batch
                 except TrainingError:
                     continue
                 batch = advised(self.algorithm, self.oracle.with_reference(batch, reference_P), critic)

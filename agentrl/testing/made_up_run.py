@@ -62,7 +62,8 @@ class MadeUpRun:
         scored = [pair for group in groups for pair in zip(group.trajectories, group.scores, strict=True)]
         write_trajectories(self.folder / "trajectories" / f"step_{step:06d}.parquet", scored)
         processing = BatchProcessing(BatchProcessingConfig())
-        batch, origins = traced_batch_of(groups, Grpo(), processing, 0)
+        traced = traced_batch_of(groups, Grpo(), processing, 0)
+        batch, origins = traced.batch, traced.origins
         old_N = batch.rollout_logprobs_N + 0.01
         told_3N = floats(np.stack([old_N, old_N + np.linspace(-0.1, 0.1, len(old_N)), np.linspace(0, 2, len(old_N))]))
         trained = TrainedBatch(batch, origins, told_3N)

@@ -14,7 +14,7 @@ from agentrl.errors import ConfigError
 from agentrl.observe.ledger_report import explain
 from agentrl.rollout.ledger import read_ledger
 from agentrl.rounding import constant
-from agentrl.viewer.episodes import EpisodeIndex
+from agentrl.viewer.episodes import KINDS, EpisodeIndex
 from agentrl.viewer.folders import RunFolder
 from agentrl.viewer.lineage import parents
 
@@ -126,12 +126,12 @@ class EpisodeReader:
 
     def _fate(self, row: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> str:
         """What became of the episode and why, in a sentence or two."""
-        if samples:
+        if any(sample["loss_tokens"] for sample in samples):
             return _trained(row, samples, self._index.group(row["task"]))
-        if row["kind"] == "trajectories" and row["step"] in self._run.files("samples"):
+        if row["fate"] != "masked" and row["kind"] == KINDS[0] and row["step"] in self._run.files("samples"):
             return (
-                f"{row['id']} was in the batch of step {row['step']}, and gave no sample: none of its tokens carried a "
-                "loss (too old, or left out by `batch_processing`)."
+                f"{row['id']} was in the batch of step {row['step']}, and none of its tokens carried a loss there (too "
+                "old, or left out by `batch_processing`)."
             )
         ledger = self._run.path / "ledger.sqlite"
         if not ledger.exists():

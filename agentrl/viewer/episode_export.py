@@ -18,7 +18,7 @@ from agentrl.durable import unfinished, write_whole
 from agentrl.errors import ConfigError
 from agentrl.trajectory import Message, ToolCall
 from agentrl.viewer.episode import EpisodeReader
-from agentrl.viewer.episodes import EpisodeIndex, EpisodeQuery
+from agentrl.viewer.episodes import KINDS, EpisodeIndex, EpisodeQuery
 from agentrl.viewer.folders import RunFolder
 from agentrl.viewer.numbers import finite
 
@@ -69,7 +69,7 @@ def export_episodes(folder: Path, into: Path, step: int | None) -> int:
             write_whole(into / file_name, json.dumps(finite(atif_of(episode, run.name, model)), indent=1))
             count += 1
     if not count:
-        raise ConfigError(f"{folder} has no trained episode" + ("" if step is None else f" of step {step}"))
+        raise ConfigError(f"{folder} has no episode in a batch" + ("" if step is None else f" of step {step}"))
     return count
 
 
@@ -162,7 +162,7 @@ def atif_of(episode: Mapping[str, Any], run: str, model: str | None) -> dict[str
 def _episodes(reader: EpisodeReader, index: EpisodeIndex, step: int | None) -> Iterator[dict[str, Any]]:
     offset = 0
     while True:
-        query = EpisodeQuery(step=step, fate="trained", sort="id", descending=False, offset=offset, limit=_AT_ONCE)
+        query = EpisodeQuery(step=step, kind=KINDS[0], sort="id", descending=False, offset=offset, limit=_AT_ONCE)
         rows = index.page(query)["rows"]
         if not rows:
             return

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from agentrl.errors import ConfigError
 from agentrl.viewer.episode import EpisodeReader
-from agentrl.viewer.episodes import EpisodeIndex, EpisodeQuery
+from agentrl.viewer.episodes import KINDS, EpisodeIndex, EpisodeQuery
 from agentrl.viewer.folders import RunFolder
 
 _LONGEST = 3.0
@@ -18,15 +18,15 @@ _LISTED = 20
 
 
 def list_episodes(folder: Path, console: Console) -> None:
-    """Print the newest trained episodes of a run, whose ids `replay` takes.
+    """Print the newest episodes of the batches of a run, whose ids `replay` takes.
 
     Raises:
-        ConfigError: no episode was trained yet.
+        ConfigError: no step has a batch yet.
     """
     run = RunFolder(folder.name, folder)
-    found = EpisodeIndex(run).page(EpisodeQuery(fate="trained", limit=_LISTED))
+    found = EpisodeIndex(run).page(EpisodeQuery(kind=KINDS[0], limit=_LISTED))
     if not found["rows"]:
-        raise ConfigError(f"{folder} has no trained episode yet")
+        raise ConfigError(f"{folder} has no episode in a batch yet")
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("episode", "agent", "step", "environment", "ended", "score", "turns"):
         table.add_column(column)
@@ -37,7 +37,7 @@ def list_episodes(folder: Path, console: Console) -> None:
     console.print(table)
     newest = found["rows"][0]["id"]
     console.print(
-        f"\nthe newest of {found['total']:,} trained episodes; `agentrl replay {folder} {newest}` plays one again, "
+        f"\nthe newest of {found['total']:,} episodes in batches; `agentrl replay {folder} {newest}` plays one again, "
         f"`agentrl view {folder}` shows all",
         highlight=False,
         soft_wrap=True,

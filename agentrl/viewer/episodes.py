@@ -39,7 +39,7 @@ CREATE OR REPLACE TABLE episodes AS SELECT
 FROM trajectories t FULL JOIN fates f ON t.id = f.id;
 """
 KINDS = ("trajectories", "untrained")
-"""The folders of a run with episodes."""
+"""The folders of a run with episodes: of the batches of its steps, and some of the others."""
 SORTS = ("id", "step", "env", "fate", "score", "num_turns", "num_tokens", "seconds", "staleness")
 """Columns that a table may be sorted by."""
 
@@ -53,9 +53,11 @@ _Number = Annotated[int, Ge(-(2**31)), Le(2**31 - 1)]
 class EpisodeQuery:
     """Which episodes to show: each field that is not `None` or empty is a condition.
 
-    `low` and `high` bound the score, `stale` is the least staleness, `text` a part of any message.
+    `kind` is one of `KINDS`, `low` and `high` bound the score, `stale` is the least staleness, `text` a part of any
+    message.
     """
 
+    kind: str = ""
     step: _Number | None = None
     env: str = ""
     fate: str = ""
@@ -75,7 +77,7 @@ class EpisodeQuery:
         """An SQL condition, and its parameters."""
         wanted: list[tuple[str, Any]] = [
             (f"{name} = ?", value)
-            for name in ("step", "env", "fate", "task", "layer", "status")
+            for name in ("kind", "step", "env", "fate", "task", "layer", "status")
             if (value := getattr(self, name)) not in (None, "")
         ]
         if of_score:
@@ -160,6 +162,13 @@ class EpisodeIndex:
         with self._lock:
             self._refresh()
             return self._dicts("SELECT * FROM episodes WHERE task = ? ORDER BY id, agent LIMIT 256", [task])
+
+    def fates(self, step: int) -> dict[str, str]:
+        """The fate of each episode whose messages were kept with those of a step, by its id."""
+        with self._lock:
+            self._refresh()
+            found = self._db.execute("SELECT id, fate FROM episodes WHERE step = ? AND kind IS NOT NULL", [step])
+            return dict(found.fetchall())
 
     def in_play(self, begin: float, end: float) -> list[dict[str, Any]]:
         """The rows of episodes that were played between two Unix times, as far as they were kept."""

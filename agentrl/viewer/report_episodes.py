@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from agentrl.viewer.episode import EpisodeReader
-from agentrl.viewer.episodes import EpisodeIndex, EpisodeQuery
+from agentrl.viewer.episodes import KINDS, EpisodeIndex, EpisodeQuery
 
 LONGEST = 4000
 """Characters of a text; the rest is left out."""
@@ -31,12 +31,12 @@ def shortened(text: str | None) -> str:
 
 def episodes_to_read(index: EpisodeIndex, reader: EpisodeReader) -> Iterator[dict[str, Any]]:
     """The best, the worst and the median episode of the newest step whose episodes were kept, and one that failed."""
-    newest = index.page(EpisodeQuery(fate="trained", limit=1))["rows"]
+    newest = index.page(EpisodeQuery(kind=KINDS[0], limit=1))["rows"]
     step = newest[0]["step"] if newest else None
-    total = index.page(EpisodeQuery(fate="trained", step=step, limit=1))["total"] if newest else 0
+    total = index.page(EpisodeQuery(kind=KINDS[0], step=step, limit=1))["total"] if newest else 0
     places = (("The best", 0), ("The worst", total - 1), ("The median", total // 2))[:total]
     found = [
-        (f"{kind} of step {step}", EpisodeQuery(fate="trained", step=step, sort="score", offset=place, limit=1))
+        (f"{kind} of step {step}", EpisodeQuery(kind=KINDS[0], step=step, sort="score", offset=place, limit=1))
         for kind, place in places
     ]
     for kind, query in (*found, ("One that failed", EpisodeQuery(fate="failed", limit=1))):

@@ -265,9 +265,10 @@ def _add_episodes(app: FastAPI, runs: _OpenRuns) -> None:
 
     @app.get("/api/gantt")
     def gantt(run: str, step: int) -> Any:
-        reader = runs.episodes(run)[1]
+        index, reader = runs.episodes(run)
         kinds = {kind: reader.turns_of_step(step, kind, staleness=True) for kind in KINDS}
-        played = [{**one, "trained": kind == KINDS[0]} for kind, found in kinds.items() for one in found]
+        fates = index.fates(step)
+        played = [{**one, "fate": fates.get(one["id"], "")} for found in kinds.values() for one in found]
         return _Json(sorted(played, key=lambda one: one["started"]))
 
 

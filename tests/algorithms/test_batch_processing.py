@@ -1,6 +1,7 @@
 """BatchProcessing: length penalties, normalisation, overlong filtering, and constraints kept by multipliers."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import pvariance
 
@@ -22,8 +23,9 @@ from agentrl.algorithms.reinforce import Reinforce
 from agentrl.algorithms.samples import samples_of, traced_batch_of
 from agentrl.algorithms.sft import RejectionSampling
 from agentrl.errors import ConfigError, TrainingError
+from agentrl.observe.metrics import masked_shares
 from agentrl.testing.rewards import trajectory
-from agentrl.trajectory import Group, Score, Task, Truncated
+from agentrl.trajectory import Completion, Group, Score, Task, Terminated, Trajectory, Truncated, Turn
 
 batches = st.lists(st.lists(st.floats(-100, 100), min_size=1, max_size=5), min_size=1, max_size=5)
 
@@ -221,6 +223,46 @@ def test_only_groups_that_vary_enough_are_trained_on():
     assert processing.informative(groups) == [True, False, False, True]
     assert len(list(samples_of(groups, Grpo(), 0, processing))) == 4
     assert processing.update(groups) == {"informative_groups": 0.5}
+
+
+def test_an_episode_of_which_no_token_carries_a_loss_is_named_with_the_reason():
+    """Of the third group, one agent's view is truncated; the fourth goes on; nothing of the last is fresh."""
+    processing = BatchProcessing(BatchProcessingConfig(keep_variance=0.9, overlong="mask"))
+    alike, mixed = named("alike", [1.0, 1.0]), named("mixed", [0.0, 1.0], cut=1)
+    seen = named("seen", [0.0, 1.0, 1.0, 0.0], agents=("a", "a", "b", "b"), cut=3)
+    part = replace(named("part", [1.0, 1.0]), partial=True)
+    old = named("old", [0.0, 1.0], version=0)
+    made = traced_batch_of([alike, mixed, seen, part, old], Grpo(), processing, 1)
+    assert made.masked == {
+        "alike/0/0": "its group's scores vary too little (batch_processing.keep_variance=0.9)",
+        "alike/1/0": "its group's scores vary too little (batch_processing.keep_variance=0.9)",
+        "mixed/1/0": "it was truncated (batch_processing.overlong=mask)",
+        "old/0/0": "all its tokens are older than version 1 (rollout.max_staleness)",
+        "old/1/0": "all its tokens are older than version 1 (rollout.max_staleness)",
+    }
+    assert made.masked_segments == [("part/0/0", ""), ("part/1/0", "")]
+    assert {origin.episode for origin in made.origins} == {"mixed/0/0", "seen/0/0", "seen/1/0"}
+    whole = [alike, mixed, seen, old]
+    assert masked_shares([*whole, part], made) == {"masked": 5 / 8, "masked_tokens": pytest.approx(1 - 4 / 12)}
+
+
+def named(
+    name: str, rewards: list[float], *, agents: Sequence[str] = (), cut: int | None = None, version: int = 1
+) -> Group:
+    """A group of episodes of one token each, of which the one with the number `cut` was truncated."""
+    agents = agents or [""] * len(rewards)
+    turn = Turn([1], Completion([5], [-1.0], [version], "stop"), 0.0, {})
+    members = [
+        Trajectory(
+            f"{name}/{agents[:number].count(agent)}/0",
+            Task("lake", 0, id=name),
+            (turn,),
+            Truncated("turns") if number == cut else Terminated(),
+            agent=agent,
+        )
+        for number, agent in enumerate(agents)
+    ]
+    return Group(Task("lake", 0, id=name), tuple(members), tuple(map(Score, rewards)))
 
 
 def test_a_step_of_which_nothing_is_trained_on_says_what_leaves_it_out():

@@ -120,7 +120,7 @@ class Run:
         self.processing = BatchProcessing(BatchProcessingConfig(), rows, self.shared, self.own)
 
     def advantages(self, *groups: Group) -> list[float]:
-        batch, _ = traced_batch_of(list(groups), self.shared, self.processing, 0, self.own)
+        batch = traced_batch_of(list(groups), self.shared, self.processing, 0, self.own).batch
         return [float(batch.advantages_N[batch.trajectories_N == number][0]) for number in range(2 * len(groups))]
 
 

@@ -28,7 +28,8 @@ def trained(old_ratios: list[float], update_ratios: list[float]) -> TrainedBatch
     """Two members of as many tokens as each list has numbers in its half."""
     half = len(old_ratios) // 2
     played = group((half, Score(1.0)), (half, Score(0.0)))
-    batch, origins = traced_batch_of([played], Grpo(), BatchProcessing(BatchProcessingConfig()), 0)
+    made = traced_batch_of([played], Grpo(), BatchProcessing(BatchProcessingConfig()), 0)
+    batch, origins = made.batch, made.origins
     old_N = batch.rollout_logprobs_N + np.log(old_ratios)
     return TrainedBatch(batch, origins, floats(np.stack([old_N, old_N + np.log(update_ratios), old_N])))
 

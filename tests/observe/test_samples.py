@@ -26,7 +26,8 @@ def group(name: str) -> Group:
 
 def traced(*groups: Group) -> TrainedBatch:
     processing = BatchProcessing(BatchProcessingConfig())
-    batch, origins = traced_batch_of(list(groups), Grpo(), processing, 0)
+    made = traced_batch_of(list(groups), Grpo(), processing, 0)
+    batch, origins = made.batch, made.origins
     told = np.stack([np.arange(batch.num_loss_tokens) + shift for shift in (0, 0.5, 0.25)])
     return TrainedBatch(batch, origins, floats(told))
 

@@ -194,8 +194,9 @@ def test_a_trained_reward_model_is_obeyed_more_with_every_iteration_and_the_line
         for task_id in lineage.tasks:
             record = ledger.task_named(task_id)
             assert record is not None
-            assert (record.fate, record.step) == ("trained", 2)
-            assert record.uses == (2 if task_id in {pair.task for pair in pairs} else 1)
+            paired = task_id in {pair.task for pair in pairs}
+            assert (record.fate, record.step) == ("trained" if paired else "masked", 2)
+            assert record.uses == (2 if paired else 0)
 
     weights = run / "iterations" / "iteration_000001" / "model.safetensors"
     content = bytearray(weights.read_bytes())

@@ -207,6 +207,90 @@ def test_a_task_that_is_used_again_keeps_its_first_step_and_counts_its_uses():
         assert (ledger.task(0).fate, ledger.task(0).uses) == (None, 0)
 
 
+def test_what_carries_no_loss_is_masked_and_its_task_with_the_last_of_its_episodes():
+    with Ledger(":memory:") as ledger:
+        admit(ledger, 0, 1, 2, members=2)
+        ledger.segment(3, 2, 1, 0, agent="", first=0, turns=2)
+        ledger.trained(4, {0: [1.0, 0.0], 1: [1.0, 1.0], 2: [0.0, 0.0]})
+        alike = dict.fromkeys(("train-000001/0/0", "train-000001/1/0", "train-000002/0/0"), "they are alike")
+        ledger.masked(4, {"train-000000/1/0": "too long", **alike, "train-000002/1/0": "its end is old"})
+        fates = {record[0]: record[3:] for record in ledger.all_episodes()}
+        assert fates == {
+            "train-000000/0/0": ("trained", 4, None),
+            "train-000000/1/0": ("masked", 4, "too long"),
+            "train-000001/0/0": ("masked", 4, "they are alike"),
+            "train-000001/1/0": ("masked", 4, "they are alike"),
+            "train-000002/0/0": ("masked", 4, "they are alike"),
+            "train-000002/1/0": ("trained", 4, "its end is old"),  # its first turns were trained on at step 3
+        }
+        assert [ledger.task(n).fate for n in (0, 1, 2)] == ["trained", "masked", "trained"]
+        assert (ledger.episode_fates().masked, ledger.episode_fates().settled) == (4, True)
+        assert {(one.fate, one.why, one.count) for one in ledger.reasons("episodes", 9)} == {
+            ("masked", "too long", 1), ("masked", "they are alike", 3),
+        }  # fmt: skip
+        assert explain(ledger, "1").sentence == (
+            "train-000001 was not trained: it carried no loss in the batch of step 4: they are alike"
+        )
+        assert (ledger.trained_steps(5), [number for number, *_ in ledger.outcomes()]) == (1, [0, 1, 2])
+        ledger.rewind(4)
+        assert [(ledger.task(n).fate, ledger.task(n).why) for n in (0, 1, 2)] == [(None, None)] * 3
+        assert {fate for _, _, _, fate, *_ in ledger.all_episodes()} == {"cancelled"}
+
+
+def test_a_segment_that_carried_no_loss_is_none():
+    with Ledger(":memory:") as ledger:
+        admit(ledger, 0)
+        ledger.segment(1, 0, 1, 0, agent="a", first=0, turns=3)
+        ledger.segment(2, 0, 1, 0, agent="a", first=3, turns=1)
+        ledger.masked(2, {}, [("train-000000/1/0", "a")])
+        assert [(one.step, one.first) for one in ledger.segments(0)] == [(1, 0)]
+
+
+@pytest.mark.parametrize("name", ["train-000000/0/0", "train-000001/0/0", "train-000009/0/0"])
+def test_only_what_is_in_the_batch_of_a_step_can_be_masked(name):
+    ledger = Ledger(":memory:")
+    admit(ledger, 0, 1)
+    ledger.trained(4, {0: [1.0, 0.0]})
+    ledger.masked(3, {name: "why"})
+    with pytest.raises(RuntimeError, match="do not exist"):
+        ledger.flush()
+
+
+def before_masked(path: Path) -> None:
+    """Make a ledger one of the format without the fate `masked`."""
+    with sqlite3.connect(path) as db:
+        db.execute("PRAGMA writable_schema = ON")
+        db.execute("UPDATE sqlite_master SET sql = replace(sql, ?, '')", (" OR fate = 'masked'",))
+        db.execute("PRAGMA user_version = 3")
+    db.close()
+
+
+def test_a_ledger_from_before_masked_is_read_as_it_is_and_goes_on(tmp_path):
+    path = tmp_path / "ledger.sqlite"
+    with Ledger(path) as ledger:
+        admit(ledger, 0, 1)
+        ledger.end(0, 1, 0, "failed", "engine: gone")
+        ledger.begin(0, 1, 1)
+        ledger.trained(0, {0: [1.0, 0.5]})
+    before_masked(path)
+    content = path.read_bytes()
+    with read_ledger(path) as old:
+        assert (old.task(0).rewards, old.task_fates().trained, old.task_fates().masked) == ((1.0, 0.5), 1, 0)
+        kept = list(old.all_episodes())
+    assert path.read_bytes() == content
+    with sqlite3.connect(path) as db, pytest.raises(sqlite3.IntegrityError):
+        db.execute("UPDATE episodes SET fate = 'masked'")
+    db.close()
+    with Ledger(path) as ledger:
+        assert list(ledger.all_episodes()) == kept
+        ledger.rewind(1)
+        admit(ledger, 1)
+        ledger.trained(1, {1: [1.0, 1.0]})
+        ledger.masked(1, dict.fromkeys(("train-000001/0/0", "train-000001/1/0"), "alike"))
+    with Ledger(path) as ledger:
+        assert (ledger.episode_fates().masked, ledger.task_fates().masked, ledger.damage()) == (2, 1, None)
+
+
 @pytest.mark.parametrize("fate", [None, "failed", "filtered"])
 def test_only_what_was_trained_can_be_used_again(fate):
     ledger = Ledger(":memory:")

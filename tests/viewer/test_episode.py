@@ -76,7 +76,7 @@ def test_an_episode_in_the_batch_without_a_sample_is_told_apart(made, reader):
 
     path = made.folder / "samples" / "step_000000.parquet"
     pq.write_table(pq.read_table(path, filters=pc.field("episode") != "train-000001/2/0"), path)
-    assert "was in the batch of step 0, and gave no sample" in reader.episode("train-000001/2/0")["fate"]
+    assert "was in the batch of step 0, and none of its tokens" in reader.episode("train-000001/2/0")["fate"]
 
 
 def test_a_group_shows_its_members_and_a_steps_turns_their_times(reader):

@@ -101,9 +101,9 @@ def test_datasets_loads_it(made, tmp_path):
 def test_nothing_is_overwritten_and_nothing_is_left_of_an_empty_export(made, tmp_path):
     with pytest.raises(ConfigError, match="is there already"):
         export_episodes(made.folder, tmp_path, None)
-    with pytest.raises(ConfigError, match="no trained episode of step 9"):
+    with pytest.raises(ConfigError, match="no episode in a batch of step 9"):
         export_episodes(made.folder, tmp_path / "none.jsonl", 9)
-    with pytest.raises(ConfigError, match="no trained episode of step 9"):
+    with pytest.raises(ConfigError, match="no episode in a batch of step 9"):
         export_episodes(made.folder, tmp_path / "none.parquet", 9)
     assert not list(tmp_path.glob("none*"))
 
@@ -125,14 +125,14 @@ def test_an_episode_is_played_again_without_commands_for_the_terminal(tmp_path, 
 def test_without_an_episode_the_newest_ones_are_listed_and_a_tasks_id_leads_to_its_episodes(tmp_path, agentrl):
     run = MadeUpRun(tmp_path / "run", groups=2, members=3)
     run.begin()
-    assert "no trained episode yet" in agentrl("replay", str(run.folder)).stderr
+    assert "no episode in a batch yet" in agentrl("replay", str(run.folder)).stderr
     run.step()
     run.step()
     listed = agentrl("replay", str(run.folder))
     assert listed.returncode == 0
     first = listed.stdout.splitlines()[1].split()[0]
     assert f"agentrl replay {run.folder} {first}" in listed.stdout
-    assert "the newest of 12 trained episodes" in listed.stdout
+    assert "the newest of 12 episodes in batches" in listed.stdout
     assert agentrl("replay", str(run.folder), first, "--speed", "0").returncode == 0
     failed = agentrl("replay", str(run.folder), first.partition("/")[0])
     assert (failed.returncode, f"the episodes of that task are {first.partition('/')[0]}/0/0" in failed.stderr) == (

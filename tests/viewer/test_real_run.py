@@ -1,5 +1,6 @@
 """The files of a real run have what the page shows."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,22 @@ from agentrl.viewer.traced import newest_trace
 ROOT = Path(__file__).parents[2]
 
 
+REWARD = """
+def alike(trajectory):
+    return 1.0 if trajectory.task.id.endswith(("1", "4")) else float(trajectory.id.split("/")[1])
+"""
+"""In each step of three groups, the members of the second one earn the same."""
+
+
 @pytest.mark.slow
 def test_every_trained_episode_of_a_run_has_its_sample_and_some_groups_each_tokens_numbers(agentrl, tmp_path):
+    (tmp_path / "constant_group.py").write_text(REWARD)
     done = agentrl(
         "train", str(ROOT / "examples" / "frozen_lake.yaml"), "recipe.demonstrations=null", "steps=2", "trackers=[]",
         "rollout.groups_per_step=3", "rollout.group_size=3", "rollout.budget.turns=3", "trainer.minibatches=2",
         "evaluation.tasks=0", f"run_dir={tmp_path / 'run'}", "observe.token_groups=2",
-        "observe.profile=true",
+        "observe.profile=true", "reward=constant_group:alike", "batch_processing.keep_variance=0.999",
+        cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     folder = RunFolder("run", tmp_path / "run")
@@ -27,8 +37,20 @@ def test_every_trained_episode_of_a_run_has_its_sample_and_some_groups_each_toke
     reader = EpisodeReader(folder, index)
     rows = index.page(EpisodeQuery(limit=1000))["rows"]
     assert len(rows) == 18
-    detailed = []
+    detailed, masked = [], [row for row in rows if row["task"] in ("train-000001", "train-000004")]
+    assert {row["fate"] for row in masked} == {"masked"}
+    summary = json.loads((folder.path / "summary.json").read_text())
+    assert (summary["episodes"]["trained"], summary["episodes"]["masked"]) == (12, 6)
+    assert (summary["tasks"]["trained"], summary["tasks"]["masked"]) == (4, 2)
+    assert [row["masked"] for row in folder.metrics() if "reward" in row] == pytest.approx([1 / 3, 1 / 3])
+    for row in masked:
+        assert reader.episode(row["id"])["fate"] == (
+            f"{row['id']} was not trained: it carried no loss in the batch of step {row['step']}: its group's scores "
+            "vary too little (batch_processing.keep_variance=0.999)"
+        )
     for row in rows:
+        if row in masked:
+            continue
         episode = reader.episode(row["id"])
         assert f"was trained at step {row['step']} as sample" in episode["fate"]
         turns = episode["trajectory"]["turns"]

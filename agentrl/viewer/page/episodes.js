@@ -88,7 +88,7 @@ export function callsOf(message) {
   return calls.map((call) => el("div", { class: "call mono" }, visible(`${call.name}(${JSON.stringify(call.arguments)})`)));
 }
 
-export const badge = (fate) => el("span", { class: `badge ${["trained", "failed", "filtered", "stale", "cancelled"].includes(fate) ? fate : ""}` }, fate);
+export const badge = (fate) => el("span", { class: `badge ${["trained", "masked", "failed", "filtered", "stale", "cancelled"].includes(fate) ? fate : ""}` }, fate);
 
 function histogram(found, given, change) {
   if (found.low === found.high) return null;

@@ -93,7 +93,7 @@ function drawGantt(holder, episodes, context, step) {
   const px = (at) => ((at - begin) / (end - begin || 1)) * width, line = colourOf("--line");
   episodes.forEach((one, i) => {
     const y = i * row, thick = Math.max(1, row - 1);
-    pen.globalAlpha = one.trained ? 1 : 0.45;
+    pen.globalAlpha = one.fate === "trained" ? 1 : 0.45;
     pen.fillStyle = line;
     pen.fillRect(px(one.started), y, Math.max(1, px(one.started + one.seconds) - px(one.started)), thick);
     one.turns.forEach(([asked, model, env], turn) => {
@@ -110,7 +110,7 @@ function drawGantt(holder, episodes, context, step) {
     const one = at(event);
     if (!one) return;
     const sum = (column) => one.turns.reduce((total, turn) => total + turn[column], 0);
-    showTip(event, one.id, [["fate", one.trained ? "trained" : "not trained"], ["score", number(one.score)], ["turns", String(one.turns.length)], ["begins after", duration(one.started - begin)], ["lasts", duration(one.seconds)], ["model", duration(sum(1)), HUES.engine], ["environment", duration(sum(2)), HUES.environments], ["rewards", duration(one.scoring.reduce((total, [from, to]) => total + to - from, 0)), HUES.rewards], ["versions behind", ages(one.stale)]]);
+    showTip(event, one.id, [["fate", one.fate], ["score", number(one.score)], ["turns", String(one.turns.length)], ["begins after", duration(one.started - begin)], ["lasts", duration(one.seconds)], ["model", duration(sum(1)), HUES.engine], ["environment", duration(sum(2)), HUES.environments], ["rewards", duration(one.scoring.reduce((total, [from, to]) => total + to - from, 0)), HUES.rewards], ["versions behind", ages(one.stale)]]);
   });
   canvas.addEventListener("pointerleave", hideTip);
   canvas.addEventListener("click", (event) => { const one = at(event); if (one) context.go("episode", { id: one.id, agent: one.agent, step }); });
