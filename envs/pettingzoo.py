@@ -191,9 +191,9 @@ class PettingZoo(TextEnv):
         if isinstance(space, spaces.Discrete):
             first = int(space.start)
             number = rng.choice(sorted(legal) if legal is not None else range(first, first + int(space.n)))
-            return reader.words[number - first] if isinstance(reader, WordReader) else str(number)
+            return reader.written(number)
         space.seed(rng.randrange(2**32))
-        return " ".join(map(str, np.asarray(space.sample()).flatten()))
+        return reader.written(space.sample())
 
     def _went_on(self, actor: str, rewards: Mapping[str, float]) -> StepResult | None:
         """The turn of the next agent that is still in the game; `None` if there is none."""

@@ -5,13 +5,18 @@
 | `Discrete` | the one action word in the message, by default its number | may be given |
 | `MultiDiscrete`, `MultiBinary` | as many whole numbers as the space has, in its order, each within its bounds | |
 | `Box` | as many numbers as the box has, in its order, each within its bounds | |
+| `Text` | the whole message, without the white space at its ends | |
+| `Dict`, `Tuple` | one line for each part, `name: action`, each read by the rule of its own space | |
 
-Numbers may stand between any other text, with or without brackets and commas. All else about a message is a mistake
-that costs a turn: it is answered by a hint, and nothing is rounded or clipped. All other spaces are refused.
+Numbers may stand between any other text, with or without brackets and commas. The lines of parts may stand in any order
+and between others. The name of a part is its key, or its number from 0 on in a `Tuple`; that of a part inside a part is
+the path to it, as in `arm.grip: 1`. All else about a message is a mistake that costs a turn: it is answered by a hint,
+and nothing is rounded, clipped or cut. All other spaces are refused.
 """
 
 import math
 import re
+import string
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -41,12 +46,21 @@ class ActionReader(Protocol):
         """What the player is told about its actions, such as "Actions: left, right."."""
         ...
 
+    @property
+    def asked(self) -> str:
+        """What an action is, such as "one of: left, right"."""
+        ...
+
     def read(self, message: str, legal: Collection[int] | None = None) -> Any:
         """The action that the message names. `legal`: the numbers of the allowed ones, if not all are.
 
         Raises:
             ToolError: it names none, more than one, or one that is not legal; the text is for the player.
         """
+        ...
+
+    def written(self, action: Any) -> str:
+        """The message that names the action."""
         ...
 
 
@@ -61,6 +75,11 @@ class WordReader:
     def told(self) -> str:
         """The words."""
         return f"Actions: {', '.join(self.words)}."
+
+    @property
+    def asked(self) -> str:
+        """Their list."""
+        return f"one of: {self.listed(None)}"
 
     def listed(self, legal: Collection[int] | None) -> str:
         """The words of the legal actions."""
@@ -78,6 +97,10 @@ class WordReader:
             raise ToolError(f"{self.words[index]} is not possible now. {one_of}")
         return self.first + index
 
+    def written(self, action: Any) -> str:
+        """Its word."""
+        return self.words[int(action) - self.first]
+
 
 @dataclass(frozen=True, slots=True)
 class NumberReader:
@@ -91,15 +114,25 @@ class NumberReader:
     @property
     def told(self) -> str:
         """How many numbers, and their bounds."""
-        return f"An action is {self._asked()}."
+        return f"An action is {self.asked}."
+
+    @property
+    def asked(self) -> str:
+        """The same, as a part of a sentence."""
+        bounds = list(zip(self.low, self.high, strict=True))
+        kind = "whole number" if self.whole else "number"
+        if len(set(bounds)) == 1:
+            each = "" if len(bounds) == 1 else ", each"
+            return f"{_count(len(bounds), kind)}{each} {_between(*bounds[0])}"
+        return f"{_count(len(bounds), kind)}: {', '.join(_between(*bound) for bound in bounds)}"
 
     def read(self, message: str, legal: Collection[int] | None = None) -> Any:
         """The numbers in the message, in the shape of the space."""
         found = [float(text) for text in _NUMBER.findall(message)]
         if len(found) != len(self.low):
-            raise ToolError(f"Your message holds {_count(len(found), 'number')}. Answer with {self._asked()}.")
+            raise ToolError(f"Your message holds {_count(len(found), 'number')}. Answer with {self.asked}.")
         if self.whole and not all(map(float.is_integer, found)):
-            raise ToolError(f"Not every number is whole. Answer with {self._asked()}.")
+            raise ToolError(f"Not every number is whole. Answer with {self.asked}.")
         shape, dtype = self.space.shape or (), self.space.dtype
         if all(low <= number <= high for low, number, high in zip(self.low, found, self.high, strict=True)):
             action = np.array(found).astype(dtype).reshape(shape)[()]
@@ -107,15 +140,117 @@ class NumberReader:
                 raise ToolError(f"{int(action)} is not possible now. Answer with another number.")
             if self.space.contains(action):
                 return action
-        raise ToolError(f"Not every number is within its bounds. Answer with {self._asked()}.")
+        raise ToolError(f"Not every number is within its bounds. Answer with {self.asked}.")
 
-    def _asked(self) -> str:
-        bounds = list(zip(self.low, self.high, strict=True))
-        kind = "whole number" if self.whole else "number"
-        if len(set(bounds)) == 1:
-            each = "" if len(bounds) == 1 else ", each"
-            return f"{_count(len(bounds), kind)}{each} {_between(*bounds[0])}"
-        return f"{_count(len(bounds), kind)}: {', '.join(_between(*bound) for bound in bounds)}"
+    def written(self, action: Any) -> str:
+        """Its numbers."""
+        return " ".join(map(str, np.asarray(action).flatten()))
+
+
+@dataclass(frozen=True, slots=True)
+class TextReader:
+    """Actions of a `Text` space."""
+
+    space: spaces.Text
+
+    @property
+    def told(self) -> str:
+        """How long a text is, and of what."""
+        return f"An action is {self.asked}: your whole message."
+
+    @property
+    def asked(self) -> str:
+        """The same, as a part of a sentence."""
+        shortest, longest = self.space.min_length, self.space.max_length
+        length = str(longest) if shortest == longest else f"{shortest} to {longest}"
+        letters = self.space.characters
+        plain = set(letters) == set(string.ascii_letters + string.digits)
+        return f"a text of {length} {'letters or digits' if plain else f'of the characters {letters!r:.200}'}"
+
+    def read(self, message: str, legal: Collection[int] | None = None) -> str:
+        """The message without the white space at its ends."""
+        text = message.strip()
+        if not self.space.contains(text):
+            raise ToolError(f"{text!r:.60} is no action. Answer with {self.asked}.")
+        return text
+
+    def written(self, action: Any) -> str:
+        """The text itself."""
+        return str(action)
+
+
+@dataclass(frozen=True, slots=True)
+class PartsReader:
+    """Actions of a `Dict` or `Tuple` space: `parts` are its innermost ones, by their paths."""
+
+    space: Space[Any]
+    parts: Mapping[str, ActionReader]
+
+    @property
+    def told(self) -> str:
+        """The lines."""
+        return f"An action is {self.asked}"
+
+    @property
+    def asked(self) -> str:
+        """The same, as a part of a sentence."""
+        lines = [f"{name}: ({reader.asked})" for name, reader in self.parts.items()]
+        return "\n".join([f"{_count(len(lines), 'line')}, with your choice in place of the brackets:", *lines])
+
+    def read(self, message: str, legal: Collection[int] | None = None) -> Any:
+        """The parts, put together as the space has them."""
+        found = {name: self._read(name, reader, message) for name, reader in self.parts.items()}
+        return _put_together(self.space, found)
+
+    def _read(self, name: str, reader: ActionReader, message: str) -> Any:
+        lines = re.findall(rf"^[ \t*>-]*{re.escape(name)}[ \t*]*:(.*)$", message, re.MULTILINE | re.IGNORECASE)
+        if len(lines) != 1:
+            problem = "more than one line" if lines else "no line"
+            raise ToolError(f"Your message has {problem} `{name}: ...`. Answer with {self.asked}")
+        try:
+            return reader.read(lines[0])
+        except ToolError as mistake:
+            raise ToolError(f"In the line `{name}: ...`: {mistake}") from mistake
+
+    def written(self, action: Any) -> str:
+        """Its lines."""
+        parts = _taken_apart(self.space, action)
+        return "\n".join(f"{name}: {reader.written(parts[name])}" for name, reader in self.parts.items())
+
+
+def _inner(space: Space[Any]) -> Mapping[Any, Space[Any]] | None:
+    """The parts of a space by their keys, or by their numbers; `None` if it has none."""
+    if isinstance(space, spaces.Dict):
+        return space.spaces
+    return dict(enumerate(space.spaces)) if isinstance(space, spaces.Tuple) else None
+
+
+def _leaves(space: Space[Any], path: str = "") -> Iterator[tuple[str, Space[Any]]]:
+    """The innermost parts of a space, with their paths."""
+    inner = _inner(space)
+    if inner is None:
+        yield path, space
+    else:
+        for key, part in inner.items():
+            yield from _leaves(part, f"{path}.{key}" if path else str(key))
+
+
+def _put_together(space: Space[Any], parts: Mapping[str, Any], path: str = "") -> Any:
+    inner = _inner(space)
+    if inner is None:
+        return parts[path]
+    built = {key: _put_together(part, parts, f"{path}.{key}" if path else str(key)) for key, part in inner.items()}
+    return built if isinstance(space, spaces.Dict) else tuple(built.values())
+
+
+def _taken_apart(space: Space[Any], action: Any, path: str = "") -> dict[str, Any]:
+    inner = _inner(space)
+    if inner is None:
+        return {path: action}
+    parts: dict[str, Any] = {}
+    for key, part in inner.items():
+        parts |= _taken_apart(part, action[key], f"{path}.{key}" if path else str(key))
+    return parts
 
 
 def action_reader(name: str, space: Space[Any], words: Sequence[str] = ()) -> ActionReader:
@@ -133,19 +268,35 @@ def action_reader(name: str, space: Space[Any], words: Sequence[str] = ()) -> Ac
             raise ConfigError(f"options['actions'] must hold {count} different words for {name}, got {list(chosen)}")
         return WordReader(chosen, first)
     if words:
+        kind = "texts" if isinstance(space, spaces.Text) else "numbers" if _inner(space) is None else "of several parts"
         raise ConfigError(
             f"options['actions'] are words for a Discrete action space, and that of {name} is {space}, whose actions "
-            "are numbers: leave them out"
+            f"are {kind}: leave them out"
         )
+    if isinstance(space, spaces.Text):
+        return TextReader(space)
+    if _inner(space) is not None:
+        return _parts_reader(name, space)
     bounds = _bounds(space)
     if bounds is None or not 0 < len(bounds[0]) <= MAX_ACTION_NUMBERS:
         raise ConfigError(
-            f"{name} has the action space {space}. Discrete, MultiDiscrete, MultiBinary and Box spaces of at most "
-            f"{MAX_ACTION_NUMBERS} numbers can be played in text. Wrap the environment so that it has one of them, or "
-            "write an agentrl.envs.base.TextEnv for it"
+            f"{name} has the action space {space}. Discrete, Text, and MultiDiscrete, MultiBinary and Box spaces of at "
+            f"most {MAX_ACTION_NUMBERS} numbers can be played in text, and Dict and Tuple spaces of these. Wrap the "
+            "environment so that it has one of them, or write an agentrl.envs.base.TextEnv for it"
         )
     whole = np.issubdtype(space.dtype or float, np.integer)
     return NumberReader(space, *bounds, whole)
+
+
+def _parts_reader(name: str, space: Space[Any]) -> PartsReader:
+    leaves = list(_leaves(space))
+    paths = [path for path, _ in leaves]
+    if not leaves or any("\n" in path for path in paths) or len({path.lower().strip() for path in paths}) < len(paths):
+        raise ConfigError(
+            f"{name} has the action space {space}, and the lines of an action need a name for each part: {paths}. Wrap "
+            "the environment so that its parts have names of their own"
+        )
+    return PartsReader(space, {path: action_reader(f"{path} of {name}", part) for path, part in leaves})
 
 
 def check_readable(name: str, space: Space[Any] | None) -> None:

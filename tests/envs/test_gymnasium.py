@@ -9,6 +9,7 @@ import pytest
 from gymnasium import spaces
 
 from agentrl.envs.gymnasium_text import GymnasiumText
+from agentrl.envs.spaces_text import action_reader
 from agentrl.errors import ConfigError, EnvError
 from agentrl.testing import check_env
 
@@ -200,8 +201,22 @@ def test_observations_of_any_structure_are_written_out(fixture_id: str, space: A
         ({"id": "no_such_package:Game-v0"}, "'no_such_package' cannot be imported"),
         ({"id": "Pendulum-v1", "actions": ["left"]}, "whose actions are numbers: leave them out"),
         (
-            {"id": "Fixture-v0", "kwargs": {"action_space": spaces.Text(3)}},
-            "Discrete, MultiDiscrete, MultiBinary and Box",
+            {"id": "Fixture-v0", "kwargs": {"action_space": spaces.Sequence(spaces.Discrete(3))}},
+            "Discrete, Text, and MultiDiscrete, MultiBinary and Box",
+        ),
+        (
+            {"id": "Fixture-v0", "kwargs": {"action_space": spaces.Dict(x=spaces.Graph(spaces.Discrete(2), None))}},
+            "x of Fixture-v0 has the action space Graph",
+        ),
+        ({"id": "Fixture-v0", "kwargs": {"action_space": spaces.Tuple(())}}, "need a name for each part: []"),
+        (
+            {
+                "id": "Fixture-v0",
+                "kwargs": {
+                    "action_space": spaces.Dict({"a.b": spaces.Discrete(2), "a": spaces.Dict(b=spaces.Text(2))})
+                },
+            },
+            "so that its parts have names of their own",
         ),
         ({"id": "Fixture-v0", "kwargs": {"action_space": spaces.Box(0, 1, (65,))}}, "at most 64 numbers"),
         ({"id": "FrozenLake-v1", "kwargs": {"map_name": "5x5"}}, "cannot make 'FrozenLake-v1'"),
@@ -243,6 +258,74 @@ def test_actions_of_several_numbers_are_read_in_their_order(
     env.step(message)
     (taken,) = env._env.unwrapped.done  # type: ignore[union-attr]
     np.testing.assert_array_equal(taken, np.array(action, taken.dtype))
+
+
+PARTS = spaces.Dict(
+    move=spaces.Discrete(3),
+    arm=spaces.Dict(grip=spaces.MultiBinary(2), say=spaces.Text(5)),
+    pair=spaces.Tuple([spaces.Box(0, 1, (1,)), spaces.Discrete(300)]),
+)
+IN_LINES = """3 lines, with your choice in place of the brackets:
+0: (one of: 0, 1)
+1: (2 whole numbers, each from 0 to 1)
+2: (a text of 2 to 3 of the characters 'ab')"""
+TRIPLE = spaces.Tuple([spaces.Discrete(2), spaces.MultiBinary(2), spaces.Text(3, min_length=2, charset="ab")])
+
+
+@pytest.mark.parametrize(
+    ("space", "told", "message", "action"),
+    [
+        (spaces.Text(5), "An action is a text of 1 to 5 letters or digits: your whole message.", " go12 \n", "go12"),
+        (TRIPLE, f"An action is {IN_LINES}", "So:\n- **0**: 1\n2: ab\n1: [0, 1]\nThat is it.", (1, [0, 1], "ab")),
+        (
+            PARTS,
+            "An action is 5 lines",
+            "pair.1: 299\nArm.Say: hi\nmove: 2\narm.grip: 1 0\npair.0: 0.5",
+            {"move": 2, "arm": {"grip": [1, 0], "say": "hi"}, "pair": ([0.5], 299)},
+        ),
+    ],
+    ids=["text", "tuple", "dict"],
+)
+def test_texts_and_actions_of_several_parts_are_read_by_their_rule(
+    fixture_id: str, space: Any, told: str, message: str, action: Any
+) -> None:
+    env, first = start(fixture_id, kwargs={"action_space": space})
+    assert first.startswith(told)
+    env.step(message)
+    (taken,) = env._env.unwrapped.done  # type: ignore[union-attr]
+    np.testing.assert_equal(taken, action)
+
+
+@pytest.mark.parametrize("space", [PARTS, TRIPLE, spaces.Text(4), spaces.Discrete(3), spaces.Box(-1, 1, (2, 2))])
+def test_an_action_that_is_written_is_read_as_the_same(space: Any) -> None:
+    reader = action_reader("it", space)
+    space.seed(0)
+    for _ in range(20):
+        action = space.sample()
+        np.testing.assert_equal(reader.read(reader.written(action)), action)
+
+
+@pytest.mark.parametrize(
+    ("space", "message", "said"),
+    [
+        (TRIPLE, "0: 1\n1: 0 1", f"Your message has no line `2: ...`. Answer with {IN_LINES}"),
+        (TRIPLE, "0: 1\n1: 0 1\n2: ab\n2: ba", "Your message has more than one line `2: ...`."),
+        (TRIPLE, "0: 1\n1: 0 1\n2: ac", "In the line `2: ...`: 'ac' is no action. Answer with a text of 2 to 3"),
+        (
+            TRIPLE,
+            "0: 5\n1: 0 1\n2: ab",
+            "In the line `0: ...`: Your message names no action. Answer with one of: 0, 1.",
+        ),
+        (spaces.Text(3), "too long", "'too long' is no action. Answer with a text of 1 to 3 letters or digits."),
+        (spaces.Text(3), "  ", "'' is no action."),
+    ],
+)
+def test_a_part_that_is_missing_or_wrong_costs_a_turn(fixture_id: str, space: Any, message: str, said: str) -> None:
+    env, _ = start(fixture_id, kwargs={"action_space": space})
+    observation, *rest = env.step(message)
+    assert said in observation
+    assert rest == [0.0, False, False, {"success": False}]
+    assert env._env.unwrapped.done == []  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
