@@ -39,8 +39,12 @@ def as_exception(error: BaseException) -> Exception:
 def with_frame(error: BaseException) -> str:
     """`KeyError: 'x' (game.py:31 in move)`: the error and the innermost frame of the user's own code that it came from.
 
-    If there is none, because libraries called each other, it is the innermost frame of all.
+    If there is none, because libraries called each other, it is the innermost frame of all. Of a group of errors, which
+    tells nothing itself ("unhandled errors in a TaskGroup"), it is the first one, and how many others there are.
     """
+    if isinstance(error, BaseExceptionGroup):
+        first, others = with_frame(error.exceptions[0]), len(error.exceptions) - 1
+        return f"{first}, and {others} other{'s' if others > 1 else ''} at once" if others else first
     said = f"{type(error).__name__}: {error}".removesuffix(": ")
     frames = [(frame.f_code, line) for frame, line in walk_tb(error.__traceback__)]
     if not frames:

@@ -10,10 +10,27 @@ takes half of that, and WebSockets are not a part of httpx.
 from functools import partial
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 import httpx
 from httpx_aiohttp import AiohttpTransport, HttpxAiohttpClient
+
+
+def proxy_note(url: str, *, used: bool) -> str:
+    """What an error of a connection to `url` says of the environment's proxies; "" if none is named for it.
+
+    `used`: whether the connection goes through them, as httpx does; WebSockets here and the engine's requests do not.
+    """
+    parts = urlsplit(url)
+    named = next((scheme for scheme in (parts.scheme, "all") if scheme in getproxies()), None)
+    if named is None or proxy_bypass(parts.netloc):
+        return ""
+    named = f"{named.upper()}_PROXY"
+    if used:
+        return f"; {named} is set, so its proxy was asked: a server that is reached without it belongs in NO_PROXY"
+    return f"; {named} is set, and is not used here: the server has to be reached without a proxy"
 
 
 def http_client(*, trust_env: bool = True) -> httpx.AsyncClient:

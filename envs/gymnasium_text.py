@@ -270,10 +270,13 @@ def _find(env_id: str) -> EnvSpec:
     failed = () if name in gymnasium.registry else _register_installed()
     if name in gymnasium.registry:
         return gymnasium.registry[name]
-    near = difflib.get_close_matches(name, gymnasium.registry, n=3)
+    there = list(gymnasium.registry)
+    near = difflib.get_close_matches(name, there, n=3)
     if not module and name.startswith(("MiniGrid-", "BabyAI-")):
         near = [f"minigrid:{name}"]
-    hint = f"Did you mean {' or '.join(map(repr, near))}?" if near else f"There are {', '.join(gymnasium.registry)}."
+    hint = (
+        f"Did you mean {' or '.join(map(repr, near))}?" if near else f"Some of {len(there)}: {', '.join(there[:12])}."
+    )
     also = f" Packages that failed to register theirs: {'; '.join(failed)}" if failed else ""
     raise ConfigError(f"gymnasium has no environment {name!r}. {hint}{also}")
 

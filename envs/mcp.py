@@ -22,11 +22,13 @@ process.
 
 import asyncio
 import inspect
+import logging
 import math
 import os
 import shlex
 import shutil
 import tempfile
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
@@ -34,15 +36,18 @@ from functools import partial
 from typing import Any, ClassVar, TextIO
 from urllib.parse import urlsplit
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from agentrl.envs import background
 from agentrl.envs.base import ToolEnv, ToolError, ToolResult, read_options
 from agentrl.envs.foreign import load_package
 from agentrl.errors import ConfigError, EnvError, PluginError
+from agentrl.http_client import proxy_note
 from agentrl.protocols import Env, ResetResult, Settings, StepResult
 from agentrl.rollout.tools import no_such_tool
 from agentrl.trajectory import ToolCall
+
+logger = logging.getLogger(__name__)
 
 Schema = Mapping[str, Any]
 
@@ -212,6 +217,7 @@ class _Session:
         self._task: Future[None] | None = None
         self._client: Any = None
         self._end = asyncio.Event()
+        self._stray: deque[str] = deque(maxlen=8)
         self._stderr: TextIO = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
 
     async def open(self) -> None:
@@ -250,7 +256,7 @@ class _Session:
 
     async def _live(self) -> None:
         try:
-            async with _client(self._kind, self._parts, self._stderr) as client:
+            async with _client(self._kind, self._parts, self._stderr, self._note_stray) as client:
                 self._client = client
                 self._ready.set_result(await _list_tools(client))
                 await self._end.wait()
@@ -273,12 +279,34 @@ class _Session:
                 error = error.exceptions[0]
             if isinstance(error, MCPError) and error.error.code == _INVALID_PARAMS:
                 raise ToolError(str(error)) from raised
-            raise EnvError(f"{self._server}: {type(error).__name__}: {error}{self._last_words()}") from raised
+            proxy = proxy_note(self._parts[0], used=True) if self._kind == "http" else ""
+            raise EnvError(f"{self._server}: {type(error).__name__}: {error}{proxy}{self._last_words()}") from raised
 
     def _last_words(self, lines: int = 8) -> str:
         size = os.fstat(self._stderr.fileno()).st_size
         text = os.pread(self._stderr.fileno(), 2000, max(0, size - 2000)).decode(errors="replace").strip()
-        return "; it last wrote:\n  " + "\n  ".join(text.splitlines()[-lines:]) if text else ""
+        words = "; it last wrote:\n  " + "\n  ".join(text.splitlines()[-lines:]) if text else ""
+        stray = "\n  ".join(self._stray)
+        return f"{words}\n{_MISPLACED}:\n  {stray}" if stray else words
+
+    async def _note_stray(self, message: Any) -> None:
+        """Keep a line of stdout that is no message, and warn of the server's first one."""
+        if not isinstance(message, ValidationError):
+            return
+        line = f"{message.errors()[0]['input']!s:.200}"
+        self._stray.append(line)
+        if self._server not in _warned:
+            _warned.add(self._server)
+            logger.warning("%s: %s, such as %r. They are skipped", self._server, _MISPLACED, line)
+
+
+_MISPLACED = "on stdout, where only messages of MCP belong (logs belong on stderr), it wrote lines that are none"
+_warned: set[str] = set()
+"""The servers that a warning of such lines was logged for."""
+
+
+def _no_parse_errors(record: logging.LogRecord) -> bool:
+    return record.exc_info is None or not isinstance(record.exc_info[1], ValidationError)
 
 
 _INVALID_PARAMS = -32602
@@ -307,13 +335,15 @@ def _check_server(address: str) -> tuple[str, list[str]]:
 
 
 @asynccontextmanager
-async def _client(kind: str, parts: Sequence[str], stderr: TextIO) -> AsyncIterator[Any]:
+async def _client(kind: str, parts: Sequence[str], stderr: TextIO, on_message: Any) -> AsyncIterator[Any]:
     from mcp import Client, StdioServerParameters, stdio_client
 
     target: Any = parts[0]
     if kind == "stdio":
         target = stdio_client(StdioServerParameters(command=parts[0], args=list(parts[1:])), errlog=stderr)
-    async with Client(target) as client:
+        # The package logs a traceback for each line of stdout that is no message; `on_message` gets the same error.
+        logging.getLogger("mcp.client.stdio").addFilter(_no_parse_errors)
+    async with Client(target, message_handler=on_message) as client:
         yield client
 
 

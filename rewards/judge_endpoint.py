@@ -26,7 +26,7 @@ import httpx
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agentrl.errors import AgentRLError, ConfigError, RewardError
-from agentrl.http_client import http_client
+from agentrl.http_client import http_client, proxy_note
 from agentrl.openai_wire import ChatAnswer, ServedModels, TokenUsage
 from agentrl.rewards.judge_cache import VerdictCache, question_key
 from agentrl.rewards.judge_prompt import JudgePrompt
@@ -181,7 +181,8 @@ class JudgeEndpoint:
         except TimeoutError:
             raise _NoVerdictError("unreachable", f"no answer within timeout={self._config.timeout:g} s") from None
         except httpx.HTTPError as error:
-            raise _NoVerdictError("unreachable", str(error) or type(error).__name__) from error
+            why = f"{error or type(error).__name__}{proxy_note(url, used=True)}"
+            raise _NoVerdictError("unreachable", why) from error
         if response.status_code == 200:
             return answer
         detail = f"{response.status_code}: {self._without_key(answer.decode(errors='replace'))[:300]}"

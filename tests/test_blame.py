@@ -23,3 +23,11 @@ def test_without_code_of_the_user_the_frame_is_the_innermost_one():
 
 def test_an_error_without_traceback_has_no_frame():
     assert with_frame(KeyError("x")) == "KeyError: 'x'"
+
+
+def test_a_group_is_told_by_its_first_error():
+    inner = ExceptionGroup("", [ValueError("y")])
+    assert (
+        with_frame(ExceptionGroup("unhandled errors", [KeyError("x"), inner])) == "KeyError: 'x', and 1 other at once"
+    )
+    assert with_frame(inner) == "ValueError: y"

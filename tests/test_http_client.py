@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field
 import httpx
 import pytest
 
-from agentrl.http_client import http_client
+from agentrl.http_client import http_client, proxy_note
 from tests.processes import PATIENCE_SECONDS
 
 HALF = 100_000
@@ -123,3 +124,31 @@ def test_a_proxy_of_the_environment_is_used_where_it_is_trusted(monkeypatch: pyt
                     await client.get("http://nowhere.invalid/")
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("variables", "url", "used", "said"),
+    [
+        ({}, "http://judge:8/v1", True, ""),
+        (
+            {"HTTP_PROXY": "http://p:1"},
+            "http://judge:8/v1",
+            True,
+            "HTTP_PROXY is set, so its proxy was asked: .* NO_",
+        ),
+        ({"HTTP_PROXY": "http://p:1"}, "https://judge:8/v1", True, ""),
+        ({"https_proxy": "http://p:1"}, "https://judge:8/v1", False, "HTTPS_PROXY is set, and is not used here"),
+        ({"ALL_PROXY": "http://p:1"}, "https://judge:8/v1", False, "ALL_PROXY is set, and is not used here"),
+        ({"HTTP_PROXY": "http://p:1", "NO_PROXY": "judge,localhost"}, "http://judge:8/v1", True, ""),
+    ],
+)
+def test_an_error_tells_of_the_proxies_that_are_set(
+    variables: dict[str, str], url: str, used: bool, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    note = proxy_note(url, used=used)
+    assert re.search(said, note) if said else note == ""

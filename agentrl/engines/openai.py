@@ -23,6 +23,7 @@ from pydantic_core import to_json
 from agentrl.arrays import floats, ints
 from agentrl.engines.admission import max_new_tokens
 from agentrl.errors import ConfigError, EngineDeadError, EngineError
+from agentrl.http_client import proxy_note
 from agentrl.openai_wire import CompletionAnswer, ServedModels
 from agentrl.placement.footprint import EngineLayout
 from agentrl.protocols import EngineStats, GenerateRequest, SamplingParams, Settings
@@ -225,7 +226,7 @@ class OpenAIEngine:
                     answer, status = await response.read(), response.status
             except aiohttp.ClientError as error:
                 self._entered()
-                trouble = f"{type(error).__name__}: {error}"
+                trouble = f"{type(error).__name__}: {error}{proxy_note(url, used=False)}"
                 continue
             except asyncio.CancelledError:
                 task = asyncio.current_task()

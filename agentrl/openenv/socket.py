@@ -20,7 +20,7 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidSta
 
 from agentrl.errors import ConfigError, EnvError
 from agentrl.flow import now
-from agentrl.http_client import http_client
+from agentrl.http_client import http_client, proxy_note
 from agentrl.openenv.protocol import CAPACITY_REACHED, LARGEST_MESSAGE, VALIDATION_ERROR
 from agentrl.openenv.text import text_from
 from agentrl.protocols import StepResult
@@ -113,9 +113,15 @@ class Server:
     async def _described(self, client: httpx.AsyncClient) -> dict[str, Any]:
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
-                answer = await client.get(f"{self.url}/schema", headers=self.headers, follow_redirects=True)
+                answer = await self._get(client, "/schema")
+                if answer.status_code == 404 and (await self._get(client, "/health")).status_code == 200:
+                    raise ConfigError(
+                        f"{self.url} has no /schema, as servers of OpenEnv 0.1: they have one environment for all "
+                        "clients, and no sessions. Serve it with OpenEnv 0.3 (openenv-core) or later"
+                    )
         except (httpx.HTTPError, TimeoutError) as error:
-            raise LostError(f"{self.url} cannot be reached: {error or type(error).__name__}") from error
+            why = f"{error or type(error).__name__}{proxy_note(self.url, used=False)}"
+            raise LostError(f"{self.url} cannot be reached: {why}") from error
         if answer.status_code == 429:
             raise FullError(f"{self.url} is full")
         if answer.status_code >= 500:
@@ -128,6 +134,9 @@ class Server:
         if not isinstance(schema, dict):
             raise ConfigError(f"{self.url}/schema has no action schema: is it an OpenEnv server?")
         return schema
+
+    async def _get(self, client: httpx.AsyncClient, path: str) -> httpx.Response:
+        return await client.get(f"{self.url}{path}", headers=self.headers, follow_redirects=True)
 
     def warn_once(self, text: str) -> None:
         """Log this warning, unless one was logged for this server."""

@@ -24,6 +24,7 @@ from websockets.uri import parse_uri
 
 from agentrl.errors import ConfigError, EnvError, OutageError
 from agentrl.flow import Flow, now
+from agentrl.http_client import proxy_note
 from agentrl.remote.protocol import SOCKET_PATH, TOKEN_VARIABLE, ReplyFrame, packed
 
 REST_SECONDS = 5.0
@@ -207,7 +208,7 @@ async def _connect(url: str, token: str | None, name: str) -> "_Line":
             ssl=ssl.create_default_context() if secure else None,
         )
     except OSError as error:
-        raise _LostError(str(error) or type(error).__name__) from error
+        raise _LostError(f"{error or type(error).__name__}{proxy_note(url, used=False)}") from error
     try:
         await line.opened
     except BaseException as error:

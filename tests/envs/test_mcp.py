@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -100,6 +101,8 @@ ODD = '''
         sys.exit("no licence")
     for line in sys.stdin:
         asked = json.loads(line)
+        if sys.argv[1:] == ["talks"]:
+            print("INFO asked for", asked["method"], flush=True)
         if "id" in asked:
             result = answer(asked["method"], asked.get("params") or {})
             about = {"result": result} if result else {"error": {"code": -32601, "message": "no such method"}}
@@ -179,6 +182,22 @@ def test_a_server_that_breaks_costs_its_episode_and_the_next_has_another(folder,
         assert children() == []
 
     asyncio.run(main())
+
+
+def test_logs_on_stdout_are_skipped_told_once_and_quoted_when_the_server_breaks(folder, caplog):
+    async def main() -> None:
+        env = McpEnv(odd(folder, "talks"))
+        await env.reset(seed=0, options={"task": "Do it."})
+        assert (await env.step(call("do")))[0] == "done"
+        with pytest.raises(EnvError, match=r"(?s)logs belong on stderr.*\n  INFO asked for tools/call"):
+            await env.step(call("do", what="die"))
+        await env.close()
+
+    asyncio.run(main())
+    (warning,) = caplog.records
+    assert re.search(
+        r"odd.py talks: on stdout, .* such as 'INFO asked for \S+'. They are skipped", warning.getMessage()
+    )
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ from agentrl.openenv.protocol import ResetRequest
 from agentrl.openenv.sessions import OpenEnvSessions
 from agentrl.openenv.text import action_from, how_to_act, text_from, tools_from, what_is_wrong
 from agentrl.protocols import Env, StepResult
+from agentrl.remote.client import RemoteEnv
 from agentrl.remote.protocol import Refusal
 from agentrl.remote.server import EnvServer
 from agentrl.remote.sessions import ServerLimits, Sessions
@@ -505,6 +506,28 @@ def test_wrong_options_addresses_and_tokens_are_errors_of_the_config(monkeypatch
         asyncio.run(main(server.url))
     with pytest.raises(ConfigError, match="openenv:http://host:port"):
         openenv("localhost:8000")
+
+
+def test_a_server_of_the_first_version_is_refused_by_what_it_lacks():
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200 if request.url.path == "/health" else 404, json={"status": "healthy"})
+
+    async def main() -> None:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+            with pytest.raises(ConfigError, match=r"http://old:8000 has no /schema, as servers of OpenEnv 0\.1.*0\.3"):
+                await OpenEnv(["http://old:8000"], client=client).reset(seed=1, options={})
+
+    asyncio.run(main())
+
+
+def test_an_unreachable_server_behind_a_proxy_is_told_with_the_proxy(monkeypatch):
+    async def main() -> None:
+        for make in (OpenEnv, RemoteEnv):
+            with pytest.raises(EnvError, match="HTTP_PROXY is set, and is not used here: the server has to be reached"):
+                await make(["http://127.0.0.1:9"]).reset(seed=1, options={})
+
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    asyncio.run(main())
 
 
 def test_episodes_wait_for_room_and_get_it_when_another_has_ended(caplog):
