@@ -5,6 +5,7 @@ before anything starts. Dimension suffixes: N loss tokens of a micro-batch, flat
 """
 
 import math
+import os
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
@@ -34,6 +35,7 @@ class Settings(BaseModel):
 
     Numbers are finite and not larger than `LARGEST`, also in mappings and lists. A field of which infinity is a
     sensible value says so: `Field(math.inf, allow_inf_nan=True)`. "No limit" is better written as `float | None`.
+    In paths (`Path`, `PathText`), also in mappings and lists, `~` is the user's home folder.
     """
 
     model_config = ConfigDict(
@@ -52,6 +54,11 @@ class Settings(BaseModel):
             check_numbers(value)
         return value
 
+    @field_validator("*")
+    @classmethod
+    def _paths_may_begin_at_home(cls, value: Any) -> Any:
+        return in_home(value)
+
     @model_validator(mode="after")
     def _defaults_can_be_computed_with(self) -> Self:
         for name, field in type(self).model_fields.items():
@@ -65,6 +72,21 @@ class Settings(BaseModel):
 
 def _may_be_infinite(field: FieldInfo) -> bool:
     return any(getattr(one, "allow_inf_nan", None) is True for one in field.metadata)
+
+
+def in_home(value: Any) -> Any:
+    """The value with `~` of its paths, also in mappings and lists, replaced by the user's home folder."""
+    if isinstance(value, Path):
+        return Path(os.path.expanduser(value))
+    if type(value) is dict:
+        return {key: in_home(one) for key, one in value.items()}
+    if type(value) in {list, tuple}:
+        return type(value)(map(in_home, value))
+    return value
+
+
+PathText = Annotated[str, AfterValidator(os.path.expanduser)]
+"""A path as text: where something else may be written too, such as the name of a model on the hub."""
 
 
 def check_temperature(temperature: float | None) -> float | None:

@@ -20,7 +20,7 @@ SHARED_NAMES = {"Config", "Options"}
 
 # Who may import whom inside agentrl: a package imports those of the layers before its own, so there are no circles.
 LAYERS = [
-    {"arrays", "blame", "durable", "errors", "file_lock", "last_layer", "rounding", "routing", "storage"},
+    {"arrays", "blame", "caches", "durable", "errors", "file_lock", "last_layer", "rounding", "routing", "storage"},
     {"attention_check"},
     {"checkpoint", "credentials", "gguf", "model_source", "run_lock", "run_temp", "tiny_model", "trajectory"},
     {"batch", "http_client", "openai_wire", "pretrained"},

@@ -4,16 +4,15 @@ A module has the commands of one subject, as functions; here they get their name
 """
 
 import logging
-import os
 import sys
 
 import typer
 from rich.markup import escape
 
+from agentrl.caches import prepare_caches
 from agentrl.cli import environments, evaluation, history, models, planning, serving, settings, training, viewing
 from agentrl.cli.console import SafeConsole
 from agentrl.errors import AgentRLError, ConfigError
-from agentrl.hosting.interpreter import cache_folder
 from agentrl.storage import storage_problem
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
@@ -50,8 +49,7 @@ def main() -> None:
     errors = SafeConsole(stderr=True)
     # As `python -m` does, so that `module:Name` finds a plug-in in the current folder.
     sys.path.insert(0, "")
-    # PyTorch makes this folder when it is imported, and otherwise in the folder for temporary files.
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "torchinductor"))
+    prepare_caches()
     try:
         app()
     except ConfigError as error:

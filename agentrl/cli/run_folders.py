@@ -16,7 +16,7 @@ def run_config(folder: Path) -> Path:
     Raises:
         ConfigError: there is no run in it.
     """
-    path = folder / "config.yaml"
+    path = folder.expanduser() / "config.yaml"  # the shell replaces no `~` in --resume=~/runs/lake
     if not path.exists():
         known = sorted(str(found.parent) for found in Path("runs").glob("*/config.yaml"))
         there = f"Runs: {', '.join(known)}" if known else "There are none in runs/ either"

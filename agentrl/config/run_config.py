@@ -23,7 +23,7 @@ from agentrl.gateway.config import GatewayConfig
 from agentrl.observe.config import ObserveConfig
 from agentrl.placement.device_map import PlacementConfig
 from agentrl.plugins import Component
-from agentrl.protocols import ActorCritic, Algorithm, NormalizesAdvantages, Settings
+from agentrl.protocols import ActorCritic, Algorithm, NormalizesAdvantages, PathText, Settings
 from agentrl.rollout.agents import FrozenRoute
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.config import RolloutConfig
@@ -50,7 +50,7 @@ HELPERS = ("reference", "critic")
 class ModelConfig(RendererConfig):
     """Which model to train, and how its conversations become tokens."""
 
-    name: str = "tiny"
+    name: PathText = "tiny"
     """The folder of a Hugging Face model, or the id of a model on the hub (`Qwen/Qwen3-8B`), or `tiny` or `small`,
     which are randomly initialised at the start. An existing folder comes first."""
     revision: str | None = None

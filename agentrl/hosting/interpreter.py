@@ -21,6 +21,7 @@ from importlib.metadata import distribution
 from pathlib import Path
 
 import agentrl
+from agentrl.caches import cache_folder
 from agentrl.errors import ConfigError
 from agentrl.file_lock import locked
 
@@ -47,8 +48,14 @@ def find_interpreter(python: str | None, requires: Sequence[str] = ()) -> str:
         ConfigError: there is no such Python, it is too old, lacks a package, or the installation fails.
     """
     base = _executable(python)
-    found = _venv(base, requires) if requires else base
-    _check_able(found)
+    try:
+        found = _venv(base, requires) if requires else base
+        _check_able(found)
+    except OSError as error:
+        raise ConfigError(
+            f"env: nothing can be written into the cache folder {cache_folder()}: {error}. XDG_CACHE_HOME names "
+            "another one"
+        ) from error
     return found
 
 
@@ -166,11 +173,6 @@ def environment(python: str | None = None) -> dict[str, str]:
     if python:
         kept["PATH"] = f"{Path(python).parent}{os.pathsep}{kept.get('PATH', os.defpath)}"
     return kept
-
-
-def cache_folder() -> Path:
-    """Where agentrl keeps what it can make again."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "agentrl"
 
 
 def _hash(value: object) -> str:

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from agentrl.protocols import Settings
+from agentrl.protocols import PathText, Settings
 
 
 class SandboxLimits(Settings):
@@ -35,7 +35,7 @@ class SandboxConfig(Settings):
     """What one run may use."""
     preload: tuple[str, ...] = ("collections", "heapq", "itertools", "json", "math", "random", "re", "string", "typing")
     """Modules that are imported before a program starts, so that importing them costs it nothing."""
-    paths: tuple[str, ...] = ()
+    paths: tuple[PathText, ...] = ()
     """Folders of Python packages that programs may read and import from, such as a site-packages."""
     backend: Literal["auto", "namespaces", "landlock"] = "auto"
     """`namespaces`, `landlock`, or `auto`, the stronger of them that this machine supports."""
