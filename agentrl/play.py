@@ -87,6 +87,8 @@ async def _episode(env: LiveEnv, session: _Session, *, seed: int, options: Mappi
     if env.tools:
         _show_tools(console, env.tools)
     agent, totals = next_agent(info, agents), dict.fromkeys(agents, 0.0)
+    for message in info.get("history") or ():
+        session.say(message["role"], message["content"], agent)
     session.say("user", observation, agent)
     for turn in range(max_turns):
         action = await session.action(env, agent, random.Random(derive_seed(seed, turn)))

@@ -159,6 +159,10 @@ class Env(Protocol):
     None, the verdict is left to the run's reward (`agentrl.trajectory.succeeded`): an episode with a score above 0
     succeeded, unless a part of the reward says otherwise (`success_at`).
 
+    A reset's `info["history"]` may give messages that stand before the observation, such as examples and earlier turns
+    of a chat: a list of `{"role": ..., "content": ...}` (`agentrl.rollout.chats`). The model sees them and is not
+    trained on them.
+
     In a multi-agent environment the agents take turns. Its infos name them, so that every transport carries the names:
 
     - of a reset: `info["agents"]`, the names of all agents; `info["agent"]`, the agent that acts first and sees the
@@ -547,11 +551,12 @@ class Reward(Protocol):
 
     A reward of any shape may be an async context manager, which the run enters and leaves. A function of a trajectory,
     sync or async, that returns a `Score` or a number is a reward too; its keyword-only parameters are its settings.
-    Several rewards are combined by a weighted sum (`agentrl/scoring/pipeline.py`). Two methods are optional:
+    Several rewards are combined by a weighted sum (`agentrl/scoring/pipeline.py`). Three methods are optional:
 
     - `metrics() -> Mapping[str, float]`: called after each step, for the cost of the work since the last call;
     - `check_task(task) -> None`: raises `ConfigError` for a task that cannot be scored, such as one without a right
-      answer. Called for each row of data before the run begins, on an instance that has not been entered.
+      answer. Called for each row of data before the run begins, on an instance that has not been entered;
+    - `check_first_task(task) -> None`: the same for what takes long to see. Called for the first rows alone.
     """
 
     async def score(self, trajectory: Trajectory) -> Score:

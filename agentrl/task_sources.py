@@ -7,7 +7,7 @@ from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.protocols import FiniteTasks, TaskSource
 from agentrl.rollout.next_task import next_task
-from agentrl.tasks.dataset import DatasetTasks
+from agentrl.tasks.dataset import DatasetTasks, pay_check
 from agentrl.tasks.mixture import Mixture, Share
 from agentrl.trajectory import Task
 
@@ -86,13 +86,16 @@ def _check_rewards(config: RunConfig, env: str, called: str, source: TaskSource)
         ConfigError: some cannot be scored; names them.
     """
     rewards = config.rewards_by_env().get(env, config.reward)
-    if checks := rewards.task_checks():
+    checks, of_first = rewards.task_checks(), rewards.task_checks("check_first_task")
+    if isinstance(source, DatasetTasks) and rewards.is_the_environments:
+        checks += filter(None, [pay_check(config.envs[env].name)])
+    if checks or of_first:
         try:
             if isinstance(source, DatasetTasks):
-                source.check(checks, json.dumps(rewards.dump()))
+                source.check(checks, json.dumps(rewards.dump()), of_first)
             else:
                 first = next_task(source, 0)
-                for check in checks:
+                for check in (*checks, *of_first):
                     check(first)
         except ConfigError as error:
             raise ConfigError(

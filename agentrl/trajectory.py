@@ -158,6 +158,9 @@ class Message:
     The `content` of an answer is what its environment gets: its calls stand there in the canonical form, and so does
     what cannot be read as a call; its reasoning does not. If the renderer tells them apart, they are in `reasoning` (of
     so many tokens) and `tool_calls` too. A tool's result names the call that it answers (`tool_call_id`, `name`).
+
+    `given`: it came with the task, as an example or an earlier turn. An answer that was given is shown to the model as
+    its own, and was not sampled.
     """
 
     role: Role
@@ -167,6 +170,12 @@ class Message:
     tool_call_id: str = ""
     name: str = ""
     reasoning_tokens: int = 0
+    given: bool = False
+
+    @property
+    def is_answer(self) -> bool:
+        """Whether the model said it in this episode."""
+        return self.role == "assistant" and not self.given
 
     def unshared(self) -> "Message":
         """The same, with copies of its calls' arguments."""

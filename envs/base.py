@@ -30,6 +30,7 @@ from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, TypeVar
 from pydantic import ValidationError
 
 from agentrl.errors import ConfigError, EnvError
+from agentrl.invalid import Fault, faults
 from agentrl.protocols import Env, ResetResult, Settings, StepResult
 from agentrl.rollout.tools import (
     ToolError,
@@ -62,18 +63,17 @@ def read_options(shape: type[_Options], options: Mapping[str, Any]) -> _Options:
     try:
         return shape.model_validate(dict(options))
     except ValidationError as error:
-        wrong = [_wrong_option(shape, item["loc"], item["msg"]) for item in error.errors(include_url=False)]
+        wrong = [_wrong_option(shape, fault) for fault in faults(error, options)]
         raise ConfigError(
             f"env.options, with what the task adds: {'; '.join(wrong)}. Options are: {', '.join(shape.model_fields)}"
         ) from error
 
 
-def _wrong_option(shape: type[Settings], loc: tuple[int | str, ...], message: str) -> str:
-    name = ".".join(map(str, loc))
-    near = difflib.get_close_matches(name, shape.model_fields, n=1)
-    if name in shape.model_fields or not near:
-        return f"{name!r}: {message}"
-    return f"{name!r}: {message}; did you mean {near[0]!r}?"
+def _wrong_option(shape: type[Settings], fault: Fault) -> str:
+    near = difflib.get_close_matches(fault.where, shape.model_fields, n=1)
+    if fault.where in shape.model_fields or not near:
+        return f"{fault.where!r}: {fault.what}"
+    return f"{fault.where!r}: {fault.what}; did you mean {near[0]!r}?"
 
 
 def plays(

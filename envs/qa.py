@@ -11,15 +11,19 @@ then the first message without a call, and `rollout.budget` limits how long it m
 import ast
 import operator
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, Self
+from itertools import takewhile
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, InstanceOf
 
 from agentrl.envs.base import ToolEnv, ToolError, ToolResult, read_options
 from agentrl.envs.python_tool import Programs
 from agentrl.errors import ConfigError
-from agentrl.protocols import OwnerOnly, Settings, StepResult
+from agentrl.protocols import OwnerOnly, ResetResult, Settings, StepResult
+from agentrl.rollout.chats import as_json, question_of, read_chat
+from agentrl.rollout.right_answers import check_it_is_no_solution
 from agentrl.sandbox.settings import SandboxConfig, SandboxLimits
+from agentrl.trajectory import Message
 
 _LARGEST = 10**60
 _OPERATORS: Mapping[type[ast.AST], Callable[..., Any]] = {
@@ -34,11 +38,21 @@ _OPERATORS: Mapping[type[ast.AST], Callable[..., Any]] = {
 }
 
 
-class PromptMessage(Settings):
-    """A message of a prompt that is a chat."""
-
-    role: Literal["system", "user"]
-    content: str
+def _as_chat(prompt: Any) -> list[Message]:
+    """The messages of a prompt, of which the last is the question."""
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise ValueError("it is empty")
+        return [Message("user", prompt)]
+    if not isinstance(prompt, list | tuple):
+        raise ValueError(f"write a text, or the messages of a chat, not {prompt!r:.80}")
+    if not prompt:
+        raise ValueError("it is a chat without messages")
+    chat = read_chat(prompt)
+    asked, _ = question_of(chat)
+    if len(asked) < len(chat):
+        raise ValueError(f"a chat has a message of the user at its end, and this one ends with the {chat[-1].role}'s")
+    return [*asked]
 
 
 class QuestionAnswer(ToolEnv):
@@ -57,8 +71,9 @@ class QuestionAnswer(ToolEnv):
 
         model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
 
-        prompt: str | tuple[PromptMessage, ...] = Field(min_length=1)
-        """The question: a text, or the messages of a chat, of which the last is the user's only one."""
+        prompt: Annotated[tuple[InstanceOf[Message], ...], BeforeValidator(_as_chat)]
+        """The question: a text, or the messages of a chat that ends with it. Examples and earlier turns may come before
+        it: the model sees them as its own, and learns nothing from them."""
         answer: Any = None
         """The right answer, or a list of right ones."""
         tool: Literal["none", "calculator", "python"] = "none"
@@ -70,25 +85,48 @@ class QuestionAnswer(ToolEnv):
         allow_unsafe: Annotated[bool, OwnerOnly()] = False
         """Run programs without isolation if the machine offers none. They can then do everything that you can."""
 
-        @model_validator(mode="after")
-        def _a_chat_is_one_question(self) -> Self:
-            roles = [] if isinstance(self.prompt, str) else [message.role for message in self.prompt]
-            if roles not in ([], ["user"], ["system", "user"]):
-                raise ValueError(f"a chat has a message of the user, after one of the system or none, not {roles}")
-            return self
+        def check_paid(self) -> None:
+            """Check that the environment's own reward pays for some message.
+
+            Raises:
+                ConfigError: it cannot, as there is no right answer, or one that is compared in vain.
+            """
+            if not self.golds:
+                raise ConfigError(
+                    "there is no right answer, for which env=qa pays: name its column in tasks.columns, or write a "
+                    "reward that needs none, such as a judge"
+                )
+            for gold in self.golds:
+                if isinstance(gold, Mapping):
+                    raise ConfigError(f"the right answer is an object of {', '.join(gold)}: name one of its parts")
+                try:
+                    check_it_is_no_solution("answer", gold)
+                except ValueError as error:
+                    raise ConfigError(f"the right answer is {gold!r:.80}: {error}") from error
 
         @property
-        def opening(self) -> tuple[str, str]:
-            """(system message, question)"""
-            if isinstance(self.prompt, str):
-                return self.system_prompt, self.prompt
-            first, last = self.prompt[0], self.prompt[-1]
-            return (first.content if first.role == "system" else self.system_prompt), last.content
+        def golds(self) -> list[Any]:
+            """The right answers."""
+            golds = self.answer if isinstance(self.answer, list | tuple) else [self.answer]
+            return [gold for gold in golds if gold is not None]
+
+        @property
+        def opening(self) -> tuple[str, list[Message], str]:
+            """(system message, what comes between, question)"""
+            systems = [*takewhile(lambda message: message.role == "system", self.prompt)]
+            system = "\n\n".join(message.content for message in systems) or self.system_prompt
+            return system, [*self.prompt[len(systems) : -1]], self.prompt[-1].content
 
     def __init__(self) -> None:
         self._programs = Programs()
         self._specs_of_all = self._specs
         self._golds: tuple[str, ...] = ()
+        self._history: list[dict[str, Any]] = []
+
+    async def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetResult:
+        """Ask the question of a row, after the messages before it."""
+        question = await self.start(seed, options)
+        return question, {"history": self._history} if self._history else {}
 
     async def start(self, seed: int, options: Mapping[str, Any]) -> str:
         """Ask the question of a row.
@@ -102,13 +140,13 @@ class QuestionAnswer(ToolEnv):
                 "with rows of prompt and answer (tasks.columns says which columns are these)"
             )
         chosen = read_options(self.Options, options)
-        golds = chosen.answer if isinstance(chosen.answer, list | tuple) else [chosen.answer]
-        self._golds = tuple(_plain(str(gold)) for gold in golds if gold is not None)
+        self._golds = tuple(_plain(str(gold)) for gold in chosen.golds)
         self._specs = tuple(spec for spec in self._specs_of_all if spec.name == _TOOL_OF[chosen.tool])
         self.tools = tuple(spec.schema for spec in self._specs)
         if chosen.tool == "python":
             await self._programs.start(chosen.limits, SandboxConfig(allow_unsafe=chosen.allow_unsafe))
-        self.system_prompt, question = chosen.opening
+        self.system_prompt, history, question = chosen.opening
+        self._history = [as_json(message) for message in history]
         return question
 
     async def close(self) -> None:

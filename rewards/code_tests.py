@@ -203,7 +203,7 @@ def program_in(trajectory: Trajectory) -> str | None:
 
 def _program(trajectory: Trajectory, *, stripped: bool) -> str | None:
     """The program, `stripped` of the indentation of its fence."""
-    replies = (message.content for message in reversed(trajectory.messages) if message.role == "assistant")
+    replies = (message.content for message in reversed(trajectory.messages) if message.is_answer)
     blocks = list(blocks_in(next(replies, "")))
     marked = [block for block in blocks if block.language in _PYTHON]
     found = marked or [block for block in blocks if not block.language]

@@ -7,6 +7,8 @@ from agentrl.trajectory import Score, Trajectory
 class EnvironmentReward:
     """Sum of the environment's rewards over the episode, undiscounted, times `scale`."""
 
+    pays_what_the_environment_pays = True
+
     class Config(Settings):
         """Settings of the environment's reward."""
 

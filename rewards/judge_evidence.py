@@ -1,10 +1,11 @@
 """`EvidenceSettings`: what a judge is shown of a trajectory."""
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from agentrl.errors import ConfigError
 from agentrl.rewards.judge_settings import JudgeSettings
-from agentrl.trajectory import Trajectory
+from agentrl.trajectory import Message, Trajectory
 
 
 class EvidenceSettings(JudgeSettings):
@@ -25,11 +26,12 @@ class EvidenceSettings(JudgeSettings):
 
     def messages(self, trajectory: Trajectory) -> list[dict[str, str]]:
         """The messages to show."""
-        messages = [{"role": message.role, "content": message.content} for message in trajectory.messages]
-        if self.show == "transcript":
-            return messages
-        asked = [message for message in messages if message["role"] == "user"][:1]
-        return asked + [message for message in messages if message["role"] == "assistant"][-1:]
+        shown: Sequence[Message] = trajectory.messages
+        if self.show == "answer":
+            own = max((place for place, one in enumerate(shown, 1) if one.given), default=0)
+            asked = [message for message in shown[own:] if message.role == "user"][:1]
+            shown = asked + [message for message in shown if message.is_answer][-1:]
+        return [{"role": message.role, "content": message.content} for message in shown]
 
     def right_answer(self, trajectory: Trajectory) -> dict[str, Any]:
         """The right answer by its name in the prompt; empty if none is shown.

@@ -20,7 +20,19 @@ SHARED_NAMES = {"Config", "Options"}
 
 # Who may import whom inside agentrl: a package imports those of the layers before its own, so there are no circles.
 LAYERS = [
-    {"arrays", "blame", "caches", "durable", "errors", "file_lock", "last_layer", "rounding", "routing", "storage"},
+    {
+        "arrays",
+        "blame",
+        "caches",
+        "durable",
+        "errors",
+        "file_lock",
+        "invalid",
+        "last_layer",
+        "rounding",
+        "routing",
+        "storage",
+    },
     {"attention_check"},
     {"checkpoint", "credentials", "gguf", "model_source", "run_lock", "run_temp", "tiny_model", "trajectory"},
     {"batch", "http_client", "openai_wire", "pretrained"},
@@ -48,6 +60,7 @@ PLUGINS_MAY_IMPORT = {
     "errors",
     "file_lock",
     "http_client",
+    "invalid",
     "last_layer",
     "model_source",
     "openai_wire",

@@ -110,7 +110,7 @@ def _reasoning(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         (message, turn)
         for trajectory in trajectories
         for message, turn in zip(
-            (message for message in trajectory.messages if message.role == "assistant"), trajectory.turns, strict=False
+            (message for message in trajectory.messages if message.is_answer), trajectory.turns, strict=False
         )
         if message.reasoning
     ]

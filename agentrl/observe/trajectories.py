@@ -12,7 +12,12 @@ import pyarrow.parquet as pq
 
 from agentrl.trajectory import Score, Trajectory, succeeded
 
-_MESSAGE = pa.struct([(name, pa.string()) for name in ("role", "content", "reasoning", "tool_calls", "tool_call_id")])
+_MESSAGE = pa.struct(
+    [
+        *((name, pa.string()) for name in ("role", "content", "reasoning", "tool_calls", "tool_call_id")),
+        ("given", pa.bool_()),
+    ]
+)
 _TURN = pa.struct(
     [
         ("prompt_ids", pa.list_(pa.int32())),
@@ -59,7 +64,8 @@ SCHEMA = pa.schema(
 """`info`, `parts`, `words` (what judges said, by part) and `tool_calls` are JSON; `detail` is the limit, the error or
 the reason in the status. `started`, `asked` and the times of `scoring`, when rewards worked on the episode, are Unix
 time, in seconds. `num_tokens` are the sampled ones, `oldest_version` that of the new turns. `picture` is HTML: the
-environment's drawing of the state that a turn answers, and of the last one.
+environment's drawing of the state that a turn answers, and of the last one. A message that was `given` came with the
+task: it is nobody's answer, whatever its role.
 
 The first `trained_turns` turns were trained on before, in a segment: a row of an earlier step with the same id.
 """
@@ -113,6 +119,7 @@ def _row(trajectory: Trajectory, score: Score, epoch: float) -> dict[str, object
                 "reasoning": message.reasoning,
                 "tool_calls": json.dumps([asdict(call) for call in message.tool_calls]) if message.tool_calls else "",
                 "tool_call_id": message.tool_call_id,
+                "given": message.given,
             }
             for message in trajectory.messages
         ],

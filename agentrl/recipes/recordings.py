@@ -103,7 +103,7 @@ def _is_said(trajectory: Trajectory, renderer: TemplateRenderer) -> bool:
 
 def _texts(trajectory: Trajectory) -> list[str]:
     """What the answers say: their texts, and the names of the tools that they call."""
-    answers = [message for message in trajectory.messages if message.role == "assistant"]
+    answers = [message for message in trajectory.messages if message.is_answer]
     said = [answer.said.strip() for answer in answers]
     return [*filter(None, said), *(call.name for answer in answers for call in answer.tool_calls)]
 
@@ -136,6 +136,7 @@ def _messages(rows: Sequence[dict[str, Any]]) -> tuple[Message, ...]:
             reasoning=row["reasoning"] or "",
             tool_calls=tuple(ToolCall(**call) for call in json.loads(row["tool_calls"] or "[]")),
             tool_call_id=row["tool_call_id"] or "",
+            given=bool(row.get("given")),  # earlier versions kept none
         )
         for row in rows
     )

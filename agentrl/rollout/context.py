@@ -57,7 +57,7 @@ class LastK(ContextPolicy):
 
     def keep(self, shown: Sequence[Message]) -> Sequence[Message]:
         """The opening, and everything from the k-th last answer on."""
-        answers = [place for place, message in enumerate(shown) if message.role == "assistant"]
+        answers = [place for place, message in enumerate(shown) if message.is_answer]
         if len(answers) <= self.turns:
             return shown
         return [*shown[: answers[0]], *shown[answers[-self.turns] :]]
@@ -83,7 +83,7 @@ class Scratchpad(ContextPolicy):
         opening = _opening(shown)
         if len(opening) == len(shown):
             return shown
-        pads = [pad for message in shown[len(opening) :] if message.role == "assistant" for pad in _pads(message)]
+        pads = [pad for message in shown[len(opening) :] if message.is_answer for pad in _pads(message)]
         return [*opening, Message("assistant", pads[-1] if pads else "<scratchpad></scratchpad>")]
 
 
@@ -118,7 +118,7 @@ class Summary(ContextPolicy):
 
 def _opening(shown: Sequence[Message]) -> Sequence[Message]:
     """The messages before the first answer."""
-    first = next((place for place, message in enumerate(shown) if message.role == "assistant"), len(shown))
+    first = next((place for place, message in enumerate(shown) if message.is_answer), len(shown))
     return shown[:first]
 
 

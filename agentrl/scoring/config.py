@@ -72,10 +72,15 @@ class RewardsConfig:
         """Whether no part scores an episode that is played once."""
         return all(hasattr(part.factory, "score_group") for part in self.parts)
 
-    def task_checks(self) -> list[Callable[[Task], None]]:
-        """What parts check of a task before it is played: their `check_task`, if they have one."""
-        checked = [part for part in map(_part, self.parts) if hasattr(part.owner, "check_task") and not part.watches]
-        return [part.owner.check_task for part in checked]
+    def task_checks(self, name: str = "check_task") -> list[Callable[[Task], None]]:
+        """What parts check of a task before it is played: their methods of this name, if they have them."""
+        owners = [part.owner for part in map(_part, self.parts) if not part.watches]
+        return [getattr(owner, name) for owner in owners if hasattr(owner, name)]
+
+    @property
+    def is_the_environments(self) -> bool:
+        """Whether nothing is paid but what the environment pays."""
+        return all(getattr(part.factory, "pays_what_the_environment_pays", False) for part in self.parts)
 
     def make(
         self,

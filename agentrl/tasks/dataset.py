@@ -15,20 +15,26 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
 from agentrl import plugins
 from agentrl.errors import ConfigError, PluginError
 from agentrl.hosting.client_options import marked_options
+from agentrl.invalid import Fault, faults
 from agentrl.protocols import Settings
 from agentrl.rollout.seeds import derive_seed, split_seed
+from agentrl.tasks.columns import advice, answer_advice, listed
 from agentrl.tasks.permutation import Permutation
 from agentrl.tasks.row_index import U64, Check, RowIndex, open_index
+from agentrl.tasks.row_reader import RowReader, RowSettings
 from agentrl.tasks.rows import BadRowError, RowSource, is_data, sources
 from agentrl.trajectory import Task
 
+TaskCheck = Callable[[Task], None]
+"""Raises `ConfigError` for a task that cannot be scored."""
 
-class DatasetSettings(Settings):
+
+class DatasetSettings(RowSettings):
     """Settings of `tasks: dataset`. A path or a dataset `owner/name` alone stands for `{name: dataset, data: ...}`."""
 
     data: str
@@ -40,9 +46,6 @@ class DatasetSettings(Settings):
     """Which configuration of a dataset of the hub."""
     revision: str | None = None
     """Which version of a dataset of the hub: a branch, a tag or a commit."""
-    columns: dict[str, str] = Field(default_factory=dict)
-    """Which column of the data is which: `{prompt: question, answer: reward_model.ground_truth}`. A dot goes into a
-    column of mappings. Only these are then read; by default all are, by their own names."""
     held_out: float | str = 0.05
     """What is not trained on but evaluated: a share of the rows (the same whatever the run's seed), another file or
     folder, or another split of `data`."""
@@ -126,6 +129,7 @@ class DatasetTasks:
     ) -> None:
         self._settings, self._env, self._seed, self._split = settings, env, seed, split
         self._options = dict(options or {})
+        self._reader = RowReader(settings, _options_of(env))
         self._rows = _rows(settings, env, json.dumps(self._options), split == "held-out")
 
     def __len__(self) -> int:
@@ -137,21 +141,29 @@ class DatasetTasks:
         """What the data are: equal for equal data."""
         return self._rows.fingerprint
 
-    def check(self, checks: Sequence[Callable[[Task], None]], checked_as: str) -> None:
+    def check(
+        self, checks: Sequence[TaskCheck], checked_as: str, of_first: Sequence[TaskCheck] = (), first: int = 8
+    ) -> None:
         """Check each row as a task; what was found good is remembered under `checked_as`, which names the checks.
+
+        `of_first`: checks that take long, of the `first` rows of each source.
 
         Raises:
             ConfigError: a check raised it for some rows; names the first by file and line.
         """
 
-        def check(row: Mapping[str, Any]) -> None:
-            options, named, _ = _task_of(row, self._settings.columns)
-            task = Task(self._env, 0, {**self._options, **options}, "" if named is None else _plain(named))
-            for one in checks:
-                one(replace(task))  # each gets options of its own, as when it scores
+        def check(number: int, row: Mapping[str, Any]) -> None:
+            options = self._reader.read(row).options
+            task = Task(self._env, 0, {**self._options, **options})
+            try:
+                for one in (*checks, *(of_first if number <= first else ())):
+                    one(replace(task))  # each gets options of its own, as when it scores
+            except ConfigError as error:
+                remedy = answer_advice(row) if task.options.get("answer") is None else ""
+                raise ConfigError(f"{error}. {remedy.capitalize()}" if remedy else str(error)) from error
 
         for part in self._rows.parts:
-            part.check(check, json.dumps([checked_as, self._env, self._options]))
+            part.check(check, json.dumps([checked_as, self._env, self._options, _reading(self._settings)]))
 
     def task(self, index: int) -> Task:
         """The task of this index; with as many as there are rows, each has been used once."""
@@ -162,7 +174,7 @@ class DatasetTasks:
     def _at(self, place: int, index: int, mark: str = "") -> Task:
         """The task of the row at `place`, for this index; `mark` ends its id."""
         number, row = self._rows.row(place)
-        options, named, own_seed = _task_of(row, self._settings.columns)
+        options, named, own_seed = self._reader.read(row)
         name = f"{self._split}-{index:06d}" + (f"-{_plain(named)}" if named is not None else "") + mark
         # The seed of the row and not of the index: a task stays the same in each epoch.
         seed = split_seed(self._seed, self._split, number) if own_seed is None else own_seed
@@ -200,9 +212,9 @@ def _rows(settings: DatasetSettings, env: str, options: str, held_out: bool) -> 
 
 def _opened(settings: DatasetSettings, data: str, split: str, env: str, options: str) -> DataRows:
     found: list[RowSource] = sources(data, split, settings.subset, settings.revision)
-    checked_as = json.dumps([settings.columns, settings.key, env, options])
+    checked_as = json.dumps([_reading(settings), settings.key, env, options])
     check = _check_of(settings, env, json.loads(options))
-    columns = tuple(settings.columns.values())
+    columns = RowReader(settings).columns
     rows = DataRows(tuple(open_index(source, check, checked_as, columns) for source in found))
     if not len(rows):
         raise ConfigError(f"{data} has no rows")
@@ -213,9 +225,10 @@ def _check_of(settings: DatasetSettings, env: str, shared: Mapping[str, Any]) ->
     """A check of a row: its columns, and its options if the environment says which it takes (a class `Options`)."""
     shape = _options_of(env)
     trusted = marked_options(shape) - set(settings.columns) if shape is not None else set()
+    reader = RowReader(settings, shape)
 
     def check(row: Mapping[str, Any]) -> str:
-        options, named, _ = _task_of(row, settings.columns)
+        options, named, _ = reader.read(row)
         if trusted and (bold := trusted.intersection(options)):
             name = min(bold)
             raise BadRowError(
@@ -225,12 +238,11 @@ def _check_of(settings: DatasetSettings, env: str, shared: Mapping[str, Any]) ->
         if named is not None and not _plain(named):
             raise BadRowError(f"its id is {named!r}")
         if shape is not None:
+            given = {**shared, **options}
             try:
-                shape.model_validate({**shared, **options})
+                shape.model_validate(given)
             except ValidationError as error:
-                first = error.errors(include_url=False)[0]
-                hint = ": name the columns that it takes in tasks.columns" if first["type"] == "extra_forbidden" else ""
-                raise BadRowError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}{hint}") from error
+                raise BadRowError(_unfit(faults(error, given)[0], row, shape)) from error
         wanted = settings.key or (("prompt",) if "prompt" in options else tuple(sorted(options)))
         if missing := [column for column in wanted if column not in options]:
             raise BadRowError(f"no column {missing[0]!r}, which tasks.key names; there are {', '.join(options)}")
@@ -248,30 +260,34 @@ def _options_of(env: str) -> type[Settings] | None:
     return found if isinstance(found, type) and issubclass(found, Settings) else None
 
 
-def _task_of(row: Mapping[str, Any], columns: Mapping[str, str]) -> tuple[dict[str, Any], Any, int | None]:
-    """The options of a row's task, its id and its seed, where it has them.
-
-    Raises:
-        BadRowError: a column is missing, or a special one is not what it must be.
-    """
-    options = {name: _column(row, column) for name, column in columns.items()} if columns else dict(row)
-    named, seed, more = options.pop("id", None), options.pop("seed", None), options.pop("options", None) or {}
-    if not isinstance(more, Mapping):
-        raise BadRowError(f"its options are {more!r:.80}, not a mapping")
-    if isinstance(seed, str) and seed.isdecimal():
-        seed = int(seed)
-    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63):
-        raise BadRowError(f"its seed is {seed!r:.80}, not a whole number from 0 to 2^63 - 1")
-    return {**more, **options}, named, seed
+def pay_check(env: str) -> TaskCheck | None:
+    """What an environment checks of its tasks, where nothing else pays: `check_paid` of its options."""
+    shape = _options_of(env)
+    if shape is None or not hasattr(shape, "check_paid"):
+        return None
+    return lambda task: shape.model_validate(dict(task.options)).check_paid()
 
 
-def _column(row: Mapping[str, Any], column: str) -> Any:
-    if column in row:
-        return row[column]
-    outer, _, inner = column.partition(".")
-    if inner and isinstance(row.get(outer), Mapping):
-        return _column(row[outer], inner)
-    raise BadRowError(f"no column {column!r}.{plugins.nearest(column, row)} There are {', '.join(row) or 'none'}")
+def _unfit(fault: Fault, row: Mapping[str, Any], shape: type[Settings]) -> str:
+    """Why a row cannot be a task, and what to write."""
+    if fault.kind == "extra_forbidden":
+        return (
+            f"{fault}: the environment takes {', '.join(shape.model_fields)}. Name the columns that it takes in "
+            "tasks.columns"
+        )
+    if fault.kind != "missing":
+        return str(fault)
+    if fault.where == "prompt":
+        return f"there is no prompt, and the columns are {listed(row)}: {advice(row)}"
+    return (
+        f"the environment needs {fault.where}, and the columns are {listed(row)}: write "
+        f"tasks.columns={{{fault.where}: COLUMN}}"
+    )
+
+
+def _reading(settings: RowSettings) -> list[Any]:
+    """What decides how rows are read."""
+    return [settings.columns, settings.prompt, settings.answer]
 
 
 def _plain(named: Any) -> str:

@@ -13,6 +13,8 @@ be found without reading others. The folder can be deleted at any time.
 
 import hashlib
 import json
+import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -28,14 +30,16 @@ from agentrl.caches import cache_folder
 from agentrl.durable import finish_folder, new_unfinished, remove_folder
 from agentrl.errors import ConfigError
 from agentrl.file_lock import locked
-from agentrl.tasks.rows import BadRowError, RowSource, as_line, parse_line, read_or_error, rows_of
+from agentrl.tasks.rows import BadRowError, RowSource, as_line, is_lines, parse_line, read_or_error, rows_of
 
 U64 = npt.NDArray[np.uint64]
 Check = Callable[[Mapping[str, Any]], str]
 """Returns the text that tells a row's task from others. Raises `BadRowError`, if the row cannot be a task."""
-_FORMAT = 2
+_FORMAT = 3
 _SHOWN = 10
-"""Bad rows that an error names."""
+"""Kinds of bad rows that an error names."""
+_OWN = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
+"""What differs between messages about rows that are bad for one reason: texts in quotes, and numbers."""
 _AT_ONCE = 1 << 16
 
 
@@ -60,10 +64,11 @@ class RowIndex:
     """How many rows there are."""
     _file: tuple[int, int]  # size and time of the file that has the rows
 
-    @property
+    @cached_property
     def rows_path(self) -> Path:
         """The file of JSON lines that has the rows."""
-        return self.source if _is_lines(self.source) else self.folder / "rows.jsonl"
+        copy = self.folder / "rows.jsonl"
+        return copy if copy.exists() or not isinstance(self.source, Path) else self.source
 
     @cached_property
     def offsets(self) -> U64:
@@ -92,8 +97,8 @@ class RowIndex:
                 f"{self.rows_path} has changed while its tasks were in use ({error}): put it back, and resume the run"
             ) from error
 
-    def check(self, check: Callable[[Mapping[str, Any]], None], checked_as: str) -> None:
-        """Check all rows once more; what was found good is remembered under `checked_as`.
+    def check(self, check: Callable[[int, Mapping[str, Any]], None], checked_as: str) -> None:
+        """Check all rows, with their numbers from 1, once more; what was found good is remembered under `checked_as`.
 
         Raises:
             ConfigError: `check` raised it for some rows; names the first of them.
@@ -107,7 +112,7 @@ class RowIndex:
             for number, line in enumerate(file, 1):
                 if not line.isspace():
                     try:
-                        check(parse_line(line))
+                        check(number, parse_line(line))
                     except ConfigError as error:
                         bad.add(f"{kind} {number}", error)
         bad.refuse(self.size)
@@ -217,22 +222,34 @@ def _read(
 
 @dataclass(slots=True)
 class _BadRows:
-    """The rows of a source that cannot be tasks: how many, and what is wrong with the first of them."""
+    """The rows of a source that cannot be tasks: how many, and what is wrong with the first of each kind."""
 
     source: RowSource
     count: int = 0
-    _shown: list[str] = field(default_factory=list)
+    _first: dict[str, str] = field(default_factory=dict)
+    _alike: Counter[str] = field(default_factory=Counter)
 
     def add(self, where: str, error: Exception) -> None:
         self.count += 1
-        if len(self._shown) < _SHOWN:
-            self._shown.append(f"{self.source}, {where}: {error}")
+        kind = _OWN.sub("", str(error))  # without what is this row's own
+        if kind in self._first or len(self._first) < _SHOWN:
+            self._first.setdefault(kind, f"{self.source}, {where}: {error}")
+            self._alike[kind] += 1
 
     def refuse(self, rows: int) -> None:
         """Raise a `ConfigError` if there are any, of so many rows."""
-        if self.count:
-            more = f"\nand {self.count - len(self._shown):,} more" if self.count > len(self._shown) else ""
-            raise ConfigError(f"{self.count:,} of {rows:,} rows cannot be tasks:\n" + "\n".join(self._shown) + more)
+        if not self.count:
+            return
+        lines = [
+            f"{first} (and {self._alike[kind] - 1:,} more like it)" if self._alike[kind] > 1 else first
+            for kind, first in self._first.items()
+        ]
+        left = self.count - self._alike.total()
+        more = [f"and {left:,} more"] if left else []
+        if len(self._first) == 1 and self.count == rows:  # it is the file, and no row of it
+            none = f"none of the {rows:,} rows can be a task" if rows > 1 else "the only row cannot be a task"
+            raise ConfigError(f"{none}: {next(iter(self._first.values()))}")
+        raise ConfigError("\n".join((f"{self.count:,} of {rows:,} rows cannot be tasks:", *lines, *more)))
 
 
 class _Numbers:
@@ -262,7 +279,7 @@ class _Numbers:
 
 def _is_lines(source: RowSource) -> TypeGuard[Path]:
     """Whether a source is a file of JSON lines, whose rows stay where they are."""
-    return isinstance(source, Path) and source.suffix.lower() in (".jsonl", ".ndjson")
+    return isinstance(source, Path) and is_lines(source)
 
 
 def _numbers(path: Path, count: int) -> U64:

@@ -34,6 +34,19 @@ FILES = f"{', '.join(SUFFIXES)}, and texts compressed as {', '.join(_PACKED)}"
 _NOT_ROWS = ("dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")
 """What the package datasets writes beside rows."""
 _SPLITS = ("train", "test", "validation", "valid", "dev", "eval")
+_TABLES = (
+    "data", "rows", "examples", "instances", "items", "records", "samples", "questions", "problems", "tasks", *_SPLITS
+)  # fmt: skip
+"""Under which names files of one object have their rows."""
+_SEPARATOR = re.compile(r"sep=(.)\s*$")
+_SHARD = re.compile(r"-\d+-of-\d+$")
+_OTHER_FILES = {
+    ".xlsx": ": save the sheet as CSV",
+    ".xls": ": save the sheet as CSV",
+    ".txt": ": give it the ending of what is in it, such as .tsv for Excel's text with tabs",
+    ".pkl": ": a pickle can run any code, so write its rows as JSON lines or Parquet",
+}
+"""What to do with files that people have too."""
 _AT_ONCE = 1024
 """Rows of a Parquet file that are read at once."""
 _BLOCK = 1 << 16
@@ -66,7 +79,8 @@ RowSource = Path | HubDataset
 
 def is_data(text: str) -> bool:
     """Whether a text names data, and not a task source: a file, a folder, or a dataset `owner/name` of the hub."""
-    return ":" not in text and ("/" in text or kind_of(Path(text)) is not None)
+    path = Path(text)
+    return ":" not in text and ("/" in text or kind_of(path) is not None or (bool(path.suffix) and path.is_file()))
 
 
 def kind_of(path: Path) -> str | None:
@@ -88,24 +102,34 @@ def sources(data: str, split: str, subset: str | None = None, revision: str | No
     path = Path(data).expanduser()
     if path.is_file():
         if kind_of(path) is None:
-            raise ConfigError(f"{data}: a file of tasks is one of {FILES}, by its name")
+            other = _OTHER_FILES.get(path.suffix.lower(), "")
+            raise ConfigError(f"{data}: a file of tasks is one of {FILES}, by its name{other}")
         return [path]
     if path.is_dir():
-        return [*_in_folder(path, split)]
+        return [*_in_folder(path, split, subset)]
     if kind_of(path) or data.startswith((".", "/", "~")) or data.count("/") > 1:
         raise ConfigError(f"there is no file or folder {data!r}")
     return [HubDataset(data, subset, split, revision)]
 
 
-def _in_folder(folder: Path, split: str) -> list[Path]:
+def _in_folder(folder: Path, split: str, subset: str | None) -> list[Path]:
+    """The files of a split; in a copy of a dataset of the hub too, where they lie in `SUBSET/` or `data/`."""
+    if subset is not None and (folder / subset).is_dir():
+        folder /= subset
     there = _files(folder)
-    named = _files(folder / split) or [path for path in there if _split_of(path) == split]
-    if named:
+    inner = {path.name for path in folder.glob("[!.]*/") if _files(path)}
+    if not there and "data" in inner and split not in inner:
+        return _in_folder(folder / "data", split, None)
+    named = _files(folder / split) or [path for path in there if _whole_split(path) == split]
+    if named := named or [path for path in there if _split_of(path) == split]:
         return named
-    splits = {_split_of(path) for path in there} | {inner.name for inner in folder.glob("*/") if _files(inner)}
+    splits = {_split_of(path) for path in there}
     if there and split == "train" and splits == {None}:
         return there
-    found = ", ".join(sorted(filter(None, splits))) or "no splits"
+    if not there and inner.isdisjoint(_SPLITS) and inner:
+        listed = ", ".join(sorted(inner))
+        raise ConfigError(f"{folder} has its files in {listed}: name one of these, as {folder / min(inner)}")
+    found = ", ".join(sorted({*filter(None, splits), *inner})) or "no splits"
     raise ConfigError(f"{folder} has no files of the split {split!r}: it has {found}. Files are {FILES}")
 
 
@@ -120,27 +144,39 @@ def _files(folder: Path) -> list[Path]:
     )
 
 
+def _whole_split(path: Path) -> str:
+    """The split in the name of a file of the hub: `train_sft` of `train_sft-00000-of-00003.parquet`."""
+    return _SHARD.sub("", path.name.split(".")[0])
+
+
 def _split_of(path: Path) -> str | None:
-    """The split that a file's name begins with: `train-00000-of-00002.parquet`."""
-    first = path.name.split(".")[0].split("-")[0].split("_")[0]
-    return first if first in _SPLITS else None
+    """The split that a file's name begins or ends with: `train-00000-of-00002.parquet`, `gsm8k_test.jsonl`."""
+    words = re.split("[-_]", _whole_split(path).casefold())
+    return next((word for word in (words[0], words[-1]) if word in _SPLITS), None)
 
 
 def rows_of(source: RowSource, columns: Collection[str] = ()) -> Iterator[tuple[str, Mapping[str, Any] | BadRowError]]:
     """(where it stands, the row or what is wrong with it) of each row of a file that is not plain JSON lines.
 
-    `columns`: of these only, where a dot goes into a column of mappings; by default of all.
+    `columns`: of these only, where a dot goes into a column; by default of all, and where one of them is missing.
 
     Raises:
         ConfigError: the source cannot be read, or not to its end.
     """
-    outer = {*columns, *(column.partition(".")[0] for column in columns)}
-    reader = _of_hub(source) if isinstance(source, HubDataset) else _of_file(source, outer)
+    reader = _of_hub(source) if isinstance(source, HubDataset) else _of_file(source, columns)
     for where, row in reader:
-        if outer and isinstance(row, Mapping):
-            yield where, {name: value for name, value in row.items() if name in outer}
-        else:
-            yield where, row
+        yield where, row if isinstance(row, BadRowError) else _chosen(row, columns)
+
+
+def _chosen(row: Mapping[str, Any], columns: Collection[str]) -> Mapping[str, Any]:
+    wanted = _there(columns, row)
+    return row if wanted is None else {name: value for name, value in row.items() if name in wanted}
+
+
+def _there(columns: Collection[str], names: Collection[str]) -> set[str] | None:
+    """Which of these names the columns are of; None for all, if no columns are chosen, or not all of them are there."""
+    found = {column: column if column in names else column.partition(".")[0] for column in columns}
+    return {*found.values()} if columns and all(name in names for name in found.values()) else None
 
 
 def _of_file(path: Path, columns: Collection[str]) -> Iterator[tuple[str, Mapping[str, Any] | BadRowError]]:
@@ -177,7 +213,7 @@ def parse_line(line: bytes) -> Mapping[str, Any]:
 
 def _object(row: Any) -> Mapping[str, Any]:
     if not isinstance(row, dict):
-        raise BadRowError(f'it is {type(row).__name__}, not an object: write {{"prompt": ..., "answer": ...}}')
+        raise BadRowError(f'it is a {type(row).__name__}, not an object: write {{"prompt": ..., "answer": ...}}')
     return row
 
 
@@ -229,16 +265,104 @@ def _unpacked(path: Path) -> Iterator[io.BufferedReader]:
         yield io.BufferedReader(cast(io.RawIOBase, stream), 1 << 16)
 
 
+def is_lines(path: Path) -> bool:
+    """Whether a file has an object on each line in UTF-8, by its name and its first bytes."""
+    if path.suffix.lower() not in (".jsonl", ".ndjson"):
+        return False
+    with path.open("rb") as file:
+        first = file.read(1 << 12)
+    return _encoding(first) != "utf-16" and not first.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+
+
+def _encoding(first: bytes) -> str:
+    """How a text with these first bytes is written: in UTF-8, with a mark or without, or in UTF-16 (Excel, Windows)."""
+    return "utf-16" if first[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8-sig"
+
+
+@contextmanager
+def _text_of(path: Path, newline: str) -> Iterator[io.TextIOWrapper]:
+    with _unpacked(path) as file, io.TextIOWrapper(file, _encoding(file.peek(2)), "surrogateescape", newline) as text:
+        yield text
+
+
 def _of_json(path: Path) -> Iterator[tuple[str, Mapping[str, Any] | BadRowError]]:
-    """The rows of an array of objects, or of JSON lines; which of both, its first character says."""
-    with _unpacked(path) as file:
-        if kind_of(path) == ".json" and file.peek(1 << 12)[:4096].removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
-            for number, (line, value) in enumerate(_of_array(io.TextIOWrapper(file, "utf-8-sig")), 1):
+    """The rows of an array of objects, of an object with one list of them, or of JSON lines, by how the file begins."""
+    with _text_of(path, "\n") as file:
+        head = _head(file)
+        if "".join(head).lstrip().startswith("["):
+            for number, (line, value) in enumerate(_of_array(_Begun(head, file)), 1):
                 yield f"row {number} (line {line})", read_or_error(_object, value)
             return
-        for number, text in enumerate(file, 1):
-            if not text.isspace():
-                yield f"line {number}", read_or_error(parse_line, text)
+        whole = _of_one_object(head, file) if kind_of(path) == ".json" else None
+        for number, row in enumerate(whole or (), 1):
+            yield f"row {number}", read_or_error(_object, row)
+        for number, text in enumerate(() if whole else chain(head, file), 1):
+            if text.strip():
+                yield f"line {number}", read_or_error(parse_line, text.encode("utf-8", "surrogateescape"))
+
+
+def _head(file: io.TextIOBase) -> list[str]:
+    """The lines of a file up to the second one that is not empty."""
+    head: list[str] = []
+    while sum(map(bool, map(str.strip, head))) < 2 and (line := file.readline()):
+        head.append(line)
+    return head
+
+
+class _Begun(io.TextIOBase):
+    """A text of which the first lines have been read."""
+
+    def __init__(self, head: Sequence[str], rest: io.TextIOBase) -> None:
+        self._head, self._rest = "".join(head), rest
+
+    def read(self, size: int | None = -1, /) -> str:
+        """The first lines, and later what follows them."""
+        head, self._head = self._head, ""
+        return head or self._rest.read(size)
+
+
+def _of_one_object(head: list[str], rest: io.TextIOBase) -> list[Any] | None:
+    """The rows of a file that is one object: those in its only list of objects, or the object. None for JSON lines.
+
+    What of the file has been read for it is appended to `head`.
+
+    Raises:
+        ValueError: it has several such lists, or columns instead of rows.
+    """
+    written = [line for line in head if line.strip()]
+    if len(written) == 2 and _parsed(written[0]) is not None:
+        return None
+    head.append(rest.read())
+    value = _parsed("".join(head))
+    if not isinstance(value, dict):
+        head[:] = "".join(head).splitlines(keepends=True)
+        return None
+    tables = [name for name, inner in value.items() if _is_table(inner) and (name in _TABLES or len(value) == 1)]
+    if len(tables) > 1:
+        raise ValueError(f"it is one object with lists under {', '.join(tables)}: write a file for each of them")
+    if not tables and len(value) > 1 and all(isinstance(inner, list | dict) for inner in value.values()):
+        raise ValueError(
+            f"it is one object of columns ({', '.join(value)}): write rows instead, as pandas does with "
+            'to_json(path, orient="records", lines=True)'
+        )
+    return list(value[tables[0]]) if tables else [value]
+
+
+def _is_table(value: Any) -> bool:
+    """Whether this is a list of objects, and no chat."""
+    return isinstance(value, list) and all(isinstance(one, dict) and not {"role", "from"} & one.keys() for one in value)
+
+
+def _parsed(text: str) -> Any:
+    """The value of a text in JSON; None if it is none.
+
+    Raises:
+        BadRowError: it has numbers that JSON does not have.
+    """
+    try:
+        return json.loads(text, parse_constant=_no_constant)
+    except (json.JSONDecodeError, RecursionError):
+        return None
 
 
 def read_or_error(read: Callable[[Any], Mapping[str, Any]], value: Any) -> Mapping[str, Any] | BadRowError:
@@ -280,13 +404,17 @@ def _of_csv(path: Path) -> Iterator[tuple[str, Mapping[str, Any] | BadRowError]]
     """The rows of a file whose fields are separated by what its head has most of: commas, semicolons or tabs."""
     usual = csv.field_size_limit(_LONGEST_FIELD)
     try:
-        with _unpacked(path) as bytes_, io.TextIOWrapper(bytes_, "utf-8-sig", "surrogateescape", newline="") as file:
-            first = file.readline()
-            reader = csv.reader(chain([first], file), delimiter=max(",;\t", key=first.count), strict=True)
+        with _text_of(path, "") as file:
+            first, begin = file.readline(), 1
+            if said := _SEPARATOR.match(first):  # for Excel
+                first, begin = file.readline(), 2
+            delimiter = said[1] if said else max(",;\t", key=first.count)
+            reader = csv.reader(chain([first], file), delimiter=delimiter, strict=True)
             head = _different([name.strip() for name in next(reader, [])])
-            begin = reader.line_num + 1
+            offset = begin - 1
+            begin += reader.line_num
             for fields in reader:
-                where, begin = f"line {begin}", reader.line_num + 1
+                where, begin = f"line {begin}", reader.line_num + 1 + offset
                 if len(fields) == len(head):
                     yield where, dict(zip(head, fields, strict=True))
                 elif fields:
@@ -310,8 +438,8 @@ def _of_parquet(file: BinaryIO, columns: Collection[str]) -> "Iterator[pa.Record
     import pyarrow.parquet as pq
 
     data = pq.ParquetFile(file)
-    wanted = [name for name in data.schema_arrow.names if name in columns]
-    yield from data.iter_batches(_AT_ONCE, columns=wanted or None)
+    wanted = _there(columns, data.schema_arrow.names)
+    yield from data.iter_batches(_AT_ONCE, columns=None if wanted is None else [*wanted])
 
 
 def _of_ipc(file: BinaryIO) -> "Iterator[pa.RecordBatch]":

@@ -16,6 +16,7 @@ from agentrl.protocols import FiniteTasks, SamplingParams, Settings, TaskSource,
 from agentrl.rollout.budget import OwnBudget
 from agentrl.tasks.dataset import DatasetTasks
 from agentrl.tasks.env_config import OneEnv, RewardsField
+from agentrl.tasks.row_reader import RowSettings
 from agentrl.tasks.seeded import SeededTasks
 from agentrl.trajectory import Task
 
@@ -54,6 +55,10 @@ class SuiteConfig(EvaluationSampling):
     """As `tasks.subset`."""
     columns: dict[str, str] = Field(default_factory=dict)
     """As `tasks.columns`."""
+    prompt: str | None = None
+    """As `tasks.prompt`."""
+    answer: str | None = None
+    """As `tasks.answer`."""
     tasks: int = Field(200, gt=0)
     """How many tasks."""
     samples: int = Field(1, gt=0)
@@ -99,7 +104,6 @@ class SuiteConfig(EvaluationSampling):
         options: Mapping[str, Any] = env.options
         if self.data is None:
             return SeededTasks(NoSettings(), env.name, 0, "held-out", options)
-        settings = DatasetTasks.Config(
-            data=self.data, split=self.split, subset=self.subset, columns=self.columns, held_out=0.0
-        )
+        given = {name: getattr(self, name) for name in ("data", "split", "subset", *RowSettings.model_fields)}
+        settings = DatasetTasks.Config(**given, held_out=0.0)
         return DatasetTasks(settings, env.name, 0, "corpus", options)

@@ -127,10 +127,10 @@ def atif_of(episode: Mapping[str, Any], run: str, model: str | None) -> dict[str
     for message in played["messages"]:
         if message["role"] == "tool" and steps and steps[-1]["source"] == "agent":
             _observe(steps[-1], message)
-        elif message["role"] == "assistant":
+        elif message["role"] == "assistant" and not message.get("given"):
             steps.append(_agent_step(message, next(turns, None), len(steps)))
         else:
-            source = "system" if message["role"] == "system" else "user"
+            source = {"system": "system", "assistant": "agent"}.get(message["role"], "user")
             steps.append({"source": source, "message": message["content"] or ""})
     counts = [len(turn["token_ids"]) for turn in played["turns"]]
     return {

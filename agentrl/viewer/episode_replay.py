@@ -59,7 +59,7 @@ async def replay(folder: Path, name: str, console: Console, *, agent: str = "", 
         raise ConfigError(f"only the fate of {name} was kept: {episode['fate']}")
     turns = iter(played["turns"])
     for message in played["messages"]:
-        turn = next(turns, None) if message["role"] == "assistant" else None
+        turn = next(turns, None) if message["role"] == "assistant" and not message.get("given") else None
         if turn is not None and speed > 0:
             await asyncio.sleep(min(turn["generate_seconds"] / speed, _LONGEST))
         style = "green" if message["role"] == "assistant" else "cyan"

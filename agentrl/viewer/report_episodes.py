@@ -75,7 +75,7 @@ def _pictures(trajectory: Mapping[str, Any], messages: Sequence[Mapping[str, Any
     turns: Sequence[Mapping[str, Any]] = trajectory.get("turns") or []
     found, answers = [""] * len(messages), 0
     for place, message in enumerate(messages):
-        if message["role"] == "assistant" and answers < len(turns):
+        if message["role"] == "assistant" and not message.get("given") and answers < len(turns):
             if place > 0:
                 found[place - 1] = turns[answers].get("picture") or ""
             answers += 1

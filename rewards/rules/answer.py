@@ -73,7 +73,7 @@ class AnswerRule(ABC):
 
 def answer_of(trajectory: Trajectory, tag: str | None = None) -> str | None:
     """The end of the model's last message, or what stands in its last `<tag>`; None where there is none."""
-    replies = (message.content for message in reversed(trajectory.messages) if message.role == "assistant")
+    replies = (message.content for message in reversed(trajectory.messages) if message.is_answer)
     text = next(replies, "").strip()[-LONGEST:]
     if tag is None:
         return text or None

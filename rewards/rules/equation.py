@@ -38,6 +38,16 @@ class Math(AnswerRule):
         super().__init__(config)
         self._option = config.gold
 
+    def check_first_task(self, task: Task) -> None:
+        """Check that mathematics can be read from the right answers of a task.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        for gold in self.golds(task):
+            if not _word(text := _text(gold)):
+                self._forms(gold, text)
+
     def golds(self, task: Task) -> tuple[Any, ...]:
         """The right answers.
 

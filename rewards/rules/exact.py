@@ -9,6 +9,7 @@ from typing import Any
 
 from agentrl.rewards.rules.answer import AnswerRule, AnswerSettings, checked
 from agentrl.rewards.rules.notation import exact_number, number_in
+from agentrl.rollout.right_answers import check_it_is_no_solution
 
 # Not the minus or the point of a number: -5 is not 5, and 3.5 is not 35.
 _OF_A_NUMBER = r"(?!(?<!\w)-\.?\d|\.\d)"
@@ -49,6 +50,7 @@ class Exact(AnswerRule):
 
 
 def _text_or_number(gold: Any) -> str | Decimal:
+    check_it_is_no_solution("answer", gold)
     if isinstance(gold, bool):
         return json.dumps(gold)
     right = gold if isinstance(gold, str) else exact_number(gold)

@@ -28,7 +28,7 @@ class Tags:
 
     def content(self, trajectory: Trajectory) -> tuple[str, ...]:
         """The model's messages."""
-        replies = tuple(message.content for message in trajectory.messages if message.role == "assistant")
+        replies = tuple(message.content for message in trajectory.messages if message.is_answer)
         return replies[-1:] if self._config.last_only else replies
 
     def evaluate(self, content: tuple[str, ...]) -> float:

@@ -65,7 +65,7 @@ def exchanges(trajectory: Trajectory) -> Iterator[tuple[Said, str]]:
     The last answer belongs to the last turn, and so on backwards: a conversation may begin with examples.
     """
     messages = trajectory.messages
-    places = [number for number, message in enumerate(messages) if message.role == "assistant"]
+    places = [number for number, message in enumerate(messages) if message.is_answer]
     for back in range(max(len(places), len(trajectory.turns)), 0, -1):
         turn = trajectory.turns[-back] if back <= len(trajectory.turns) else None
         if back > len(places):

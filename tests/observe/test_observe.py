@@ -74,7 +74,7 @@ def test_trajectories_keep_exact_tokens_beside_readable_text(tmp_path):
     assert first["turns"][0]["prompt_ids"] == [1, 2, 3]
     assert first["turns"][0]["policy_versions"] == [4, 5]
     assert first["messages"][1] == {
-        "role": "assistant", "content": "left", "reasoning": "", "tool_calls": "", "tool_call_id": "",
+        "role": "assistant", "content": "left", "reasoning": "", "tool_calls": "", "tool_call_id": "", "given": False,
     }  # fmt: skip
     assert json.loads(first["turns"][0]["info"])["success"] is False
     assert (second["status"], second["detail"]) == ("truncated", "turns")

@@ -126,8 +126,15 @@ def test_bad_rows_are_named_by_file_and_line_before_anything_starts(tmp_path: Pa
         assert f"data.jsonl, line {line}: " in text
         assert why in text
     path.write_text('{"prompt": 3}\n' * 50 + good)
-    with pytest.raises(ConfigError, match="and 40 more"):
+    with pytest.raises(
+        ConfigError, match=r"50 of 51 .*\n.*, line 1: prompt: .* not 3 \(and 49 more like it\)$"
+    ) as alike:
         tasks(path)
+    assert len(str(alike.value).splitlines()) == 2
+    path.write_text('{"question": "x"}\n' * 50)
+    with pytest.raises(ConfigError, match="none of the 50 rows can be a task") as all_bad:
+        tasks(path)
+    assert len(str(all_bad.value).splitlines()) == 1
 
 
 def test_columns_are_mapped_by_name_and_a_missing_one_is_refused(tmp_path: Path) -> None:
@@ -494,3 +501,39 @@ def test_rows_that_a_reward_has_found_good_are_not_checked_by_it_again(tmp_path:
         tasks(path).check([seen.append], reward)
     assert len(seen) == 40
     assert seen[3].options["answer"] == "6"
+
+
+SOLUTION = "She has 2 + 2 = <<2+2=4>>4 eggs.\n#### 4"
+
+
+@pytest.mark.parametrize(
+    ("reward", "rows", "why"),
+    [
+        ("environment", [{"prompt": "x", "answer": SOLUTION}], "whole solution, .* pay nothing: .*reward=math"),
+        ("exact", [{"prompt": "x", "answer": SOLUTION}], "whole solution, .* pay nothing: .*reward=math"),
+        ("environment", [{"prompt": "x", "answer": r"So it is $\boxed{4}$."}], "write reward=math"),
+        ("environment", [{"prompt": "x"}], "there is no right answer, for which env=qa pays"),
+        ("environment", [{"prompt": "x", "solution": "4"}], "Write tasks.columns={prompt: prompt, answer: solution}"),
+        ("math", [{"prompt": "x", "reward_model": {"ground_truth": "4"}}], "answer: reward_model.ground_truth}"),
+        ("math", [{"prompt": "x", "answer": "---"}], "'---', in which there is no mathematics"),
+        ("environment", [{"prompt": "x", "answer": {"text": "4"}}], "is an object of text: name one of its parts"),
+    ],
+)
+def test_answers_that_nothing_would_be_paid_for_are_said_before_the_run(
+    tmp_path: Path, reward: str, rows: list[dict[str, Any]], why: str
+) -> None:
+    path = write(tmp_path / "data.jsonl", [row | {"prompt": f"q{n}"} for n in range(9) for row in rows])
+    config = tmp_path / "run.yaml"
+    config.write_text(f"env: qa\ntasks: {path}\nreward: {reward}\nmodel: tiny\nevaluation: {{tasks: 2}}\n")
+    with pytest.raises(ConfigError, match=why) as raised:
+        fingerprints(load_config(config, ["tasks.held_out=0.3"]).config)
+    assert len(str(raised.value).splitlines()) <= 2
+
+
+@pytest.mark.parametrize(
+    "extra", ["reward=math", "reward=numeric", "tasks.answer=\"{{ answer.split('####')[-1] | trim }}\""]
+)
+def test_whole_solutions_are_taken_where_they_are_read(tmp_path: Path, extra: str) -> None:
+    path = write(tmp_path / "data.jsonl", [{"prompt": f"q{n}", "answer": SOLUTION} for n in range(9)])
+    (tmp_path / "run.yaml").write_text(f"env: qa\ntasks: {path}\nmodel: tiny\nevaluation: {{tasks: 2}}\n")
+    assert fingerprints(load_config(tmp_path / "run.yaml", [extra]).config)

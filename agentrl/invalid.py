@@ -1,0 +1,53 @@
+"""What is wrong with a value, of all that pydantic says."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+
+class Fault(NamedTuple):
+    """One thing that is wrong: where, as a path of fields and numbers, what, and pydantic's name of its kind."""
+
+    where: str
+    what: str
+    kind: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}" if self.where else self.what
+
+
+def faults(error: ValidationError, value: Any) -> list[Fault]:
+    """What is wrong with `value`, one for each field.
+
+    Where a field takes one of several types, pydantic reports what is wrong for each of them. The one that was meant
+    is the one that got furthest; the others would name a false reason.
+    """
+    by_field: dict[Any, list[ErrorDetails]] = {}
+    for one in error.errors(include_url=False):
+        by_field.setdefault(one["loc"][:1], []).append(one)
+    return [_fault(max(found, key=lambda one: _depth(one, value)), value) for found in by_field.values()]
+
+
+def _fault(error: ErrorDetails, value: Any) -> Fault:
+    where = ".".join(map(str, _place(error, value)))
+    return Fault(where, error["msg"].removeprefix("Value error, "), error["type"])
+
+
+def _depth(error: ErrorDetails, value: Any) -> tuple[int, bool]:
+    """How far into the value it got. Of equally far ones, what a check of its own says is more than a type's name."""
+    return len(_place(error, value)), not error["type"].endswith(("_type", "_parsing"))
+
+
+def _place(error: ErrorDetails, value: Any) -> Sequence[int | str]:
+    """Where in a value it is: without the names of types, which stand between the fields of unions."""
+    place: list[int | str] = []
+    for part in error["loc"]:
+        inside = isinstance(value, list | tuple) and isinstance(part, int) and part < len(value)
+        if inside or (isinstance(value, Mapping) and part in value):
+            value = value[part]
+            place.append(part)
+    if error["type"] == "missing" or not place:
+        place += error["loc"][-1:]
+    return place

@@ -1,0 +1,162 @@
+"""Chats as data has them, read into messages: OpenAI's form, ShareGPT's, BFCL's, and what Arrow makes of them.
+
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Well?", "tool_calls": null}]
+    [{"from": "human", "value": "Well?"}, {"from": "gpt", "value": "Yes."}]
+    [[{"role": "user", "content": [{"type": "text", "text": "Well?"}]}]]
+
+Keys that are null are as if left out: Arrow writes each key of any row into all. `developer` is a later name of
+`system`. Calls become what the renderer's messages have (`agentrl.trajectory.ToolCall`).
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, get_args
+
+from agentrl.trajectory import Message, Role, ToolCall
+
+_ROLES: Mapping[str, Role] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "prompter": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "function_call": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "function_response": "tool",
+    "observation": "tool",
+}
+_SAID = ("content", "value", "text", "parts")
+"""Keys under which a message has its text."""
+_TEXTS = ("text", "input_text", "output_text")
+"""Types of parts that are text."""
+
+
+def is_chat(value: Any) -> bool:
+    """Whether a value is meant as the messages of a chat."""
+    if not isinstance(value, list | tuple) or not value:
+        return False
+    first = value[0]
+    return is_chat(first) or (isinstance(first, Mapping) and not {"role", "from"}.isdisjoint(first))
+
+
+def read_chat(value: Sequence[Any]) -> tuple[Message, ...]:
+    """The messages of a chat.
+
+    Raises:
+        ValueError: it is none, or has what no model here can read. Says which message, from 1.
+    """
+    if value and all(map(is_chat, value)):  # turns of BFCL, of which each is a list
+        if len(value) > 1:
+            raise ValueError(
+                f"it has {len(value)} turns with messages of their own, and a task asks once: choose one, such as "
+                "tasks.columns={prompt: COLUMN.0}"
+            )
+        value = value[0]
+    return tuple(_read(one, f"message {number}") for number, one in enumerate(value, 1))
+
+
+def question_of(chat: Sequence[Message]) -> tuple[Sequence[Message], str | None]:
+    """(what is asked, which ends with the last message of the user; what was answered, if anything was).
+
+    Raises:
+        ValueError: the user says nothing, or something other than an answer follows.
+    """
+    place = max((place for place, message in enumerate(chat) if message.role == "user"), default=None)
+    if place is None:
+        raise ValueError(f"a chat has a message of the user, and this one is of {_roles(chat) or 'nobody'}")
+    after = chat[place + 1 :]
+    if any(message.role == "system" for message in after):
+        raise ValueError("a chat has a message of the user at its end, and this one ends with a system message")
+    answers = [message.said for message in after if message.role == "assistant" and message.said]
+    return chat[: place + 1], answers[-1] if answers else None
+
+
+def as_json(message: Message) -> dict[str, Any]:
+    """A message in the form that `read_chat` takes."""
+    calls = [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
+        for call in message.tool_calls
+    ]
+    extra = {"reasoning": message.reasoning, "tool_calls": calls, "name": message.name}
+    extra["tool_call_id"] = message.tool_call_id
+    return {"role": message.role, "content": message.said, **{key: value for key, value in extra.items() if value}}
+
+
+def _read(raw: Any, where: str) -> Message:
+    if not isinstance(raw, Mapping):
+        raise ValueError(f"{where} is {raw!r:.80}, not an object with role and content")
+    one = {key: value for key, value in raw.items() if value is not None}
+    named = one.get("role", one.get("from"))
+    role = _ROLES.get(str(named).casefold())
+    if role is None:
+        had = f"has the role {named!r:.80}" if named is not None else f"has no role, but {', '.join(one) or 'nothing'}"
+        raise ValueError(f"{where} {had}: write {', '.join(get_args(Role))} or developer")
+    said = next((one[key] for key in _SAID if key in one), None)
+    calls = tuple(_calls(one, f"{where} ({named})", said if named == "function_call" else None))
+    if said is None and not calls:
+        raise ValueError(f"{where} ({named}) has no content, but {', '.join(one)}")
+    text = "" if said is None or named == "function_call" else _text(said, f"{where} ({named})")
+    if calls:
+        text = "\n".join(filter(None, (text, *(call.render() for call in calls))))
+    reasoning = one.get("reasoning_content", one.get("reasoning", "")) if role == "assistant" else ""
+    answers = str(one.get("tool_call_id", "")) if role == "tool" else ""
+    return Message(role, text, str(reasoning), calls, answers, str(one.get("name", "")) if role == "tool" else "")
+
+
+def _text(said: Any, where: str) -> str:
+    if isinstance(said, str):
+        return said
+    if not isinstance(said, list | tuple):
+        raise ValueError(f"{where} has the content {said!r:.80}: write a text, or a list of parts that are text")
+    return "".join(_part(part, where) for part in said)
+
+
+def _part(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type", "text" if "text" in part else None) if isinstance(part, Mapping) else type(part).__name__
+    if kind not in _TEXTS or not isinstance(part.get("text"), str):
+        raise ValueError(f"{where} has a part of type {kind!r}, and models that are trained here read text alone")
+    return str(part["text"])
+
+
+def _calls(one: Mapping[str, Any], where: str, written: Any) -> Iterator[ToolCall]:
+    """The calls of a message: in a list, or in an older form, or as its text in JSON."""
+    listed = one.get("tool_calls") or [one[key] for key in ("function_call",) if key in one]
+    for raw in [*listed, *([written] if written is not None else [])]:
+        yield _call(_json(raw, where) if isinstance(raw, str) else raw, where)
+
+
+def _call(raw: Any, where: str) -> ToolCall:
+    function = raw.get("function") or raw if isinstance(raw, Mapping) else {}
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ValueError(f"{where} has the call {raw!r:.80}: write an object with name and arguments")
+    given = function.get("arguments", function.get("parameters"))
+    arguments = _json(given, where) if isinstance(given, str) and given else given or {}
+    if not isinstance(arguments, Mapping):
+        raise ValueError(f"{where} has a call of {function['name']!r} whose arguments are no object: {given!r:.80}")
+    call = ToolCall(function["name"], _without_nulls(arguments), str(raw.get("id") or ""))
+    if not call.is_plain:
+        raise ValueError(f"{where} has a call of {call.name!r} with an infinite number or too deep nesting")
+    return call
+
+
+def _json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} has a call that is not JSON: {error}") from None
+
+
+def _without_nulls(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
+def _roles(chat: Sequence[Message]) -> str:
+    return ", ".join(message.role for message in chat)

@@ -1,0 +1,137 @@
+"""The columns of a row: one by its path, and which of them are most likely the question and its answer."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from agentrl import plugins
+from agentrl.tasks.rows import BadRowError
+
+_QUESTIONS = (
+    "prompt", "question", "problem", "instruction", "query", "input", "goal", "messages", "conversations",
+    "conversation", "dialog", "dialogue", "task", "text", "inputs", "request", "ctx",
+)  # fmt: skip
+_ANSWERS = (
+    "answer", "finalanswer", "groundtruth", "expectedanswer", "referenceanswer", "correctanswer", "answerkey",
+    "answers", "solution", "target", "targets", "label", "gold", "correct", "output", "response", "completion",
+    "reference", "outputs",
+)  # fmt: skip
+"""Names of columns without capitals and what joins words, those that say most first."""
+_CHOICES = ("choices", "options", "endings", "candidates")
+_CONTEXTS = ("context", "passage", "article", "paragraph", "document", "story", "background")
+_LISTED = 30
+"""Columns that a message names."""
+_LONGEST_NAME = 60
+
+
+def column(row: Mapping[str, Any], path: str) -> Any:
+    """The value of a column, where a dot goes into a mapping or a list: `reward_model.ground_truth`, `turns.-1.text`.
+
+    Raises:
+        BadRowError: there is none.
+    """
+    if path in row:
+        return row[path]
+    outer, _, inner = path.partition(".")
+    if inner and outer in row:
+        return _inside(row[outer], inner, outer)
+    raise BadRowError(f"no column {path!r}.{plugins.nearest(path, row)} There are {listed(row)}")
+
+
+def _inside(value: Any, path: str, said: str) -> Any:
+    if isinstance(value, Mapping):
+        if path in value:
+            return value[path]
+        step, _, rest = path.partition(".")
+        if step in value:
+            return _inside(value[step], rest, f"{said}.{step}") if rest else value[step]
+        raise BadRowError(f"column {said!r} has no {step!r}.{plugins.nearest(step, value)} It has {listed(value)}")
+    step, _, rest = path.partition(".")
+    if isinstance(value, Sequence) and not isinstance(value, str) and step.removeprefix("-").isdecimal():
+        if not -len(value) <= int(step) < len(value):
+            raise BadRowError(f"column {said!r} has {len(value)} entries, and none has the number {step}")
+        return _inside(value[int(step)], rest, f"{said}.{step}") if rest else value[int(step)]
+    raise BadRowError(f"column {said!r} is {type(value).__name__}, which has no {step!r} in it")
+
+
+def listed(columns: Mapping[str, Any]) -> str:
+    """The names of columns, for people."""
+    names = [name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}..." for name in columns]
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return (", ".join(names[:_LISTED]) or "none") + more
+
+
+def answer_advice(row: Mapping[str, Any]) -> str:
+    """What to write so that one of a row's columns, if there is any, is read as the right answer."""
+    path = _answer(row)
+    return f"write tasks.columns={{prompt: prompt, answer: {path}}}" if path else ""
+
+
+def advice(row: Mapping[str, Any]) -> str:
+    """What to write so that a row's columns are read as a question and its answer."""
+    answer = _answer(row)
+    if template := _template(row):
+        also = f" and tasks.columns={{answer: {answer}}}" if answer else ""
+        return f"write tasks.prompt={template}{also}"
+    if {"chosen", "rejected"} <= row.keys():
+        return "these are preferences, which recipe=dpo learns from (recipe.preferences.path)"
+    question = next((path for path, value in _named(row, _QUESTIONS) if isinstance(value, str | list)), None)
+    if question is None and any(_is_no_name(name) for name in row):
+        return "these are no names of columns: a file of fields begins with a line that names them"
+    also = f", answer: {answer}" if answer and answer != question else ""
+    return f"write tasks.columns={{prompt: {question or 'COLUMN'}{also if question else ', answer: COLUMN'}}}"
+
+
+def _template(row: Mapping[str, Any]) -> str:
+    """A prompt of more than one column, for tasks with choices, a text to read, or an input; else nothing."""
+    question = next((path for path, value in _named(row, _QUESTIONS) if isinstance(value, str)), "")
+    if not question:
+        return ""
+    context = next((path for path, value in _named(row, _CONTEXTS) if value and path != question), "")
+    choices = _choices(row)
+    second = "input" if question == "instruction" and isinstance(row.get("input"), str) else ""
+    parts = [f"{{{name}}}" for name in (context, question, second) if name]
+    if len(parts) == 1 and not choices:
+        return ""
+    return '"' + "\\n\\n".join(parts) + (f"\\n{choices}" if choices else "") + '"'
+
+
+def _choices(row: Mapping[str, Any]) -> str:
+    """How the choices of a row are written in a template."""
+    if all(isinstance(row.get(letter), str) for letter in "ABCD"):
+        return "\\n".join(f"{letter}. {{{letter}}}" for letter in "ABCDEFGHIJ" if letter in row)
+    for path, value in _named(row, _CHOICES):
+        texts = f"{path}.text" if isinstance(value, Mapping) and "text" in value else path
+        if isinstance(column(row, texts), list | tuple):
+            return f"{{{texts} | lettered}}"
+    return ""
+
+
+def _answer(row: Mapping[str, Any]) -> str:
+    for path, value in _named(row, _ANSWERS):
+        if isinstance(value, Mapping):  # the answers of SQuAD
+            if "text" in value:
+                return f"{path}.text"
+        elif value is not None:
+            return path
+    return ""
+
+
+def _named(row: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """(path, value) of the columns with one of these names, in their order: those of the row before those inside."""
+    inner = {
+        f"{outer}.{name}": inside
+        for outer, value in row.items()
+        if isinstance(value, Mapping)
+        for name, inside in value.items()
+    }
+    for columns in (dict(row), inner):
+        for wanted in names:
+            yield from ((path, value) for path, value in columns.items() if _bare(path) == wanted)
+
+
+def _bare(path: str) -> str:
+    return "".join(filter(str.isalnum, path.rpartition(".")[2].casefold()))
+
+
+def _is_no_name(name: str) -> bool:
+    return not name or len(name) > _LONGEST_NAME or name.endswith(("?", ".")) or name.replace(".", "").isdecimal()
