@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from operator import index
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, Self, get_args, get_origin, runtime_checkable
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 from agentrl.arrays import FloatArray, IntArray, ints, same_fields
 from agentrl.batch import TrainBatch
 from agentrl.trajectory import Completion, Group, Message, Score, Task, Trajectory
+from agentrl.yaml_values import DEEPEST
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,11 +47,29 @@ class Settings(BaseModel):
         ser_json_inf_nan="constants",  # null, the default, would not be read back as the same setting
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _a_section_may_be_empty(cls, data: Any) -> Any:
+        """A section without settings (`rollout:`, all of whose lines are comments) is as one that is left out."""
+        if isinstance(data, Mapping):
+            return {key: value for key, value in data.items() if value is not None or not cls._is_section(key)}
+        return {} if data is None else data
+
+    @classmethod
+    def _is_section(cls, key: str) -> bool:
+        """Whether a setting is a mapping of others, and cannot be null."""
+        field = cls.model_fields.get(key)
+        kind = None if field is None else get_origin(field.annotation) or field.annotation
+        return isinstance(kind, type) and issubclass(kind, Settings | Mapping)
+
     @field_validator("*")
     @classmethod
     def _numbers_can_be_computed_with(cls, value: Any, info: ValidationInfo) -> Any:
         field = cls.model_fields.get(info.field_name or "")
-        if field is not None and not _may_be_infinite(field) and field.annotation is not Any:
+        if field is not None and _is_free(field.annotation):
+            for one in value if isinstance(value, tuple) and field.annotation is not Any else [value]:
+                check_plain(one)
+        elif field is not None and not _may_be_infinite(field):
             check_numbers(value)
         return value
 
@@ -68,6 +87,11 @@ class Settings(BaseModel):
                 except ValueError as error:
                     raise ValueError(f"the default of {name} will not do: {error}") from error
         return self
+
+
+def _is_free(annotation: Any) -> bool:
+    """Whether a setting of this type may hold values of any kind."""
+    return annotation is Any or any(map(_is_free, get_args(annotation)))
 
 
 def _may_be_infinite(field: FieldInfo) -> bool:
@@ -120,6 +144,34 @@ def check_numbers(value: object) -> None:
     elif isinstance(value, list | tuple | set | frozenset):
         for one in value:
             check_numbers(one)
+
+
+def check_plain(value: object, deepest: int = DEEPEST) -> None:
+    """Check that a value means the same wherever it goes: in a YAML file, in JSON, in another process.
+
+    Raises:
+        ValueError: it, or a value in it, is not text, a finite number, true, false, null, a list or a mapping with
+            texts as keys.
+    """
+    if deepest < 0:
+        raise ValueError(f"more than {DEEPEST} levels of lists and mappings in each other: write less nesting")
+    if value is None or type(value) in {bool, int, str}:
+        return
+    if isinstance(value, float):
+        check_numbers(value)
+    elif isinstance(value, Mapping):
+        for key, one in value.items():
+            if type(key) is not str:
+                raise ValueError(f"{key!r:.80} ({type(key).__name__}) is a key: write text")
+            check_plain(one, deepest - 1)
+    elif isinstance(value, list):
+        for one in value:
+            check_plain(one, deepest - 1)
+    else:
+        raise ValueError(
+            f"{value!r:.80} is a {type(value).__name__}, which would come back from a file or a process as something "
+            "else: write text, a number, true, false, null, a list or a mapping"
+        )
 
 
 @dataclass(frozen=True, slots=True)

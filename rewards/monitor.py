@@ -5,13 +5,14 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Any, Literal, Self
 
-import yaml
 from pydantic import field_validator, model_validator
 
+from agentrl.errors import ConfigError
 from agentrl.protocols import Settings
 from agentrl.rewards.ltl import Automaton, automaton
 from agentrl.rewards.rules.tool_use import calls_in, exchanges
 from agentrl.trajectory import MadeCall, Score, ToolCall, Trajectory
+from agentrl.yaml_values import read_value
 
 
 class Monitor:
@@ -132,7 +133,10 @@ def _matcher(atom: str) -> tuple[str, dict[str, Any]]:
     found = list(_ARGUMENT.finditer(inside, 0, len(inside) - 1))
     if "".join(argument[0] for argument in found) != inside[:-1]:
         raise ValueError(f'the atom {atom!r} has arguments that cannot be read; write {name}(shop="north", count=2)')
-    return name, {argument[1]: yaml.safe_load(argument[2]) for argument in found}
+    try:
+        return name, {argument[1]: read_value(argument[2]) for argument in found}
+    except ConfigError as error:
+        raise ValueError(f"the atom {atom!r} has an argument that cannot be read: {error}") from error
 
 
 def _holds(event: Event, atom: str, name: str, arguments: dict[str, Any]) -> bool:

@@ -138,16 +138,14 @@ def test_an_example_is_a_valid_config_whose_player_exists(name):
 
 
 def test_a_key_without_a_value_says_so(path):
-    path.write_text(BASE + "steps:\nplacement: {engine: 0, 7}\n")
+    path.write_text(BASE.replace("steps: 3", "steps:") + "placement: {engine: 0, 7}\n")
     said = problem(path)
     assert "steps: Input should be a valid integer, got None" in said
     assert "quote it" in said
 
 
 def test_a_value_that_is_no_yaml_says_so(path):
-    assert "cannot read the value of the override 'trainer={name:', which is not YAML" in problem(
-        path, "trainer={name:"
-    )
+    assert "cannot read the value of the override 'trainer={name:': this is not YAML" in problem(path, "trainer={name:")
 
 
 @pytest.mark.parametrize(("old", "new"), RENAMED.items())

@@ -34,7 +34,17 @@ LAYERS = [
         "storage",
     },
     {"attention_check"},
-    {"checkpoint", "credentials", "gguf", "model_source", "run_lock", "run_temp", "tiny_model", "trajectory"},
+    {
+        "checkpoint",
+        "credentials",
+        "gguf",
+        "model_source",
+        "run_lock",
+        "run_temp",
+        "tiny_model",
+        "trajectory",
+        "yaml_values",
+    },
     {"batch", "http_client", "openai_wire", "pretrained"},
     {"protocols", "questions", "replay"},
     {"algorithms", "flow", "plugins"},
@@ -73,6 +83,7 @@ PLUGINS_MAY_IMPORT = {
     "testing",
     "trajectory",
     "weights",
+    "yaml_values",
 }
 
 

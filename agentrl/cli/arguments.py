@@ -6,6 +6,8 @@ from typing import Annotated, Any
 import typer
 
 from agentrl.errors import ConfigError
+from agentrl.protocols import check_plain
+from agentrl.yaml_values import read_yaml, value_of
 
 Step = Annotated[
     str, typer.Option(metavar="N|best|latest", help="Which checkpoint of the run; best: on held-out tasks.")
@@ -26,12 +28,12 @@ ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file.
 
 def env_options(text: str) -> dict[str, Any]:
     """The options of `reset`, from a command line."""
-    import yaml
-
     try:
-        options = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--options {text!r} is not YAML: {error}") from error
-    if not isinstance(options, dict) or not all(isinstance(name, str) for name in options):
+        root = read_yaml(text, "")
+        options = {} if root is None else value_of(root)
+        check_plain(options)
+    except (ConfigError, ValueError) as error:
+        raise ConfigError(f"cannot read --options {text!r}: {error}") from error
+    if not isinstance(options, dict):
         raise ConfigError(f"--options {text!r} is not a mapping: write --options '{{level: 2}}'")
     return options

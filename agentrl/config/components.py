@@ -25,10 +25,12 @@ _DEFAULT_NAMES = {
 
 
 def component_of(section: str, kind: str, raw: Any, origins: Mapping[str, str]) -> Component:
-    raw = {"name": raw} if isinstance(raw, str) else dict(raw or {})
+    raw = section_of(section, raw, origins)
     name = raw.pop("name", _DEFAULT_NAMES.get(section.rpartition(".")[2]))
     if name is None:
         raise ConfigError(f"{section}.name: missing{written_at(origins, section)}. {_installed(kind)}")
+    if not isinstance(name, str):
+        raise ConfigError(f"{section}.name: write text, got {name!r}{written_at(origins, f'{section}.name')}")
     try:
         factory = plugins.load(kind, name)
         model = settings_of_part(name, factory) if kind == "rewards" else plugins.settings_of(factory)
@@ -39,6 +41,19 @@ def component_of(section: str, kind: str, raw: Any, origins: Mapping[str, str]) 
     except ValidationError as error:
         lines = (line for line, _ in explained(model, error, tuple(section.split(".")), origins))
         raise ConfigError("\n".join(lines)) from error
+
+
+def section_of(section: str, raw: Any, origins: Mapping[str, str]) -> dict[str, Any]:
+    """The settings that are written as a section: its name alone, or a mapping, or nothing.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if isinstance(raw, str):
+        return {"name": raw}
+    if raw is not None and not isinstance(raw, Mapping):
+        raise ConfigError(f"{section}: write a name or settings, got {raw!r:.80}{written_at(origins, section)}")
+    return {key: value for key, value in (raw or {}).items() if key != "name" or value is not None}
 
 
 def helper_of(
@@ -54,7 +69,7 @@ def helper_of(
         if section == "critic"
         else any(getattr(user, "uses_reference", False) for user in users)
     )
-    own = values.get(section) or {}
+    own = section_of(section, values.get(section), origins)
     if not needed:
         if own:
             way_out = "set algorithm=ppo" if section == "critic" else "set algorithm.kl=0.01"
@@ -96,19 +111,20 @@ def entries_of(raw: Any, at: tuple[str, str], algorithm: Component | None, origi
         return raw
     entries, problems = [], []
     for number, entry in raw[name].items():
-        made, path = dict(entry), f"{section}.{name}.{number}"
+        path = f"{section}.{name}.{number}"
         try:
-            if isinstance(entry.get("tasks"), dict):
-                made["tasks"] = component_of(f"{path}.tasks", "task_sources", entry["tasks"], origins)
-            if entry.get("reward") is not None:
-                made["reward"] = rewards_of(entry["reward"], origins, f"{path}.reward")
-            if made.pop("algorithm", None) is not None and algorithm is not None:
-                shared = algorithm.settings.model_dump(exclude_unset=True)
-                settings = {"name": algorithm.name, **shared, **entry["algorithm"]}
+            made = section_of(path, entry, origins)
+            if made.get("tasks") is not None and section == "env":
+                made["tasks"] = component_of(f"{path}.tasks", "task_sources", made["tasks"], origins)
+            if made.get("reward") is not None:
+                made["reward"] = rewards_of(made["reward"], origins, f"{path}.reward")
+            if (own := made.pop("algorithm", None)) is not None and algorithm is not None:
+                shared = {"name": algorithm.name, **algorithm.settings.model_dump(exclude_unset=True)}
+                settings = {**shared, **section_of(f"{path}.algorithm", own, origins)}
                 made["algorithm"] = component_of(f"{path}.algorithm", "algorithms", settings, origins)
+            entries.append(made)
         except ConfigError as error:
             problems.append(str(error))
-        entries.append(made)
     if problems:
         raise ConfigError("\n".join(problems))
     return {**raw, name: entries}
@@ -120,7 +136,7 @@ def rewards_of(raw: Any, origins: Mapping[str, str], section: str = "reward") ->
     if not numbers:
         if isinstance(raw, list):
             raise ConfigError(f"{section}: the list is empty{written_at(origins, section)}: name at least one part")
-        return RewardsConfig((component_of(section, "rewards", {"name": "environment"} | dict(raw), origins),), False)
+        return RewardsConfig((component_of(section, "rewards", raw, origins),), False)
     wrong = [key for key in raw if key not in map(str, range(len(raw)))]
     if wrong:
         parts = ", ".join(f"{number} is {raw[number].get('name')}" for number in sorted(numbers) if number not in wrong)

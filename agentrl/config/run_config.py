@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Self
 
-import yaml
 from pydantic import (
     Field,
     field_validator,
@@ -33,6 +32,7 @@ from agentrl.simulate.world import SimulationConfig
 from agentrl.tasks.env_config import ComponentField, EnvConfig, OneEnv, RewardsField
 from agentrl.tasks.suites import EvaluationSampling, SuiteConfig
 from agentrl.weights.publisher import WeightsConfig
+from agentrl.yaml_values import to_yaml
 
 COMPONENTS = {
     "engine": "engines",
@@ -400,7 +400,7 @@ class RunConfig(Settings):
 
     def to_yaml(self) -> str:
         """The resolved config as YAML; `agentrl train` reads it back as the same run."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+        return to_yaml(self.model_dump(mode="json"))
 
 
 PLAYED = ("algorithm", "engine", "reward", "evaluation", "batch_processing", "weights")

@@ -16,8 +16,8 @@ from agentrl.config.run_config import COMPONENTS, HELPERS
 from agentrl.credentials import refuse_credentials, without_credentials
 from agentrl.errors import ConfigError
 from agentrl.tasks.rows import is_data
+from agentrl.yaml_values import read_value, read_yaml, value_of
 
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's, if PyYAML has it, is ten times as fast
 _NAMED = (*COMPONENTS, *HELPERS, "reward", "env", "model", "placement")
 _MIXTURE, _SUITES = LISTS = (("env", "mixture"), ("evaluation", "suites"))
 """Sections that are lists of sections, of which some are components."""
@@ -55,7 +55,7 @@ class Source:
             self._forget(tuple(path), keep_one=isinstance(value, str))
         if listed is not None and isinstance(value, list) and value:
             path, value = listed, {str(number): part for number, part in enumerate(value)}
-        if isinstance(value, str) and path[-1] == "tasks" and is_data(value):
+        if isinstance(value, str) and _is_tasks(tuple(path)) and is_data(value):
             value = {"name": "dataset", "data": value}
         if isinstance(value, str) and _is_named(tuple(path)):
             path = (*path, "name")
@@ -66,6 +66,8 @@ class Source:
         node = self.values
         for i, key in enumerate(path[:-1]):
             inner = node.setdefault(key, {})
+            if inner is None:  # a section that was written without settings
+                inner = node[key] = {}
             if not isinstance(inner, dict):
                 raise ConfigError(f"{'.'.join(path)} ({origin}): {'.'.join(path[: i + 1])} is {inner!r}, not a section")
             node = inner
@@ -90,9 +92,15 @@ class Source:
         self.origins = {key: origin for key, origin in self.origins.items() if not f"{key}.".startswith(gone)}
 
 
-def _is_part(path: Sequence[str]) -> bool:
+def _is_part(path: tuple[str, ...]) -> bool:
     """Whether this is the path of a part of a reward: `reward.1`, `env.mixture.0.reward.1`."""
-    return len(path) in (2, 5) and path[-2] == "reward" and path[-1].isdigit()
+    inside = len(path) == 2 or (len(path) == 5 and path[:2] in LISTS)
+    return inside and path[-2] == "reward" and path[-1].isdigit()
+
+
+def _is_tasks(path: tuple[str, ...]) -> bool:
+    """Whether this is the path of a section that says where tasks come from."""
+    return path == ("tasks",) or (len(path) == 4 and path[:2] == _MIXTURE and path[3] == "tasks")
 
 
 def read_settings(path: Path, overrides: Iterable[str] = ()) -> Source:
@@ -103,7 +111,7 @@ def read_settings(path: Path, overrides: Iterable[str] = ()) -> Source:
     """
     source = Source()
     source.set(("run_dir",), f"runs/{path.stem}", "the config's file name")
-    _read_yaml(path, source)
+    _read_file(path, source)
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key:
@@ -130,33 +138,22 @@ def _look_beside(path: Path, source: Source) -> None:
 
 def _given(override: str, text: str) -> Any:
     try:
-        return _scalar(text)
-    except yaml.YAMLError:
+        return read_value(text)
+    except ConfigError as error:
+        key = override.partition("=")[0]
         raise ConfigError(
-            f"cannot read the value of the override {without_credentials(override)!r}, which is not YAML: is a bracket "
-            "open, or a quote missing around what has spaces?"
+            f"cannot read the value of the override {without_credentials(override)!r}: {error}. Quote a value that is "
+            f"text, for the shell too: {key}=\"'...'\""
         ) from None
 
 
-def _scalar(text: str) -> Any:
-    value = yaml.safe_load(text)
-    if isinstance(value, str):
-        try:
-            return float(value)  # YAML 1.1 reads 1e-3 as a string
-        except ValueError:
-            return value
-    return value
-
-
-def _read_yaml(path: Path, source: Source) -> None:
+def _read_file(path: Path, source: Source) -> None:
     try:
-        root = yaml.compose(path.read_text(), Loader=_LOADER)
+        root = read_yaml(path.read_bytes(), str(path))
     except FileNotFoundError:
         there = sorted(str(p) for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
         raise ConfigError(f"no config file {str(path)!r}.{plugins.nearest(str(path), there)}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from error
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise ConfigError(f"{path} cannot be read as a config: {error}") from error
     if not isinstance(root, yaml.MappingNode) or not root.value:
         raise ConfigError(f"{path} must be a mapping of settings, such as `steps: 100`")
@@ -166,15 +163,11 @@ def _read_yaml(path: Path, source: Source) -> None:
 def _read_node(node: yaml.Node, keys: tuple[str, ...], path: Path, source: Source) -> None:
     if isinstance(node, yaml.MappingNode) and node.value:
         for key, inner in node.value:
-            _read_node(inner, (*keys, str(key.value)), path, source)
+            _read_node(inner, (*keys, key.value), path, source)
         return
     listed = _as_listed(keys)
     if listed is not None and isinstance(node, yaml.SequenceNode) and node.value:
         for number, part in enumerate(node.value):
             _read_node(part, (*listed, str(number)), path, source)
         return
-    value: Any = yaml.SafeLoader("").construct_object(node, deep=True)
-    bare = (
-        isinstance(value, str) and isinstance(node, yaml.ScalarNode) and node.style is None
-    )  # a quoted scalar stays a string
-    source.set(keys, _scalar(value) if bare else value, f"{path}:{node.start_mark.line + 1}")
+    source.set(keys, value_of(node), f"{path}:{node.start_mark.line + 1}")

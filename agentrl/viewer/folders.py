@@ -13,11 +13,10 @@ from pathlib import Path
 from sys import intern
 from typing import Any, TypedDict
 
-import yaml
-
 from agentrl.errors import ConfigError
 from agentrl.observe.ending import ending_kept
 from agentrl.observe.live_status import read_live_state
+from agentrl.yaml_values import read_yaml, value_of
 
 _STEP_FILE = re.compile(r"step_(\d{1,9})\.parquet")
 _CHECKPOINT = re.compile(r"step_(\d{1,9})")
@@ -175,7 +174,7 @@ class RunFolder:
             if kept is None or kept[0] != stamp:
                 kept = self._kept[name] = stamp, read(path.read_bytes())
             return kept[1]
-        except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        except (OSError, ValueError, ConfigError, RecursionError):
             return None
 
 
@@ -215,7 +214,8 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 
 def _settings(text: bytes) -> dict[str, Any]:
-    found = yaml.load(text.decode(errors="replace"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    root = read_yaml(text.decode(errors="replace"), "")
+    found = None if root is None else value_of(root)
     return dict(_leaves(found)) if isinstance(found, dict) else {}
 
 

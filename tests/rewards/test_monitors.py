@@ -204,6 +204,7 @@ def test_operators_bind_as_documented(text, same):
         ("", "where a formula should be"),
         (" & ".join(f"F a{i}" for i in range(9)), "has 9 atoms, and a monitor may have 8"),
         ("buy(shop)", "arguments that cannot be read"),
+        ("buy(shop=[1)", "an argument that cannot be read"),
     ],
 )
 def test_what_is_no_formula_is_refused_by_the_config_and_says_where(text, said):
@@ -216,7 +217,13 @@ def call(name: str, **arguments: object) -> str:
     return ToolCall(name, arguments).render()
 
 
-SHOP = [call("price", shop="north"), call("price", shop="south", n=1), "hm", call("buy", shop="south"), "<tool_call>{"]
+SHOP = [
+    call("price", shop="north"),
+    call("price", shop="south", n=1),
+    "hm",
+    call("buy", shop="south", at=0.001, on="2026-11-25"),
+    "<tool_call>{",
+]
 SAID = ["3", "Error: closed", "Call a tool", "bought", "Error: unread"]
 
 
@@ -228,6 +235,8 @@ SAID = ["3", "Error: closed", "Call a tool", "bought", "Error: unread"]
         ("F buy(shop=south)", True),
         ('F buy(shop="north")', False),
         ("F price(n=1)", True),
+        ("F buy(at=1e-3)", True),
+        ("F buy(on=2026-11-25)", True),
         ("F price(n=true)", False),
         ("G !refused", False),
         ("F (refused & price)", True),
