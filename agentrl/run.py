@@ -18,6 +18,7 @@ runs/NAME/
   reward_model/      the model that the recipe reward_model has trained
   iterations/        the model, the pairs and the lineage of each iteration of the recipe iterative_dpo
   tensorboard/       event files
+  trackers/          the ids of this run at trackers with a server
   reward_curve.png   when the run has ended
   status.json        the current step and phase, since when, the process id and host; and how the run ended (ending.py)
   live.json          while the process lives, renewed every second: workers alive, and what waits for what
@@ -46,8 +47,8 @@ from typing import Any, Self
 
 from pydantic_core import to_json
 from rich.console import Console
+from rich.markup import escape
 
-from agentrl import plugins
 from agentrl.algorithms.samples import TracedBatch
 from agentrl.checkpoint import Checkpoints, Savable
 from agentrl.config import LoadedConfig, RunConfig, load_config, unused_by
@@ -56,7 +57,7 @@ from agentrl.errors import AgentRLError, ConfigError
 from agentrl.flow import Flow, elapsed, run_to_completion
 from agentrl.model_source import check_architecture, commit_of, description_folder, model_folder, vocabulary_size
 from agentrl.observe.curve import draw_curve
-from agentrl.observe.ending import ending_of, how_to_go_on
+from agentrl.observe.ending import Ending, ending_of, how_to_go_on
 from agentrl.observe.health import batch_health, episode_health
 from agentrl.observe.live_status import LiveStatus
 from agentrl.observe.metrics import MetricsFile, masked_shares, rollout_metrics
@@ -64,9 +65,10 @@ from agentrl.observe.profiler import Profiler
 from agentrl.observe.progress import ProgressDisplay
 from agentrl.observe.samples import TrainedBatch, drawn_groups, write_samples
 from agentrl.observe.silence import Silence, conditions
+from agentrl.observe.tracking import Tracking, sample_of
 from agentrl.observe.trajectories import write_trajectories
 from agentrl.planner.check import check_placement
-from agentrl.protocols import Renderer, SupportsTokenLogprobs, Tracker, Trainer
+from agentrl.protocols import Renderer, SupportsTokenLogprobs, Trainer
 from agentrl.rollout.agents import FrozenRoute
 from agentrl.rollout.ledger import Ledger, check_ledger
 from agentrl.rollout.renderer import renderer_of
@@ -132,7 +134,8 @@ class Run:
             self._profiler = Profiler(self.folder, always=self.config.observe.profile)
             self._settings = {key: str(value) for key, value, _ in loaded.rows()}
             self._origins = {key: origin for key, _, origin in loaded.rows()}
-            self._trackers: list[Tracker] = []
+            self._tracking: Tracking | None = None
+            self._ending: Ending | None = None
             self._silence = self._new_silence()
             self._checkpoint_flow = Flow("checkpoints")
             self._begun: asyncio.Task[Path] | None = None
@@ -176,10 +179,8 @@ class Run:
     def __enter__(self) -> Self:
         with self._open as opened:
             opened.enter_context(self.ledger)
-            for name in self.config.trackers:
-                tracker: Tracker = plugins.load("trackers", name)(self.folder, self._settings)
-                opened.callback(tracker.close)
-                self._trackers.append(tracker)
+            self._tracking = Tracking(self.config.trackers, self.folder, self._settings, self._say_warning)
+            opened.callback(self._end_tracking)
             opened.enter_context(self.display)
             opened.enter_context(self._profiler)
             opened.enter_context(self._live)
@@ -209,7 +210,7 @@ class Run:
         try:
             newest = self.checkpoints.latest()
             steps = sum("reward" in row for row in self.metrics.rows())
-            ending = ending_of(error, self.folder, steps=steps, checkpoint=newest[0] if newest else None)
+            self._ending = ending = ending_of(error, self.folder, steps=steps, checkpoint=newest[0] if newest else None)
             if error is not None:
                 error.add_note(how_to_go_on(self.folder, ending.checkpoint))
             self._status["ended"] = ending.as_row()
@@ -219,6 +220,15 @@ class Run:
             self._write_summary({**self._summary, "ended": ending.as_row()})
         except (OSError, sqlite3.Error, AgentRLError) as problem:
             logger.warning("why the run in %s has ended cannot be written there: %s", self.folder, problem)
+
+    def _end_tracking(self) -> None:
+        if self._tracking is None:
+            return
+        ending = self._ending
+        if ending is None or ending.how == "killed":
+            self._tracking.end("failed", "nothing tells why")
+        else:
+            self._tracking.end(ending.how, ending.why)
 
     def _new_silence(self) -> Silence:
         config = self.config
@@ -237,8 +247,16 @@ class Run:
     def _warn(self, row: Mapping[str, Any]) -> None:
         for text in self._silence.read(row):
             self.display.warn(row["step"], text)
-            with (self.folder / "warnings.jsonl").open("a") as file:
-                file.write(json.dumps({"step": row["step"], "text": text}) + "\n")
+            self._keep_warning(row["step"], text)
+
+    def _say_warning(self, text: str) -> None:
+        """Warn of what is no metric's doing."""
+        self.display.say(f"[yellow]warning:[/yellow] {escape(text)}")
+        self._keep_warning(len(self.metrics.values("reward")), text)
+
+    def _keep_warning(self, step: int, text: str) -> None:
+        with (self.folder / "warnings.jsonl").open("a") as file:
+            file.write(json.dumps({"step": step, "text": text}) + "\n")
 
     def source_model(self) -> Path:
         """The folder of the configured model. One on the hub stays at the commit that the run began with.
@@ -304,9 +322,9 @@ class Run:
             **{f"seconds/{phase}": value for phase, value in seconds.items()},
             "tokens_per_second": (rollout["sampled_tokens"] + rollout["prompt_tokens"]) / max(total, 1e-9),
         }
-        self.metrics.append({"step": step, **metrics})
-        for tracker in self._trackers:
-            tracker.log(step, metrics)
+        self._append(step, metrics)
+        if (step + 1) % self.config.checkpoint.every == 0:
+            self.track_samples("train", step, [(one.trajectories[0], one.scores[0]) for one in groups])
         self.display.step(step, metrics, groups)
         self._warn({"step": step, **metrics})
 
@@ -350,9 +368,7 @@ class Run:
 
     def record_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record an evaluation of the weights after `step` steps."""
-        self.metrics.append({"step": step, **metrics})
-        for tracker in self._trackers:
-            tracker.log(step, metrics)
+        self._append(step, metrics)
         self.display.held_out(step, metrics["eval/success"])
         if not metrics["eval/episodes"]:
             self._say_that_all_failed("held-out success", step, metrics["eval/failed"], "held_out")
@@ -368,9 +384,7 @@ class Run:
 
     def record_suite(self, step: int, name: str, metrics: Mapping[str, float]) -> None:
         """Record the evaluation of the weights after `step` steps on a suite."""
-        self.metrics.append({"step": step, **metrics})
-        for tracker in self._trackers:
-            tracker.log(step, metrics)
+        self._append(step, metrics)
         self._warn({"step": step, **metrics})
         own = {key.removeprefix(f"eval/{name}/"): value for key, value in metrics.items()}
         if not own["tasks"]:
@@ -397,12 +411,24 @@ class Run:
             f'the {episodes:.0f} episodes: set info["success"], or add a part of the reward that scores single episodes'
         )
 
+    def _append(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.metrics.append({"step": step, **metrics})
+        if self._tracking is not None:
+            self._tracking.log(step, metrics)
+
+    def track_samples(self, name: str, step: int, scored: Sequence[tuple[Trajectory, Score]]) -> None:
+        """Send some of these episodes to the trackers: always the first ones, of an evaluation thus of the same tasks.
+
+        `name`: that of the evaluation, or "train".
+        """
+        if self._tracking is not None:
+            samples = [sample_of(*pair) for pair in scored[: self.config.observe.tracked_episodes]]
+            self._tracking.log_samples(name, step, samples)
+
     def record_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record metrics without rollouts: of demonstrations, or of a step of another recipe."""
         self._warn({"step": step, **metrics})
-        self.metrics.append({"step": step, **metrics})
-        for tracker in self._trackers:
-            tracker.log(step, metrics)
+        self._append(step, metrics)
 
     async def save_checkpoint(self, step: int, state: Savable) -> None:
         """Save the state after `step` steps. The ledger is flushed to disk first, as a resumed run relies on it."""

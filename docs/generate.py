@@ -22,7 +22,7 @@ from agentrl.plugins import Component, NoSettings
 from agentrl.scoring.config import RewardsConfig
 
 DOCS = Path(__file__).parent
-KINDS = {**COMPONENTS, "reward": "rewards", "env.wrappers": "env_wrappers"}
+KINDS = {**COMPONENTS, "reward": "rewards", "env.wrappers": "env_wrappers", "trackers": "trackers"}
 """Sections of the config that name a plug-in, and the plug-ins' kind."""
 _SIMPLE = {
     int: "integer",

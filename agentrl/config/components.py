@@ -22,6 +22,8 @@ _DEFAULT_NAMES = {
     "recipe": "policy_gradient",
     "tasks": "seeded",
 }
+_EXAMPLES = {"rewards": "weight=0.5", "trackers": "project=NAME"}
+"""A setting that may be written of a numbered component of a kind."""
 
 
 def component_of(section: str, kind: str, raw: Any, origins: Mapping[str, str]) -> Component:
@@ -137,20 +139,7 @@ def rewards_of(raw: Any, origins: Mapping[str, str], section: str = "reward") ->
         if isinstance(raw, list):
             raise ConfigError(f"{section}: the list is empty{written_at(origins, section)}: name at least one part")
         return RewardsConfig((component_of(section, "rewards", raw, origins),), False)
-    wrong = [key for key in raw if key not in map(str, range(len(raw)))]
-    if wrong:
-        parts = ", ".join(f"{number} is {raw[number].get('name')}" for number in sorted(numbers) if number not in wrong)
-        raise ConfigError(
-            f"{section}.{wrong[0]}{written_at(origins, f'{section}.{wrong[0]}')}: reward is a list here, so name the "
-            f"part, as in {section}.0.weight=0.5; there is {parts or 'no part 0'}"
-        )
-    found: list[Component] = []
-    problems: list[str] = []
-    for number in map(str, range(len(raw))):
-        try:
-            found.append(component_of(f"{section}.{number}", "rewards", raw[number], origins))
-        except ConfigError as error:
-            problems.append(str(error))
+    found, problems = _numbered(section, "rewards", raw, origins)
     names = [name_of(part) for part in found]
     if twice := {name for name in names if names.count(name) > 1}:
         numbered = ", ".join(f"{section}.{number}" for number, name in enumerate(names) if name in twice)
@@ -158,6 +147,45 @@ def rewards_of(raw: Any, origins: Mapping[str, str], section: str = "reward") ->
     if problems:
         raise ConfigError("\n".join(problems))
     return RewardsConfig(tuple(found), True)
+
+
+def trackers_of(raw: Any, origins: Mapping[str, str]) -> tuple[Component, ...]:
+    """Read the section `trackers`: a list of names and mappings of settings, or a mapping of their numbers to these.
+
+    Raises:
+        ConfigError: there is no such tracker or setting.
+    """
+    if isinstance(raw, dict) and not any(key.isdigit() for key in raw):
+        return (component_of("trackers", "trackers", raw, origins),)
+    if not isinstance(raw, dict | list | tuple):
+        raise ConfigError(
+            f"trackers: {raw!r} is no list of trackers{written_at(origins, 'trackers')}: write [] for none"
+        )
+    numbered = raw if isinstance(raw, dict) else {str(number): one for number, one in enumerate(raw)}
+    found, problems = _numbered("trackers", "trackers", numbered, origins)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return tuple(found)
+
+
+def _numbered(
+    section: str, kind: str, raw: Mapping[str, Any], origins: Mapping[str, str]
+) -> tuple[list[Component], list[str]]:
+    """The components of a list, which `raw` has by their numbers, and what is wrong with others."""
+    if wrong := [key for key in raw if key not in map(str, range(len(raw)))]:
+        known = [number for number in sorted(raw) if number not in wrong and isinstance(raw[number], dict)]
+        parts = ", ".join(f"{number} is {raw[number].get('name')}" for number in known)
+        raise ConfigError(
+            f"{section}.{wrong[0]}{written_at(origins, f'{section}.{wrong[0]}')}: {section} is a list here, so name "
+            f"the part, as in {section}.0.{_EXAMPLES[kind]}; there is {parts or 'no part 0'}"
+        )
+    found, problems = list[Component](), list[str]()
+    for number in map(str, range(len(raw))):
+        try:
+            found.append(component_of(f"{section}.{number}", kind, raw[number], origins))
+        except ConfigError as error:
+            problems.append(str(error))
+    return found, problems
 
 
 def _installed(kind: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from agentrl import plugins
-from agentrl.config.components import component_of, entries_of, helper_of, rewards_of
+from agentrl.config.components import component_of, entries_of, helper_of, rewards_of, trackers_of
 from agentrl.config.problems import explained
 from agentrl.config.run_config import COMPONENTS, HELPERS, RunConfig
 from agentrl.config.source import LISTS, read_settings
@@ -62,6 +62,11 @@ def validate_config(values: Mapping[str, Any], origins: Mapping[str, str] | None
         except ConfigError as error:
             problems.append(str(error))
             sections.pop(section, None)
+    try:
+        sections["trackers"] = trackers_of(sections.get("trackers", ["tensorboard"]), origins)
+    except ConfigError as error:
+        problems.append(str(error))
+        sections.pop("trackers", None)
     for at in LISTS:
         try:
             sections[at[0]] = entries_of(sections.get(at[0], {}), at, sections.get("algorithm"), origins)
@@ -80,15 +85,13 @@ def validate_config(values: Mapping[str, Any], origins: Mapping[str, str] | None
         problems += [
             line
             for line, at in explained(RunConfig, error, (), origins)
-            if at not in failed or at not in (*COMPONENTS, "reward", "env", "evaluation")
+            if at not in failed or at not in (*COMPONENTS, "reward", "trackers", "env", "evaluation")
         ]
     if problems:
         raise ConfigError("\n".join(problems))
     for env in config.envs.values():
         if not env.foreign:
             plugins.load("envs", env.name)
-    for tracker in config.trackers:
-        plugins.load("trackers", tracker)
     return LoadedConfig(config, origins)
 
 

@@ -161,8 +161,9 @@ class RunConfig(Settings):
     """Where programs reach the model (`env: agent:...`)."""
     simulation: SimulationConfig = SimulationConfig()
     """The models that replace the engine, the environments and the trainer in `agentrl simulate`."""
-    trackers: tuple[str, ...] = ("tensorboard",)
-    """Where metrics go besides `metrics.jsonl`: tensorboard, wandb, mlflow, or your own."""
+    trackers: tuple[ComponentField, ...]
+    """Where metrics go besides `metrics.jsonl`: a list such as `[tensorboard, {name: wandb, project: lakes}]`; by
+    default `[tensorboard]`."""
 
     @model_validator(mode="after")
     def _the_recipe_can_do_its_work(self) -> Self:

@@ -18,7 +18,7 @@ from agentrl.errors import ConfigError
 from agentrl.tasks.rows import is_data
 from agentrl.yaml_values import read_value, read_yaml, value_of
 
-_NAMED = (*COMPONENTS, *HELPERS, "reward", "env", "model", "placement")
+_NAMED = (*COMPONENTS, *HELPERS, "reward", "trackers", "env", "model", "placement")
 _MIXTURE, _SUITES = LISTS = (("env", "mixture"), ("evaluation", "suites"))
 """Sections that are lists of sections, of which some are components."""
 
@@ -38,7 +38,11 @@ def _as_listed(path: tuple[str, ...]) -> tuple[str, ...] | None:
     """The path under which the items of a list are kept by their numbers, if a list at `path` is of sections."""
     if path in (("env",), _MIXTURE):
         return _MIXTURE
-    return path if path in (("reward",), _SUITES) or (path[:2] in LISTS and path[3:] == ("reward",)) else None
+    return (
+        path
+        if path in (("reward",), ("trackers",), _SUITES) or (path[:2] in LISTS and path[3:] == ("reward",))
+        else None
+    )
 
 
 @dataclass(slots=True)
@@ -93,9 +97,10 @@ class Source:
 
 
 def _is_part(path: tuple[str, ...]) -> bool:
-    """Whether this is the path of a part of a reward: `reward.1`, `env.mixture.0.reward.1`."""
+    """Whether this is the path of a tracker, or of a part of a reward: `reward.1`, `env.mixture.0.reward.1`."""
     inside = len(path) == 2 or (len(path) == 5 and path[:2] in LISTS)
-    return inside and path[-2] == "reward" and path[-1].isdigit()
+    is_listed = (inside and path[-2] == "reward") or (len(path) == 2 and path[0] == "trackers")
+    return is_listed and path[-1].isdigit()
 
 
 def _is_tasks(path: tuple[str, ...]) -> bool:

@@ -17,6 +17,9 @@ class ObserveConfig(Settings):
     picture_kib: int = Field(32, ge=0)
     """The longest picture of a state that is kept, in KiB, of environments that draw (`render_html`). 0: none is
     drawn."""
+    tracked_episodes: int = Field(4, ge=0)
+    """Episodes that trackers get as a table: the first so many of each evaluation, and one of each of the first so many
+    groups of a step, as often as checkpoints are saved (`checkpoint.every`). 0: none."""
     profile: bool = False
     """Record a trace of the whole run in `profile/`, for `agentrl profile RUN` and https://ui.perfetto.dev. Of a run
     that goes on, `agentrl profile RUN --live 60` records a minute."""

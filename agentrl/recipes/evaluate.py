@@ -267,6 +267,7 @@ async def _record(run: Run, name: str, step: int, evaluation: Evaluation | Suite
     file = run.folder / "trajectories" / f"{name}_{step:06d}.parquet"
     await run_to_completion(asyncio.to_thread(write_trajectories, file, evaluation.scored))
     report_of(name, step, evaluation).write(run.folder / "evaluations")
+    run.track_samples(name, step, evaluation.scored)
 
 
 def report_of(name: str, step: int, evaluation: Evaluation | SuiteEvaluation) -> EvaluationReport:

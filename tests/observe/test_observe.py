@@ -1,9 +1,7 @@
-"""What a run writes: metrics that survive a kill, curves, trackers, trajectories."""
+"""What a run writes: metrics that survive a kill, curves, trajectories."""
 
 import json
-import sys
 from dataclasses import replace
-from types import ModuleType, SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
@@ -12,7 +10,6 @@ from hypothesis import strategies as st
 
 from agentrl.observe.curve import draw_curve
 from agentrl.observe.metrics import MetricsFile, rollout_metrics, wilson_interval
-from agentrl.observe.trackers import MLflow, TensorBoard, Wandb
 from agentrl.observe.trajectories import write_trajectories
 from agentrl.trajectory import SEGMENT, Completion, Group, Message, Score, Task, Terminated, Trajectory, Truncated, Turn
 from tests.properties import examples
@@ -98,49 +95,6 @@ def test_environments_and_suites_have_panels_of_their_own_in_the_curve(tmp_path)
     with_suite = height({"step": 4, "eval/hard/success": 0.5, "eval/hard/success_low": 0.4})
     with_both = height({"step": 4, "envs/qa/success": 0.5}, {"step": 4, "eval/hard/success": 0.5})
     assert alone < with_envs == with_suite < with_both
-
-
-def test_tensorboard_has_what_was_logged(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    tracker = TensorBoard(tmp_path, {"seed": "1"})
-    tracker.log(3, {"reward": 0.25})
-    tracker.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("reward")] == [(3, 0.25)]
-
-
-class Recorder(ModuleType):
-    """Stands in for a tracker's package, which talks to a server; records the calls."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.calls: list[tuple] = []
-
-    def __getattr__(self, name: str):
-        if name.startswith("__"):
-            raise AttributeError(name)
-
-        def call(*args, **kwargs):
-            self.calls.append((name, args, kwargs))
-            return SimpleNamespace(log=self.log, finish=self.finish)
-
-        return call
-
-
-@pytest.mark.parametrize(("name", "tracker", "last"), [("wandb", Wandb, "finish"), ("mlflow", MLflow, "end_run")])
-def test_wandb_and_mlflow_are_told_name_config_and_metrics(tmp_path, monkeypatch, name, tracker, last):
-    recorder = Recorder(name)
-    monkeypatch.setitem(sys.modules, name, recorder)
-    made = tracker(tmp_path / "lake", {"seed": "1"})
-    made.log(3, {"reward": 0.25})
-    made.close()
-    said = repr(recorder.calls)
-    assert "'lake'" in said
-    assert "{'seed': '1'}" in said
-    assert "({'reward': 0.25},), {'step': 3}" in said
-    assert recorder.calls[-1][0] == last
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,232 @@
+"""`Tracking`: sends what a run measures to its trackers, each in a thread of its own behind a bounded queue.
+
+A tracker is the code of others and talks to servers of others. So none ends a run, and none delays a step: what one
+raises becomes one warning, and so does that one is too slow for what it gets. `metrics.jsonl` has everything anyway.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from agentrl.blame import with_frame
+from agentrl.errors import ConfigError
+from agentrl.plugins import Component
+from agentrl.protocols import EpisodeSample, HowEnded, SupportsEnding, SupportsSamples, Tracker
+from agentrl.trajectory import Message, Score, Trajectory, Unscored, succeeded
+
+QUEUED = 1000
+"""How many rows may wait for a tracker; what comes then is not sent to it."""
+START_SECONDS = 60.0
+"""How long a run's start waits for its trackers' own, which may refuse the config."""
+END_SECONDS = 60.0
+"""How long the end of a run waits for what its trackers have not sent yet."""
+AGAIN_SECONDS = 60.0
+"""After how long a tracker that could not begin tries again."""
+LAST_SECONDS = 5.0
+"""How long it then waits for what a tracker is doing."""
+_LONGEST = 20_000
+_Work = Callable[[Tracker], None]
+
+
+class Tracking:
+    """The trackers of a run. Its methods return at once, but for the start and the end, which have deadlines.
+
+    `warn` gets a sentence for each tracker that fails, and for each that is too slow; it is called by the caller's own
+    thread.
+
+    Raises:
+        ConfigError: a tracker is not installed, or cannot begin with its settings.
+    """
+
+    def __init__(
+        self,
+        trackers: Sequence[Component],
+        folder: Path,
+        config: Mapping[str, Any],
+        warn: Callable[[str], None],
+        *,
+        queued: int = QUEUED,
+        start_seconds: float = START_SECONDS,
+        end_seconds: float = END_SECONDS,
+        last_seconds: float = LAST_SECONDS,
+        again_seconds: float = AGAIN_SECONDS,
+    ) -> None:
+        self._warn, self._end_seconds, self._last_seconds = warn, end_seconds, last_seconds
+        self._senders = [
+            _Sender(one.name, partial(one.call, folder, config), queued, again_seconds) for one in trackers
+        ]
+        for sender in self._senders:
+            sender.await_start(start_seconds)
+        refused = [str(sender.refusal) for sender in self._senders if sender.refusal is not None]
+        if refused:
+            self.end("failed", refused[0])
+            raise ConfigError("\n".join(refused))
+        self._say()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send the metrics of a step, or of an evaluation."""
+        row = dict(metrics)
+        self._send(lambda tracker: tracker.log(step, row))
+
+    def log_samples(self, name: str, step: int, samples: Sequence[EpisodeSample]) -> None:
+        """Send some episodes to the trackers that take them."""
+
+        def work(tracker: Tracker) -> None:
+            if isinstance(tracker, SupportsSamples):
+                tracker.log_samples(name, step, samples)
+
+        if samples:
+            self._send(work)
+
+    def end(self, how: HowEnded, why: str) -> None:
+        """Send what waits, and end. A tracker that takes longer than `end_seconds` is left behind."""
+
+        def work(tracker: Tracker) -> None:
+            if isinstance(tracker, SupportsEnding):
+                tracker.end(how, why)
+            else:
+                tracker.close()
+
+        for sender in self._senders:
+            sender.end(work)
+        for sender in self._senders:
+            sender.await_end(self._end_seconds, self._last_seconds)
+        self._say()
+
+    def _send(self, work: _Work) -> None:
+        for sender in self._senders:
+            sender.send(work)
+        self._say()
+
+    def _say(self) -> None:
+        for sender in self._senders:
+            while sender.complaints:
+                self._warn(sender.complaints.popleft())
+
+
+class _Sender:
+    """A tracker, its queue and its thread, in which it is made, used and closed."""
+
+    def __init__(self, name: str, make: Callable[[], Tracker], queued: int, again_seconds: float) -> None:
+        self.refusal: ConfigError | None = None
+        self.complaints = deque[str]()
+        self._name, self._make, self._queued, self._again_seconds = name, make, queued, again_seconds
+        self._waiting = deque[_Work]()
+        self._changed = threading.Condition()
+        self._last: _Work | None = None
+        self._tried, self._may_refuse = threading.Event(), True
+        self._failed = self._is_slow = False
+        self._thread = threading.Thread(target=self._run, name=f"tracker {name}", daemon=True)
+        self._thread.start()
+
+    def await_start(self, seconds: float) -> None:
+        """Wait until the tracker has begun or failed to."""
+        self._may_refuse = self._tried.wait(seconds)
+        if not self._may_refuse:
+            self.complaints.append(
+                f"the tracker {self._name} has not begun after {seconds:.0f} s; the run goes on, and what it measures "
+                "waits"
+            )
+
+    def send(self, work: _Work) -> None:
+        """Let the tracker do this after what waits already."""
+        with self._changed:
+            if len(self._waiting) < self._queued:
+                self._waiting.append(work)
+                self._changed.notify()
+                return
+        if not self._is_slow:
+            self._is_slow = True
+            self.complaints.append(
+                f"the tracker {self._name} is too slow: {self._queued:,} rows wait for it, and while they do, what "
+                "comes is not sent to it (metrics.jsonl has everything)"
+            )
+
+    def end(self, work: _Work) -> None:
+        """Let the tracker do this at last."""
+        with self._changed:
+            self._last = work
+            self._changed.notify()
+
+    def await_end(self, seconds: float, last_seconds: float) -> None:
+        """Wait until all is done; then drop what still waits, and wait for the rest."""
+        self._thread.join(seconds)
+        if not self._thread.is_alive():
+            return
+        with self._changed:
+            lost = len(self._waiting)
+            self._waiting.clear()
+        self.complaints.append(
+            f"the tracker {self._name} has not ended after {seconds:.0f} s: {lost:,} rows were not sent to it "
+            "(metrics.jsonl has everything)"
+        )
+        self._thread.join(last_seconds)
+
+    def _run(self) -> None:
+        tracker = self._begun()
+        if tracker is None:
+            return
+        while (work := self._next()) is not None:
+            self._try(work, tracker)
+        if self._last is not None:
+            self._try(self._last, tracker)
+
+    def _begun(self) -> Tracker | None:
+        """The tracker; None if the run ends before it has begun, or if it refuses its settings."""
+        while True:
+            try:
+                return self._make()
+            except ConfigError as error:
+                if self._may_refuse and not self._tried.is_set():
+                    self.refusal = error
+                    return None
+                self._complain(error)
+            except (Exception, SystemExit) as error:  # of others' code, which must not end the run
+                self._complain(error)
+            finally:
+                self._tried.set()
+            with self._changed:
+                if self._changed.wait_for(lambda: self._last is not None, self._again_seconds):
+                    return None
+
+    def _next(self) -> _Work | None:
+        """What to do next; None at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._last is not None)
+            return self._waiting.popleft() if self._waiting else None
+
+    def _try(self, work: _Work, tracker: Tracker) -> None:
+        try:
+            work(tracker)
+        except (Exception, SystemExit) as error:  # of others' code, which must not end the run
+            self._complain(error)
+
+    def _complain(self, error: BaseException) -> None:
+        if not self._failed:
+            self._failed = True
+            self.complaints.append(
+                f"the tracker {self._name} fails: {with_frame(error)}. The run goes on; the tracker lacks what it "
+                "could not take, and metrics.jsonl has everything"
+            )
+
+
+def sample_of(trajectory: Trajectory, score: Score) -> EpisodeSample:
+    """An episode as a row of a tracker's table."""
+    value = None if isinstance(score.status, Unscored) else float(score.value)
+    conversation = "\n\n".join(map(_text_of, trajectory.messages))
+    if len(conversation) > _LONGEST:
+        half = _LONGEST // 2
+        left_out = f"[... {len(conversation) - 2 * half:,} characters are left out ...]"
+        conversation = f"{conversation[:half]}\n\n{left_out}\n\n{conversation[-half:]}"
+    name = f"{trajectory.id} {trajectory.agent}".rstrip()
+    return EpisodeSample(
+        name, trajectory.task.id, str(trajectory.status.name), value, succeeded(trajectory, score), conversation
+    )
+
+
+def _text_of(message: Message) -> str:
+    reasoning = f"<think>{message.reasoning}</think>\n" if message.reasoning else ""
+    return f"{message.role}: {reasoning}{message.content}"
