@@ -296,3 +296,43 @@ def test_parts_of_episodes_are_refused_where_nothing_says_what_follows_them(path
     for filtered in ("rollout.filter_zero_variance=true", "batch_processing.keep_variance=0.9"):
         assert "before their rewards are known" in problem(path, rule, "algorithm=turn_ppo", filtered)
     assert load_config(path, [rule, "algorithm=turn_ppo"]).config.rollout.staleness_rule == "segment"
+
+
+@pytest.mark.parametrize(
+    ("written", "overrides", "names", "project"),
+    [
+        ("", (), ["tensorboard"], None),
+        ("trackers: []", (), [], None),
+        ("trackers: [tensorboard, {name: wandb, project: lakes}]", (), ["tensorboard", "wandb"], "lakes"),
+        ("trackers: [tensorboard, wandb]", ("trackers.1.project=lakes",), ["tensorboard", "wandb"], "lakes"),
+        ("trackers: [tensorboard]", ("trackers=[{name: wandb, project: lakes}]",), ["wandb"], "lakes"),
+        ("trackers: [tensorboard, mlflow]", ("trackers=wandb",), ["wandb"], None),
+    ],
+)
+def test_trackers_are_a_list_of_names_with_settings_and_a_saved_config_says_the_same(
+    tmp_path, written, overrides, names, project
+):
+    path = tmp_path / "lake.yaml"
+    path.write_text(f"env: frozen_lake\n{written}\n")
+    config = load_config(path, overrides).config
+    again = tmp_path / "again.yaml"
+    again.write_text(config.to_yaml())
+    for one in (config, load_config(again).config):
+        assert [tracker.name for tracker in one.trackers] == names
+        assert getattr(one.trackers[-1].settings, "project", None) == project if names else project is None
+
+
+@pytest.mark.parametrize(
+    ("written", "says"),
+    [
+        ("trackers: [{name: wandb, projct: lakes}]", r"trackers.0.projct: no such setting.*Did you mean 'project'\?"),
+        ("trackers: [wand]", r"trackers.0.name: no tracker named 'wand'. Did you mean 'wandb'\?"),
+        ("trackers: {0: wandb, project: lakes}", r"trackers.project.*in trackers.0.project=NAME; there is 0 is wandb"),
+        ("trackers: 3", "trackers: 3 is no list of trackers.*write \\[\\] for none"),
+    ],
+)
+def test_what_is_wrong_with_a_tracker_s_settings_is_said(tmp_path, written, says):
+    path = tmp_path / "lake.yaml"
+    path.write_text(f"env: frozen_lake\n{written}\n")
+    with pytest.raises(ConfigError, match=says):
+        load_config(path)
