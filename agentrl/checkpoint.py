@@ -6,20 +6,24 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import xxhash
 
-from agentrl.durable import UNFINISHED, finish_folder, new_unfinished, remove_folder, unfinished
+from agentrl.durable import finish_folder, new_unfinished, remove_folder, remove_unfinished, unfinished
 from agentrl.errors import CheckpointError, ConfigError
 
 CHECKSUMS = "checksums.json"
 """The file of a checkpoint that has the XXH3-128 of every other file."""
 _STATE = {".pt"}
 """Suffixes of the trainer's own files, which lie beside the model. Folders in a checkpoint are the trainer's too."""
+
+_LOADED = {*_STATE, ".safetensors"}
+"""Suffixes of the files with numbers that training continues from."""
 
 
 class Savable(Protocol):
@@ -122,10 +126,9 @@ class Checkpoints:
             raise CheckpointError(
                 f"{final} exists already: a run saves each step once. Remove it, or use another run_dir"
             )
-        for leftover in self.folder.glob(f"{UNFINISHED}*"):
-            shutil.rmtree(leftover)
+        remove_unfinished(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        await begin_save(state, unfinished(final))
+        await begin_save(state, new_unfinished(final))
         return BegunCheckpoint(self, final, state, values or {})
 
     def set_aside_damaged(self, announce: Callable[[str], None]) -> None:
@@ -205,18 +208,25 @@ class BegunCheckpoint:
 def damage(checkpoint: Path) -> str | None:
     """The first file of a checkpoint that is missing or differs from what was written, in words; None if none does."""
     try:
-        written: dict[str, str] = json.loads((checkpoint / CHECKSUMS).read_text())
+        written = json.loads((checkpoint / CHECKSUMS).read_text())
     except FileNotFoundError:
         return f"{CHECKSUMS} is missing"
     except ValueError:
         return f"{CHECKSUMS} cannot be read"
+    if not isinstance(written, dict) or (not written and len(list(checkpoint.iterdir())) > 1):
+        return f"{CHECKSUMS} names no files"
+    loaded = sorted(path.name for path in checkpoint.iterdir() if path.suffix in _LOADED)
+    unnamed = (f"{CHECKSUMS} does not name {name}" for name in loaded if name not in written)
+    return next(chain(unnamed, _differences(checkpoint, written)), None)
+
+
+def _differences(checkpoint: Path, written: Mapping[str, str]) -> Iterator[str]:
     for name, checksum in written.items():
         path = checkpoint / name
         if not path.is_file():
-            return f"{name} is missing"
-        if _checksum(path) != checksum:
-            return f"{name} is not as it was written"
-    return None
+            yield f"{name} is missing"
+        elif _checksum(path) != checksum:
+            yield f"{name} is not as it was written"
 
 
 def _write_checksums(checkpoint: Path) -> None:

@@ -3,9 +3,14 @@
 They are written under a temporary name, flushed to disk, and then renamed, which file systems do atomically.
 """
 
+import functools
+import logging
 import os
 import shutil
+from itertools import chain, count
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 UNFINISHED = ".unfinished-"
 """Prefix of the names of incomplete files and folders."""
@@ -27,9 +32,14 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def new_unfinished(path: Path) -> Path:
-    """The temporary name of a folder to fill, for `finish_folder`. Removes what a killed process left there."""
-    shutil.rmtree(unfinished(path), ignore_errors=True)
-    return unfinished(path)
+    """The temporary name of a folder to fill, for `finish_folder`. What a killed process left there is removed, or gets
+    another name.
+    """
+    there = unfinished(path)
+    remove_left(there)
+    if there.exists():
+        there.rename(_free(there))
+    return there
 
 
 def finish_folder(path: Path) -> None:
@@ -46,10 +56,49 @@ def finish_folder(path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder. It is renamed first, so `path` is never an incomplete folder."""
-    shutil.rmtree(unfinished(path), ignore_errors=True)
-    path.rename(unfinished(path))
-    shutil.rmtree(unfinished(path))
+    """Remove a folder. It is renamed first, so `path` is never an incomplete folder.
+
+    If it cannot be removed, this is said, and nothing is raised: it stays as it is, or under a temporary name.
+    """
+    away = unfinished(path)
+    remove_left(away)
+    try:
+        away = path.rename(_free(away))
+    except OSError as error:
+        _say_it_stays(path, error.strerror)
+        return
+    remove_left(away)
+
+
+def remove_left(path: Path) -> None:
+    """Remove a file or a folder, if it is there. If it cannot be removed, this is said, and nothing is raised."""
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        _say_it_stays(path, error.strerror)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what killed processes have left incomplete in a folder, and in those in it."""
+    for left in list(folder.rglob(f"{UNFINISHED}*")):
+        remove_left(left)
+
+
+@functools.cache
+def _say_it_stays(path: Path, why: str | None) -> None:
+    """Warn of something that cannot be removed, once."""
+    logger.warning("%s cannot be removed (%s): it stays for now, and is tried again later", path, why)
+
+
+def _free(path: Path) -> Path:
+    """The first of `path`, `path~2`, `path~3` ... that does not exist."""
+    names = chain([path], (path.with_name(f"{path.name}~{number}") for number in count(2)))
+    return next(name for name in names if not name.exists())
 
 
 def _to_disk(path: Path) -> None:

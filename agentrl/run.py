@@ -52,7 +52,7 @@ from rich.markup import escape
 from agentrl.algorithms.samples import TracedBatch
 from agentrl.checkpoint import Checkpoints, Savable
 from agentrl.config import LoadedConfig, RunConfig, load_config, unused_by
-from agentrl.durable import unfinished, write_whole
+from agentrl.durable import remove_left, remove_unfinished, unfinished, write_whole
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.flow import Flow, elapsed, run_to_completion
 from agentrl.model_source import check_architecture, commit_of, description_folder, model_folder, vocabulary_size
@@ -120,6 +120,7 @@ class Run:
             opened.enter_context(RunLock(self.folder))
             self._check_folder()  # another process may have started meanwhile, and ended
             opened.enter_context(RunTemp(self.folder))
+            remove_unfinished(self.folder)
             kept = self.config.checkpoint
             self.checkpoints = Checkpoints(self.folder / "checkpoints", kept.keep, kept.keep_best if kept.best else 0)
             if resume:
@@ -148,6 +149,14 @@ class Run:
         if not self.config.checkpoint.allow_foreign:
             self.checkpoints.check_origin()
         self.checkpoints.set_aside_damaged(lambda text: console.print(text, highlight=False, soft_wrap=True))
+        newest = self.checkpoints.latest()
+        done = step if step is not None else newest[0] if newest else 0
+        if done > self.config.steps:
+            raise ConfigError(
+                f"steps={self.config.steps}: the run in {self.folder} has made {done} steps already: write a larger "
+                f"number to go on, `--step {self.config.steps}` to go back to that checkpoint if there is one, or "
+                "run_dir=ANOTHER for a new run"
+            )
         if step is not None:
             self.checkpoints.go_back_to(step)
         newest = self.checkpoints.latest()
@@ -157,7 +166,7 @@ class Run:
     def _check_data(self, data: Mapping[str, str]) -> None:
         """Record what the tasks' data are, and refuse to resume on others."""
         path = self.folder / "data.json"
-        before = json.loads(path.read_text()) if self.resumed and path.exists() else {}
+        before = _fingerprints_in(path) if self.resumed and path.exists() else {}
         if changed := [split for split in data if before.get(split, data[split]) != data[split]]:
             raise ConfigError(
                 f"tasks: the data of the split {changed[0]!r} are not those that the run in {self.folder} began with: "
@@ -185,9 +194,11 @@ class Run:
             opened.enter_context(self._profiler)
             opened.enter_context(self._live)
             self._write_status(None, None, datetime.now(UTC))
-            write_whole(self.folder / "config.yaml", self.config.to_yaml())
-            if not self.resumed:  # then they come from config.yaml
-                write_whole(self.folder / "origins.json", json.dumps(self._origins, indent=2) + "\n")
+            origins = self.folder / "origins.json"
+            if not self.resumed or not origins.exists():  # else they come from config.yaml
+                write_whole(origins, json.dumps(self._origins, indent=2) + "\n")
+            write_whole(self.folder / "config.yaml", self.config.to_yaml())  # last: with it, there is a run to resume
+            if not self.resumed:
                 self._say_what_is_not_used()
             self._open = opened.pop_all()
         return self
@@ -312,7 +323,7 @@ class Run:
         if untrained:
             await run_to_completion(asyncio.to_thread(write_trajectories, path, untrained, self._epoch))
         else:
-            path.unlink(missing_ok=True)  # of a step that a resumed run makes again
+            remove_left(path)  # of a step that a resumed run makes again
         rollout = await run_to_completion(asyncio.to_thread(self._write_rollouts, step, groups, self._epoch))
         total = sum(seconds.values())
         metrics = {
@@ -525,6 +536,20 @@ class Run:
     def _weights_checksum(self) -> str | None:
         newest = self.checkpoints.latest()
         return checksum(LowRank(newest[1], {})) if newest else None  # reads one weight after another
+
+
+def _fingerprints_in(path: Path) -> dict[str, str]:
+    """The digest of each split's data, by split, of an earlier launch."""
+    try:
+        found = json.loads(path.read_text())
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or not all(isinstance(one, str) for one in found.values()):
+        raise ConfigError(
+            f"{path} cannot be read, which tells whether the tasks' data are those that the run began with: restore "
+            "it from a copy, or remove it if you know that they are"
+        )
+    return found
 
 
 def _interval(row: Mapping[str, float]) -> list[float] | None:

@@ -1,6 +1,7 @@
 """Checkpoints: whole or absent whatever kills the process; the newest and the best kept; resumed; exported."""
 
 import asyncio
+import errno
 import json
 import math
 import os
@@ -498,3 +499,74 @@ def test_a_checkpoint_from_elsewhere_is_refused_unless_the_user_trusts_it(
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with pytest.raises(CheckpointError, match="belongs to another user"):
         checkpoints.check_origin()
+
+
+# What cannot be removed, or read.
+
+
+@pytest.fixture
+def immovable(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of files that the file system does not let go, as with `chattr +i`, whoever asks."""
+    names: list[str] = []
+    remove = os.unlink
+
+    def refuses(path: Any, *args: Any, **options: Any) -> None:
+        if Path(os.fsdecode(path)).name in names:
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), os.fsdecode(path))
+        remove(path, *args, **options)
+
+    monkeypatch.setattr(os, "unlink", refuses)
+    return names
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_said_once_and_removed_when_it_can_be(tmp_path, immovable, caplog):
+    checkpoints = Checkpoints(tmp_path)
+    immovable += ["config.json"]
+    for step in (1, 2, 3, 4):
+        save(checkpoints, step)
+    assert whole(checkpoints) == [4]
+    assert [text for text in caplog.messages if "step_000001" in text] == [
+        f"{unfinished(tmp_path / 'step_000001')} cannot be removed (Operation not permitted): it stays for now, and is "
+        "tried again later"
+    ]
+    shutil.rmtree(tmp_path / "step_000004", ignore_errors=True)  # a resumed run comes there again
+    (tmp_path / "step_000004").rename(unfinished(tmp_path / "step_000004"))
+    save(checkpoints, 4)
+    assert whole(checkpoints) == [4]
+    immovable.clear()
+    save(checkpoints, 5)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000005"]
+
+
+def test_an_old_checkpoint_that_cannot_be_renamed_stays_whole(tmp_path, monkeypatch, caplog):
+    checkpoints = Checkpoints(tmp_path)
+    save(checkpoints, 1)
+    rename = Path.rename
+
+    def refuses(self: Path, target: Path) -> Path:
+        if self.name == "step_000001":
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(self))
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refuses)
+    for step in (2, 3):
+        save(checkpoints, step)
+    assert whole(checkpoints) == [1, 3]
+    assert sum("step_000001" in text for text in caplog.messages) == 1
+
+
+@pytest.mark.parametrize("written", ["{}", "[]", "null", '"step"', "3", '{"config.json": 1}', "{", "\xff"])
+def test_checksums_that_say_nothing_are_damage(tmp_path, written):
+    saved = save(Checkpoints(tmp_path), 1)
+    (saved / CHECKSUMS).write_text(written, encoding="latin-1")
+    assert CHECKSUMS in str(damage(saved)) or "config.json" in str(damage(saved))
+
+
+def test_checksums_that_leave_out_weights_are_damage_and_a_note_beside_them_is_not(tmp_path):
+    saved = save(Checkpoints(tmp_path), 1)
+    (saved / "notes.md").write_text("the good one")
+    assert damage(saved) is None
+    known = json.loads((saved / CHECKSUMS).read_text())
+    del known["trainer.pt"]
+    (saved / CHECKSUMS).write_text(json.dumps(known))
+    assert damage(saved) == f"{CHECKSUMS} does not name trainer.pt"

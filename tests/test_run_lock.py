@@ -1,10 +1,12 @@
 """One process at a time trains in the folder of a run."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from agentrl.errors import ConfigError
 from agentrl.rollout.ledger import read_ledger
 from agentrl.run import Run
 from agentrl.run_lock import RunLock
+from agentrl.trajectory import Task
 
 HOLD = "import sys; from pathlib import Path; from agentrl.run_lock import RunLock\n" + (
     "with RunLock(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
@@ -94,3 +97,57 @@ def test_a_killed_process_frees_the_folder(tmp_path: Path) -> None:
         holder.wait()
     with RunLock(tmp_path):
         pass
+
+
+def test_what_a_killed_process_has_left_is_mended_when_the_run_goes_on(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with run_in(folder, resume=False):
+        pass
+    (folder / "origins.json").unlink()
+    for left in (
+        ".unfinished-status.json",
+        "checkpoints/.unfinished-step_000003/trainer.pt",
+        "iterations/1/.unfinished-a",
+    ):
+        (folder / left).parent.mkdir(parents=True, exist_ok=True)
+        (folder / left).write_text("half")
+    with run_in(folder, resume=True):
+        assert not list(folder.rglob(".unfinished-*"))
+        assert json.loads((folder / "origins.json").read_text())["run_dir"]
+
+
+def test_a_run_that_is_killed_when_it_begins_has_origins_or_no_config(tmp_path: Path) -> None:
+    written: list[str] = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("agentrl.run.write_whole", lambda path, text: written.append(path.name))
+        with run_in(tmp_path / "run", resume=False):
+            pass
+    assert written[:2] == ["origins.json", "config.yaml"]
+
+
+def test_fewer_steps_than_the_run_has_made_are_refused_before_anything_is_renamed(tmp_path: Path) -> None:
+    class Weights:
+        async def save(self, folder: Path) -> None:
+            await asyncio.to_thread(folder.mkdir)
+
+    folder = tmp_path / "run"
+    with run_in(folder, resume=False) as run:
+        run.checkpoints = replace(run.checkpoints, keep=3)
+        for step in (2, 4, 6):
+            asyncio.run(run.checkpoints.save(step, Weights()))
+            run.ledger.admit(step, Task("lake", step, {}, str(step)), 0)
+    config = load_config(folder / "config.yaml", ["steps=3"])
+    for step, done in ((None, 6), (4, 4)):
+        with pytest.raises(ConfigError, match=rf"steps=3: the run in .* has made {done} steps already: .*--step 3"):
+            Run(config, Console(file=StringIO()), resume=True, step=step)
+    assert sorted(run.checkpoints.all()) == [2, 4, 6]
+
+
+@pytest.mark.parametrize("written", ["[]", "null", "{", '{"train": 1}', '"train"'])
+def test_a_data_json_that_cannot_be_read_is_one_sentence(tmp_path: Path, written: str) -> None:
+    folder = tmp_path / "run"
+    with run_in(folder, resume=False):
+        pass
+    (folder / "data.json").write_text(written)
+    with pytest.raises(ConfigError, match=r"data.json cannot be read, .*: restore it from a copy, or remove it"):
+        run_in(folder, resume=True)

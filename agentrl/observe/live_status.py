@@ -17,7 +17,7 @@ from typing import Self
 from pydantic import TypeAdapter, ValidationError
 
 from agentrl.cluster.roster import Crew, roster
-from agentrl.durable import unfinished
+from agentrl.durable import remove_left, unfinished
 from agentrl.flow import PendingWait, notices, waits
 from agentrl.rollout.underway import Underway
 
@@ -68,7 +68,7 @@ class LiveStatus(AbstractContextManager["LiveStatus"]):
     def __exit__(self, *exc: object) -> None:
         self._ended.set()
         self._thread.join()
-        self._path.unlink(missing_ok=True)
+        remove_left(self._path)
 
     def begin_phase(self) -> None:
         """A phase of the run begins on this event loop, whose waits are shown from now on."""
