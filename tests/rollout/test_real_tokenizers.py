@@ -2,8 +2,11 @@
 
 import json
 import shutil
+from collections.abc import Collection
 from itertools import chain
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import mistral_common
 import pytest
@@ -20,6 +23,7 @@ from tests.rollout.test_call_reading import HARD, got, written
 from tests.rollout.test_chat_templates import ADD, KINDS, said
 from tests.rollout.test_control_tokens import after_answers, told
 from tests.rollout.test_control_tokens import tool as described
+from tests.rollout.test_conversations import check_random_roles
 from tests.rollout.test_families import HARMONY_CALLS
 
 FAMILIES = {
@@ -35,13 +39,16 @@ The library's rules for DeepSeek-R1 begin reasoning after the result of a tool, 
 
 
 IN_CI = ("qwen-3.5", "glm-4.7-flash", "deepseek-v3.1")
-MODELS = [
-    pytest.param(
-        name, marks=[pytest.mark.slow if name in IN_CI else pytest.mark.long, pytest.mark.xdist_group("tokenizers")]
-    )
-    for name in FAMILIES
-]
-"""One process downloads them, once."""
+
+
+def models(in_ci: Collection[str] = IN_CI) -> list[Any]:
+    """The models, of which some are for CI; one process downloads them, once."""
+    together = pytest.mark.xdist_group("tokenizers")
+    marks = {name: pytest.mark.slow if name in in_ci else pytest.mark.long for name in FAMILIES}
+    return [pytest.param(name, marks=[mark, together]) for name, mark in marks.items()]
+
+
+MODELS = models()
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +105,13 @@ def test_no_text_of_others_becomes_a_control_token_of_a_real_model(name: str, da
             assert renderer.decode(ints(found[1])) == text
         # Where nothing is guarded, the twin's tokens are the tokenizer's own.
         assert ControlTokens(tokenizer, "").encode(text) == tokenizer.encode(text, add_special_tokens=False)
+
+
+@pytest.mark.parametrize("name", models(in_ci=["qwen-3.5"]))
+def test_random_roles_are_rendered_by_a_real_model(name: str, data: Path, tmp_path: Path) -> None:
+    folder = model_folder(data, name, tmp_path / name)
+    ones = [renderer_of(folder, RendererConfig.model_validate({"renderer": rules})) for rules in ("auto", "template")]
+    check_random_roles(ones, load_tokenizer(folder).added_tokens_decoder, Random(name), count=6)
 
 
 @pytest.mark.parametrize("name", MODELS)
