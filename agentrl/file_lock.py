@@ -97,6 +97,11 @@ class FileLock:
             os.close(self._descriptor)
             self._descriptor = None
 
+    @property
+    def by_marker(self) -> bool:
+        """Whether this process holds it by its marker, as the file system has no locks."""
+        return self._held is not None
+
     def holder(self) -> Holder | None:
         """Who has made the marker; None if there is none, as where the kernel has locks."""
         return _holder_in(self._marker)

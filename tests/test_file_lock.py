@@ -91,10 +91,13 @@ def test_stores_of_weights_know_the_living_from_the_dead_without_locks(tmp_path:
     dead = tmp_path / "agentrl-weights-dead"
     dead.mkdir()
     (dead / ".holder").write_text(json.dumps(asdict(replace(Holder.this(), started="1"))))
+    locked_by_the_kernel = tmp_path / "agentrl-weights-outside"  # as seen from a container that has no locks
+    locked_by_the_kernel.mkdir()
     sweep(tmp_path)
-    assert list(tmp_path.iterdir()) == [store.folder]
+    assert set(tmp_path.iterdir()) == {store.folder, locked_by_the_kernel}
+    assert list(locked_by_the_kernel.iterdir()) == []
     store.close()
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [locked_by_the_kernel]
 
 
 def test_a_run_keeps_its_ledger_where_the_kernel_has_no_locks_and_a_killed_one_is_resumed(tmp_path: Path) -> None:

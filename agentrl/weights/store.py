@@ -90,8 +90,11 @@ def sweep(parent: Path) -> None:
     for folder in parent.glob(f"{_PREFIX}*"):
         with suppress(OSError):  # the owner is running or another user, or the folder has just been removed
             lock = _lock_of(folder)
+            marked = lock.holder() is not None
             if lock.acquire(wait=False):
-                shutil.rmtree(folder, ignore_errors=True)
+                # Without a marker it is of a process that has locks, perhaps outside of this container.
+                if marked or not lock.by_marker:
+                    shutil.rmtree(folder, ignore_errors=True)
                 lock.release()
 
 
