@@ -26,8 +26,12 @@ machine. A machine crash also loses only a suffix, and `sync` ensures that this 
 """
 
 import json
+import re
+import shutil
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -45,6 +49,8 @@ Fate = Literal["trained", "masked", "filtered", "stale", "cancelled", "failed"]
 _IN_A_BATCH = "fate = 'trained' OR fate = 'masked'"
 # Not `fate IN (...)`: SQLite would rebuild that list for each row, which costs as much as everything else together.
 _IS_A_FATE = " OR ".join(f"fate = '{fate}'" for fate in get_args(Fate))
+_LOG_HEADER = 32
+"""Bytes. They have two numbers that change when SQLite begins its log anew (https://sqlite.org/walformat.html)."""
 _FORMAT = 4
 """The `PRAGMA user_version` of a ledger. Raise it when the schema changes."""
 _UNMASKED = 3
@@ -268,10 +274,10 @@ class Tally:
 
 
 class LedgerReader:
-    """Reads a ledger, also while a run writes it. A context manager."""
+    """Reads a ledger, also while a run writes it. A context manager. `on_close` is called when it is closed."""
 
-    def __init__(self, db: sqlite3.Connection) -> None:
-        self._db = db
+    def __init__(self, db: sqlite3.Connection, on_close: Callable[[], None] = lambda: None) -> None:
+        self._db, self._on_close = db, on_close
 
     def __enter__(self) -> Self:
         return self
@@ -282,6 +288,7 @@ class LedgerReader:
     def close(self) -> None:
         """Close the file."""
         self._db.close()
+        self._on_close()
 
     def next_number(self) -> int:
         """The first task index that was never admitted."""
@@ -541,14 +548,65 @@ class Ledger(LedgerReader):
 
 
 def read_ledger(path: Path) -> LedgerReader:
-    """Open a ledger for reading only.
+    """Open a ledger for reading only. Nothing is written into its folder, which may be read-only.
+
+    SQLite reads a write-ahead log only together with an index beside it, which the run that goes on keeps. Of a run
+    that was killed, and where it cannot be known that the run goes on (it is on another machine), a copy is read, which
+    shows what was written when it was opened.
 
     Raises:
         ConfigError: the file does not exist, or is not a ledger of this version.
     """
     if not path.exists():
         raise ConfigError(f"there is no ledger {path}")
-    return LedgerReader(_connect(path, "ro"))
+    if not _log_of(path):
+        return LedgerReader(_connect(path, "immutable"))
+    if _is_in_use(path):
+        return LedgerReader(_connect(path, "ro"))
+    folder = tempfile.TemporaryDirectory(prefix="agentrl-ledger-")
+    try:
+        copy = _copied(path, Path(folder.name))
+        return LedgerReader(_connect(copy, "ro", named=path), folder.cleanup)
+    except BaseException:
+        folder.cleanup()
+        raise
+
+
+def _copied(path: Path, into: Path) -> Path:
+    """Copy a ledger that may be written meanwhile, with its log.
+
+    Pages go from the log into the file, which therefore is copied first: what has changed in it meanwhile is in the log
+    that is copied then, unless the log was begun anew, which changes its header.
+    """
+    copy = into / path.name
+    while True:
+        log = _log_of(path)
+        shutil.copyfile(path, copy)
+        if not log:
+            return copy
+        with suppress(FileNotFoundError):  # its last writer has just closed it
+            shutil.copyfile(f"{path}-wal", f"{copy}-wal")
+            if _log_of(copy) == log:
+                return copy
+        Path(f"{copy}-wal").unlink(missing_ok=True)
+
+
+def _is_in_use(path: Path) -> bool:
+    """Whether a process of this machine has a ledger open, as far as is known. SQLite locks its file then."""
+    try:
+        locks = Path("/proc/locks").read_text()
+    except OSError:  # not Linux
+        return False
+    return re.search(rf":{path.stat().st_ino} ", locks) is not None and Path(f"{path}-shm").exists()
+
+
+def _log_of(path: Path) -> bytes:
+    """The header of a ledger's write-ahead log; empty if there is no log."""
+    try:
+        with Path(f"{path}-wal").open("rb") as log:
+            return log.read(_LOG_HEADER)
+    except FileNotFoundError:
+        return b""
 
 
 def check_ledger(path: Path, steps: int) -> None:
@@ -572,8 +630,12 @@ def check_ledger(path: Path, steps: int) -> None:
         )
 
 
-def _connect(path: Path | str, mode: Literal["ro", "rwc"]) -> sqlite3.Connection:
-    name = ":memory:" if str(path) == ":memory:" else f"{Path(path).absolute().as_uri()}?mode={mode}"
+def _connect(
+    path: Path | str, mode: Literal["ro", "immutable", "rwc"], named: Path | None = None
+) -> sqlite3.Connection:
+    """`immutable`: nobody writes the file, which is read without locks. `named`: what errors call it."""
+    how = "mode=ro&immutable=1" if mode == "immutable" else f"mode={mode}"
+    name = ":memory:" if str(path) == ":memory:" else f"{Path(path).absolute().as_uri()}?{how}"
     db = sqlite3.connect(name, timeout=0, uri=True, isolation_level=None, check_same_thread=False)
     try:
         try:
@@ -602,7 +664,7 @@ def _connect(path: Path | str, mode: Literal["ro", "rwc"]) -> sqlite3.Connection
         db.close()
         if isinstance(error, sqlite3.OperationalError) and storage_problem(error) is not None:
             raise  # of the disk, which says nothing about the ledger
-        raise ConfigError(f"{path} is no ledger that can be read: {error}") from error
+        raise ConfigError(f"{named or path} is no ledger that can be read: {error}") from error
     return db
 
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -662,3 +663,69 @@ def test_tallies_agree_with_fates_and_name_an_example(told):
             assert tally.fate in {record.task.fate or "open", *(e.fate or "open" for e in record.episodes)}
     assert told.open_episodes(2) == ["train-000005/0/0", "train-000005/1/0"]
     assert told.reasons("episodes", 1)[0].count == 3
+
+
+def left_by_a_killed_run(path, into):
+    """A copy of what a run that goes on has in its folder, as it would be if it were killed now."""
+    into.mkdir()
+    for name in (path.name, f"{path.name}-wal"):
+        shutil.copyfile(path.parent / name, into / name)
+    return into / path.name
+
+
+def stamps(folder):
+    return {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in (*folder.iterdir(),)} | {
+        ".": folder.stat().st_mtime_ns
+    }
+
+
+def test_reading_a_ledger_writes_nothing_beside_it_whether_its_run_goes_on_has_ended_or_was_killed(tmp_path):
+    path = tmp_path / "run" / "ledger.sqlite"
+    path.parent.mkdir()
+    with Ledger(path) as ledger:
+        admit(ledger, 0)
+        ledger.flush()
+        goes_on = set(stamps(path.parent))
+        with read_ledger(path) as reader:
+            assert reader.task_fates().open == 1
+        assert set(stamps(path.parent)) == goes_on
+        killed = left_by_a_killed_run(path, tmp_path / "killed")
+    for one in (path, killed):
+        before = stamps(one.parent)
+        for _ in range(2):
+            with read_ledger(one) as reader:
+                assert reader.task_fates().open == 1
+                assert stamps(one.parent) == before
+        assert stamps(one.parent) == before
+
+
+def test_a_copy_of_a_ledger_is_of_one_moment_also_if_its_log_begins_anew_meanwhile(tmp_path, monkeypatch):
+    path = tmp_path / "ledger.sqlite"
+    monkeypatch.setattr("agentrl.rollout.ledger._is_in_use", lambda path: False)  # as on another machine
+    with Ledger(path) as ledger:
+        admit(ledger, 0)
+        ledger.sync()  # into the file: what is written now may begin the log anew
+        copy, copied = shutil.copyfile, []
+
+        def copyfile(source, into):
+            copy(source, into)
+            copied.append(str(source))
+            if len(copied) == 1:  # after the file, before its log
+                admit(ledger, *range(1, 200))
+                ledger.sync()
+                admit(ledger, 200)
+                ledger.flush()
+
+        monkeypatch.setattr(shutil, "copyfile", copyfile)
+        with read_ledger(path) as reader:
+            assert reader.task_fates().open == 201
+            assert reader.damage() is None
+    assert len(copied) == 4
+
+
+def test_what_is_no_ledger_is_named_also_where_a_copy_is_read(tmp_path):
+    path = tmp_path / "ledger.sqlite"
+    path.write_bytes(b"no ledger" * 1000)
+    Path(f"{path}-wal").write_bytes(b"no log")
+    with pytest.raises(ConfigError, match=f"{path} is no ledger that can be read"):
+        read_ledger(path)
