@@ -24,15 +24,23 @@ def view(
         str, typer.Option(help="Environment variable with the token that the page asks for.")
     ] = "AGENTRL_VIEW_TOKEN",
 ) -> None:
-    """Show runs in a browser, also while they go on: curves, episodes, tokens, fates, time."""
+    """Show runs in a browser, also while they go on, or before the first one begins: curves, episodes, tokens, fates,
+    time.
+    """
+    from agentrl.viewer.folders import find_runs
     from agentrl.viewer.server import PageServer
 
-    token = os.environ.get(token_env)
+    token, places = os.environ.get(token_env), runs or [Path("runs")]
 
     def said(url: str) -> None:
         console.print(f"{url}  (Ctrl-C ends it)", highlight=False, soft_wrap=True)
+        for place in places:
+            if not place.is_dir():
+                console.print(f"there is no folder {str(place)!r} yet", highlight=False, soft_wrap=True)
+        if not find_runs(place for place in places if place.is_dir()):
+            console.print("there is no run yet; one that begins is shown by itself", highlight=False, soft_wrap=True)
 
-    PageServer(runs or [Path("runs")], host=host, port=port, token=token, on_start=said).run()
+    PageServer(places, host=host, port=port, token=token, on_start=said).run()
 
 
 def show_profile(

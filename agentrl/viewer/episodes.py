@@ -87,6 +87,20 @@ class EpisodeQuery:
         return " AND ".join(["TRUE", *(condition for condition, _ in wanted)]), [value for _, value in wanted]
 
 
+def check_duckdb() -> None:
+    """Check that the index of a run's episodes can be made.
+
+    Raises:
+        ConfigError: DuckDB is not installed, although agentrl requires it.
+    """
+    try:
+        import duckdb  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"the tables of a run's episodes need DuckDB, which is missing here ({error}): pip install duckdb"
+        ) from error
+
+
 class EpisodeIndex:
     """The episodes of one run. Calls may come from several threads; each first reads what is new in the files.
 
@@ -95,10 +109,9 @@ class EpisodeIndex:
     """
 
     def __init__(self, run: RunFolder) -> None:
-        try:
-            import duckdb
-        except ImportError as error:
-            raise ConfigError("`agentrl view` needs DuckDB: pip install 'agentrl[view]'") from error
+        check_duckdb()
+        import duckdb
+
         self._run = run
         self._db = duckdb.connect()
         self._db.execute(_SCHEMA)

@@ -17,12 +17,12 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from agentrl.errors import AgentRLError, ConfigError
+from agentrl.errors import AgentRLError
 from agentrl.observe.meanings import MEANINGS
 from agentrl.remote.gate import RequestGate, idle_timeout
 from agentrl.remote.http_server import HttpServer, check_reach
 from agentrl.viewer.episode import EpisodeReader
-from agentrl.viewer.episodes import KINDS, EpisodeIndex, EpisodeQuery
+from agentrl.viewer.episodes import KINDS, EpisodeIndex, EpisodeQuery, check_duckdb
 from agentrl.viewer.folders import RunFolder, find_runs
 from agentrl.viewer.numbers import json_of
 from agentrl.viewer.prometheus import exposition
@@ -49,7 +49,7 @@ class PageServer(HttpServer):
     """Serves the page over the runs in `places`. `on_start` is called with its address.
 
     Raises:
-        ConfigError: other machines could reach the server, and there is no token; there is no run; DuckDB is missing.
+        ConfigError: other machines could reach the server, and there is no token; a place is a file; DuckDB is missing.
     """
 
     def __init__(
@@ -82,7 +82,10 @@ class PageServer(HttpServer):
 
 
 class _OpenRuns:
-    """The runs that the server knows, each with its index, which is made when it is first asked for."""
+    """The runs that the server knows, each with its index, which is made when it is first asked for.
+
+    There need not be any yet, nor the folders that they will be in.
+    """
 
     def __init__(self, places: Sequence[Path]) -> None:
         self._places = places
@@ -91,11 +94,8 @@ class _OpenRuns:
         self._lock, self._news_lock = threading.Lock(), threading.Lock()
         self._news: list[dict[str, Any]] = []
         self._asked = -math.inf
-        find_runs(places)  # which says what is wrong with them
+        find_runs(place for place in places if place.exists())  # which says what is wrong with them
         self.look()
-        if not self._runs:
-            named = ", ".join(map(str, places))
-            raise ConfigError(f"there is no run in {named}: a run is a folder with a config.yaml, such as runs/NAME")
 
     def look(self) -> list[RunFolder]:
         """All runs, new ones too, without those that have been deleted."""
@@ -161,6 +161,7 @@ class _Json(JSONResponse):
 
 def create_page_app(places: Sequence[Path], token: str | None = None) -> FastAPI:
     """The ASGI application: the page's files, which anyone may read, and the data, for which a token may be needed."""
+    check_duckdb()
     runs = _OpenRuns(places)
     app = FastAPI(title="agentrl view", docs_url=None, redoc_url=None, openapi_url=None, default_response_class=_Json)
     open_paths = _add_page(app)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from time import monotonic
 
 import pytest
 from fastapi.testclient import TestClient
@@ -139,11 +140,31 @@ def test_what_does_not_exist_is_refused_with_a_reason(client):
     assert client.get("/../../etc/passwd").status_code == 404
 
 
-def test_a_folder_without_runs_is_refused_before_anything_is_served(tmp_path):
-    with pytest.raises(ConfigError, match="there is no run in"):
-        create_page_app([tmp_path])
-    with pytest.raises(ConfigError, match="there is no folder"):
-        create_page_app([tmp_path / "missing"])
+@pytest.mark.parametrize("place", ["", "runs", "runs/one"])
+def test_the_page_can_be_open_before_the_first_run_which_is_then_shown_by_itself(tmp_path, place):
+    client = TestClient(create_page_app([tmp_path / place]), base_url="http://127.0.0.1")
+    assert client.get("/api/runs").json() == []
+    assert "No run is in these folders" in client.get("/main.js").text
+    run = MadeUpRun(tmp_path / "runs" / "one")
+    run.begin()
+    run.step()
+    limit = monotonic() + 30  # what is found is kept for a moment, however many pages ask
+    while not (found := client.get("/api/runs").json()) and monotonic() < limit:
+        pass
+    assert [one["name"] for one in found] == ["one"]
+    assert client.get("/api/episodes?run=one").json()["total"] > 0
+
+
+def test_a_place_that_is_a_file_is_refused_before_anything_is_served(tmp_path):
+    (tmp_path / "config.yaml").write_text("seed: 0")
+    with pytest.raises(ConfigError, match=r"there is no folder '.*config.yaml': give the folder of a run"):
+        create_page_app([tmp_path / "config.yaml"])
+
+
+def test_without_duckdb_the_page_is_refused_in_a_sentence_before_anything_is_served(made, monkeypatch):
+    monkeypatch.setitem(sys.modules, "duckdb", None)
+    with pytest.raises(ConfigError, match="pip install duckdb"):
+        create_page_app([made.folder])
 
 
 def test_runs_are_found_in_folders_and_by_themselves_and_have_names_of_their_own(tmp_path):

@@ -116,7 +116,7 @@ async function draw() {
   drawFrame();
   if (!runs.length) {
     shown = {};
-    view.replaceChildren(el("div", {}, el("p", { class: "empty" }, "No run is left in these folders. One that begins there is shown by itself.")));
+    view.replaceChildren(el("div", {}, el("p", { class: "empty" }, "No run is in these folders. One that begins there is shown by itself.")));
     return;
   }
   document.title = `${context.chosen.map((run) => run.name).join(", ")} · agentrl`;
