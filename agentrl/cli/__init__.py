@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 
 from agentrl.caches import prepare_caches
-from agentrl.cli import environments, evaluation, history, models, planning, serving, settings, training, viewing
+from agentrl.cli import environments, evaluation, history, models, planning, serving, settings, tasks, training, viewing
 from agentrl.cli.console import SafeConsole
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.storage import storage_problem
@@ -39,6 +39,7 @@ app.command("check-env")(environments.check_environment)
 app.command("new-env")(environments.new_env)
 app.command()(environments.play)
 app.command("config")(settings.show_config)
+app.command()(tasks.tasks)
 model_app.command("init")(models.model_init)
 model_app.command("fetch")(models.model_fetch)
 

@@ -10,8 +10,10 @@ Keys that are null are as if left out: Arrow writes each key of any row into all
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, get_args
 
+from agentrl.errors import EnvError
 from agentrl.trajectory import Message, Role, ToolCall
 
 _ROLES: Mapping[str, Role] = {
@@ -86,6 +88,21 @@ def as_json(message: Message) -> dict[str, Any]:
     extra = {"reasoning": message.reasoning, "tool_calls": calls, "name": message.name}
     extra["tool_call_id"] = message.tool_call_id
     return {"role": message.role, "content": message.said, **{key: value for key, value in extra.items() if value}}
+
+
+def history_in(info: Mapping[str, Any]) -> list[Message]:
+    """The messages that a reset's info puts before the first observation.
+
+    Raises:
+        EnvError: they are no chat.
+    """
+    history = info.get("history") or ()
+    if not isinstance(history, list | tuple):
+        raise EnvError(f"a reset gave info['history'] as {history!r:.80}: write a list of messages")
+    try:
+        return [replace(message, given=True) for message in read_chat(history)]
+    except ValueError as error:
+        raise EnvError(f"a reset gave info['history'] that is no chat: {error}") from error
 
 
 def _read(raw: Any, where: str) -> Message:

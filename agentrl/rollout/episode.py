@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from agentrl.arrays import IntArray, floats, ints
-from agentrl.errors import EngineError, EnvError, OutageError, RolloutError
+from agentrl.errors import EngineError, OutageError, RolloutError
 from agentrl.flow import Turnstile, deadline, elapsed, now
 from agentrl.hosting.calls import calls_taken
 from agentrl.hosting.host import EnvHost, LiveEnv
@@ -33,7 +33,7 @@ from agentrl.protocols import (
 from agentrl.rollout.agents import agents_in, check_routes, earnings, next_agent, success_of, system_prompt_in
 from agentrl.rollout.answers import checked_completion
 from agentrl.rollout.budget import Budget
-from agentrl.rollout.chats import read_chat
+from agentrl.rollout.chats import history_in
 from agentrl.rollout.context import FULL, ContextPolicy
 from agentrl.rollout.renderer import TemplateRenderer
 from agentrl.rollout.seeds import derive_seed
@@ -413,7 +413,7 @@ class EnvEpisodeRunner:
         episode_state.agents = self._agent_states(episode, agents, info, env)
         state = episode_state.agents[next_agent(info, agents)]
         episode_state.begun = _begun(observation, state.agent, info, env)
-        state.unanswered = [*state.unanswered, *_history(info), Message("user", observation)]
+        state.unanswered = [*state.unanswered, *history_in(info), Message("user", observation)]
         turns = 0
         while not (spent := _spent(episode, turns, began)):
             if request := state.role.context.request(state.conversation, state.unanswered):
@@ -512,21 +512,6 @@ def _state_key(info: Mapping[str, Any], observation: str) -> str:
     """The name of the state that `info` and `observation` are of."""
     key = info.get("state_key")
     return blake2b(observation.encode(), digest_size=8).hexdigest() if key is None else str(key)
-
-
-def _history(info: Mapping[str, Any]) -> list[Message]:
-    """The messages that stand before the first observation.
-
-    Raises:
-        EnvError: they are no chat.
-    """
-    history = info.get("history") or ()
-    if not isinstance(history, list | tuple):
-        raise EnvError(f"a reset gave info['history'] as {history!r:.80}: write a list of messages")
-    try:
-        return [replace(message, given=True) for message in read_chat(history)]
-    except ValueError as error:
-        raise EnvError(f"a reset gave info['history'] that is no chat: {error}") from error
 
 
 def _begun(observation: str, first: str, info: Mapping[str, Any], env: LiveEnv) -> str:

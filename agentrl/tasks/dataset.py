@@ -167,9 +167,16 @@ class DatasetTasks:
 
     def task(self, index: int) -> Task:
         """The task of this index; with as many as there are rows, each has been used once."""
+        return self._at(self._place(index), index)
+
+    def where(self, index: int) -> str:
+        """Where the row of this index stands, for people."""
+        return self._rows.where(self._place(index))
+
+    def _place(self, index: int) -> int:
         epoch, place = divmod(index, len(self._rows))
         seed = 0 if self._split == "held-out" else derive_seed(self._seed, "order", self._split, epoch)
-        return self._at(Permutation(len(self._rows), seed)[place], index)
+        return Permutation(len(self._rows), seed)[place]
 
     def _at(self, place: int, index: int, mark: str = "") -> Task:
         """The task of the row at `place`, for this index; `mark` ends its id."""

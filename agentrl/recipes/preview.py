@@ -1,0 +1,73 @@
+"""Tasks as the model will see them, and what a reward pays for given answers, without an engine."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.assembly import env_host, reward_of
+from agentrl.config import RunConfig
+from agentrl.hosting.host import EnvHost
+from agentrl.protocols import ScriptedPlayer
+from agentrl.rollout.agents import agents_in, next_agent, system_prompt_in
+from agentrl.rollout.budget import Budget
+from agentrl.rollout.chats import history_in
+from agentrl.rollout.episode import EnvEpisodeRunner, Episode, ScriptedPolicy
+from agentrl.rollout.renderer import TemplateRenderer
+from agentrl.testing.tokenizer import ByteTokenizer
+from agentrl.trajectory import Failed, Message, Score, Task, succeeded
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What a model sees before its first answer: messages, and schemas of tools."""
+
+    messages: tuple[Message, ...]
+    tools: Sequence[Mapping[str, Any]]
+
+    def text(self, renderer: TemplateRenderer) -> str:
+        """The prompt, as the model's chat template writes it."""
+        return renderer.decode(renderer.whole(self.messages, self.tools))
+
+    def tokens(self, renderer: TemplateRenderer) -> int:
+        """How many tokens the prompt has."""
+        return len(renderer.conversation(self.tools).prompt(self.messages).ids)
+
+
+async def openings(config: RunConfig, tasks: Sequence[Task]) -> list[Opening]:
+    """What the model sees first in each of these tasks. Of several agents, the one that acts first.
+
+    Raises:
+        RolloutError: an environment fails.
+    """
+    async with env_host(config, shown=False) as envs:
+        return [await _opening(envs, task) for task in tasks]
+
+
+async def _opening(envs: EnvHost, task: Task) -> Opening:
+    env = envs.acquire(task.env)
+    try:
+        observation, info = await env.reset(task.seed, task.options)
+        system = system_prompt_in(info, next_agent(info, agents_in(info)), env.system_prompt)
+        first = [Message("system", system)] if system else []
+        return Opening((*first, *history_in(info), Message("user", observation)), env.tools)
+    finally:
+        await envs.release(task.env, env)
+
+
+async def paid(config: RunConfig, answers: Sequence[tuple[Task, str]]) -> list[tuple[Score, bool | None]]:
+    """The score of each of these answers, as the first message, and whether it is a success."""
+    renderer = TemplateRenderer(ByteTokenizer())
+    found = []
+    async with env_host(config, shown=False) as envs, reward_of(config) as reward:
+        for number, (task, answer) in enumerate(answers):
+            policy = ScriptedPolicy(_saying(answer), renderer)
+            runner = EnvEpisodeRunner(policy, renderer, envs, Budget(turns=1), config.rollout.deadlines.episode)
+            trajectory, *_ = await runner.play(Episode(f"answer/{number}", task, 0))
+            failed = isinstance(trajectory.status, Failed)
+            score = Score.failed(str(trajectory.status)) if failed else await reward.score(trajectory)
+            found.append((score, succeeded(trajectory, score)))
+    return found
+
+
+def _saying(answer: str) -> ScriptedPlayer:
+    return lambda env, rng: answer
