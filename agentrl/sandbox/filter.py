@@ -64,7 +64,7 @@ _REFUSED_ALONE: _Numbers = {
 _NUMBERS: _Numbers = {
     **_REFUSED, **_REFUSED_ALONE, "clone": (56, 220), "clone3": (435, 435), "socketpair": (53, 199), "kill": (62, 129),
     "tgkill": (234, 131), "prlimit64": (302, 261), "fcntl": (72, 25), "ioctl": (16, 29), "prctl": (157, 167),
-    "rt_sigaction": (13, 134),
+    "rt_sigaction": (13, 134), "flock": (73, 32), "close_range": (436, 436),
 }  # fmt: skip
 
 _LAST = 450
@@ -74,12 +74,18 @@ _CLONE_NEW, _CLONE_THREAD, _CLONE_FILES, _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 0
 _SIGCHLD = 17
 _NETWORKS = (2, 10, 16)  # AF_INET, AF_INET6, AF_NETLINK
 _STREAMS = tuple(kind | flags for kind in (1, 5) for flags in (0, 0x800, 0x80000, 0x80800))  # also in packets
-_F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _FIOSETOWN, _SIOCSPGRP = 8, 10, 15, 0x8901, 0x8902
+_FIOSETOWN, _SIOCSPGRP, _CLOSE_RANGE_UNSHARE = 0x8901, 0x8902, 2
+
+# Commands of fcntl(2). All others are refused: a lease (1024) or a notice (1026) on a file that is shared read-only
+# stalls other processes, and what asks who holds a lock (5, 36) or sets a hint (1036, 1038) passes data between runs.
+_OF_DESCRIPTORS = (0, 1, 2, 3, 4, 9, 11, 16, 1030, 1031, 1032, 1034)  # F_DUPFD to F_SETFL, F_GETOWN, ..., F_GET_SEALS
+_OF_SIGNALS = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX
+_OF_LOCKS = (6, 7, 37, 38)  # F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW
 
 # Classic BPF, of linux/filter.h and linux/seccomp.h: load a word, test it and jump (one offset if true, another if
 # false), return.
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
+_ALLOW, _ERRNO, _KILL, _NOTIFY = 0x7FFF0000, 0x00050000, 0x80000000, 0x7FC00000
 _Code = list[tuple[int, int, int, int]]
 
 
@@ -131,6 +137,11 @@ def seccomp_filter(alone: int = 0, metered: bool = False) -> bytes:
             *_argument(1), *_unless(_EQUAL, (1, 0x80001, 0x801, 0x80801), no),
         ],
         "prlimit64": [*_argument(0), *_unless(_EQUAL, (0, alone), no)],  # the server runs as the same user
+        # A thread that unshares its files hides them as one that starts with files of its own does.
+        "close_range": [*_argument(2), *_where(_ANY_BIT, (_CLOSE_RANGE_UNSHARE,), no)],
+        # Unlike a record lock, this one can be exclusive on a file that is only read, and so on one that is shared.
+        "flock": _refuse(errno.ENOLCK),
+        "fcntl": [*_argument(1), *_unless(_EQUAL, (*_OF_DESCRIPTORS, *_OF_SIGNALS, *_OF_LOCKS), no)],
     }  # fmt: skip
     if not alone and not metered:
         # With SIGCHLD ignored, children end unnoticed, and their CPU time is lost: it keeps its default action. Asking
@@ -142,11 +153,21 @@ def seccomp_filter(alone: int = 0, metered: bool = False) -> bytes:
     if alone:
         about["clone"] += [*_argument(0), *_unless(_ANY_BIT, (_CLONE_THREAD,), no)]
         about |= {name: [*_argument(0), *_unless(_EQUAL, (alone,), no)] for name in ("kill", "tgkill")}
-        about["fcntl"] = [*_argument(1), *_where(_EQUAL, (_F_SETOWN, _F_SETSIG, _F_SETOWN_EX), no)]
+        # The record locks of a single process never conflict, so they need not be set, on whatever file.
+        about["fcntl"] = [*_argument(1), *_where(_EQUAL, _OF_LOCKS, _refuse(0)), *_unless(_EQUAL, _OF_DESCRIPTORS, no)]
         about["ioctl"] = [*_argument(1), *_where(_EQUAL, (_FIOSETOWN, _SIOCSPGRP), no)]
     refused = _REFUSED | (_REFUSED_ALONE if alone else {})
     about |= {name: _refuse(errno.EACCES if name == "socket" else errno.EPERM) for name in refused}
     return _compiled(about)
+
+
+def thread_filter() -> bytes:
+    """The filter for a program whose threads are counted: its listener (`kernel.listen`) decides about each new one.
+
+    Raises:
+        OSError: the system calls of this machine's architecture are not listed here.
+    """
+    return _compiled({"clone": [(_RETURN, 0, 0, _NOTIFY)]})
 
 
 def network_filter() -> bytes:

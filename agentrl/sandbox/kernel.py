@@ -4,6 +4,7 @@ This module also runs inside jails, so it uses only the standard library.
 """
 
 import ctypes
+import fcntl
 import os
 import struct
 
@@ -21,7 +22,12 @@ _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 
 # The same numbers on x86_64 and aarch64.
 _NR_MOUNT_SETATTR, _NR_LANDLOCK_CREATE_RULESET, _NR_LANDLOCK_ADD_RULE, _NR_LANDLOCK_RESTRICT_SELF = 442, 444, 445, 446
-_NR = {"x86_64": {"pivot_root": 155, "capset": 126}, "aarch64": {"pivot_root": 41, "capset": 91}}
+_NR = {
+    "x86_64": {"pivot_root": 155, "capset": 126, "seccomp": 317},
+    "aarch64": {"pivot_root": 41, "capset": 91, "seccomp": 277},
+}
+# ioctls of a listener, of linux/seccomp.h
+_NOTIF_RECV, _NOTIF_SEND, _NOTIF_BYTES, _CONTINUE = 0xC0502100, 0xC0182101, 80, 1
 
 
 def _checked(what: str, result: int) -> int:
@@ -89,15 +95,33 @@ def drop_capabilities() -> None:
     _syscall("capset", _NR[os.uname().machine]["capset"], header, none)
 
 
+class _Program(ctypes.Structure):
+    _fields_ = (("len", ctypes.c_ushort), ("filter", ctypes.c_char_p))
+
+
 def install_filter(program: bytes) -> None:
     """Filter the system calls of this thread and everything it starts, by a program of `agentrl.sandbox.filter`."""
-
-    class Program(ctypes.Structure):
-        _fields_ = (("len", ctypes.c_ushort), ("filter", ctypes.c_char_p))
-
-    at = Program(len(program) // 8, program)
+    at = _Program(len(program) // 8, program)
     mode = (ctypes.c_int(22), ctypes.c_ulong(2))  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
     _checked("seccomp", _libc.prctl(*mode, ctypes.byref(at), ctypes.c_ulong(0), ctypes.c_ulong(0)))
+
+
+def listen(program: bytes) -> int:
+    """Install a filter, and return the file descriptor of its listener, which decides about the calls that it names.
+
+    They wait until another process `answer`s them.
+    """
+    at = _Program(len(program) // 8, program)
+    operation, new_listener = ctypes.c_uint(1), ctypes.c_uint(8)
+    return _syscall("seccomp", _NR[os.uname().machine]["seccomp"], operation, new_listener, ctypes.byref(at))
+
+
+def answer(listener: int, error: int) -> None:
+    """Let the next call that waits go on, or fail with an error if that is not 0."""
+    notice = bytearray(_NOTIF_BYTES)
+    fcntl.ioctl(listener, _NOTIF_RECV, notice)
+    (number,) = struct.unpack_from("=Q", notice)
+    fcntl.ioctl(listener, _NOTIF_SEND, struct.pack("=QqiI", number, 0, -error, 0 if error else _CONTINUE))
 
 
 def landlock_version() -> int:

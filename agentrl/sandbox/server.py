@@ -11,8 +11,10 @@ all these frames return before the program runs, so that it has the whole stack,
 This module uses only the standard library.
 """
 
+import array  # noqa: F401  `send_fds` imports it when it is called
 import atexit
 import builtins
+import errno
 import gc
 import importlib
 import json
@@ -32,6 +34,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from agentrl.sandbox import kernel
 from agentrl.sandbox.cgroup import ControlGroup
 from agentrl.sandbox.order import DONE, HEADER, LARGEST_MESSAGE, Order, pack
 from agentrl.sandbox.walls import WALLS, Walls
@@ -44,6 +47,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 _CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 _OPEN_FILES = 256
 _READY = b"ready"
+_LISTENER = b"+"
 
 
 def main(
@@ -102,21 +106,34 @@ def _supervise(channel: socket.socket, walls: Walls) -> str:
     order = _receive(channel)
     walls.group.begin(order)
     folder = walls.begin(order)
-    (stdin, feed), (stdout, to_stdout), (stderr, to_stderr), (ready, say_ready) = (os.pipe() for _ in range(4))
+    (stdin, feed), (stdout, to_stdout), (stderr, to_stderr) = (os.pipe() for _ in range(3))
+    ready, say_ready = socket.socketpair()
     child = os.fork()
     if child == 0:
-        _become(order, walls, folder, (stdin, to_stdout, to_stderr, say_ready))
+        _become(order, walls, folder, (stdin, to_stdout, to_stderr, say_ready.detach()))
         return order.program
-    for fd in (stdin, to_stdout, to_stderr, say_ready):
+    for fd in (stdin, to_stdout, to_stderr, say_ready.detach()):
         os.close(fd)
-    with open(ready, "rb") as pipe:
-        if (word := pipe.read()) != _READY:
-            sys.exit(f"a child could not be confined: {word.decode(errors='replace') or 'it died'}")
-    run = _Run(order, walls, folder, child, (channel.fileno(), feed, stdout, stderr))
+    with ready:
+        word, listener = _heard(ready)
+    if word != _READY:
+        sys.exit(f"a child could not be confined: {word.decode(errors='replace') or 'it died'}")
+    run = _Run(order, walls, folder, child, (channel.fileno(), feed, stdout, stderr, listener))
     report = run.to_its_end()
     walls.end(folder)
     channel.sendall(pack(report))
     os._exit(0)
+
+
+def _heard(ready: socket.socket) -> tuple[bytes, int]:
+    """What the child has said until it closed its end, and the listener that it has sent; -1 for none."""
+    word, listener = b"", -1
+    while True:
+        part, fds, *_ = socket.recv_fds(ready, 1 << 12, 1)
+        listener = fds[0] if fds else listener
+        if not part:
+            return word.removeprefix(_LISTENER), listener
+        word += part
 
 
 def _receive(channel: socket.socket) -> Order:
@@ -140,9 +157,11 @@ def _exactly(channel: socket.socket, size: int) -> bytes:
 class _Run:
     """One program from its fork to its end."""
 
-    def __init__(self, order: Order, walls: Walls, folder: str, child: int, fds: tuple[int, int, int, int]) -> None:
+    def __init__(
+        self, order: Order, walls: Walls, folder: str, child: int, fds: tuple[int, int, int, int, int]
+    ) -> None:
         self.order, self.walls, self.folder, self.child = order, walls, folder, child
-        self.channel, self.stdin, self.stdout, self.stderr = fds
+        self.channel, self.stdin, self.stdout, self.stderr, self.listener = fds
         self.exit: int | None = None
         self.hit = ""
         self.begun = time.monotonic()
@@ -154,14 +173,15 @@ class _Run:
             self.poll.register(fd, events)
         self.poll.register(self.channel, select.POLLRDHUP)
         self.ended = os.pidfd_open(child)
-        self.poll.register(self.ended, select.POLLIN)
+        for fd in {self.ended, self.listener} - {-1}:
+            self.poll.register(fd, select.POLLIN)
 
     def to_its_end(self) -> dict[str, Any]:
         """Watch the program until it ends or hits a limit; then kill its remaining processes, and report."""
         next_look = self.begun
         while self.exit is None and not self.hit:
-            for fd, _ in self.poll.poll(TICK * 1000):
-                self._attend(fd)
+            for fd, events in self.poll.poll(TICK * 1000):
+                self._attend(fd, events)
             if time.monotonic() >= next_look:
                 self.hit = self.hit or self._limit_hit()
                 next_look = time.monotonic() + TICK
@@ -170,13 +190,13 @@ class _Run:
         self._reap(wait=True)
         for fd in (self.stdout, self.stderr):  # no process is left to write
             self._read(fd)
-        for fd in {self.stdin, self.stdout, self.stderr, self.ended} - {-1}:
+        for fd in {self.stdin, self.stdout, self.stderr, self.ended, self.listener} - {-1}:
             os.close(fd)
         self.hit = self.hit or self._limit_hit_by_the_dead()
         stdout, stderr = (self.output[fd].decode(errors="replace") for fd in (self.stdout, self.stderr))
         return {"hit": self.hit, "exit": self.exit, "stdout": stdout, "stderr": stderr, "seconds": seconds}
 
-    def _attend(self, fd: int) -> None:
+    def _attend(self, fd: int, events: int) -> None:
         if fd == self.ended:
             self._reap()
         elif fd == self.channel:  # the driver died, or cancelled this run
@@ -186,8 +206,21 @@ class _Run:
             os._exit(0)
         elif fd == self.stdin:
             self._write()
-        else:
+        elif fd != self.listener:
             self._read(fd)
+        elif events & select.POLLIN:
+            self._answer()
+        else:  # nobody is left to ask
+            self.poll.unregister(fd)
+
+    def _answer(self) -> None:
+        """Let the program start a thread, or refuse it, as RLIMIT_NPROC does.
+
+        One may be under way for each that is counted, so that there may be twice as many for a moment.
+        """
+        with suppress(OSError):  # who asks has been killed
+            full = len(os.listdir(f"/proc/{self.child}/task")) >= self.order.processes
+            kernel.answer(self.listener, errno.EAGAIN if full else 0)
 
     def _write(self) -> None:
         try:
@@ -239,7 +272,7 @@ class _Run:
         # `pages` counts shared pages once for each process that shares them. The exact count takes longer.
         if pages * _PAGE + buffers > order.memory and sum(map(_memory_of, pids)) + buffers > order.memory:
             return "memory"
-        if self.walls.used(self.folder) > order.disk:
+        if self.walls.used(self.folder, self.child) > order.disk:
             return "disk"
         return self._limit_hit_by_the_dead()
 
@@ -302,6 +335,10 @@ def _become(order: Order, walls: Walls, folder: str, pipes: tuple[int, int, int,
             (resource.RLIMIT_MSGQUEUE, 0), (resource.RLIMIT_SIGPENDING, 128), (resource.RLIMIT_STACK, 8 << 20),
         ):  # fmt: skip
             resource.setrlimit(limit, (most, most))
+        if (listener := walls.listen()) is not None:
+            with socket.socket(fileno=os.dup(say_ready)) as saying:
+                socket.send_fds(saying, [_LISTENER], [listener])
+            os.close(listener)
         walls.confine(folder, order)
         os.write(say_ready, _READY)
     except BaseException as error:

@@ -19,9 +19,9 @@ class SandboxLimits(Settings):
     """Bytes: of address space of each process, beyond which it gets a MemoryError; and of memory of all processes
     together, beyond which the run is ended."""
     processes: int = Field(32, ge=1)
-    """Processes and threads at a time; more are refused. With the backend `landlock`, always one process."""
+    """Processes and threads at a time; more are refused. With the backend `landlock`, threads of one process."""
     disk: int = Field(64 << 20, ge=1 << 12)
-    """Bytes of files, which `namespaces` keeps in memory. More are refused; with `landlock` they may end the run."""
+    """Bytes of files, which `namespaces` keeps in memory. More are refused; with `landlock` they end the run."""
     output: int = Field(1 << 20, ge=1, le=16 << 20)
     """Bytes of stdout and stderr together; more end the run."""
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 
 from agentrl.sandbox import kernel
 from agentrl.sandbox.cgroup import ControlGroup
-from agentrl.sandbox.filter import seccomp_filter
+from agentrl.sandbox.filter import seccomp_filter, thread_filter
 from agentrl.sandbox.order import Order
 
 _NOBODY = 65534
@@ -51,6 +51,10 @@ class Walls(ABC):
     def begin(self, order: Order) -> str:
         """A fresh empty folder for a run."""
 
+    def listen(self) -> int | None:
+        """In the child, before `confine`: the listener that the supervisor has to answer, if these walls need one."""
+        return None
+
     @abstractmethod
     def confine(self, folder: str, order: Order) -> None:
         """In the child: permanently give up every right that a program must not have."""
@@ -67,8 +71,8 @@ class Walls(ABC):
     def end(self, folder: str) -> None:
         """Remove the folder; no process of the run is left."""
 
-    def used(self, folder: str) -> int:
-        """Bytes in the folder, if nothing else limits them; more than any limit if it has too many files."""
+    def used(self, folder: str, child: int) -> int:
+        """Bytes of the run's files, if nothing else limits them; more than any limit if there are too many."""
         return 0
 
 
@@ -172,7 +176,14 @@ class Landlock(Walls):
     def begin(self, order: Order) -> str:
         """Make a folder on the machine's disk."""
         os.mkdir(self.scratch, 0o700)
+        self._largest = order.disk
+        self._sizes: dict[int, int] = {}  # bytes of each file as it was last seen, by inode
         return self.scratch
+
+    def listen(self) -> int:
+        """No limit of the kernel's counts the threads of one process, so each new one is asked for."""
+        kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+        return kernel.listen(thread_filter())
 
     def confine(self, folder: str, order: Order) -> None:
         """No capabilities, few files, no other process, a system call filter; it dies with the server."""
@@ -198,16 +209,46 @@ class Landlock(Walls):
         """Remove the folder."""
         shutil.rmtree(folder, ignore_errors=True)
 
-    def used(self, folder: str) -> int:
-        """Bytes of disk blocks in the folder. The program cannot make folders in it, so there is only one level."""
-        blocks = 0
+    def used(self, folder: str, child: int) -> int:
+        """Bytes of disk blocks of the folder's files, and of those that have no name any longer and are still held.
+
+        The program cannot make folders in it, so there is only one level.
+        """
+        used: dict[int, int] = {}
         with os.scandir(folder) as files:
             for number, file in enumerate(files):
                 with suppress(FileNotFoundError):
-                    blocks += file.stat(follow_symlinks=False).st_blocks
+                    self._count(file.stat(follow_symlinks=False), used)
                 if number == FILES:
                     return 1 << 62
-        return blocks * 512
+        self._count_unlinked(folder, child, used)
+        return sum(used.values())
+
+    def _count(self, found: os.stat_result, used: dict[int, int]) -> None:
+        used[found.st_ino] = found.st_blocks * 512
+        self._sizes[found.st_ino] = max(found.st_size, found.st_blocks * 512)
+
+    def _count_unlinked(self, folder: str, child: int, used: dict[int, int]) -> None:
+        """Add the files without a name (unlinked, or made with O_TMPFILE) that are open, or only mapped."""
+        ours = f"{folder}/"
+        descriptors = f"/proc/{child}/fd"
+        with suppress(OSError):  # it has ended
+            for name in os.listdir(descriptors):
+                with suppress(OSError):
+                    if os.readlink(f"{descriptors}/{name}").startswith(ours):
+                        self._count(os.stat(f"{descriptors}/{name}"), used)
+            with open(f"/proc/{child}/maps", errors="replace") as file:
+                mapped = [line.split(maxsplit=5) for line in file if ours in line and line.endswith(" (deleted)\n")]
+            for addresses, *_, inode, path in mapped:
+                if path.startswith(ours) and int(inode) not in used:
+                    used[int(inode)] = self._mapped(child, addresses, int(inode))
+
+    def _mapped(self, child: int, addresses: str, inode: int) -> int:
+        """Bytes of a file of which nothing is left but a mapping: a page of it holds it as a whole."""
+        try:
+            return os.stat(f"/proc/{child}/map_files/{addresses}").st_blocks * 512
+        except OSError:  # only privileged users can look at it; else its size counts, or the most that it may have
+            return self._sizes.get(inode, self._largest)
 
 
 class Nothing(Landlock):

@@ -514,3 +514,21 @@ for start in starts:
 for loot in found:
     if loot[5:] != b"{mark}" and loot[5:].isalnum(): print("ESC" + "APED", loot)
 """
+
+
+@contained("ran")
+def shared_files(rng: Random) -> str:
+    """Stalls others, or tells them something, by a file that all programs may read: leases, notices, locks, hints."""
+    return f"""
+import fcntl
+file = open({rng.choice(["os.__file__", "struct.__file__", "sys.executable"])}, "rb")
+folder = os.open(os.path.dirname(os.__file__), os.O_RDONLY)
+asked = struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, {rng.randrange(100)}, 1, 0)
+wall("took a lease", lambda: fcntl.fcntl(file, 1024, fcntl.F_RDLCK))
+wall("is told of changes", lambda: fcntl.fcntl(folder, 1026, 0x8000003F))
+wall("sees who locks", lambda: fcntl.fcntl(file, fcntl.F_GETLK, asked))
+wall("sees who locks", lambda: fcntl.fcntl(file, 36, asked))
+wall("locked it for all", lambda: fcntl.flock(file, fcntl.LOCK_{rng.choice(["EX", "SH"])} | fcntl.LOCK_NB))
+wall("left a hint", lambda: fcntl.fcntl(file, 1036, struct.pack("Q", {rng.randint(1, 5)})))
+syscall("has files of its own", 436, 100, 200, 2)
+"""

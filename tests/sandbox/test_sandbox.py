@@ -182,6 +182,89 @@ def means(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     return str(request.param)
 
 
+UNNAMED = """
+import ctypes, os, sys, time
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_void_p
+def write(fd):
+    for _ in range(3): os.write(fd, b"x" * (1 << 20))
+def unlinked(name):
+    write(os.open(name, os.O_CREAT | os.O_RDWR)); os.unlink(name)
+def without_a_name(name):
+    write(os.open(".", os.O_TMPFILE | os.O_RDWR))
+def mapped(name):
+    fd = os.open(name, os.O_CREAT | os.O_RDWR)
+    write(fd)
+    libc.mmap(None, ctypes.c_size_t(4096), 1, 1, fd, ctypes.c_long(0))
+    os.unlink(name); os.close(fd)
+try:
+    for number in range(FILES):
+        HOW(f"f{number}")
+except OSError as error:
+    print(error.errno)
+time.sleep(0.5)
+"""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_files_that_have_no_name_count_as_disk_for_as_long_as_they_are_held(backend: str) -> None:
+    async def main(sandbox: Sandbox) -> None:
+        for how in ("unlinked", "without_a_name", "mapped"):
+            outcome = await sandbox.run(UNNAMED.replace("HOW", how).replace("FILES", "40"))
+            if backend == "namespaces":
+                assert ran(outcome) == "28\n"
+            else:
+                assert isinstance(outcome, LimitHit), (how, outcome)
+                assert outcome.which == "disk"
+            assert ran(await sandbox.run(UNNAMED.replace("HOW", how).replace("FILES", "1"))) == ""
+
+    run(main, SandboxConfig(backend=backend, size=1, limits=SandboxLimits(disk=8 << 20)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_more_threads_than_processes_are_allowed_are_refused(backend: str) -> None:
+    program = """
+import concurrent.futures, threading, time
+with concurrent.futures.ThreadPoolExecutor(8) as pool:
+    print(sum(pool.map(abs, range(-9, 9))))
+threading.stack_size(1 << 16)
+ended, count = threading.Event(), 0
+try:
+    while True:
+        threading.Thread(target=ended.wait).start()
+        count += 1
+except RuntimeError as error:
+    print(count, error)
+ended.set()
+"""
+
+    async def main(sandbox: Sandbox) -> None:
+        for _ in range(2):
+            assert ran(await sandbox.run(program)) == "81\n11 can't start new thread\n"
+
+    run(main, SandboxConfig(backend=backend, size=1, limits=SandboxLimits(processes=12)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_locks_on_a_programs_own_files_work(backend: str) -> None:
+    program = """
+import fcntl, sqlite3
+with open("own", "w") as file:
+    fcntl.lockf(file, fcntl.LOCK_EX)
+one, other = sqlite3.connect("data"), sqlite3.connect("data")
+one.execute("create table t (x)")
+one.commit()
+other.execute("insert into t values (1)")
+other.commit()
+print(one.execute("select x from t").fetchall())
+"""
+
+    async def main(sandbox: Sandbox) -> None:
+        assert ran(await sandbox.run(program)) == "[(1,)]\n"
+
+    run(main, SandboxConfig(backend=backend, size=1))
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_buffers_of_sockets_count_as_memory(means: str, seed: int) -> None:
     limits = SandboxLimits(wall=60, cpu=60, memory=64 << 20)
