@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.cli import training
+from agentrl.config import load_config
 from agentrl.rollout.ledger import Ledger
 from agentrl.trajectory import Task
 from tests.processes import PATIENCE_SECONDS
@@ -64,6 +65,54 @@ def test_config_shows_values_and_origins(agentrl):
     assert done.returncode == 0
     assert "command line" in done.stdout
     assert "examples/frozen_lake.yaml" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option", "form"),
+    [
+        (["--trainer.lr=1e-3"], "--trainer.lr", "trainer.lr=1e-3"),
+        (["--trainer.lr", "1e-3"], "--trainer.lr", "trainer.lr=1e-3"),
+        (["--steps=5"], "--steps", "steps=5"),
+        (["-steps", "5"], "-steps", "steps=5"),
+        (["steps=3", "--seed"], "--seed", "seed=VALUE"),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "config", "eval", "plan", "simulate", "gateway"])
+def test_a_setting_that_is_written_as_an_option_is_answered_with_the_right_form(
+    agentrl, command, arguments, option, form
+):
+    done = agentrl(command, "examples/frozen_lake.yaml", *arguments)
+    assert done.returncode == 2
+    assert f"there is no option {option}: a setting is written without dashes, {form}\n" in done.stderr
+
+
+def test_an_option_that_is_no_setting_is_answered_with_the_nearest_one(agentrl):
+    done = agentrl("train", "examples/frozen_lake.yaml", "--resum=auto")
+    assert done.returncode == 2
+    assert "--resume" in done.stderr
+
+
+def test_config_shows_values_as_an_override_would_write_them(agentrl):
+    done = agentrl(
+        "config", "examples/frozen_lake.yaml", "env.options={a: '007', b: 1e-3, c: nan}", "env.options.d='x'"
+    )
+    rows = {line.split()[0]: line.split(maxsplit=2)[1] for line in done.stdout.splitlines() if line.startswith("env.")}
+    assert rows["env.options.a"] == "'007'"
+    assert (rows["env.options.b"], rows["env.options.c"], rows["env.isolation"]) == ("0.001", "nan", "null")
+
+
+def test_config_prints_a_run_as_a_config_file_and_with_the_origins_that_it_began_with(agentrl, tmp_path):
+    run, again = tmp_path / "run", tmp_path / "again.yaml"
+    run.mkdir()
+    loaded = load_config(ROOT / "examples" / "frozen_lake.yaml", ["env.options.id='007'", f"run_dir={run}"])
+    (run / "config.yaml").write_text(loaded.config.to_yaml())
+    (run / "origins.json").write_text('{"seed": "long ago"}')
+    done = agentrl("config", str(run), "seed=4", "--yaml")
+    again.write_text(done.stdout)
+    assert load_config(again).config == load_config(run / "config.yaml", ["seed=4"]).config
+    assert "long ago" in agentrl("config", str(run)).stdout
+    assert "long ago" not in agentrl("config", str(run), "seed=4").stdout
+    assert "holds no run" in agentrl("config", str(tmp_path)).stderr
 
 
 @pytest.mark.slow

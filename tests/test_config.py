@@ -148,6 +148,45 @@ def test_a_value_that_is_no_yaml_says_so(path):
     assert "cannot read the value of the override 'trainer={name:': this is not YAML" in problem(path, "trainer={name:")
 
 
+@pytest.mark.parametrize(
+    ("written", "form"),
+    [
+        ("+trainer.lr=1e-3", "trainer.lr=1e-3"),
+        ("++trainer.lr=1e-3", "trainer.lr=1e-3"),
+        ("--trainer.lr=1e-3", "trainer.lr=1e-3"),
+        ("-steps=4", "steps=4"),
+        ("~reference", "reference=null"),
+        (" trainer.lr = 1e-3", "trainer.lr=1e-3"),
+        ("trainer..lr=1e-3", "trainer.lr=1e-3"),
+        ("trainer.lr: 1e-3", "trainer.lr=1e-3"),
+        ("trainer.lr:=1e-3", "trainer.lr=1e-3"),
+        ("reward[0].weight=2", "reward.0.weight=2"),
+        ("env[options]['size']=4", "env.options.size=4"),
+        ("+env=https://me:secret@host", "env=https://***@host"),
+        ("steps", "key=value, such as trainer.lr=1e-3"),
+        ("=4", "key=value, such as trainer.lr=1e-3"),
+        ("+", "key=value, such as trainer.lr=1e-3"),
+    ],
+)
+def test_what_is_nearly_an_override_is_answered_with_the_right_form(path: Path, written: str, form: str) -> None:
+    said = problem(path, written)
+    assert said.endswith(f": write {form}")
+    assert "secret" not in said
+
+
+def test_a_setting_in_a_file_that_is_written_as_an_override_is_answered_with_its_section(path: Path) -> None:
+    path.write_text("env: frozen_lake\ntrainer.lr: 1e-3\n")
+    assert "trainer.lr: write it within its section (" in problem(path)
+    assert "lake.yaml:2), as `trainer: {lr: ...}`" in problem(path)
+
+
+@pytest.mark.parametrize("value", ["0123", "1e5", "true", "3"])
+def test_a_value_that_should_be_text_says_how_to_quote_it(path: Path, value: str) -> None:
+    said = problem(path, f"model.revision={value}")
+    assert "is no text (command line): put quotes around it (model.revision=\"'...'\" for a shell)" in said
+    assert load_config(path, [f"model.revision='{value}'"]).config.model.revision == value
+
+
 @pytest.mark.parametrize(("old", "new"), RENAMED.items())
 def test_a_setting_by_its_old_name_is_refused_with_the_new_one(path, old, new):
     old, new = old.replace(".N.", ".0."), new.replace(".N.", ".0.")

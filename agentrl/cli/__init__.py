@@ -11,6 +11,7 @@ from rich.markup import escape
 
 from agentrl.caches import prepare_caches
 from agentrl.cli import environments, evaluation, history, models, planning, serving, settings, tasks, training, viewing
+from agentrl.cli.arguments import TakesSettings
 from agentrl.cli.console import SafeConsole
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.storage import storage_problem
@@ -18,17 +19,17 @@ from agentrl.storage import storage_problem
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 model_app = typer.Typer(no_args_is_help=True, help="Make models.")
 app.add_typer(model_app, name="model")
-app.command()(training.train)
-app.command()(training.demo)
-app.command("eval")(evaluation.evaluate)
+app.command(cls=TakesSettings)(training.train)
+app.command(cls=TakesSettings)(training.demo)
+app.command("eval", cls=TakesSettings)(evaluation.evaluate)
 app.command("compare")(evaluation.compare_runs)
 app.command("export")(models.export_model)
 app.command("ledger")(history.show_ledger)
 app.command("lineage")(history.show_lineage)
-app.command()(planning.simulate)
-app.command()(planning.plan)
+app.command(cls=TakesSettings)(planning.simulate)
+app.command(cls=TakesSettings)(planning.plan)
 app.command()(serving.serve)
-app.command()(serving.gateway)
+app.command(cls=TakesSettings)(serving.gateway)
 app.command()(viewing.view)
 app.command("profile")(viewing.show_profile)
 app.command()(viewing.report)
@@ -38,8 +39,8 @@ app.command()(environments.envs)
 app.command("check-env")(environments.check_environment)
 app.command("new-env")(environments.new_env)
 app.command()(environments.play)
-app.command("config")(settings.show_config)
 app.command()(tasks.tasks)
+app.command("config", cls=TakesSettings)(settings.show_config)
 model_app.command("init")(models.model_init)
 model_app.command("fetch")(models.model_fetch)
 

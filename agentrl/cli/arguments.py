@@ -1,10 +1,14 @@
 """Arguments and options that several commands take."""
 
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
+from agentrl.config import RunConfig
+from agentrl.config.overrides import right_form, setting_of
 from agentrl.errors import ConfigError
 from agentrl.protocols import check_plain
 from agentrl.yaml_values import read_yaml, value_of
@@ -24,6 +28,25 @@ EnvRequires = Annotated[
     typer.Option("--requires", metavar="PACKAGE", help="A package for the environment's own interpreter; repeatable."),
 ]
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file.", show_default=False)]
+
+
+class TakesSettings(TyperCommand):
+    """A command with overrides. It answers a setting that is written as an option with the right form."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the command line.
+
+        Raises:
+            ConfigError: a setting is written as an option.
+        """
+        known = {"--", "--help"}.union(*(one.opts + one.secondary_opts for one in self.params))
+        for one, after in zip_longest(args, args[1:], fillvalue=""):
+            option = one.partition("=")[0]
+            key = setting_of(option)
+            if one.startswith("-") and option not in known and ("." in key or key in RunConfig.model_fields):
+                form = right_form(one, after) or f"{key}=VALUE"
+                raise ConfigError(f"there is no option {option}: a setting is written without dashes, {form}")
+        return super().parse_args(ctx, args)
 
 
 def env_options(text: str) -> dict[str, Any]:

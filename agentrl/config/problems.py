@@ -43,12 +43,19 @@ def explained(
             line = f"{path}: no such setting{where}.{plugins.nearest(keys[-1], known)} Known here: {listed}"
             if (new := _renamed(path)) is not None:
                 line = f"{path}: renamed to {new}{where}: write it there"
+            elif keys[-1].partition(".")[0] in known:
+                section, _, rest = keys[-1].partition(".")
+                line = f"{path}: write it within its section{where}, as `{section}: {{{rest}: ...}}`"
             elif keys[-1] in GONE:
                 line = f"{path}: no such setting any more{where}: {GONE[keys[-1]]}"
         elif problem["type"] == "finite_number":
             line = (
                 f"{path}: {problem['input']} is not a finite number{where}: where there is no limit, leave the setting "
                 "out, write null if it takes that, or a large number such as 1e9"
+            )
+        elif problem["type"] == "string_type" and isinstance(problem["input"], bool | int | float):
+            line = (
+                f"{path}: {problem['input']!r} is no text{where}: put quotes around it ({path}=\"'...'\" for a shell)"
             )
         else:
             given = "" if problem["type"] == "missing" or not keys else f", got {problem['input']!r:.80}"

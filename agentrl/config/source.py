@@ -12,11 +12,12 @@ from typing import Any
 import yaml
 
 from agentrl import plugins
+from agentrl.config.overrides import read_override
 from agentrl.config.run_config import COMPONENTS, HELPERS
-from agentrl.credentials import refuse_credentials, without_credentials
+from agentrl.credentials import refuse_credentials
 from agentrl.errors import ConfigError
 from agentrl.tasks.rows import is_data
-from agentrl.yaml_values import read_value, read_yaml, value_of
+from agentrl.yaml_values import read_yaml, value_of
 
 _NAMED = (*COMPONENTS, *HELPERS, "reward", "trackers", "env", "model", "placement")
 _MIXTURE, _SUITES = LISTS = (("env", "mixture"), ("evaluation", "suites"))
@@ -118,11 +119,8 @@ def read_settings(path: Path, overrides: Iterable[str] = ()) -> Source:
     source.set(("run_dir",), f"runs/{path.stem}", "the config's file name")
     _read_file(path, source)
     for override in overrides:
-        key, equals, text = override.partition("=")
-        if not equals or not key:
-            shown = without_credentials(override)
-            raise ConfigError(f"cannot read the override {shown!r}: write key=value, such as trainer.lr=1e-3")
-        source.set(tuple(key.split(".")), _given(override, text), "command line")
+        keys, value = read_override(override)
+        source.set(keys, value, "command line")
     _look_beside(path, source)
     return source
 
@@ -141,23 +139,13 @@ def _look_beside(path: Path, source: Source) -> None:
         sys.path.append(folder)
 
 
-def _given(override: str, text: str) -> Any:
-    try:
-        return read_value(text)
-    except ConfigError as error:
-        key = override.partition("=")[0]
-        raise ConfigError(
-            f"cannot read the value of the override {without_credentials(override)!r}: {error}. Quote a value that is "
-            f"text, for the shell too: {key}=\"'...'\""
-        ) from None
-
-
 def _read_file(path: Path, source: Source) -> None:
     try:
         root = read_yaml(path.read_bytes(), str(path))
     except FileNotFoundError:
         there = sorted(str(p) for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
-        raise ConfigError(f"no config file {str(path)!r}.{plugins.nearest(str(path), there)}") from None
+        first = " The config comes before what overrides it" if "=" in path.name else ""
+        raise ConfigError(f"no config file {str(path)!r}.{plugins.nearest(str(path), there)}{first}") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read as a config: {error}") from error
     if not isinstance(root, yaml.MappingNode) or not root.value:

@@ -25,6 +25,7 @@ from agentrl.viewer.folders import RunFolder
 from agentrl.viewer.report_curves import HEIGHT, WIDTH, curves_of
 from agentrl.viewer.report_episodes import LONGEST, episodes_to_read, shortened
 from agentrl.viewer.timing import advice, window_of
+from agentrl.yaml_values import in_yaml
 
 _REASONS = 12
 _HOW = {"completed": "is complete", "stopped": "was stopped", "failed": "failed", "killed": "was killed"}
@@ -152,5 +153,5 @@ def _fates(run: RunFolder, index: EpisodeIndex) -> dict[str, Any]:
 
 def _config(run: RunFolder) -> dict[str, Any]:
     origins = run.origins()
-    every = [(name, shortened(str(value)), origins.get(name, "")) for name, value in sorted(run.settings().items())]
+    every = [(name, shortened(in_yaml(value)), origins.get(name, "")) for name, value in sorted(run.settings().items())]
     return {"every": every, "chosen": [row for row in every if row[2] not in ("", "default")]}
