@@ -16,6 +16,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator, validate_call
 
 from agentrl.envs.base import TextEnv, plays, read_options
+from agentrl.invalid import faults
 from agentrl.protocols import Credit, Question, ResetResult, Settings, StepResult
 from agentrl.testing.problems import PROBLEMS, Action, Decision, Result
 from agentrl.trajectory import Message, Trajectory
@@ -160,7 +161,7 @@ class OracleEnv(TextEnv):
             try:
                 played(self.problem, json.dumps(self.settings, sort_keys=True), self.other)
             except ValidationError as error:
-                wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+                wrong = "; ".join(map(str, faults(error, self.settings)))
                 known = ", ".join(signature(PROBLEMS[self.problem]).parameters) or "none"
                 raise ValueError(f"settings of {self.problem!r}: {wrong}. Its settings are: {known}") from error
             return self

@@ -22,6 +22,7 @@ from pydantic import Field, ValidationError, field_validator
 
 from agentrl import plugins
 from agentrl.errors import ConfigError, PluginError
+from agentrl.invalid import faults
 from agentrl.plugins import Component, NoSettings
 from agentrl.protocols import Env, ResetResult, Settings, StepResult
 
@@ -245,7 +246,7 @@ def wrapper(raw: Any) -> Component:
     try:
         return Component(name, factory, shape.model_validate(settings))
     except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors(include_url=False))
+        wrong = "; ".join(map(str, faults(error, settings)))
         known = ", ".join(shape.model_fields) or "none"
         raise ConfigError(f"the wrapper {name!r} has wrong settings: {wrong}. Its settings are: {known}") from error
 

@@ -1,6 +1,7 @@
 """`Preference`: a better and a worse conversation, read from a file or from the episodes of a run."""
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,13 +11,16 @@ from pathlib import Path
 from random import Random
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import Field
 
 from agentrl.errors import ConfigError
 from agentrl.protocols import Settings
 from agentrl.recipes.recordings import Recorded, read_recordings
+from agentrl.rollout.chats import is_chat, read_chat
 from agentrl.rounding import constant
-from agentrl.trajectory import Message, Trajectory
+from agentrl.tasks.columns import column, listed
+from agentrl.tasks.rows import BadRowError, rows_of, sources
+from agentrl.trajectory import Message, Role, Trajectory
 
 T = TypeVar("T")
 
@@ -25,9 +29,11 @@ class PreferencesConfig(Settings):
     """Pairs to learn from."""
 
     path: Path
-    """A `.jsonl` or `.parquet` file of rows with `chosen` and `rejected` (lists of messages, or texts that answer a
-    `prompt`; rows of one `task` are held out together), or the folder of a run: of two episodes of one task, the one
-    with the higher score is preferred."""
+    """A file or folder of rows with `chosen` and `rejected`, of any kind that `tasks.data` may be: chats, texts that
+    answer a `prompt`, or texts of "Human:" and "Assistant:" (HH-RLHF). Rows of one `task` are held out together. Or the
+    folder of a run: of two episodes of one task, the one with the higher score is preferred."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """As `tasks.columns`: `{prompt: input.messages, chosen: preferred_output, rejected: non_preferred_output}`."""
     pairs_per_task: int = Field(8, gt=0)
     """Most pairs of one task, drawn at random, if `path` is the folder of a run."""
     held_out: float = Field(0.1, ge=0, lt=1)
@@ -59,18 +65,6 @@ class Preference:
     played: tuple[Trajectory, Trajectory] | None = None
 
 
-class _Message(BaseModel):
-    role: Literal["system", "user", "assistant", "tool"]
-    content: str
-
-
-class _Row(BaseModel):
-    task: str | None = None
-    prompt: str | tuple[_Message, ...] = ()
-    chosen: str | tuple[_Message, ...]
-    rejected: str | tuple[_Message, ...]
-
-
 def read_preferences(config: PreferencesConfig, rng: Random) -> list[Preference]:
     """All pairs of a file or a run, in an order that depends on `rng` alone.
 
@@ -81,11 +75,9 @@ def read_preferences(config: PreferencesConfig, rng: Random) -> list[Preference]
     if (path / "trajectories").is_dir():
         pairs = list(_of_run(path / "trajectories", config.pairs_per_task, rng))
         nothing = "no two of its episodes of one task have different scores"
-    elif path.suffix in (".jsonl", ".parquet") and path.is_file():
-        pairs = [_pair(path, number, row) for number, row in enumerate(_rows(path))]
-        nothing = "it is empty"
     else:
-        raise ConfigError(f"recipe.preferences.path: {path} is no .jsonl or .parquet file, and no folder of a run")
+        pairs = list(_of_files(config))
+        nothing = "it is empty"
     if not pairs:
         raise ConfigError(f"recipe.preferences.path: {path} has no pairs: {nothing}")
     rng.shuffle(pairs)
@@ -120,35 +112,59 @@ def write_preferences(path: Path, pairs: Iterable[tuple[Preference, Mapping[str,
             file.write(json.dumps(row) + "\n")
 
 
-def _rows(path: Path) -> Iterator[Any]:
-    if path.suffix == ".parquet":
-        import pyarrow.parquet as pq
-
-        yield from pq.read_table(path).to_pylist()
-        return
-    for number, line in enumerate(line for line in path.read_text().split("\n") if line.strip()):
-        try:
-            yield json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"{path}, row {number}: it is not JSON: {error}") from error
-
-
-def _pair(path: Path, number: int, row: Any) -> Preference:
+def _of_files(config: PreferencesConfig) -> Iterator[Preference]:
     try:
-        read = _Row.model_validate(row)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"{path}, row {number}: {where}: {first['msg']}; a row has chosen and rejected") from error
-    asked = _messages(read.prompt, "user") if read.prompt else ()
-    chosen, rejected = (asked + _messages(content, "assistant") for content in (read.chosen, read.rejected))
-    return Preference(f"{number}" if read.task is None else read.task, chosen, rejected)
+        found = [source for source in sources(str(config.path), "train") if isinstance(source, Path)]
+    except ConfigError as error:
+        raise ConfigError(f"recipe.preferences.path is no folder of a run, and: {error}") from error
+    if not found:
+        raise ConfigError(f"recipe.preferences.path: {config.path} is no file of pairs, and no folder of a run")
+    rows = ((path, where, row) for path in found for where, row in rows_of(path, tuple(config.columns.values())))
+    for number, (path, where, row) in enumerate(rows):
+        try:
+            if isinstance(row, BadRowError):
+                raise row
+            yield _pair(number, row, config.columns)
+        except ValueError as error:
+            raise ConfigError(f"recipe.preferences.path: {path}, {where}, row {number}: {error}") from error
 
 
-def _messages(content: str | tuple[_Message, ...], role: Literal["user", "assistant"]) -> tuple[Message, ...]:
-    if isinstance(content, str):
-        return (Message(role, content),)
-    return tuple(Message(message.role, message.content) for message in content)
+def _pair(number: int, row: Mapping[str, Any], columns: Mapping[str, str]) -> Preference:
+    if missing := [name for name in ("chosen", "rejected") if name not in row and name not in columns]:
+        raise ValueError(
+            f"{missing[0]}: Field required, and the columns are {listed(row)}: write recipe.preferences.columns="
+            "{prompt: COLUMN, chosen: COLUMN, rejected: COLUMN}"
+        )
+    given = {name: column(row, columns.get(name, name)) for name in _COLUMNS if name in row or name in columns}
+    asked = _messages("prompt", given["prompt"], "user") if given.get("prompt") else ()
+    chosen, rejected = (_conversation(name, given[name], asked) for name in ("chosen", "rejected"))
+    task = given.get("task")
+    return Preference(f"{number}" if task is None else str(task), chosen, rejected)
+
+
+_COLUMNS = ("task", "prompt", "chosen", "rejected")
+_SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant): ?")
+
+
+def _conversation(name: str, content: Any, asked: tuple[Message, ...]) -> tuple[Message, ...]:
+    """A whole conversation: what was asked, and what is chosen or rejected, which may have what was asked in it."""
+    said = _messages(name, content, "assistant")
+    return asked + said if said[0].role == "assistant" else said
+
+
+def _messages(name: str, content: Any, role: Literal["user", "assistant"]) -> tuple[Message, ...]:
+    try:
+        if not isinstance(content, str):
+            if not is_chat(content):
+                raise ValueError(f"write a text, or the messages of a chat, not {content!r:.80}")
+            return read_chat(content)
+        if not _SPEAKER.match(content):
+            return (Message(role, content),)
+        _, *parts = _SPEAKER.split(content)  # what came before, and then speakers and what they say
+        roles: Mapping[str, Role] = {"Human": "user", "Assistant": "assistant"}
+        return tuple(Message(roles[who], said) for who, said in zip(parts[::2], parts[1::2], strict=True))
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
 def _of_run(folder: Path, pairs_per_task: int, rng: Random) -> Iterator[Preference]:

@@ -1,6 +1,7 @@
 """Reward models: preferences are read, a separable one is learned, and the model scores in batches."""
 
 import asyncio
+import gzip
 import json
 import math
 from io import StringIO
@@ -86,6 +87,60 @@ def test_what_is_no_pair_is_refused_with_its_row(text: str, says: str, tmp_path:
         read(tmp_path / "pairs.jsonl")
     with pytest.raises(ConfigError, match="no folder of a run"):
         read(tmp_path / "pairs.csv")
+
+
+PAIR = (("Hi", "Yes"), ("Hi", "No"))
+
+
+def chat(asked: str, said: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": asked, "name": None}, {"role": "assistant", "content": said}]
+
+
+@pytest.mark.parametrize(
+    ("row", "columns"),
+    [
+        ({"prompt": "Hi", "chosen": "Yes", "rejected": "No"}, {}),
+        ({"prompt": "Hi", "chosen": chat("Hi", "Yes"), "rejected": chat("Hi", "No")}, {}),  # UltraFeedback
+        ({"prompt": chat("Hi", "")[:1], "chosen": chat("", "Yes")[1:], "rejected": chat("", "No")[1:]}, {}),  # TRL
+        ({"chosen": "\n\nHuman: Hi\n\nAssistant: Yes", "rejected": "\n\nHuman: Hi\n\nAssistant: No"}, {}),  # HH-RLHF
+        (
+            {
+                "conversations": [{"from": "human", "value": "Hi"}],
+                "chosen": {"from": "gpt", "value": "Yes"},
+                "no": "No",
+            },
+            {"prompt": "conversations", "chosen": "chosen.value", "rejected": "no"},
+        ),
+        (
+            {"input": {"messages": chat("Hi", "")[:1]}, "preferred_output": "Yes", "non_preferred_output": "No"},
+            {"prompt": "input.messages", "chosen": "preferred_output", "rejected": "non_preferred_output"},
+        ),
+    ],
+)
+@pytest.mark.parametrize("name", ["pairs.jsonl.gz", "pairs.json", "pairs.parquet"])
+def test_pairs_are_read_in_the_forms_that_people_have(
+    row: dict[str, Any], columns: dict[str, str], name: str, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    match name:
+        case "pairs.parquet":
+            pq.write_table(pa.Table.from_pylist([row]), path)
+        case "pairs.json":
+            path.write_text(json.dumps([row]))
+        case _:
+            path.write_bytes(gzip.compress(json.dumps(row).encode()))
+    [pair] = read(path, columns=columns)
+    assert tuple(tuple(message.content for message in half) for half in (pair.chosen, pair.rejected)) == PAIR
+    assert [message.role for message in pair.chosen] == ["user", "assistant"]
+
+
+def test_pairs_of_other_columns_are_refused_with_the_setting_to_write(tmp_path: Path) -> None:
+    (tmp_path / "pairs.jsonl").write_text('{"better": "a", "worse": "b"}\n')
+    why = r"the columns are better, worse: write recipe.preferences.columns=\{prompt: COLUMN, chosen: COLUMN"
+    with pytest.raises(ConfigError, match=why):
+        read(tmp_path / "pairs.jsonl")
+    with pytest.raises(ConfigError, match=r"no column 'beter'. Did you mean 'better'"):
+        read(tmp_path / "pairs.jsonl", columns={"chosen": "beter", "rejected": "worse"})
 
 
 @given(st.lists(st.floats(-20, 20), min_size=2, max_size=2))
