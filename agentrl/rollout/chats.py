@@ -8,10 +8,13 @@ Keys that are null are as if left out: Arrow writes each key of any row into all
 `system`. Calls become what the renderer's messages have (`agentrl.trajectory.ToolCall`).
 """
 
+import ast
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any, TypeGuard, get_args
 
 from agentrl.errors import EnvError
 from agentrl.trajectory import Message, Role, ToolCall
@@ -39,12 +42,30 @@ _TEXTS = ("text", "input_text", "output_text")
 """Types of parts that are text."""
 
 
-def is_chat(value: Any) -> bool:
+def is_chat(value: Any) -> TypeGuard[Sequence[Any]]:
     """Whether a value is meant as the messages of a chat."""
     if not isinstance(value, list | tuple) or not value:
         return False
     first = value[0]
     return is_chat(first) or (isinstance(first, Mapping) and not {"role", "from"}.isdisjoint(first))
+
+
+def written_chat(text: str) -> Any:
+    """The chat that a text is the JSON of, or what Python prints for it, as in a CSV file; None for other texts.
+
+    Raises:
+        ValueError: it begins like a chat, and cannot be read.
+    """
+    if _WRITTEN.match(text) is None:
+        return None
+    for read in (json.loads, ast.literal_eval):
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            found = read(text)
+            return found if is_chat(found) else None
+    raise ValueError(f"it begins like a chat, and is neither JSON nor a list of Python: {text!r:.80}")
+
+
+_WRITTEN = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content|from|value)["']\s*:""")
 
 
 def read_chat(value: Sequence[Any]) -> tuple[Message, ...]:

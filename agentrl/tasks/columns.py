@@ -86,7 +86,7 @@ def _template(row: Mapping[str, Any]) -> str:
     question = next((path for path, value in _named(row, _QUESTIONS) if isinstance(value, str)), "")
     if not question:
         return ""
-    context = next((path for path, value in _named(row, _CONTEXTS) if value and path != question), "")
+    context = next((path for path, _ in _named(row, _CONTEXTS) if path != question), "")
     choices = _choices(row)
     second = "input" if question == "instruction" and isinstance(row.get("input"), str) else ""
     parts = [f"{{{name}}}" for name in (context, question, second) if name]

@@ -282,6 +282,8 @@ def _unfit(fault: Fault, row: Mapping[str, Any], shape: type[Settings]) -> str:
             f"{fault}: the environment takes {', '.join(shape.model_fields)}. Name the columns that it takes in "
             "tasks.columns"
         )
+    if fault.kind != "missing" and fault.where in row and fault.where != "prompt":
+        return f"{fault}. If this column is something else, name the columns that are needed in tasks.columns"
     if fault.kind != "missing":
         return str(fault)
     if fault.where == "prompt":

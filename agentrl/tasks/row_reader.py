@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from pydantic import Field, field_validator
 
 from agentrl.protocols import Settings
-from agentrl.rollout.chats import as_json, is_chat, question_of, read_chat
+from agentrl.rollout.chats import as_json, is_chat, question_of, read_chat, written_chat
 from agentrl.tasks.columns import advice, column, listed
 from agentrl.tasks.rows import BadRowError
 from agentrl.tasks.template import RowTemplate
@@ -94,7 +94,7 @@ class RowReader:
             )
         options = {**more, **options}
         fields = {} if self.shape is None else self.shape.model_fields
-        if "prompt" in fields and is_chat(options.get("prompt")):
+        if "prompt" in fields:
             options |= _question(options)
         for name in [name for name, value in options.items() if value is None and name in fields]:
             if not fields[name].is_required() and fields[name].default is not None:
@@ -103,9 +103,13 @@ class RowReader:
 
 
 def _question(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The prompt of a task whose prompt is a chat, and its answer."""
+    """The prompt of a task whose prompt is a chat, and its answer; nothing for others."""
+    prompt = options.get("prompt")
     try:
-        asked, answered = question_of(read_chat(options["prompt"]))
+        chat = written_chat(prompt) if isinstance(prompt, str) else prompt
+        if not is_chat(chat):
+            return {}
+        asked, answered = question_of(read_chat(chat))
     except ValueError as error:
         raise BadRowError(f"prompt: {error}") from error
     found: dict[str, Any] = {"prompt": [as_json(message) for message in asked]}

@@ -118,7 +118,7 @@ def _in_folder(folder: Path, split: str, subset: str | None) -> list[Path]:
         folder /= subset
     there = _files(folder)
     inner = {path.name for path in folder.glob("[!.]*/") if _files(path)}
-    if not there and "data" in inner and split not in inner:
+    if not there and split not in inner and (folder / "data").is_dir():
         return _in_folder(folder / "data", split, None)
     named = _files(folder / split) or [path for path in there if _whole_split(path) == split]
     if named := named or [path for path in there if _split_of(path) == split]:
@@ -230,7 +230,7 @@ def as_line(row: Mapping[str, Any]) -> bytes:
             try:
                 _dumped({name: value})
             except UnicodeEncodeError as error:
-                raise BadRowError(f"column {name!a} has text that is not UTF-8") from error
+                raise BadRowError(f"column {name!a} has text that is not UTF-8: save the file in UTF-8") from error
             except (TypeError, ValueError) as error:
                 raise BadRowError(f"column {name!r}: {error}") from error
         raise

@@ -49,17 +49,17 @@ class RowTemplate:
         return None if "row" in named else frozenset(named)
 
     def of(self, row: Mapping[str, Any]) -> str:
-        """The text for a row.
+        """The text for a row, without space around it: a column may be empty.
 
         Raises:
             BadRowError: a column is missing, or the template fails.
         """
         if not self._is_jinja:
-            return _FIELD.sub(lambda found: self._field(row, found), self._text)
+            return _FIELD.sub(lambda found: self._field(row, found), self._text).strip()
         from jinja2 import TemplateError
 
         try:
-            return str(self._compiled.render({**row, "row": row}))
+            return str(self._compiled.render({**row, "row": row})).strip()
         except TemplateError as error:
             raise BadRowError(f"its template fails: {error}. The columns are {listed(row)}") from error
         except Exception as error:  # whatever the operations of a template raise on a row's values
@@ -86,7 +86,7 @@ def _environment() -> Any:
     from jinja2 import StrictUndefined
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    made = ImmutableSandboxedEnvironment(undefined=StrictUndefined, finalize=_shown, keep_trailing_newline=True)
+    made = ImmutableSandboxedEnvironment(undefined=StrictUndefined, finalize=_shown)
     made.filters.update(_FILTERS)
     return made
 

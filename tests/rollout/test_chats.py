@@ -16,7 +16,7 @@ from agentrl.protocols import GenerateRequest, SamplingParams
 from agentrl.rewards.rules.tags import Tags
 from agentrl.rewards.rules.tool_use import ToolUse
 from agentrl.rollout.budget import Budget
-from agentrl.rollout.chats import as_json, question_of, read_chat
+from agentrl.rollout.chats import as_json, question_of, read_chat, written_chat
 from agentrl.rollout.context import FULL, ContextPolicy, LastK
 from agentrl.rollout.episode import EnginePolicy, EnvEpisodeRunner, Episode
 from agentrl.rollout.renderer import TemplateRenderer
@@ -173,3 +173,12 @@ def test_the_last_message_of_the_user_is_the_question_and_what_follows_the_answe
         question_of(chat[:1])
     with pytest.raises(ValueError, match="ends with a system message"):
         question_of([*chat[1:2], chat[0]])
+
+
+def test_a_chat_that_is_written_as_text_is_read_or_refused() -> None:
+    chat = [{"role": "user", "content": "It's 2 + 2?"}]
+    assert written_chat(json.dumps(chat)) == written_chat(f" {chat!r}") == chat
+    assert written_chat("[{1}]") is None
+    assert written_chat("What is [{'a': 1}]?") is None
+    with pytest.raises(ValueError, match="begins like a chat"):
+        written_chat("[{'role': 'user', 'content': array(['x'], dtype=object)}]")

@@ -215,7 +215,7 @@ FILES = [
         "Dolly",
         "dolly.jsonl",
         lines([{"instruction": "2 + 2?", "context": "", "response": "4", "category": "open_qa"}]),
-        named("instruction", "response"),
+        r'write tasks.prompt="{context}\n\n{instruction}" and tasks.columns={answer: response}',
     ),
     DataFile(
         "ShareGPT",
@@ -458,6 +458,18 @@ FILES = [
         "a chat of content parts",
         "parts.jsonl",
         lines([{"prompt": [user([{"type": "text", "text": "2 + "}, {"type": "text", "text": "2?"}])], "answer": "4"}]),
+        prompt=[user("2 + 2?")],
+    ),
+    DataFile(
+        "CSV with a chat as JSON",
+        "chat.csv",
+        text('prompt,answer\n"[{""role"": ""user"", ""content"": ""2 + 2?""}]",4\n'),
+        prompt=[user("2 + 2?")],
+    ),
+    DataFile(
+        "CSV with a chat as pandas prints it",
+        "pandas.csv",
+        text("prompt,answer\n\"[{'role': 'user', 'content': '2 + 2?'}]\",4\n"),
         prompt=[user("2 + 2?")],
     ),
     DataFile(

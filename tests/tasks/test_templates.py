@@ -30,16 +30,16 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("template", "made"),
     [
         ("{question}", "Which is {prime}?"),
-        ("Q: { question }\n{choices | lettered}", "Q: Which is {prime}?\nA. four\nB. 5\nC. "),
+        ("Q: { question }\n{choices | lettered}", "Q: Which is {prime}?\nA. four\nB. 5\nC."),
         ("{choices}, {choices.0}, {choices.-2}", '["four", 5, null], four, 5'),
         ("{context.title} {context.text}|{none}|", '["Sums"] é||'),
         ("{Question Text} \\boxed{} \\frac{1}{2} {'a': 1}", "Well? \\boxed{} \\frac{1}{2} {'a': 1}"),
         ("{hostile}", ROW["hostile"]),
         ("{{ hostile }}", ROW["hostile"]),
         ("{{ choices }}{{ none }}", '["four", 5, null]'),
-        ("{% for one in choices[:2] %}{{ loop.index }}) {{ one }} {% endfor %}", "1) four 2) 5 "),
-        ('{{ row["Question Text"] | upper }} {{ choices | lettered }}', "WELL? A. four\nB. 5\nC. "),
-        ("{{ question.split()[-1] }}\n", "{prime}?\n"),
+        ("{% for one in choices[:2] %}{{ loop.index }}) {{ one }} {% endfor %}", "1) four 2) 5"),
+        ('{{ row["Question Text"] | upper }} {{ choices | lettered }}', "WELL? A. four\nB. 5\nC."),
+        ("{{ question.split()[-1] }}\n\n{{ none }}", "{prime}?"),
     ],
 )
 def test_a_template_of_columns_is_the_prompt(template: str, made: str) -> None:
