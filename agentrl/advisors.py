@@ -61,10 +61,20 @@ class Advisors:
         return [advisor for advisor in (self.reference, self.critic) if advisor is not None]
 
     async def taught(self, batch: TrainBatch) -> TrainBatch:
-        """The batch with the logprobs of the teacher, if there is one. Its engine must be awake."""
+        """The batch with the logprobs of the teacher, if there is one. Its engine must be awake.
+
+        Samples that the teacher's engines died of carry no loss.
+        """
         if self.teacher is None:
             return batch
-        return replace(batch, reference_logprobs_N=await self.teacher.logprobs(batch))
+        logprobs_N = await self.teacher.logprobs(batch)
+        known_N = ~np.isnan(logprobs_N)
+        taught = replace(batch, reference_logprobs_N=np.nan_to_num(logprobs_N))
+        if known_N.all():
+            return taught
+        known_S = batch.loss_mask_S.copy()
+        known_S[known_S] = known_N
+        return taught.with_loss_on(known_S)
 
     async def advise(
         self, batch: TrainBatch, step: int = 0, groups: Sequence[Group] = ()

@@ -5,14 +5,17 @@
     │   └── PluginError            a plug-in cannot be found or loaded
     ├── RolloutError               an episode could not continue; becomes the trajectory's `Failed(layer, error)`
     │   ├── EnvError               reset, step or close raised, or broke the protocol
-    │   │   └── OutageError        the environment's server cannot be reached; episodes wait for it
+    │   │   ├── OutageError        the environment's server cannot be reached; episodes wait for it
+    │   │   └── LethalTaskError    servers of the environment died of a task: it is set aside
     │   ├── EngineError            the engine refused a request
     │   │   ├── EngineDeadError    the engine is not running, and answers no request
     │   │   ├── CompletionError    what the engine has sampled does not fit together
-    │   │   └── FormatError        the engine cannot make answers of this format
+    │   │   ├── FormatError        the engine cannot make answers of this format
+    │   │   └── LethalRequestError engines died of a request: it is set aside
     │   ├── RewardError            the reward could not be computed
     │   │   ├── ScoreError         what the reward returned is no score
-    │   │   └── RuleLimitError     the judged content used up a rule's CPU time or memory, and counts as wrong
+    │   │   ├── RuleLimitError     the judged content used up a rule's CPU time or memory, and counts as wrong
+    │   │   └── LethalContentError the processes of a rule died of the judged content: it is set aside
     │   └── DeadlineError          something outside did not answer in time
     ├── RetriesExhaustedError      too many tasks failed after all retries; training on the rest would be biased
     ├── FilterBudgetError          too many groups taught nothing (dynamic sampling): the tasks do not suit the policy
@@ -21,6 +24,7 @@
     ├── TrainingError              an update would corrupt the weights; they are unchanged
     ├── TimeShareError             roles that share devices could not take turns; names the roles that are awake
     ├── WorkerDiedError            a worker of the cluster died, and its state is lost
+    ├── NodeDiedError              the cluster's node on the controller's machine died
     ├── WeightsError               new weights could not be published; the engines still serve the old ones
     ├── CheckpointError            a checkpoint is missing, incomplete or of another run
     ├── StorageError               a run's files cannot be written: the disk is full, read-only, ...
@@ -49,9 +53,10 @@ class PluginError(ConfigError):
 
 
 class RolloutError(AgentRLError):
-    """An episode cannot continue."""
+    """An episode cannot continue. `final`: playing it again would only repeat the failure."""
 
     layer: Layer = "data"
+    final: bool = False
 
 
 class EnvError(RolloutError):
@@ -82,6 +87,18 @@ class FormatError(EngineError):
     """The engine cannot make answers of the format that a request asks for."""
 
 
+class LethalRequestError(EngineError):
+    """Engines died of a request twice. It is set aside: a failure, which is not tried again."""
+
+    final = True
+
+
+class LethalTaskError(EnvError):
+    """Servers of the environment died of a task twice. It is set aside, as `LethalRequestError`."""
+
+    final = True
+
+
 class RewardError(RolloutError):
     """A reward could not be computed. It is never replaced by a number."""
 
@@ -94,6 +111,12 @@ class ScoreError(RewardError):
 
 class RuleLimitError(RewardError):
     """The judged content used up the CPU time or the memory of a rule. It counts as wrong, and is not judged again."""
+
+
+class LethalContentError(RewardError):
+    """The processes of a rule died twice of what they judged. It is set aside, never a number."""
+
+    final = True
 
 
 class DeadlineError(RolloutError):
@@ -141,6 +164,10 @@ class WorkerDiedError(AgentRLError):
 
     def __reduce__(self) -> tuple[type["WorkerDiedError"], tuple[str, int, str]]:
         return type(self), (self.role, self.rank, self.why)
+
+
+class NodeDiedError(AgentRLError):
+    """The node of the cluster that the controller talks through died: no worker can be reached."""
 
 
 class WeightsError(AgentRLError):

@@ -827,13 +827,15 @@ class Recovery:
     """How a trainer recovers when its ranks die: its keyword argument `recovery`.
 
     `latest` returns the run's newest checkpoint, if any; restarted ranks load it, as `load` does. `restarts`: how often
-    ranks may be restarted without a step between. `deadline`: seconds per call; by default the trainer allows more for
-    more tokens. A call that takes longer ends the run: its ranks are alive, so a restart would not help.
+    in a row ranks may be restarted without a step or an answer between. `deadline`: seconds per call; by default the
+    trainer allows more for more tokens. A call that takes longer ends the run: its ranks are alive, so a restart would
+    not help. `start_seconds`: how long the ranks may take to load their model, which then ends the run too.
     """
 
     latest: LatestCheckpoint = lambda: None
     restarts: int = 8
     deadline: float | None = None
+    start_seconds: float = 1800.0
 
 
 class Trainer(Protocol):

@@ -51,6 +51,7 @@ from rich.markup import escape
 
 from agentrl.algorithms.samples import TracedBatch
 from agentrl.checkpoint import Checkpoints, Savable
+from agentrl.cluster.roster import restart_metrics
 from agentrl.config import LoadedConfig, RunConfig, load_config, unused_by
 from agentrl.durable import remove_left, remove_unfinished, unfinished, write_whole
 from agentrl.errors import AgentRLError, ConfigError
@@ -329,6 +330,7 @@ class Run:
         metrics = {
             **rollout,
             **trained,
+            **restart_metrics(),
             "seconds": total,
             **{f"seconds/{phase}": value for phase, value in seconds.items()},
             "tokens_per_second": (rollout["sampled_tokens"] + rollout["prompt_tokens"]) / max(total, 1e-9),

@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from agentrl.arrays import FloatArray
 from agentrl.batch import TrainBatch
-from agentrl.errors import EngineError
+from agentrl.errors import EngineError, LethalRequestError
 from agentrl.flow import Flow, deadline
 from agentrl.protocols import ScoreRequest, Settings, SupportsScore
 
@@ -57,7 +57,8 @@ class Teacher:
         self._concurrency = concurrency
 
     async def logprobs(self, batch: TrainBatch) -> FloatArray:
-        """The teacher's logprob of each loss token, after the tokens before it in its sample; shape N.
+        """The teacher's logprob of each loss token, after the tokens before it in its sample; shape N. NaN for those of
+        a sample that engines have died of twice.
 
         Raises:
             EngineError: the engine cannot score a sample, or changed its weights meanwhile.
@@ -76,8 +77,14 @@ class Teacher:
                     continue
                 first, stop = int(wanted[0]), int(wanted[-1]) + 1
                 request = ScoreRequest(f"teacher/{number}", sample.tokens_S[:stop], first, self._temperature)
-                with deadline("engine", "score", self._seconds):
-                    scores = await self._engine.score(request)
+                try:
+                    with deadline("engine", "score", self._seconds):
+                        scores = await self._engine.score(request)
+                except LethalRequestError:
+                    found[number] = np.full(len(wanted), np.nan, np.float32)
+                    continue
+                if np.isnan(scores.logprobs).any():
+                    raise EngineError(f"the teacher's engine says NaN of {request.id}: look at the teacher's weights")
                 found[number] = scores.logprobs[wanted - first]
                 versions.add(scores.policy_version)
 

@@ -17,7 +17,7 @@ import numpy as np
 from pydantic_core import from_json
 
 from agentrl.arrays import FloatArray, IntArray, Ragged, floats, ints, same_fields
-from agentrl.errors import CompletionError, ConfigError, Layer
+from agentrl.errors import CompletionError, ConfigError, Layer, OutageError, RolloutError
 from agentrl.rounding import constant, scale_of, settled
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -314,12 +314,20 @@ class Truncated:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The episode failed. A failure is never turned into a reward. `outage`: its server could not be reached."""
+    """The episode failed. A failure is never turned into a reward. `outage`: its server could not be reached.
+    `final`: to play it again would only repeat the failure.
+    """
 
     layer: Layer
     error: str
     outage: bool = False
+    final: bool = False
     name: ClassVar[str] = "failed"
+
+    @staticmethod
+    def by(error: RolloutError) -> "Failed":
+        """The failure of an episode that this error ended."""
+        return Failed(error.layer, str(error), isinstance(error, OutageError), error.final)
 
 
 @dataclass(frozen=True, slots=True)
@@ -463,9 +471,9 @@ class Score:
     success: bool | None = None
 
     @staticmethod
-    def failed(error: str, layer: Layer = "reward") -> "Score":
-        """A score that could not be computed."""
-        return Score(float("nan"), {}, Failed(layer, error))
+    def failed(error: str, layer: Layer = "reward", *, final: bool = False) -> "Score":
+        """A score that could not be computed. `final`: it would not be the next time either."""
+        return Score(float("nan"), {}, Failed(layer, error, final=final))
 
 
 UNSCORED = Score(0.0, status=Unscored())

@@ -5,12 +5,12 @@ import json
 import math
 import secrets
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
-from agentrl.errors import ConfigError, RewardError
+from agentrl.errors import ConfigError, LethalContentError, RewardError
 from agentrl.protocols import Settings
 from agentrl.rewards.fenced_blocks import blocks_in
 from agentrl.rewards.outputs import Comparison, same_output
@@ -120,6 +120,10 @@ class CodeTests:
     async def __aexit__(self, *exc: object) -> None:
         await self._sandbox.__aexit__(*exc)
 
+    def metrics(self) -> Mapping[str, float]:
+        """How many sandboxes were lost so far, and replaced."""
+        return {"sandboxes_lost": float(self._sandbox.lost)}
+
     async def score(self, trajectory: Trajectory) -> Score:
         """Run the tests, as many at a time as the sandbox has places.
 
@@ -190,7 +194,8 @@ def _completed(outcome: Outcome) -> Ran | None:
         RewardError: the sandbox was lost.
     """
     if isinstance(outcome, SandboxLost):
-        raise RewardError(f"the sandbox was lost: {outcome.error}")
+        failure = LethalContentError if outcome.final else RewardError
+        raise failure(f"the sandbox was lost: {outcome.error}")
     return outcome if isinstance(outcome, Ran) and outcome.exit == 0 else None
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 from agentrl.arrays import FloatArray
 from agentrl.batch import TrainBatch
 from agentrl.cluster.processes import start_local
+from agentrl.cluster.restarts import Restarts, starting
 from agentrl.cluster.roster import Crew, posted
 from agentrl.cluster.workers import StartWorkers, WorkerGroup
 from agentrl.errors import AgentRLError, ConfigError, StallError, TrainingError, WorkerDiedError
@@ -66,8 +67,9 @@ class GroupTrainer:
 
     Raises:
         ConfigError: on entering: the model folder is missing, or its model cannot be trained exactly.
-        WorkerDiedError: from any call: ranks have died more than `recovery.restarts` times without a step between.
-        StallError: from any call: it has missed `recovery.deadline`.
+        WorkerDiedError: from any call: ranks have died more than `recovery.restarts` times in a row, with no step and
+            no prediction between.
+        StallError: from any call: it has missed `recovery.deadline`, or its ranks `recovery.start_seconds`.
     """
 
     sharding: ClassVar[str]
@@ -92,8 +94,7 @@ class GroupTrainer:
         self._role = role
         self._start = start
         self._recovery = recovery or Recovery()
-        self._restarts_left = self._recovery.restarts
-        self._restarts = 0
+        self._restarts = Restarts(self._recovery.restarts)
         self._posted = ExitStack()
         self._log = ReplayLog(self._recovery.latest)
         self._running = False
@@ -111,7 +112,7 @@ class GroupTrainer:
     def crew(self) -> Crew:
         """How many ranks are alive, as far as is known. Any thread may ask."""
         ranks = self._ranks
-        return Crew(self._role, 0 if ranks is None else len(ranks), self.world_size, self._restarts)
+        return Crew(self._role, 0 if ranks is None else len(ranks), self.world_size, self._restarts.total)
 
     async def __aenter__(self) -> Self:
         self._running = True
@@ -146,7 +147,7 @@ class GroupTrainer:
         step = TrainingStep(batch, loss, normalizer)
         metrics = await self._ask(lambda ranks: self._make(ranks, step), len(batch.tokens_S))
         self._log.record(step)
-        self._restarts_left = self._recovery.restarts
+        self._restarts.progress()
         return metrics
 
     async def predict(self, batch: TrainBatch) -> FloatArray:
@@ -159,7 +160,9 @@ class GroupTrainer:
             predictions = await ranks.scatter("predict", [(shard,) for shard in shards])
             return await asyncio.to_thread(gather, batch, shards, predictions)
 
-        return await self._ask(predict, len(batch.tokens_S))
+        predicted = await self._ask(predict, len(batch.tokens_S))
+        self._restarts.progress()  # a reference makes no steps
+        return predicted
 
     async def token_logprobs(self) -> FloatArray | None:
         """See `SupportsTokenLogprobs`."""
@@ -305,10 +308,9 @@ class GroupTrainer:
         async with self._starting:
             if self._ranks is not ranks:  # another call has noticed it too
                 return
-            if self._restarts_left == 0:
-                raise error
-            self._restarts_left -= 1
-            self._restarts += 1
+            if not self._restarts.spend():
+                why = f"{error.why}; all ranks were {self._restarts.in_vain('a step')}"
+                raise WorkerDiedError(error.role, error.rank, why) from error
             logger.warning("%s; restarting all ranks", error)
             await self._leave(error)
 
@@ -316,11 +318,7 @@ class GroupTrainer:
         """Start ranks, and bring them to the state after the steps done. They save again what they had not saved."""
         ranks = await self._start(self._role, self._spec.make_rank, self.world_size)
         try:
-            one_machine = len(set(await ranks.all("machine"))) == 1
-            await ranks.all("open", len(ranks), await ranks.one("reserve", one_machine))
-            checkpoint = self._log.checkpoint()
-            if checkpoint is not None:
-                await ranks.all("load", checkpoint[1])
+            checkpoint = await self._loaded(ranks)
             done = checkpoint[0] if checkpoint else 0
             for number, step in enumerate(self._log.since(done), done):
                 await self._save_again(ranks, number)
@@ -330,6 +328,16 @@ class GroupTrainer:
             await ranks.stop()
             raise
         return ranks
+
+    async def _loaded(self, ranks: WorkerGroup) -> tuple[int, Path] | None:
+        """Let new ranks find each other and load the model, and the checkpoint that this returns."""
+        async with starting(f"the {self._role}", self._recovery.start_seconds):
+            one_machine = len(set(await ranks.all("machine"))) == 1
+            await ranks.all("open", len(ranks), await ranks.one("reserve", one_machine))
+            checkpoint = self._log.checkpoint()
+            if checkpoint is not None:
+                await ranks.all("load", checkpoint[1])
+            return checkpoint
 
     async def _save_again(self, ranks: WorkerGroup, done: int) -> None:
         """Begin to save again, if these are the steps done in what was being saved."""

@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import TypedDict
 
 from agentrl.assembly.devices import PlacedCluster
 from agentrl.cluster.roster import posted
@@ -18,6 +19,14 @@ from agentrl.rollout.opponents import Matches
 from agentrl.teacher import Teacher, TeacherConfig
 
 
+class Supervision(TypedDict):
+    """The settings of a `Router` that say how it looks after its engines."""
+
+    lease: float
+    restarts: int
+    start_seconds: float
+
+
 @asynccontextmanager
 async def engine_router(
     config: RunConfig, cluster: Cluster, model: Path, role: str = "engine"
@@ -28,11 +37,21 @@ async def engine_router(
         [make() for make in factories],
         update=config.weights.update,
         factory=lambda number: factories[number](),
-        lease=cluster.config.lease,
+        **_supervised(cluster),
     )
     with posted(partial(router.crew, role)):
         async with router:
             yield router
+
+
+def _supervised(cluster: Cluster) -> Supervision:
+    """How the cluster's settings want a router to look after its engines."""
+    config = cluster.config
+    return {
+        "lease": config.lease,
+        "restarts": config.restarts,
+        "start_seconds": config.start_seconds,
+    }
 
 
 @asynccontextmanager
@@ -66,8 +85,11 @@ async def evaluation_engine(placed: PlacedCluster, model: Path) -> AsyncIterator
             "it out, or assign devices yourself with placement=local"
         )
     factories = [factory for _ in range(count) for factory in placed.cluster.engines(config.engine, model)]
-    lease = placed.cluster.config.lease
-    router = Router([make() for make in factories], factory=lambda number: factories[number](), lease=lease)
+    router = Router(
+        [make() for make in factories],
+        factory=lambda number: factories[number](),
+        **_supervised(placed.cluster),
+    )
     with posted(partial(router.crew, "evaluation engine")):
         async with router:
             yield router

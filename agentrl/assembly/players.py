@@ -59,7 +59,12 @@ async def env_host(config: RunConfig, cluster: Cluster | None = None, *, shown: 
             served = {}
             for name, make in made.items():  # of a mixture, each environment has as many workers
                 worker = partial(EnvWorker, make, sessions, at, pictures=pictures)
-                workers = env_workers(cluster.start_one, cluster.config.env_workers, worker)
+                workers = env_workers(
+                    cluster.start_one,
+                    cluster.config.env_workers,
+                    worker,
+                    restarts=cluster.config.restarts,
+                )
                 served[name] = await stack.enter_async_context(workers)
             host = EnvHost(served, config.rollout.deadlines)
         stack.push_async_callback(host.close)

@@ -87,5 +87,7 @@ async def assemble_policy(config: RunConfig, model: Path) -> AsyncIterator[tuple
 
 def _rules(config: RunConfig, cluster: Cluster) -> RulePool:
     """The pool of processes that rules run in."""
-    count = cluster.config.reward_workers
-    return RuleWorkers(cluster.start_one, count, config.rollout.rules) if count else RulePool(config.rollout.rules)
+    count, rules = cluster.config.reward_workers, config.rollout.rules
+    if not count:
+        return RulePool(rules)
+    return RuleWorkers(cluster.start_one, count, rules, restarts=cluster.config.restarts)

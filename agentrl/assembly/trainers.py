@@ -58,7 +58,12 @@ def make_trainer(
         total_steps=config.steps if steps is None else steps,
         temperature=config.rollout.sampling.temperature if temperature is None else temperature,
         start=placed.cluster.start,
-        recovery=Recovery(latest, placed.cluster.config.restarts, config.rollout.deadlines.train),
+        recovery=Recovery(
+            latest,
+            placed.cluster.config.restarts,
+            config.rollout.deadlines.train,
+            placed.cluster.config.start_seconds,
+        ),
         **_ROLE_SETTINGS.get(role, {}),
     )
     return made

@@ -25,8 +25,8 @@ class LocalCluster:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.start = partial(start_local, lease=config.lease)
-        self.start_one = partial(ProcessWorker.start, lease=config.lease)
+        self.start = partial(start_local, lease=config.lease, start_seconds=config.start_seconds)
+        self.start_one = partial(ProcessWorker.start, lease=config.lease, start_seconds=config.start_seconds)
 
     @property
     def spans_machines(self) -> bool:

@@ -20,7 +20,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from agentrl.cluster.workers import LEASE_SECONDS, START_SECONDS, Make, Worker, WorkerGroup, start_all, under_lease
+from agentrl.cluster.restarts import START_SECONDS, starting
+from agentrl.cluster.workers import (
+    LEASE_SECONDS,
+    PLACE_SECONDS,
+    Make,
+    StartWorker,
+    Worker,
+    WorkerGroup,
+    start_all,
+    under_lease,
+)
 from agentrl.errors import WorkerDiedError
 
 _PR_SET_PDEATHSIG = 1
@@ -28,9 +38,14 @@ _PR_SET_NAME = 15
 _BEAT_SECONDS = 0.5
 
 
-async def start_local(role: str, make: Make, count: int, *, lease: float = LEASE_SECONDS) -> WorkerGroup:
+async def start_local(
+    role: str, make: Make, count: int, *, lease: float = LEASE_SECONDS, start_seconds: float = START_SECONDS
+) -> WorkerGroup:
     """`StartWorkers` on this machine."""
-    start = ThreadWorker.start if count == 1 else partial(ProcessWorker.start, lease=lease)
+    if count == 1:
+        start: StartWorker = partial(ThreadWorker.start, start_seconds=start_seconds)
+    else:
+        start = partial(ProcessWorker.start, lease=lease, start_seconds=start_seconds)
     return await start_all(role, [start(role, make, rank) for rank in range(count)])
 
 
@@ -42,11 +57,12 @@ class ThreadWorker:
     executor: Executor
 
     @staticmethod
-    async def start(role: str, make: Make, rank: int) -> Worker:
+    async def start(role: str, make: Make, rank: int, *, start_seconds: float = START_SECONDS) -> Worker:
         """Make the worker in its thread."""
         executor = ThreadPoolExecutor(1, thread_name_prefix=f"{role}-{rank}")
         try:
-            return ThreadWorker(await asyncio.wrap_future(executor.submit(make, rank)), executor)
+            async with starting(f"{role} {rank}", start_seconds):
+                return ThreadWorker(await asyncio.wrap_future(executor.submit(make, rank)), executor)
         except BaseException:
             executor.shutdown(wait=False)
             raise
@@ -79,19 +95,27 @@ class ProcessWorker:
         self._lease = lease
         context = _context()
         # The monotonic clock is the machine's, so processes can compare its values.
-        self._beat = context.RawValue("d", time.monotonic() + START_SECONDS)
+        self._beat = context.RawValue("d", time.monotonic() + PLACE_SECONDS)
         name = f"{role}-{rank}"  # in `ps -e`, `top` and profilers
         self._executor = ProcessPoolExecutor(
             1, mp_context=context, initializer=_begin, initargs=(os.getpid(), self._beat, name)
         )
 
     @staticmethod
-    async def start(role: str, make: Make, rank: int, *, lease: float = LEASE_SECONDS) -> "ProcessWorker":
+    async def start(
+        role: str,
+        make: Make,
+        rank: int,
+        *,
+        lease: float = LEASE_SECONDS,
+        start_seconds: float = START_SECONDS,
+    ) -> "ProcessWorker":
         """Start the process and make the worker in it."""
         worker = ProcessWorker(role, rank, lease)
         try:
-            worker.pid = await worker._run(os.getpid)
-            await worker.host(make)
+            async with starting(f"{role} {rank}", start_seconds):
+                worker.pid = await worker._run(os.getpid)
+                await worker.host(make)
         except BaseException:
             await worker.stop()
             raise

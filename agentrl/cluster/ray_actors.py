@@ -10,7 +10,8 @@ from typing import Any
 
 from agentrl.cluster.ray_placement import RayPlacement, Unplaced
 from agentrl.cluster.ray_process import RayProcess, end
-from agentrl.cluster.workers import LEASE_SECONDS, START_SECONDS, Make, Worker, WorkerGroup, start_all, under_lease
+from agentrl.cluster.restarts import START_SECONDS, starting
+from agentrl.cluster.workers import LEASE_SECONDS, PLACE_SECONDS, Make, Worker, WorkerGroup, start_all, under_lease
 from agentrl.errors import WorkerDiedError
 
 
@@ -36,6 +37,7 @@ class RayWorkers:
 
     placement: RayPlacement = field(default_factory=Unplaced)
     lease: float = LEASE_SECONDS
+    start_seconds: float = START_SECONDS
 
     async def __call__(self, role: str, make: Make, count: int) -> WorkerGroup:
         """See `StartWorkers`."""
@@ -51,7 +53,8 @@ class RayWorkers:
         worker = RayWorker(role, rank, host.options(**self.placement.options(role, rank)).remote(), self.lease)
         try:
             worker.process = await worker.ask(worker.actor.where.remote())
-            await worker.ask(worker.actor.make.remote(make, rank))
+            async with starting(f"{role} {rank}", self.start_seconds):
+                await worker.ask(worker.actor.make.remote(make, rank))
             worker.made = True
         except BaseException:
             await worker.stop()
@@ -99,7 +102,7 @@ class RayWorker:
         from ray.exceptions import RayActorError
 
         beat = self.actor.beat.options(concurrency_group="beside").remote()
-        patience = self.lease if self.made else START_SECONDS
+        patience = self.lease if self.made else PLACE_SECONDS
         try:
             # Not `wait_for`: before Python 3.12 it loses a cancellation that arrives together with the answer.
             async with asyncio.timeout(patience):

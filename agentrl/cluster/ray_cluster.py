@@ -5,13 +5,14 @@ import os
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 from agentrl.cluster.ray_actors import RayWorkers
 from agentrl.cluster.ray_engine import RayEngine
+from agentrl.cluster.ray_node import RayNode, watched
 from agentrl.cluster.ray_placement import RayPlacement, Unplaced, gpus_of_ray, reserved
 from agentrl.cluster.workers import ClusterSettings, StartWorker
 from agentrl.errors import ConfigError
@@ -37,11 +38,12 @@ class RayCluster:
     def __init__(self, config: Config) -> None:
         self.config = config
         self._placement: RayPlacement = Unplaced()
+        self._open = AsyncExitStack()
 
     @property
     def start(self) -> RayWorkers:
         """See `Cluster`."""
-        return RayWorkers(self._placement, self.config.lease)
+        return RayWorkers(self._placement, self.config.lease, self.config.start_seconds)
 
     @property
     def start_one(self) -> StartWorker:
@@ -54,16 +56,19 @@ class RayCluster:
         return self.config.address != ""
 
     async def __aenter__(self) -> Self:
-        """Join or start Ray.
+        """Join or start Ray, and watch over its node on this machine.
 
         Raises:
             ConfigError: Ray is not installed, or there is no cluster at the address.
+            NodeDiedError: while it is open: the node died.
         """
         join_ray(self.config.address)
+        await self._open.enter_async_context(watched(RayNode().death))
         return self
 
-    async def __aexit__(self, *exc: object) -> None:
-        """Ray stays until this process ends."""
+    async def __aexit__(self, *exc: Any) -> None:
+        """End the watch. Ray stays until this process ends."""
+        await self._open.__aexit__(*exc)
 
     def engines(self, chosen: Component, model: Path) -> list[Callable[[], Engine]]:
         """See `Cluster`."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from agentrl.cluster.ray_process import RayProcess, end
 from agentrl.cluster.ray_prompts import HeldPrompts, SentPrompts
 from agentrl.cluster.ray_weights import Arrivals, reference_to
+from agentrl.cluster.workers import PLACE_SECONDS
 from agentrl.errors import EngineDeadError, EngineError, WeightsError
 from agentrl.placement.time_share import Sleeper
 from agentrl.plugins import Component
@@ -169,7 +170,7 @@ class RayEngine:
         named = type("engine", (_EngineHost,), {})
         self._actor = ray.remote(named).options(**self._options, max_concurrency=_CALLS).remote()
         try:
-            self._process = await _answer_of(self._actor.where.remote())
+            self._process = await self._placed()
             self._max_context, self._latest = await _answer_of(self._actor.open.remote(self._chosen, self._model))
         except BaseException:
             await self._kill()
@@ -272,6 +273,20 @@ class RayEngine:
         if self._actor is None:
             raise EngineDeadError("the engine is not running: use it inside `async with engine:`")
         return self._actor
+
+    async def _placed(self) -> RayProcess:
+        """Wait until Ray has started the actor.
+
+        Raises:
+            EngineDeadError: Ray finds no place for it.
+        """
+        try:
+            async with asyncio.timeout(PLACE_SECONDS):
+                return cast(RayProcess, await _answer_of(self._actor.where.remote()))
+        except TimeoutError as error:
+            raise EngineDeadError(
+                f"Ray found no place for it in {PLACE_SECONDS:g} s; `ray status` shows what is free"
+            ) from error
 
     async def _kill(self) -> None:
         actor, self._actor = self._actor, None

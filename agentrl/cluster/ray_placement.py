@@ -12,7 +12,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from agentrl.errors import ConfigError
+from agentrl.cluster.ray_node import RESUME
+from agentrl.errors import ConfigError, NodeDiedError
 from agentrl.placement.device_map import DeviceMap
 from agentrl.placement.devices import GPUS, DeviceKind, Inventory
 
@@ -55,6 +56,8 @@ class Unplaced:
 
         all_nodes: Any = ray.nodes  # it has no types
         alive = sorted(node["NodeID"] for node in all_nodes() if node["Alive"])
+        if not alive:
+            raise NodeDiedError(f"Ray's node died; {RESUME}: no node of the cluster is alive")
         turn = self._roles.setdefault(role, len(self._roles)) + rank + self._started[role, rank]
         self._started[role, rank] += 1
         # Soft: if the node is lost before the actor starts, Ray takes another.

@@ -18,6 +18,7 @@ from typing import Any, Protocol, Self
 
 from pydantic import Field
 
+from agentrl.cluster.restarts import RESTARTS, START_SECONDS
 from agentrl.errors import AgentRLError, WorkerDiedError
 from agentrl.flow import Flow, Retries, span
 from agentrl.placement.device_map import DeviceMap
@@ -58,8 +59,8 @@ class Worker(Protocol):
 LEASE_SECONDS = 30.0
 """How long a worker may go without a sign of life, by default."""
 
-START_SECONDS = 120.0
-"""How long a worker may take to start: a fresh interpreter on a busy machine, a place on a busy cluster."""
+PLACE_SECONDS = 120.0
+"""How long a worker's process may take to begin: a fresh interpreter on a busy machine, a place on a busy cluster."""
 
 START_ATTEMPTS = 8
 """How many times a replacement worker may die while starting: for about a minute, with the pauses."""
@@ -143,8 +144,11 @@ class ClusterSettings(Settings):
     """Processes that evaluate rules; with 0, the controller has `rollout.rules.workers` of them."""
     lease: float = Field(default=LEASE_SECONDS, gt=0)
     """Seconds that a worker may go without a sign of life before it is given up and replaced."""
-    restarts: int = Field(default=8, ge=0)
-    """How many times the trainer may be restarted after the death of a rank, without completing a step in between."""
+    restarts: int = Field(default=RESTARTS, ge=0)
+    """How many times in a row an engine, a worker, or the trainer with all its ranks may be restarted without doing any
+    work in between (an answer, an episode, a verdict, a step). After that, the run ends with the reason."""
+    start_seconds: float = Field(default=START_SECONDS, gt=0)
+    """Seconds that an engine, a worker or a rank may take to start, in which it loads its model."""
 
 
 class Cluster(Protocol):

@@ -2,8 +2,8 @@
 
 An episode stays on one replica, which caches the prefix of its next turn, unless that replica is far busier than the
 least busy one. A replica that dies, or gives no sign of life, is replaced; its replacement loads the current weights
-before it gets requests. Requests of a dead replica are sent to another one, or wait for the replacement. New weights
-go to all replicas in one of three ways:
+before it gets requests. Requests of a dead replica are sent to another one, or wait for the replacement; one that two
+replicas have died of is set aside (`agentrl/flow/suspicion.py`). New weights go to all replicas in one of three ways:
 
 - `keep`: at once; turns in flight continue under the new weights.
 - `abort_resume`: turns in flight are interrupted, and continued from their tokens under the new weights.
@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 import numpy as np
 
 from agentrl.arrays import Ragged
+from agentrl.cluster.restarts import RESTARTS, START_SECONDS, Restarts, starting
 from agentrl.cluster.roster import Crew
-from agentrl.errors import EngineDeadError, EngineError, WeightsError
-from agentrl.flow import Flow, span
+from agentrl.errors import EngineDeadError, EngineError, LethalRequestError, WeightsError
+from agentrl.flow import Flow, Retries, Suspect, Suspicion, span
 from agentrl.placement.time_share import Sleeper
 from agentrl.protocols import (
     Engine,
@@ -57,16 +58,26 @@ _CLOSE_SECONDS = 30.0
 
 
 @dataclass(eq=False, slots=True)
+class _Call:
+    """A call to an engine. `request`: what it is about, if the engine may die of that. `death`: that of the engine, if
+    `_evict` cancelled the call for it.
+    """
+
+    request: Suspect | None = None
+    death: EngineDeadError | None = None
+
+
+@dataclass(eq=False, slots=True)
 class _Replica:
     """One engine.
 
-    `calls` are the tasks that wait for its answers, each with the engine's death if `_evict` cancelled it for that.
-    `dead` is the reason why it gets no more requests.
+    `calls` are those of the tasks that wait for its answers. `dead` is the reason why it gets no more requests.
     """
 
     number: int
     engine: Engine
-    calls: dict[asyncio.Task[Any], EngineDeadError | None] = field(default_factory=dict)
+    restarts: Restarts
+    calls: dict[asyncio.Task[Any], _Call] = field(default_factory=dict)
     dead: EngineDeadError | None = None
     answers: int = 0
     seen: tuple[int, int] = (-1, -1)
@@ -77,10 +88,14 @@ class Router:
 
     `escape`: an episode leaves its replica if that has more than `escape` times the requests of the least busy one,
     and over eight more. `factory` makes the replacement of a dead engine; without it, the other replicas carry on.
-    `lease`: seconds that a replica with a probe (`SupportsProbe`) may go without a sign of life.
+    `lease`: seconds that a replica with a probe (`SupportsProbe`) may go without a sign of life. `restarts`: how often
+    in a row a replica may be replaced without an answer in between. `start_seconds`: how long a replica may take to
+    start.
 
     Raises:
-        EngineDeadError: while the router is open: a dead replica could not be replaced.
+        EngineDeadError: while the router is open: a dead replica could not be replaced, or its replacements died too
+            often.
+        StallError: a replica did not start in time.
     """
 
     def __init__(
@@ -91,10 +106,14 @@ class Router:
         escape: float = 2.0,
         factory: Callable[[int], Engine] | None = None,
         lease: float | None = None,
+        restarts: int = RESTARTS,
+        start_seconds: float = START_SECONDS,
     ) -> None:
         if not engines:
             raise ValueError("a router needs at least one engine")
-        self._replicas = [_Replica(number, engine) for number, engine in enumerate(engines)]
+        self._replicas = [_Replica(number, engine, Restarts(restarts)) for number, engine in enumerate(engines)]
+        self._start_seconds = start_seconds
+        self._suspicion = Suspicion(LethalRequestError, "engines")
         self._update = update
         self._escape = escape
         self._homes: OrderedDict[str, _Replica] = OrderedDict()
@@ -108,7 +127,6 @@ class Router:
         self._lease = lease
         self._revived = asyncio.Event()
         self._max_context = 0
-        self._restarts = 0
         self._published: tuple[Mapping[str, Tensor], int] | None = None
         self._flow = Flow("engines")
 
@@ -127,14 +145,14 @@ class Router:
     def crew(self, role: str = "engine") -> Crew:
         """How many replicas serve. Any thread may ask."""
         serving = [replica for replica in list(self._entered) if replica.dead is None]
-        return Crew(role, len(serving), len(self._replicas), self._restarts)
+        restarts = sum(replica.restarts.total for replica in self._replicas)
+        return Crew(role, len(serving), len(self._replicas), restarts, self._suspicion.set_aside)
 
     async def __aenter__(self) -> Self:
         await self._flow.__aenter__()
         try:
             for replica in self._replicas:
-                await replica.engine.__aenter__()
-                self._entered.append(replica)
+                await self._start(replica)
             self._max_context = min(replica.engine.max_context for replica in self._replicas)
         except BaseException:
             await self.__aexit__()
@@ -153,20 +171,25 @@ class Router:
                 await self._entered.pop().engine.__aexit__(None, None, None)
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """See `Engine.generate`. Succeeds if a replica is alive or being restarted."""
+        """See `Engine.generate`. Succeeds if a replica is alive or being restarted.
+
+        Raises:
+            LethalRequestError: replicas have died of it, or of one with the same prompt and seed.
+        """
+        suspect = Suspect(
+            f"request {request.id} ({len(request.prompt_ids)} tokens)",
+            lambda: request.prompt_ids.tobytes() + str(request.seed).encode(),  # others may sample otherwise
+        )
         done: Completion | None = None
-        while True:
-            await self._until_served()
+        interruptions = self._interruptions
+
+        def ask(engine: Engine) -> Awaitable[Completion]:
+            nonlocal interruptions
             interruptions = self._interruptions
-            replica = self._home(request.session)
-            engine = replica.engine
-            try:
-                with span("engine", "generate", replica.number):
-                    completion = await self._ask(replica, engine.generate(_rest_of(request, done) if done else request))
-            except EngineDeadError as error:
-                self._mark_dead(replica, engine, error)
-                continue
-            replica.answers += 1
+            return engine.generate(_rest_of(request, done) if done else request)
+
+        while True:
+            completion = await self._answered(suspect, "generate", ask, request.session)
             completion = _joined(done, completion) if done else completion
             if completion.finish_reason != "abort" or interruptions == self._interruptions:
                 return completion
@@ -178,21 +201,39 @@ class Router:
 
         Raises:
             EngineError: the engines cannot score tokens.
+            LethalRequestError: replicas have died of these tokens.
         """
-        while True:
-            await self._until_served()
-            replica = self._home("")
-            engine = replica.engine
+
+        def ask(engine: Engine) -> Awaitable[Scores]:
             if not isinstance(engine, SupportsScore):
                 raise EngineError(f"{type(engine).__name__} has no method `score`: it cannot score given tokens")
-            try:
-                with span("engine", "score", replica.number):
-                    scores = await self._ask(replica, engine.score(request))
-            except EngineDeadError as error:
-                self._mark_dead(replica, engine, error)
-                continue
-            replica.answers += 1
-            return scores
+            return engine.score(request)
+
+        named = f"the score of {request.id} ({len(request.token_ids)} tokens)"
+        return await self._answered(Suspect(named, request.token_ids.tobytes), "score", ask)
+
+    async def _answered(
+        self, suspect: Suspect, method: str, ask: Callable[[Engine], Awaitable[T]], session: str = ""
+    ) -> T:
+        """The answer of a replica; if that dies, of another one, or of its replacement."""
+        try:
+            while True:
+                self._suspicion.check(suspect)
+                async with self._suspicion.turn(suspect):
+                    await self._until_served()
+                    replica = self._home(session)
+                    engine = replica.engine
+                    try:
+                        with span("engine", method, replica.number):
+                            answer = await self._ask(replica, ask(engine), suspect)
+                    except EngineDeadError as error:
+                        self._mark_dead(replica, engine, error, suspect)
+                        continue
+                    replica.answers += 1
+                    replica.restarts.progress()
+                    return answer
+        finally:
+            self._suspicion.ended(suspect)
 
     async def interrupt(self) -> None:
         """See `Engine.interrupt`."""
@@ -224,7 +265,7 @@ class Router:
                 self._published = published
                 raise
             for replica in behind:  # it must not serve beside replicas that took them
-                self._evict(replica, EngineDeadError(f"it did not take version {version}: {error}"))
+                self._evict(replica, EngineDeadError(f"it did not take version {version}: {error}"), suspects=False)
 
     async def _update_between_turns(self, weights: Mapping[str, "Tensor"], version: int) -> None:
         self._open.clear()
@@ -281,18 +322,17 @@ class Router:
         if not self._alive:
             await self._wait_for_a_replica()
 
-    async def _ask(self, replica: _Replica, answer: Awaitable[T]) -> T:
+    async def _ask(self, replica: _Replica, answer: Awaitable[T], request: Suspect | None = None) -> T:
         """The answer of a replica. Raises the replica's death if it is evicted meanwhile."""
         task = asyncio.current_task()
         assert task is not None
         cancelling = task.cancelling()
-        replica.calls[task] = None
+        call = replica.calls[task] = _Call(request)
         try:
             return await answer
         except asyncio.CancelledError:
-            death = replica.calls[task]
-            if death is not None and task.uncancel() <= cancelling:
-                raise death from None  # only `_evict` cancelled it
+            if call.death is not None and task.uncancel() <= cancelling:
+                raise call.death from None  # only `_evict` cancelled it
             raise
         finally:
             del replica.calls[task]
@@ -327,20 +367,28 @@ class Router:
             await self._revived.wait()
         self._living()  # raises if none is alive and none will be
 
-    def _mark_dead(self, replica: _Replica, engine: Engine, why: EngineDeadError) -> None:
+    def _mark_dead(
+        self, replica: _Replica, engine: Engine, why: EngineDeadError, request: Suspect | None = None
+    ) -> None:
+        """Note a death, of which all that the replica worked on is suspect if `request` is: what noticed the death."""
         if replica.dead is not None or replica.engine is not engine:  # already known, and perhaps replaced
             return
         replica.dead = why
+        if request is not None:
+            self._suspicion.died({request, *_requests(replica)}, why)
         self._alive = [replica for replica in self._alive if replica.dead is None]
         if self._factory is not None:
             logger.warning("restarting engine %d: %s", replica.number, why)
             self._flow.start(self._replace(replica, self._factory), name=f"renew {replica.number}")
 
-    def _evict(self, replica: _Replica, why: EngineDeadError) -> None:
-        """Stop sending requests to a replica, and move the requests that it has to the others."""
-        self._mark_dead(replica, replica.engine, why)
-        for task in replica.calls:
-            replica.calls[task] = why
+    def _evict(self, replica: _Replica, why: EngineDeadError, *, suspects: bool = True) -> None:
+        """Stop sending requests to a replica, and move the requests that it has to the others. `suspects`: whether it
+        may have died of one of these.
+        """
+        known = next(iter(_requests(replica)), None) if suspects else None
+        self._mark_dead(replica, replica.engine, why, known)
+        for task, call in replica.calls.items():
+            call.death = why
             task.cancel()
 
     async def _watch(self, replica: _Replica, lease: float) -> None:
@@ -363,22 +411,37 @@ class Router:
 
     async def _replace(self, replica: _Replica, factory: Callable[[int], Engine]) -> None:
         """Replace a dead engine by a new one with the latest published weights."""
-        for _ in range(_ATTEMPTS):
+        restarts = replica.restarts
+        if not restarts.spend():
+            raise EngineDeadError(
+                f"engine {replica.number} keeps dying: it was {restarts.in_vain('an answer')}; "
+                f"the last time: {replica.dead}"
+            ) from replica.dead
+        for failures in range(_ATTEMPTS):
             await self._close(replica)
+            await asyncio.sleep(max(restarts.pause, Retries.pause(failures) if failures else 0.0))
             replica.engine = factory(replica.number)
             try:
-                await replica.engine.__aenter__()
-                self._entered.append(replica)
+                await self._start(replica)
                 await self._catch_up(replica.engine)
             except EngineError as error:
                 replica.dead = EngineDeadError(f"engine {replica.number} could not be restarted: {error}")
                 continue
             replica.dead, replica.seen = None, (-1, -1)
-            self._restarts += 1
             self._alive = [replica for replica in self._replicas if replica.dead is None]
             self._revived.set()
             return
         raise EngineDeadError(f"{replica.dead} ({_ATTEMPTS} times in a row)") from replica.dead
+
+    async def _start(self, replica: _Replica) -> None:
+        """Enter a replica's engine.
+
+        Raises:
+            StallError: it takes too long.
+        """
+        async with starting(f"engine {replica.number}", self._start_seconds):
+            await replica.engine.__aenter__()
+        self._entered.append(replica)
 
     async def _catch_up(self, engine: Engine) -> None:
         while self._published is not None and engine.policy_version != self._published[1]:  # it may change meanwhile
@@ -418,6 +481,11 @@ class Router:
         while any(replica.calls for replica in self._alive):
             self._idle.clear()
             await self._idle.wait()
+
+
+def _requests(replica: _Replica) -> set[Suspect]:
+    """What a replica works on."""
+    return {call.request for call in replica.calls.values() if call.request is not None}
 
 
 def _rest_of(request: GenerateRequest, done: Completion) -> GenerateRequest:

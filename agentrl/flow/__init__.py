@@ -17,6 +17,7 @@ from agentrl.flow.steady_loop import (
     run_steadily,
     spare_what_lives,
 )
+from agentrl.flow.suspicion import Suspect, Suspicion
 from agentrl.flow.turnstile import Turnstile
 
 __all__ = [
@@ -31,6 +32,8 @@ __all__ = [
     "Span",
     "SpanLog",
     "SteadyLoop",
+    "Suspect",
+    "Suspicion",
     "Turnstile",
     "VirtualDeadlockError",
     "VirtualTimeLoop",

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from agentrl.errors import DeadlineError, EnvError, OutageError, RewardError, RolloutError
+from agentrl.errors import DeadlineError, EnvError, RewardError, RolloutError
 from agentrl.flow import Flow, deadline, elapsed, now
 from agentrl.gateway.desk import Desk
 from agentrl.gateway.outcome import AgentOutcome
@@ -92,7 +92,7 @@ class AgentEpisodeRunner:
         if session.engine_error is not None and failure is not None and not hung:
             failure = session.engine_error
         if failure is not None:
-            return Failed(failure.layer, str(failure), isinstance(failure, OutageError))
+            return Failed.by(failure)
         if not session.tree.rows():
             return Failed("environment", "the program ended without an answer of the model: it must call base_url")
         if self.needs_reward and outcome.reward is None and not session.rewarded.is_set():

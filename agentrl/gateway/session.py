@@ -14,7 +14,14 @@ from math import isfinite
 from typing import Any
 
 from agentrl.arrays import IntArray
-from agentrl.errors import ConfigError, DeadlineError, EngineError, FormatError, RolloutError
+from agentrl.errors import (
+    ConfigError,
+    DeadlineError,
+    EngineError,
+    FormatError,
+    LethalRequestError,
+    RolloutError,
+)
 from agentrl.flow import Flow, elapsed, now
 from agentrl.gateway.call import AgentAnswer, AgentCall, ChatRequest, Wishes, digest_after
 from agentrl.gateway.call_tree import CallPlace, CallTree
@@ -412,6 +419,8 @@ def _refusal_of(error: Exception) -> CallRefusedError:
         return CallRefusedError(401, "episode_over", str(error))
     if isinstance(error, FormatError):
         return CallRefusedError(400, "invalid_response_format", str(error))
+    if isinstance(error, LethalRequestError):
+        return CallRefusedError(400, "request_set_aside", str(error))
     if isinstance(error, DeadlineError):
         return CallRefusedError(504, "engine_timeout", str(error))
     return CallRefusedError(503, "engine_error", str(error), 1.0)

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from pydantic import Field
 
 from agentrl.blame import RAISED_BY_CODE, as_exception, is_cancellation, with_frame
-from agentrl.errors import ConfigError, DeadlineError, EnvError, OutageError, RolloutError
+from agentrl.errors import ConfigError, DeadlineError, EnvError, LethalTaskError, OutageError, RolloutError
 from agentrl.flow import Flow, deadline, span
 from agentrl.hosting.calls import recorded
 from agentrl.hosting.pictures import pictured
@@ -212,7 +212,7 @@ class LiveEnv:
                 if self._thread:
                     result = await self._thread.run(work)
                 return await result if inspect.isawaitable(result) else result
-        except (DeadlineError, ConfigError):
+        except (DeadlineError, LethalTaskError, ConfigError):
             # The environment may still be inside the call. Wrong options end the run, not only the episode.
             self.broken = True
             raise

@@ -88,7 +88,7 @@ async def play_all(
                 failed = next((one.status for one in played if isinstance(one.status, Failed)), None)
                 if failed is None:
                     outages.episode_ended()
-                if failed is None or not outages.caused(failed, started):
+                if failed is None or failed.final or not outages.caused(failed, started):
                     return played
                 failures += 1
                 await outages.pause(failures, rng)

@@ -4,12 +4,15 @@ import asyncio
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import to_json
 
-from agentrl.errors import ConfigError, EnvError
-from agentrl.flow import notice, now
+from agentrl.errors import ConfigError, EnvError, LethalTaskError
+from agentrl.flow import Suspect, Suspicion, notice, now
 from agentrl.hosting.calls import calls_taken
 from agentrl.protocols import Env, ResetResult, StepResult
 from agentrl.remote.link import Link, UnreachableError, link_to
@@ -23,6 +26,16 @@ _STEPPED: TypeAdapter[Stepped] = TypeAdapter(Stepped)
 FULL_SECONDS = 10.0
 """How long a reset waits for a full server; then the episode waits outside of the deadline, as in an outage."""
 _ADDRESS = "http://host:port, as `agentrl serve` prints it"
+
+
+_suspicions: WeakKeyDictionary[asyncio.AbstractEventLoop, Suspicion] = WeakKeyDictionary()
+
+
+def suspicion() -> Suspicion:
+    """The tasks that servers may have died of, for all environments of this event loop: a task that kills one server
+    would kill the next one too.
+    """
+    return _suspicions.setdefault(asyncio.get_running_loop(), Suspicion(LethalTaskError, "servers of the environment"))
 
 
 class RemoteEnv:
@@ -44,6 +57,13 @@ class RemoteEnv:
         self._urls = tuple(server_url(url, _ADDRESS) for url in urls)
         self._token = token if token is not None else os.environ.get(TOKEN_VARIABLE)
         self._lease: _Lease | None = None
+        self.suspect = Suspect("no episode", bytes)
+        """The task that is being played, of which a server may die."""
+
+    @property
+    def server(self) -> str:
+        """The server of the episode; empty if there is none."""
+        return self._lease.link.url if self._lease is not None else ""
 
     async def servers(self) -> Sequence[str]:
         """The servers that a session can be opened on now."""
@@ -54,8 +74,14 @@ class RemoteEnv:
 
         Raises:
             EnvError: no server can be reached, or the environment failed.
+            LethalTaskError: servers have died of this task.
             ConfigError: the environment does not accept these options, or the server does not accept the token.
         """
+        self.suspect = suspicion().suspect(
+            f"the task of seed {seed} with the options {dict(options)!r:.200}",
+            partial(to_json, [seed, options], fallback=repr),
+        )
+        suspicion().check(self.suspect)
         if self._lease is not None:
             try:
                 reply = await self._begin(self._lease, seed, options)
@@ -81,10 +107,12 @@ class RemoteEnv:
             raise EnvError("no episode is being played; call reset first")
         lease.seq += 1
         action = action.encode(errors="replace").decode()  # half of a surrogate pair cannot be sent
-        reply = await lease.link.ask("step", session=lease.session, seq=lease.seq, action=action)
+        reply = await self._ask(lease, "step", action=action)
         if reply.status == 404 and lease.link.connections > lease.connections:
             raise UnreachableError(f"{lease.link.url} was gone for a while, and has lost the sessions of before")
         stepped = _read(_STEPPED, reply)
+        if stepped.terminated or stepped.truncated:
+            suspicion().ended(self.suspect)
         self.calls_made, info = calls_taken(stepped.info)
         return stepped.observation, stepped.reward, stepped.terminated, stepped.truncated, info
 
@@ -94,10 +122,25 @@ class RemoteEnv:
         if lease is not None:
             await lease.link.give_back(lease.session)
 
-    @staticmethod
-    async def _begin(lease: "_Lease", seed: int, options: Mapping[str, Any]) -> ReplyFrame:
+    async def _begin(self, lease: "_Lease", seed: int, options: Mapping[str, Any]) -> ReplyFrame:
         lease.seq += 1
-        return await lease.link.ask("reset", session=lease.session, seq=lease.seq, seed=seed, options=dict(options))
+        return await self._ask(lease, "reset", seed=seed, options=dict(options))
+
+    async def _ask(self, lease: "_Lease", op: str, **what: Any) -> ReplyFrame:
+        """Send a request of the session. If the server dies meanwhile, the task is suspected of it."""
+        link = lease.link
+        line = link.at_work(self)
+        try:
+            reply = await link.ask(op, session=lease.session, seq=lease.seq, **what)
+            if reply.status == 404 and line < link.connections:
+                link.server_died(line, suspicion(), "it has lost the sessions of before")
+        except UnreachableError as error:
+            link.server_died(line, suspicion(), str(error))
+            suspicion().check(self.suspect)
+            raise
+        finally:
+            link.done(self)
+        return reply
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,18 +8,18 @@ import asyncio
 import logging
 import secrets
 import threading
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
+from agentrl.cluster.restarts import RESTARTS, Restarts, starting
 from agentrl.cluster.roster import Crew, posted
-from agentrl.cluster.workers import StartWorker, Worker, start_another
+from agentrl.cluster.workers import PLACE_SECONDS, StartWorker, Worker, start_another
 from agentrl.errors import WorkerDiedError
 from agentrl.flow import Flow, notice, now
 from agentrl.protocols import Env, ResetResult
-from agentrl.remote.client import RemoteEnv
+from agentrl.remote.client import RemoteEnv, suspicion
 from agentrl.remote.link import UnreachableError, end_link
 from agentrl.remote.server import EnvServer
 from agentrl.remote.sessions import ServerLimits
@@ -34,7 +34,7 @@ _PATIENCE_SECONDS = 10.0
 """How long a reset waits for a worker; less than the deadline of a reset."""
 _ALL_DEAD = "the workers of the environments are starting again"
 _ATTEMPTS = 3
-"""The run fails when this many workers of a rank die with no episode begun in between."""
+"""The run fails when this many workers of a rank die before any episode has begun."""
 
 
 class EnvWorker:
@@ -69,16 +69,17 @@ class EnvWorker:
 
 @asynccontextmanager
 async def env_workers(
-    start: StartWorker, count: int, make: Callable[[str, int], EnvWorker]
+    start: StartWorker, count: int, make: Callable[[str, int], EnvWorker], *, restarts: int = RESTARTS
 ) -> AsyncIterator[Callable[[], Env]]:
-    """A factory of environments on `count` workers, each made by `make(token, rank)`.
+    """A factory of environments on `count` workers, each made by `make(token, rank)`. `restarts`: how often in a row
+    the worker of a rank may be replaced with no episode begun in between.
 
     Raises:
         ConfigError: there is no such environment.
         WorkerDiedError: the workers of a rank keep dying right after their start.
     """
     token = secrets.token_urlsafe()
-    pool = _Pool(start, partial(make, token), token, count)
+    pool = _Pool(start, partial(make, token), token, [Restarts(restarts) for _ in range(count)])
     with posted(pool.crew):
         async with Flow("env workers") as flow:
             for rank in range(count):
@@ -114,7 +115,7 @@ class _WorkerEnv(RemoteEnv):
         while True:
             try:
                 begun = await super().reset(seed=seed, options=options)
-                self._pool.works()
+                self._pool.works(self.server)
                 return begun
             except UnreachableError:
                 if now() - began >= _PATIENCE_SECONDS:
@@ -125,25 +126,33 @@ class _WorkerEnv(RemoteEnv):
 class _Pool:
     """Keeps the workers running, and knows the addresses of those that are alive."""
 
-    def __init__(self, start: StartWorker, make: Callable[[int], EnvWorker], token: str, count: int) -> None:
+    def __init__(
+        self,
+        start: StartWorker,
+        make: Callable[[int], EnvWorker],
+        token: str,
+        restarts: Sequence[Restarts],
+    ) -> None:
         self._start = start
         self._make = make
         self._token = token
-        self._count = count
-        self._restarts = 0
+        self._restarts = restarts  # by rank
         self._urls: dict[int, str] = {}
         self._one_lives = asyncio.Event()
-        self._died_at_once: Counter[int] = Counter()
         self._worked = False
+        self._suspicion = suspicion()
 
     def crew(self) -> Crew:
         """How many workers serve. Any thread may ask."""
-        return Crew("env", len(self._urls), self._count, self._restarts)
+        restarts = sum(one.total for one in self._restarts)
+        return Crew("env", len(self._urls), len(self._restarts), restarts, self._suspicion.set_aside)
 
-    def works(self) -> None:
-        """Record that an episode has begun: later deaths of workers are not due to how they are started."""
+    def works(self, url: str) -> None:
+        """Record that an episode has begun on a worker: its later death is not due to how it was started."""
         self._worked = True
-        self._died_at_once.clear()
+        for rank, own in self._urls.items():
+            if own == url:
+                self._restarts[rank].progress()
 
     async def servers(self) -> Sequence[str]:
         """The addresses of the workers that are alive; waits for the first."""
@@ -153,6 +162,7 @@ class _Pool:
     async def keep(self, rank: int) -> None:
         """Keep a worker of this rank running: start another whenever it dies."""
         start = partial(self._start, "env", self._make, rank)
+        restarts = self._restarts[rank]
         while True:
             try:
                 worker = await (start_another(start) if self._worked else start())
@@ -161,14 +171,17 @@ class _Pool:
                 finally:
                     await worker.stop()
             except WorkerDiedError as error:
-                self._died_at_once[rank] += 1
-                if self._died_at_once[rank] == _ATTEMPTS:
+                if not self._worked and restarts.total == _ATTEMPTS - 1:
                     raise
-                self._restarts += 1
+                if not restarts.spend():
+                    why = f"{error.why}; it was {restarts.in_vain('an episode begun')}"
+                    raise WorkerDiedError("env", rank, why) from error
                 logger.warning("%s; another takes its place", error)
+                await asyncio.sleep(restarts.pause)
 
     async def _serve(self, worker: Worker, rank: int) -> None:
-        self._urls[rank] = await worker.call("open")
+        async with starting(f"the server of env {rank}", PLACE_SECONDS):
+            self._urls[rank] = await worker.call("open")
         self._one_lives.set()
         try:
             await worker.call("serve")

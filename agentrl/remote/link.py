@@ -10,7 +10,7 @@ import itertools
 import secrets
 import ssl
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
@@ -23,7 +23,7 @@ from websockets.protocol import State
 from websockets.uri import parse_uri
 
 from agentrl.errors import ConfigError, EnvError, OutageError
-from agentrl.flow import Flow, now
+from agentrl.flow import Flow, Suspect, Suspicion, now
 from agentrl.http_client import proxy_note
 from agentrl.remote.protocol import SOCKET_PATH, TOKEN_VARIABLE, ReplyFrame, packed
 
@@ -50,6 +50,12 @@ class _LostError(Exception):
     """The connection broke before the answer came."""
 
 
+class Asker(Protocol):
+    """What asks a server about a task."""
+
+    suspect: Suspect
+
+
 class Link:
     """A server, and the line to it. `sessions` counts this process's sessions on it, `connections` the lines so far.
 
@@ -73,6 +79,8 @@ class Link:
         self._reopening: asyncio.Task[None] | None = None
         self._has_ended = False
         self._name = secrets.token_urlsafe(16)
+        self._at_work: dict[Asker, int] = {}
+        self._died_at = 0  # the newest line that ended with its server
         self._numbers = itertools.count(1)
 
     @property
@@ -111,6 +119,25 @@ class Link:
             if not answered:
                 self._rests_until = now() + REST_SECONDS
         raise UnreachableError(f"{self.url} cannot be used: {lost}")
+
+    def at_work(self, asker: "Asker") -> int:
+        """Note that the server will work on a request, and return the number of the line that carries it; 0 if there is
+        none now, so that the end of one tells nothing of the request.
+        """
+        line = self.connections if self._line is not None and self._line.is_open else 0
+        self._at_work[asker] = line
+        return line
+
+    def done(self, asker: "Asker") -> None:
+        """The server has answered, or it is known that it will not."""
+        self._at_work.pop(asker, None)
+
+    def server_died(self, line: int, suspicion: Suspicion, why: str) -> None:
+        """The server died while it worked on what this line carried: count its death once."""
+        if line > self._died_at:
+            self._died_at = line
+            asked = [asker.suspect for asker, carried in self._at_work.items() if carried == line]
+            suspicion.died(asked, f"{self.url}: {why}")
 
     async def give_back(self, session: str) -> None:
         """Close a session, without waiting for the answer."""

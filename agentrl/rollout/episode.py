@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from agentrl.arrays import IntArray, floats, ints
-from agentrl.errors import EngineError, OutageError, RolloutError
+from agentrl.errors import EngineError, RolloutError
 from agentrl.flow import Turnstile, deadline, elapsed, now
 from agentrl.hosting.calls import calls_taken
 from agentrl.hosting.host import EnvHost, LiveEnv
@@ -396,7 +396,7 @@ class EnvEpisodeRunner:
                 # An environment left in mid-episode, but not in mid-call, is reusable: the next episode resets it.
                 await self.envs.release(episode.task.env, env)
         except RolloutError as error:
-            status = Failed(error.layer, str(error), isinstance(error, OutageError))
+            status = Failed.by(error)
         seconds = elapsed() - started
         if not episode_state.agents:
             return (Trajectory(episode.id, episode.task, (), status, (), seconds, started=started),)

@@ -200,14 +200,15 @@ class GroupRunner:
                 self.outages.episode_ended()
                 state.played[member] = outcome
                 break
-            if self.outages.caused(outcome, started):
+            if not outcome.final and self.outages.caused(outcome, started):
                 in_outages += 1
                 self._stop_the_clock(state)
                 await self.outages.pause(in_outages, rng)
                 continue
             failures[outcome.layer] += 1
             # A failed reward has already spent its retries on this trajectory: see `RewardPipeline`.
-            if outcome.layer == "reward" or failures[outcome.layer] > self.config.retries.of(outcome.layer):
+            spent = failures[outcome.layer] > self.config.retries.of(outcome.layer)
+            if spent or outcome.final or outcome.layer == "reward":
                 state.lost.append(
                     f"member {member} failed {failures.total()} times, finally by {outcome.layer}: {outcome.error}"
                 )

@@ -28,9 +28,12 @@ class LimitHit:
 
 @dataclass(frozen=True, slots=True)
 class SandboxLost:
-    """The sandbox failed, which says nothing about the program: retry it, and never score it."""
+    """The sandbox failed, which says nothing about the program: retry it, and never score it. `final`: the program has
+    been there at two such failures, and is not run again.
+    """
 
     error: str
+    final: bool = False
 
 
 Outcome = Ran | LimitHit | SandboxLost

@@ -2,11 +2,14 @@
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Self
 
 from agentrl.errors import ConfigError
 from agentrl.flow import Flow
+from agentrl.flow.suspicion import KILLS
 from agentrl.sandbox.jail import Jail, JailError
 from agentrl.sandbox.order import Order
 from agentrl.sandbox.outcome import Outcome, Ran, SandboxLost
@@ -14,6 +17,7 @@ from agentrl.sandbox.settings import SandboxConfig, SandboxLimits
 
 logger = logging.getLogger(__name__)
 
+_SET_ASIDE = f"{KILLS} sandboxes were lost in runs of the same program, so it is set aside and not run again"
 BACKENDS = ("namespaces", "landlock")
 """The isolation backends, strongest first (docs/sandbox.md)."""
 
@@ -57,6 +61,8 @@ class Sandbox:
         """Name of the isolation backend; known after entering."""
         self._idle: asyncio.LifoQueue[Jail | None] = asyncio.LifoQueue()
         self._jails: set[Jail] = set()
+        self._losses: Counter[bytes] = Counter()
+        """How often each program was there when a jail was lost."""
 
     async def __aenter__(self) -> Self:
         """Choose the backend and start the first jail; the others start when they are needed.
@@ -84,16 +90,19 @@ class Sandbox:
     async def run(self, program: str, stdin: str = "", limits: SandboxLimits | None = None) -> Outcome:
         """Run a program as a main module with this text on its stdin. Waits until a jail is free.
 
-        Cancelling kills the run. `limits` replace those of the config.
+        Cancelling kills the run. `limits` replace those of the config. What two jails were lost of is not run again.
         """
         if not self.backend:
             raise RuntimeError("the sandbox is not running: write `async with Sandbox(config) as sandbox`")
         order = Order(program, stdin, **(limits or self.config.limits).model_dump())
+        if self._losses and self._losses[_digest(order)] >= KILLS:
+            return SandboxLost(_SET_ASIDE, final=True)
         jail = await self._idle.get()
         try:
             if jail is None or jail.dead:
                 jail = await self._start()
-            return await jail.run(order)
+            outcome = await jail.run(order)
+            return self._lost(order, outcome) if isinstance(outcome, SandboxLost) else outcome
         except JailError as error:
             return SandboxLost(f"a new jail did not start: {error}")
         finally:
@@ -107,6 +116,22 @@ class Sandbox:
         async with Flow("sandbox") as flow:
             runs = [flow.start(self.run(*each, limits), name=f"run-{at}") for at, each in enumerate(programs)]
         return [run.result() for run in runs]
+
+    @property
+    def lost(self) -> int:
+        """How many jails were lost in runs, and had to be replaced."""
+        return self._losses.total()
+
+    def _lost(self, order: Order, outcome: SandboxLost) -> SandboxLost:
+        """Count the loss of a jail, unless it was closed."""
+        if not self.backend:
+            return outcome
+        digest = _digest(order)
+        self._losses[digest] += 1
+        if self._losses[digest] < KILLS:
+            return outcome
+        logger.warning("%s; the last time: %s", _SET_ASIDE, outcome.error)
+        return SandboxLost(f"{_SET_ASIDE}; the last time: {outcome.error}", final=True)
 
     async def _start(self) -> Jail:
         jail = await Jail.start(self.backend, self.config)
@@ -143,3 +168,8 @@ class Sandbox:
         outcome = await jail.run(Order(_BREAKOUTS, "", **SandboxLimits().model_dump()))
         if not isinstance(outcome, Ran) or outcome.exit != 0 or outcome.stdout:
             raise ConfigError(f"the sandbox backend {self.backend} does not hold on this machine: {outcome}")
+
+
+def _digest(order: Order) -> bytes:
+    """What a program and its input are known by."""
+    return blake2b(order.pack(), digest_size=16).digest()

@@ -126,7 +126,7 @@ class RewardPipeline:
 
     def metrics(self) -> dict[str, float]:
         """The parts' own metrics since the last call, by the part's name, such as `scoring/judge/cost`."""
-        found: dict[str, float] = {}
+        found = {"restarts/rules": float(self._pool.died)} if self._pool.died else {}
         for part in self.parts:
             own = own_metrics(part.owner.metrics()) if hasattr(part.owner, "metrics") else {}
             found |= {f"scoring/{part.name}/{name}": value for name, value in own.items()}
@@ -140,8 +140,11 @@ class RewardPipeline:
     async def _ask(self, part: RewardPart, trajectories: Sequence[Trajectory], failed: OnFailure) -> list[Score]:
         for failures in range(1, self._retries.reward + 2):
             scores = await self._ask_once(part, trajectories)
-            if not any(isinstance(score.status, Failed) for score in scores):
+            found = [score.status for score in scores if isinstance(score.status, Failed)]
+            if not found:
                 return scores
+            if any(status.final for status in found):
+                break
             if failures <= self._retries.reward:
                 failed(trajectories[0].id)
                 await asyncio.sleep(self._retries.pause(failures))
@@ -172,7 +175,7 @@ class RewardPipeline:
                 raise
             failed = Score.failed(str(error))
         except RewardError as error:
-            failed = Score.failed(str(error))
+            failed = Score.failed(str(error), final=error.final)
         except RAISED_BY_CODE as error:  # a reward is the user's code: anything that it raises is its failure
             if is_cancellation(error):
                 raise
@@ -197,7 +200,8 @@ def total(parts: Sequence[RewardPart], scores: Sequence[Score], base: Score | No
         if isinstance(score.status, Failed):
             if part.watches:
                 continue
-            return Score.failed(f"{part.name}: {score.status.error}", score.status.layer)
+            why = f"{part.name}: {score.status.error}"
+            return Score.failed(why, score.status.layer, final=score.status.final)
         value += part.weight * score.value
         verdicts.append(part.verdict(score))
         scale = max(scale, abs(part.weight * score.value))

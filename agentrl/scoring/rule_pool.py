@@ -28,7 +28,8 @@ from pebble import ProcessExpired, ProcessPool
 from pydantic import Field
 
 from agentrl.blame import RAISED_BY_CODE, with_frame
-from agentrl.errors import AgentRLError, ConfigError, RewardError, RuleLimitError
+from agentrl.errors import AgentRLError, ConfigError, LethalContentError, RewardError, RuleLimitError
+from agentrl.flow import Suspicion
 from agentrl.protocols import Settings
 
 
@@ -48,6 +49,10 @@ class RulePoolConfig(Settings):
     """Verdicts kept in memory, so that the same content is not judged again."""
 
 
+class RuleDiedError(RewardError):
+    """The process of a rule died while it judged."""
+
+
 class RulePool:
     """Runs pure functions in killable processes. An async context manager; leaving it ends the processes.
 
@@ -59,6 +64,9 @@ class RulePool:
         self.imports = list(imports)
         self._pool: ProcessPool | None = None
         self._known: OrderedDict[bytes, Any] = OrderedDict()
+        self.suspicion = Suspicion(LethalContentError, "the processes of rules")
+        self.died = 0
+        """How many processes died while they judged."""
         self.hits = 0
         """Verdicts that came from the cache."""
 
@@ -81,6 +89,7 @@ class RulePool:
         Raises:
             RuleLimitError: the function used up its CPU time or memory.
             RewardError: the function raised, missed its deadline or took its process down; or pickling failed.
+            LethalContentError: it has taken two processes down with this argument.
             ConfigError: the function raised it.
         """
         name = getattr(function, "__qualname__", repr(function))
@@ -96,11 +105,24 @@ class RulePool:
             self.hits += 1
             self._known.move_to_end(key)
             return self._known[key]
-        verdict = await self.ask(name, call)
+        verdict = await self._judged(name, call, key)
         if cached:
             self._known[key] = verdict
             while len(self._known) > self._config.cache:
                 self._known.popitem(last=False)
+        return verdict
+
+    async def _judged(self, name: str, call: bytes, key: bytes) -> Any:
+        suspect = self.suspicion.suspect(f"{name} (with the same content)", lambda: key)
+        self.suspicion.check(suspect)
+        try:
+            verdict = await self.ask(name, call)
+        except RuleDiedError as error:
+            self.died += 1
+            self.suspicion.died([suspect], error)
+            self.suspicion.check(suspect)
+            raise
+        self.suspicion.ended(suspect)
         return verdict
 
     async def ask(self, name: str, call: bytes) -> Any:
@@ -122,7 +144,7 @@ class RulePool:
                 raise RuleLimitError(
                     f"{name} computed for more than {self._config.cpu_seconds:g} s (rollout.rules.cpu_seconds)"
                 ) from error
-            raise RewardError(f"{name} took its process down (exit status {error.exitcode})") from error
+            raise RuleDiedError(f"{name} took its process down (exit status {error.exitcode})") from error
         except MemoryError as error:
             raise RuleLimitError(
                 f"{name} needed more than {self._config.memory_mb} MB (rollout.rules.memory_mb)"

@@ -10,11 +10,12 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, Self
 
+from agentrl.cluster.restarts import RESTARTS, Restarts
 from agentrl.cluster.roster import Crew, posted
 from agentrl.cluster.workers import StartWorker, Worker, start_another
-from agentrl.errors import RewardError, WorkerDiedError
+from agentrl.errors import WorkerDiedError
 from agentrl.flow import Flow
-from agentrl.scoring.rule_pool import RulePool, RulePoolConfig
+from agentrl.scoring.rule_pool import RuleDiedError, RulePool, RulePoolConfig
 
 
 class RuleWorker:
@@ -33,28 +34,40 @@ class RuleWorker:
 
 
 class RuleWorkers(RulePool):
-    """A `RulePool` whose processes are those of `count` workers of the role "reward"; entering it starts them."""
+    """A `RulePool` whose processes are those of `count` workers of the role "reward"; entering it starts them.
+    `restarts`: how often in a row the worker of a rank may be replaced without a verdict in between.
+
+    Raises:
+        WorkerDiedError: while it is open: the workers of a rank keep dying.
+    """
 
     def __init__(
-        self, start: StartWorker, count: int, config: RulePoolConfig | None = None, imports: Iterable[str] = ()
+        self,
+        start: StartWorker,
+        count: int,
+        config: RulePoolConfig | None = None,
+        imports: Iterable[str] = (),
+        *,
+        restarts: int = RESTARTS,
     ) -> None:
         super().__init__(config, imports)
         self._start_worker = start
-        self._count = count
+        self._restarts = [Restarts(restarts) for _ in range(count)]
         self._flow = Flow("rules")
         self._idle: asyncio.Queue[tuple[int, Worker]] = asyncio.Queue()
         self._workers: dict[int, Worker] = {}
-        self._restarts = 0
         self._posted = ExitStack()
 
     def crew(self) -> Crew:
         """How many workers are alive. Any thread may ask."""
-        return Crew("reward", len(self._workers), self._count, self._restarts)
+        restarts = sum(one.total for one in self._restarts)
+        count = len(self._restarts)
+        return Crew("reward", len(self._workers), count, restarts, self.suspicion.set_aside)
 
     async def __aenter__(self) -> Self:
         await self._flow.__aenter__()
         self._posted.enter_context(posted(self.crew))
-        for rank in range(self._count):
+        for rank in range(len(self._restarts)):
             self._flow.start(self._start_first(rank), name=str(rank))
         return self
 
@@ -75,9 +88,12 @@ class RuleWorkers(RulePool):
         """
         rank, worker = await self._idle.get()
         try:
-            return await worker.call("ask", name, call)
+            verdict = await worker.call("ask", name, call)
         except WorkerDiedError as error:
-            raise RewardError(f"{name}: {error}") from error
+            raise RuleDiedError(f"{name}: {error}") from error
+        else:
+            self._restarts[rank].progress()
+            return verdict
         finally:
             self._flow.start(self._return(rank, worker), name=str(rank))
 
@@ -86,10 +102,14 @@ class RuleWorkers(RulePool):
         try:
             await worker.call("idle")
             self._idle.put_nowait((rank, worker))
-        except WorkerDiedError:
+        except WorkerDiedError as error:
             del self._workers[rank]
-            self._restarts += 1
             await worker.stop()
+            restarts = self._restarts[rank]
+            if not restarts.spend():
+                why = f"{error.why}; it was {restarts.in_vain('a verdict')}"
+                raise WorkerDiedError("reward", rank, why) from error
+            await asyncio.sleep(restarts.pause)
             self._begin(rank, await start_another(partial(self._start_rank, rank)))
 
     async def _start_first(self, rank: int) -> None:

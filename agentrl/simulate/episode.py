@@ -44,7 +44,7 @@ class SpanEpisodeRunner:
             with deadline("environment", "episode", self.deadline):
                 await asyncio.sleep(length)
         except DeadlineError as error:
-            failed = Failed(error.layer, str(error))
+            failed = Failed.by(error)
             return (Trajectory(episode.id, episode.task, (), failed, (), now() - started),)
         turns = (_turn(first, self.version(), episode.seed & 1),)
         return (Trajectory(episode.id, episode.task, turns, Terminated(), (), now() - started),)

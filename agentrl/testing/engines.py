@@ -50,6 +50,7 @@ class ScriptedEngine:
         fail: The error to raise for a request instead of sampling, or None.
         tokenizer: Turns tokens into text; requests with stop texts take one.
         hang: Whether a request never gets an answer. It keeps its place until it is cancelled or interrupted.
+        dies: Whether the engine dies of a request, with all that it works on, when that has been prefilled.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class ScriptedEngine:
         seconds_per_token: Callable[[GenerateRequest], float] = lambda request: 0.0,
         fail: Callable[[GenerateRequest], Exception | None] = lambda request: None,
         hang: Callable[[GenerateRequest], bool] = lambda request: False,
+        dies: Callable[[GenerateRequest], bool] = lambda request: False,
         tokenizer: Decodes | None = None,
     ) -> None:
         self._next_logits: NextLogits | None = next_logits
@@ -74,6 +76,7 @@ class ScriptedEngine:
         self._seconds_per_token = seconds_per_token
         self._fail = fail
         self._hang = hang
+        self._dies = dies
         self._tokenizer = tokenizer
         self._version = 0
         self._formats = False
@@ -97,6 +100,7 @@ class ScriptedEngine:
         seconds_per_token: Callable[[GenerateRequest], float] = lambda request: 0.0,
         fail: Callable[[GenerateRequest], Exception | None] = lambda request: None,
         hang: Callable[[GenerateRequest], bool] = lambda request: False,
+        dies: Callable[[GenerateRequest], bool] = lambda request: False,
         formats: bool = False,
     ) -> Self:
         """An engine that answers `reply(request)`, followed by the request's first stop token.
@@ -111,6 +115,7 @@ class ScriptedEngine:
             seconds_per_token=seconds_per_token,
             fail=fail,
             hang=hang,
+            dies=dies,
         )
         engine._next_logits, engine._next_token = None, _reciting(reply)
         engine._formats = formats
@@ -261,6 +266,9 @@ class ScriptedEngine:
             await self._wait(live, math.inf)
         await self._wait(live, self._prefill_seconds(request))
         self._prefilled += len(request.prompt_ids)
+        if self._dies(request):
+            self._closed = f"it died of {request.id}"
+            self._end_all(lambda: EngineDeadError(f"the engine is not running: {self._closed}"))
         while len(live.tokens) < live.max_new:
             await self._wait(live, self._seconds_per_token(request))
             token, logprob, support = self._next_token(request, live.tokens)

@@ -173,9 +173,48 @@ def test_ranks_that_die_too_often_end_the_run() -> None:
             await trainer.step(batch_of(0), LOSS, 1.0)
 
     calls = [0]
-    with pytest.raises(WorkerDiedError, match="trainer 1 died: killed"):
-        asyncio.run(main())
+    said = r"trainer 1 died: killed; all ranks were restarted 3 times in a row without a step in between"
+    with pytest.raises(WorkerDiedError, match=said):
+        run_virtual(main)
     assert calls == [4]
+
+
+def test_a_reference_that_answers_between_the_deaths_of_its_ranks_goes_on() -> None:
+    class DiesAfterwards(Mortal):
+        async def call(self, method: str, *args: Any) -> Any:
+            if self.dead:
+                raise WorkerDiedError("reference", 0, "killed")
+            self.dead = method == "predict"
+            return args[0] if self.dead else await super().call(method, *args)
+
+    made: list[DiesAfterwards] = []
+
+    def make() -> DiesAfterwards:
+        made.append(DiesAfterwards([], [0]))
+        return made[-1]
+
+    async def main() -> None:
+        async with trainer_over(make, restarts=1) as trainer:
+            for _ in range(10):
+                await trainer.predict(batch_of(1))
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("agentrl.trainers.group.gather", lambda batch, shards, predictions: predictions)
+        asyncio.run(main())
+    assert len(made) == 10
+
+
+def test_ranks_that_hang_in_their_start_end_the_run_at_its_deadline() -> None:
+    class Hanging(Mortal):
+        async def call(self, method: str, *args: Any) -> Any:
+            return await (asyncio.sleep(1e9) if method == "open" else super().call(method, *args))
+
+    async def main() -> None:
+        async with trainer_over(lambda: Hanging([], [0]), start_seconds=60):
+            pytest.fail("it began")
+
+    with pytest.raises(StallError, match=r"the trainer did not start within 60 s \(cluster.start_seconds\)"):
+        run_virtual(main)
 
 
 def test_a_trainer_that_does_not_answer_ends_the_run_at_its_deadline() -> None:

@@ -3,18 +3,20 @@
 import asyncio
 import os
 import signal
+import threading
 import time
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, cast
 from unittest.mock import Mock
 
+import psutil
 import pytest
 
-from agentrl.cluster.processes import start_local
+from agentrl.cluster.processes import ProcessWorker, start_local
 from agentrl.cluster.ray_actors import RayWorker, RayWorkers
 from agentrl.cluster.workers import StartWorkers, Worker, start_all
-from agentrl.errors import ConfigError, WorkerDiedError
+from agentrl.errors import ConfigError, StallError, WorkerDiedError
 from tests.cluster.shared_ray import join_shared_ray
 from tests.processes import hit, still_alive
 
@@ -160,3 +162,29 @@ def test_a_cancellation_that_comes_with_a_sign_of_life_is_none_the_less() -> Non
 
     outcomes = [asyncio.run(main(rounds)) for rounds in range(10)]
     assert set(outcomes) == {False, True}
+
+
+def test_a_worker_that_hangs_in_its_start_is_given_up_at_the_deadline() -> None:
+    released = threading.Event()
+
+    async def main() -> None:
+        with pytest.raises(StallError, match=r"critic 0 did not start within 0.05 s \(cluster.start_seconds\)"):
+            await start_local("critic", lambda rank: released.wait(60), 1, start_seconds=0.05)
+
+    try:
+        asyncio.run(main())
+    finally:
+        released.set()
+
+
+def test_a_process_that_hangs_in_its_start_is_given_up_and_killed() -> None:
+    async def main() -> None:
+        with pytest.raises(StallError, match=r"env 3 did not start within 2 s"):
+            await ProcessWorker.start("env", _hang, 3, start_seconds=2.0)
+
+    asyncio.run(main())
+    assert [child for child in psutil.Process().children() if "env-3" in child.name()] == []
+
+
+def _hang(rank: int) -> None:
+    threading.Event().wait()

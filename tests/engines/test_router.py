@@ -2,14 +2,18 @@
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from agentrl.cluster.roster import Crew
 from agentrl.engines.router import Router
-from agentrl.errors import EngineDeadError, EngineError
+from agentrl.errors import EngineDeadError, EngineError, LethalRequestError, StallError
 from agentrl.flow import Flow, now, run_virtual
+from agentrl.flow.suspicion import KILLS
 from agentrl.protocols import AnswerFormat, GenerateRequest, SamplingParams, ScoreRequest, Scores
 from agentrl.testing import ScriptedEngine
 from agentrl.weights.publisher import WeightUpdate
@@ -378,5 +382,177 @@ def test_an_engine_without_scores_says_so():
         async with Router([Plain(lambda tokens: [1.0])]) as router:
             with pytest.raises(EngineError, match="Plain has no method `score`"):
                 await router.score(ScoreRequest("a", (1, 1)))
+
+    run_virtual(main)
+
+
+def mortal(kills: Callable[[GenerateRequest], bool]) -> ScriptedEngine:
+    """It dies of each request that `kills`, half a second after it began."""
+    return ScriptedEngine(
+        lambda tokens: [10.0 * (i == len(tokens)) for i in range(100)],
+        prefill_seconds=lambda request: 0.5 if kills(request) else 1.0,
+        seconds_per_token=lambda request: 0.1,
+        dies=kills,
+    )
+
+
+def mortal_router(kills: Callable[[GenerateRequest], bool], replicas: int, **settings: Any) -> tuple[Router, list[int]]:
+    """A router of engines, and the numbers of those that were started again, in order."""
+    restarted: list[int] = []
+
+    def again(number: int) -> ScriptedEngine:
+        restarted.append(number)
+        return mortal(kills)
+
+    engines = [mortal(kills) for _ in range(replicas)]
+    return Router(engines, factory=again, **settings), restarted
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize(("company", "kills"), [(0, 2), (1, 3), (40, 4)])
+def test_a_request_that_engines_die_of_is_set_aside_and_all_others_are_answered(
+    replicas: int, company: int, kills: int
+) -> None:
+    lethal = GenerateRequest("lethal", (6, 6, 6), SamplingParams(max_tokens=4))
+    others = [GenerateRequest(str(n), (7, n), SamplingParams(max_tokens=4)) for n in range(company)]
+
+    async def main() -> None:
+        router, restarted = mortal_router(lambda asked: asked.prompt_ids[0] == 6, replicas)
+        async with router, Flow("requests") as flow:
+            good = [flow.start(router.generate(other), name=other.id) for other in others[: company // 2]]
+            with pytest.raises(LethalRequestError, match=r"died \d times while they .* request lethal \(3 tokens\)"):
+                await router.generate(lethal)
+            good += [flow.start(router.generate(other), name=other.id) for other in others[company // 2 :]]
+            for number in range(3):
+                with pytest.raises(LethalRequestError):
+                    await router.generate(replace(lethal, id=f"again {number}"))
+            for task in good:
+                assert len((await task).token_ids) == 4
+            await asyncio.sleep(10)
+            assert KILLS <= len(restarted) <= kills
+            assert router.crew() == Crew("engine", replicas, replicas, len(restarted), set_aside=1)
+
+    run_virtual(main)
+
+
+def test_several_requests_that_kill_are_each_found_and_nobody_else_pays() -> None:
+    async def main() -> None:
+        router, restarted = mortal_router(lambda asked: asked.prompt_ids[0] == 6, 2)
+        async with router, Flow("requests") as flow:
+            prompts = [(6 if n % 7 == 3 else 7, n) for n in range(28)]
+            asked = [GenerateRequest(str(prompt), prompt, SamplingParams(max_tokens=4)) for prompt in prompts]
+            answers = [flow.start(outcome(router, one), name=one.id) for one in asked]
+        assert [task.result() for task in answers] == [n % 7 != 3 for n in range(28)]
+        assert len(restarted) <= 4 * 4
+
+    async def outcome(router: Router, asked: GenerateRequest) -> bool:
+        try:
+            return len((await router.generate(asked)).token_ids) == 4
+        except LethalRequestError:
+            return False
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("allowed", [0, 3, 8])
+def test_an_engine_that_dies_whatever_it_is_asked_ends_the_run_after_its_restarts(allowed: int) -> None:
+    restarted: list[int] = []
+
+    async def main() -> None:
+        router, again = mortal_router(lambda asked: True, 1, restarts=allowed)
+        async with router:
+            try:
+                for number in range(1000):
+                    with suppress(LethalRequestError):
+                        await router.generate(replace(request(str(number)), seed=number))
+            finally:
+                restarted.extend(again)
+
+    with pytest.raises(EngineDeadError, match=r"engine 0 keeps dying.*\(cluster.restarts\)"):
+        run_virtual(main)
+    assert len(restarted) == allowed
+
+
+def test_restarts_with_answers_in_between_are_not_in_vain() -> None:
+    async def main() -> None:
+        router, restarted = mortal_router(lambda asked: False, 1, restarts=2)
+        async with router:
+            for number in range(20):
+                assert len((await router.generate(request(str(number)))).token_ids) == 10
+                router._evict(router._replicas[0], EngineDeadError("killed"))
+            assert len(restarted) == 19
+
+    run_virtual(main)
+
+
+def test_restarts_in_vain_pause_longer_each_time() -> None:
+    async def main() -> None:
+        router, _ = mortal_router(lambda asked: True, 1, restarts=5)
+        began: list[float] = []
+        async with router:
+            for number in range(5):
+                router._evict(router._replicas[0], EngineDeadError(str(number)))
+                await router._until_served()
+                began.append(now())
+        assert began == pytest.approx([0, 0.5, 1.5, 3.5, 7.5])
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_an_engine_that_does_not_start_in_time_ends_the_run_and_says_so(later: bool) -> None:
+    class Loading(Probeable):
+        async def __aenter__(self) -> "Loading":
+            await asyncio.sleep(1e9)
+            return self
+
+    async def main() -> None:
+        first: Probeable = probeable(dies_at=5.0) if later else Loading(lambda tokens: [1.0])
+        async with Router([first], factory=lambda number: Loading(lambda tokens: [1.0]), lease=5.0, start_seconds=60):
+            await asyncio.sleep(1e6)
+
+    with pytest.raises(StallError, match=r"engine 0 did not start within 60 s \(cluster.start_seconds\)"):
+        run_virtual(main)
+
+
+def test_tokens_that_scorers_die_of_are_set_aside() -> None:
+    class Scorer(ScriptedEngine):
+        async def score(self, request: ScoreRequest) -> Scores:
+            if request.token_ids[0] == 6:
+                await self.__aexit__()
+            return await super().score(request)
+
+    def model(tokens: Sequence[int]) -> list[float]:
+        return [1.0] * 8
+
+    restarted: list[int] = []
+
+    def again(number: int) -> Scorer:
+        restarted.append(number)
+        return Scorer(model)
+
+    async def main() -> None:
+        async with Router([Scorer(model)], factory=again) as router:
+            for number in range(3):
+                with pytest.raises(LethalRequestError, match="died 2 times while they worked on the score of lethal"):
+                    await router.score(ScoreRequest("lethal", (6, 1), 1))
+                assert len((await router.score(ScoreRequest(str(number), (1, 1), 1))).logprobs) == 1
+        assert restarted == [0, 0]
+
+    run_virtual(main)
+
+
+def test_an_engine_that_is_killed_twice_while_all_ask_the_same_loses_no_request() -> None:
+    async def main() -> None:
+        router, restarted = mortal_router(lambda asked: False, 1)
+        async with router, Flow("requests") as flow:
+            asked = [replace(request(str(number)), seed=number) for number in range(32)]
+            answers = [flow.start(router.generate(one), name=one.id) for one in asked]
+            for _ in range(2):
+                await asyncio.sleep(1.2)
+                router._evict(router._replicas[0], EngineDeadError("killed by hand"))
+        assert [len(task.result().token_ids) for task in answers] == [10] * 32
+        assert len(restarted) == 2
+        assert router.crew().set_aside == 0
 
     run_virtual(main)

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -11,11 +12,14 @@ import pytest
 
 from agentrl.cluster.processes import ProcessWorker
 from agentrl.cluster.ray_actors import RayWorkers
+from agentrl.cluster.restarts import Restarts
 from agentrl.cluster.roster import Crew, roster
-from agentrl.cluster.workers import StartWorker
-from agentrl.errors import ConfigError, EnvError, WorkerDiedError
-from agentrl.protocols import ResetResult, StepResult
-from agentrl.remote.env_worker import EnvWorker, env_workers
+from agentrl.cluster.workers import StartWorker, Worker
+from agentrl.errors import ConfigError, EnvError, LethalTaskError, WorkerDiedError
+from agentrl.flow import Flow, run_virtual
+from agentrl.protocols import Env, ResetResult, StepResult
+from agentrl.remote.env_worker import EnvWorker, _Pool, env_workers
+from agentrl.remote.link import UnreachableError
 from agentrl.remote.sessions import ServerLimits
 from tests.cluster.shared_ray import join_shared_ray
 from tests.processes import PATIENCE_SECONDS, hit, still_alive, wait_for_signal
@@ -147,3 +151,91 @@ def test_workers_that_die_as_soon_as_they_live_end_the_run() -> None:
 
     with pytest.raises(WorkerDiedError, match="env 0 died"):
         asyncio.run(main())
+
+
+class Lethal(Telling):
+    """Takes its process down: in the reset of seed 13, and in the steps of seed 14."""
+
+    def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetResult:
+        self.seed = seed
+        if seed == 13:
+            os._exit(1)
+        return "begun", {}
+
+    def step(self, action: str) -> StepResult:
+        if self.seed == 14:
+            os._exit(1)
+        return "over", 1.0, True, False, {}
+
+
+def lethal() -> Callable[[], Lethal]:
+    return Lethal
+
+
+def test_a_task_that_workers_die_of_is_set_aside_and_others_go_on() -> None:
+    async def main() -> None:
+        async with env_workers(ProcessWorker.start, 1, worker_of(lethal)) as make:
+            for _ in range(2):
+                with pytest.raises(LethalTaskError, match="died 2 times while they worked on the task of seed 13"):
+                    await begin(make(), 13)
+            for failure in (UnreachableError, LethalTaskError):
+                env = await begin(make(), 14)
+                with pytest.raises(failure):
+                    await env.step("on")
+            with pytest.raises(LethalTaskError, match="seed 14"):
+                await begin(make(), 14)
+            env = await begin(make(), 15)
+            assert (await env.step("on"))[1] == 1.0
+            assert Crew("env", 1, 1, restarts=4, set_aside=2) in roster()
+
+    async def begin(env: Env, seed: int) -> Env:
+        """Begin an episode, as soon as a worker lives."""
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while True:
+                with suppress(UnreachableError):
+                    await env.reset(seed=seed, options={})
+                    return env
+
+    asyncio.run(main())
+
+
+class Dying:
+    """A worker whose server ends at once, or never."""
+
+    def __init__(self, url: str, lives: bool) -> None:
+        self.url = url
+        self.lives = lives
+
+    async def call(self, method: str, *args: Any) -> Any:
+        if method == "open":
+            return self.url
+        await asyncio.sleep(1e9 if self.lives else 1)
+        raise WorkerDiedError("env", 1, "killed")
+
+    async def check(self) -> None:
+        """It says itself when it is dead."""
+
+    async def stop(self) -> None:
+        """There is nothing to stop."""
+
+
+def test_a_worker_that_dies_again_and_again_beside_one_that_works_is_given_up() -> None:
+    starts: list[int] = []
+
+    async def start(role: str, make: Any, rank: int) -> Worker:
+        starts.append(rank)
+        return Dying(f"http://127.0.0.1:{rank + 1}", lives=rank == 0)
+
+    async def main() -> None:
+        pool = _Pool(start, worker_of(telling), "token", [Restarts(3) for _ in range(2)])
+        async with Flow("pool") as flow:
+            for rank in range(2):
+                flow.start(pool.keep(rank), name=str(rank))
+            while True:
+                await asyncio.sleep(0.1)
+                pool.works("http://127.0.0.1:1")
+
+    said = "env 1 died: killed; it was restarted 3 times in a row without an episode begun in between"
+    with pytest.raises(WorkerDiedError, match=said):
+        run_virtual(main)
+    assert starts == [0, 1, 1, 1, 1]

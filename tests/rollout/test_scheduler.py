@@ -3,6 +3,7 @@
 import asyncio
 import math
 import random
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,7 +16,15 @@ from hypothesis import strategies as st
 
 from agentrl.algorithms.batch_processing import BatchProcessing, BatchProcessingConfig
 from agentrl.algorithms.reinforce import Reinforce
-from agentrl.errors import ConfigError, FilterBudgetError, RetriesExhaustedError, RewardError, StallError
+from agentrl.engines.router import Router
+from agentrl.errors import (
+    ConfigError,
+    EngineDeadError,
+    FilterBudgetError,
+    RetriesExhaustedError,
+    RewardError,
+    StallError,
+)
 from agentrl.flow import EventLog, Retries, deadline, now, run_virtual
 from agentrl.hosting.host import EnvHost
 from agentrl.plugins import NoSettings
@@ -86,7 +95,7 @@ class World:
     env: type = SlowEnv
     reward: Sum = field(default_factory=Sum)
     seed: int = 0
-    engine: ScriptedEngine | None = None
+    engine: ScriptedEngine | Router | None = None
     train_seconds: float = 5.0
     tasks: SeededTasks | None = None
     runner: Any = None
@@ -203,6 +212,54 @@ def test_a_hung_env_costs_one_slot_for_one_deadline():
     assert hung.ledger.task_fates().trained == 24
     assert hung.seconds <= clean.seconds + DEADLINES.step + 100
     assert "did not answer within its deadline of 50 s" in why_failed(hung.ledger)[0][0]
+
+
+def killed_by(tasks):
+    """An engine that dies, with all that it works on, of requests of these tasks."""
+    return ScriptedEngine.replying(
+        lambda request: b"go",
+        seconds_per_token=lambda request: 0.2,
+        dies=lambda request: request.id.split("/")[0] in tasks,
+    )
+
+
+@pytest.mark.parametrize("lethal", [{"train-000002"}, {"train-000000", "train-000006", "train-000007"}])
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_tasks_that_engines_die_of_are_set_aside_and_the_run_goes_on(lethal, max_staleness):
+    restarted = []
+
+    def again(number):
+        restarted.append(number)
+        return killed_by(lethal)
+
+    router = Router([killed_by(lethal), killed_by(lethal)], factory=again)
+    world = World(config(max_staleness=max_staleness), steps=4, engine=router).run()
+    assert 2 * len(lethal) <= len(restarted) <= 5 * len(lethal)
+    trained = [f"train-{number:06d}" for number in range(16 + len(lethal))]
+    assert trained_tasks(world.ledger) == [name for name in trained if name not in lethal]
+    assert world.ledger.task_fates().settled
+    assert world.ledger.task_fates().failed == len(lethal)
+    assert world.ledger.episode_fates().settled
+    reasons = why_failed(world.ledger)
+    assert {count for _, count in reasons} == {1}  # none is played again
+    assert len(reasons) == len(lethal)
+    for why, _ in reasons:
+        assert re.match(r"engine: engines died \d times while they worked on request train-\d+/\d/0/0", why)
+    assert all(score.value > 0 for batch in world.batches for group in batch for score in group.scores)
+
+
+def test_an_engine_that_always_dies_ends_the_run_and_is_not_started_for_ever():
+    every = {f"train-{number:06d}" for number in range(1000)}
+    restarted = []
+
+    def again(number):
+        restarted.append(number)
+        return killed_by(every)
+
+    router = Router([killed_by(every)], factory=again)
+    with pytest.raises(EngineDeadError, match=r"engine 0 keeps dying: it was restarted 8 times in a row"):
+        World(config(), steps=4, engine=router).run()
+    assert len(restarted) == 8
 
 
 def test_a_task_that_always_fails_is_replaced_and_counted():

@@ -356,6 +356,25 @@ def test_a_jail_that_dies_is_a_loss_and_no_result_and_is_replaced() -> None:
     run(main, SandboxConfig(size=1))
 
 
+def test_a_program_that_two_jails_were_lost_of_is_set_aside_and_others_run() -> None:
+    async def main(sandbox: Sandbox) -> None:
+        lethal = "import time; time.sleep(100)"
+        for number in range(4):
+            async with Flow("test") as flow:
+                task = flow.start(sandbox.run(lethal, "in"), name="run")
+                await asyncio.sleep(0.1)
+                if number < 2:
+                    jails()[0].kill()
+            outcome = task.result()
+            assert isinstance(outcome, SandboxLost)
+            assert outcome.final == (number > 0)
+            assert number == 0 or "2 sandboxes were lost in runs of the same program" in outcome.error
+            assert ran(await sandbox.run("print(1)")) == "1\n"
+        assert sandbox.lost == 2
+
+    run(main, SandboxConfig(size=1))
+
+
 def test_a_sandbox_that_is_closed_during_a_run_loses_it_and_can_be_entered_again() -> None:
     async def main() -> None:
         sandbox = Sandbox(SandboxConfig(size=1))

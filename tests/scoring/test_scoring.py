@@ -3,11 +3,13 @@
 import asyncio
 import math
 import os
+import pickle
 import random
 import re
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
@@ -17,14 +19,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.errors import ConfigError, ConformanceError, RewardError
+from agentrl.errors import ConfigError, ConformanceError, RewardError, WorkerDiedError
 from agentrl.flow import Retries, now
 from agentrl.observe.metrics import rollout_metrics
 from agentrl.recipes.evaluate import Evaluation
 from agentrl.rewards.environment import EnvironmentReward
 from agentrl.scoring.part import RewardPart
 from agentrl.scoring.pipeline import RewardPipeline, score_trajectory, total
-from agentrl.scoring.rule_pool import RulePool, RulePoolConfig
+from agentrl.scoring.rule_pool import RuleDiedError, RulePool, RulePoolConfig
+from agentrl.scoring.rule_workers import RuleWorkers
 from agentrl.testing import check_reward
 from agentrl.testing.rewards import trajectory
 from agentrl.trajectory import Failed, Group, Score, Scored
@@ -418,3 +421,59 @@ def test_a_sum_that_overflows_is_a_failed_score():
     assert score.status.error.startswith("one, two: the weighted sum of its parts is 2e+60, which is too large")
     base = total(parts[:1], [Score(1.0)])
     assert isinstance(total(parts[1:], [Score(1e3)], base).status, Failed)
+
+
+def test_content_that_processes_die_of_is_set_aside_as_a_failure_and_not_asked_about_again(virtual):
+    asked = []
+
+    class Dying(RulePool):
+        async def ask(self, name, call):
+            content = pickle.loads(call)[1]
+            asked.append(content)
+            if content == 3:
+                raise RuleDiedError(f"{name} took its process down (exit status 7)")
+            return float(content)
+
+    async def main():
+        pool = Dying(RulePoolConfig())
+        part = RewardPart(Squared(), "square")
+        retries = Retries(reward=8)
+        async with RewardPipeline([part], pool, deadline=60.0, retries=retries) as scoring:
+            for _ in range(3):
+                score = await scoring.score(trajectory("eee"))
+                assert math.isnan(score.value)
+                assert score.status.final
+                assert re.match(r"square: the processes of rules died 2 times while they worked on", score.status.error)
+            assert (await scoring.score(trajectory("ffff"))).value == 4
+            assert scoring.metrics()["restarts/rules"] == 2
+
+    virtual(main)
+    assert asked == [3, 3, 4]
+
+
+class FakeWorker:
+    """A worker that dies when it is asked."""
+
+    async def call(self, method, *args):
+        raise WorkerDiedError("reward", 0, "killed")
+
+    async def stop(self):
+        pass
+
+
+def test_rule_workers_that_die_again_and_again_end_the_run(virtual):
+    starts = []
+
+    async def start(role, make, rank):
+        starts.append(rank)
+        return FakeWorker()
+
+    async def main():
+        async with RuleWorkers(start, 1, restarts=3) as pool:
+            for number in range(100):
+                with suppress(RewardError):
+                    await pool.run(math.sqrt, number)
+
+    with pytest.raises(WorkerDiedError, match="it was restarted 3 times in a row without a verdict in between"):
+        virtual(main)
+    assert len(starts) == 4

@@ -1,0 +1,108 @@
+"""`Suspicion`: finds the request that workers die of, so that it does not kill one after the other.
+
+A worker that dies works on several requests, and one of them may be the reason. The one that was
+there at two deaths is set aside: it fails, and so does every later request with the same content.
+Where several were there at both, they are asked one at a time (`turn`), until one of them kills
+alone; whoever cannot ask them so sets aside those that were there at four.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from typing import TYPE_CHECKING
+
+from agentrl.errors import RolloutError
+
+logger = logging.getLogger(__name__)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+KILLS = 2
+"""Deaths at which a request is set aside."""
+_FREELY = nullcontext()
+
+
+class Suspect:
+    """A request. `content` returns what it is known by; it is only called after a death."""
+
+    __slots__ = ("content", "deaths", "name")
+
+    def __init__(self, name: str, content: Callable[[], bytes]) -> None:
+        self.name = name
+        self.content = content
+        self.deaths = 0
+        """How many workers died while they worked on it, and it may be why."""
+
+
+class Suspicion:
+    """The suspects of one kind of work. `failure` is the error of what is set aside; `workers` names who dies."""
+
+    def __init__(self, failure: type[RolloutError], workers: str) -> None:
+        self._failure = failure
+        self._workers = workers
+        self._set_aside: dict[bytes, str] = {}
+        self._suspects: set[Suspect] = set()
+        self._one_at_a_time = asyncio.Lock()
+
+    @property
+    def set_aside(self) -> int:
+        """How many requests have been set aside."""
+        return len(self._set_aside)
+
+    def suspect(self, name: str, content: Callable[[], bytes]) -> Suspect:
+        """The suspect of this content, for one that is asked about in several calls."""
+        if self._suspects:
+            known = content()
+            found = next((one for one in self._suspects if one.content() == known), None)
+            if found is not None:
+                return found
+        return Suspect(name, content)
+
+    def check(self, suspect: Suspect) -> None:
+        """Raise the reason why it, or one of the same content, has been set aside.
+
+        Raises:
+            RolloutError: it has; of the kind `failure`.
+        """
+        if self._set_aside and (why := self._set_aside.get(suspect.content())) is not None:
+            raise self._failure(why)
+
+    def died(self, at_work: Iterable[Suspect], why: object) -> None:
+        """A worker died while it worked on these."""
+        present = set(at_work)
+        for suspect in present:
+            suspect.deaths += 1
+        self._suspects |= present
+        lethal = {suspect.content(): suspect for suspect in present if suspect.deaths >= KILLS}
+        if len(lethal) > 1:  # it may be any of them, unless they have been there too often
+            lethal = {content: one for content, one in lethal.items() if one.deaths >= 2 * KILLS}
+        for content, culprit in lethal.items():
+            self._set_aside[content] = (
+                f"{self._workers} died {culprit.deaths} times while they worked on {culprit.name}, "
+                f"so it is set aside and not tried again; the last time: {why}"
+            )
+            logger.warning("%s", self._set_aside[content])
+        if lethal:
+            for suspect in self._suspects:  # that explains those deaths
+                suspect.deaths = 0
+            self._suspects.clear()
+
+    def ended(self, suspect: Suspect) -> None:
+        """It was answered, or is not asked any more."""
+        if suspect.deaths:
+            suspect.deaths = 0
+            self._suspects.discard(suspect)
+
+    def turn(self, suspect: Suspect) -> AbstractAsyncContextManager[None]:
+        """Inside the block, no other request is asked that is suspected as much."""
+        return self._alone(suspect) if suspect.deaths >= KILLS else _FREELY
+
+    @asynccontextmanager
+    async def _alone(self, suspect: Suspect) -> "AsyncIterator[None]":
+        async with self._one_at_a_time:
+            if suspect.deaths >= KILLS:
+                yield
+                return
+        yield  # meanwhile another one was found to be the reason
