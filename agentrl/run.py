@@ -21,6 +21,8 @@ runs/NAME/
   trackers/          the ids of this run at trackers with a server
   reward_curve.png   when the run has ended
   status.json        the current step and phase, since when, the process id and host; and how the run ended (ending.py)
+  launches.jsonl     each start: when, on which host, and from which commit
+  machine.jsonl      how busy the machine was: CPU, memory, GPUs, disks
   live.json          while the process lives, renewed every second: workers alive, and what waits for what
   lock               held by the process that trains here, which it names
   tmp/               temporary files of the process that trains here, and of those that it has started
@@ -59,8 +61,11 @@ from agentrl.flow import Flow, elapsed, run_to_completion
 from agentrl.model_source import check_architecture, commit_of, description_folder, model_folder, vocabulary_size
 from agentrl.observe.curve import draw_curve
 from agentrl.observe.ending import Ending, ending_of, how_to_go_on
+from agentrl.observe.falls import Alarm
 from agentrl.observe.health import batch_health, episode_health
+from agentrl.observe.launches import record_launch
 from agentrl.observe.live_status import LiveStatus
+from agentrl.observe.machine import MachineLog
 from agentrl.observe.metrics import MetricsFile, masked_shares, rollout_metrics
 from agentrl.observe.profiler import Profiler
 from agentrl.observe.progress import ProgressDisplay
@@ -194,6 +199,8 @@ class Run:
             opened.enter_context(self.display)
             opened.enter_context(self._profiler)
             opened.enter_context(self._live)
+            opened.enter_context(MachineLog(self.folder))
+            record_launch(self.folder, resumed=self.resumed)
             self._write_status(None, None, datetime.now(UTC))
             origins = self.folder / "origins.json"
             if not self.resumed or not origins.exists():  # else they come from config.yaml
@@ -257,18 +264,18 @@ class Run:
         return Silence(conditions(sampling.max_tokens, budget, compares_groups=compares_groups, extends=extends))
 
     def _warn(self, row: Mapping[str, Any]) -> None:
-        for text in self._silence.read(row):
-            self.display.warn(row["step"], text)
-            self._keep_warning(row["step"], text)
+        for alarm in self._silence.read(row):
+            self.display.warn(row["step"], alarm.text)
+            self._keep_warning(row["step"], alarm)
 
     def _say_warning(self, text: str) -> None:
         """Warn of what is no metric's doing."""
         self.display.say(f"[yellow]warning:[/yellow] {escape(text)}")
-        self._keep_warning(len(self.metrics.values("reward")), text)
+        self._keep_warning(len(self.metrics.values("reward")), Alarm(text, ()))
 
-    def _keep_warning(self, step: int, text: str) -> None:
+    def _keep_warning(self, step: int, alarm: Alarm) -> None:
         with (self.folder / "warnings.jsonl").open("a") as file:
-            file.write(json.dumps({"step": step, "text": text}) + "\n")
+            file.write(json.dumps({"step": step, **asdict(alarm)}) + "\n")
 
     def source_model(self) -> Path:
         """The folder of the configured model. One on the hub stays at the commit that the run began with.
@@ -378,6 +385,11 @@ class Run:
             **rollout_metrics(groups, step, self.config.rollout.oldest_trained(step), envs),
             **episode_health(groups),
         }
+
+    async def record_held_out(self, name: str, step: int, played: Sequence[tuple[Trajectory, Score]]) -> None:
+        """Record the episodes of an evaluation of the weights after `step` steps, failed ones too."""
+        path = self.folder / "trajectories" / f"{name}_{step:06d}.parquet"
+        await run_to_completion(asyncio.to_thread(write_trajectories, path, played, self._epoch))
 
     def record_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record an evaluation of the weights after `step` steps."""
@@ -526,7 +538,7 @@ class Run:
             "max_staleness": self.config.rollout.max_staleness,
             "largest_staleness": max((row.get("staleness/max", 0) for row in trained), default=0),
             "largest_logprob_gap": max((row.get("logprob_gap_max", 0.0) for row in trained), default=0.0),
-            "warnings": [text for row in rows for text in silence.read(row)],
+            "warnings": [alarm.text for row in rows for alarm in silence.read(row)],
             "weights_sha256": None,
             "tasks": asdict(self.ledger.task_fates()),
             "episodes": asdict(self.ledger.episode_fates()),

@@ -144,11 +144,12 @@ class ToolCall:
 @dataclass(frozen=True, slots=True)
 class MadeCall:
     """A call in a message, as the environment took it. `call` is None if it could not be read; one that was `refused`
-    was read, and answered by an error.
+    was read, and answered by an error. `seconds`: how long the environment worked on it; None if it does not say.
     """
 
     call: ToolCall | None
     refused: bool = False
+    seconds: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ import difflib
 import inspect
 import json
 import random
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -229,8 +230,9 @@ class ToolEnv(TextEnv):
         message = parse_tool_calls(action)
         results: list[tuple[str, ToolResult]] = []
         for call in message.calls:
+            began = time.perf_counter()
             result = await self._run(call)
-            made.append(MadeCall(call, is_refusal(result.observation)))
+            made.append(MadeCall(call, is_refusal(result.observation), time.perf_counter() - began))
             results.append((call.name, result))
             if result.over:
                 break
@@ -249,8 +251,9 @@ class ToolEnv(TextEnv):
             known = named is not None and any(spec.name == named.name for spec in self._specs)
             made.append(MadeCall(named, True) if known else MadeCall(None))
             return ToolResult(f"Error: {error}")
+        began = time.perf_counter()
         result = await self._run(call)
-        made.append(MadeCall(call, is_refusal(result.observation)))
+        made.append(MadeCall(call, is_refusal(result.observation), time.perf_counter() - began))
         return result
 
     async def _run(self, call: ToolCall) -> ToolResult:

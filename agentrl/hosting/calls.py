@@ -52,10 +52,13 @@ def calls_taken(info: dict[str, Any]) -> tuple[list[MadeCall] | None, dict[str, 
 def _as_json(made: MadeCall) -> dict[str, Any]:
     if made.call is None:
         return {"name": None, "refused": made.refused}
-    return {"name": made.call.name, "arguments": dict(made.call.arguments), "refused": made.refused}
+    written = {"name": made.call.name, "arguments": dict(made.call.arguments), "refused": made.refused}
+    return written if made.seconds is None else {**written, "seconds": made.seconds}
 
 
 def _from_json(written: Mapping[str, Any]) -> MadeCall:
     if written["name"] is None:
         return MadeCall(None, bool(written["refused"]))
-    return MadeCall(ToolCall(str(written["name"]), dict(written["arguments"])), bool(written["refused"]))
+    seconds = written.get("seconds")
+    call = ToolCall(str(written["name"]), dict(written["arguments"]))
+    return MadeCall(call, bool(written["refused"]), None if seconds is None else float(seconds))

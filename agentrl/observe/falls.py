@@ -20,6 +20,14 @@ _ALONE = 8
 be small by chance, and a reward that only varies be told: one history in a hundred with 5."""
 
 
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """A warning about training. `metrics`: what it is about, on whose charts it stands."""
+
+    text: str
+    metrics: tuple[str, ...]
+
+
 def _windowed() -> "deque[float]":
     return deque(maxlen=_WINDOW)
 
@@ -36,10 +44,14 @@ class History:
     _rewards: list[float] = field(default_factory=list)
     _told: bool = False
 
-    def read(self, row: Row) -> list[str]:
+    def read(self, row: Row) -> list[Alarm]:
         """What is to be told of this step, each once until it has ended."""
-        found = [self._explosion(row), self._loss(row), self._reward_alone(row)]
-        return [text for text in found if text]
+        found = {
+            ("grad_norm",): self._explosion(row),
+            ("success",): self._loss(row),
+            ("reward", "success"): self._reward_alone(row),
+        }
+        return [Alarm(text, metrics) for metrics, text in found.items() if text]
 
     def _explosion(self, row: Row) -> str:
         norm = row.get("grad_norm", 0.0)

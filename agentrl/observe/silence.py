@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentrl.observe.falls import History
+from agentrl.observe.falls import Alarm, History
 from agentrl.rollout.budget import Budget
 
 Row = Mapping[str, Any]
@@ -18,6 +18,8 @@ class Condition:
 
     holds: Callable[[Row], bool]
     text: Callable[[Row], str]
+    metrics: tuple[str, ...]
+    """What it is about (`Alarm`)."""
     steps: int = IN_A_ROW
     """Steps in a row after which to tell it."""
     blames_tasks: bool = False
@@ -38,6 +40,7 @@ def conditions(max_tokens: int, budget: Budget, *, compares_groups: bool, extend
                 f"{row['cut_answers']:.0%} of the answers were cut at rollout.sampling.max_tokens={max_tokens}: "
                 "raise it, or ask for shorter answers"
             ),
+            ("cut_answers",),
         ),
         Condition(
             lambda row: row.get("truncated", 0.0) >= 0.9,
@@ -45,10 +48,12 @@ def conditions(max_tokens: int, budget: Budget, *, compares_groups: bool, extend
                 f"{row['truncated']:.0%} of the episodes were cut off, at rollout.budget ({limits}) or at the "
                 "engine's context: raise it, or end episodes earlier"
             ),
+            ("truncated",),
         ),
         Condition(
             lambda row: row.get("grad_norm") == 0.0,
             lambda row: "the gradient was zero: the advantages of all tokens are zero, or clipped",
+            ("grad_norm",),
             blames_tasks=True,
         ),
     ]
@@ -61,6 +66,7 @@ def conditions(max_tokens: int, budget: Budget, *, compares_groups: bool, extend
                     f"{row['forked_share']:.0%} of the later turns forked: the chat template changes earlier turns, so "
                     "whole prompts are computed again, and samples are many and short. Write model.history=extend"
                 ),
+                ("forked_share",),
             )
         )
     if compares_groups:
@@ -73,6 +79,7 @@ def conditions(max_tokens: int, budget: Budget, *, compares_groups: bool, extend
                     f"can be learned: the tasks are {_how_hard(row)}. Try other tasks, a larger rollout.group_size, "
                     f"or recipe.demonstrations{_only_the_bonus(row)}"
                 ),
+                ("mixed_groups",),
                 blames_tasks=True,
             )
         )
@@ -108,6 +115,7 @@ _HEALTH = (
     Condition(
         lambda row: row.get("same_answers", 0.0) >= _SAME and not row.get("success", 1.0) >= 0.9,
         lambda row: f"{row['same_answers']:.1%} of the episodes have the same answer to different tasks: {_CONSTANT}",
+        ("same_answers", "success"),
     ),
     Condition(
         lambda row: row.get("different_starts", 0.0) > 0.0,
@@ -116,6 +124,7 @@ _HEALTH = (
             "different tasks are compared: the environment ignores its seed, or draws from a generator that it did not "
             "make from it (`agentrl check-env NAME` tells where); a program may write something at random"
         ),
+        ("different_starts",),
         steps=1,
     ),
     Condition(
@@ -125,6 +134,7 @@ _HEALTH = (
             f"{row['health/effective_sample_size']:.0%} of them count: lower rollout.max_staleness, and see "
             "logprob_gap_mean at staleness 0, which is a difference of the two programs"
         ),
+        ("health/effective_sample_size",),
     ),
     Condition(
         lambda row: row.get("health/ratio_p99", 1.0) > 3 or row.get("health/ratio_p1", 1.0) < 1 / 3,
@@ -132,6 +142,7 @@ _HEALTH = (
             f"within a step, one token in a hundred becomes {row['health/ratio_p99']:.2g} times as likely, or "
             f"{row['health/ratio_p1']:.2g} times: lower trainer.lr or trainer.minibatches"
         ),
+        ("health/ratio_p99", "health/ratio_p1"),
     ),
     Condition(
         lambda row: row.get("clipped_low", 0.0) + row.get("clipped_high", 0.0) > 0.3,
@@ -139,6 +150,7 @@ _HEALTH = (
             f"{row.get('clipped_low', 0.0) + row.get('clipped_high', 0.0):.0%} of the tokens are clipped and teach "
             "nothing: lower trainer.lr or trainer.minibatches"
         ),
+        ("clipped_low", "clipped_high"),
     ),
     Condition(
         lambda row: row.get("reasoning/cut", 0.0) > 0.3,
@@ -146,6 +158,7 @@ _HEALTH = (
             f"{row['reasoning/cut']:.0%} of the answers are cut within their reasoning, and say nothing after it: "
             "raise rollout.sampling.max_tokens, or charge for length (the reward `length`)"
         ),
+        ("reasoning/cut",),
     ),
     Condition(
         lambda row: row.get("grad_norm", 0.0) > 0.0 and bool(_still_blocks(row)),
@@ -153,6 +166,7 @@ _HEALTH = (
             f"no gradient reaches a part of the model's blocks ({', '.join(_still_blocks(row))} are 0), while others "
             "learn: see which of its parameters are frozen, and trainer.lora.targets"
         ),
+        ("grad_norm/blocks/1", "grad_norm/blocks/2", "grad_norm/blocks/3", "grad_norm/blocks/4"),
     ),
     Condition(
         lambda row: row.get("health/repetition", 0.0) > 0.3,
@@ -160,6 +174,7 @@ _HEALTH = (
             f"{row['health/repetition']:.0%} of what the model writes repeats passages of the same answer: look at "
             "episodes (`agentrl view`), lower trainer.lr, or go back to an earlier checkpoint"
         ),
+        ("health/repetition",),
     ),
     Condition(
         lambda row: row.get("health/length_correlation", 0.0) > 0.8,
@@ -167,6 +182,7 @@ _HEALTH = (
             f"the score rises with the length of an episode (correlation {row['health/length_correlation']:.2f}): look "
             "whether length itself is paid for; the reward `length` can charge for it"
         ),
+        ("health/length_correlation",),
     ),
     Condition(
         lambda row: row.get("health/disagreement", 0.0) > 0.5,
@@ -175,6 +191,7 @@ _HEALTH = (
             "mean that one of them is exploited: compare reward/..., and look at episodes where they differ (`agentrl "
             "view`)"
         ),
+        ("health/disagreement",),
     ),
     Condition(
         lambda row: row.get("entropy", 1.0) < 0.02 and row.get("success", 1.0) < 0.5,
@@ -182,6 +199,7 @@ _HEALTH = (
             f"the policy hardly tries anything any more (entropy {row['entropy']:.2g} nats) and succeeds in "
             f"{row['success']:.0%}: raise algorithm.entropy_bonus or algorithm.clip_high, from an earlier checkpoint"
         ),
+        ("entropy", "success"),
     ),
 )
 """Signs of health (`agentrl/observe/health.py`) that ask for a look."""
@@ -200,41 +218,44 @@ class Silence:
     _fell: bool = False
     _player: float = 0.0
 
-    def read(self, row: Row) -> list[str]:
+    def read(self, row: Row) -> list[Alarm]:
         """The warnings that this row gives rise to."""
         self._player = row.get("demonstrations/success", self._player)
         if "eval/success" in row:
             return self._of_evaluation(row)
         return self._of_suite(row) if any(name.startswith("eval/") for name in row) else self._of_step(row)
 
-    def _of_suite(self, row: Row) -> list[str]:
+    def _of_suite(self, row: Row) -> list[Alarm]:
         """An evaluation of a suite is no step, and ends no condition of steps."""
-        warnings = []
+        warnings: list[Alarm] = []
         for name, share in row.items():
             suite = name.removeprefix("eval/").removesuffix("/same_answers")
             if name != f"eval/{suite}/same_answers":
                 continue
             constant = share >= _SAME and not row[f"eval/{suite}/success"] >= 0.9
             if constant and suite not in self._constant_suites:
-                warnings.append(
+                text = (
                     f"after {row['step']} steps, {share:.1%} of the episodes of {suite} have the same answer to "
                     f"different tasks: {_CONSTANT}"
                 )
+                warnings.append(Alarm(text, (f"eval/{suite}/success", name)))
             (self._constant_suites.add if constant else self._constant_suites.discard)(suite)
         return warnings
 
-    def _of_step(self, row: Row) -> list[str]:
-        warnings = [f"in step {row['step'] + 1}: {text}" for text in self._history.read(row)]
+    def _of_step(self, row: Row) -> list[Alarm]:
+        warnings = [
+            Alarm(f"in step {row['step'] + 1}: {alarm.text}", alarm.metrics) for alarm in self._history.read(row)
+        ]
         for number, condition in enumerate(self.conditions):
             holds = condition.holds(row) and not (condition.blames_tasks and self._history.fallen)
             count = self._in_a_row[number] = self._in_a_row.get(number, 0) + 1 if holds else 0
             if count == condition.steps:
                 when = f"in {count} steps in a row, up to step" if count > 1 else "in step"
-                warnings.append(f"{when} {row['step'] + 1}: {condition.text(row)}")
+                warnings.append(Alarm(f"{when} {row['step'] + 1}: {condition.text(row)}", condition.metrics))
         return warnings
 
-    def _of_evaluation(self, row: Row) -> list[str]:
-        warnings = []
+    def _of_evaluation(self, row: Row) -> list[Alarm]:
+        warnings: list[str] = []
         if self._first is None:
             self._first = row
             if row.get("eval/success_high", 1.0) < self._player / 2:
@@ -258,4 +279,4 @@ class Silence:
                 f"began ({self._first['eval/success']:.1%}): lower trainer.lr, or look at the metrics kl, clipped_low "
                 "and entropy"
             )
-        return warnings
+        return [Alarm(text, ("eval/success",)) for text in warnings]

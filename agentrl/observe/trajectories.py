@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from agentrl.observe.tool_calls import called_tools
 from agentrl.trajectory import Score, Trajectory, succeeded
 
 _MESSAGE = pa.struct(
@@ -34,6 +35,7 @@ _TURN = pa.struct(
         ("picture", pa.string()),
     ]
 )
+_CALL = pa.struct([("turn", pa.int32()), ("name", pa.string()), ("refused", pa.bool_()), ("seconds", pa.float64())])
 SCHEMA = pa.schema(
     [
         ("id", pa.string()),
@@ -57,6 +59,7 @@ SCHEMA = pa.schema(
         ("words", pa.string()),
         ("scoring", pa.list_(pa.struct([("began", pa.float64()), ("ended", pa.float64())]))),
         ("picture", pa.string()),
+        ("calls", pa.list_(_CALL)),
         ("messages", pa.list_(_MESSAGE)),
         ("turns", pa.list_(_TURN)),
     ]
@@ -65,7 +68,8 @@ SCHEMA = pa.schema(
 the reason in the status. `started`, `asked` and the times of `scoring`, when rewards worked on the episode, are Unix
 time, in seconds. `num_tokens` are the sampled ones, `oldest_version` that of the new turns. `picture` is HTML: the
 environment's drawing of the state that a turn answers, and of the last one. A message that was `given` came with the
-task: it is nobody's answer, whatever its role.
+task: it is nobody's answer, whatever its role. `calls` are those of tools (`agentrl/observe/tool_calls.py`); one
+without a name could not be read.
 
 The first `trained_turns` turns were trained on before, in a segment: a row of an earlier step with the same id.
 """
@@ -112,6 +116,7 @@ def _row(trajectory: Trajectory, score: Score, epoch: float) -> dict[str, object
         "words": json.dumps(dict(score.words)),
         "scoring": [{"began": began + epoch, "ended": ended + epoch} for began, ended in score.worked],
         "picture": trajectory.picture,
+        "calls": [asdict(call) for call in called_tools(trajectory)],
         "messages": [
             {
                 "role": message.role,

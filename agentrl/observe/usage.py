@@ -4,10 +4,10 @@ import re
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from agentrl.errors import ConfigError
+import psutil
 
 _LOOK_FOR_PROCESSES = 5
 """Samples between two looks for processes that have been started: the whole table of processes is read."""
@@ -18,23 +18,15 @@ class Usage:
 
     Threads whose names differ only in a number count as one, and so do the threads of libraries. A GPU is seen if the
     package `nvidia-ml-py` is installed.
-
-    Raises:
-        ConfigError: the package `psutil` is not installed.
     """
 
     def __init__(self) -> None:
-        try:
-            import psutil
-        except ImportError as error:
-            raise ConfigError("profiles need psutil: pip install 'agentrl[profile]'") from error
-        self._psutil = psutil
         self._own = psutil.Process()
         self._children: dict[int, Any] = {}
         self._samples = 0
         self._before: dict[str, float] = {}
         self._at = time.monotonic()
-        self._gpus = _gpus()
+        self._gpus = gpu_readers()
         self.sample()
 
     def sample(self) -> Mapping[str, float]:
@@ -53,7 +45,7 @@ class Usage:
 
     def gpus(self) -> Mapping[str, float]:
         """The load of each GPU, in percent: the share of the last moments in which a kernel ran."""
-        return {name: float(read()) for name, read in self._gpus.items()}
+        return {name: 100 * read()[0] for name, read in self._gpus.items()}
 
     def _threads(self) -> Iterator[tuple[str, float]]:
         named = {thread.native_id: thread.name for thread in threading.enumerate()}
@@ -69,12 +61,14 @@ class Usage:
             try:
                 times = child.cpu_times()
                 yield f"{child.name()} {pid}", times.user + times.system
-            except self._psutil.Error:  # it has ended, or become another user's
+            except psutil.Error:  # it has ended, or become another user's
                 del self._children[pid]
 
 
-def _gpus() -> dict[str, Any]:
-    """By GPU, what reads its load; empty without GPUs, or without NVIDIA's library."""
+def gpu_readers() -> dict[str, Callable[[], tuple[float, float]]]:
+    """By GPU, what reads its load and the share of its memory that is taken; empty without GPUs, or without NVIDIA's
+    library.
+    """
     try:
         import pynvml
     except ImportError:
@@ -85,7 +79,14 @@ def _gpus() -> dict[str, Any]:
     except pynvml.NVMLError:  # no driver
         return {}
 
-    def reader(handle: Any) -> Any:
-        return lambda: pynvml.nvmlDeviceGetUtilizationRates(handle).gpu
+    def reader(handle: Any) -> Callable[[], tuple[float, float]]:
+        def read() -> tuple[float, float]:
+            try:
+                memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+                return pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100, memory.used / memory.total
+            except pynvml.NVMLError:  # such as a slice of a GPU, whose load is not told
+                return 0.0, 0.0
+
+        return read
 
     return {f"GPU {number}": reader(handle) for number, handle in enumerate(handles)}

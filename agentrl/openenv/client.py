@@ -158,8 +158,9 @@ class OpenEnv:
         self.calls_made = made
         results: list[tuple[str, StepResult]] = []
         for call in read.calls:
+            began = now()
             results.append((call.name, await self._call(socket, call)))
-            made.append(MadeCall(call, is_refusal(results[-1][1][0])))
+            made.append(MadeCall(call, is_refusal(results[-1][1][0]), now() - began))
             if results[-1][1][2] or results[-1][1][3]:
                 break
         else:

@@ -4,18 +4,17 @@ import asyncio
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from statistics import fmean, stdev
 
 from agentrl.assembly import RolloutAssembly
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, StalenessError
-from agentrl.flow import Flow, Turnstile, now, run_to_completion
+from agentrl.flow import Flow, Turnstile, now
 from agentrl.observe.intervals import mean_over_tasks, passes, share_over_tasks
 from agentrl.observe.metrics import by_agent, by_env, same_answers, success_share, verdicts, wilson_interval
 from agentrl.observe.reports import HELD_OUT, EpisodeResult, EvaluationReport
-from agentrl.observe.trajectories import write_trajectories
 from agentrl.rollout.episode import Episode, EpisodeRunner
 from agentrl.rollout.outage import Outages
 from agentrl.rollout.seeds import derive_seed
@@ -175,8 +174,9 @@ async def _played(
         asked = [flow.start(rollouts.reward.score(trajectory), name=trajectory.id) for trajectory in ended]
     scores = [score.result() for score in asked]
     scored = [pair for pair in zip(ended, scores, strict=True) if not isinstance(pair[1].status, Failed)]
-    kept = {(trajectory.id, trajectory.agent) for trajectory, _ in scored}
-    return tuple(scored), tuple(t for t in trajectories if (t.id, t.agent) not in kept)
+    unscored = {(t.id, t.agent): s.status for t, s in zip(ended, scores, strict=True) if isinstance(s.status, Failed)}
+    lost = [replace(t, status=unscored.get((t.id, t.agent), t.status)) for t in trajectories]
+    return tuple(scored), tuple(t for t in lost if isinstance(t.status, Failed))
 
 
 def _check_version(trajectories: Iterable[Trajectory]) -> None:
@@ -264,8 +264,8 @@ def evaluations_left(run: Run, step: int, *, due: bool) -> list[str]:
 
 async def _record(run: Run, name: str, step: int, evaluation: Evaluation | SuiteEvaluation) -> None:
     """Write the episodes of an evaluation, and its report."""
-    file = run.folder / "trajectories" / f"{name}_{step:06d}.parquet"
-    await run_to_completion(asyncio.to_thread(write_trajectories, file, evaluation.scored))
+    lost = [(one, Score(math.nan, status=one.status)) for one in evaluation.failed if isinstance(one.status, Failed)]
+    await run.record_held_out(name, step, [*evaluation.scored, *lost])
     report_of(name, step, evaluation).write(run.folder / "evaluations")
     run.track_samples(name, step, evaluation.scored)
 

@@ -17,7 +17,20 @@ from agentrl.observe.metrics import MetricsFile, rollout_metrics
 from agentrl.observe.samples import TrainedBatch, drawn_groups, write_samples
 from agentrl.observe.trajectories import write_trajectories
 from agentrl.rollout.ledger import Ledger
-from agentrl.trajectory import Completion, Failed, Group, Message, Score, Task, Terminated, Trajectory, Truncated, Turn
+from agentrl.trajectory import (
+    Completion,
+    Failed,
+    Group,
+    MadeCall,
+    Message,
+    Score,
+    Task,
+    Terminated,
+    ToolCall,
+    Trajectory,
+    Truncated,
+    Turn,
+)
 
 BEGIN = 1_800_000_000.0
 """The Unix time at which a made-up run begins."""
@@ -31,7 +44,8 @@ class MadeUpRun:
     In each step, episodes are played and scored for the first 6 of 10 seconds; the trainer has 3, and weights take 1.
     The second turn of each group's first member forks. `texts` are what the environment shows, `pictures` how it
     draws its states; tests give hostile ones. `untrained`: whether the
-    messages of the failed episode of each step are kept.
+    messages of the failed episode of each step are kept. `tools`: names of tools, of which each turn calls one and the
+    last one fails; a call of the first takes 0.1 s, of the second 0.2 s, and so on.
     """
 
     folder: Path
@@ -44,6 +58,7 @@ class MadeUpRun:
     pictures: Sequence[str] = ("",)
     settings: dict[str, object] = field(default_factory=dict)
     untrained: bool = False
+    tools: Sequence[str] = ()
     _done: int = 0
     _tasks: int = 0
 
@@ -129,6 +144,7 @@ class MadeUpRun:
                     0.2 * seconds,
                     asked=asked,
                     picture=self.pictures[number % len(self.pictures)],
+                    calls=self._calls(number),
                 )
             )
             messages += [
@@ -140,6 +156,31 @@ class MadeUpRun:
         return Trajectory(
             episode, task, tuple(turns), status, tuple(messages), 5.0, started=started, picture=self.pictures[-1]
         )
+
+    def _calls(self, turn: int) -> tuple[MadeCall, ...] | None:
+        if not self.tools:
+            return None
+        place = turn % len(self.tools)
+        return (MadeCall(ToolCall(self.tools[place], {}), place == len(self.tools) - 1, 0.1 * (place + 1)),)
+
+    def evaluate(self, scores: Sequence[float | None], name: str = "held_out") -> None:
+        """Write an evaluation of the weights after the steps so far: a score for each task, None for one that fails."""
+        step, rng = self._done, random.Random(self._done)
+        played = []
+        for number, score in enumerate(scores):
+            task = Task(self.env, number, {}, f"{name}-{number:06d}" + ("" if name == "held_out" else "/0"))
+            one = replace(self._trajectory(step, task, 0, score or 0.0, rng), id=task.id, status=Terminated())
+            if score is None:
+                failed = Failed("environment", self.texts[0])
+                played.append((replace(one, status=failed), Score(float("nan"), status=failed)))
+            else:
+                played.append((one, Score(score, {"environment": score})))
+        write_trajectories(self.folder / "trajectories" / f"{name}_{step:06d}.parquet", played)
+        known = [score for score in scores if score is not None]
+        success = sum(score > 0 for score in known) / len(known)
+        prefix = "eval" if name == "held_out" else f"eval/{name}"
+        row = {f"{prefix}/success": success, f"{prefix}/reward": sum(known) / len(known)}
+        MetricsFile(self.folder / "metrics.jsonl").append({"step": step, **row})
 
     def _record(self, step: int, groups: Sequence[Group]) -> None:
         """The fates of a step's tasks: all are trained, and one more fails in its environment."""

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 
 from agentrl.errors import ConfigError
 from agentrl.observe.ledger_report import explain
+from agentrl.observe.reports import HELD_OUT
 from agentrl.rollout.ledger import read_ledger
 from agentrl.rounding import constant
 from agentrl.viewer.episodes import KINDS, EpisodeIndex
@@ -126,6 +127,8 @@ class EpisodeReader:
 
     def _fate(self, row: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> str:
         """What became of the episode and why, in a sentence or two."""
+        if row["evaluation"] is not None:
+            return _held_out(row, self._index.named(row["id"]))
         if any(sample["loss_tokens"] for sample in samples):
             return _trained(row, samples, self._index.group(row["task"]))
         if row["fate"] != "masked" and row["kind"] == KINDS[0] and row["step"] in self._run.files("samples"):
@@ -184,6 +187,18 @@ def _trained(row: Mapping[str, Any], samples: Sequence[Mapping[str, Any]], group
         )
     if all(sample["weight"] == 0 for sample in samples):
         fate += " Its loss had the weight 0, as only the critic learned in this step."
+    return fate
+
+
+def _held_out(row: Mapping[str, Any], plays: Sequence[Mapping[str, Any]]) -> str:
+    """Which evaluation played the episode, and when its task was solved."""
+    name = "the held-out tasks" if row["evaluation"] == HELD_OUT else f"the suite {row['evaluation']}"
+    fate = f"{row['id']} was played to evaluate the weights after {row['step']} steps on {name}; nothing trains on it."
+    own = [one for one in plays if one["evaluation"] == row["evaluation"] and one["agent"] == row["agent"]]
+    solved = [one["step"] for one in own if one["success"]]
+    if len(own) > 1 and any(one["success"] is not None for one in own):
+        first = f", first after {solved[0]} steps" if solved else ""
+        fate += f" {len(solved)} of {len(own)} evaluations solved it{first}."
     return fate
 
 

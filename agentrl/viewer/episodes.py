@@ -13,7 +13,7 @@ from annotated_types import Ge, Le
 
 from agentrl.errors import ConfigError
 from agentrl.rollout.ledger import read_ledger
-from agentrl.viewer.folders import RunFolder
+from agentrl.viewer.folders import EVALUATION, RunFolder
 
 _BARS = 24
 _MEMORY = "160MB"
@@ -31,19 +31,27 @@ CREATE TABLE fates (id VARCHAR, task VARCHAR, env VARCHAR, fate VARCHAR, step IN
 _JOIN = """
 CREATE OR REPLACE TABLE episodes AS SELECT
     coalesce(t.id, f.id) AS id, coalesce(t.task, f.task) AS task, coalesce(t.env, f.env) AS env,
-    coalesce(f.fate, CASE t.kind WHEN 'trajectories' THEN 'trained' ELSE 'open' END) AS fate,
-    coalesce(t.step, f.step) AS step, f.why, t.kind, t.place, t.agent, t.status, t.detail,
-    t.success, t.score, t.started, t.seconds, t.num_turns, t.num_tokens, t.num_forks, t.trained_turns,
+    coalesce(f.fate, CASE
+        WHEN t.kind = 'trajectories' THEN 'trained' WHEN NOT starts_with(t.kind, 'eval:') THEN 'open'
+        WHEN t.status = 'failed' THEN 'failed' ELSE 'held_out' END) AS fate,
+    coalesce(t.step, f.step) AS step,
+    coalesce(f.why, CASE WHEN starts_with(t.kind, 'eval:') AND t.status = 'failed' THEN t.detail END) AS why,
+    CASE WHEN starts_with(t.kind, 'eval:') THEN t.kind[6:] END AS evaluation,
+    t.kind, t.place, t.agent, t.status, t.detail, t.success,
+    t.score, t.started, t.seconds, t.num_turns, t.num_tokens, t.num_forks, t.trained_turns,
     t.step - t.oldest_version AS staleness,
     CASE WHEN f.fate = 'failed' THEN split_part(f.why, ':', 1) END AS layer
 FROM trajectories t FULL JOIN fates f ON t.id = f.id;
 """
+_STEP_OF_FILE = "CAST(regexp_extract(filename, '_([0-9]+)\\.parquet$', 1) AS INTEGER)"
 KINDS = ("trajectories", "untrained")
 """The folders of a run with episodes: of the batches of its steps, and some of the others."""
 SORTS = ("id", "step", "env", "fate", "score", "num_turns", "num_tokens", "seconds", "staleness")
 """Columns that a table may be sorted by."""
 
 
+_NAMED, _DRAWN = 200, 8
+"""Tools that are named (a model may make up many), and those whose calls are told by step."""
 MOST_ROWS = 1000
 """Most rows of one page of a table."""
 _Number = Annotated[int, Ge(-(2**31)), Le(2**31 - 1)]
@@ -54,10 +62,14 @@ class EpisodeQuery:
     """Which episodes to show: each field that is not `None` or empty is a condition.
 
     `kind` is one of `KINDS`, `low` and `high` bound the score, `stale` is the least staleness, `text` a part of any
-    message.
+    message. `evaluation`: those of the evaluation of this name, and not those that were played to train. `tool`: those
+    that called this tool; with `refused`, only those of which a call of it failed.
     """
 
     kind: str = ""
+    evaluation: str = ""
+    tool: str = ""
+    refused: bool = False
     step: _Number | None = None
     env: str = ""
     fate: str = ""
@@ -84,7 +96,9 @@ class EpisodeQuery:
             wanted += [("score >= ?", self.low)] if self.low is not None else []
             wanted += [("score <= ?", self.high)] if self.high is not None else []
         wanted += [("staleness >= ?", self.stale)] if self.stale is not None else []
-        return " AND ".join(["TRUE", *(condition for condition, _ in wanted)]), [value for _, value in wanted]
+        wanted += [("evaluation = ?", self.evaluation)] if self.evaluation else []
+        always = "TRUE" if self.evaluation else "evaluation IS NULL"
+        return " AND ".join([always, *(condition for condition, _ in wanted)]), [value for _, value in wanted]
 
 
 def check_duckdb() -> None:
@@ -119,7 +133,7 @@ class EpisodeIndex:
         self._known: dict[tuple[str, int], tuple[int, int]] = {}
         self._ledger: tuple[tuple[int, int] | None, ...] = ()
         self._joined = False
-        self._searched: tuple[str, int | None, tuple[Any, ...]] | None = None
+        self._searched: tuple[Any, ...] | None = None
         self._unreadable: dict[str, str] = {}
         self._unread = (duckdb.Error, pa.ArrowException, OSError)
 
@@ -139,7 +153,7 @@ class EpisodeIndex:
             raise ConfigError(f"episodes cannot be sorted by {query.sort!r}, only by {', '.join(SORTS)}")
         with self._lock:
             self._refresh()
-            found = self._with_text(query)
+            found = f"{self._with_text(query)} AND {self._with_calls(query)}"
             where, values = query.conditions()
             where = f"{where} AND {found}"
             order = f"{query.sort} {'DESC' if query.descending else 'ASC'} NULLS LAST, id, agent"
@@ -149,20 +163,82 @@ class EpisodeIndex:
             return {"rows": rows, "total": total, "histogram": self._histogram(query, found),
                     "unreadable": [f"{name}: {why}" for name, why in self._unreadable.items()]}  # fmt: skip
 
-    def choices(self) -> dict[str, list[Any]]:
-        """The values that a filter may ask for, the most frequent first."""
+    def choices(self, evaluation: str = "") -> dict[str, list[Any]]:
+        """The values that a filter may ask for, the most frequent first: of the episodes that were played to train, or
+        of those of an evaluation. `evaluation`: the evaluations.
+        """
+        where, values = EpisodeQuery(evaluation=evaluation).conditions()
         with self._lock:
             self._refresh()
-            return {
-                name: [
-                    [value, count]
-                    for value, count in self._db.execute(
-                        f"SELECT {name}, count(*) FROM episodes WHERE {name} IS NOT NULL GROUP BY 1 ORDER BY 2 DESC, 1 "
-                        "LIMIT 50"
-                    ).fetchall()
-                ]
-                for name in ("env", "fate", "layer", "status")
-            }
+            found = {name: self._counts(name, where, values) for name in ("env", "fate", "layer", "status")}
+            return {**found, "evaluation": self._counts("evaluation", "TRUE", [])}
+
+    def _counts(self, name: str, where: str, values: Sequence[Any]) -> list[Any]:
+        rows = self._db.execute(
+            f"SELECT {name}, count(*) FROM episodes WHERE {where} AND {name} IS NOT NULL GROUP BY 1 "
+            "ORDER BY 2 DESC, 1 LIMIT 50",
+            list(values),
+        )
+        return [list(row) for row in rows.fetchall()]
+
+    def evaluated(self, evaluation: str) -> list[dict[str, Any]]:
+        """What each task did in each evaluation of a name: `success` and `score` are means over its `episodes`."""
+        with self._lock:
+            self._refresh()
+            return self._dicts(
+                "SELECT CASE WHEN evaluation = 'held_out' THEN task ELSE regexp_replace(task, '/[^/]*$', '') END "
+                "AS task, min(env) AS env, step, avg(success::INTEGER) FILTER (fate <> 'failed') AS success, "
+                "avg(score) FILTER (isfinite(score)) AS score, count(*) AS episodes, "
+                "count(*) FILTER (fate = 'failed') AS failed, min(id) AS id "
+                "FROM episodes WHERE evaluation = ? GROUP BY 1, 3 ORDER BY 3, 1",
+                [evaluation],
+            )
+
+    def tools(self, first: int | None = None, last: int | None = None, evaluation: str = "") -> dict[str, Any]:
+        """The tools that were called in the episodes of some steps, by name, the most called first: `calls`, those that
+        `failed`, seconds (median, 99 % of the calls, all), `episodes`, and `by_step` (step, calls, failed, seconds).
+
+        `unknown`: the episodes were recorded by a release that did not keep calls.
+        """
+        kinds = (f"{EVALUATION}{evaluation}",) if evaluation else KINDS
+        files = {
+            str(path): step
+            for kind in kinds
+            for step, path in self._run.files(kind).items()
+            if (first is None or step >= first) and (last is None or step <= last)
+        }
+        with self._lock:
+            self._refresh()
+            paths = [path for path in files if _shown(Path(path)) not in self._unreadable]
+            rows = self._called(paths)
+        whole = [row for row in rows or () if row["step"] is None]
+        by_step: dict[str | None, list[list[Any]]] = {row["name"]: [] for row in whole[:_DRAWN]}
+        for row in rows or ():
+            if row["step"] is not None and row["name"] in by_step:
+                by_step[row["name"]].append([row[name] for name in ("step", "calls", "failed", "seconds")])
+        return {
+            "tools": [{**row, "by_step": sorted(by_step.get(row["name"], []))} for row in whole[:_NAMED]],
+            "steps": sorted(set(files.values())),
+            "evaluations": sorted(self._run.evaluations()),
+            "unknown": rows is None,
+        }
+
+    def _called(self, paths: Sequence[str]) -> list[dict[str, Any]] | None:
+        """The calls by name, and by name and step; None if no file tells."""
+        if not paths:
+            return []
+        try:
+            return self._dicts(
+                f"WITH called AS (SELECT {_STEP_OF_FILE} AS step, id, agent, unnest(calls) AS call "
+                "FROM read_parquet(?, filename = true, union_by_name = true)) "
+                "SELECT call.name AS name, step, count(*) AS calls, count(*) FILTER (call.refused) AS failed, "
+                "sum(call.seconds) AS seconds, quantile_cont(call.seconds, 0.5) AS median, "
+                "quantile_cont(call.seconds, 0.99) AS p99, count(DISTINCT (id, agent)) AS episodes "
+                "FROM called GROUP BY GROUPING SETS ((call.name), (call.name, step)) ORDER BY calls DESC, name",
+                [list(paths)],
+            )
+        except self._unread:
+            return None
 
     def named(self, name: str) -> list[dict[str, Any]]:
         """The rows of an episode: one for each agent, and each part that was trained on by itself."""
@@ -174,20 +250,22 @@ class EpisodeIndex:
         """The rows of a task's episodes."""
         with self._lock:
             self._refresh()
-            return self._dicts("SELECT * FROM episodes WHERE task = ? ORDER BY id, agent LIMIT 256", [task])
+            return self._dicts("SELECT * FROM episodes WHERE task = ? ORDER BY id, agent, step LIMIT 256", [task])
 
     def fates(self, step: int) -> dict[str, str]:
         """The fate of each episode whose messages were kept with those of a step, by its id."""
         with self._lock:
             self._refresh()
-            found = self._db.execute("SELECT id, fate FROM episodes WHERE step = ? AND kind IS NOT NULL", [step])
+            found = self._db.execute(
+                "SELECT id, fate FROM episodes WHERE step = ? AND kind IS NOT NULL AND evaluation IS NULL", [step]
+            )
             return dict(found.fetchall())
 
     def in_play(self, begin: float, end: float) -> list[dict[str, Any]]:
         """The rows of episodes that were played between two Unix times, as far as they were kept."""
         with self._lock:
             self._refresh()
-            condition = "kind IS NOT NULL AND started < ? AND started + seconds > ?"
+            condition = "kind IS NOT NULL AND evaluation IS NULL AND started < ? AND started + seconds > ?"
             return self._dicts(f"SELECT * FROM episodes WHERE {condition} ORDER BY started", [end, begin])
 
     def failed_layers(self, first: int, last: int) -> list[str]:
@@ -199,7 +277,8 @@ class EpisodeIndex:
             return [layer for (layer,) in found.fetchall()]
 
     def _refresh(self) -> None:
-        files = {(kind, step): path for kind in KINDS for step, path in self._run.files(kind).items()}
+        evaluations = (f"{EVALUATION}{name}" for name in self._run.evaluations())
+        files = {(kind, step): path for kind in (*KINDS, *evaluations) for step, path in self._run.files(kind).items()}
         stamps = {key: stamp for key, path in files.items() if (stamp := _stamp(path)) is not None}
         changed = [key for key, stamp in stamps.items() if self._known.get(key) != stamp]
         gone = [key for key in self._known if key not in stamps]
@@ -239,9 +318,10 @@ class EpisodeIndex:
         paths, columns = files
         shown = ", ".join(name if name in columns else f"NULL AS {name}" for name in _COLUMNS)
         self._db.execute(
-            "INSERT INTO trajectories SELECT regexp_extract(filename, '([a-z]+)/step_[0-9]+\\.parquet$', 1), "
-            "CAST(regexp_extract(filename, 'step_([0-9]+)\\.parquet$', 1) AS INTEGER), "
-            f"file_row_number, {shown} FROM read_parquet(?, filename = true, file_row_number = true)",
+            "INSERT INTO trajectories SELECT CASE WHEN regexp_matches(filename, '/step_[0-9]{1,9}\\.parquet$') "
+            "THEN regexp_extract(filename, '([a-z]+)/step_[0-9]+\\.parquet$', 1) "
+            f"ELSE '{EVALUATION}' || regexp_extract(filename, '/([^/]+)_[0-9]+\\.parquet$', 1) END, "
+            f"{_STEP_OF_FILE}, file_row_number, {shown} FROM read_parquet(?, filename = true, file_row_number = true)",
             [paths],
         )
 
@@ -269,38 +349,55 @@ class EpisodeIndex:
             return "TRUE"
         text = query.text.lower()
         self._db.execute("SET VARIABLE wanted = ?", [text])
-        asked = text, query.step, tuple(self._known.items())
+        asked = text, query.step, query.evaluation, tuple(self._known.items())
         if asked != self._searched:  # the next page of the same search, or another order, reads no file again
-            self._search(text, query.step)
+            self._search(text, self._files(query))
             self._searched = asked
         return (
-            "((id, coalesce(agent, '')) IN (SELECT id, agent FROM found) OR contains(lower(id), getvariable('wanted')) "
+            "((id, coalesce(agent, ''), step) IN (SELECT id, agent, step FROM found) "
+            "OR contains(lower(id), getvariable('wanted')) "
             "OR contains(lower(coalesce(why, '')), getvariable('wanted')))"
         )
 
-    def _search(self, text: str, step: int | None) -> None:
-        """Put the episodes in whose messages the text is into a table."""
-        found = [(kind, number, path) for kind in KINDS for number, path in self._run.files(kind).items()]
-        files = [
+    def _files(self, query: EpisodeQuery) -> list[str]:
+        """The files with the messages of the episodes that are asked for."""
+        kinds = (f"{EVALUATION}{query.evaluation}",) if query.evaluation else KINDS
+        found = [(kind, number, path) for kind in kinds for number, path in self._run.files(kind).items()]
+        return [
             str(path)
             for kind, number, path in found
-            if step in (None, number) and _name(kind, number) not in self._unreadable
+            if query.step in (None, number) and _name(kind, number) not in self._unreadable
         ]
-        self._db.execute("CREATE OR REPLACE TEMP TABLE found (id VARCHAR, agent VARCHAR)")
+
+    def _search(self, text: str, files: Sequence[str]) -> None:
+        """Put the episodes in whose messages the text is into a table."""
+        self._db.execute("CREATE OR REPLACE TEMP TABLE found (id VARCHAR, agent VARCHAR, step INTEGER)")
+        of_message = "contains(lower(m.content), $2) OR contains(lower(m.reasoning), $2)"
+        condition = f"len(list_filter(messages, lambda m: {of_message})) > 0"
+        self._put("found", condition, files, [text])
+
+    def _with_calls(self, query: EpisodeQuery) -> str:
+        """A condition that holds for the episodes that called a tool."""
+        if not query.tool:
+            return "TRUE"
+        self._db.execute("CREATE OR REPLACE TEMP TABLE callers (id VARCHAR, agent VARCHAR, step INTEGER)")
+        condition = "len(list_filter(calls, lambda c: c.name = $2 AND (c.refused OR NOT $3))) > 0"
+        self._put("callers", condition, self._files(query), [query.tool, query.refused])
+        return "(id, coalesce(agent, ''), step) IN (SELECT id, agent, step FROM callers)"
+
+    def _put(self, table: str, condition: str, files: Sequence[str], values: Sequence[Any]) -> None:
+        """Put the episodes of files for which a condition holds into a table."""
+        insert = (
+            f"INSERT INTO {table} SELECT id, agent, {_STEP_OF_FILE} "
+            f"FROM read_parquet($1, filename = true) WHERE {condition}"
+        )
         try:
-            self._search_in(text, files)
+            if files:
+                self._db.execute(insert, [list(files), *values])
         except self._unread:
             for file in files:
-                with suppress(*self._unread):  # it is written again, or has just been deleted
-                    self._search_in(text, [file])
-
-    def _search_in(self, text: str, files: Sequence[str]) -> None:
-        if files:
-            self._db.execute(
-                "INSERT INTO found SELECT id, agent FROM read_parquet($1) WHERE len(list_filter(messages, lambda m: "
-                "contains(lower(m.content), $2) OR contains(lower(m.reasoning), $2))) > 0",
-                [list(files), text],
-            )
+                with suppress(*self._unread):  # it is written again, has just been deleted, or is of an earlier release
+                    self._db.execute(insert, [[file], *values])
 
     def _histogram(self, query: EpisodeQuery, found: str) -> dict[str, Any]:
         """How many scores lie in each of some bars of equal width from `low` to `high`."""
@@ -330,7 +427,12 @@ class EpisodeIndex:
 
 
 def _name(kind: str, step: int) -> str:
-    return f"{kind}/step_{step:06d}.parquet"
+    name = kind.removeprefix(EVALUATION)
+    return f"{kind}/step_{step:06d}.parquet" if name == kind else f"{KINDS[0]}/{name}_{step:06d}.parquet"
+
+
+def _shown(path: Path) -> str:
+    return f"{path.parent.name}/{path.name}"
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:

@@ -15,10 +15,15 @@ from typing import Any, TypedDict
 
 from agentrl.errors import ConfigError
 from agentrl.observe.ending import ending_kept
+from agentrl.observe.launches import read_launches
 from agentrl.observe.live_status import read_live_state
+from agentrl.observe.machine import MachineState, read_machine
 from agentrl.yaml_values import read_yaml, value_of
 
 _STEP_FILE = re.compile(r"step_(\d{1,9})\.parquet")
+_EVALUATION_FILE = re.compile(r"(.+)_(\d{6,9})\.parquet")
+EVALUATION = "eval:"
+"""With a name after it, a kind of episodes: those of that evaluation."""
 _CHECKPOINT = re.compile(r"step_(\d{1,9})")
 _Stamp = tuple[int, int, int]
 
@@ -30,6 +35,14 @@ class Phase(TypedDict):
     phase: str
     begin: float
     end: float | None
+
+
+class Warned(TypedDict):
+    """A warning: the step that gave rise to it, and the metrics that it is about, if the run said which."""
+
+    step: int
+    text: str
+    metrics: list[str]
 
 
 @dataclass(slots=True)
@@ -106,6 +119,7 @@ class RunFolder:
             "now": None if now is None else asdict(now),
             "summary": summary,
             "warnings": self.warnings(),
+            "about": self.about(),
         }
 
     def _ending(self, status: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -116,10 +130,10 @@ class RunFolder:
         ending = ending_kept(status, self.path, max(steps, default=None))
         return None if ending is None else ending.as_row()
 
-    def warnings(self) -> list[str]:
+    def warnings(self) -> list[Warned]:
         """What the run has warned of, in order; once, also where a resumed run said it again."""
-        lines = self._once("warnings.jsonl", lambda text: text.split(b"\n")) or []
-        return list(dict.fromkeys(str(row.get("text")) for line in lines if (row := _row(line)) is not None))
+        found = self._once("warnings.jsonl", _warned)
+        return [] if found is None else list(found)
 
     def settings(self) -> dict[str, Any]:
         """The settings of the run, by dotted name."""
@@ -144,9 +158,47 @@ class RunFolder:
         return phases
 
     def files(self, kind: str) -> dict[int, Path]:
-        """The Parquet files of `trajectories`, `untrained` or `samples`, by step."""
+        """The Parquet files of `trajectories`, `untrained` or `samples`, by step, or those of the evaluation NAME
+        (`eval:NAME`), by the number of steps before it.
+        """
+        if kind.startswith(EVALUATION):
+            return self.evaluations().get(kind.removeprefix(EVALUATION), {})
         names = sorted(self._names(kind))
         return {int(found[1]): self.path / kind / name for name in names if (found := _STEP_FILE.fullmatch(name))}
+
+    def evaluations(self) -> dict[str, dict[int, Path]]:
+        """The files with the episodes of evaluations: by name, and by the number of steps before each."""
+        found: dict[str, dict[int, Path]] = {}
+        for name in sorted(self._names("trajectories")):
+            if (match := _EVALUATION_FILE.fullmatch(name)) and not _STEP_FILE.fullmatch(name):
+                found.setdefault(match[1], {})[int(match[2])] = self.path / "trajectories" / name
+        return found
+
+    def about(self) -> dict[str, Any]:
+        """When, where and from which commit the run was started, and its notes and tags."""
+        launches = self._once("launches.jsonl", read_launches) or []
+        status, settings = self._json("status.json"), self.settings()
+        ending = status.get("ended")
+        ended = ending.get("at") if isinstance(ending, dict) else None
+        newest = launches[-1] if launches else {}
+        notes = (
+            str(settings.get("observe.notes") or ""),
+            self._once("notes.md", lambda text: text.decode("utf-8", "replace")) or "",
+        )
+        tags = settings.get("observe.tags")
+        return {
+            "began": launches[0]["at"] if launches else None,
+            "last": next((at for at in (ended, status.get("since")) if _time(at) is not None), None),
+            "launches": len(launches),
+            **{name: newest.get(name) for name in ("host", "commit", "changed", "version")},
+            "notes": "\n\n".join(note.strip() for note in notes if note.strip()),
+            "tags": [str(tag) for tag in tags] if isinstance(tags, list) else [],
+        }
+
+    def machine(self, begin: float, end: float) -> list[MachineState]:
+        """How busy the machine of the run's controller was between two Unix times, as far as it was sampled."""
+        found: list[MachineState] = self._once("machine.jsonl", read_machine) or []
+        return [state for state in found if begin <= state.at <= end]
 
     def tokenizer(self) -> Path | None:
         """The tokenizer of the run's model, if there is one."""
@@ -217,6 +269,17 @@ def _settings(text: bytes) -> dict[str, Any]:
     root = read_yaml(text.decode(errors="replace"), "")
     found = None if root is None else value_of(root)
     return dict(_leaves(found)) if isinstance(found, dict) else {}
+
+
+def _warned(text: bytes) -> list[Warned]:
+    found: dict[str, Warned] = {}
+    for line in text.split(b"\n"):
+        if (row := _row(line)) is not None:
+            names = row.get("metrics")
+            metrics = [str(name) for name in names] if isinstance(names, list) else []
+            said = str(row.get("text"))
+            found.setdefault(said, Warned(step=row["step"], text=said, metrics=metrics))
+    return list(found.values())
 
 
 def _begun(text: bytes) -> list[tuple[dict[str, Any], float]]:

@@ -61,7 +61,7 @@ def _contents(folder: Path) -> dict[str, Any]:
         "made": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         "state": _state(status, rows),
         "facts": _facts(rows, status, run),
-        "warnings": status["warnings"],
+        "warnings": [one["text"] for one in status["warnings"]],
         "curves": curves_of(rows),
         "evaluations": _evaluations(rows),
         **_time(run, index, reader),

@@ -23,6 +23,7 @@ from agentrl.remote.gate import RequestGate, idle_timeout
 from agentrl.remote.http_server import HttpServer, check_reach
 from agentrl.viewer.episode import EpisodeReader
 from agentrl.viewer.episodes import KINDS, EpisodeIndex, EpisodeQuery, check_duckdb
+from agentrl.viewer.evaluations import TaskQuery, evaluations
 from agentrl.viewer.folders import RunFolder, find_runs
 from agentrl.viewer.numbers import json_of
 from agentrl.viewer.prometheus import exposition
@@ -248,8 +249,17 @@ def _add_episodes(app: FastAPI, runs: _OpenRuns) -> None:
         return _Json(runs.episodes(run)[0].page(query))
 
     @app.get("/api/choices")
-    def choices(run: str) -> Any:
-        return _Json(runs.episodes(run)[0].choices())
+    def choices(run: str, evaluation: str = "") -> Any:
+        return _Json(runs.episodes(run)[0].choices(evaluation))
+
+    @app.get("/api/evaluations")
+    def evaluated(run: str, query: Annotated[TaskQuery, Depends()]) -> Any:
+        names = {name: list(files) for name, files in runs.run(run).evaluations().items()}
+        return _Json(evaluations(runs.episodes(run)[0], names, query))
+
+    @app.get("/api/tools")
+    def tools(run: str, first: int | None = None, last: int | None = None, evaluation: str = "") -> Any:
+        return _Json(runs.episodes(run)[0].tools(first, last, evaluation))
 
     @app.get("/api/episode")
     def episode(run: str, id: str, agent: str = "", step: int | None = None) -> Any:  # noqa: A002  a query's name

@@ -6,11 +6,13 @@ resources that were busy in it.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from agentrl.observe.machine import MachineState
 from agentrl.viewer.episode import EpisodeReader
 from agentrl.viewer.episodes import EpisodeIndex
 from agentrl.viewer.folders import Phase, RunFolder
@@ -106,6 +108,7 @@ def timing(run: RunFolder, index: EpisodeIndex, reader: EpisodeReader, steps: tu
     loads = {"episodes in play": window.played, "engine": window.model, "environments": window.env}
     for name, found in (loads | ({"rewards": window.rewards} if window.rewards else {})).items():
         lanes.append({"name": name, "load": [round(float(one), 3) for one in load(found, bins)]})
+    lanes += machine_lanes(run.machine(begin, window.end), bins)
     return {
         "begin": begin,
         "seconds": window.end - begin,
@@ -120,6 +123,41 @@ def timing(run: RunFolder, index: EpisodeIndex, reader: EpisodeReader, steps: tu
         ),
         "graph": stage_graph(window, run.metrics(), run.settings()),
     }
+
+
+def machine_lanes(states: Sequence[MachineState], bins: npt.NDArray[np.float64]) -> list[dict[str, Any]]:
+    """Lanes of the machine: means of what was sampled in each bin, or else what was sampled last before its end.
+
+    `most`: what fills the lane; `unit`: `share`, `bytes` or `bytes/s`.
+    """
+    if not states:
+        return []
+    names = dict.fromkeys(name for state in states for name in state.gpus)
+    largest = max(state.memory_total for state in states)
+    found: dict[str, tuple[str, float | None, list[float]]] = {
+        "CPU": ("share", 1.0, [state.cpu for state in states]),
+        "memory": ("bytes", float(largest), [float(state.memory) for state in states]),
+        **{name: ("share", 1.0, [state.gpus.get(name, 0.0) for state in states]) for name in names},
+        **{f"{name} memory": ("share", 1.0, [one.gpu_memory.get(name, 0.0) for one in states]) for name in names},
+        "disk reads": ("bytes/s", None, [state.disk_read for state in states]),
+        "disk writes": ("bytes/s", None, [state.disk_written for state in states]),
+    }
+    at = np.array([state.at for state in states])
+    return [
+        {"name": name, "unit": unit, "most": most, "load": _binned(at, np.array(values, np.float64), bins)}
+        for name, (unit, most, values) in found.items()
+    ]
+
+
+def _binned(
+    at: npt.NDArray[np.float64], values: npt.NDArray[np.float64], bins: npt.NDArray[np.float64]
+) -> list[float | None]:
+    places = np.searchsorted(at, bins)
+    found: list[float | None] = []
+    for begin, end in pairwise(places.tolist()):
+        inside = values[begin:end] if end > begin else values[max(0, end - 1) : end]
+        found.append(round(float(inside.mean()), 4) if len(inside) else None)
+    return found
 
 
 def busy_sets(resources: Mapping[str, Intervals], begin: float, end: float) -> dict[frozenset[str], float]:

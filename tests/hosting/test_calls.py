@@ -120,6 +120,8 @@ def test_calls_cross_every_transport(isolation):
         first, *_, last = asyncio.run(main(elsewhere.get(isolation, Hotel)))
     assert first == ([MadeCall(ATTIC, True)], {})
     assert last == ([MadeCall(ATTIC)], {})
+    times = [made.seconds for made in (*first[0], *last[0])]
+    assert all(seconds is not None and 0 < seconds < 60 for seconds in times)
 
 
 def test_only_calls_that_ran_are_made_and_a_message_that_a_wrapper_answers_has_none():

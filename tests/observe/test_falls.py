@@ -20,7 +20,7 @@ GOOD = {"grad_norm": 0.4, "mixed_groups": 0.6, "reward": 0.5, "success": 0.5, "s
 
 def told(rows: list[dict[str, Any]]) -> list[str]:
     reader = Silence(conditions(max_tokens=64, budget=Budget(turns=8), compares_groups=True))
-    return [text for step, row in enumerate(rows) for text in reader.read({"step": step, **GOOD, **row})]
+    return [alarm.text for step, row in enumerate(rows) for alarm in reader.read({"step": step, **GOOD, **row})]
 
 
 def test_a_gradient_a_thousand_times_its_median_is_told_at_once_and_once() -> None:
@@ -77,7 +77,7 @@ def test_a_constant_answer_on_a_suite_is_told_and_its_rows_end_no_condition_of_s
     suite = {"eval/hard/success": 0.5, "eval/hard/same_answers": 1.0}
     rows: list[dict[str, Any]] = [{**GOOD, "grad_norm": 0.0}, suite, {**GOOD, "grad_norm": 0.0}, suite]
     rows.append({**GOOD, "grad_norm": 0.0})
-    texts = [text for step, row in enumerate(rows) for text in reader.read({"step": step, **row})]
+    texts = [alarm.text for step, row in enumerate(rows) for alarm in reader.read({"step": step, **row})]
     assert ["of hard" in text for text in texts] == [True, False]
     assert "the gradient was zero" in texts[1]
 

@@ -26,7 +26,7 @@ def silence(*, compares_groups: bool = True) -> Silence:
 
 
 def warnings(reader: Silence, *rows: dict[str, Any]) -> list[str]:
-    return [text for step, row in enumerate(rows) for text in reader.read({"step": step, **row})]
+    return [alarm.text for step, row in enumerate(rows) for alarm in reader.read({"step": step, **row})]
 
 
 @pytest.mark.parametrize(
@@ -63,6 +63,19 @@ def test_a_condition_that_lasts_is_named_once_and_again_when_it_has_come_back(
     (first,) = warnings(reader, *[row] * 10)
     assert re.search(named, first)
     assert len(warnings(reader, GOOD, *[row] * 10)) == 1
+
+
+def test_an_alarm_names_the_metrics_that_it_is_about() -> None:
+    reader = silence()
+    bad = {**GOOD, "health/ratio_p1": 0.9, "health/ratio_p99": 4.0}
+    told = [alarm.metrics for step in range(6) for alarm in reader.read({"step": step, **bad, "grad_norm": 0.4})]
+    told += [alarm.metrics for alarm in reader.read({"step": 6, **GOOD, "grad_norm": 4e5})]
+    told += [alarm.metrics for alarm in reader.read({"step": 7, "eval/hard/success": 0.5, "eval/hard/same_answers": 1})]
+    assert told == [
+        ("health/ratio_p99", "health/ratio_p1"),
+        ("grad_norm",),
+        ("eval/hard/success", "eval/hard/same_answers"),
+    ]
 
 
 def test_an_environment_that_ignores_its_seed_is_named_at_once() -> None:

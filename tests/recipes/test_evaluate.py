@@ -1,14 +1,16 @@
 """Evaluation and demonstrations play each task once, and wait for a server that cannot be reached."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from agentrl.config import RunConfig, load_config
 from agentrl.flow import now, run_virtual
-from agentrl.recipes.evaluate import play_all
+from agentrl.recipes.evaluate import Evaluation, evaluate, play_all
 from agentrl.rollout.episode import Episode
-from agentrl.trajectory import Failed, Task, Terminated, Trajectory
+from agentrl.trajectory import Failed, Score, Task, Terminated, Trajectory
 
 
 @pytest.fixture
@@ -64,3 +66,26 @@ def test_a_server_that_does_not_come_back_fails_the_episodes_after_the_patience(
     played, ended = play(config, Runner(1e9))
     assert all(isinstance(one.status, Failed) for one in played)
     assert 600 < ended < 700
+
+
+def test_episodes_that_failed_or_could_not_be_scored_are_kept_with_the_reason(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Reward:
+        async def score(self, trajectory: Trajectory) -> Score:
+            return Score.failed("no answer from the judge") if trajectory.id == "2" else Score(1.0)
+
+    tasks = [Task("guess_number", seed, id=str(seed)) for seed in range(4)]
+    monkeypatch.setattr("agentrl.recipes.evaluate.held_out_tasks", lambda *_: tasks)
+    runner = Runner(0.0, broken=("1",))
+    rollouts: Any = SimpleNamespace(config=config, reward=Reward(), evaluating=lambda how: runner)
+
+    async def main() -> Evaluation:
+        return await evaluate(rollouts)
+
+    evaluation = run_virtual(main)
+    assert [trajectory.id for trajectory, _ in evaluation.scored] == ["0", "3"]
+    assert [(one.id, one.status) for one in evaluation.failed] == [
+        ("1", Failed("environment", "KeyError")),
+        ("2", Failed("reward", "no answer from the judge")),
+    ]

@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from urllib.parse import quote, urlsplit
 
 import pyarrow as pa
@@ -13,9 +14,11 @@ import pytest
 
 from agentrl.cluster.roster import Crew
 from agentrl.flow import PendingWait
+from agentrl.observe.ending import Ending
 from agentrl.observe.live_status import LiveState, write_live_state
+from agentrl.observe.machine import MachineState
 from agentrl.rollout.underway import OpenGroup, Underway
-from agentrl.testing.made_up_run import MadeUpRun
+from agentrl.testing.made_up_run import BEGIN, MadeUpRun
 from agentrl.viewer.report import write_report
 from agentrl.viewer.server import PageServer
 from tests.processes import PATIENCE_SECONDS
@@ -131,7 +134,7 @@ def test_every_page_is_drawn_without_an_error_or_a_request_to_another_host(serve
     page.open("#/run?runs=first,second")
     page.wait(lambda: page.script("return document.querySelectorAll('.chart svg path').length > 10"))
     assert {"reward", "success", "entropy"} <= set(page.texts(".chart h3"))
-    assert page.texts(".status h3 span") == ["stopped in step 2, record"] * 2
+    assert page.texts(".status h3 span") == ["killed in step 2, record"] * 2
     page.open("#/episodes?runs=first")
     assert page.texts("#total") == ["1 to 51 of 51"]
     assert len(page.texts("tbody tr")) == 51
@@ -199,7 +202,7 @@ def test_keys_lead_through_the_pages(serve, runs):
     page.press("/")
     assert page.script("return document.activeElement.type") == "search"
     page.open("#/time?runs=first")
-    page.press("4")
+    page.press("6")
     page.wait(lambda: "trainer.lr" in page.texts("tbody td:first-child"))
     page.press("?")
     assert page.script("return document.querySelector('dialog').open") is True
@@ -230,7 +233,7 @@ def test_it_is_readable_in_light_and_dark_and_fits_a_narrow_screen(serve, runs):
         page.browser.execute_cdp_cmd(
             "Emulation.setDeviceMetricsOverride", {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True}
         )
-        for path in ("run", "episodes", "episode", "time", "config"):
+        for path in ("run", "episodes", "episode", "heldout", "tools", "time", "config"):
             page.open(f"#/{path}?runs=first&id=train-000001%2F0%2F0")
             width = page.script("return document.documentElement.scrollWidth")
             assert width <= 390, f"{path} is {width} wide"
@@ -245,15 +248,28 @@ def test_it_is_readable_in_light_and_dark_and_fits_a_narrow_screen(serve, runs):
 def test_no_text_of_a_run_runs(serve, tmp_path):
     name = "<img src=x onerror=document.title='owned'>"
     run = MadeUpRun(
-        tmp_path / name, texts=HOSTILE, env=HOSTILE[0], settings={HOSTILE[1]: HOSTILE[2], "model": {"name": HOSTILE[3]}}
+        tmp_path / name,
+        texts=HOSTILE,
+        env=HOSTILE[0],
+        tools=HOSTILE,
+        settings={
+            HOSTILE[1]: HOSTILE[2],
+            "model": {"name": HOSTILE[3]},
+            "observe": {"notes": HOSTILE[4], "tags": HOSTILE},
+        },
     )
     run.begin()
     run.step()
+    run.evaluate((1.0, None))
+    alarm = {"step": 0, "text": HOSTILE[0], "metrics": ["entropy", HOSTILE[1]]}
+    (run.folder / "warnings.jsonl").write_text(json.dumps(alarm) + "\n")
+    (run.folder / "launches.jsonl").write_text(json.dumps({"at": HOSTILE[0], "host": HOSTILE[1], "commit": HOSTILE[3]}))
     played = Underway(1, 2, 3, 4, {"environment": 5}, [OpenGroup(HOSTILE[3], HOSTILE[0], 60.0)])
     doing(run, HOSTILE[1], LiveState(os.getpid(), 1.0, (Crew(HOSTILE[4], 1, 2),), (), HOSTILE, played))
     page = serve(tmp_path)
     runs = quote(quote(name))
-    for path in ("run", "episodes", "episodes&group", "episode", "episode failed", "time", "config"):
+    pages = ("run", "episodes", "episodes&group", "episode", "episode failed", "heldout", "tools", "time", "config")
+    for path in pages:
         kind, _, what = path.replace("&", " ").partition(" ")
         more = {"group": "&group=train-000001", "failed": "&id=train-000004%2F0%2F0"}.get(what, "")
         page.open(f"#/{kind}?runs={runs}{more or '&id=train-000001%2F0%2F0'}")
@@ -424,10 +440,9 @@ def test_a_run_that_is_deleted_leaves_the_page_without_reloading(serve, runs):
     assert "nothing recorded" in page.texts(".status h3")[0]
     page.press("2")
     page.wait(lambda: "This run has no episodes" in page.script("return document.querySelector('#view').innerText"))
-    page.press("3")
-    page.wait(
-        lambda: "No step of this run was timed" in page.script("return document.querySelector('#view').innerText")
-    )
+    for key, said in (("3", "No episode of an evaluation"), ("4", "No tool was called"), ("5", "No step of this run")):
+        page.press(key)
+        page.wait(lambda said=said: said in page.script("return document.querySelector('#view').innerText"))
     assert page.complaints() == []
 
 
@@ -477,6 +492,189 @@ def test_a_chart_that_has_the_focus_is_read_by_the_arrow_keys(serve, runs):
     assert "0.5" in page.texts("#tip div span:last-child")
     svg.send_keys(Keys.ESCAPE)
     assert page.script("return document.querySelector('#tip').hidden") is True
+
+
+@pytest.fixture
+def watched(tmp_path):
+    """A run with tools, evaluations, warnings, samples of its machine, and a reason why it ended."""
+    run = MadeUpRun(
+        tmp_path / "a" / "watched",
+        tools=("search", "submit"),
+        settings={"observe": {"notes": "Longer budget.", "tags": ["baseline"]}},
+    )
+    run.begin()
+    for scores in ((0.0, 1.0), (1.0, 0.0), (1.0, 0.0)):
+        run.evaluate(scores)
+        run.step()
+    warning = {"step": 1, "text": "in step 2: the norm of the gradient is large <b>", "metrics": ["entropy"]}
+    old = {"step": 2, "text": "in step 3: of an earlier release"}
+    (run.folder / "warnings.jsonl").write_text("".join(json.dumps(one) + "\n" for one in (warning, old)))
+    launch = {"at": "2027-01-15T08:00:00+00:00", "host": "node-17", "commit": "b37b344d3f0a1c", "changed": True}
+    (run.folder / "launches.jsonl").write_text(json.dumps(launch) + "\n")
+    state = MachineState(BEGIN, 0.5, 1 << 30, 1 << 31, 0.0, 1e6, 1 << 35, {"GPU 0": 0.75}, {"GPU 0": 0.25})
+    samples = [json.dumps(asdict(replace(state, at=BEGIN + second))) for second in range(30)]
+    (run.folder / "machine.jsonl").write_text("\n".join(samples) + "\n")
+    status = json.loads((run.folder / "status.json").read_text())
+    ending = Ending(
+        "failed", "out of memory", "EngineError", "2027-01-15T08:02:05+00:00", 3, 2, "agentrl train --resume a"
+    )
+    (run.folder / "status.json").write_text(json.dumps({**status, "ended": ending.as_row()}))
+    return tmp_path / "a"
+
+
+def click_at(page: Page, metric: str, step: int, *, times: int = 1) -> None:
+    """Click on the point of a metric's line at a step, of a run of three steps or evaluations."""
+    from selenium.webdriver import ActionChains
+
+    page.wait(lambda: page.script("return document.querySelector(arguments[0])", f"[data-metric='{metric}'] svg"))
+    svg = page.browser.find_element("css selector", f"[data-metric='{metric}'] svg")
+    page.script("arguments[0].scrollIntoView({block: 'center'})", svg)
+    tick = next(one for one in svg.find_elements("css selector", "[data-axis=x]") if one.text == str(step))
+    x = tick.rect["x"] + tick.rect["width"] / 2 - svg.rect["x"] - svg.rect["width"] / 2
+    action = ActionChains(page.browser).move_to_element_with_offset(svg, x, 0)
+    (action.click() if times == 1 else action.double_click()).perform()
+
+
+def test_a_click_on_a_point_leads_to_the_episodes_of_that_step(serve, watched):
+    page = serve(watched)
+    page.open("#/run?runs=watched")
+    click_at(page, "reward", 1)
+    page.wait(lambda: len(page.texts("tbody tr")) == 16)
+    assert set(page.texts("tbody td:nth-child(2)")) == {"1"}
+    page.open("#/run?runs=watched")
+    click_at(page, "eval/success", 2)
+    page.wait(lambda: page.texts("tbody .badge") == ["held out"] * 2)
+    assert set(page.texts("tbody td:nth-child(2)")) == {"2"}
+    page.open("#/run?runs=watched")
+    page.wait(lambda: page.texts("[data-metric=reward] svg"))
+    page.script("const svg = document.querySelector('[data-metric=reward] svg'); svg.focus()")
+    page.browser.switch_to.active_element.send_keys("\ue012", "\ue012", "\ue007")  # left, left, Enter
+    page.wait(lambda: set(page.texts("tbody td:nth-child(2)")) == {"1"})
+
+
+def test_a_double_click_shows_the_whole_range_and_leads_nowhere(serve, watched):
+    page = serve(watched)
+    page.open("#/run?runs=watched")
+    page.wait(lambda: page.texts("[data-metric=reward] svg"))
+    page.script("""
+        const svg = document.querySelector("[data-metric=reward] svg"), box = svg.getBoundingClientRect();
+        const at = (kind, share) => svg.dispatchEvent(new PointerEvent(kind, {
+          bubbles: true, pointerId: 1, clientX: box.left + share * box.width, clientY: box.top + 50 }));
+        svg.setPointerCapture = () => {}; at("pointerdown", 0.5); at("pointermove", 0.9); at("pointerup", 0.9);""")
+    whole = "return [...document.querySelectorAll('button')].find((b) => b.textContent === 'whole range').hidden"
+    assert page.script(whole) is False
+    click_at(page, "reward", 2, times=2)
+    page.wait(lambda: page.script(whole))
+    time.sleep(0.5)  # longer than a first click waits for a second one
+    assert page.script("return location.hash").startswith("#/run")
+
+
+def test_a_held_out_task_is_followed_over_all_evaluations(serve, watched):
+    page = serve(watched)
+    page.open("#/heldout?runs=watched")
+    assert page.texts(".lead") == [
+        "Of 2 tasks, 1 was solved after 0 steps and 1 after 2; 1 that was solved before is not any more, and 0 never "
+        "were."
+    ]
+    assert page.texts("tbody tr:nth-child(2) td")[:6] == [
+        "held_out-000000", "after 1", "1 after 1", "0 after 0", "1", "+1",
+    ]  # fmt: skip
+    assert page.texts("tbody tr:nth-child(3) .cell") == ["✓", "×", "×"]
+    page.script("document.querySelector('tbody tr:nth-child(3) .cell:nth-child(2)').click()")
+    page.wait(lambda: page.texts("h1") == ["held_out-000001 held out"])
+    assert "was played to evaluate the weights after 1 steps" in page.texts(".fate")[0]
+    page.press("u")
+    page.wait(lambda: page.texts("#total") == ["1 to 6 of 6"])
+
+
+def test_tools_are_told_by_name_and_lead_to_their_episodes(serve, watched):
+    page = serve(watched)
+    page.open("#/tools?runs=watched")
+    rows = [page.texts(f"tbody tr:nth-child({number}) td") for number in (1, 2)]
+    assert rows == [
+        ["search", "96", "0", "0.0 %", "100 ms", "100 ms", "9.6 s", "48"],
+        ["submit", "48", "48", "100.0 %", "200 ms", "200 ms", "9.6 s", "48"],
+    ]
+    page.wait(lambda: len(page.texts(".chart svg")) == 3)
+    page.script("document.querySelector('tbody tr:nth-child(2) td:nth-child(3) a').click()")
+    page.wait(lambda: page.texts("#total") == ["1 to 48 of 48"])
+    assert "a call of submit failed" in page.texts(".bar .badge")
+
+
+def test_alarms_stand_on_the_charts_that_they_are_about(serve, watched):
+    page = serve(watched)
+    page.open("#/run?runs=watched")
+    page.wait(lambda: page.script("return document.querySelectorAll('.chart .alarm').length === 2"))
+    found = page.script(
+        "return [...document.querySelectorAll('.alarm')].map((a) => "
+        "[a.closest('.chart').dataset.metric, a.dataset.step])"
+    )
+    assert sorted(found) == [["entropy", "1"], ["reward", "2"]]  # of an earlier release: at the reward
+    page.script("document.querySelector('[data-metric=entropy] svg').focus()")
+    page.browser.switch_to.active_element.send_keys("\ue014", "\ue014")
+    assert "in step 2: the norm of the gradient is large <b>" in page.texts("#tip span")
+    page.script("[...document.querySelectorAll('.warning a')].find((a) => a.textContent === 'its episodes').click()")
+    page.wait(lambda: set(page.texts("tbody td:nth-child(2)")) == {"1"})
+
+
+def test_why_a_run_ended_and_what_is_known_of_it_stand_above_its_curves(serve, watched):
+    page = serve(watched)
+    page.open("#/run?runs=watched")
+    assert page.texts("[aria-label='why the run ended'] p") == [
+        "EngineError: out of memory", "It goes on after 2 steps with agentrl train --resume a",
+    ]  # fmt: skip
+    facts = dict(zip(page.texts(".about dt"), page.texts(".about dd"), strict=True))
+    assert (facts["duration"], facts["host"], facts["commit"]) == ("2 min 5 s", "node-17", "b37b344d3f + changes")
+    assert (facts["tags"].strip(), page.texts(".notes")) == ("baseline", ["Longer budget."])
+    assert facts["started"].startswith("2027-01-15")
+
+
+def test_the_machine_stands_beside_the_lanes(serve, watched):
+    page = serve(watched)
+    page.open("#/time?runs=watched")
+    machine = ["CPU", "memory", "GPU 0", "GPU 0 memory", "disk reads", "disk writes"]
+    assert page.texts("[aria-label='what was busy when'] .lane-name")[-len(machine) :] == machine
+
+
+@pytest.mark.parametrize("steps", [1, 2, 30])
+def test_every_axis_has_three_numbers_or_more(serve, tmp_path, steps):
+    run = MadeUpRun(tmp_path / "run", groups=2, members=2)
+    run.begin()
+    for _ in range(steps):
+        run.step()
+    page = serve(tmp_path)
+    page.open("#/run?runs=run")
+    page.press("a")
+    few = """
+        return [...document.querySelectorAll(".chart svg")].map((svg) => [
+          svg.closest(".chart").dataset.metric, svg.querySelectorAll("[data-axis=x]").length,
+          svg.querySelectorAll(".tick:not([data-axis=x])").length,
+        ]).filter(([, x, y]) => x < 3 || y < 3);"""
+    for _ in range(2):
+        page.wait(lambda: page.script("return document.querySelectorAll('.chart svg').length > 5"))
+        assert page.script(few) == []
+        page.press("l")  # now logarithmic
+    page.open("#/time?runs=run")
+    page.wait(lambda: page.texts(".time-axis span"))
+    assert len(page.texts(".time-axis span")) >= 3
+    assert len(page.texts("[aria-label='what was busy when'] .tick")) >= 3 + 3
+    page.open("#/episodes?runs=run")
+    marks = len(page.texts(".score-axis span"))
+    assert marks >= 3 or not page.texts(".histogram")
+
+
+def test_long_names_of_runs_are_cut_in_the_middle(serve, tmp_path):
+    names = [f"frozen_lake-qwen3-0.6b-groups32-staleness1-seed{seed}" for seed in (1, 2)]
+    for name in names:
+        run = MadeUpRun(tmp_path / name)
+        run.begin()
+        run.step()
+    page = serve(tmp_path)
+    page.open(f"#/run?runs={','.join(names)}")
+    assert page.texts(".chip") == [f"frozen_lake-qwen3-…-staleness1-seed{seed}" for seed in (1, 2)]
+    assert page.script("return document.querySelector('.chip').title").startswith(names[0])
+    page.open(f"#/config?runs={','.join(names)}")
+    assert page.texts("th")[1] == "frozen_lake-qwen3-…-staleness1-seed1"
 
 
 def test_a_report_is_drawn_without_a_server_and_runs_no_text_of_a_run(browser, tmp_path):

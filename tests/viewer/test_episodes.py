@@ -110,7 +110,7 @@ def test_a_search_reads_no_file_again_for_its_next_page_and_all_again_when_there
     second = index.page(EpisodeQuery(text="Dragon", limit=10, offset=10))
     assert first["total"] == second["total"] == 32
     assert not {row["id"] for row in first["rows"]} & {row["id"] for row in second["rows"]}
-    assert searched == [("dragon", None)]
+    assert [text for text, _ in searched] == ["dragon"]
     made.step()
     assert index.page(EpisodeQuery(text="dragon"))["total"] == 48
     assert index.page(EpisodeQuery(text="dragon", step=2))["total"] == 16

@@ -30,7 +30,7 @@ def written(tmp_path_factory):
 
 
 def test_it_says_what_the_run_did(written):
-    assert "The run stopped in step 2, record." in written
+    assert "The run was killed: its process 0 is gone" in written
     assert "look <here>" in written
     assert re.search(
         r"held out</td><td class=.number.>3</td><td class=.number.>75.0 % <span[^>]*>65.0 % to 85.0 %", written

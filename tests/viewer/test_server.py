@@ -245,6 +245,48 @@ def test_threads_that_read_the_same_metrics_read_each_row_once(made):
     assert set(counts) == {21}
 
 
+def test_what_is_known_of_a_run_is_told_with_its_status(made):
+    run = RunFolder("one", made.folder)
+    assert run.status()["about"] == {
+        "began": None, "last": run.status()["since"], "launches": 0, "host": None, "commit": None, "changed": None,
+        "version": None, "notes": "", "tags": [],
+    }  # fmt: skip
+    launches = [{"at": f"2027-01-15T0{hour}:00:00+00:00", "host": f"node-{hour}"} for hour in (8, 9)]
+    (made.folder / "launches.jsonl").write_text("".join(json.dumps(launch) + "\n" for launch in launches))
+    (made.folder / "config.yaml").write_text("observe: {notes: first, tags: [a, 7]}")
+    (made.folder / "notes.md").write_text("learned later\n")
+    about = run.status()["about"]
+    assert (about["began"], about["launches"], about["host"]) == (launches[0]["at"], 2, "node-9")
+    assert (about["notes"], about["tags"]) == ("first\n\nlearned later", ["a", "7"])
+    (made.folder / "launches.jsonl").write_bytes(b"\xff[]\n5\n")
+    (made.folder / "config.yaml").write_text("observe: {notes: [1], tags: {a: 1}}")
+    assert (run.status()["about"]["launches"], run.status()["about"]["tags"]) == (0, [])
+
+
+def test_a_warning_has_its_step_and_its_metrics_and_is_told_once(made):
+    lines = (
+        {"step": 3, "text": "a", "metrics": ["x"]},
+        {"step": 5, "text": "b"},
+        {"step": 9, "text": "a"},
+        [],
+        {"text": 1},
+    )
+    (made.folder / "warnings.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"st')
+    assert RunFolder("one", made.folder).warnings() == [
+        {"step": 3, "text": "a", "metrics": ["x"]}, {"step": 5, "text": "b", "metrics": []},
+    ]  # fmt: skip
+
+
+def test_evaluations_and_tools_are_answered(client, made):
+    made.evaluate((1.0, 0.0))
+    found = client.get("/api/evaluations?run=one&sort=best&descending=true").json()
+    assert [task["task"] for task in found["tasks"]] == ["held_out-000000", "held_out-000001"]
+    assert client.get("/api/evaluations?run=one&name=x").json()["detail"] == "there is no 'x' here, only held_out"
+    assert client.get("/api/evaluations?run=one&limit=5000").status_code == 422
+    assert client.get("/api/tools?run=one&evaluation=held_out").json()["tools"] == []
+    assert client.get("/api/episodes?run=one&evaluation=held_out&step=1").json()["total"] == 2
+
+
 def test_a_process_that_lives_makes_a_run_live_until_it_has_a_summary(made):
     (made.folder / "status.json").write_text(json.dumps({"pid": os.getpid(), "step": 3, "phase": "train"}))
     run = RunFolder("one", made.folder)

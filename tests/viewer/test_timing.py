@@ -5,14 +5,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentrl.observe.machine import MachineState
 from agentrl.testing.made_up_run import MadeUpRun
 from agentrl.viewer.episode import EpisodeReader
 from agentrl.viewer.episodes import EpisodeIndex
 from agentrl.viewer.folders import RunFolder
 from agentrl.viewer.stage_graph import stage_graph
-from agentrl.viewer.timing import advice, bound_by, busy_sets, load, timing, window_of
+from agentrl.viewer.timing import advice, bound_by, busy_sets, load, machine_lanes, timing, window_of
 
 spans = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)).map(lambda pair: tuple(sorted(pair))), max_size=8)
+
+
+def test_the_load_of_the_machine_is_its_mean_in_each_bin_or_else_what_was_sampled_last():
+    states = [
+        MachineState(at, cpu, 10, 40, 0.0, 8.0 * at, 5, {"GPU 0": cpu}, {"GPU 0": 0.5})
+        for at, cpu in ((2.0, 0.2), (2.5, 0.4), (7.0, 1.0))
+    ]
+    lanes = {lane["name"]: lane for lane in machine_lanes(states, np.array([0.0, 2.0, 4.0, 6.0, 8.0]))}
+    assert lanes["CPU"] == {"name": "CPU", "unit": "share", "most": 1.0, "load": [None, 0.3, 0.4, 1.0]}
+    assert lanes["memory"] == {"name": "memory", "unit": "bytes", "most": 40.0, "load": [None, 10.0, 10.0, 10.0]}
+    assert (lanes["GPU 0"]["load"], lanes["GPU 0 memory"]["load"][1]) == (lanes["CPU"]["load"], 0.5)
+    assert (lanes["disk writes"]["unit"], lanes["disk writes"]["most"]) == ("bytes/s", None)
+    assert lanes["disk writes"]["load"] == [None, 18.0, 20.0, 56.0]
+    assert machine_lanes([], np.array([0.0, 1.0])) == []
 
 
 def test_every_moment_belongs_to_the_set_of_resources_that_were_busy_in_it():

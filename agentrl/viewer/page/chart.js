@@ -1,8 +1,8 @@
 // Line charts as SVG: several series, bands, a common zoom, a logarithmic axis, smoothing, exact values on hover.
 
-import { el, hideTip, number, showTip } from "./dom.js";
+import { el, hideTip, middle, number, showTip } from "./dom.js";
 
-const [LEFT, RIGHT, TOP, BOTTOM, HEIGHT] = [48, 8, 8, 20, 190];
+const [LEFT, RIGHT, TOP, BOTTOM, HEIGHT, DOUBLE_CLICK] = [48, 8, 8, 20, 190, 300];
 
 /** An exponential moving average that forgets its start (as Adam's), with weight 0 to 1 of the past. */
 export function smoothed(points, weight) {
@@ -27,16 +27,29 @@ function thinned(points, pixels) {
   return kept;
 }
 
-function stepOf(low, high, count) {
-  const raw = (high - low) / count, size = 10 ** Math.floor(Math.log10(raw));
-  return [1, 2, 5, 10].find((each) => each * size >= raw) * size;
+/** Numbers at even distances within a range: the fewest that are `least` or more, and the distance. `whole`: integers. */
+export function ticks(low, high, least = 3, whole = false) {
+  let size = 10 ** Math.ceil(Math.log10(high - low));
+  for (;;) {
+    for (const nice of [5, 2, 1]) {
+      const step = nice * size, found = [];
+      for (let at = Math.ceil(low / step - 1e-9); at * step <= high + step * 1e-9; at++) found.push(at * step);
+      if (found.length >= least || (whole && step <= 1)) return { at: found, step };
+    }
+    size /= 10;
+  }
 }
 
-function ticks(low, high, count, least = 0) {
-  const step = Math.max(least, stepOf(low, high, count));
-  const found = [];
-  for (let at = Math.ceil(low / step) * step; at <= high + step / 1e6; at += step) found.push(Math.abs(at) < step / 1e6 ? 0 : at);
-  return found;
+/** Ticks of a logarithmic axis, whose ends are powers of ten: powers of ten, or 1, 2 and 5 times these, or even distances. */
+function logTicks(low, high) {
+  const powers = [];
+  for (let power = Math.floor(low); power <= high; power++) powers.push(power);
+  const every = Math.ceil(powers.length / 6);
+  for (const digits of [[1], [1, 2, 5]]) {
+    const found = powers.filter((power) => digits.length > 1 || power % every === 0).flatMap((power) => digits.map((digit) => digit * 10 ** power)).filter((at) => Math.log10(at) >= low && Math.log10(at) <= high);
+    if (found.length >= 3) return found;
+  }
+  return ticks(10 ** low, 10 ** high).at;
 }
 
 /** A tick's number with as many digits as tell it from the next one. */
@@ -46,8 +59,8 @@ function tickText(value, step) {
 }
 
 /**
- * `series`: {name, colour, points: [[x, y]], band: [[x, low, high]], dots}. `options`: log, smooth, zoom: [x, x] or null,
- * onzoom(range or null), height.
+ * `series`: {name, run, colour, points: [[x, y]], band: [[x, low, high]], dots}. `options`: log, smooth, zoom: [x, x] or
+ * null, onzoom(range or null), onpick(step, run) for a click, alarms: [{step, run, text}], height.
  */
 export function chart(holder, series, options) {
   const width = Math.max(180, holder.clientWidth || 400), height = options.height || HEIGHT;
@@ -61,7 +74,7 @@ export function chart(holder, series, options) {
   const xs = all.map(([x]) => x);
   const reach = (values, start) => values.reduce(([a, b], each) => [Math.min(a, each), Math.max(b, each)], start);
   let [x0, x1] = options.zoom || reach(xs, [Infinity, -Infinity]);
-  if (x0 === x1) { x0 -= 0.5; x1 += 0.5; }
+  if (x1 - x0 < 2) { x0 = Math.floor(x0); x1 = Math.max(Math.ceil(x1), x0 + 2); }  // steps are integers: three of them
   const inside = ([x]) => x >= x0 && x <= x1;
   const ys = shown.flatMap((one) => [
     ...one.line.filter(inside).map(([, y]) => y),
@@ -76,16 +89,15 @@ export function chart(holder, series, options) {
   y0 -= room; y1 += room;
   const px = (x) => LEFT + ((x - x0) / (x1 - x0)) * (width - LEFT - RIGHT);
   const py = (y) => height - BOTTOM - ((scale(y) - y0) / (y1 - y0)) * (height - TOP - BOTTOM);
-  const unscaled = options.log ? (y) => 10 ** y : (y) => y;
-
   const svg = el("svg", { viewBox: `0 0 ${width} ${height}`, style: { height: `${height}px` }, role: "img", tabindex: 0, "aria-label": `${options.label || ""}: ${shown.map((one) => `${one.name} ${number(one.points.at(-1)?.[1], 4)}`).join(", ")}` });
-  const whole = options.log && y1 - y0 > 1.2 ? 1 : 0;  // powers of ten, where there are two
-  for (const at of ticks(y0, y1, 4, whole)) {
-    const y = py(unscaled(at));
-    svg.append(el("line", { class: "axis", x1: LEFT, x2: width - RIGHT, y1: y, y2: y }), el("text", { class: "tick", x: LEFT - 6, y: y + 3.5, "text-anchor": "end" }, options.log ? number(unscaled(at)) : tickText(at, stepOf(y0, y1, 4))));
+  const even = options.log ? null : ticks(y0, y1), level = (at) => (options.log ? number(at) : tickText(at, even.step));
+  for (const at of options.log ? logTicks(y0, y1) : even.at) {
+    const y = py(at);
+    svg.append(el("line", { class: "axis", x1: LEFT, x2: width - RIGHT, y1: y, y2: y }), el("text", { class: "tick", x: LEFT - 6, y: y + 3.5, "text-anchor": "end" }, level(at)));
   }
-  for (const at of ticks(x0, x1, Math.max(2, Math.floor(width / 110))).filter(Number.isInteger)) {
-    svg.append(el("text", { class: "tick", x: px(at), y: height - 5, "text-anchor": "middle" }, String(at)));
+  for (const at of ticks(x0, x1, Math.max(3, Math.floor(width / 200)), true).at) {
+    const label = String(at), half = 3.2 * label.length;
+    svg.append(el("text", { class: "tick", "data-axis": "x", x: Math.min(width - half, px(at)), y: height - 5, "text-anchor": "middle" }, label));
   }
   const path = (points) => points.map(([x, y], i) => `${i ? "L" : "M"}${px(x).toFixed(1)} ${py(y).toFixed(1)}`).join("");
   const drawn = el("g", {});
@@ -104,13 +116,21 @@ export function chart(holder, series, options) {
   }
   const cursor = el("line", { class: "cursor", y1: TOP, y2: height - BOTTOM, visibility: "hidden" });
   const brush = el("rect", { class: "brush", y: TOP, height: height - TOP - BOTTOM, width: 0 });
-  svg.append(drawn, brush, cursor);
+  const alarms = (options.alarms || []).filter((one) => one.step >= x0 && one.step <= x1);
+  const marks = alarms.map(({ step }) => el("g", { class: "alarm", "data-step": step }, el("line", { x1: px(step), x2: px(step), y1: TOP, y2: height - BOTTOM }), el("path", { d: `M${px(step)} ${TOP + 4}l-5 -9h10z` })));
+  svg.append(drawn, ...marks, brush, cursor);
 
   const at = (event) => {
     const box = svg.getBoundingClientRect();
     return x0 + ((((event.clientX - box.left) / box.width) * width - LEFT) / (width - LEFT - RIGHT)) * (x1 - x0);
   };
-  let from = null;
+  let from = null, picking = null;
+  /** The line with a point at a step, of several the one that is nearest to a height. */
+  function lineAt(step, y = 0) {
+    const there = shown.map((one) => [one, one.points.find(([x]) => x === step)]).filter(([, found]) => found);
+    const away = ([, [, value]]) => Math.abs(py(value) - y);
+    return there.length ? there.reduce((a, b) => (away(b) < away(a) ? b : a))[0] : alarms.find((one) => one.step === step);
+  }
   svg.addEventListener("pointerdown", (event) => { from = at(event); svg.setPointerCapture(event.pointerId); });
   svg.addEventListener("pointermove", (event) => {
     const x = at(event);
@@ -118,8 +138,9 @@ export function chart(holder, series, options) {
       brush.setAttribute("x", Math.min(px(from), px(x)));
       brush.setAttribute("width", Math.abs(px(from) - px(x)));
     }
-    point(all.reduce((a, b) => (Math.abs(b[0] - x) < Math.abs(a[0] - x) ? b : a))[0], event);
+    point(nearestTo(x), event);
   });
+  const nearestTo = (x) => [...all.map(([at]) => at), ...alarms.map(({ step }) => step)].reduce((a, b) => (Math.abs(b - x) < Math.abs(a - x) ? b : a));
   let pointed = null;
   function point(nearest, place) {
     pointed = nearest;
@@ -131,12 +152,14 @@ export function chart(holder, series, options) {
       if (!raw) return [];
       const band = (one.band || []).find(([each]) => each === nearest);
       const value = options.smooth && !one.dots ? `${number(raw[1], 4)} (smooth ${number(soft[1], 4)})` : number(raw[1], 4);
-      return [[one.name, band ? `${value} (${number(band[1])} to ${number(band[2])})` : value, one.colour]];
+      return [[middle(one.name), band ? `${value} (${number(band[1])} to ${number(band[2])})` : value, one.colour]];
     });
-    showTip(place, `step ${nearest}`, rows);
+    for (const { text } of alarms.filter(({ step }) => step === nearest)) rows.push([text, "⚠"]);
+    showTip(place, `step ${nearest}`, options.onpick ? [...rows, ["click: its episodes", ""]] : rows);
   }
   const steps = [...new Set(xs)].sort((a, b) => a - b).filter((x) => x >= x0 && x <= x1);
   svg.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && pointed !== null) { event.preventDefault(); options.onpick?.(pointed, lineAt(pointed)?.run); return; }
     const by = { ArrowRight: 1, ArrowLeft: -1, Home: -Infinity, End: Infinity }[event.key], last = steps.length - 1;
     if (event.key === "Escape") { leave(); return; }
     if (by === undefined || last < 0) return;
@@ -151,10 +174,15 @@ export function chart(holder, series, options) {
     const x = at(event), begun = from;
     from = null;
     brush.setAttribute("width", 0);
-    if (begun !== null && Math.abs(px(begun) - px(x)) > 6) options.onzoom([Math.min(begun, x), Math.max(begun, x)]);
+    if (begun === null) return;
+    if (Math.abs(px(begun) - px(x)) > 6) { options.onzoom([Math.min(begun, x), Math.max(begun, x)]); return; }
+    const box = svg.getBoundingClientRect(), step = nearestTo(x), line = lineAt(step, ((event.clientY - box.top) / box.height) * height);
+    const pick = () => options.onpick?.(step, line?.run);
+    clearTimeout(picking);
+    if (options.zoom) picking = setTimeout(pick, DOUBLE_CLICK); else pick();  // a second click would show the whole range
   });
   svg.addEventListener("pointerleave", leave);
-  svg.addEventListener("dblclick", () => options.onzoom(null));
+  svg.addEventListener("dblclick", () => { clearTimeout(picking); options.onzoom(null); });
   const focused = holder.contains(document.activeElement);
   holder.replaceChildren(svg);
   if (focused) svg.focus({ preventScroll: true });

@@ -1,7 +1,7 @@
 // The page Config: each setting with where it came from, and what differs between runs.
 
 import { ask } from "./data.js";
-import { add, el } from "./dom.js";
+import { add, el, middle } from "./dom.js";
 
 const chosen = { filter: "", set: false, differing: true };
 
@@ -26,7 +26,7 @@ export async function showConfig(room, context) {
   };
   const search = el("input", { type: "search", placeholder: "setting …  /", value: chosen.filter, "aria-label": "settings whose name contains", oninput: (event) => { chosen.filter = event.target.value.toLowerCase(); fill(); } });
   add(room, el("div", { class: "bar" }, search, toggle("only what was set", "set"), several ? toggle("only differences", "differing") : null, several ? null : el("span", { class: "soft small" }, "Choose a second run above to compare.")),
-    el("div", { class: "panel table settings" }, el("table", {}, el("thead", {}, el("tr", {}, el("th", {}, "setting"), runs.map((run) => [el("th", {}, run.name), el("th", {}, "from")]))), body)));
+    el("div", { class: "panel table settings" }, el("table", {}, el("thead", {}, el("tr", {}, el("th", {}, "setting"), runs.map((run) => [el("th", { title: run.name }, middle(run.name)), el("th", {}, "from")]))), body)));
   fill();
   return { key(key) { if (key !== "/") return false; search.focus(); return true; } };
 }

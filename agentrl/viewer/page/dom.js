@@ -27,6 +27,14 @@ const UNSEEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u200b-\u200
 /** A text of a run in which each character that would not be seen is written as its number. */
 export const visible = (text) => String(text ?? "").replace(UNSEEN, (one) => `⟨U+${one.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`);
 
+/** A long name with its middle left out: names of runs often differ at their ends. */
+export function middle(name, most = 36) {
+  const letters = [...name];
+  if (letters.length <= most) return name;
+  const begin = Math.ceil((most - 1) / 2);
+  return `${letters.slice(0, begin).join("")}…${letters.slice(letters.length - (most - 1 - begin)).join("")}`;
+}
+
 export function number(value, digits = 3) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (typeof value !== "number") return String(value);

@@ -27,10 +27,10 @@ export async function showEpisode(room, context) {
   const content = el("div", {});
   const facts = [["score", number(row.score)], ["success", row.success === null ? "–" : row.success ? "yes" : "no"], ["end", row.status ? `${row.status}${row.detail ? `: ${row.detail}` : ""}` : "–"], ["turns", number(row.num_turns)], ["sampled tokens", number(row.num_tokens)], ["time", duration(row.seconds)], ["staleness", number(row.staleness)], ["environment", row.env], ["seed", trajectory ? String(trajectory.seed) : "–"]];
   const tabs = el("div", { class: "bar", role: "group", "aria-label": "views" }, ["conversation", "samples", "raw"].map((name) => el("button", { "aria-pressed": String(chosen.tab === name), onclick: () => { chosen.tab = name; fill(); for (const each of tabs.children) each.setAttribute?.("aria-pressed", String(each.textContent === name)); } }, name)),
-    el("a", { href: context.address("episodes", { group: row.task }) }, "its group side by side"));
+    el("a", { href: context.address("episodes", { group: row.task }) }, row.evaluation ? "in all evaluations side by side" : "its group side by side"));
   add(room, el("h1", {}, row.id, row.agent ? ` (${row.agent})` : "", " ", badge(row.fate)),
     el("p", { class: `fate ${row.fate}` }, visible(found.fate)),
-    found.others.length > 1 ? el("p", { class: "small" }, "Also: ", found.others.filter((o) => o.agent !== row.agent || o.step !== row.step).map((o) => [el("a", { href: context.address("episode", { id: row.id, agent: o.agent, step: o.step }) }, `${o.agent || "part"} at step ${o.step}`), " "])) : null,
+    found.others.length > 1 ? el("p", { class: "small" }, "Also: ", found.others.filter((o) => o.agent !== row.agent || o.step !== row.step).map((o, i) => [i ? " · " : "", el("a", { href: context.address("episode", { id: row.id, agent: o.agent, step: o.step }) }, row.evaluation ? `${o.agent} after ${o.step} steps: ${number(o.score)}` : `${o.agent || "part"} at step ${o.step}`)])) : null,
     el("dl", { class: "facts", style: { margin: "0 0 14px" } }, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, el("b", {}, visible(value)))))),
     trajectory ? rewardsOf(trajectory) : null, tabs, content);
 
@@ -42,7 +42,7 @@ export async function showEpisode(room, context) {
   }
   fill();
   const step = async (by) => {
-    const listed = await ask("episodes", { run, step: row.step, sort: "id", descending: "false", limit: 1000 });
+    const listed = await ask("episodes", { run, evaluation: row.evaluation, step: row.step, sort: "id", descending: "false", limit: 1000 });
     const at = listed.rows.findIndex((each) => each.id === row.id && each.agent === row.agent);
     const next = listed.rows[at + by];
     if (next) context.go("episode", { id: next.id, agent: next.agent, step: next.step }, undefined, true);
@@ -51,7 +51,7 @@ export async function showEpisode(room, context) {
     key(key) {
       if (key === "j") step(1);
       else if (key === "k") step(-1);
-      else if (key === "u") context.go("episodes", {});
+      else if (key === "u") context.go("episodes", { evaluation: row.evaluation });
       else return false;
       return true;
     },

@@ -1,5 +1,6 @@
 // The page Episodes: a table with filters, the histogram of scores, and a group side by side.
 
+import { ticks } from "./chart.js";
 import { ask } from "./data.js";
 import { add, duration, el, number, visible } from "./dom.js";
 
@@ -11,16 +12,19 @@ export async function showEpisodes(room, context) {
   if (place.get("group")) return showGroup(room, context, run, place.get("group"));
   const given = Object.fromEntries([...place].filter(([name]) => name !== "runs"));
   const query = { sort: "step", descending: "true", offset: 0, ...given };
-  const [found, choices] = await Promise.all([ask("episodes", { run, ...query, limit: PAGE }), ask("choices", { run })]);
+  const [found, choices] = await Promise.all([ask("episodes", { run, ...query, limit: PAGE }), ask("choices", { run, evaluation: given.evaluation })]);
   const change = (changes) => context.go("episodes", Object.fromEntries(Object.entries({ ...given, offset: "", ...changes })), undefined);
 
   const select = (name, label) => el("label", {}, label, el("select", { onchange: (event) => change({ [name]: event.target.value }) },
     el("option", { value: "" }, "any"), (choices[name] || []).map(([value, count]) => el("option", { value, selected: given[name] === String(value) }, `${value} (${count})`))));
   const field = (name, label) => el("label", {}, label, el("input", { type: "number", step: "any", value: given[name] ?? "", onchange: (event) => change({ [name]: event.target.value }) }));
   const search = el("input", { type: "search", placeholder: "text …  /", value: given.text || "", "aria-label": "messages, ids or reasons that contain", onchange: (event) => change({ text: event.target.value }) });
-  const filtered = Object.keys(given).some((name) => !["sort", "descending", "offset"].includes(name));
+  const filtered = Object.keys(given).some((name) => !["sort", "descending", "offset", "evaluation"].includes(name));
+  const played = choices.evaluation.length ? el("label", {}, "played for", el("select", { onchange: (event) => context.go("episodes", { evaluation: event.target.value }) },
+    el("option", { value: "" }, "training"), choices.evaluation.map(([name, count]) => el("option", { value: name, selected: given.evaluation === name }, `${name.replaceAll("_", " ")} (${count})`)))) : null;
+  const tool = given.tool ? el("span", { class: "badge" }, given.refused ? `a call of ${given.tool} failed` : `calls ${given.tool}`) : null;
   const bars = histogram(found.histogram, given, change);
-  const clear = filtered ? el("button", { onclick: () => context.go("episodes", {}) }, "clear") : null;
+  const clear = filtered ? el("button", { onclick: () => context.go("episodes", { evaluation: given.evaluation }) }, "clear") : null;
   const { low, high, counts } = found.histogram;
   const sorted = (column) => el("button", { onclick: () => change({ sort: column, descending: String(!(query.sort === column && query.descending === "true")) }) });
   const body = el("tbody", {}, found.rows.map((row) => rowOf(row, context)));
@@ -33,7 +37,7 @@ export async function showEpisodes(room, context) {
   const from = Number(query.offset);
   const turn = (to) => context.go("episodes", { ...given, offset: to || "" });
   add(room, el("h1", { class: "unseen" }, `Episodes of ${run}`),
-    el("div", { class: "bar" }, search, field("step", "step"), select("fate", "fate"), choices.env.length > 1 ? select("env", "environment") : null, select("status", "end"), choices.layer.length ? select("layer", "failed in") : null, field("stale", "stale ≥"), clear),
+    el("div", { class: "bar" }, search, played, field("step", given.evaluation ? "after steps" : "step"), select("fate", "fate"), choices.env.length > 1 ? select("env", "environment") : null, select("status", "end"), choices.layer.length ? select("layer", "failed in") : null, field("stale", "stale ≥"), tool, clear),
     el("div", { class: "bar" }, bars, el("span", { class: "soft small" }, !counts.length ? "no score" : low === high ? `all scores are ${number(low)}` : `scores ${number(low)} to ${number(high)}`), field("low", "score ≥"), field("high", "score ≤")),
     found.unreadable.length ? el("details", { class: "panel warning" }, el("summary", {}, found.unreadable.length === 1 ? "1 file cannot be read" : `${found.unreadable.length} files cannot be read`, ": their episodes are not shown, or not whole"), el("ul", {}, found.unreadable.map((text) => el("li", { class: "mono" }, visible(text))))) : null,
     found.rows.length ? el("div", { class: "panel table", tabindex: 0, role: "region", "aria-label": "episodes" }, table)
@@ -88,18 +92,20 @@ export function callsOf(message) {
   return calls.map((call) => el("div", { class: "call mono" }, visible(`${call.name}(${JSON.stringify(call.arguments)})`)));
 }
 
-export const badge = (fate) => el("span", { class: `badge ${["trained", "masked", "failed", "filtered", "stale", "cancelled"].includes(fate) ? fate : ""}` }, fate);
+export const badge = (fate) => el("span", { class: `badge ${["trained", "masked", "failed", "filtered", "stale", "cancelled", "held_out"].includes(fate) ? fate : ""}` }, fate.replaceAll("_", " "));
 
 function histogram(found, given, change) {
   if (found.low === found.high) return null;
   const most = Math.max(1, ...found.counts), width = (found.high - found.low) / (found.counts.length || 1);
-  return el("div", { class: "histogram", role: "group", "aria-label": "scores: click for a range" }, found.counts.map((count, i) => {
+  const bars = el("div", { class: "histogram", role: "group", "aria-label": "scores: click for a range" }, found.counts.map((count, i) => {
     const low = found.low + i * width, high = found.low + (i + 1) * width, last = i === found.counts.length - 1;
     const inside = (given.low === undefined || high > Number(given.low)) && (given.high === undefined || low <= Number(given.high));
     const chosen = given.low !== undefined && Math.abs(Number(given.low) - low) < 1e-9;
     const range = chosen ? { low: "", high: "" } : { low, high: last ? found.high : high - width * 1e-6 };
     return el("button", { class: inside && count ? "in" : "", title: `${number(low)} to ${number(high)}: ${count}`, "aria-label": `${count} from ${number(low)} to ${number(high)}`, style: { height: `${count ? 6 + (94 * count) / most : 2}%` }, onclick: () => change(range) });
   }));
+  const marks = ticks(found.low, found.high).at.map((at) => el("span", { style: { left: `${(100 * (at - found.low)) / (found.high - found.low)}%` } }, number(at)));
+  return el("div", { class: "distribution" }, bars, el("div", { class: "score-axis", "aria-hidden": "true" }, marks));
 }
 
 async function showGroup(room, context, run, task) {

@@ -1,17 +1,19 @@
 // Which page is shown, of which runs; the keys; what arrives while runs go on.
 
-import { el, hideTip } from "./dom.js";
+import { el, hideTip, middle } from "./dom.js";
 import { ask, forgetMetrics, listen } from "./data.js";
 import { showRun } from "./run.js";
 import { showEpisodes } from "./episodes.js";
 import { showEpisode } from "./episode.js";
+import { showHeldOut } from "./heldout.js";
+import { showTools } from "./tools.js";
 import { showTime } from "./time.js";
 import { showConfig } from "./config.js";
 
 const SHOWN_RUNS = 12;
 const COLOURS = ["#3b82c4", "#dd8136", "#37a06f", "#b468c2", "#c2a029", "#4fb0b8", "#c95d6b", "#7d83d6"];
-const PAGES = { run: ["Run", showRun], episodes: ["Episodes", showEpisodes], episode: [null, showEpisode], time: ["Time", showTime], config: ["Config", showConfig] };
-const KEYS = [["1 2 3 4", "the pages"], ["t", "light or dark"], ["j k", "next, previous row or episode"], ["Enter", "open the row"], ["u", "back to the table"], ["/", "search"], ["l", "logarithmic axes"], ["a", "all metrics"], ["d", "differences between runs"], ["← →", "along a chart that has the focus"], ["0", "whole range again"], ["?", "these keys"]];
+const PAGES = { run: ["Run", showRun], episodes: ["Episodes", showEpisodes], episode: [null, showEpisode], heldout: ["Held out", showHeldOut], tools: ["Tools", showTools], time: ["Time", showTime], config: ["Config", showConfig] };
+const KEYS = [["1 2 3 4 5 6", "the pages"], ["t", "light or dark"], ["j k", "next, previous row or episode"], ["Enter", "open the row"], ["u", "back to the table"], ["/", "search"], ["l", "logarithmic axes"], ["a", "all metrics"], ["d", "differences between runs"], ["← →", "along a chart that has the focus"], ["Enter", "in a chart: the episodes of its step"], ["0", "whole range again"], ["?", "these keys"]];
 
 const view = document.getElementById("view");
 let shown = { leave() {}, news() {}, key() {} };
@@ -91,8 +93,8 @@ function chip(run, chosen) {
     const page = place().page === "episode" ? "episodes" : place().page;
     go(page, {}, next);
   };
-  return el("button", { class: "chip", "aria-pressed": String(on), title: run.folder, onclick: choose },
-    el("i", { class: `dot${run.live ? " live" : ""}`, style: { background: on ? context.colour(run.name) : "var(--line)" } }), el("span", {}, run.name));
+  return el("button", { class: "chip", "aria-pressed": String(on), title: `${run.name}\n${run.folder}`, onclick: choose },
+    el("i", { class: `dot${run.live ? " live" : ""}`, style: { background: on ? context.colour(run.name) : "var(--line)" } }), el("span", {}, middle(run.name)));
 }
 
 /** A list of all runs, to search in and choose from, where there are too many for a row. */
@@ -156,7 +158,7 @@ document.addEventListener("keydown", (event) => {
     if (event.key === "Escape") event.target.blur();
     return;
   }
-  const page = { 1: "run", 2: "episodes", 3: "time", 4: "config" }[event.key];
+  const page = { 1: "run", 2: "episodes", 3: "heldout", 4: "tools", 5: "time", 6: "config" }[event.key];
   if (page) go(page, {});
   else if (event.key === "t") toggleTheme();
   else if (event.key === "?") showKeys();

@@ -2,7 +2,7 @@
 
 import { chart } from "./chart.js";
 import { ask, metrics } from "./data.js";
-import { add, duration, el, lasting, number, percent, visible } from "./dom.js";
+import { add, duration, el, lasting, middle, number, percent, visible } from "./dom.js";
 import { liveState } from "./live.js";
 
 const FIRST = ["reward", "success", "preference_loss", "accuracy", "margin", "demonstrations/success", "entropy", "mixed_groups", "health/effective_sample_size", "health/ratio_p99", "staleness/mean", "logprob_gap_mean", "turns", "sampled_tokens", "truncated", "grad_norm", "kl", "tokens_per_second", "seconds"];
@@ -32,7 +32,7 @@ export async function showRun(room, context) {
   const slider = el("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: settings.smooth, "aria-label": "smoothing", oninput: (event) => { settings.smooth = Number(event.target.value); drawCharts(); } });
   const log = toggle("log", () => settings.log, (on) => { settings.log = on; });
   const every = toggle("all metrics", () => settings.every, (on) => { settings.every = on; });
-  const differences = runs.length > 1 ? toggle(`difference from ${runs[0].name}`, () => settings.differences, (on) => { settings.differences = on; }) : null;
+  const differences = runs.length > 1 ? toggle(`difference from ${middle(runs[0].name, 24)}`, () => settings.differences, (on) => { settings.differences = on; }) : null;
   const whole = el("button", { onclick: () => zoom(null) }, "whole range");
   const search = el("input", { type: "search", placeholder: "metric …  /", value: settings.filter, "aria-label": "metrics whose name contains", oninput: (event) => { settings.filter = event.target.value.toLowerCase(); drawCharts(); } });
   add(room, el("h1", { class: "unseen" }, runs.map((run) => run.name).join(", ")), statuses, warnings, el("div", { class: "bar" }, search, el("label", {}, "smooth", slider), log, every, differences, whole), charts);
@@ -52,7 +52,8 @@ export async function showRun(room, context) {
     const envs = [...found].filter((name) => /^envs\/.+\/(success|reward)$/.test(name));
     const parts = [...found].filter((name) => /^reward\//.test(name));
     const wanted = (name) => !settings.filter || name.toLowerCase().includes(settings.filter);
-    const leading = [...FIRST.slice(0, 2), ...evaluations, ...envs, ...(parts.length > 1 ? parts : []), ...FIRST.slice(2)].filter((name) => found.has(name) && wanted(name));
+    const alarming = context.chosen.flatMap((run) => (run.warnings || []).flatMap(({ metrics: about }) => about)).filter((name) => ![...FIRST, ...evaluations].includes(name));
+    const leading = [...new Set([...FIRST.slice(0, 2), ...evaluations, ...envs, ...(parts.length > 1 ? parts : []), ...FIRST.slice(2), ...alarming])].filter((name) => found.has(name) && wanted(name));
     const topics = new Map();
     const rest = [...found].filter((name) => !leading.includes(name) && wanted(name) && !/_(low|high|error)$/.test(name)).sort();
     if (settings.every || settings.filter || found.size <= FEW_METRICS) for (const name of rest) { const { topic } = meanings(name); topics.set(topic, [...(topics.get(topic) || []), name]); }
@@ -63,11 +64,11 @@ export async function showRun(room, context) {
     const made = runs.map((run) => {
       const own = rows.get(run.name).filter((row) => Object.hasOwn(row, name) && typeof row[name] === "number");
       const band = own.filter((row) => typeof row[`${name}_low`] === "number").map((row) => [row.step, row[`${name}_low`], row[`${name}_high`]]);
-      return { name: run.name, colour: context.colour(run.name), dash: context.dash(run.name), points: own.map((row) => [row.step, row[name]]), band, dots: name.startsWith("eval/") };
+      return { name: run.name, run: run.name, colour: context.colour(run.name), dash: context.dash(run.name), points: own.map((row) => [row.step, row[name]]), band, dots: name.startsWith("eval/") };
     });
     if (!settings.differences || runs.length < 2) return made.filter((one) => one.points.length);
     const base = new Map(made[0].points);
-    return made.slice(1).map((one) => ({ ...one, name: `${one.name} − ${made[0].name}`, band: [], points: one.points.filter(([x]) => base.has(x)).map(([x, y]) => [x, y - base.get(x)]) })).filter((one) => one.points.length);
+    return made.slice(1).map((one) => ({ ...one, name: `${middle(one.name, 24)} − ${middle(made[0].name, 24)}`, band: [], points: one.points.filter(([x]) => base.has(x)).map(([x, y]) => [x, y - base.get(x)]) })).filter((one) => one.points.length);
   }
 
   /** What is said of a chart's lines: the last values, or the mean difference with its 95 % interval. */
@@ -93,7 +94,19 @@ export async function showRun(room, context) {
     panel.stale = false;
     const { metric } = panel.dataset, series = seriesOf(metric);
     panel.querySelector(".values").replaceChildren(...legend(series));
-    chart(panel.querySelector(".plot"), series, { ...settings, onzoom: zoom, label: `${metric} by step` });
+    chart(panel.querySelector(".plot"), series, { ...settings, onzoom: zoom, onpick: episodesOf(metric), alarms: alarmsOn(metric), label: `${metric} by step` });
+  }
+
+  /** Where a click on a point of a metric leads: the episodes of that step, or of that evaluation. */
+  function episodesOf(metric) {
+    if (metric.startsWith("demonstrations/")) return null;
+    return (step, run) => context.go("episodes", { step, evaluation: evaluationOf(metric) }, run ? [run] : undefined);
+  }
+
+  /** The warnings that a metric's chart shows; those of a run that did not say what they are about stand at the reward. */
+  function alarmsOn(metric) {
+    const here = ({ metrics: about }) => (about.length ? about.includes(metric) : metric === "reward");
+    return context.chosen.flatMap((run) => (run.warnings || []).filter(here).map(({ step, text }) => ({ step, text, run: run.name })));
   }
 
   function panelOf(name) {
@@ -121,14 +134,15 @@ export async function showRun(room, context) {
   }
 
   function drawWarnings() {
-    const texts = context.chosen.flatMap((run) => (run.warnings || []).map((text) => el("li", {}, runs.length > 1 ? el("b", {}, `${run.name}: `) : null, text)));
+    const texts = context.chosen.flatMap((run) => (run.warnings || []).map(({ step, text, metrics: about }) => el("li", {}, runs.length > 1 ? el("b", {}, `${middle(run.name)}: `) : null, visible(text), " ",
+      el("a", { href: context.address("episodes", { step, evaluation: evaluationOf(about[0] || "") }, [run.name]) }, "its episodes"))));
     const open = settings.warnings ?? texts.length <= FEW_WARNINGS;
     warnings.replaceChildren(...(texts.length ? [el("details", { class: "panel warning", open, ontoggle: (event) => { settings.warnings = event.target.open === (texts.length <= FEW_WARNINGS) ? null : event.target.open; } },
       el("summary", {}, texts.length === 1 ? "1 warning" : `${texts.length} warnings`), el("ul", {}, texts))] : []));
     warnings.said = texts.length;
   }
 
-  const clock = setInterval(drawStatuses, 1000);
+  const clock = setInterval(() => { if (context.chosen.some((run) => run.live)) drawStatuses(); }, 1000);
   return {
     attached() { drawStatuses(); drawWarnings(); drawCharts(); },
     leave() { clearInterval(clock); seen.disconnect(); },
@@ -150,6 +164,12 @@ export async function showRun(room, context) {
   };
 }
 
+/** The evaluation that a metric is of; nothing for metrics of steps. */
+function evaluationOf(metric) {
+  const [kind, of, ...rest] = metric.split("/");
+  return kind !== "eval" ? "" : rest.length && !["agents", "envs"].includes(of) ? of : "held_out";
+}
+
 function statusOf(run, rows, context) {
   const trained = rows.filter((row) => "reward" in row || "loss" in row), last = rows.findLast((row) => "reward" in row);
   const done = trained.reduce((most, row) => Math.max(most, row.step + 1), 0);
@@ -167,10 +187,23 @@ function statusOf(run, rows, context) {
   }
   if (run.live && run.steps && done && last?.seconds) facts.push(["left", `about ${duration((run.steps - done) * last.seconds)}`]);
   return el("section", { class: "panel status", "data-run": run.name },
-    el("h3", {}, el("i", { class: `dot${run.live ? " live" : ""}`, style: { background: context.colour(run.name) } }), el("b", { class: "name" }, run.name), el("span", { class: "soft small" }, doing)),
+    el("h3", {}, el("i", { class: `dot${run.live ? " live" : ""}`, style: { background: context.colour(run.name) } }), el("b", { class: "name", title: run.name }, middle(run.name, 48)), el("span", { class: "soft small" }, doing)),
     el("dl", { class: "facts" }, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, el("b", {}, value))))),
-    liveState(run), endOf(run.ended),
+    aboutOf(run), liveState(run), endOf(run.ended),
     run.steps && played ? el("progress", { max: run.steps, value: Math.min(done, run.steps), "aria-label": `steps done of ${run.name}` }) : null);
+}
+
+/** When and where a run was played, from which commit, and what its owner has written of it. */
+function aboutOf(run) {
+  const { began, last, launches, host, commit, changed, version, notes, tags } = run.about, facts = [];
+  if (began) facts.push(["started", new Date(began).toLocaleString("sv-SE").slice(0, 16)]);
+  if (began && (run.live || last)) facts.push(["duration", `${duration(Math.max(0, ((run.live ? Date.now() : Date.parse(last)) - Date.parse(began)) / 1000))}${launches > 1 ? `, ${launches} launches` : ""}`]);
+  if (host) facts.push(["host", host]);
+  if (commit) facts.push(["commit", el("span", { class: "mono", title: commit }, commit.slice(0, 10), changed ? " + changes" : "")]);
+  if (version) facts.push(["agentrl", version]);
+  if (tags.length) facts.push(["tags", tags.map((tag) => [el("span", { class: "badge" }, visible(tag)), " "])]);
+  if (!facts.length && !notes) return null;
+  return [el("dl", { class: "facts about", "aria-label": "about the run" }, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))), notes ? el("p", { class: "notes" }, visible(notes)) : null];
 }
 
 /** Why a run ended before its work was done, and the command that goes on. */

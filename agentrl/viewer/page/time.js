@@ -1,10 +1,12 @@
 // The page Time: lanes of the resources, what bound the steps, and the episodes of one step.
 
+import { ticks } from "./chart.js";
 import { ask } from "./data.js";
-import { add, colourOf, duration, el, hideTip, number, showTip } from "./dom.js";
+import { add, colourOf, duration, el, hideTip, number, percent, showTip } from "./dom.js";
 import { drawGraph } from "./graph.js";
 
-const HUES = { trainer: "#3b82c4", weights: "#b468c2", engine: "#37a06f", environments: "#dd8136", rewards: "#c95d6b", "episodes in play": "#7d8a95", "waits for episodes": "#c2a029", evaluation: "#4fb0b8", "rest of the loop": "#8d949b" };
+const HUES = { trainer: "#3b82c4", weights: "#b468c2", engine: "#37a06f", environments: "#dd8136", rewards: "#c95d6b", "episodes in play": "#7d8a95", "waits for episodes": "#c2a029", evaluation: "#4fb0b8", "rest of the loop": "#8d949b", CPU: "#6a7fdb", memory: "#b07aa1", "disk reads": "#6d9aa8", "disk writes": "#a88f6d" };
+const GPU = "#4c9f8c";
 const ORDER = ["trainer", "waits for episodes", "weights", "engine", "environments", "rewards", "episodes in play", "evaluation", "rest of the loop"];
 const [LEFT, LANE] = [132, 30];
 const STALE = ["#37a06f", "#c2a029", "#dd8136", "#c95d6b"];
@@ -42,21 +44,33 @@ export async function showTime(room, context) {
   return { attached: draw, resized: draw };
 }
 
+const bytes = (value) => (value === null ? "–" : value >= 2 ** 30 ? `${number(value / 2 ** 30)} GiB` : `${number(value / 2 ** 20)} MiB`);
+/** How a lane's value is written, by its unit. */
+const WRITTEN = { share: percent, bytes, "bytes/s": (value) => (value === null ? "–" : `${bytes(value)}/s`) };
+
+/** Three times or more along an axis of so many seconds, each with how its text stands at it. */
+function timeMarks(seconds) {
+  return ticks(0, seconds || 1).at.map((at) => [at, at === 0 ? "start" : at > 0.93 * seconds ? "end" : "middle"]);
+}
+
 function drawLanes(holder, found) {
   const width = Math.max(300, holder.clientWidth - 32), px = (seconds) => LEFT + (seconds / found.seconds) * (width - LEFT - 6);
-  const lanes = [...found.lanes].sort((a, b) => ORDER.indexOf(a.name) - ORDER.indexOf(b.name)).filter((lane) => (lane.intervals || lane.load).length);
-  const height = lanes.length * (LANE + 6) + 24;
+  const order = ({ name, unit }) => (unit ? ORDER.length : ORDER.indexOf(name));  // the machine stands below the run
+  const lanes = [...found.lanes].sort((a, b) => order(a) - order(b)).filter((lane) => (lane.intervals || lane.load).length);
+  const height = lanes.length * (LANE + 6) + 40;
   const svg = el("svg", { viewBox: `0 0 ${width} ${height}`, style: { width: `${width}px`, height: `${height}px`, display: "block" }, role: "img", "aria-label": "what was busy when" });
   let written = -Infinity;
   for (const [step, at] of found.steps) {
-    svg.append(el("line", { class: "axis", x1: px(at), x2: px(at), y1: 0, y2: height - 18 }));
+    svg.append(el("line", { class: "axis", x1: px(at), x2: px(at), y1: 0, y2: height - 34 }));
     if (px(at) < written) continue;  // its number would cover the last one
     const long = 7 * String(step).length;
-    svg.append(el("text", { class: "tick", x: Math.min(px(at) + 2, width - long), y: height - 4 }, String(step)));
+    svg.append(el("text", { class: "tick", x: Math.min(px(at) + 2, width - long), y: height - 20 }, String(step)));
     written = px(at) + 8 + long;
   }
+  svg.append(el("text", { class: "tick", x: 0, y: height - 20 }, "step"), el("text", { class: "tick", x: 0, y: height - 4 }, "time"));
+  for (const [at, anchor] of timeMarks(found.seconds)) svg.append(el("text", { class: "tick", x: px(at), y: height - 4, "text-anchor": anchor }, at ? duration(at) : "0"));
   lanes.forEach((lane, i) => {
-    const top = i * (LANE + 6) + 4, colour = HUES[lane.name] || "#888";
+    const top = i * (LANE + 6) + 4, colour = HUES[lane.name] || (lane.name.endsWith("memory") ? HUES.memory : lane.unit ? GPU : "#888");
     svg.append(el("text", { class: "lane-name", x: 0, y: top + LANE / 2 + 4 }, lane.name));
     if (lane.intervals) {
       for (const [from, to] of lane.intervals) {
@@ -67,13 +81,14 @@ function drawLanes(holder, found) {
       }
       return;
     }
-    const most = Math.max(...lane.load, 1e-9), bin = found.seconds / lane.load.length, base = top + LANE - 2;
+    const peak = Math.max(...lane.load, 0), most = Math.max(lane.most ?? peak, 1e-9), bin = found.seconds / lane.load.length, base = top + LANE - 2;
+    const said = WRITTEN[lane.unit] || number, full = lane.unit ? [["most", said(peak)], ...(lane.most ? [["of", said(lane.most)]] : [])] : [["most", number(peak)]];
     const outline = lane.load.map((value, bar) => `L${px(bar * bin).toFixed(1)} ${(base - (value / most) * (LANE - 4)).toFixed(1)}L${px((bar + 1) * bin).toFixed(1)} ${(base - (value / most) * (LANE - 4)).toFixed(1)}`).join("");
     const area = el("path", { d: `M${px(0)} ${base}${outline}L${px(found.seconds)} ${base}Z`, fill: colour, opacity: 0.75 });
     const over = el("rect", { x: LEFT, y: top, width: width - LEFT, height: LANE, fill: "transparent" });
     over.addEventListener("pointermove", (event) => {
       const box = svg.getBoundingClientRect(), at = ((event.clientX - box.left - LEFT) / (width - LEFT - 6)) * found.seconds;
-      showTip(event, lane.name, [["at", duration(Math.max(0, at))], ["at once", number(lane.load[Math.min(lane.load.length - 1, Math.max(0, Math.floor(at / bin)))])], ["most", number(most)]]);
+      showTip(event, lane.name, [["at", duration(Math.max(0, at))], [lane.unit ? "then" : "at once", said(lane.load[Math.min(lane.load.length - 1, Math.max(0, Math.floor(at / bin)))])], ...full]);
     });
     over.addEventListener("pointerleave", hideTip);
     svg.append(area, over);
@@ -114,7 +129,8 @@ function drawGantt(holder, episodes, context, step) {
   });
   canvas.addEventListener("pointerleave", hideTip);
   canvas.addEventListener("click", (event) => { const one = at(event); if (one) context.go("episode", { id: one.id, agent: one.agent, step }); });
-  holder.replaceChildren(el("div", { class: "panel" }, canvas, el("p", { class: "soft small" }, `${episodes.length} episodes over ${duration(end - begin)}. ${chosen.stale ? "The model's answers by how many versions of the weights they are behind this step: green 0, yellow 1, orange 2, red more." : "Green: the model answers; orange: the environment works;"} red at the end: rewards; grey: none of them; pale: some of those that were not trained on. Click one to open it.`)));
+  const marks = timeMarks(end - begin).map(([after, anchor]) => el("span", { class: anchor, style: { left: `${(100 * after) / (end - begin || 1)}%` } }, after ? duration(after) : "0"));
+  holder.replaceChildren(el("div", { class: "panel" }, canvas, el("div", { class: "time-axis", "aria-hidden": "true" }, marks), el("p", { class: "soft small" }, `${episodes.length} episodes over ${duration(end - begin)}. ${chosen.stale ? "The model's answers by how many versions of the weights they are behind this step: green 0, yellow 1, orange 2, red more." : "Green: the model answers; orange: the environment works;"} red at the end: rewards; grey: none of them; pale: some of those that were not trained on. Click one to open it.`)));
 }
 
 /** How many versions the turns of an episode are behind, such as "0" or "0 to 2". */
