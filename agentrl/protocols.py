@@ -69,7 +69,7 @@ class Settings(BaseModel):
         if field is not None and _is_free(field.annotation):
             for one in value if isinstance(value, tuple) and field.annotation is not Any else [value]:
                 check_plain(one)
-        elif field is not None and not _may_be_infinite(field):
+        if field is not None and not _may_be_infinite(field):
             check_numbers(value)
         return value
 
@@ -131,11 +131,7 @@ def check_numbers(value: object) -> None:
         ValueError: one is not finite, or too large to compute with.
     """
     if isinstance(value, float):
-        if not math.isfinite(value):
-            raise ValueError(
-                f"{value} is not a finite number: where there is no limit, leave the setting out, write null if it "
-                "takes that, or a large number such as 1e9"
-            )
+        _check_finite(value)
         if abs(value) > LARGEST:
             raise ValueError(f"{value:g} is too large to compute with: write a number of at most {LARGEST:g}")
     elif isinstance(value, Mapping):
@@ -144,6 +140,22 @@ def check_numbers(value: object) -> None:
     elif isinstance(value, list | tuple | set | frozenset):
         for one in value:
             check_numbers(one)
+
+
+def _check_finite(value: float) -> None:
+    if not math.isfinite(value):
+        raise ValueError(
+            f"{value} is not a finite number: where there is no limit, leave the setting out, write null if it takes "
+            "that, or a large number such as 1e9"
+        )
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise ValueError(f"{text!r:.80} has {half!r}, half of a surrogate pair, which is no character") from error
 
 
 def check_plain(value: object, deepest: int = DEEPEST) -> None:
@@ -155,14 +167,17 @@ def check_plain(value: object, deepest: int = DEEPEST) -> None:
     """
     if deepest < 0:
         raise ValueError(f"more than {DEEPEST} levels of lists and mappings in each other: write less nesting")
-    if value is None or type(value) in {bool, int, str}:
+    if value is None or isinstance(value, bool | int):
         return
-    if isinstance(value, float):
-        check_numbers(value)
+    if isinstance(value, str):
+        _check_text(value)
+    elif isinstance(value, float):
+        _check_finite(value)
     elif isinstance(value, Mapping):
         for key, one in value.items():
-            if type(key) is not str:
+            if not isinstance(key, str):
                 raise ValueError(f"{key!r:.80} ({type(key).__name__}) is a key: write text")
+            _check_text(key)
             check_plain(one, deepest - 1)
     elif isinstance(value, list):
         for one in value:

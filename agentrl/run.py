@@ -139,7 +139,7 @@ class Run:
             self.display = ProgressDisplay(console, self.config.steps, str(self.folder))
             self._live = LiveStatus(self.folder)
             self._profiler = Profiler(self.folder, always=self.config.observe.profile)
-            self._settings = {key: str(value) for key, value, _ in loaded.rows()}
+            self._settings = {key: value for key, value, _ in loaded.rows()}
             self._origins = {key: origin for key, _, origin in loaded.rows()}
             self._tracking: Tracking | None = None
             self._ending: Ending | None = None

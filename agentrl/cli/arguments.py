@@ -10,7 +10,7 @@ from typer.core import TyperCommand
 from agentrl.config import RunConfig
 from agentrl.config.overrides import right_form, setting_of
 from agentrl.errors import ConfigError
-from agentrl.protocols import check_plain
+from agentrl.protocols import check_numbers, check_plain
 from agentrl.yaml_values import read_yaml, value_of
 
 Step = Annotated[
@@ -55,6 +55,7 @@ def env_options(text: str) -> dict[str, Any]:
         root = read_yaml(text, "")
         options = {} if root is None else value_of(root)
         check_plain(options)
+        check_numbers(options)
     except (ConfigError, ValueError) as error:
         raise ConfigError(f"cannot read --options {text!r}: {error}") from error
     if not isinstance(options, dict):

@@ -8,7 +8,6 @@ from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-import yaml
 from rich.markup import escape
 
 from agentrl.cli.arguments import Overrides
@@ -23,6 +22,7 @@ from agentrl.task_sources import fingerprints, task_source
 from agentrl.tasks.dataset import DatasetTasks
 from agentrl.tiny_model import SIZES
 from agentrl.trajectory import Score, Scored, Task
+from agentrl.yaml_values import to_yaml
 
 if TYPE_CHECKING:
     from agentrl.recipes.preview import Opening
@@ -86,7 +86,7 @@ def _config(source: str, overrides: Sequence[str]) -> RunConfig:
     values = {"env": "qa", "tasks": {"name": "dataset", "data": source, "held_out": 0.0}, "evaluation": {"tasks": 0}}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tasks.yaml"
-        path.write_text(yaml.safe_dump(values))
+        path.write_text(to_yaml(values))
         return load_config(path, overrides).config
 
 

@@ -68,6 +68,8 @@ class OpenEnv:
             EnvError: no server can be used, or the environment failed.
             ConfigError: this is not an OpenEnv server, or it does not accept the token or the options.
         """
+        if taken := {"seed", "episode_id"} & options.keys():
+            raise ConfigError(f"the option {min(taken)!r} is a field of OpenEnv's own resets: leave it out")
         self._playing = False
         data = {**options, "seed": seed}
         if self._socket is not None and self._socket.usable:

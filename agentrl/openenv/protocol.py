@@ -16,10 +16,11 @@ answered in order.
 with the answer; only `POST /mcp` (JSON-RPC) has sessions. The versions differ in `metadata`, which 0.3 leaves out.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
+from agentrl.protocols import check_plain
 from agentrl.remote.protocol import Whole
 
 TOOL_ACTIONS = ("Action", "CallToolAction", "ListToolsAction")
@@ -115,6 +116,11 @@ class ResetRequest(BaseModel):
 
     seed: Whole | None = Field(None, ge=0)
     episode_id: str | None = Field(None, max_length=255)
+
+    @model_validator(mode="after")
+    def _options_are_kept(self) -> Self:
+        check_plain(self.options)
+        return self
 
     @property
     def options(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ PAIRS = "pairs.jsonl"
 
 
 class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
 
 
 class ModelRecord(_Record):

@@ -24,10 +24,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
 
 from agentrl.credentials import refuse_credentials
 from agentrl.errors import ConfigError
+from agentrl.protocols import check_plain
 
 SOCKET_PATH = "/sessions/ws"
 """The path of the WebSocket."""
@@ -63,6 +64,11 @@ Whole = Annotated[int, BeforeValidator(_whole), Field(strict=True)]
 """An integer as defined by JSON Schema: 7 and 7.0, but not true or "7"."""
 
 
+def _kept(options: dict[str, Any]) -> dict[str, Any]:
+    check_plain(options)
+    return options
+
+
 class _Message(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -73,7 +79,8 @@ class Reset(_Message):
     seq: Whole = Field(ge=1)
     """One more than the `seq` of the session's last reset or step."""
     seed: Whole = Field(ge=0)
-    options: dict[str, Any] = {}
+    options: Annotated[dict[str, Any], AfterValidator(_kept)] = {}
+    """What a config can hold too: no NaN, no infinity."""
 
 
 class Step(_Message):
