@@ -14,7 +14,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 # A process that is started goes on below the loop, and ends as one that was started by itself. It ignores SIGINT only
-# if it shall be a background job of a shell. SIGUSR1 asks where it is.
+# if it shall be a background job of a shell. SIGUSR2 asks where it is.
 FORKING = """
 import faulthandler, json, os, signal, sys
 import agentrl.engines.local, agentrl.recipes.policy_gradient, agentrl.trainers.local
@@ -43,7 +43,7 @@ os.environ.clear()
 os.environ.update(asked["environment"])
 os.chdir(asked["folder"])
 signal.signal(signal.SIGINT, signal.SIG_IGN if asked["background"] else signal.default_int_handler)
-faulthandler.register(signal.SIGUSR1)
+faulthandler.register(signal.SIGUSR2)
 sys.argv = ["agentrl", *asked["arguments"]]
 main()
 """

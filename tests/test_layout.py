@@ -29,6 +29,7 @@ LAYERS = [
         "file_lock",
         "invalid",
         "last_layer",
+        "output",
         "rounding",
         "routing",
         "storage",

@@ -14,6 +14,7 @@ from agentrl.cli import environments, evaluation, history, models, planning, ser
 from agentrl.cli.arguments import TakesSettings
 from agentrl.cli.console import SafeConsole
 from agentrl.errors import AgentRLError, ConfigError
+from agentrl.output import open_standard_streams
 from agentrl.storage import storage_problem
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
@@ -48,6 +49,7 @@ model_app.command("fetch")(models.model_fetch)
 def main() -> None:
     """Run the command line; turn an error into one message and an exit status."""
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    open_standard_streams()
     errors = SafeConsole(stderr=True)
     # As `python -m` does, so that `module:Name` finds a plug-in in the current folder.
     sys.path.insert(0, "")

@@ -1,15 +1,16 @@
 """`agentrl train` and `agentrl demo`."""
 
+import asyncio
 import json
 import math
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import typer
 
@@ -21,6 +22,7 @@ from agentrl.config import LoadedConfig, load_config
 from agentrl.errors import AgentRLError, ConfigError, StorageError
 from agentrl.flow import run_steadily
 from agentrl.observe.ending import how_to_go_on
+from agentrl.output import lossy_output
 from agentrl.storage import storage_problem
 
 _DEMO = "batch_processing.keep_variance=0.999"
@@ -53,9 +55,10 @@ def train(
         # Without a CONFIG, the first free argument is an override of the run's own config.
         given = [*([str(config)] if config is not None else []), *(overrides or [])]
         loaded = load_config(run_config(Path(resume)), [*given, f"run_dir={resume}"])
-    summary = _run(loaded, resume=_was_begun(loaded) if resume == "auto" else resume is not None, step=step)
-    if summary is not None:
-        _print_summary(loaded.config.run_dir, summary)
+    with lossy_output():
+        summary = _run(loaded, resume=_was_begun(loaded) if resume == "auto" else resume is not None, step=step)
+        if summary is not None:
+            _print_summary(loaded.config.run_dir, summary)
 
 
 def demo(overrides: Overrides = None) -> None:
@@ -75,19 +78,19 @@ def _was_begun(loaded: LoadedConfig) -> bool:
 def _run(loaded: LoadedConfig, *, resume: bool, step: int | None) -> dict[str, Any] | None:
     from agentrl.run import Run
 
-    folder = loaded.config.run_dir
+    folder, stopping = loaded.config.run_dir, _Stopping()
     try:
-        with _terminated_as_by_ctrl_c() as status, Run(loaded, console, resume=resume, step=step) as run:
+        with stopping, Run(loaded, console, resume=resume, step=step) as run:
             try:
-                run_steadily(loaded.config.recipe.call(run))
+                run_steadily(stopping.watch(loaded.config.recipe.call(run)))
             except KeyboardInterrupt:
-                name = signal.Signals(status() - 128).name
+                name = stopping.by.name
                 raise KeyboardInterrupt("Ctrl-C" if name == "SIGINT" else name) from None  # which the run keeps
     except KeyboardInterrupt:
         # A second Ctrl-C ends what is left at once, without a traceback: all is written.
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
         console.print(f"\nstopped; {_how_to_go_on(folder)}", soft_wrap=True)
-        raise typer.Exit(status()) from None
+        raise typer.Exit(128 + stopping.by) from None
     except AgentRLError:
         raise
     except Exception as error:
@@ -112,30 +115,55 @@ def _how_to_go_on(folder: Path) -> str:
     return "start it again, since nothing was saved"
 
 
-@contextmanager
-def _terminated_as_by_ctrl_c() -> Iterator[Callable[[], int]]:
-    """SIGTERM ends the block as Ctrl-C does. Yields what returns the exit status of the signal that did.
+_STOP = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""What ends a run as Ctrl-C does: from a scheduler of jobs, which may be told to warn by SIGUSR1, or when the terminal
+is closed."""
+
+
+class _Stopping:
+    """The signals of `_STOP` end the block as Ctrl-C does. A context manager.
+
+    Schedulers send them to a process and to its group, or twice, and then kill: so once a run is stopping, they do not
+    stop it at once, as a second Ctrl-C does. What `nohup` has told to ignore stays ignored.
 
     A shell's background job begins with SIGINT ignored, and then neither would end it: asyncio only takes the place of
     Python's own handler. So here SIGINT ends such a job too.
     """
-    status = 130
 
-    def end(number: int, frame: object) -> None:
-        nonlocal status
-        status = 128 + number
-        signal.raise_signal(signal.SIGINT)
+    def __init__(self) -> None:
+        self._by: signal.Signals | None = None
+        self._task: asyncio.Task[Any] | None = None
+        self._before: dict[signal.Signals, Any] = {}
 
-    before = signal.signal(signal.SIGTERM, end)
-    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    if ignored:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield lambda: status
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        if ignored:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+    @property
+    def by(self) -> signal.Signals:
+        """The signal that ended the block."""
+        return self._by or signal.SIGINT
+
+    def __enter__(self) -> Self:
+        for number in _STOP:
+            if signal.getsignal(number) is not signal.SIG_IGN or number is signal.SIGTERM:
+                self._before[number] = signal.signal(number, self._stop)
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+            self._before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            self._by = self.by
+            return  # the process ends, and others of them change nothing
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    async def watch(self, work: Awaitable[None]) -> None:
+        """Do the work of the block."""
+        self._task = asyncio.current_task()
+        await work
+
+    def _stop(self, number: int, frame: object) -> None:
+        if self._by is None and not (self._task is not None and self._task.cancelling()):
+            self._by = signal.Signals(number)
+            signal.raise_signal(signal.SIGINT)
 
 
 def _interval(interval: list[float | None] | None) -> str:

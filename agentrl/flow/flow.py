@@ -86,12 +86,16 @@ _TIDY = 8
 
 
 def _sole(group: BaseExceptionGroup[BaseException]) -> BaseException | None:
-    """The only error in a nested group, or `None`; a hundred tasks with equal errors count as one error. So do those of
-    one kind that agentrl raises itself: they say the same of different tasks, and the first is enough.
+    """The only error in a nested group, or `None`; a hundred tasks with equal errors count as one error. So do those
+    that agentrl raises itself: each names its remedy, and the first is enough. One of another kind is noted on it.
     """
     leaves = list(_leaves(group))
-    different = {(type(leaf), "" if isinstance(leaf, AgentRLError) else str(leaf)) for leaf in leaves}
-    return leaves[0] if len(different) == 1 else None
+    if all(isinstance(leaf, AgentRLError) for leaf in leaves):
+        for kind, other in {type(leaf): leaf for leaf in reversed(leaves)}.items():
+            if kind is not type(leaves[0]):
+                leaves[0].add_note(f"At the same time: {kind.__name__}: {other}")
+        return leaves[0]
+    return leaves[0] if len({(type(leaf), str(leaf)) for leaf in leaves}) == 1 else None
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:

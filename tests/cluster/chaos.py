@@ -283,7 +283,7 @@ class Running:
         try:
             code = self.process.wait(self.patience)
         except subprocess.TimeoutExpired:
-            self.process.send_signal(signal.SIGUSR1)
+            self.process.send_signal(signal.SIGUSR2)
             time.sleep(1)
             raise AssertionError(f"it did not stop within {self.patience:g} s:\n{self.log[-12000:]}") from None
         assert code == 130, self.log[-6000:]

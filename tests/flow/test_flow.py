@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.errors import ConfigError, DeadlineError
+from agentrl.errors import ConfigError, DeadlineError, FilterBudgetError, RetriesExhaustedError
 from agentrl.flow import (
     Channel,
     ChannelClosedError,
@@ -250,4 +250,32 @@ def test_errors_of_one_kind_that_say_it_of_different_tasks_are_one_error(virtual
                 flow.start(fails(task), name=task)
 
     with pytest.raises(ConfigError, match="task a has no answer"):
+        virtual(main)
+
+
+def test_different_errors_of_agentrl_at_once_are_the_first_with_the_others_noted(virtual):
+    async def fails(error: Exception) -> None:
+        raise error
+
+    async def main() -> None:
+        async with Flow("rollouts") as flow:
+            for number in range(3):
+                flow.start(fails(FilterBudgetError(f"{number} groups were filtered")), name=f"filtered {number}")
+            flow.start(fails(RetriesExhaustedError("2 tasks failed")), name="failed")
+
+    with pytest.raises(FilterBudgetError, match="0 groups were filtered") as raised:
+        virtual(main)
+    assert raised.value.__notes__ == ["At the same time: RetriesExhaustedError: 2 tasks failed"]
+
+
+def test_a_defect_beside_an_error_of_agentrl_is_not_hidden(virtual):
+    async def fails(error: Exception) -> None:
+        raise error
+
+    async def main() -> None:
+        async with Flow("rollouts") as flow:
+            flow.start(fails(FilterBudgetError("too many groups")), name="filtered")
+            flow.start(fails(KeyError("a defect")), name="defect")
+
+    with pytest.raises(ExceptionGroup):
         virtual(main)

@@ -300,7 +300,7 @@ def _matters(row: Row, factor: str, outcome: Callable[[Row], Outcome]) -> bool:
 WORKING = """
 import contextlib, faulthandler, json, os, signal, sys, traceback
 from agentrl.cli import main
-faulthandler.register(signal.SIGUSR1)
+faulthandler.register(signal.SIGUSR2)
 answers = os.fdopen(os.dup(1), "w")
 for line in sys.stdin:
     folder, *arguments = json.loads(line)
@@ -405,7 +405,7 @@ class Runs:
             status: int = json.loads(answer)
             return status
         if process.poll() is None:
-            process.send_signal(signal.SIGUSR1)  # it says where it is
+            process.send_signal(signal.SIGUSR2)  # it says where it is
             time.sleep(1)
         self._end()
         return None
