@@ -26,6 +26,7 @@ runs/NAME/
   live.json          while the process lives, renewed every second: workers alive, and what waits for what
   lock               held by the process that trains here, which it names
   tmp/               temporary files of the process that trains here, and of those that it has started
+  owed_evaluations.json   the evaluations that have begun and have no result yet
   evaluations/       the result of each episode of each evaluation; `agentrl compare` reads them
   summary.json       when the run has ended: how, success before and after, steps, seconds, largest staleness, fates
 """
@@ -67,6 +68,7 @@ from agentrl.observe.launches import record_launch
 from agentrl.observe.live_status import LiveStatus
 from agentrl.observe.machine import MachineLog
 from agentrl.observe.metrics import MetricsFile, masked_shares, rollout_metrics
+from agentrl.observe.owed import OwedEvaluations
 from agentrl.observe.profiler import Profiler
 from agentrl.observe.progress import ProgressDisplay
 from agentrl.observe.samples import TrainedBatch, drawn_groups, write_samples
@@ -134,6 +136,7 @@ class Run:
             self._check_data(data)
             self.ledger = Ledger(self.folder / "ledger.sqlite")
             self.metrics = MetricsFile(self.folder / "metrics.jsonl")
+            self.owed = OwedEvaluations(self.folder / "owed_evaluations.json")
             if resume:
                 self.metrics.mend()
             self.display = ProgressDisplay(console, self.config.steps, str(self.folder))
@@ -526,7 +529,7 @@ class Run:
         rows, silence = self.metrics.rows(), self._new_silence()
         trained = [row for row in rows if "reward" in row]
         tested = sorted((row for row in rows if "eval/success" in row), key=_step)  # some come late
-        before, after = (tested[0], tested[-1]) if tested else ({}, {})
+        before, after = _ends(tested)
         return {
             "steps": len(trained),
             "success_before": before.get("eval/success"),
@@ -571,6 +574,15 @@ def _interval(row: Mapping[str, float]) -> list[float] | None:
     return [row["eval/success_low"], row["eval/success_high"]] if "eval/success_low" in row else None
 
 
+def _ends(tested: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """The results before the first step and after the last one that has some, of those in order of steps; what there is
+    none of is empty.
+    """
+    before = [row for row in tested if _step(row) == 0]
+    after = [row for row in tested if _step(row) > 0]
+    return before[-1] if before else {}, after[-1] if after else {}
+
+
 def _step(row: Mapping[str, Any]) -> int:
     return int(row["step"])
 
@@ -579,10 +591,11 @@ def _of_suite(rows: Sequence[Mapping[str, Any]], name: str) -> dict[str, Mapping
     """The results of a suite before and after training, without the prefix of the metrics."""
     prefix = f"eval/{name}/"
     tested = sorted((row for row in rows if f"{prefix}success" in row), key=_step)
-    ends = {"before": tested[0], "after": tested[-1]} if tested else {}
+    ends = zip(("before", "after"), _ends(tested), strict=True)
     return {
         when: {key.removeprefix(prefix): value for key, value in row.items() if key.startswith(prefix)}
-        for when, row in ends.items()
+        for when, row in ends
+        if row
     }
 
 

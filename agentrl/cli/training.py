@@ -174,7 +174,7 @@ def _interval(interval: list[float | None] | None) -> str:
 
 
 def _print_summary(folder: Path, summary: dict[str, Any]) -> None:
-    if summary["success_before_interval"] is not None:
+    if summary["success_before_interval"] is not None or summary["success_after_interval"] is not None:
         console.print(f"\n{before_and_after(summary)}", highlight=False)
     console.print(
         f"{_suites_of(summary)}"
@@ -211,9 +211,9 @@ def _suites_of(summary: dict[str, Any]) -> str:
     lines = []
     for name, ends in summary.get("suites", {}).items():
         if ends:
-            before, after = ends["before"], ends["after"]
-            interval = _interval([after["success_low"], after["success_high"]])
+            before, after = ends.get("before", {}), ends.get("after", {})
+            interval = _interval([after.get("success_low"), after.get("success_high")])
             passes = "".join(f", {key} {_share(after[key])}" for key in after if re.fullmatch(r"pass@\d+", key))
-            change = f"{_share(before['success'])} before, {_share(after['success'])} after"
+            change = f"{_share(before.get('success'))} before, {_share(after.get('success'))} after"
             lines.append(f"{name}: success {change}{interval}{passes}\n")
     return "".join(lines)

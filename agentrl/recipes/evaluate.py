@@ -199,7 +199,9 @@ async def evaluate_run(
     `due`: only what `every` asks for at this step. `beside`: training goes on meanwhile.
     """
     suites = {suite.name: suite for suite in run.config.evaluation.suites}
-    for name in evaluations_left(run, step, due=due):
+    left = evaluations_left(run, step, due=due)
+    run.owed.owe(step, left)
+    for name in left:
         if not beside:
             run.begin_phase(step, "evaluation")
         if name == HELD_OUT:
@@ -212,6 +214,7 @@ async def evaluate_run(
             await _record(run, name, step, of_suite)
             run.record_suite(step, name, of_suite.metrics())
             check_best(run, step, of_suite)
+        run.owed.arrived(step, name)
 
 
 def check_best(run: Run, step: int, evaluation: Evaluation | SuiteEvaluation) -> None:
@@ -251,14 +254,17 @@ def _all_above_zero(scored: Iterable[tuple[Trajectory, Score]]) -> bool:
 
 
 def evaluations_left(run: Run, step: int, *, due: bool) -> list[str]:
-    """The names of the evaluations of these weights that have no result yet. `due`: only of those that are due."""
+    """The names of the evaluations of these weights that have no result yet. `due`: only of those that are due, and of
+    those that an earlier launch has begun.
+    """
     config = run.config.evaluation
     every = {HELD_OUT: config.every} if config.tasks else {}
     every |= {suite.name: suite.every for suite in config.suites}
     return [
         name
         for name, steps in every.items()
-        if not (due and (not steps or step % steps)) and not run.evaluated(step, None if name == HELD_OUT else name)
+        if (not due or (steps and step % steps == 0) or name in run.owed.of(step))
+        and not run.evaluated(step, None if name == HELD_OUT else name)
     ]
 
 

@@ -32,6 +32,7 @@ class Evaluations(Protocol):
 @asynccontextmanager
 async def evaluations(run: Run, parts: TrainingAssembly, start: int) -> AsyncIterator[Evaluations]:
     """The evaluations of a run that goes on after `start` steps. Leaving the block waits for those that go on."""
+    run.owed.go_back_to(start)
     if parts.evaluation_engine is None and not run.config.evaluation.overlap:
         yield _InTurn(run, parts)
         return
@@ -106,17 +107,20 @@ class _Beside:
     def take_up(self, start: int) -> None:
         """Evaluate what an earlier launch has left, of steps before `start`; later ones will be trained again."""
         self._snapshots.go_back_to(start)
-        for step in sorted(self._snapshots.versions()):
+        there = {0, *self._snapshots.versions()}  # the engine begins with version 0
+        for step in sorted(there & {*self._run.owed.steps(), *self._snapshots.versions()}):
             if step < start:
                 self._begin(step, due=True)
 
     async def evaluate(self, step: int, *, due: bool = False) -> None:
         """Take a snapshot of the weights and return; its evaluation begins after those before it."""
-        if not evaluations_left(self._run, step, due=due):
+        left = evaluations_left(self._run, step, due=due)
+        if not left:
             return
         if step > 0:  # the engine began with version 0
             weights = await self._trainer.weights()
             await run_to_completion(asyncio.to_thread(self._snapshots.write, step, weights))
+        self._run.owed.owe(step, left)
         self._begin(step, due=due)
 
     async def before_update(self) -> None:

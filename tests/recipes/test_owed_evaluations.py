@@ -1,0 +1,145 @@
+"""What the weights of a step owe is evaluated, also by a resumed run, and no more than that."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from io import StringIO
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from rich.console import Console
+
+from agentrl.assembly import RolloutAssembly, TrainingAssembly
+from agentrl.config import load_config
+from agentrl.observe.owed import OwedEvaluations
+from agentrl.placement.time_share import NoSharing
+from agentrl.recipes import evaluate as evaluating
+from agentrl.recipes.evaluations import evaluations
+from agentrl.run import Run
+
+
+class KilledError(Exception):
+    """The process ends here."""
+
+
+class Engine:
+    """Says which version it serves."""
+
+    policy_version = 0
+
+    async def update_weights(self, weights: object, version: int) -> None:
+        self.policy_version = version
+
+
+class Trainer:
+    async def weights(self) -> dict[str, torch.Tensor]:
+        return {"weight": torch.zeros(2)}
+
+
+class Launches:
+    """The launches of a run, whose evaluations are of the versions `played`; those in `hangs` never end."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, *settings: str) -> None:
+        self.config = folder / "run.yaml"
+        self.config.write_text("env: frozen_lake\ntrackers: []\nsteps: 8\ncheckpoint: {every: 2}\n")
+        self.settings = [f"run_dir={folder / 'run'}", "evaluation.tasks=2", *settings]
+        self.folder = folder / "run"
+        self.played: list[int] = []
+        self.hangs: set[int] = set()
+        self.step = 0
+        monkeypatch.setattr(evaluating, "evaluate", self._evaluate)
+
+    async def _evaluate(self, rollouts: RolloutAssembly) -> evaluating.Evaluation:
+        version = self.step if rollouts.engine is None else cast(Engine, rollouts.engine).policy_version
+        if version in self.hangs and rollouts.engine is None:
+            raise asyncio.CancelledError  # training waits for it, and is killed here
+        if version in self.hangs:
+            await asyncio.sleep(3600)
+        self.played.append(version)
+        return evaluating.Evaluation((), ())
+
+    def launch(self, start: int, steps: Sequence[int], *, settings: Sequence[str] = ()) -> dict[str, Any]:
+        """Go on after `start` steps to each of `steps`, and be killed if an evaluation hangs. Returns the summary."""
+        loaded = load_config(self.config, [*self.settings, *settings])
+        own = cast(Any, Engine() if loaded.config.evaluation.engines else None)
+        names = {"config": loaded.config, "runner": None, "reward": None, "frozen": {}, "engine": None, "model": None}
+        parts = SimpleNamespace(trainer=Trainer(), evaluation_engine=own, sharing=NoSharing(), **names)
+
+        async def trains(run: Run) -> None:
+            async with evaluations(run, cast(TrainingAssembly, parts), start) as evaluated:
+                self.step = start
+                await evaluated.evaluate(start, due=start > 0)
+                run.metrics.rewind(start)
+                for step in steps:
+                    await evaluated.before_update()
+                    self.step = step
+                    await evaluated.evaluate(self.step, due=True)
+                await asyncio.sleep(0.01)
+                if steps:
+                    await evaluated.evaluate(steps[-1])
+                await asyncio.sleep(0.01 if self.hangs else 0)
+                if self.hangs:
+                    raise KilledError  # what is in the files then is what a killed run leaves
+
+        with Run(loaded, Console(file=StringIO()), resume=(self.folder / "config.yaml").exists()) as run:
+            with suppress(KilledError, asyncio.CancelledError):
+                asyncio.run(asyncio.wait_for(trains(run), 20))
+            return dict(run._summarised())
+
+
+def test_the_first_version_is_evaluated_on_engines_of_its_own_after_a_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Launches(tmp_path, monkeypatch, "evaluation.engines=1", "evaluation.every=2")
+    run.hangs = {0}
+    summary = run.launch(0, [2, 4])
+    assert run.played == []
+    assert summary["success_before_interval"] is None
+    assert json.loads((run.folder / "owed_evaluations.json").read_text()) == {
+        step: ["held_out"] for step in ("0", "2", "4")
+    }
+    run.hangs = set()
+    run.launch(4, [6])
+    assert run.played == [0, 2, 4, 6]
+    run.launch(6, [8])
+    assert run.played == [0, 2, 4, 6, 8], "nothing is evaluated twice"
+    assert json.loads((run.folder / "owed_evaluations.json").read_text()) == {}
+    assert not any((run.folder / "evaluation_weights").iterdir())
+
+
+@pytest.mark.parametrize("settings", [(), ("evaluation.engines=1",), ("evaluation.overlap=true",)])
+def test_the_last_version_is_owed_its_evaluation_when_a_resume_adds_steps_and_a_resume_alone_evaluates_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: tuple[str, ...]
+) -> None:
+    run = Launches(tmp_path, monkeypatch, *settings)
+    run.hangs = {4}
+    run.launch(0, [2, 4])  # killed while it evaluates the last weights, which no `every` asks for
+    assert run.played == [0]
+    run.hangs = set()
+    run.launch(4, [6])
+    assert run.played == [0, 4, 6]
+    for start in (6, 6):
+        run.launch(start, [])
+    assert run.played == [0, 4, 6]
+
+
+def test_a_result_after_training_is_not_taken_for_one_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    summary = Launches(tmp_path, monkeypatch).launch(4, [6])
+    assert (summary["success_before"], summary["success_before_interval"]) == (None, None)
+    assert summary["success_after_interval"] is not None
+
+
+@pytest.mark.parametrize("written", ["[]", "null", "{", '{"a": ["held_out"]}', '{"1": 3}'])
+def test_a_broken_list_of_what_is_owed_is_said_and_owes_nothing(
+    tmp_path: Path, written: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "owed_evaluations.json"
+    path.write_text(written)
+    assert OwedEvaluations(path).steps() == []
+    assert len(caplog.messages) == 1
