@@ -4,12 +4,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
 from agentrl import plugins
 from agentrl.cli.arguments import Step
 from agentrl.cli.console import console
 from agentrl.cli.run_folders import checkpoint_of
 from agentrl.errors import ConfigError
+from agentrl.model_source import description_folder
 from agentrl.tiny_model import SIZES, create_tiny_model
 
 
@@ -29,6 +31,30 @@ def export_model(
     checkpoint = checkpoint_of(source, step) if is_run else source
     export(checkpoint, into)
     console.print(f"wrote {into}: the model of {checkpoint}", highlight=False, soft_wrap=True)
+
+
+def check_model(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model's folder, or its name on the hub.")],
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")] = None,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")] = False,
+    chat_template: Annotated[Path | None, typer.Option(help="A chat template instead of the model's own.")] = None,
+) -> None:
+    """Check a model: context, family, parsers of calls and reasoning, control tokens, and round trips of its template.
+
+    A config and a tokenizer are enough. The exit status is 1 if something would go wrong in a run.
+    """
+    from agentrl.rollout.model_check import findings
+    from agentrl.rollout.renderer import RendererConfig
+
+    config = RendererConfig(trust_remote_code=trust_remote_code, chat_template=chat_template)
+    found = list(findings(description_folder(model, revision, setting="model"), config))
+    width = max(len(one.subject) for one in found)
+    for one in found:
+        style = "green" if one.right else "red"
+        text = f"[{style}]{one.subject:{width}}[/{style}]  {escape(one.words)}"
+        console.print(text, highlight=False, soft_wrap=True)
+    if not all(one.right for one in found):
+        raise typer.Exit(1)
 
 
 def model_init(

@@ -32,7 +32,7 @@ from agentrl.rollout.control_tokens import GUARD, ControlTokens, bare
 from agentrl.rollout.family import Family, family_named, find_family, names, reading_family
 from agentrl.rollout.model_tokenizer import load_tokenizer
 from agentrl.rollout.placing import Places, placed
-from agentrl.rollout.reading import MARKS, Reading, marks_in, without_reasoning
+from agentrl.rollout.reading import MARKS, Marks, Reading, marks_in, without_reasoning
 from agentrl.rollout.tool_formats import (
     PROBE_CALL,
     Syntax,
@@ -220,6 +220,28 @@ class TemplateRenderer:
     def family(self) -> str:
         """The family whose rules are used; empty if they are the template's."""
         return "" if self._family is None else self._family.name
+
+    @property
+    def reasoning_marks(self) -> Marks | None:
+        """What the model writes around its reasoning, where the template shows it."""
+        return self._marks
+
+    @property
+    def control_tokens(self) -> Mapping[str, int]:
+        """The numbers of the tokens that text of others never becomes, by their texts."""
+        return dict(zip(self._control.texts, self._control.ids, strict=True))
+
+    @property
+    def calls_read_by(self) -> str:
+        """What reads calls of tools, for people; empty if nothing does, but for calls in the canonical form."""
+        reader = self._family or self._reader
+        if self._read_calls is canonical:
+            return "the canonical parser"
+        if reader is not None:
+            return f"the family {reader.name}"
+        owner = getattr(self._read_calls, "__self__", None)
+        own = f"the syntax that the template shows ({type(owner).__name__})" if owner is not None else "a known parser"
+        return "" if self._read_calls is None else own
 
     def conversation(self, tools: Sequence[Mapping[str, Any]] = ()) -> "TemplateConversation":
         """A new, empty conversation."""
