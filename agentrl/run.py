@@ -397,7 +397,7 @@ class Run:
     def record_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record an evaluation of the weights after `step` steps."""
         self._append(step, metrics)
-        self.display.held_out(step, metrics["eval/success"])
+        self.display.held_out(step, metrics["eval/success"], round(metrics["eval/failed"]))
         if not metrics["eval/episodes"]:
             self._say_that_all_failed("held-out success", step, metrics["eval/failed"], "held_out")
         elif math.isnan(metrics["eval/success"]):
@@ -534,8 +534,12 @@ class Run:
             "steps": len(trained),
             "success_before": before.get("eval/success"),
             "success_before_interval": _interval(before),
+            "episodes_before": before.get("eval/episodes"),
+            "failed_before": before.get("eval/failed"),
             "success_after": after.get("eval/success"),
             "success_after_interval": _interval(after),
+            "episodes_after": after.get("eval/episodes"),
+            "failed_after": after.get("eval/failed"),
             "suites": {suite.name: _of_suite(rows, suite.name) for suite in self.config.evaluation.suites},
             "seconds": sum(row.get("seconds", 0.0) for row in trained),
             "max_staleness": self.config.rollout.max_staleness,

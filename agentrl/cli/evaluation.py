@@ -1,9 +1,10 @@
 """`agentrl eval` and `agentrl compare`."""
 
 import math
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -14,6 +15,9 @@ from agentrl.cli.run_folders import model_to_evaluate, run_config
 from agentrl.config import load_config
 from agentrl.flow import run_steadily
 from agentrl.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from agentrl.observe.reports import Comparison
 
 
 def evaluate(  # noqa: PLR0917  typer calls it by name
@@ -47,7 +51,7 @@ def evaluate(  # noqa: PLR0917  typer calls it by name
     for name, evaluation in run_steadily(play()).items():
         _print_evaluation(name, evaluation, show)
         if report is not None:
-            path = report_of(name, steps, evaluation).write(report)
+            path = report_of(name, steps, evaluation, loaded.config).write(report)
             console.print(f"saved in {path}", highlight=False, soft_wrap=True)
     if report is None:
         console.print("not saved: --report FOLDER saves what `agentrl compare` reads", highlight=False, soft_wrap=True)
@@ -77,21 +81,35 @@ def compare_runs(
     reports = read_reports(first), read_reports(second)
     compared = compare(*reports)
     for one in compared:
-        success, score = one.success, one.score
-        successes = (
-            "success unknown"
-            if math.isnan(one.first)
-            else f"success {one.first:.1%} and {one.second:.1%}, difference {success.value:+.1%} "
-            f"(95 % interval {success.low:+.1%} to {success.high:+.1%})"
-        )
-        console.print(
-            f"[bold]{escape(one.name)}[/bold] ({one.tasks} tasks; after {one.steps[0]} and {one.steps[1]} steps): "
-            f"{successes}; score {score.value:+.3g} ({score.low:+.3g} to {score.high:+.3g})",
-            highlight=False,
-            soft_wrap=True,
-        )
+        for line in _comparison(one):
+            console.print(line, highlight=False, soft_wrap=True)
     for name, why in left_out(*reports, compared).items():
-        console.print(f"[bold]{escape(name)}[/bold] is not compared: {why}", highlight=False, soft_wrap=True)
+        console.print(f"[bold]{escape(name)}[/bold] is not compared: {escape(why)}", highlight=False, soft_wrap=True)
+
+
+def _comparison(one: "Comparison") -> Iterator[str]:
+    """The figures of a comparison, and what they leave out."""
+    success, score = one.success, one.score
+    successes = (
+        "success unknown"
+        if math.isnan(one.first)
+        else f"success {one.first:.1%} and {one.second:.1%}, difference {success.value:+.1%} "
+        f"(95 % interval {success.low:+.1%} to {success.high:+.1%})"
+    )
+    interval = "all are equal" if math.isnan(score.low) else f"{score.low:+.3g} to {score.high:+.3g}"
+    yield (
+        f"[bold]{escape(one.name)}[/bold] ({one.tasks} tasks; after {one.steps[0]} and {one.steps[1]} steps; "
+        f"{one.failed[0]} and {one.failed[1]} episodes failed): {successes}; score {score.value:+.3g} ({interval})"
+    )
+    if any(one.failed):
+        yield "  episodes that failed are in none of these figures"
+    if any(one.alone):
+        why = f": {one.why_alone}" if one.why_alone else ""
+        only = f"{one.alone[0]} tasks that only the first has, and {one.alone[1]} that only the second has"
+        yield f"  not compared: {only}{escape(why)}"
+    if one.rewards_differ:
+        yield "  the two were scored by different rewards (the section reward of their configs)"
+    yield f"  {escape(' and '.join(str(file) for file in one.files))}"
 
 
 def _name_of(trajectory: Trajectory) -> str:

@@ -196,9 +196,15 @@ def before_and_after(summary: dict[str, Any]) -> str:
     """The success on held-out tasks before and after training, in a line with colours of rich."""
     return (
         f"held-out success [bold]{_share(summary['success_before'])}[/bold] before reinforcement learning"
-        f"{_interval(summary['success_before_interval'])}, [bold green]{_share(summary['success_after'])}[/bold green] "
-        f"after {summary['steps']} steps{_interval(summary['success_after_interval'])}"
+        f"{_interval(summary['success_before_interval'])}{_failed(summary.get('failed_before'))}, "
+        f"[bold green]{_share(summary['success_after'])}[/bold green] after {summary['steps']} steps"
+        f"{_interval(summary['success_after_interval'])}{_failed(summary.get('failed_after'))}"
     )
+
+
+def _failed(episodes: float | None) -> str:
+    """How many episodes an evaluation's figures leave out."""
+    return f" ({episodes:.0f} episodes failed and do not count)" if episodes else ""
 
 
 def _share(value: float | None) -> str:
@@ -214,6 +220,7 @@ def _suites_of(summary: dict[str, Any]) -> str:
             before, after = ends.get("before", {}), ends.get("after", {})
             interval = _interval([after.get("success_low"), after.get("success_high")])
             passes = "".join(f", {key} {_share(after[key])}" for key in after if re.fullmatch(r"pass@\d+", key))
-            change = f"{_share(before.get('success'))} before, {_share(after.get('success'))} after"
-            lines.append(f"{name}: success {change}{interval}{passes}\n")
+            at_first = f"{_share(before.get('success'))}{_failed(before.get('failed'))}"
+            change = f"{at_first} before, {_share(after.get('success'))} after"
+            lines.append(f"{name}: success {change}{interval}{passes}{_failed(after.get('failed'))}\n")
     return "".join(lines)

@@ -89,7 +89,8 @@ class Dashboard:
         if progress.held_out is not None:
             step, success = progress.held_out
             share = "unknown how many" if math.isnan(success) else f"[bold]{success:.1%}[/bold]"
-            yield "held out", f"{share} succeed after {step} steps"
+            failed = f"; {progress.held_out_failed} failed, and do not count" if progress.held_out_failed else ""
+            yield "held out", f"{share} succeed after {step} steps{failed}"
         if progress.slowest:
             shown = (f"{escape(env)} {mean:.2g} s a step, at most {most:.2g} s" for env, mean, most in progress.slowest)
             yield "slowest", "; ".join(shown)

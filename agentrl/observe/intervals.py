@@ -5,9 +5,9 @@ independent (E. Miller, "Adding error bars to evals", arXiv:2411.00640, sections
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from statistics import fmean, pstdev, stdev
 
 from agentrl.observe.metrics import wilson_interval
 
@@ -35,34 +35,70 @@ def pass_at_k(successes: int, samples: int, k: int) -> float:
 
 
 def mean_over_tasks(values: Sequence[float]) -> Interval:
-    """The mean of one value for each task, with a normal interval. NaN for no tasks, or the bounds for a single one."""
+    """The mean of one value for each task, with a normal interval.
+
+    NaN for no tasks. The bounds are NaN for a single one, and where all values are equal: nothing tells then how far
+    others would lie.
+    """
     if not values:
         return Interval(math.nan, math.nan, math.nan)
     mean = fmean(values)
-    error = _Z * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    error = _Z * stdev(values) / math.sqrt(len(values)) if len(set(values)) > 1 else math.nan
     return Interval(mean, mean - error, mean + error)
 
 
 def share_over_tasks(values: Sequence[float]) -> Interval:
-    """As `mean_over_tasks`, of values from 0 to 1; by Wilson's method, if all are 0 or 1."""
+    """The mean of one value from 0 to 1 for each task.
+
+    The interval is Wilson's, if all values are 0 or 1. Otherwise it is the normal one, and at least as wide as with two
+    values of 0 and two of 1 added (A. Agresti and B. Coull, "Approximate is better than 'exact'", 1998), so that tasks
+    which are all alike give no certainty.
+    """
     if values and set(values) <= {0.0, 1.0}:
         return Interval(fmean(values), *wilson_interval(round(sum(values)), len(values)))
     found = mean_over_tasks(values)
-    return Interval(found.value, max(0.0, found.low), min(1.0, found.high))
+    if len(values) < 2:
+        return found
+    low, high = _with_added(values, (0.0, 0.0, 1.0, 1.0))
+    low, high = (low, high) if math.isnan(found.low) else (min(low, found.low), max(high, found.high))
+    return Interval(found.value, max(0.0, low), min(1.0, high))
 
 
-def passes(by_task: Mapping[str, Sequence[bool]], samples: int) -> dict[int, Interval]:
-    """pass@k for k = 1, 2, 4, ... up to `samples`, of the tasks that were played at least k times."""
+def passes(by_task: Mapping[str, Sequence[bool]], samples: int) -> tuple[int, dict[int, Interval]]:
+    """pass@k for k = 1, 2, 4, ... up to `samples`, all of the same tasks, and how many these are: those of which enough
+    answers are known for the largest k. NaN if there are none.
+    """
     ks = [2**power for power in range(samples.bit_length()) if 2**power <= samples]
-    return {
-        k: share_over_tasks([pass_at_k(sum(own), len(own), k) for own in by_task.values() if len(own) >= k]) for k in ks
-    }
+    known = [own for own in by_task.values() if len(own) >= ks[-1]]
+    return len(known), {k: share_over_tasks([pass_at_k(sum(own), len(own), k) for own in known]) for k in ks}
 
 
-def paired_difference(one: Mapping[str, float], other: Mapping[str, float]) -> tuple[int, Interval]:
+def paired_difference(
+    one: Mapping[Hashable, float], other: Mapping[Hashable, float], largest: float | None = None
+) -> tuple[int, Interval]:
     """How many tasks both have, and by how much `other` is larger there: the mean of the differences, task by task.
 
-    The interval is narrower than that of two separate means, as a task is hard or easy for both.
+    The interval is narrower than that of two separate means, as a task is hard or easy for both. It is the normal one
+    of the differences with the `largest` possible one added in both directions (for shares that of D. Bonett and R.
+    Price, "Adjusted Wald confidence interval for a difference of binomial proportions based on paired data", 2012), so
+    that few tasks which all change alike give no certainty. Without `largest`, it is the difference between the
+    smallest and the largest value of all; where these are equal, the bounds are NaN.
     """
-    both = sorted(one.keys() & other.keys())
-    return len(both), mean_over_tasks([other[task] - one[task] for task in both])
+    both = [task for task in one if task in other]
+    differences = [other[task] - one[task] for task in both]
+    if not differences:
+        return 0, Interval(math.nan, math.nan, math.nan)
+    values = [own[task] for own in (one, other) for task in both]
+    bound = max(values) - min(values) if largest is None else largest
+    mean = fmean(differences)
+    if bound == 0:
+        return len(both), Interval(mean, math.nan, math.nan)
+    low, high = _with_added(differences, (-bound, bound))
+    return len(both), Interval(mean, max(-bound, min(low, mean)), min(bound, max(high, mean)))
+
+
+def _with_added(values: Sequence[float], added: Sequence[float]) -> tuple[float, float]:
+    """The normal interval of the mean of values to which some were added."""
+    every = [*values, *added]
+    mean, error = fmean(every), _Z * pstdev(every) / math.sqrt(len(every))
+    return mean - error, mean + error

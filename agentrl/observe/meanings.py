@@ -156,6 +156,7 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "eval/<suite>/same_answers": "Share of its episodes whose answers are those of the commonest.",
         "eval/<suite>/success": "Share of successful episodes of a suite (`evaluation.suites`), over its tasks.",
         "eval/<suite>/pass@<k>": "Share of its tasks of which one of k answers succeeds, without bias.",
+        "eval/<suite>/pass_tasks": "The tasks of all `pass@k`: enough of their answers are known for the largest k.",
         "eval/<suite>/reward": "Mean score over its tasks.",
         "eval/<suite>/<metric>_low": "Lower end of the 95 % interval, over tasks.",
         "eval/<suite>/<metric>_high": "Upper end of it.",

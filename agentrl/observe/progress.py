@@ -69,6 +69,6 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         else:
             self._live.refresh()
 
-    def held_out(self, steps: int, success: float) -> None:
-        """Show the success on held-out tasks after so many steps."""
-        self._progress.held_out = (steps, success)
+    def held_out(self, steps: int, success: float, failed: int = 0) -> None:
+        """Show the success on held-out tasks after so many steps, and how many of their episodes failed."""
+        self._progress.held_out, self._progress.held_out_failed = (steps, success), failed

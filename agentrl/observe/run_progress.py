@@ -39,6 +39,8 @@ class RunProgress:
     rewards: tuple[float, ...] = ()
     held_out: tuple[int, float] | None = None
     """Steps, and success on held-out tasks after them, of the newest evaluation."""
+    held_out_failed: int = 0
+    """Its episodes that failed."""
     slowest: tuple[EnvPace, ...] = ()
     warnings: tuple[tuple[int, str], ...] = ()
     underway: Callable[[], Underway] | None = None

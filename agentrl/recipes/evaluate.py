@@ -12,9 +12,10 @@ from agentrl.assembly import RolloutAssembly
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, StalenessError
 from agentrl.flow import Flow, Turnstile, now
+from agentrl.hosting.wrappers import address
 from agentrl.observe.intervals import mean_over_tasks, passes, share_over_tasks
 from agentrl.observe.metrics import by_agent, by_env, same_answers, success_share, verdicts, wilson_interval
-from agentrl.observe.reports import HELD_OUT, EpisodeResult, EvaluationReport
+from agentrl.observe.reports import HELD_OUT, Conditions, EpisodeResult, EvaluationReport, PlayedTask
 from agentrl.rollout.episode import Episode, EpisodeRunner
 from agentrl.rollout.outage import Outages
 from agentrl.rollout.seeds import derive_seed
@@ -115,7 +116,8 @@ class SuiteEvaluation:
         reward = mean_over_tasks([fmean(values) for own in by_task.values() if (values := _values(own))])
         found = {"success": success, "reward": reward}
         if self.suite.samples > 1:
-            found |= {f"pass@{k}": interval for k, interval in passes(known, self.suite.samples).items()}
+            complete, by_k = passes(known, self.suite.samples)
+            found |= {f"pass@{k}": interval for k, interval in by_k.items()}
         turns = [len(trajectory.turns) for trajectory, _ in self.scored]
         named = {
             "turns": fmean(turns) if turns else math.nan,
@@ -124,6 +126,8 @@ class SuiteEvaluation:
             "failed": float(len(self.failed)),
             **same_answers([trajectory for trajectory, _ in self.scored]),
         }
+        if self.suite.samples > 1:
+            named["pass_tasks"] = float(complete)
         for name, interval in found.items():
             named |= {name: interval.value, f"{name}_low": interval.low, f"{name}_high": interval.high}
         return {f"eval/{self.suite.name}/{name}": value for name, value in named.items()}
@@ -272,12 +276,41 @@ async def _record(run: Run, name: str, step: int, evaluation: Evaluation | Suite
     """Write the episodes of an evaluation, and its report."""
     lost = [(one, Score(math.nan, status=one.status)) for one in evaluation.failed if isinstance(one.status, Failed)]
     await run.record_held_out(name, step, [*evaluation.scored, *lost])
-    report_of(name, step, evaluation).write(run.folder / "evaluations")
+    report_of(name, step, evaluation, run.config).write(run.folder / "evaluations")
     run.track_samples(name, step, evaluation.scored)
 
 
-def report_of(name: str, step: int, evaluation: Evaluation | SuiteEvaluation) -> EvaluationReport:
-    """The report of an evaluation of the weights after `step` steps."""
+def report_of(
+    name: str, step: int, evaluation: Evaluation | SuiteEvaluation, config: RunConfig | None = None
+) -> EvaluationReport:
+    """The report of an evaluation of the weights after `step` steps. `config`: how it was played."""
     sampled = isinstance(evaluation, SuiteEvaluation)
-    episodes = tuple(EpisodeResult.of(*pair, sampled) for pair in evaluation.scored)
-    return EvaluationReport(name, step, evaluation.metrics(), episodes)
+    episodes = tuple(
+        EpisodeResult.of(trajectory, score, sampled, None if config is None else _played_task(trajectory, config))
+        for trajectory, score in evaluation.scored
+    )
+    conditions = Conditions() if config is None else _conditions(name, config)
+    return EvaluationReport(name, step, evaluation.metrics(), episodes, conditions)
+
+
+def _played_task(trajectory: Trajectory, config: RunConfig) -> PlayedTask:
+    env = config.envs[trajectory.task.env]
+    return PlayedTask.of(trajectory, address(env.name, env.all_wrappers), program=env.is_agent)
+
+
+def _conditions(name: str, config: RunConfig) -> Conditions:
+    """How the evaluation of this name is played and scored."""
+    suite = next((suite for suite in config.evaluation.suites if suite.name == name), None)
+    envs = dict(config.env.all) if suite is None else {suite.label: config.envs[suite.label]}
+    sampling = (suite or config.evaluation).sampling(config.rollout.sampling).model_dump(mode="json")
+    longest, budgets, rewards = config.own_max_tokens(), config.own_budgets(), config.rewards_by_env()
+    for env in envs:
+        of = f" of {env}" if len(envs) > 1 else ""
+        sampling[f"max_tokens{of}"] = longest.get(env, config.rollout.sampling.max_tokens)
+        for limit, value in budgets.get(env, config.rollout.budget):
+            sampling[f"budget.{limit}{of}"] = value
+    return Conditions(
+        {address(one.name, one.all_wrappers): one.options for one in envs.values()},
+        sampling,
+        [rewards.get(env, config.reward).dump() for env in envs],
+    )
