@@ -25,9 +25,11 @@ def braille_curve(values: Sequence[float], width: int, height: int) -> list[str]
     cells = np.zeros((height, width), np.int64)
     known = np.isfinite(points)
     if known.any():
-        low, high = points[known].min(), points[known].max()
-        scale = (rows - 1) / (high - low) if high > low else 0.0
-        levels = np.where(known, (rows - 1) - np.round((np.where(known, points, low) - low) * scale), -1).astype(int)
+        low = points[known].min()
+        above = np.where(known, points, low) / 2 - low / 2  # halves, whose difference is finite
+        span = above.max()
+        heights = above / span if span > 0 else above
+        levels = np.where(known, (rows - 1) - np.round(heights * (rows - 1)), -1).astype(int)
         before = -1
         for column, level in enumerate(levels):
             if level >= 0:

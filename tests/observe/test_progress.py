@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -179,6 +179,8 @@ values = st.lists(st.one_of(st.floats(-1e6, 1e6), st.just(float("nan"))), max_si
 
 
 @given(values=values, width=st.integers(1, 40), height=st.integers(1, 6))
+@example(values=[0.0, 2.2250738585072014e-308], width=1, height=2)  # whose difference has no finite inverse
+@example(values=[-1.7e308, 1.7e308], width=1, height=2)
 def test_a_curve_has_the_size_that_is_asked_for_and_dots_where_there_are_values(values, width, height):
     lines = braille_curve(values, width, height)
     assert [len(line) for line in lines] == [width] * height
