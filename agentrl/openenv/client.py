@@ -5,12 +5,14 @@ import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import httpx
+from pydantic_core import to_json
 
 from agentrl.errors import ConfigError, EnvError, OutageError
-from agentrl.flow import notice, now
+from agentrl.flow import Suspect, notice, now
 from agentrl.hosting.calls import calls_taken
 from agentrl.openenv.socket import (
     SHUN_SECONDS,
@@ -25,7 +27,7 @@ from agentrl.openenv.socket import (
 )
 from agentrl.openenv.text import action_from, has_tools, how_to_act, text_from, tools_from, what_is_wrong
 from agentrl.protocols import Env, ResetResult, StepResult
-from agentrl.remote.client import FULL_SECONDS
+from agentrl.remote.client import FULL_SECONDS, suspicion
 from agentrl.remote.protocol import server_url
 from agentrl.rollout.tools import ToolError, how_to_call, is_refusal, merged, parse_tool_calls
 from agentrl.trajectory import MadeCall, ToolCall
@@ -66,12 +68,14 @@ class OpenEnv:
 
         Raises:
             EnvError: no server can be used, or the environment failed.
+            LethalTaskError: servers have died of this task.
             ConfigError: this is not an OpenEnv server, or it does not accept the token or the options.
         """
         if taken := {"seed", "episode_id"} & options.keys():
             raise ConfigError(f"the option {min(taken)!r} is a field of OpenEnv's own resets: leave it out")
         self._playing = False
         data = {**options, "seed": seed}
+        suspicion().check(self._suspect(data))
         if self._socket is not None and self._socket.usable:
             with contextlib.suppress(LostError, FullError):  # it has expired; no episode has begun, so nothing is lost
                 return await self._begin(self._socket, data)
@@ -135,7 +139,7 @@ class OpenEnv:
         try:
             if has_tools(schema) and not socket.tools:  # before the reset, since environments may count it as a step
                 socket.tools = _tools(await socket.ask("step", {"type": "list_tools"}), socket.server.url)
-            began = await socket.ask("reset", data)
+            began = await self._reset(socket, data)
         except MisfitError as error:
             raise ConfigError(f"{socket.server.url} does not accept the options {dict(data)}: {error}") from error
         self._playing = True
@@ -143,6 +147,26 @@ class OpenEnv:
         info = began.info_fields
         self.system_prompt = str(info.get("system_prompt") or ("" if self.tools else how_to_act(schema)))
         return text_from(began.observation), info
+
+    @staticmethod
+    def _suspect(data: Mapping[str, Any]) -> Suspect:
+        content = partial(to_json, data, fallback=repr)
+        return suspicion().suspect(f"the reset with {dict(data)!r:.200}", content)
+
+    async def _reset(self, socket: Socket, data: Mapping[str, Any]) -> ServerObservation:
+        """Begin an episode on the server; if that dies meanwhile, the task is suspected of it."""
+        server, suspect = socket.server, self._suspect(data)
+        server.resetting.add(suspect)
+        try:
+            began = await socket.ask("reset", data)
+        except LostError as error:
+            server.died(suspicion(), error)
+            suspicion().check(suspect)
+            raise
+        finally:
+            server.resetting.discard(suspect)
+        suspicion().ended(suspect)
+        return began
 
     async def _act(self, socket: Socket, message: str) -> StepResult:
         try:

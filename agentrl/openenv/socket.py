@@ -19,7 +19,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
 from agentrl.errors import ConfigError, EnvError
-from agentrl.flow import now
+from agentrl.flow import Suspect, Suspicion, now
 from agentrl.http_client import http_client, proxy_note
 from agentrl.openenv.protocol import CAPACITY_REACHED, LARGEST_MESSAGE, VALIDATION_ERROR
 from agentrl.openenv.text import text_from
@@ -86,6 +86,9 @@ class Server:
         self.sockets = 0
         self.waiting = 0
         self.shunned_until = 0.0
+        self.resetting: set[Suspect] = set()
+        """The tasks that it is asked to begin, each of which it may die of."""
+        self._died = -math.inf
         self._has_warned = False
         self._action_schema: dict[str, Any] | None = None
 
@@ -93,6 +96,12 @@ class Server:
     def load(self) -> tuple[bool, int]:
         """Sort key: open a session at the server with the lowest load."""
         return self.shunned_until > now(), self.sockets
+
+    def died(self, suspicion: Suspicion, why: object) -> None:
+        """It died while it was asked to begin tasks. All their connections end, and that counts as one death."""
+        if now() - self._died > SHUN_SECONDS:
+            self._died = now()
+            suspicion.died(self.resetting, why)
 
     async def action_schema(self, client: httpx.AsyncClient | None = None) -> dict[str, Any]:
         """The schema of the server's actions, requested once, with `client` if one is given.

@@ -19,12 +19,14 @@ from agentrl import plugins
 from agentrl.envs.base import TextEnv
 from agentrl.envs.calculator import Calculator
 from agentrl.envs.guess_number import GuessNumber
-from agentrl.errors import ConfigError, DeadlineError, EnvError
+from agentrl.errors import ConfigError, DeadlineError, EnvError, LethalTaskError, OutageError
+from agentrl.flow import run_virtual
 from agentrl.hosting.host import EnvDeadlines, EnvHost, LiveEnv
 from agentrl.http_client import http_client
 from agentrl.openenv.client import OpenEnv, openenv
 from agentrl.openenv.protocol import ResetRequest
 from agentrl.openenv.sessions import OpenEnvSessions
+from agentrl.openenv.socket import LostError, ServerObservation
 from agentrl.openenv.text import action_from, how_to_act, text_from, tools_from, what_is_wrong
 from agentrl.protocols import Env, StepResult
 from agentrl.remote.client import RemoteEnv
@@ -738,3 +740,46 @@ def test_a_socket_that_lapsed_between_episodes_is_replaced_without_a_word():
 
     with served(Counting, idle_seconds=0.2) as server:
         asyncio.run(main(server))
+
+
+class Frail:
+    """A connection to a server that dies of the reset with seed 13."""
+
+    tools = ()
+    action_schema: Mapping[str, Any] = {"properties": {"message": {"type": "string"}}}
+    usable = True
+
+    def __init__(self, server: Any, asked: list[int]) -> None:
+        self.server = server
+        self.asked = asked
+
+    async def ask(self, kind: str, data: Mapping[str, Any]) -> ServerObservation:
+        self.asked.append(data["seed"])
+        await asyncio.sleep(1)
+        if data["seed"] == 13:
+            raise LostError("the connection ended")
+        return ServerObservation(observation={"text": "begun"})
+
+    async def close(self) -> None:
+        """There is nothing to close."""
+
+
+def test_a_reset_that_servers_die_of_is_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    async def opened(server: Any, client: Any) -> Frail:
+        return Frail(server, asked)
+
+    monkeypatch.setattr("agentrl.openenv.client.Socket.open", opened)
+
+    async def main() -> None:
+        with pytest.raises(OutageError, match="the connection ended"):
+            await OpenEnv(["http://here:1"]).reset(seed=13, options={})
+        await OpenEnv(["http://here:1"]).reset(seed=14, options={})
+        await asyncio.sleep(10)  # the server is started again
+        for _ in range(3):
+            with pytest.raises(LethalTaskError, match=r"died 2 times while they .* the reset with {'seed': 13}"):
+                await OpenEnv(["http://here:1"]).reset(seed=13, options={})
+
+    run_virtual(main)
+    assert asked == [13, 14, 13]

@@ -321,3 +321,43 @@ def test_a_teacher_for_shorter_conversations_is_refused(tmp_path: Path, agentrl:
     done = agentrl("train", "run.yaml", "recipe.teacher.engine.max_context=64", cwd=tmp_path)
     assert done.returncode != 0
     assert "the teacher's engine takes at most 64 tokens, and the policy's 2048" in " ".join(done.stderr.split())
+
+
+def test_a_sample_that_the_teacher_s_engines_die_of_carries_no_loss_and_the_others_are_taught() -> None:
+    batch = collate(random_samples(500, seed=1, count=20))
+    first = next(number for number, count in enumerate(batch.loss_tokens_M) if count)
+    lethal = batch.split([1] * batch.num_samples)[first]
+    asked_tokens = lethal.tokens_S[: int(np.flatnonzero(lethal.loss_mask_S)[-1]) + 1].tolist()
+
+    class Mortal(ScriptedEngine):
+        async def score(self, request: ScoreRequest) -> Scores:
+            if request.token_ids.tolist() == asked_tokens:
+                await self.__aexit__()
+                raise EngineDeadError("out of memory")
+            return Scores(request.token_ids[request.start :].astype(np.float32), 0)
+
+    restarted: list[int] = []
+
+    def again(number: int) -> Mortal:
+        restarted.append(number)
+        return Mortal(lambda tokens: [1.0])
+
+    async def main() -> TrainBatch:
+        async with Router([Mortal(lambda tokens: [1.0])], factory=again) as router:
+            teacher = Teacher(router, temperature=1.0, seconds=60, concurrency=3)
+            return await Advisors(Distill(Distill.Config()), teacher=teacher).taught(batch)
+
+    taught = run_virtual(main)
+    assert 2 <= len(restarted) <= 4
+    assert taught.num_loss_tokens == batch.num_loss_tokens - int(lethal.loss_mask_S.sum())
+    assert taught.reference_logprobs_N.tolist() == taught.tokens_S[taught.loss_mask_S].tolist()
+
+
+def test_a_teacher_that_answers_nan_ends_the_step() -> None:
+    class Broken(OneByOne):
+        async def score(self, request: ScoreRequest) -> Scores:
+            scores = await super().score(request)
+            return replace(scores, logprobs=scores.logprobs * np.float32("nan"))
+
+    with pytest.raises(EngineError, match="says NaN"):
+        run_virtual(lambda: asked(Broken(), collate(random_samples(500, seed=1, count=4))))
