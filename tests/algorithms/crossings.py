@@ -226,6 +226,8 @@ _GROUPS = "grpo|gspo|cispo|sapo|gigpo"
 _CRITIC = {"whiten": "false", "normalizer": "1.0", "end": "terminal"}
 _PLAIN = {"algorithm": "rloo", "normalizer": "1.0"}
 _REINFORCE = {"algorithm": "reinforce", "group baseline": "default", "statistics": "default"}
+_ONE_EPISODE = {"members": "1", "groups": "1"}
+"""In a step. What is computed over a batch is then computed over an episode."""
 _FRESH = {"played by": "the newest policy"}
 _EXACT_WEIGHTS = {"importance": "wide, sequence", "old logprobs": "default"}
 
@@ -239,6 +241,11 @@ BIASES: Mapping[str, Bias] = {
         {"algorithm": "reinforce_pp"}, _REINFORCE, {"algorithm": "reinforce_pp", "normalizer": "1.0"}
     ),
     "`rebn`": Bias({"algorithm": "rebn"}, _REINFORCE, {"algorithm": "rebn", "normalizer": "1.0", "gamma": "1"}),
+    "`rebn`, one episode": Bias(
+        {"algorithm": "rebn", **_ONE_EPISODE},
+        _REINFORCE,
+        {"algorithm": "rebn", "normalizer": "1.0", "gamma": "1", "members": "1"},
+    ),
     "`gigpo`": Bias(
         {"algorithm": "gigpo", "states": "default"},
         {"states": "0"},
@@ -253,6 +260,11 @@ BIASES: Mapping[str, Bias] = {
         {"algorithm": "ppo", **_CRITIC, "whiten": "default"},
     ),
     "`normalizer=tokens`": Bias({"normalizer": "tokens"}, {"normalizer": "1.0"}, {"algorithm": "rloo"}),
+    "`normalizer=tokens`, one episode": Bias(
+        {"normalizer": "tokens", **_ONE_EPISODE},
+        {"normalizer": "1.0"},
+        {"algorithm": "reinforce", "normalizer": "tokens", "members": "1"},
+    ),
     "`normalizer=trajectories`": Bias(
         {"algorithm": _COMPARING, "normalizer": "trajectories"},
         {"normalizer": "1.0"},
@@ -325,7 +337,8 @@ def spelled(row: Row) -> Row:
 
 def biases_of(row: Row) -> list[str]:
     """What is biased in a row."""
-    return [name for name, bias in BIASES.items() if bias.is_in(spelled(row))]
+    found = [name for name, bias in BIASES.items() if bias.is_in(spelled(row))]
+    return [name for name in found if f"{name}, one episode" not in found]
 
 
 def without(row: Row, names: Iterable[str]) -> Row:

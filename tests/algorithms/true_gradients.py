@@ -69,7 +69,7 @@ def true_gradient(step: ExactStep, policies: Policies, share: ExactShare) -> Ten
 
 
 def spans_of(step: ExactStep, policies: Policies) -> tuple[float, float]:
-    """How far returns from a turn on can differ, and what terms of the reference can add to a turn's credit."""
+    """How far returns from a turn on can differ, and how far terms of the reference can."""
     returns, costs = [0.0], [0.0]
     for share in step.shares:
         field, algorithm = _Field(step, policies, share), step.by_env.get(share.env, step.algorithm)
@@ -77,8 +77,10 @@ def spans_of(step: ExactStep, policies: Policies) -> tuple[float, float]:
         weight = getattr(own, "kl_reward", 0.0) + hasattr(own, "teacher")
         for gamma in {1.0, getattr(own, "gamma", 1.0), getattr(own, "step_gamma", 1.0)}:
             returns += [credit for rewards in field.rewards for credit in _to_go(rewards, gamma)]
-        costs += [sum(map(abs, moved)) * weight for moved in field.moved(policies.played_P) if np.isfinite(moved).all()]
-    return max(returns) - min(returns), max(costs)
+        for moved in field.moved(policies.played_P):
+            if np.isfinite(moved).all():
+                costs += [weight * cost for cost in _to_go(moved, 1.0)]
+    return max(returns) - min(returns), max(costs) - min(costs)
 
 
 def _to_go(rewards: Sequence[float], gamma: float) -> list[float]:
