@@ -907,6 +907,19 @@ class SupportsTokenLogprobs(Trainer, Protocol):
         ...
 
 
+@runtime_checkable
+class SchedulesLearningRate(Protocol):
+    """Settings of a trainer whose learning rate follows a schedule."""
+
+    lr: float
+    warmup_steps: int
+    schedule: str
+
+    def learning_rate(self, step: int, total_steps: int) -> float:
+        """The rate of step `step`, counted from 0 in calls of `Trainer.step`, of so many."""
+        ...
+
+
 class TaskSource(Protocol):
     """The tasks of one split of a run, by index: the same config gives the same tasks in every launch.
 

@@ -2,6 +2,7 @@
 
 runs/NAME/
   config.yaml        the resolved config; `agentrl train --resume runs/NAME` needs nothing else
+  config.0.yaml ...  each config that the run has had, and changes.jsonl what each changed (config/history.py)
   metrics.jsonl      a row for each step and each evaluation
   data.json          what the data of the tasks are (digests), where they come from files
   ledger.sqlite      the fate of every task and episode
@@ -52,10 +53,20 @@ from pydantic_core import to_json
 from rich.console import Console
 from rich.markup import escape
 
+from agentrl.advisors import CRITIC_FOLDER
 from agentrl.algorithms.samples import TracedBatch
-from agentrl.checkpoint import Checkpoints, Savable
+from agentrl.checkpoint import Checkpoints, Savable, set_aside
 from agentrl.cluster.roster import restart_metrics
-from agentrl.config import LoadedConfig, RunConfig, load_config, unused_by
+from agentrl.config import (
+    ConfigHistory,
+    LoadedConfig,
+    RunConfig,
+    SettingChange,
+    jumps_of_schedules,
+    notes_of_schedules,
+    refuse_another_run,
+    unused_by,
+)
 from agentrl.durable import remove_left, remove_unfinished, unfinished, write_whole
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.flow import Flow, elapsed, run_to_completion
@@ -86,19 +97,27 @@ from agentrl.run_lock import RunLock
 from agentrl.run_temp import RunTemp
 from agentrl.task_sources import fingerprints
 from agentrl.tiny_model import SIZES
-from agentrl.trajectory import Group, Message, Score, Trajectory
+from agentrl.trajectory import Group, Message, Score, Task, Trajectory
 from agentrl.weights.fit import check_fit
 from agentrl.weights.low_rank import LowRank
 from agentrl.weights.publisher import checksum
 
 logger = logging.getLogger(__name__)
 _COMMIT = "model_commit"
+_ADAPTERS, _TRAINER_STATE = "adapter", "trainer.pt"
+"""What the trainers here write into a checkpoint: a folder of adapters if they train those, and their state."""
+_SHAPE = (
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads",
+)  # fmt: skip
+"""What of a model's config.json decides the shapes of its weights."""
 
 
 class Run:
     """A new or resumed run in its folder. A context manager.
 
-    A resumed run continues from its newest checkpoint that is not damaged, or from the one after `step` steps.
+    A resumed run continues from its newest checkpoint that is not damaged, or from the one after `step` steps. What its
+    config changes is said; `change` allows it to change what defines the run: its model, and the stream of its tasks.
 
     Raises:
         CheckpointError: every checkpoint is damaged.
@@ -108,13 +127,22 @@ class Run:
     """
 
     def __init__(
-        self, loaded: LoadedConfig, console: Console, *, resume: bool = False, step: int | None = None
+        self,
+        loaded: LoadedConfig,
+        console: Console,
+        *,
+        resume: bool = False,
+        step: int | None = None,
+        change: bool = False,
     ) -> None:
         self.config = loaded.config
+        self._loaded = loaded
         self.folder = self.config.run_dir
         self.resumed = resume
         self._check_folder()
-        check_model(self.config)
+        self._changes = self._check_changes(change)
+        self._new_model = any(change.key in ("model.name", "model.revision") for change in self._changes)
+        check_model(self.config, pinned=not self._new_model)
         check_placement(self.config)
         data = fingerprints(self.config)
         try:
@@ -133,7 +161,7 @@ class Run:
             self.checkpoints = Checkpoints(self.folder / "checkpoints", kept.keep, kept.keep_best if kept.best else 0)
             if resume:
                 self._check_state(console, step)
-            self._check_data(data)
+            self._check_data(data, change)
             self.ledger = Ledger(self.folder / "ledger.sqlite")
             self.metrics = MetricsFile(self.folder / "metrics.jsonl")
             self.owed = OwedEvaluations(self.folder / "owed_evaluations.json")
@@ -143,7 +171,6 @@ class Run:
             self._live = LiveStatus(self.folder)
             self._profiler = Profiler(self.folder, always=self.config.observe.profile)
             self._settings = {key: value for key, value, _ in loaded.rows()}
-            self._origins = {key: origin for key, _, origin in loaded.rows()}
             self._tracking: Tracking | None = None
             self._ending: Ending | None = None
             self._silence = self._new_silence()
@@ -170,16 +197,27 @@ class Run:
             self.checkpoints.go_back_to(step)
         newest = self.checkpoints.latest()
         if newest is not None:
+            check_goes_on(newest[1], self.config, new_model=self._new_model)
             check_ledger(self.folder / "ledger.sqlite", newest[0])
 
-    def _check_data(self, data: Mapping[str, str]) -> None:
-        """Record what the tasks' data are, and refuse to resume on others."""
+    def _check_changes(self, change: bool) -> Sequence[SettingChange]:
+        """What a resumed run changes of its config, which may not make another run of it unless `change`."""
+        if not self.resumed:
+            return ()
+        changes = ConfigHistory(self.folder).changes(self._loaded)
+        if not change:
+            refuse_another_run(changes, self.folder)
+        return changes
+
+    def _check_data(self, data: Mapping[str, str], change: bool) -> None:
+        """Record what the tasks' data are, and refuse to resume on others, unless the tasks may change."""
         path = self.folder / "data.json"
         before = _fingerprints_in(path) if self.resumed and path.exists() else {}
-        if changed := [split for split in data if before.get(split, data[split]) != data[split]]:
+        changed = [split for split in data if before.get(split, data[split]) != data[split]]
+        if changed and not change:
             raise ConfigError(
                 f"tasks: the data of the split {changed[0]!r} are not those that the run in {self.folder} began with: "
-                "put them back, or start a new run with run_dir=ANOTHER"
+                "put them back, start a new run with run_dir=ANOTHER, or add --change to go on with them in this one"
             )
         if data:
             write_whole(path, json.dumps({**before, **data}, indent=2) + "\n")
@@ -205,19 +243,46 @@ class Run:
             opened.enter_context(MachineLog(self.folder))
             record_launch(self.folder, resumed=self.resumed)
             self._write_status(None, None, datetime.now(UTC))
-            origins = self.folder / "origins.json"
-            if not self.resumed or not origins.exists():  # else they come from config.yaml
-                write_whole(origins, json.dumps(self._origins, indent=2) + "\n")
-            write_whole(self.folder / "config.yaml", self.config.to_yaml())  # last: with it, there is a run to resume
-            if not self.resumed:
-                self._say_what_is_not_used()
+            self._keep_config()
             self._open = opened.pop_all()
         return self
+
+    def _keep_config(self) -> None:
+        """Keep the config, and say what is to be known of it before the work begins."""
+        newest = self.checkpoints.latest()
+        start = newest[0] if newest and self.resumed else 0
+        if self._changes:
+            self.display.say(f"resuming after {start} steps with changes:")
+            for change in self._changes:
+                self.display.say(f"  {escape(str(change))}")
+        if self._new_model:
+            self._set_aside_models()
+        history = ConfigHistory(self.folder)
+        notes = list(notes_of_schedules(self.config))
+        if self._changes:
+            notes += jumps_of_schedules(history.newest().config, self.config, start)
+        history.keep(self._loaded, self._changes, start)
+        for text in notes:
+            self.note(start, text, "lr")
+        if not self.resumed:
+            self._say_what_is_not_used()
+
+    def _set_aside_models(self) -> None:
+        """Rename what was made of the model that the run had before: it is made again of the new one."""
+        (self.folder / _COMMIT).unlink(missing_ok=True)
+        for made in (self.folder / "model", self.folder / "demonstrations"):
+            if made.exists():
+                self.display.say(f"{made} is of the model before: it is set aside as {set_aside(made, 'left').name}")
+
+    def note(self, step: int, text: str, *metrics: str) -> None:
+        """Say what the author of the settings has hardly meant, and keep it with the warnings about these metrics."""
+        self.display.say(f"[yellow]note:[/yellow] {escape(text)}")
+        self._keep_warning(step, Alarm(text, metrics))
 
     def _say_what_is_not_used(self) -> None:
         """Name the sections that somebody has written, and that the recipe does not use."""
         recipe = self.config.recipe
-        written = {key.partition(".")[0] for key, origin in self._origins.items() if origin != "default"}
+        written = {key.partition(".")[0] for key, _, origin in self._loaded.rows() if origin != "default"}
         if unused := [section for section in unused_by(recipe) if section in written]:
             self.display.say(f"[yellow]note:[/yellow] recipe={recipe.name} does not use {', '.join(unused)}")
 
@@ -291,6 +356,20 @@ class Run:
         if (commit := commit_of(folder)) is not None and not Path(name).is_dir():
             write_whole(self.folder / _COMMIT, f"{commit}\n")
         return folder
+
+    def open_tasks(self, step: int) -> list[tuple[int, Task]]:
+        """The tasks, with their numbers, that an earlier launch left open, after `step` steps.
+
+        Where the run had another environment then, they are cancelled: nothing can play them any more. (A mixture
+        keeps its environments.)
+        """
+        pending = self.ledger.rewind(step)
+        if self.config.env.mixture:
+            return pending
+        gone = [number for number, task in pending if task.env not in self.config.env.all]
+        for number in gone:
+            self.ledger.end_task(number, "cancelled", "the run was resumed with another environment")
+        return [(number, task) for number, task in pending if number not in gone]
 
     def watch(self, underway: Callable[[], Underway]) -> None:
         """Show what a scheduler does, in the terminal and in `live.json`. `underway` is called by other threads."""
@@ -603,9 +682,10 @@ def _of_suite(rows: Sequence[Mapping[str, Any]], name: str) -> dict[str, Mapping
     }
 
 
-def check_model(config: RunConfig) -> None:
+def check_model(config: RunConfig, *, pinned: bool = True) -> None:
     """Check that the model to start from exists and can be trained, and the model of each frozen agent.
 
+    `pinned`: one on the hub is that of the commit which the run has begun with.
     A model on the hub is downloaded: first what describes it, and its weights when that has been checked.
 
     Raises:
@@ -613,7 +693,7 @@ def check_model(config: RunConfig) -> None:
     """
     model = config.model
     if model.name not in SIZES:
-        revision = _revision(config)
+        revision = _revision(config) if pinned else config.model.revision
         described = description_folder(model.name, revision)
         check_architecture(described, trust_remote_code=model.trust_remote_code)
         check_vocabulary(renderer_of(described, model), described)
@@ -627,6 +707,40 @@ def check_model(config: RunConfig) -> None:
                 f"env.agents.{agent}.model: {str(route.model)!r} is not the folder of a Hugging Face model (no "
                 "config.json in it); a run's checkpoints are such folders"
             )
+
+
+def check_goes_on(checkpoint: Path, config: RunConfig, *, new_model: bool) -> None:
+    """Check that a run can go on from a checkpoint, which another config may have made.
+
+    Raises:
+        ConfigError: it has no critic where one is needed, adapters for weights or the other way round, or a model of
+            another shape.
+    """
+    way_out = (
+        f"so the run cannot go on from it. Leave the change out, or start a new run from its weights: "
+        f"model={checkpoint} run_dir=ANOTHER"
+    )
+    if config.critic is not None and not (checkpoint / CRITIC_FOLDER).is_dir():
+        needs = f"{config.algorithm.name} needs a critic, and {checkpoint} has none"
+        raise ConfigError(f"algorithm.name: {needs}, {way_out}")
+    adapters = getattr(config.trainer.settings, "lora", None) is not None
+    saved, ours = (checkpoint / _ADAPTERS).is_dir(), (checkpoint / _TRAINER_STATE).is_file()
+    if ours and adapters != saved:
+        asked, there = ("adapters", "whole weights") if adapters else ("whole weights", "adapters")
+        raise ConfigError(f"trainer.lora: the run trains {asked}, and {checkpoint} is of {there}, {way_out}")
+    if new_model and not _same_shape(checkpoint, config):
+        name = config.model.name
+        raise ConfigError(f"model.name: {checkpoint} has other shapes than the model {name!r}, {way_out}")
+
+
+def _same_shape(checkpoint: Path, config: RunConfig) -> bool:
+    """Whether the configured model, which is another than that of a checkpoint, has weights of the same shapes."""
+    if config.model.name in SIZES:
+        return False
+    folders = checkpoint, description_folder(config.model.name, config.model.revision)
+    old, new = (json.loads((folder / "config.json").read_text()) for folder in folders)
+    old, new = ({**one, **one.get("text_config", {})} for one in (old, new))
+    return all(old.get(key) == new.get(key) for key in _SHAPE)
 
 
 def check_vocabulary(renderer: Renderer, folder: Path) -> None:
@@ -651,21 +765,19 @@ def _revision(config: RunConfig) -> str | None:
     return pinned.read_text().strip() if pinned.exists() else config.model.revision
 
 
-def was_begun(loaded: LoadedConfig) -> bool:
+def was_begun(loaded: LoadedConfig, *, change: bool = False) -> bool:
     """Whether the run of this config has begun already.
 
     Raises:
-        ConfigError: its folder holds a run of another config. Only `steps` may differ, if that run had fewer.
+        ConfigError: its folder holds a run of another config, and `change` does not allow that. Only `steps` may
+            differ, if that run had fewer.
     """
     folder = loaded.config.run_dir
     if not (folder / "config.yaml").exists():
         return False
-    old, new = ({key: value for key, value, _ in one.rows()} for one in (load_config(folder / "config.yaml"), loaded))
-    keys = [key for key in {**old, **new} if key != "run_dir" and old.get(key) != new.get(key)]
-    if new["steps"] > old["steps"]:
-        keys.remove("steps")
-    if keys:
-        differing = "\n".join(f"  {key}: {old.get(key)!r} there, {new.get(key)!r} here" for key in keys)
+    changes = [one for one in ConfigHistory(folder).changes(loaded) if one.key != "steps" or one.new < one.old]
+    if changes and not change:
+        differing = "\n".join(f"  {change}" for change in changes)
         raise ConfigError(
             f"{folder} holds a run of another config:\n{differing}\nWrite run_dir=ANOTHER for a new run, or resume "
             f"that one with `agentrl train --resume {folder}`; add the settings to change, if any, to this command"

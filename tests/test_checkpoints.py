@@ -387,10 +387,10 @@ def test_auto_refuses_the_run_of_another_config_and_names_what_differs(agentrl, 
     assert done.returncode == 2
     said = " ".join(done.stderr.split())
     lake = load_config(LAKE).config
-    assert f"trainer.lr: 0.5 there, {lake.trainer.settings.lr!r} here" in said
-    assert f"steps: 90 there, {lake.steps} here" in said
-    assert "reward.name: None there, 'environment' here" in said
-    assert "reward.1.name: 'exact' there, None here" in said
+    assert f"trainer.lr: 0.5 -> {lake.trainer.settings.lr}" in said
+    assert f"steps: 90 -> {lake.steps}" in said
+    assert "reward.name: (none) -> environment" in said
+    assert "reward.1.name: exact -> (none)" in said
     assert "engine" not in said
     assert "Write run_dir=ANOTHER for a new run, or resume" in said
     assert f"`agentrl train --resume {run}`" in said

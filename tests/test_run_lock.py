@@ -119,10 +119,10 @@ def test_what_a_killed_process_has_left_is_mended_when_the_run_goes_on(tmp_path:
 def test_a_run_that_is_killed_when_it_begins_has_origins_or_no_config(tmp_path: Path) -> None:
     written: list[str] = []
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("agentrl.run.write_whole", lambda path, text: written.append(path.name))
+        patched.setattr("agentrl.config.history.write_whole", lambda path, text: written.append(path.name))
         with run_in(tmp_path / "run", resume=False):
             pass
-    assert written[:2] == ["origins.json", "config.yaml"]
+    assert written == ["origins.json", "config.yaml", "config.0.yaml"]
 
 
 def test_fewer_steps_than_the_run_has_made_are_refused_before_anything_is_renamed(tmp_path: Path) -> None:

@@ -33,7 +33,6 @@ from agentrl.trainers.batch_shards import BatchShard
 from agentrl.trainers.forward import DeviceMicroBatch, to_device
 from agentrl.trainers.gradient_norms import norms_of
 from agentrl.trainers.packing import MicroBatch
-from agentrl.trainers.schedule import learning_rate
 from agentrl.trainers.sharding import Sharding
 from agentrl.trainers.spec import RankInfo, TrainerSpec
 from agentrl.weights.bundle import BundlePlace
@@ -94,7 +93,7 @@ class TrainerRank:
 
     def step(self, shard: BatchShard, loss: Loss, normalizer: float, loss_tokens: int) -> Mapping[str, float]:
         """One pass over this rank's shard. The metrics are of all ranks, except the seconds, which are of this one."""
-        lr = learning_rate(self._spec.config, self._steps_done, self._spec.total_steps)
+        lr = self._spec.config.learning_rate(self._steps_done, self._spec.total_steps)
         tally = _Tally()
         # No update comes before the first minibatch, so its own logprobs are the old ones.
         olds: list[list[Tensor | None]] = [

@@ -1,5 +1,6 @@
 """The settings of every trainer: the optimizer, its schedule, and how a batch is cut up."""
 
+import math
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -111,6 +112,21 @@ class TrainerSettings(Settings):
                 f"{_SLOWEST}, or moments: int8 or float32"
             )
         return self
+
+    def learning_rate(self, step: int, total_steps: int) -> float:
+        """The rate of step `step`, counted from 0 in calls of `Trainer.step`: a pure function, so the only scheduler
+        state of a resumed run is the step.
+
+        A linear warm-up, then constant, or half a cosine from `lr` down to `min_lr_ratio * lr` at `total_steps`
+        (SGDR, arXiv:1608.03983, equation 5, without restarts). Steps beyond `total_steps` keep the last rate.
+        """
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        if self.schedule == "constant":
+            return self.lr
+        progress = min(1.0, (step - self.warmup_steps) / max(1, total_steps - self.warmup_steps))
+        low = self.min_lr_ratio * self.lr
+        return low + (self.lr - low) * 0.5 * (1 + math.cos(math.pi * progress))
 
     @property
     def tokens_at_once(self) -> int:

@@ -90,7 +90,7 @@ class TrainingAssembly(RolloutAssembly):
         Tasks that an earlier launch left open come first. `teaches`: whether anything can be learned from a group.
         """
         run.display.resume(step, (row["reward"] for row in run.metrics.rows() if "reward" in row))
-        pending = run.ledger.rewind(step)
+        pending = run.open_tasks(step)
         tasks, gives_up = task_source(self.config, "train"), self.config.env.exhausted == "others"
         if isinstance(tasks, Mixture):
             tasks.restore(run.ledger.fates_by_env(), run.metrics.rows(), gives_up=gives_up)

@@ -43,10 +43,15 @@ def train(
         int | None,
         typer.Option(metavar="N", help="Resume from the checkpoint after N steps; later ones are set aside."),
     ] = None,
+    change: Annotated[
+        bool, typer.Option("--change", help="Resume with another model, seed, environment or other tasks than before.")
+    ] = False,
 ) -> None:
     """Train an agent: [bold]agentrl train examples/frozen_lake.yaml trainer.lr=1e-3[/bold]."""
     if step is not None and resume is None:
         raise ConfigError("--step chooses a checkpoint of a run to resume: add --resume RUN")
+    if change and resume is None:
+        raise ConfigError("--change is for a run to resume: add --resume RUN, or leave it out")
     if resume in (None, "auto"):
         if config is None:
             raise ConfigError("which run? Give a CONFIG file, or --resume RUN")
@@ -54,9 +59,15 @@ def train(
     else:
         # Without a CONFIG, the first free argument is an override of the run's own config.
         given = [*([str(config)] if config is not None else []), *(overrides or [])]
+        if elsewhere := [one for one in given if one.startswith("run_dir=")]:
+            raise ConfigError(
+                f"{elsewhere[0]}: a run that is resumed stays in its folder, {resume}: leave run_dir "
+                "out, or copy the folder and resume the copy"
+            )
         loaded = load_config(run_config(Path(resume)), [*given, f"run_dir={resume}"])
+    resumes = _was_begun(loaded, change) if resume == "auto" else resume is not None
     with lossy_output():
-        summary = _run(loaded, resume=_was_begun(loaded) if resume == "auto" else resume is not None, step=step)
+        summary = _run(loaded, resume=resumes, step=step, change=change)
         if summary is not None:
             _print_summary(loaded.config.run_dir, summary)
 
@@ -69,18 +80,18 @@ def demo(overrides: Overrides = None) -> None:
     train(Path(package).with_name("demo.yaml"), [folder, _DEMO, *(overrides or [])])
 
 
-def _was_begun(loaded: LoadedConfig) -> bool:
+def _was_begun(loaded: LoadedConfig, change: bool) -> bool:
     from agentrl.run import was_begun
 
-    return was_begun(loaded)
+    return was_begun(loaded, change=change)
 
 
-def _run(loaded: LoadedConfig, *, resume: bool, step: int | None) -> dict[str, Any] | None:
+def _run(loaded: LoadedConfig, *, resume: bool, step: int | None, change: bool) -> dict[str, Any] | None:
     from agentrl.run import Run
 
     folder, stopping = loaded.config.run_dir, _Stopping()
     try:
-        with stopping, Run(loaded, console, resume=resume, step=step) as run:
+        with stopping, Run(loaded, console, resume=resume, step=step, change=change) as run:
             try:
                 run_steadily(stopping.watch(loaded.config.recipe.call(run)))
             except KeyboardInterrupt:

@@ -1,10 +1,7 @@
-"""From a file and overrides, or nested values, to a validated config. All errors are reported together, before anything
-starts.
-"""
+"""From nested values to a validated config. All errors are reported together, before anything starts."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -13,7 +10,7 @@ from agentrl import plugins
 from agentrl.config.components import component_of, entries_of, helper_of, rewards_of, trackers_of
 from agentrl.config.problems import explained
 from agentrl.config.run_config import COMPONENTS, HELPERS, RunConfig
-from agentrl.config.source import LISTS, read_settings
+from agentrl.config.source import LISTS
 from agentrl.credentials import refuse_credentials
 from agentrl.errors import ConfigError
 
@@ -28,17 +25,13 @@ class LoadedConfig:
     def rows(self) -> Iterator[tuple[str, Any, str]]:
         """(dotted key, value, origin) of every setting."""
         for key, value in _leaves(self.config.model_dump(mode="json")):
-            yield key, value, self.origins.get(key) or "default"
+            yield key, value, self._origin(key)
 
-
-def load_config(path: Path, overrides: Iterable[str] = ()) -> LoadedConfig:
-    """Read a YAML file, apply `a.b=c` overrides, validate everything.
-
-    Raises:
-        ConfigError: something is wrong. Names every problem, where it was written, and the nearest valid name.
-    """
-    source = read_settings(path, overrides)
-    return validate_config(source.values, source.origins)
+    def _origin(self, key: str) -> str:
+        """Where a setting was written, which may be in a list."""
+        while key and key not in self.origins:
+            key = key.rpartition(".")[0]
+        return self.origins.get(key) or "default"
 
 
 def validate_config(values: Mapping[str, Any], origins: Mapping[str, str] | None = None) -> LoadedConfig:

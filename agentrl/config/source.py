@@ -79,6 +79,26 @@ class Source:
         node[path[-1]] = value
         self.origins[".".join(path)] = origin
 
+    def value(self, path: Sequence[str]) -> Any:
+        """What stands at a path; None if nothing does."""
+        node: Any = self.values
+        for part in path:
+            node = node.get(part) if isinstance(node, dict) else None
+        return node
+
+    def remove(self, path: Sequence[str]) -> list[str]:
+        """Remove what stands at a path, and the sections that are empty then; returns the leaves that there were."""
+        for depth in range(len(path), 0, -1):
+            holder = self.value(path[: depth - 1])
+            if not isinstance(holder, dict) or (depth < len(path) and holder.get(path[depth - 1])):
+                break
+            holder.pop(path[depth - 1], None)
+        at = ".".join(path)
+        gone = [key for key in self.origins if f"{key}.".startswith(f"{at}.")]
+        for key in gone:
+            del self.origins[key]
+        return gone
+
     def _forget(self, path: tuple[str, ...], *, keep_one: bool) -> None:
         """Remove the old settings of a list that is written again, unless only one component gets a new name."""
         node: Any = self.values
@@ -109,8 +129,8 @@ def _is_tasks(path: tuple[str, ...]) -> bool:
     return path == ("tasks",) or (len(path) == 4 and path[:2] == _MIXTURE and path[3] == "tasks")
 
 
-def read_settings(path: Path, overrides: Iterable[str] = ()) -> Source:
-    """Read a YAML file, and apply `a.b=c` overrides.
+def read_settings(path: Path, overrides: Iterable[str] = (), *, without: Iterable[str] = ()) -> Source:
+    """Read a YAML file, leave out the leaves `without` of it, and apply `a.b=c` overrides.
 
     Raises:
         ConfigError: the file or an override cannot be read.
@@ -118,6 +138,8 @@ def read_settings(path: Path, overrides: Iterable[str] = ()) -> Source:
     source = Source()
     source.set(("run_dir",), f"runs/{path.stem}", "the config's file name")
     _read_file(path, source)
+    for key in without:
+        source.remove(key.split("."))
     for override in overrides:
         keys, value = read_override(override)
         source.set(keys, value, "command line")

@@ -16,7 +16,7 @@ from agentrl import plugins
 from agentrl.algorithms.sft import Sft
 from agentrl.assembly import agent_player, env_host, make_trainer, open_cluster, reward_of
 from agentrl.batch import collate, to_samples
-from agentrl.config import RunConfig
+from agentrl.config import RunConfig, notes_of_warm_up
 from agentrl.errors import ConfigError, EnvError
 from agentrl.flow import Flow
 from agentrl.gateway.player import PlayerEngine
@@ -107,6 +107,9 @@ async def learn(
     batches = [trajectories[i : i + size] for i in range(0, len(trajectories), size)] * how.epochs
     algorithm = Sft()
     losses: list[float] = []
+    settings = run.config.trainer.settings.model_copy(update={"lr": how.lr})
+    for text in notes_of_warm_up("trainer.warmup_steps", settings, len(batches), "the imitation"):
+        run.note(0, text)
     async with (
         open_cluster(run.config) as placed,
         make_trainer(

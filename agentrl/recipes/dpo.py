@@ -21,7 +21,7 @@ from agentrl.algorithms.dpo import OnlineDpo
 from agentrl.arrays import FloatArray, floats, ints
 from agentrl.assembly import make_trainer, open_cluster
 from agentrl.batch import TrainBatch, TrainingSample, collate, to_samples
-from agentrl.config import PLAYED, RunConfig
+from agentrl.config import PLAYED, RunConfig, notes_of_warm_up
 from agentrl.durable import finish_folder, new_unfinished
 from agentrl.errors import ConfigError
 from agentrl.protocols import COLDEST, Settings, SupportsPredict
@@ -111,6 +111,9 @@ async def _learn(
     into = new_unfinished(run.folder / "dpo")
     measured = [_batch([pair]) for pair in held_out]
     temperature, lr = settings.temperature, settings.preferences.lr
+    scheduled = run.config.trainer.settings.model_copy(update={"lr": lr})
+    for text in notes_of_warm_up("trainer.warmup_steps", scheduled, len(batches), "recipe=dpo"):
+        run.note(0, text)
     async with (
         open_cluster(run.config) as placed,
         make_trainer(placed, base, steps=len(batches), temperature=temperature, lr=lr) as trainer,

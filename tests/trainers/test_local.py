@@ -32,7 +32,6 @@ from agentrl.testing.trainers import (
 )
 from agentrl.trainers.deepspeed import DeepSpeedTrainer
 from agentrl.trainers.local import LocalTrainer
-from agentrl.trainers.schedule import learning_rate
 from agentrl.trainers.settings import TrainerSettings
 from agentrl.weights.low_rank import LowRank
 from agentrl.weights.publisher import checksum
@@ -316,13 +315,13 @@ def test_a_resumed_schedule_goes_on_where_it_stopped(
 
 def test_the_schedule_climbs_falls_and_stays() -> None:
     cosine = TrainerSettings(lr=1.0, schedule="cosine", warmup_steps=4, min_lr_ratio=0.1)
-    rates = [learning_rate(cosine, step, 14) for step in range(20)]
+    rates = [cosine.learning_rate(step, 14) for step in range(20)]
     assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert rates[9] == pytest.approx(0.55)
     assert rates[14:] == [pytest.approx(0.1)] * 6
     assert all(a >= b for a, b in itertools.pairwise(rates[4:]))
     flat = TrainerSettings(lr=1.0)
-    assert {learning_rate(flat, step, 3) for step in range(6)} == {1.0}
+    assert {flat.learning_rate(step, 3) for step in range(6)} == {1.0}
 
 
 def test_wrong_settings_say_what_to_write(shallow_model_dir: Path, tmp_path: Path) -> None:
