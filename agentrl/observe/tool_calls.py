@@ -40,7 +40,7 @@ def called_tools(trajectory: Trajectory) -> Iterator[CalledTool]:
 
 def _said(messages: Sequence[Message]) -> list[list[tuple[str, bool]]]:
     """The calls in each message of the model, and whether the result that answers it is a refusal."""
-    places = [place for place, message in enumerate(messages) if message.role == "assistant" and not message.given]
+    places = [place for place, message in enumerate(messages) if message.is_answer]
     found = []
     for place, following in pairwise([*places, len(messages)]):
         results = messages[place + 1 : following]

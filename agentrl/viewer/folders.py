@@ -37,6 +37,17 @@ class Phase(TypedDict):
     end: float | None
 
 
+class Changed(TypedDict):
+    """A config of a run: its number, the step from which on it counts, the time, and the settings that it changed, each
+    with its old and its new value.
+    """
+
+    config: int
+    step: int
+    at: str
+    changed: dict[str, Any]
+
+
 class Warned(TypedDict):
     """A warning: the step that gave rise to it, and the metrics that it is about, if the run said which."""
 
@@ -135,9 +146,13 @@ class RunFolder:
         found = self._once("warnings.jsonl", _warned)
         return [] if found is None else list(found)
 
-    def settings(self) -> dict[str, Any]:
-        """The settings of the run, by dotted name."""
-        return dict(self._once("config.yaml", _settings) or {})
+    def settings(self, number: int | None = None) -> dict[str, Any]:
+        """The settings of the run, by dotted name: the newest ones, or those of its config with this number."""
+        return dict(self._once("config.yaml" if number is None else f"config.{number}.yaml", _settings) or {})
+
+    def changes(self) -> list[Changed]:
+        """The configs that the run has had, in order, each with what it changed."""
+        return list(self._once("changes.jsonl", _changed) or ())
 
     def origins(self) -> dict[str, str]:
         """Where each setting came from, by dotted name."""
@@ -280,6 +295,16 @@ def _warned(text: bytes) -> list[Warned]:
             said = str(row.get("text"))
             found.setdefault(said, Warned(step=row["step"], text=said, metrics=metrics))
     return list(found.values())
+
+
+def _changed(text: bytes) -> list[Changed]:
+    found = []
+    for line in text.split(b"\n"):
+        row = _row(line)
+        if row is None or not isinstance(row.get("config"), int) or not isinstance(row.get("changed"), dict):
+            continue
+        found.append(Changed(config=row["config"], step=row["step"], at=str(row.get("at")), changed=row["changed"]))
+    return found
 
 
 def _begun(text: bytes) -> list[tuple[dict[str, Any], float]]:

@@ -230,9 +230,10 @@ def _add_runs(app: FastAPI, runs: _OpenRuns) -> None:
         return _Json(found, background=later)
 
     @app.get("/api/config")
-    def config(run: str) -> Any:
+    def config(run: str, number: int | None = None) -> Any:
         folder = runs.run(run)
-        return _Json({"settings": folder.settings(), "origins": folder.origins()})
+        origins = folder.origins() if number is None else {}
+        return _Json({"settings": folder.settings(number), "origins": origins, "changes": folder.changes()})
 
     @app.get("/api/events")
     async def events() -> StreamingResponse:

@@ -28,6 +28,7 @@ def test_where_it_says_nothing_the_messages_do():
     first = (ToolCall("buy", {}, "x"), ToolCall("look", {}, "y"))
     messages = (
         Message("user", "Error: no, this is no result."),
+        Message("assistant", "", tool_calls=(ToolCall("example", {}),), given=True),
         Message("assistant", "", tool_calls=first),
         Message("tool", "a shop", tool_call_id="y"),
         Message("tool", "Error: no money", tool_call_id="x"),

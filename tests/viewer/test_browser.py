@@ -663,6 +663,22 @@ def test_every_axis_has_three_numbers_or_more(serve, tmp_path, steps):
     assert marks >= 3 or not page.texts(".histogram")
 
 
+def test_the_configs_of_a_run_are_told_with_what_they_changed(serve, runs):
+    rows = [
+        {"config": 0, "step": 0, "at": "2027-01-15T08:00:00+00:00", "changed": {}},
+        {"config": 1, "step": 2, "at": "2027-01-15T09:00:00+00:00", "changed": {"trainer.lr": [1e-3, 2e-3]}},
+    ]
+    (runs / "first" / "changes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (runs / "first" / "config.0.yaml").write_text("trainer: {lr: 0.125}")
+    page = serve(runs)
+    page.open("#/config?runs=first")
+    assert page.texts(".history .mono") == ["trainer.lr: 0.001 → 0.002"]
+    assert "0.001" in page.texts("tbody td")
+    page.script("document.querySelector('.history a').click()")
+    page.wait(lambda: page.texts("tbody td") == ["trainer.lr", "0.125", ""])
+    assert page.texts(".history [aria-current]") == ["config 0"]
+
+
 def test_long_names_of_runs_are_cut_in_the_middle(serve, tmp_path):
     names = [f"frozen_lake-qwen3-0.6b-groups32-staleness1-seed{seed}" for seed in (1, 2)]
     for name in names:

@@ -263,6 +263,21 @@ def test_what_is_known_of_a_run_is_told_with_its_status(made):
     assert (run.status()["about"]["launches"], run.status()["about"]["tags"]) == (0, [])
 
 
+def test_each_config_that_a_run_has_had_is_told_with_what_it_changed(client, made):
+    assert client.get("/api/config?run=one").json()["changes"] == []
+    rows = [
+        {"config": 0, "step": 0, "at": "2027-01-15T08:00:00+00:00", "changed": {}},
+        {"config": 1, "step": 3, "at": "2027-01-15T09:00:00+00:00", "changed": {"trainer.lr": [1e-3, 2e-3]}},
+    ]
+    (made.folder / "changes.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows) + '[]\n{"step": 1}\n{"co'
+    )
+    (made.folder / "config.0.yaml").write_text("trainer: {lr: 1.0e-3}")
+    assert client.get("/api/config?run=one").json()["changes"] == rows
+    assert client.get("/api/config?run=one&number=0").json()["settings"] == {"trainer.lr": 1e-3}
+    assert client.get("/api/config?run=one&number=7").json()["settings"] == {}
+
+
 def test_a_warning_has_its_step_and_its_metrics_and_is_told_once(made):
     lines = (
         {"step": 3, "text": "a", "metrics": ["x"]},

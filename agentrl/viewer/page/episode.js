@@ -103,18 +103,21 @@ function conversation(trajectory) {
   return el("div", {}, el("div", { class: "bar" }, el("label", {}, "colour by", by), legend, tokens, note), list);
 }
 
+/** Whether the model said a message in this episode: answers that came with the task are shown to it as its own. */
+const isAnswer = (message) => message?.role === "assistant" && !message.given;
+
 /** The messages; an answer is shown as its tokens, and what the model was shown with the environment's own picture of it. */
 function messageTurns(trajectory, scale) {
   let answers = 0;
   const drawn = trajectory.messages.map((message, i) => {
-    const asked = trajectory.messages[i + 1]?.role === "assistant" ? trajectory.turns[answers]?.picture : null;
+    const asked = isAnswer(trajectory.messages[i + 1]) ? trajectory.turns[answers]?.picture : null;
     const last = i === trajectory.messages.length - 1 ? trajectory.picture : null;
-    if (message.role !== "assistant" || !trajectory.turns[answers]) return el("article", { class: `message ${message.role === "assistant" ? "assistant" : ""}` }, el("header", {}, el("b", {}, message.role)), el("div", { class: "shown" }, message.reasoning ? longText(message.reasoning, "reasoning") : null, longText(message.content || ""), callsOf(message), picture(asked || last)));
+    if (!isAnswer(message) || !trajectory.turns[answers]) return el("article", { class: `message ${message.role === "assistant" ? "assistant" : ""}` }, el("header", {}, el("b", {}, message.role), message.given ? el("span", {}, "given with the task") : null), el("div", { class: "shown" }, message.reasoning ? longText(message.reasoning, "reasoning") : null, longText(message.content || ""), callsOf(message), picture(asked || last)));
     const number = answers++, turn = trajectory.turns[number];
     return el("article", { class: `message assistant${turn.forked ? " forked" : ""}` }, turnHead(turn, number),
       someOf(about(turn), scale), callsOf(message), infoOf(turn));
   });
-  const ended = trajectory.messages.at(-1)?.role === "assistant" ? picture(trajectory.picture) : null;
+  const ended = isAnswer(trajectory.messages.at(-1)) ? picture(trajectory.picture) : null;
   return ended ? [...drawn, el("article", { class: "message" }, el("header", {}, el("b", {}, "how it ended")), ended)] : drawn;
 }
 
