@@ -8,7 +8,8 @@ runs/NAME/
   ledger.sqlite      the fate of every task and episode
   trajectories/      step_000000.parquet ...: every episode that was trained on
   profile/           traces for Perfetto, where the run was profiled
-  untrained/         step_000000.parquet ...: some episodes that were filtered, stale or failed
+  untrained/         step_000000.parquet ...: some episodes that were filtered, stale or failed; of a step in which the
+                     run ended, all that were played to their end
   samples/           step_000000.parquet ...: what each step was trained on, and what the trainer computed of tokens
   timeline.jsonl     when each phase of each step began
   warnings.jsonl     what the run has warned of, if anything
@@ -589,6 +590,23 @@ class Run:
                     await self.save_checkpoint(step, state)
                 except Exception:  # what stops the run may be why
                     logger.warning("the state after %d steps cannot be saved", step, exc_info=True)
+            raise
+
+    @asynccontextmanager
+    async def keeping_episodes(self, take_all: Callable[[], Sequence[tuple[Trajectory, Score]]]) -> AsyncIterator[None]:
+        """If the run ends in the block in the middle of a step, keep the episodes of that step, which `take_all` gives,
+        in `untrained/`.
+        """
+        try:
+            yield
+        except (Exception, asyncio.CancelledError):
+            step, phase = self._status.get("step"), self._status.get("phase")
+            if step is not None and phase != "record" and (left := take_all()):
+                path = self.folder / "untrained" / f"step_{step:06d}.parquet"
+                try:
+                    await run_to_completion(asyncio.to_thread(write_trajectories, path, left, self._epoch))
+                except Exception:  # what ends the run may be why
+                    logger.warning("the episodes of the step that ends here cannot be kept", exc_info=True)
             raise
 
     def evaluated(self, step: int, suite: str | None = None) -> bool:

@@ -124,7 +124,8 @@ async def iterative_dpo(run: Run, settings: IterativeDpoSettings) -> None:
             await evaluating.evaluate(start, due=start > 0)  # the others were at the beginning
             run.metrics.rewind(start)
             processing = BatchProcessing(config.batch_processing, run.metrics.rows(), algorithm)
-            async with parts.rollouts(run, start, processing.teaches) as rollouts:
+            scheduler = parts.rollouts(run, start, processing.teaches)
+            async with scheduler as rollouts, run.keeping_episodes(rollouts.take_all):
                 for iteration in range(start, config.steps):
                     clock = Stopwatch(partial(run.begin_phase, iteration))
                     with clock("rollout"):
@@ -147,7 +148,7 @@ async def iterative_dpo(run: Run, settings: IterativeDpoSettings) -> None:
                         **processing.update(groups),
                         **loop_metrics(),
                     }
-                    await run.record_step(iteration, groups, metrics, clock.seconds)
+                    await run.record_step(iteration, groups, metrics, clock.seconds, rollouts.take_untrained())
                     tasks, updates = [group.task.id for group in groups], int(learned["updates"])
                     lineage = iterations.lineage(iteration + 1, tasks, pairs=len(ranking.pairs), updates=updates)
                     await run.save_checkpoint(iteration + 1, _Trained(parts, ranking, lineage))

@@ -70,7 +70,7 @@ async def train(
             by_env = {one.called: one.algorithm.make() for one in config.env.mixture if one.algorithm is not None}
             processing = BatchProcessing(config.batch_processing, run.metrics.rows(), algorithm, by_env)
             scheduler = parts.rollouts(run, start, processing.teaches)
-            async with scheduler as rollouts, run.writing_checkpoints():
+            async with scheduler as rollouts, run.keeping_episodes(rollouts.take_all), run.writing_checkpoints():
                 for step in range(start, config.steps):
                     clock = Stopwatch(partial(run.begin_phase, step))
                     with clock("rollout"):

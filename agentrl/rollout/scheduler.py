@@ -122,6 +122,7 @@ class Rollouts:
         self._finished: Channel[_Ended] = self._flow.channel("groups", self._rule.capacity)
         self._playing: dict[Ticket, tuple[_Playing, asyncio.Task[None]]] = {}
         self._ready: dict[Ticket, tuple[int, Group]] = {}
+        self._batch: list[Group] = []  # that nothing has been recorded of yet
         self._bias, self._waste = Bias(), Waste()
         self._generated = 0  # tokens, when the metrics were last asked for
         self._groups = GroupRunner(
@@ -183,7 +184,7 @@ class Rollouts:
             self._events.record("trained", group.task.id)
             self._bias.trained(group)
         self._ledger.trained(step, {number: group.rewards_G for number, group in chosen})
-        groups = [group for _, group in chosen]
+        groups = self._batch = [group for _, group in chosen]
         if self._mixture is not None:
             self._mixture.trained(groups)
         if self._observer is not None:
@@ -256,7 +257,18 @@ class Rollouts:
 
     def take_untrained(self) -> list[tuple[Trajectory, Score]]:
         """Trajectories that ended since the last call and are not trained on: at most `keep_untrained` of each kind."""
+        self._batch = []
         return self._groups.untrained.take()
+
+    def take_all(self) -> list[tuple[Trajectory, Score]]:
+        """What a run that ends in the middle of a step has played and not recorded: `take_untrained`, the batch, the
+        groups of later ones, and members of groups that are not complete.
+        """
+        self._absorb(self._finished.drain())
+        groups = [*self._batch, *(group for _, group in self._ready.values())]
+        whole = [pair for group in groups for pair in zip(group.trajectories, group.scores, strict=True)]
+        members = [pair for one in self._groups.playing.values() for played in one.played.values() for pair in played]
+        return [*whole, *members, *self.take_untrained()]
 
     def _segments(self, step: int) -> list[Group]:
         """What the groups have played so far whose tickets the rule has renewed."""
@@ -370,7 +382,7 @@ class Rollouts:
                 f"{len(self._filtered)} groups were filtered for one batch, but rollout.max_filtered_per_step allows "
                 f"only {self._config.max_filtered_per_step}: all advantages of a group are 0, the last time because "
                 f"{why}. The tasks are too hard or too easy for this policy, or the reward is "
-                "constant: look at the run's trajectories/, choose other tasks, or leave rollout.filter_zero_variance "
+                "constant: look at the run's untrained/, choose other tasks, or leave rollout.filter_zero_variance "
                 "off"
             )
         self._replace(playing.ticket)

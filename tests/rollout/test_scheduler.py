@@ -24,6 +24,7 @@ from agentrl.errors import (
     RetriesExhaustedError,
     RewardError,
     StallError,
+    TrainingError,
 )
 from agentrl.flow import EventLog, Retries, deadline, now, run_virtual
 from agentrl.hosting.host import EnvHost
@@ -106,6 +107,10 @@ class World:
     metrics: dict[str, float] = field(default_factory=dict)
     underway: list[Underway] = field(default_factory=list)
     untrained: list[list[tuple[Trajectory, Score]]] = field(default_factory=list)
+    fails_at: int | None = None
+    """The step whose training fails."""
+    left: list[tuple[Trajectory, Score]] = field(default_factory=list)
+    """What was played in the step in which it ended."""
     teaches: Callable[[Group], bool] = lambda group: group.mixed
 
     def run(self) -> "World":
@@ -139,16 +144,25 @@ class World:
             teaches=self.teaches,
         )
         async with engine, rollouts:
+            await self._train(rollouts, engine)
+            self.metrics = rollouts.metrics()
+        await host.close()
+        self.seconds = now()
+
+    async def _train(self, rollouts: Rollouts, engine: Any) -> None:
+        try:
             for step in range(self.steps):
                 self.batches.append(await rollouts.next_batch())
                 self.underway.append(rollouts.underway())
+                if step == self.fails_at:
+                    raise TrainingError("the loss is not finite")
                 self.untrained.append(rollouts.take_untrained())
                 await asyncio.sleep(self.train_seconds)
                 async with rollouts.new_weights(step + 1):
                     await engine.update_weights({}, step + 1)
-            self.metrics = rollouts.metrics()
-        await host.close()
-        self.seconds = now()
+        except (Exception, asyncio.CancelledError):
+            self.left = rollouts.take_all()
+            raise
 
 
 def config(**settings) -> RolloutConfig:
@@ -500,13 +514,31 @@ def test_some_episodes_that_were_filtered_or_failed_are_kept_with_what_was_playe
     assert all(math.isnan(score.value) and "the judge is down" in str(score.status) for _, score in kept)
 
 
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_a_run_that_ends_in_a_step_gives_all_episodes_of_it_and_no_other(max_staleness):
+    world = World(config(max_staleness=max_staleness), steps=4, fails_at=1)
+    with pytest.raises(TrainingError):
+        world.run()
+    left = [trajectory.id for trajectory, _ in world.left]
+    first, batch = ({one.id for group in groups for one in group.trajectories} for groups in world.batches)
+    assert len(left) == len(set(left))
+    assert batch <= set(left)
+    assert not first & set(left)
+    assert (set(left) > batch) == (max_staleness > 0)  # those of later steps, which had begun
+
+
 def test_filtering_without_end_is_an_error_that_names_the_way_out():
     class Same(Sum):
         async def score(self, trajectory):
             return Score(0.0)
 
-    with pytest.raises(FilterBudgetError, match=r"11 groups were filtered for one batch.*too hard or too easy"):
-        World(config(filter_zero_variance=True, max_filtered_per_step=10), steps=4, reward=Same()).run()
+    world = World(config(filter_zero_variance=True, max_filtered_per_step=10), steps=4, reward=Same())
+    with pytest.raises(
+        FilterBudgetError, match=r"11 groups were filtered for one batch.*too hard or too easy.*untrained/"
+    ):
+        world.run()
+    assert len(world.left) >= 2
+    assert {score.value for _, score in world.left} == {0.0}
 
 
 @pytest.mark.parametrize("rule", sorted(STALENESS_RULES))

@@ -1,6 +1,17 @@
 """Episodes that were not trained on: which of them are kept."""
 
+import asyncio
+from io import StringIO
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from rich.console import Console
+
+from agentrl.config import load_config
+from agentrl.errors import FilterBudgetError
 from agentrl.rollout.untrained import UntrainedEpisodes
+from agentrl.run import Run
 from agentrl.trajectory import Completion, Failed, Score, Task, Trajectory, Turn
 
 
@@ -31,3 +42,29 @@ def test_those_without_a_turn_and_all_where_none_is_wanted_are_left_out() -> Non
     none = UntrainedEpisodes(0)
     none.keep("environment", [played(1)])
     assert none.take() == []
+
+
+def test_a_run_that_ends_in_the_middle_of_a_step_keeps_its_episodes_and_one_that_ends_at_its_end_none(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"env: frozen_lake\nrun_dir: {tmp_path / 'run'}\ntrackers: []\n")
+
+    async def ends(run: Run, step: int, phase: str, error: BaseException | None) -> None:
+        run.begin_phase(step, phase)
+        async with run.keeping_episodes(lambda: [played(step)]):
+            if error is not None:
+                raise error
+
+    with Run(load_config(path), Console(file=StringIO())) as run:
+        asyncio.run(ends(run, 1, "train", None))
+        for step, phase, error in (
+            (2, "train", FilterBudgetError("too many")),
+            (3, "rollout", asyncio.CancelledError()),  # as by Ctrl-C
+            (4, "record", OSError("the disk is full")),  # it has been kept already
+        ):
+            with pytest.raises(type(error)):
+                asyncio.run(ends(run, step, phase, error))
+        kept = sorted((run.folder / "untrained").iterdir())
+        assert [one.name for one in kept] == ["step_000002.parquet", "step_000003.parquet"]
+        assert pq.read_table(kept[0])["id"].to_pylist() == ["t/2/0"]
