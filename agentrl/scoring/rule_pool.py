@@ -20,6 +20,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from hashlib import blake2b
 from typing import Any, Self
@@ -131,13 +132,20 @@ class RulePool:
         Raises:
             RewardError, ConfigError: as `run`.
         """
-        self._pool = self._pool or self._start()
+        pool = self._pool = self._pool or self._start()
         try:
-            return await asyncio.wrap_future(self._pool.schedule(_call, args=[call], timeout=self._config.deadline))
+            return await asyncio.wrap_future(pool.schedule(_call, args=[call], timeout=self._config.deadline))
         except FutureTimeoutError as error:
             raise RewardError(
                 f"{name} did not answer within {self._config.deadline:g} s (rollout.rules.deadline): "
                 "its process was killed"
+            ) from error
+        except BrokenProcessPool as error:
+            if self._pool is pool:
+                self._pool = None  # the next call starts another
+            raise RewardError(
+                f"{name}: the processes of rules died in their start, in which they import "
+                f"{', '.join(self.imports) or 'nothing'}"
             ) from error
         except ProcessExpired as error:
             if -error.exitcode in (signal.SIGPROF, signal.SIGXCPU):

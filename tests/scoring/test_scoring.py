@@ -9,6 +9,8 @@ import re
 import threading
 import time
 from collections import Counter
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -477,3 +479,34 @@ def test_rule_workers_that_die_again_and_again_end_the_run(virtual):
     with pytest.raises(WorkerDiedError, match="it was restarted 3 times in a row without a verdict in between"):
         virtual(main)
     assert len(starts) == 4
+
+
+def test_a_pool_whose_processes_did_not_start_is_started_again_for_the_next_content(virtual, monkeypatch):
+    class Pool:
+        def __init__(self, broken):
+            self.broken = broken
+
+        def schedule(self, function, args, timeout):
+            if self.broken:
+                raise BrokenProcessPool("All workers expired")
+            answered = Future()
+            answered.set_result(4.0)
+            return answered
+
+        def stop(self):
+            pass
+
+        def join(self):
+            pass
+
+    made = [Pool(broken=False), Pool(broken=True)]
+    monkeypatch.setattr(RulePool, "_start", lambda pool: made.pop())
+
+    async def main():
+        pool = RulePool(RulePoolConfig(), ["lawbook"])
+        with pytest.raises(RewardError, match="died in their start, in which they import lawbook"):
+            await pool.run(math.sqrt, 16)
+        assert await pool.run(math.sqrt, 16) == 4.0
+        assert await pool.run(math.sqrt, 17) == 4.0
+
+    virtual(main)
