@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from agentrl.errors import EngineError, EnvError
+from agentrl.errors import EngineError, EnvError, LethalRequestError
 from agentrl.flow import Flow, run_virtual
 from agentrl.gateway.call import ChatRequest, Wishes
 from agentrl.gateway.config import GatewayConfig
@@ -149,6 +149,17 @@ def test_a_program_may_survive_a_failure_of_the_engine():
     assert trajectory.status == Terminated()
     assert len(trajectory.turns) == 1
     assert [call.kind for call in session.tree.calls] == ["start", "retry"]
+
+
+def test_a_request_that_engines_die_of_is_refused_for_good_and_its_episode_is_not_played_again():
+    async def play(session):
+        with pytest.raises(CallRefusedError) as refused:
+            await said(session, [user("begin")])
+        assert refused.value.status == 400  # which clients do not send again
+        raise EnvError("it got no answer")
+
+    trajectory, _ = played(play, saying(fail=lambda request: LethalRequestError("engines died 2 times")))
+    assert trajectory.status == Failed("engine", "engines died 2 times", final=True)
 
 
 def test_a_prompt_beyond_the_context_truncates_the_episode():
