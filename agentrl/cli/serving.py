@@ -84,7 +84,7 @@ def serve(  # noqa: PLR0917  typer calls it by name
     server.run()
 
 
-def gateway(
+def gateway(  # noqa: PLR0917  typer calls it by name
     run: Annotated[Path, typer.Argument(metavar="RUN|CONFIG", help="The folder of a run, or a YAML file.")],
     overrides: Overrides = None,
     record: Annotated[
@@ -94,13 +94,19 @@ def gateway(
         str, typer.Option(help="Environment variable with the token that API keys begin with.")
     ] = "AGENTRL_GATEWAY_TOKEN",
     step: Step = "latest",
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Port to listen on, instead of gateway.port; 0: any free one.")
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on, instead of gateway.host.")] = None,
 ) -> None:
     """Serve a run's checkpoint, or a config's model, to any client of a chat API, and record what is said."""
 
     from agentrl.recipes.serve_policy import serve_policy
     from agentrl.remote.http_server import check_reach
 
-    loaded = load_config(run_config(run) if run.is_dir() else run, overrides or [])
+    given = {"gateway.port": port, "gateway.host": host}
+    chosen = [*(overrides or []), *(f"{name}={value}" for name, value in given.items() if value is not None)]
+    loaded = load_config(run_config(run) if run.is_dir() else run, chosen)
     model, token = model_to_evaluate(run, loaded, step), os.environ.get(token_env, "")
     check_reach(
         "gateway.host", loaded.config.gateway.host, token, f"set a token in the environment variable {token_env}"

@@ -72,7 +72,7 @@ def _read(checked: Json, _: Json) -> WireRequest:
     tools = [_tool(tool) for tool in checked.get("tools") or ()]
     model = str(checked["model"])
     return WireRequest(
-        chat_request(messages, tools, wishes),
+        chat_request(messages, tools, wishes, model=model),
         bool(checked.get("stream")),
         lambda session, call: as_json(_answer(call, model)),
         lambda session, call: _events(call, model),
@@ -135,7 +135,7 @@ def _blocks(answer: AgentAnswer) -> list[Any]:
     if answer.message.reasoning:
         blocks.append(ThinkingBlock(type="thinking", thinking=answer.message.reasoning, signature=""))
     if answer.message.said:
-        blocks.append(TextBlock(type="text", text=answer.message.said, citations=None))
+        blocks.append(TextBlock(type="text", text=answer.message.said))
     for call in answer.calls:
         blocks.append(ToolUseBlock(type="tool_use", id=call.id, name=call.name, input=dict(call.arguments)))
     return blocks

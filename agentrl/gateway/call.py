@@ -25,9 +25,11 @@ CallKind = Literal["start", "extension", "branch", "retry", "subagent", "compact
 - `extension`: it goes on after an answer that no other call went on after;
 - `branch`: it goes on after an answer that another call went on after, too;
 - `retry`: it asks the same as an earlier call, for another answer;
-- `compaction`: it begins with another, shorter history, in which an earlier answer is quoted (a summary);
-- `edit`: it begins as an earlier conversation, and has another history than that;
-- `subagent`: it begins otherwise.
+- `compaction`: with tools and system messages of an earlier conversation, it has another, shorter history, in which an
+  earlier answer is quoted (a summary);
+- `edit`: it goes on with an earlier conversation that the program has changed: it begins as that one and has another
+  history, or has the same tools and an answer of it;
+- `subagent`: it is a conversation of its own.
 """
 
 
@@ -66,6 +68,7 @@ class ChatRequest:
     """One request of a program, whatever protocol it speaks. `count`: how many answers it wants.
 
     `request_id`: its idempotency key, if it sends one. `repeated`: the program says that it sends this once more.
+    `model`: the name that it calls the model by; empty: none.
     """
 
     messages: tuple[Message, ...]
@@ -74,6 +77,7 @@ class ChatRequest:
     wishes: Wishes = Wishes()
     request_id: str = ""
     repeated: bool = False
+    model: str = ""
 
 
 @dataclass(eq=False, slots=True)
@@ -93,6 +97,8 @@ class AgentCall:
     """Identifies how its conversation begins: the messages before the first answer."""
     episode: str = ""
     """Identifies its episode in what programs get: no two answers of a run have the same id."""
+    by_name: bool = True
+    """Whether it asked for the policy by its name."""
     created: int = field(default_factory=lambda: int(datetime.now(UTC).timestamp()))
     """When it was asked, as programs are told: in seconds since 1970."""
     answers: list["AgentAnswer"] = field(default_factory=list)
@@ -125,8 +131,8 @@ class AgentCall:
 class AgentAnswer:
     """A sampled answer. `message` is what the program got, with the ids of tool calls that the model wrote.
 
-    `thread` names the engine's session that sampled it. `extended`: a call goes on after it, so the program saw it.
-    `digest` is that of the conversation up to its end.
+    `thread` names the engine's session that sampled it. `extended`: a call goes on after it, and in its row.
+    `returned`: a call goes on after it, so the program saw it. `digest` is that of the conversation up to its end.
     """
 
     call: AgentCall
@@ -136,6 +142,7 @@ class AgentAnswer:
     answered: float = 0.0
     digest: bytes = b""
     extended: bool = False
+    returned: bool = False
     stopped_at: str = ""
     """The text of the program's that it stopped at, which is not in the message."""
     reward: float = 0.0
@@ -150,7 +157,7 @@ class AgentAnswer:
     @property
     def seen(self) -> bool:
         """Whether the program has seen it. Others are not trained on, because nothing followed from them."""
-        return self.call.delivered or self.extended
+        return self.call.delivered or self.returned
 
     @property
     def id(self) -> str:

@@ -7,6 +7,9 @@
 A row is a path of the tree, laid end to end as one training sample. The first call after an answer continues its row.
 Any other begins a row of its own, with the tokens before it as a prompt, without loss. So each answer is trained on in
 one row, and there are as few rows as the tree has ends.
+
+Programs have other models for small things, such as titles, which the policy answers too. If an episode calls the
+policy by its name, what it has asked of others is in no row, and continues none.
 """
 
 from collections import Counter
@@ -18,14 +21,17 @@ from agentrl.trajectory import Message
 
 
 class CallPlace(NamedTuple):
-    """Where a request goes on: after `parent`, if any, with the messages `new`. `digests`: that of the whole request,
-    and that of its opening, which are the messages before the first answer.
+    """Where a request goes on: after `parent`, if any, with the messages `new`. `digests`: that of the whole request;
+    that of its opening, which are the messages before the first answer; that of its tools; and that of its tools and
+    the system messages at its beginning.
     """
 
     parent: AgentAnswer | None
     new: Sequence[Message]
     digest: bytes
     opening: bytes
+    tools: bytes
+    setup: bytes
     kind: CallKind
 
     @property
@@ -39,27 +45,41 @@ class CallTree:
 
     def __init__(self) -> None:
         self.calls: list[AgentCall] = []
+        self.by_name: Counter[bool] = Counter()
+        """How many calls asked for the policy by its name, and how many did not."""
         self._answers: dict[bytes, list[AgentAnswer]] = {}
         self._asked: dict[bytes, list[AgentCall]] = {}
-        self._openings: dict[bytes, int] = {}
+        self._tools_of: dict[AgentCall, bytes] = {}
+        self._said: set[bytes] = set()
+        self._setups: dict[bytes, int] = {}
         self._tools: tuple[Sequence[Mapping[str, Any]], bytes] = ((), digest_of_tools(()))
 
     def place(self, request: ChatRequest) -> CallPlace:
         """Where a request goes on: after the answer with which most of its messages end, if only new ones follow it."""
         if request.tools != self._tools[0]:
             self._tools = (request.tools, digest_of_tools(request.tools))
-        digest = opening = self._tools[1]
-        answered, new = b"", 0
+        digest = opening = setup = self._tools[1]
+        answered, new, begins = b"", 0, False
         for position, message in enumerate(request.messages):
+            begins |= digest in self._asked
+            leads = digest == setup and message.role == "system"
             digest = digest_after(digest, message)
+            setup = digest if leads else setup
             if message.role == "assistant":
                 answered, new = digest, position + 1
             elif not answered:
                 opening = digest
         parent = self._freshest(answered)
         messages = request.messages if parent is None else request.messages[new:]
-        kind = self._kind(request.messages, parent, digest, opening)
-        return CallPlace(parent, messages, digest, opening, kind)
+        if not self.calls:
+            kind: CallKind = "start"
+        elif digest in self._asked:
+            kind = "retry"
+        elif parent is not None:
+            kind = "branch" if parent.extended else "extension"
+        else:
+            kind = self._kind_of_another(request.messages, self._tools[1], setup, begins=begins)
+        return CallPlace(parent, messages, digest, opening, self._tools[1], setup, kind)
 
     def asked(self, digest: bytes) -> Sequence[AgentCall]:
         """The calls that asked the same."""
@@ -68,14 +88,18 @@ class CallTree:
     def begin(self, call: AgentCall, place: CallPlace, length: int) -> None:
         """Add a call, of `length` messages, to which answers will come."""
         self.calls.append(call)
+        self.by_name[call.by_name] += 1
         self._asked.setdefault(place.digest, []).append(call)
-        self._openings[place.opening] = max(length, self._openings.get(place.opening, 0))
+        self._tools_of[call] = place.tools
+        self._setups[place.setup] = max(length, self._setups.get(place.setup, 0))
         if place.parent is not None:
-            place.parent.extended = True
+            place.parent.returned = True
+            place.parent.extended |= place.parent.call.by_name == call.by_name
 
     def answered(self, answer: AgentAnswer) -> None:
         """Add an answer to its call."""
         answer.call.answers.append(answer)
+        self._said.add(digest_after(self._tools_of[answer.call], answer.message))
         self._answers.setdefault(answer.digest, []).append(answer)
 
     def answers(self) -> Iterator[AgentAnswer]:
@@ -88,7 +112,7 @@ class CallTree:
         rows: list[list[AgentAnswer]] = []
         by_end: dict[AgentAnswer, list[AgentAnswer]] = {}
         for answer in self.answers():
-            if not answer.seen:
+            if not answer.seen or self._is_of_another_model(answer):
                 continue
             row = by_end.pop(answer.call.parent, None) if answer.call.parent is not None else None
             if row is None:
@@ -100,25 +124,30 @@ class CallTree:
 
     def unseen(self) -> list[AgentAnswer]:
         """The answers that no program saw: those of abandoned calls, and those whose connection broke."""
-        return [answer for answer in self.answers() if not answer.seen]
+        return [answer for answer in self.answers() if not (answer.seen or self._is_of_another_model(answer))]
+
+    def of_another_model(self) -> list[AgentAnswer]:
+        """The answers that were asked of other models by their names, beside the policy's."""
+        return [answer for answer in self.answers() if self._is_of_another_model(answer)]
+
+    def _is_of_another_model(self, answer: AgentAnswer) -> bool:
+        return bool(self.by_name[True]) and not answer.call.by_name
 
     def _freshest(self, digest: bytes) -> AgentAnswer | None:
         """The answer that ends a conversation; of several that say the same, one that nothing goes on after yet."""
         found = self._answers.get(digest)
         return next((answer for answer in found if not answer.extended), found[0]) if found else None
 
-    def _kind(self, messages: Sequence[Message], parent: AgentAnswer | None, digest: bytes, opening: bytes) -> CallKind:
-        if not self.calls:
-            return "start"
-        if digest in self._asked:
-            return "retry"
-        if parent is not None:
-            return "branch" if parent.extended else "extension"
-        if opening in self._openings and len(messages) >= self._openings[opening]:
+    def _kind_of_another(self, messages: Sequence[Message], tools: bytes, setup: bytes, *, begins: bool) -> CallKind:
+        """The kind of a call that goes on after no answer. `begins`: its first messages are an earlier request."""
+        earlier = begins or any(
+            digest_after(tools, message) in self._said for message in messages if message.role == "assistant"
+        )
+        if earlier and len(messages) >= self._setups.get(setup, 0):
             return "edit"
-        if self._quotes_answer(messages):
+        if setup in self._setups and self._quotes_answer(messages):
             return "compaction"
-        return "edit" if opening in self._openings else "subagent"
+        return "edit" if earlier else "subagent"
 
     def _quotes_answer(self, messages: Sequence[Message]) -> bool:
         """Whether an earlier answer stands in a message that is not an answer."""

@@ -17,6 +17,9 @@ class GatewayConfig(Settings):
     """The port; 0: any free one."""
     url: str | None = None
     """The address that agents are given, if it is not that of `host` and `port`: that of a proxy, or of a container."""
+    model: str = Field("policy", min_length=1)
+    """The policy's name. The policy answers to any name; but if an episode calls it by this one, what it asks of others
+    (a small model that writes titles) is not trained on and costs no turn."""
     token_env: str | None = None
     """The environment variable with the token that agents elsewhere (`env: agent:remote`) show to get tasks. Needed
     unless the gateway listens on this machine alone."""

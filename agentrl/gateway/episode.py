@@ -49,7 +49,7 @@ class AgentEpisodeRunner:
         outcome, failure = AgentOutcome(), None
         try:
             async with Flow(f"calls of {episode.id}") as flow:
-                session = AgentSession(episode, self.policy, self.renderer, limits, flow)
+                session = AgentSession(episode, self.policy, self.renderer, limits, flow, model=config.model)
                 watching = flow.start(_watch(session, config.idle_seconds), name="idle")
                 try:
                     with deadline("environment", "episode", self.deadline), self.desk.opened(session) as key:

@@ -56,7 +56,8 @@ class OpenDesk(Desk):
             task = Task("gateway", 0, {}, number)
             episode = Episode(number, task, derive_seed(self.seed, number), progress=progress)
             limits = CallLimits(self.config.max_answers, self.config.calls_at_once)
-            found = self._named[name] = AgentSession(episode, self.policy, self.renderer, limits, self.calls)
+            found = AgentSession(episode, self.policy, self.renderer, limits, self.calls, model=self.config.model)
+            self._named[name] = found
         return found
 
     def open_session(self, key: str) -> AgentSession:

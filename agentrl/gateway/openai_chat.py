@@ -94,7 +94,7 @@ def _read(checked: Json, _: Json) -> WireRequest:
     )
     messages = [_message(message, place) for place, message in enumerate(checked["messages"])]
     tools = [_tool(tool) for tool in checked.get("tools") or ()]
-    request = chat_request(messages, tools, wishes, 1 if checked.get("n") is None else checked["n"])
+    request = chat_request(messages, tools, wishes, 1 if checked.get("n") is None else checked["n"], model)
     return WireRequest(
         request,
         bool(checked.get("stream")),

@@ -89,7 +89,7 @@ def _read(checked: Json, body: Json) -> WireRequest:
     )
     tools = [_tool(tool) for tool in checked.get("tools") or ()]
     return WireRequest(
-        chat_request(messages, tools, wishes),
+        chat_request(messages, tools, wishes, model=str(checked.get("model") or "")),
         bool(checked.get("stream")),
         lambda session, call: as_json(_response(call, body)),
         lambda session, call: _events(call, body),
@@ -110,9 +110,13 @@ def _as_typed(body: Json, session: AgentSession) -> Json:
         left = {key: value for key, value in text.items() if key != "verbosity" and value is not None}
         body = body | {"text": left}
     if isinstance(tools, list):
-        all_fields = {"strict": None, "parameters": None}
-        body = body | {"tools": [all_fields | tool if isinstance(tool, dict) else tool for tool in tools]}
+        body = body | {"tools": [_with_all_fields(tool) if isinstance(tool, dict) else tool for tool in tools]}
     return body
+
+
+def _with_all_fields(tool: Json) -> Json:
+    """A tool as the answer repeats it: without the nulls that some libraries send, and others refuse."""
+    return {"strict": False, "parameters": {}} | {name: value for name, value in tool.items() if value is not None}
 
 
 def _is_reference(item: Any) -> bool:
@@ -271,7 +275,13 @@ def _events(call: AgentCall, body: Json) -> Iterator[bytes]:
                 yield made("response.function_call_arguments.delta", **at, delta=piece)
             yield made("response.function_call_arguments.done", **at, arguments=item["arguments"], name=item["name"])
         else:
-            yield made("response.output_item.added", output_index=place, item=item)
+            yield made("response.output_item.added", output_index=place, item={**item, "summary": []})
+            (part,), at["summary_index"] = item["summary"], 0
+            yield made("response.reasoning_summary_part.added", **at, part={**part, "text": ""})
+            for piece in pieces(part["text"]):
+                yield made("response.reasoning_summary_text.delta", **at, delta=piece)
+            yield made("response.reasoning_summary_text.done", **at, text=part["text"])
+            yield made("response.reasoning_summary_part.done", **at, part=part)
         yield made("response.output_item.done", output_index=place, item=item)
     whole = _response(call, body).model_dump(mode="json", exclude_unset=True)
     yield made("response.incomplete" if whole["status"] == "incomplete" else "response.completed", response=whole)

@@ -15,6 +15,7 @@ as `Authorization: Bearer` or `x-api-key`.
 import asyncio
 import hmac
 import os
+import re
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
@@ -253,7 +254,7 @@ def create_app(desk: Desk, agents: RemoteAgents | None = None, token: str = "") 
     @app.get("/v1/models")
     async def models(request: Request) -> ModelList:
         session = desk.session(_key(request.headers))
-        return ModelList(data=[ModelEntry(id="policy", max_model_len=session.max_context)])
+        return ModelList(data=[ModelEntry(id=session.model, max_model_len=session.max_context)])
 
     @app.get("/v1/models/{model}")
     async def one_model(model: str, request: Request) -> ModelEntry:
@@ -398,6 +399,8 @@ def _described(protocol: WireProtocol) -> dict[str, Any]:
 
 def _key(headers: Mapping[str, str]) -> str:
     """The key that a request carries."""
+    if _GOOGLES_KEY in headers:
+        raise CallRefusedError(404, "not_found", _NO_GEMINI)
     scheme, _, key = headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
 
@@ -408,7 +411,8 @@ def _add_refusals(app: FastAPI) -> None:
     def say(
         request: Request, status: int, code: str, detail: str, headers: Mapping[str, str] | None = None
     ) -> Response:
-        return JSONResponse(_refusal(request.url.path, status, code, detail), status, headers)
+        spoken = _GOOGLES_PATH if _GOOGLES_KEY in request.headers else request.url.path
+        return JSONResponse(_refusal(spoken, status, code, detail), status, headers)
 
     @app.exception_handler(CallRefusedError)
     async def refuse(request: Request, refusal: CallRefusedError) -> Response:
@@ -423,7 +427,12 @@ def _add_refusals(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def refuse_otherwise(request: Request, error: HTTPException) -> Response:
-        return say(request, error.status_code, "invalid_request", error.detail, error.headers)
+        path, status, detail = request.url.path, error.status_code, error.detail
+        if _GEMINI.match(path):
+            status, detail = 404, _NO_GEMINI
+        elif status == 404:
+            detail = f"there is no {request.method} {path:.200}. {_CALLS_GO}"
+        return say(request, status, "invalid_request", detail, error.headers)
 
     @app.exception_handler(Exception)
     async def admit(request: Request, error: Exception) -> Response:
@@ -432,6 +441,8 @@ def _add_refusals(app: FastAPI) -> None:
 
 def _refusal(path: str, status: int, code: str, detail: str) -> Mapping[str, Any]:
     """The body of a refusal, in the form of the protocol that is spoken at a path."""
+    if _GEMINI.match(path):
+        return {"error": {"code": status, "message": detail, "status": _GOOGLES.get(status, "INVALID_ARGUMENT")}}
     kind = _TYPES.get(status, "invalid_request_error")
     if path.startswith("/v1/messages"):
         return {"type": "error", "error": {"type": kind, "message": detail}}
@@ -451,6 +462,22 @@ _TYPES = {
     504: "timeout_error",
 }
 """What Anthropic calls them."""
+_GOOGLES = {
+    401: "UNAUTHENTICATED",
+    403: "PERMISSION_DENIED",
+    404: "NOT_FOUND",
+    408: "DEADLINE_EXCEEDED",
+    429: "RESOURCE_EXHAUSTED",
+    500: "INTERNAL",
+    503: "UNAVAILABLE",
+    504: "DEADLINE_EXCEEDED",
+}
+"""What Google calls them."""
+_GEMINI = re.compile(r"/v1(?:alpha|beta)\d*/|/v1/(?:models|publishers)/.+:[a-zA-Z]+$")
+"""The paths of Gemini's API: it is refused in its own form, which its clients show as it is."""
+_GOOGLES_PATH, _GOOGLES_KEY = "/v1beta/", "x-goog-api-key"
+_CALLS_GO = f"Calls go to {CHAT.path}, {RESPONSES.path} and {MESSAGES.path}"
+_NO_GEMINI = f"Gemini's protocol is not spoken here. {_CALLS_GO}"
 
 
 def _refusals() -> dict[int | str, dict[str, Any]]:

@@ -70,23 +70,28 @@ class _Pending:
         """Whether it has ended without its answers."""
         return self.under_way is None and self.call.error is not None
 
-    def is_asked_by(self, request: ChatRequest) -> bool:
-        """Whether a request with the same messages and tools asks for this call once more.
-
-        A program may ask the same again to get another answer. So this is only so if its answer was lost on the way.
-        """
-        same = request.wishes == self.wishes and request.count == self.count
-        lost = request.repeated or not (self.call.delivered or any(is_there() for is_there in self.listeners))
-        return same and lost and not self.failed
+    @property
+    def lost(self) -> bool:
+        """Whether its answer was lost on the way: a program may also ask the same again to get another answer."""
+        return not (self.call.delivered or any(is_there() for is_there in self.listeners))
 
 
 class AgentSession:
     """The calls of one episode. They run in `flow`, which ends with the episode."""
 
     def __init__(
-        self, episode: Episode, policy: EnginePolicy, renderer: TemplateRenderer, limits: CallLimits, flow: Flow
+        self,
+        episode: Episode,
+        policy: EnginePolicy,
+        renderer: TemplateRenderer,
+        limits: CallLimits,
+        flow: Flow,
+        *,
+        model: str = "policy",
     ) -> None:
         self.episode = episode
+        self.model = model
+        """The name of the policy for programs."""
         self.name = blake2b(f"{episode.id} {episode.seed}".encode(), digest_size=6).hexdigest()
         """What the ids of its answers begin with."""
         self.tree = CallTree()
@@ -197,9 +202,9 @@ class AgentSession:
 
     def dropped(self) -> Mapping[str, tuple[int, int]]:
         """What is in no row: for each reason, how many answers, and how many tokens the engine returned for them."""
-        unseen = self.tree.unseen()
+        answers = {"unseen": self.tree.unseen(), "other_model": self.tree.of_another_model()}
         found = {
-            "unseen": (len(unseen), sum(len(answer.completion.token_ids) for answer in unseen)),
+            **{why: (len(own), sum(len(one.completion.token_ids) for one in own)) for why, own in answers.items()},
             "unfinished": (sum(isinstance(call.error, CallEndedError) for call in self.tree.calls), 0),
         }
         return {why: counts for why, counts in found.items() if counts[0]}
@@ -212,29 +217,53 @@ class AgentSession:
                 409, "idempotency_mismatch", f"the request id {request.request_id!r:.80} came with other content before"
             )
         if pending is None:
-            asked = [self._pending[call] for call in self.tree.asked(place.digest)]
-            pending = next((one for one in asked if one.is_asked_by(request)), None)
+            pending = self._asked_before(request, place)
         if pending is None or pending.failed:
             pending = self._begin(request, place)
         if request.request_id:
             self._by_request[request.request_id] = pending
         return pending
 
+    def _asked_before(self, request: ChatRequest, place: CallPlace) -> _Pending | None:
+        """The call that a request asks for once more: the newest one, if the program says so, else one that was lost.
+
+        It says so about what it has asked last: an earlier call with the same content has had its own answer.
+        """
+        asked = [self._pending[call] for call in self.tree.asked(place.digest)]
+        by_name = self._is_by_name(request)
+        same = [
+            one
+            for one in asked
+            if (one.wishes, one.count, one.call.by_name) == (request.wishes, request.count, by_name)
+        ]
+        if request.repeated:
+            return same[-1] if same else None
+        return next((one for one in same if one.lost and not one.failed), None)
+
+    def _is_by_name(self, request: ChatRequest) -> bool:
+        """Whether a request names the policy, or no model at all. Some libraries put a provider before the name."""
+        return not request.model or request.model.rpartition("/")[2] == self.model
+
     def _begin(self, request: ChatRequest, place: CallPlace) -> _Pending:
-        number = len(self.tree.calls)
-        self._check_limits(request, number)
+        number, by_name = len(self.tree.calls), self._is_by_name(request)
+        matters = by_name or not self.tree.by_name[True]
+        self._check_limits(request, self.tree.by_name[by_name] if matters else 0, matters=matters)
         new_ids = self._rendered(request, place)
-        call = AgentCall(number, place.kind, place.parent, place.new, new_ids, elapsed(), place.opening, self.name)
+        call = AgentCall(
+            number, place.kind, place.parent, place.new, new_ids, elapsed(), place.opening, self.name, by_name
+        )
         length = call.prompt_length
         if length >= self.max_context:
-            self.first_too_long = length if not number else 0
-            self.refused = "context"
+            if matters:
+                self.first_too_long = length if not number else 0
+                self.refused = "context"
             raise CallRefusedError(
                 400,
                 "context_length_exceeded",
                 f"the prompt has {length} tokens, and the context holds {self.max_context}",
             )
-        self.refused, self.first_too_long = "", 0
+        if matters:
+            self.refused, self.first_too_long = "", 0
         call.error = CallEndedError("the episode ended before the call")
         thread = self._thread(call)
         self.tree.begin(call, place, len(request.messages))
@@ -250,11 +279,13 @@ class AgentSession:
             pending.under_way.set()
         pending.under_way = None
 
-    def _check_limits(self, request: ChatRequest, number: int) -> None:
+    def _check_limits(self, request: ChatRequest, turns: int, *, matters: bool) -> None:
+        """`turns`: how many calls there were that count as such. `matters`: its answer is trained on."""
         limits = self._limits
         progress = self.episode.progress
-        if spent := progress.budget.spent(number, progress.sampled_tokens, now() - self.began if number else 0.0):
-            self.refused = spent
+        seconds = now() - self.began if self.tree.calls else 0.0
+        if spent := progress.budget.spent(turns, progress.sampled_tokens, seconds):
+            self.refused = spent if matters else self.refused
             limit = getattr(progress.budget, spent)
             text = f"the episode has used up its {limit:g} {spent} (rollout.budget.{spent})"
             raise CallRefusedError(400, _SPENT[spent], text)
@@ -296,8 +327,9 @@ class AgentSession:
 
     def _thread(self, call: AgentCall) -> str:
         """The engine's session of a call: that of the answer before, if nothing else goes on after it."""
-        if call.parent is not None and not call.parent.extended:
-            return call.parent.thread
+        parent = call.parent
+        if parent is not None and not parent.extended and parent.call.by_name == call.by_name:
+            return parent.thread
         return f"{self.episode.id}/{call.number}" if call.number else self.episode.id
 
     async def _answer(self, pending: _Pending, request: ChatRequest, thread: str) -> None:

@@ -198,7 +198,11 @@ def function(name: str, description: str | None, parameters: Any) -> Json:
 
 
 def chat_request(
-    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], wishes: Wishes, count: int = 1
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]],
+    wishes: Wishes,
+    count: int = 1,
+    model: str = "",
 ) -> ChatRequest:
     """A request that the model can answer.
 
@@ -219,7 +223,7 @@ def chat_request(
     for name, holds in right.items():
         if not holds:
             raise invalid(f"{name} is out of its range")
-    return ChatRequest(tuple(messages), tuple(tools), count, wishes)
+    return ChatRequest(tuple(messages), tuple(tools), count, wishes, model=model)
 
 
 _MOST_STOPS = 64

@@ -22,7 +22,7 @@ MEANINGS: Mapping[str, Mapping[str, str]] = {
         "reasoning/tokens": "Sampled tokens of reasoning, without its marks. Only where there is any.",
         "reasoning/cut": "Share of answers that were cut within their reasoning. Only where there is any.",
         "calls/per_row": "Calls of programs (`env: agent:...`) for each training sample. 1: no call extends another.",
-        "calls/dropped_tokens": "Sampled tokens that no program saw, and that are in no sample.",
+        "calls/dropped_tokens": "Sampled tokens in no sample: no program saw them, or another model was asked.",
         "calls/<kind>": "Share of the calls of a kind: `extension`, `branch`, `subagent` and others (docs/gateway.md).",
         "cut_answers": "Share of answers cut at `rollout.sampling.max_tokens`, or at the end of the context.",
         "segments": "Parts of episodes that go on, in the batch (`rollout.staleness_rule=segment`). Only if any.",

@@ -340,6 +340,49 @@ def test_a_request_that_says_it_is_a_retry_gets_the_first_answer():
     assert len(engine.requests) == 1
 
 
+def test_other_models_cost_no_turn_and_cut_no_episode():
+    async def play(session):
+        await said(session, [user("title?")], model="small")
+        await said(session, [user("begin")], model="mine")
+        for number in range(5):
+            await said(session, [user(f"{number}")], model="small")
+        await said(session, [user("go on")], model="mine")
+        with pytest.raises(CallRefusedError, match="the context holds"):
+            await said(session, [user("x" * 5000)], model="small")
+        return AgentOutcome(1.0)
+
+    fields = {"config": GatewayConfig(model="mine"), "budget": Budget(turns=2)}
+    trajectory, _ = played(play, saying(max_context=4000), **fields)
+    assert trajectory.status == Terminated()
+    assert len(trajectory.turns) == 2
+    assert trajectory.dropped["other_model"][0] == 6
+
+
+def test_a_program_that_never_says_the_policys_name_is_trained_by_any():
+    async def play(session):
+        for name in ("large", "small"):
+            await said(session, [user(name)], model=name)
+        return AgentOutcome(1.0)
+
+    trajectory, _ = played(play)
+    assert (len(trajectory.turns), trajectory.dropped) == (2, {})
+
+
+def test_a_retry_gets_the_answer_of_the_newest_call_with_its_content():
+    engine = saying()
+
+    async def play(session):
+        (first,) = await said(session, [user("begin")])
+        (second,) = await said(session, [user("begin")])
+        (again,) = await said(session, [user("begin")], repeated=True)
+        assert first is not second
+        assert again is second
+        return AgentOutcome(1.0)
+
+    played(play, engine)
+    assert len(engine.requests) == 2
+
+
 @pytest.mark.parametrize(("trained", "temperature"), [(True, 1.0), (False, 0.3)])
 def test_in_training_the_runs_sampling_wins(trained, temperature):
     engine = ScriptedEngine.replying(lambda request: list(b"left"))

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -136,10 +137,10 @@ class RandomProgram:
         return [assistant(message.said + space, calls), *results]
 
 
-def played(seed: int, steps: int):
+def played(seed: int, steps: int, kind: type[RandomProgram] = RandomProgram):
     rng = random.Random(seed)
     engine = recording(rng)
-    program = RandomProgram(rng, steps)
+    program = kind(rng, steps)
     runner = runner_of(program.play, engine)
 
     async def main():
@@ -173,6 +174,33 @@ def test_every_sampled_token_is_in_exactly_one_row_or_dropped_with_a_reason(seed
     assert answers == unseen.total()
     assert tokens == sum(len(answer) * count for (_, answer), count in unseen.items())
     assert trajectory.num_tokens + tokens == sum(len(answer) for _, answer in engine.returned)
+
+
+class WithTitles(RandomProgram):
+    """Asks another model now and then, about any conversation that it has."""
+
+    async def _asks(self, session, messages, **fields) -> None:
+        model = self.rng.choice(["policy", "policy", "small"])
+        for answer in await said(session, messages, tools=tools_of(messages), model=model, **fields):
+            self.known.append([*messages, *self._sent_back(answer)])
+
+
+@given(seed=seeds, steps=st.integers(0, 25))
+def test_tokens_of_other_models_are_in_no_row_and_break_none(seed, steps):
+    _, session, trajectory = played(seed, steps, WithTitles)
+    tree = session.tree
+    trained = [answer for row in tree.rows() for answer in row]
+    others = tree.of_another_model() if any(call.by_name for call in tree.calls) else []
+    assert sorted(answer.id for answer in (*trained, *tree.unseen(), *others)) == sorted(a.id for a in tree.answers())
+    assert trajectory.dropped.get("other_model", (0, 0))[0] == len(others)
+    assert len({answer.call.by_name for answer in trained}) <= 1
+    inner = {answer.call.parent for answer in trained} - {None}
+    assert len(tree.rows()) == len([answer for answer in trained if answer not in inner])
+    # In a session of the engine, each call goes on after the one before.
+    last: dict = {}
+    for answer in tree.answers():
+        assert last.get(answer.thread) in (None, answer.call.parent)
+        last[answer.thread] = answer
 
 
 @given(seed=seeds, steps=st.integers(0, 25))
@@ -253,6 +281,29 @@ def test_another_opening_is_that_of_a_subagent():
 def test_a_history_that_is_shown_differently_is_an_edit():
     edited = [*BEGIN, Message("assistant", "(left out)"), user("you are there")]
     assert kinds(BEGIN, edited) == ["start", "edit"]
+
+
+OTHER = Message("system", "You judge.")
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind"),
+    [
+        ([OTHER, *FIRST[1:], user("you are there")], "edit"),  # another system message, such as the time
+        ([SYSTEM, user("you are there"), *SECOND[-1:], user("and now?")], "edit"),  # the oldest turns are left out
+        ([*BEGIN, user("and milk")], "edit"),  # without the answer
+        ([OTHER, user("Was this right: I go to the shop")], "subagent"),  # a critic
+        ([OTHER, user("2 + 2"), Message("assistant", "4"), user("3 + 4")], "subagent"),
+        ([SYSTEM, user("So far: I go to the shop")], "compaction"),
+    ],
+)
+def test_a_call_that_goes_on_after_no_answer_is_named_by_what_it_keeps(asked, kind):
+    assert kinds(BEGIN, [*FIRST, user("you are there")], asked)[-1] == kind
+
+
+def test_questions_after_the_same_examples_are_conversations_of_their_own():
+    examples = [SYSTEM, user("1 + 1"), Message("assistant", "2")]
+    assert kinds([*examples, user("2 + 2")], [*examples, user("3 + 3")]) == ["start", "subagent"]
 
 
 def test_a_shorter_history_with_a_summary_is_a_compaction():

@@ -6,6 +6,9 @@ import anthropic
 import httpx
 import openai
 import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
 
 from agentrl.rollout.family import find_family
 from agentrl.rollout.renderer import RendererConfig, TemplateRenderer
@@ -13,6 +16,7 @@ from agentrl.testing import ScriptedEngine
 from agentrl.trajectory import Message, Terminated, ToolCall, Truncated
 from tests.chat_templates import tokenizer_of
 from tests.gateway.served import CALL, RENDERER, TOOL, loads, saying, served
+from tests.processes import PATIENCE_SECONDS
 
 
 def client_of(assignment, **options) -> openai.AsyncOpenAI:
@@ -457,6 +461,116 @@ def test_the_length_of_a_prompt_is_counted_without_an_answer():
 
     trajectory, session = served(play, saying("left", "right"))
     assert len(trajectory.turns) == len(session.tree.calls) == 2
+
+
+NULLS = {
+    "/v1/chat/completions": {"content", "refusal", "logprobs", "finish_reason"},
+    "/v1/responses": {"error", "incomplete_details", "instructions", "metadata", "temperature", "top_p"},
+    "/v1/messages": {"stop_reason", "stop_sequence"},
+}
+"""What the vendors' own servers write as null. Some libraries refuse the answer if anything else is."""
+WHOLE = {
+    "/v1/chat/completions": TypeAdapter(ChatCompletion),
+    "/v1/responses": TypeAdapter(Response),
+    "/v1/messages": TypeAdapter(anthropic.types.Message),
+}
+PARTS = {
+    "/v1/chat/completions": TypeAdapter(ChatCompletionChunk),
+    "/v1/responses": TypeAdapter(ResponseStreamEvent),
+    "/v1/messages": TypeAdapter(anthropic.types.RawMessageStreamEvent),
+}
+
+
+def nulls_in(value, name="") -> set[str]:
+    """The names of the fields that are null, at any depth."""
+    if value is None:
+        return {name}
+    inner = (
+        value.items() if isinstance(value, dict) else [(name, one) for one in value] if isinstance(value, list) else ()
+    )
+    return {null for key, one in inner for null in nulls_in(one, key)}
+
+
+@pytest.mark.parametrize("path", NULLS)
+def test_answers_keep_their_vendors_schemas_and_have_no_other_nulls_than_theirs(path):
+    renderer, answers = model("qwen3_5_think"), []
+    tool = {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}
+    described = {
+        "/v1/chat/completions": {"type": "function", "function": tool},
+        "/v1/responses": {"type": "function", **tool},
+        "/v1/messages": {"name": "add", "description": "Adds.", "input_schema": {"type": "object"}},
+    }[path]
+    written = renderer.template.call(ToolCall("add", {}))[1] or CALL
+    texts = ("Hm.</think>It is 5.", f"Hm.</think>I add.{written}", "")
+
+    async def play(assignment):
+        async with httpx.AsyncClient(base_url=assignment.url, timeout=PATIENCE_SECONDS) as client:
+            for number, streams in ((n, streams) for n in range(len(texts)) for streams in (False, True)):
+                said = [{"role": "user", "content": f"{number} {streams}"}]
+                body = {"model": "policy", "stream": streams, "tools": [described]}
+                body |= {"input": said} if path == "/v1/responses" else {"messages": said, "max_tokens": 500}
+                headers = {"authorization": f"Bearer {assignment.api_key}"}
+                answer = await client.post(path, json=body, headers=headers)
+                assert answer.status_code == 200, answer.text
+                answers.append(answer.text)
+        return 1.0
+
+    served(play, answering(renderer, *(text for text in texts for _ in range(2))), renderer=renderer)
+    assert len(answers) == 6
+    for whole, stream in zip(answers[::2], answers[1::2], strict=True):
+        WHOLE[path].validate_json(whole)
+        events = [line.removeprefix("data: ") for line in stream.splitlines() if line.startswith("data: {")]
+        for event in events:
+            PARTS[path].validate_json(event)
+        assert nulls_in([loads(one) for one in (whole, *events)]) <= NULLS[path]
+
+
+def test_what_other_models_are_asked_beside_the_policy_is_answered_and_not_trained_on():
+    async def play(assignment):
+        async with client_of(assignment) as client:
+
+            async def ask(name, *messages):
+                answer = await client.chat.completions.create(model=name, messages=list(messages))
+                return {"role": "assistant", "content": answer.choices[0].message.content}
+
+            begin, title = {"role": "user", "content": "begin"}, {"role": "user", "content": "Write a title."}
+            assert (await ask("small", title, begin))["content"] == "zero"
+            first = await ask("openai/policy", begin)
+            assert (await ask("small", begin, first, title))["content"] == "two"
+            await ask("policy", begin, first, {"role": "user", "content": "go on"})
+        return 1.0
+
+    trajectory, session = served(play, saying("zero", "one", "two", "three"))
+    assert answers_of(trajectory) == ["one", "three"]
+    assert not any(turn.forked for turn in trajectory.turns)
+    assert trajectory.dropped == {"other_model": (2, len("zero") + len("two") + 2)}
+    assert [call.kind for call in session.tree.calls] == ["start", "subagent", "extension", "extension"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers"),
+    [
+        ("POST", "/v1beta/models/policy:generateContent", {"x-goog-api-key": "KEY"}),
+        ("POST", "/v1beta/models/policy:streamGenerateContent?alt=sse&key=KEY", {}),
+        ("POST", "/v1/models/policy:countTokens", {}),
+        ("GET", "/v1beta/models", {}),
+        ("GET", "/v1/models", {"x-goog-api-key": "KEY"}),
+    ],
+)
+def test_geminis_protocol_is_refused_in_its_own_form(method, path, headers):
+    async def play(assignment):
+        async with httpx.AsyncClient(base_url=assignment.url, timeout=PATIENCE_SECONDS) as client:
+            answer = await client.request(method, path.replace("KEY", assignment.api_key), json={}, headers=headers)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"], error["status"]) == (404, 404, "NOT_FOUND")
+            assert error["message"].startswith("Gemini's protocol is not spoken here. Calls go to /v1/chat/completions")
+            page = await client.request(method, path, headers={"origin": "http://elsewhere"})
+            assert page.status_code == 403
+            lost = await client.post("/chat/completions", json={})
+            assert lost.json()["error"]["message"].startswith("there is no POST /chat/completions. Calls go to")
+        return 1.0
+
+    served(play, saying("hi"))
 
 
 def test_the_policy_answers_to_any_name():

@@ -5,7 +5,9 @@ from random import Random
 
 import httpx
 import pyarrow.parquet as pq
+import pytest
 
+from agentrl.cli.serving import gateway
 from agentrl.flow import Flow, now, run_virtual
 from agentrl.gateway.config import GatewayConfig
 from agentrl.gateway.open_desk import OpenDesk
@@ -137,3 +139,16 @@ def test_an_idle_episode_ends_and_its_name_begins_another():
 
     asyncio.run(main())
     assert ended[0].episode.id == "a-1"
+
+
+@pytest.mark.parametrize(("given", "served"), [({"port": 8123, "host": "::1"}, ("::1", 8123)), ({}, ("127.0.0.1", 9))])
+def test_the_command_line_says_where_the_gateway_listens(given, served, tmp_path, monkeypatch):
+    async def serve(config, model, record, **_):
+        found.append((config.gateway.host, config.gateway.port))
+
+    found: list = []
+    monkeypatch.setattr("agentrl.recipes.serve_policy.serve_policy", serve)
+    (tmp_path / "lake.yaml").write_text(f"env: frozen_lake\nmodel: {tmp_path}\ngateway: {{port: 9}}\n")
+    monkeypatch.setattr("agentrl.cli.serving.model_to_evaluate", lambda *_: tmp_path)
+    gateway(tmp_path / "lake.yaml", token_env="NONE", **given)
+    assert found == [served]
