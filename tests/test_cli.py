@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,37 @@ def test_an_option_that_is_no_setting_is_answered_with_the_nearest_one(agentrl):
     done = agentrl("train", "examples/frozen_lake.yaml", "--resum=auto")
     assert done.returncode == 2
     assert "--resume" in done.stderr
+
+
+def test_the_version_is_that_of_the_package(agentrl):
+    assert agentrl("--version").stdout == f"agentrl {version('agentrl')}\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "completed"),
+    [
+        (["com"], ["compare"]),
+        (["train", "examples/frozen_lake.yaml", "trainer.lr"], ["trainer.lr="]),
+        (["eval", "examples/frozen_lake.yaml", "rollout.group_s"], ["rollout.group_size="]),
+        (["train", "no_such.yaml", "trainer"], []),
+    ],
+)
+def test_a_shell_completes_commands_and_settings(agentrl, monkeypatch, line, completed):
+    monkeypatch.setenv("_AGENTRL_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", " ".join(["agentrl", *line]))
+    monkeypatch.setenv("COMP_CWORD", str(len(line)))
+    assert agentrl().stdout.split() == completed
+
+
+@pytest.mark.parametrize("name", ["1e5", "2026-11-25", "0x10", "true", "a #b", "a: b", "it's", "[x]"])
+def test_a_run_is_resumed_in_its_folder_whatever_that_is_called(agentrl, monkeypatch, tmp_path, name):
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / "config.yaml").write_text("env: frozen_lake\n")
+    resumed = []
+    monkeypatch.setattr(training, "_run", lambda loaded, **_: resumed.append(loaded.config.run_dir))
+    assert agentrl("train", "--resume", name, cwd=tmp_path).returncode == 0
+    assert resumed == [Path(name)]
 
 
 def test_config_shows_values_as_an_override_would_write_them(agentrl):

@@ -58,6 +58,11 @@ def commands(doc: Path, program: str) -> list[list[str]]:
     return calls
 
 
+def subcommand_calls(doc: Path) -> list[list[str]]:
+    """The calls of `agentrl`, without its name alone and its own options, which act when they are parsed."""
+    return [arguments for arguments in commands(doc, "agentrl") if arguments and not arguments[0].startswith("-")]
+
+
 def parse(arguments: list[str]) -> tuple[str, dict[str, object]]:
     """(subcommand, its parameters), by the command line's own parser; raises what a user would be told."""
     command = get_command(app)
@@ -107,9 +112,7 @@ def example_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @each_doc
 @pytest.mark.usefixtures("example_installed")
 def test_every_command_line_shown_is_one_that_the_program_takes(doc: Path) -> None:
-    for arguments in commands(doc, "agentrl"):
-        if not arguments:
-            continue  # the program's name alone
+    for arguments in subcommand_calls(doc):
         try:
             _, parameters = parse(arguments)
             if "overrides" in parameters:
@@ -128,7 +131,7 @@ def test_a_wrong_command_line_would_be_found(wrong: str) -> None:
 
 
 def test_the_page_of_commands_shows_every_subcommand() -> None:
-    shown = {parse(arguments)[0] for arguments in commands(ROOT / "docs" / "commands.md", "agentrl") if arguments}
+    shown = {parse(arguments)[0] for arguments in subcommand_calls(ROOT / "docs" / "commands.md")}
     assert shown == set(subcommands(get_command(app)))
 
 

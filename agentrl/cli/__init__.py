@@ -17,7 +17,8 @@ from agentrl.errors import AgentRLError, ConfigError
 from agentrl.output import open_standard_streams
 from agentrl.storage import storage_problem
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich")
+app.callback()(settings.show_version)
 model_app = typer.Typer(no_args_is_help=True, help="Make models.")
 app.add_typer(model_app, name="model")
 app.command(cls=TakesSettings)(training.train)
@@ -56,7 +57,7 @@ def main() -> None:
     sys.path.insert(0, "")
     prepare_caches()
     try:
-        app()
+        app(prog_name="agentrl")
     except ConfigError as error:
         text = "\n".join([str(error), *getattr(error, "__notes__", ())])
         errors.print(f"[red]error:[/red] {escape(text)}", highlight=False, soft_wrap=True)

@@ -7,18 +7,35 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from agentrl.config import RunConfig
+from agentrl.config import RunConfig, load_config
 from agentrl.config.overrides import right_form, setting_of
-from agentrl.errors import ConfigError
+from agentrl.errors import AgentRLError, ConfigError
 from agentrl.protocols import check_numbers, check_plain
 from agentrl.yaml_values import read_yaml, value_of
 
 Step = Annotated[
     str, typer.Option(metavar="N|best|latest", help="Which checkpoint of the run; best: on held-out tasks.")
 ]
+
+
+def _settings_with(context: typer.Context, incomplete: str) -> list[str]:
+    """The settings of the command's config whose names begin with what is typed, for the completion of shells."""
+    given = (context.params.get(name) for name in ("config", "run", "source", "resume"))
+    path = Path(str(next(filter(None, given), "")))
+    try:
+        rows = load_config(path / "config.yaml" if path.is_dir() else path).rows()
+    except AgentRLError:  # a shell shows no messages while somebody types
+        return []
+    return [f"{key}=" for key, _, _ in rows if key.startswith(incomplete)]
+
+
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[a.b=c ...]", help="Settings that override the file's, such as engine=vllm."),
+    typer.Argument(
+        metavar="[a.b=c ...]",
+        help="Settings that override the file's, such as engine=vllm.",
+        autocompletion=_settings_with,
+    ),
 ]
 EnvPython = Annotated[
     str | None, typer.Option("--python", metavar="PYTHON", help="The Python that runs the environment, if another one.")

@@ -9,11 +9,26 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from agentrl import __version__
 from agentrl.cli.arguments import Overrides
 from agentrl.cli.console import console
 from agentrl.cli.run_folders import run_config
 from agentrl.config import load_config
 from agentrl.yaml_values import in_yaml
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"agentrl {__version__}")
+        raise typer.Exit
+
+
+def show_version(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Train language-model agents by reinforcement learning over many turns."""
 
 
 def show_config(

@@ -22,7 +22,7 @@ from agentrl.task_sources import fingerprints, task_source
 from agentrl.tasks.dataset import DatasetTasks
 from agentrl.tiny_model import SIZES
 from agentrl.trajectory import Score, Scored, Task
-from agentrl.yaml_values import to_yaml
+from agentrl.yaml_values import in_yaml, to_yaml
 
 if TYPE_CHECKING:
     from agentrl.recipes.preview import Opening
@@ -51,7 +51,7 @@ def tasks(  # noqa: PLR0917  typer calls it by name
     """
     from agentrl.recipes.preview import openings
 
-    config = _config(source, [*(overrides or []), *([f"model={model}"] if model else [])])
+    config = _config(source, [*(overrides or []), *([f"model={in_yaml(model)}"] if model else [])])
     found = task_source(config, "held-out" if held_out else "train")
     problem = _problem(config)
     shown = [next_task(found, index) for index in range(_count(found, show))]

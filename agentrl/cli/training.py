@@ -24,6 +24,7 @@ from agentrl.flow import run_steadily
 from agentrl.observe.ending import how_to_go_on
 from agentrl.output import lossy_output
 from agentrl.storage import storage_problem
+from agentrl.yaml_values import in_yaml
 
 _DEMO = "batch_processing.keep_variance=0.999"
 """GRPO learns nothing from groups in which all episodes cross the lake, or none does, so the demo leaves them out. The
@@ -64,7 +65,7 @@ def train(
                 f"{elsewhere[0]}: a run that is resumed stays in its folder, {resume}: leave run_dir "
                 "out, or copy the folder and resume the copy"
             )
-        loaded = load_config(run_config(Path(resume)), [*given, f"run_dir={resume}"])
+        loaded = load_config(run_config(Path(resume)), [*given, f"run_dir={in_yaml(resume)}"])
     resumes = _was_begun(loaded, change) if resume == "auto" else resume is not None
     with lossy_output():
         summary = _run(loaded, resume=resumes, step=step, change=change)

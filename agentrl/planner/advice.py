@@ -17,6 +17,7 @@ from agentrl.planner.memory import overfull
 from agentrl.planner.run_facts import layouts, placement_request_of, stages_of
 from agentrl.plugins import Component
 from agentrl.simulate.stages import workload
+from agentrl.yaml_values import in_yaml
 
 _MOST_TOGETHER = 4
 """Most changes that are proposed together."""
@@ -194,4 +195,4 @@ def _trainer(name: str, **update: Any) -> Change:
 
 
 def _written(section: str, update: dict[str, Any]) -> tuple[str, ...]:
-    return tuple(f"{section}.{key}={'null' if value is None else str(value).lower()}" for key, value in update.items())
+    return tuple(f"{section}.{key}={in_yaml(value)}" for key, value in update.items())
