@@ -31,6 +31,8 @@ from agentrl.testing.made_up_run import STEP_SECONDS, MadeUpRun
 from agentrl.trajectory import Task
 
 GROUPS, MEMBERS = 125, 8
+HELD_OUT = 200
+"""Held-out tasks of each of ten evaluations."""
 
 
 def main() -> None:
@@ -52,9 +54,12 @@ def main() -> None:
 
 def make_run(folder: Path, steps: int, turns: int, tokens: int) -> None:
     """Write a run of so many steps. The first one is made up in full; the others have its tokens under other names."""
-    run = MadeUpRun(folder, groups=GROUPS, members=MEMBERS, turns=turns, tokens=tokens)
+    run = MadeUpRun(folder, groups=GROUPS, members=MEMBERS, turns=turns, tokens=tokens, tools=("search", "submit"))
     run.begin()
     run.step()
+    for done in range(0, steps, max(1, steps // 10)):
+        run._done = done
+        run.evaluate([float((number + done) % 3 > 0) for number in range(HELD_OUT)])
     first = {kind: pq.read_table(folder / kind / "step_000000.parquet") for kind in ("trajectories", "samples")}
     metrics = MetricsFile(folder / "metrics.jsonl")
     row = metrics.rows()[0]
@@ -144,6 +149,9 @@ def _ask_all(client: httpx.Client, process: psutil.Process, started: float) -> N
     taken = [seconds("/api/episode", run="long", id=name) for name in names]
     line("an episode, median of 50 (CPU: of all)", statistics.median(taken))
     line("an episode, the slowest of 50", max(taken))
+    line("tools of all steps", seconds("/api/tools", run="long"))
+    line("episodes that called a tool", seconds("/api/episodes", run="long", tool="submit"))
+    line("held-out tasks over all evaluations", seconds("/api/evaluations", run="long"))
     line("time of the last 8 steps", seconds("/api/time", run="long"))
     print(f"largest memory {most / 2**20:,.0f} MiB")
 

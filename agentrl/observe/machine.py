@@ -64,8 +64,9 @@ class MachineLog(AbstractContextManager["MachineLog"]):
         self._thread.join()
 
     def _work(self) -> None:
-        began, sampler = time.monotonic(), _Sampler(self._run)
+        began = time.monotonic()
         try:
+            sampler = _Sampler(self._run)
             while not self._ended.wait(self._every or period(time.monotonic() - began)):
                 with (self._run / FILE).open("a") as file:
                     file.write(json.dumps(asdict(sampler.sample())) + "\n")
@@ -117,5 +118,8 @@ class _Sampler:
 
 def _traffic() -> tuple[int, int]:
     """The bytes that all disks have read and written so far; zeros where the system does not tell."""
-    counters: Any = psutil.disk_io_counters()
+    try:
+        counters: Any = psutil.disk_io_counters()
+    except (NotImplementedError, OSError):  # such as a container that sees no disk
+        return 0, 0
     return (0, 0) if counters is None else (counters.read_bytes, counters.write_bytes)

@@ -29,6 +29,14 @@ def written(tmp_path_factory):
     return unescape(re.sub(r"\s+", " ", (folder / "a run.html").read_text()))
 
 
+@pytest.mark.parametrize("values", [[0.5], [0.5, 0.5], [0.0, 0.3], [1e-7, 3e-7, 2.9e-7], [-1.0, 5.0, 400.0, 2.0, 1.0]])
+def test_every_axis_of_a_curve_has_three_ticks_or_more(values):
+    (curve,) = curves_of([{"step": step, "reward": value} for step, value in enumerate(values)])
+    assert len(curve.ticks_x) >= 3
+    assert len(curve.ticks_y) >= 3
+    assert len({text for _, text in curve.ticks_y}) == len(curve.ticks_y)
+
+
 def test_it_says_what_the_run_did(written):
     assert "The run was killed: its process 0 is gone" in written
     assert "look <here>" in written
