@@ -63,7 +63,8 @@ class RayCluster:
             NodeDiedError: while it is open: the node died.
         """
         join_ray(self.config.address)
-        await self._open.enter_async_context(watched(RayNode().death))
+        node = self._open.enter_context(RayNode.joined())
+        await self._open.enter_async_context(watched(node.death))
         return self
 
     async def __aexit__(self, *exc: Any) -> None:

@@ -6,11 +6,10 @@ after a minute, without a word of agentrl's. So both are watched, and end the ru
 
 import asyncio
 import threading
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from agentrl.errors import AgentRLError, NodeDiedError
 from agentrl.flow import Flow
@@ -20,6 +19,7 @@ RESUME = "resume with `agentrl train --resume RUN`"
 _SOCKETS = Path("/proc/net/unix")
 """Linux: the sockets of this machine. Elsewhere only Ray's head tells."""
 _LOOK_SECONDS = 0.5
+_ASK_SECONDS = 1.0
 _HEAD_SECONDS = 20.0
 """How long Ray's head may not answer. Ray gives it a minute, and then ends this process."""
 
@@ -54,46 +54,71 @@ def _died(why: str) -> NodeDiedError:
 
 
 class RayNode:
-    """The node of Ray that this process has joined. A daemon thread asks Ray's head about it, since
-    such a question cannot be cancelled.
+    """The node of Ray that this process has joined. A context manager: inside, a daemon thread asks
+    Ray's head about it, since such a question cannot be cancelled.
+
+    `nodes` lists the nodes as `ray.nodes` does, or returns None if the head did not answer; `own` is
+    the id of this one.
     """
 
-    def __init__(self) -> None:
-        import ray
-
-        self._id = ray.get_runtime_context().get_node_id()
+    def __init__(self, nodes: Callable[[], list[dict[str, Any]] | None], own: str) -> None:
+        self._nodes = nodes
+        self._own = own
         self._address = ""
         self._alive = True
-        self._answered = time.monotonic()
+        self._answers = 0
+        self._seen = 0
+        self._looks = 0
+        self._ended = threading.Event()
+
+    @staticmethod
+    def joined() -> "RayNode":
+        """That of this process."""
+        import ray
+
+        def nodes() -> list[dict[str, Any]] | None:
+            all_nodes: Any = ray.nodes  # it has no types
+            try:
+                found: list[dict[str, Any]] = all_nodes()
+            except (ray.exceptions.RayError, RuntimeError):
+                return None
+            return found
+
+        return RayNode(nodes, ray.get_runtime_context().get_node_id())
+
+    def __enter__(self) -> Self:
         threading.Thread(target=self._ask, name="ray-node", daemon=True).start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._ended.set()
 
     def death(self) -> str | None:
-        """How it died; None if it lives."""
+        """How it died; None if it lives. It is asked every `_LOOK_SECONDS`.
+
+        The silence of Ray's head is counted in such questions, and not by a clock: when this process
+        was stopped, or its event loop blocked, the head is not to blame.
+        """
         if self._address and not _listens(self._address):
             return "its raylet on this machine has ended, and with it the workers that it started"
         if not self._alive:
             return "Ray has given up this machine, which did not answer for some time"
-        silent = time.monotonic() - self._answered
-        if silent > _HEAD_SECONDS:
-            return f"Ray's head (its process gcs_server) has not answered for {silent:.0f} s"
+        self._looks = self._looks + 1 if self._answers == self._seen else 0
+        self._seen = self._answers
+        if self._looks * _LOOK_SECONDS > _HEAD_SECONDS:
+            return f"Ray's head (its process gcs_server) has not answered for {_HEAD_SECONDS:g} s"
         return None
 
     def _ask(self) -> None:
-        import ray
-
-        all_nodes: Any = ray.nodes  # it has no types
-        pause = threading.Event()
-        while ray.is_initialized():
-            try:
-                own = [node for node in all_nodes() if node["NodeID"] == self._id]
-            except (ray.exceptions.RayError, RuntimeError):
-                pass  # the head did not answer, which `death` counts
-            else:
-                self._answered = time.monotonic()
+        while not self._ended.is_set():
+            nodes = self._nodes()
+            if nodes is not None:
+                own = [node for node in nodes if node["NodeID"] == self._own]
+                self._answers += 1
                 self._alive = any(node["Alive"] for node in own)
                 if not self._address and own and _listens(own[0]["RayletSocketName"]):
                     self._address = own[0]["RayletSocketName"]
-            pause.wait(1.0)
+            self._ended.wait(_ASK_SECONDS)
 
 
 def _listens(address: str) -> bool:

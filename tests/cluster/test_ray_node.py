@@ -2,11 +2,13 @@
 
 import asyncio
 import socket
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from agentrl.cluster.ray_node import _listens, watched
+from agentrl.cluster.ray_node import RayNode, _listens, watched
 from agentrl.errors import EngineError, NodeDiedError, WorkerDiedError
 from agentrl.flow import now, run_virtual
 
@@ -64,3 +66,41 @@ def test_a_socket_whose_process_is_gone_does_not_listen_though_its_file_is_there
         assert _listens(str(path))
     assert path.exists()
     assert not _listens(str(path))
+
+
+@pytest.fixture
+def asks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.cluster.ray_node._ASK_SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("asks_at_once")
+def test_a_head_that_does_not_answer_is_dead_after_as_many_looks_and_not_because_this_process_was_stopped() -> None:
+    answered, asked = threading.Semaphore(0), threading.Semaphore(0)
+
+    def nodes() -> list[dict[str, Any]]:
+        asked.release()
+        assert answered.acquire(timeout=60)
+        return [{"NodeID": "own", "Alive": True, "RayletSocketName": "/there/is/none"}]
+
+    with RayNode(nodes, "own") as node:
+        assert asked.acquire(timeout=60)
+        answered.release()
+        assert asked.acquire(timeout=60)  # the first answer has been read
+        deaths = [node.death() for _ in range(42)]
+        assert deaths[:41] == [None] * 41
+        assert "gcs_server) has not answered for 20 s" in str(deaths[41])
+        answered.release(100)
+
+
+@pytest.mark.usefixtures("asks_at_once")
+def test_a_node_that_ray_has_given_up_is_dead() -> None:
+    asked = threading.Semaphore(0)
+
+    def nodes() -> list[dict[str, Any]]:
+        asked.release()
+        return [{"NodeID": "own", "Alive": False, "RayletSocketName": ""}, {"NodeID": "other", "Alive": True}]
+
+    with RayNode(nodes, "own") as node:
+        for _ in range(2):
+            assert asked.acquire(timeout=60)
+        assert "Ray has given up this machine" in str(node.death())
