@@ -110,9 +110,8 @@ def _chosen(rows: Mapping[str, Sequence[Mapping[str, Any]]], metrics: Sequence[s
 def _draw(panel: "Axes", rows: Sequence[Mapping[str, Any]], metric: str, smooth: int, line: Mapping[str, str]) -> None:
     """One metric of one run, and what belongs to it of the held-out tasks."""
     own = [row for row in rows if isinstance(row.get(metric), int | float)]
-    evaluated = metric.startswith("eval/")
-    # The row of step s is of the weights that this step has made: after s + 1 steps. Evaluations count steps.
-    steps = np.array([row["step"] + (0 if evaluated else 1) for row in own])
+    # Step s plays with the weights after s steps, of which an evaluation after s steps is too.
+    steps = np.array([row["step"] for row in own])
     values = np.array([row[metric] for row in own], np.float64)
     if smooth > 1:
         panel.plot(steps, values, color=line["color"], linewidth=0.7, alpha=0.35)

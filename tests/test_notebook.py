@@ -38,7 +38,7 @@ def test_each_metric_has_a_panel_with_a_line_for_each_run_and_points_for_held_ou
     assert list(found) == ["reward", "success"]
     lines = {line.get_label(): line for line in found["reward"].lines}
     assert list(lines) == ["one", "two"]
-    assert lines["two"].get_xdata().tolist() == [1, 2, 3, 4, 5, 6]
+    assert lines["two"].get_xdata().tolist() == [0, 1, 2, 3, 4, 5]
     assert lines["two"].get_ydata().tolist() == pytest.approx([1.0, 1.1, 1.2, 1.3, 1.4, 1.5])
     (bars, _) = found["success"].containers
     points, _, (spread,) = bars

@@ -23,6 +23,8 @@ from agentrl.config import (
 from agentrl.errors import ConfigError
 from agentrl.run import Run, was_begun
 from agentrl.trajectory import Task
+from agentrl.viewer.folders import RunFolder
+from agentrl.viewer.report import write_report
 
 CONFIG = """
 env: {name: frozen_lake, options: {size: 4}}
@@ -175,6 +177,10 @@ def test_a_resume_names_what_it_changes_and_keeps_each_config(run: Path) -> None
     changes = [json.loads(line) for line in (run / "changes.jsonl").read_text().splitlines()]
     assert [(row["config"], row["step"]) for row in changes] == [(0, 0), (1, 3), (2, 3)]
     assert changes[1]["changed"]["trainer.lr"] == [0.001, 0.0005]
+    shown = RunFolder("run", run).changes()
+    assert [(row["config"], row["step"]) for row in shown] == [(0, 0), (1, 3), (2, 3)]
+    write_report(run, run / "report.html")
+    assert "trainer.lr: 0.001 → 0.0005" in (run / "report.html").read_text()
     origins = json.loads((run / "origins.json").read_text())
     assert origins["trainer.lr"] == "command line, from step 3 on"
     assert origins["algorithm.entropy_bonus"].endswith("lake.yaml:6")

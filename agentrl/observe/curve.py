@@ -43,7 +43,7 @@ def _named(rows: Rows, pattern: str) -> list[str]:
 
 def _draw_whole(axes: "Axes", rows: Rows, title: str) -> None:
     trained = [row for row in rows if "reward" in row]
-    steps = [row["step"] + 1 for row in trained]
+    steps = [row["step"] for row in trained]
     axes.plot(steps, [row["reward"] for row in trained], color="#1f6f8b", linewidth=2, label="reward (training)")
     axes.plot(steps, [row["success"] for row in trained], color="#99b898", linewidth=1, label="success (training)")
     _draw_evaluated(axes, rows, "eval/success", "success (held out, 95 % interval)", "#e84a5f")
@@ -57,7 +57,7 @@ def _draw_envs(axes: "Axes", rows: Rows, envs: Sequence[str]) -> None:
     for number, env in enumerate(envs):
         colour = f"C{number % 10}"
         trained = [row for row in rows if f"envs/{env}/success" in row]
-        steps = [row["step"] + 1 for row in trained]
+        steps = [row["step"] for row in trained]
         axes.plot(steps, [row[f"envs/{env}/success"] for row in trained], color=colour, linewidth=1, label=env)
         _draw_evaluated(axes, rows, f"eval/envs/{env}/success", f"{env} (held out)", colour)
     axes.set(ylim=(-0.05, 1.05), title="success by environment")

@@ -57,7 +57,7 @@ class Dashboard:
         head.add_column(no_wrap=True, justify="right")
         left = "" if progress.remaining is None else f", about {duration(progress.remaining)} left"
         head.add_row(
-            f"step [bold]{progress.done}[/bold] of {progress.steps}",
+            f"[bold]{progress.done}[/bold] of {progress.steps} steps",
             ProgressBar(total=max(1, progress.steps), completed=progress.done),
             f"{duration(progress.elapsed)}{left}",
         )
@@ -109,7 +109,7 @@ class Dashboard:
             yield "waiting", Text(f"waiting: {each}", style="yellow")
         for step, text in progress.warnings[-_WARNINGS:]:
             if progress.done - step <= _FRESH_STEPS:
-                yield "warning", Text(f"step {step + 1}: {text}", style="yellow")
+                yield "warning", Text(f"step {step}: {text}", style="yellow")
 
 
 def _ready(underway: Underway | None) -> str:
@@ -121,14 +121,14 @@ def _ready(underway: Underway | None) -> str:
 
 
 def line_of(progress: RunProgress) -> str:
-    """The line of a step, for files and pipes."""
+    """The line of the step that has just ended, by its number in the run's files, for files and pipes."""
     cells = cells_of(progress.metrics)
     underway = progress.underway() if progress.underway is not None else None
     if underway is not None and underway.failures:
         cells["failures"] = " + ".join(f"{count} {layer}" for layer, count in sorted(underway.failures.items()))
     if progress.remaining is not None:
         cells["left"] = duration(progress.remaining)
-    return f"step {progress.done:4d}  " + "  ".join(f"{name} {value}" for name, value in cells.items())
+    return f"step {progress.done - 1:4d}  " + "  ".join(f"{name} {value}" for name, value in cells.items())
 
 
 def cells_of(metrics: Mapping[str, float]) -> dict[str, str]:

@@ -243,15 +243,13 @@ class Silence:
         return warnings
 
     def _of_step(self, row: Row) -> list[Alarm]:
-        warnings = [
-            Alarm(f"in step {row['step'] + 1}: {alarm.text}", alarm.metrics) for alarm in self._history.read(row)
-        ]
+        warnings = [Alarm(f"in step {row['step']}: {alarm.text}", alarm.metrics) for alarm in self._history.read(row)]
         for number, condition in enumerate(self.conditions):
             holds = condition.holds(row) and not (condition.blames_tasks and self._history.fallen)
             count = self._in_a_row[number] = self._in_a_row.get(number, 0) + 1 if holds else 0
             if count == condition.steps:
                 when = f"in {count} steps in a row, up to step" if count > 1 else "in step"
-                warnings.append(Alarm(f"{when} {row['step'] + 1}: {condition.text(row)}", condition.metrics))
+                warnings.append(Alarm(f"{when} {row['step']}: {condition.text(row)}", condition.metrics))
         return warnings
 
     def _of_evaluation(self, row: Row) -> list[Alarm]:

@@ -122,7 +122,7 @@ async def learn(
             losses.append(metrics["loss"])
             if number % max(1, len(batches) // 4) == 0:
                 lately = losses[-max(1, len(batches) // 8) :]
-                run.display.say(f"imitation step {number} of {len(batches)}: loss {fmean(lately):.3f} nats a token")
+                run.display.say(f"imitation: {number} of {len(batches)} steps, loss {fmean(lately):.3f} nats a token")
         await trainer.save(into)
     return fmean(losses[-max(1, len(batches) // 8) :])
 

@@ -126,7 +126,7 @@ async def _learn(
             metrics = await update(trainer, algorithm, replace(pairs, reference_logprobs_N=reference_N))
             run.record_metrics(step, metrics)
             if (step + 1) % max(1, len(batches) // 8) == 0:
-                run.display.say(f"step {step + 1} of {len(batches)}: {metrics['accuracy']:.0%} in the right order")
+                run.display.say(f"{step + 1} of {len(batches)} steps: {metrics['accuracy']:.0%} in the right order")
         if measured:
             held = [
                 margins(replace(pair, rollout_logprobs_N=await trainer.predict(pair), reference_logprobs_N=first), 1.0)

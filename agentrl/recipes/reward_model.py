@@ -80,7 +80,7 @@ async def _train(
         run.record_metrics(step, metrics)
         if (step + 1) % max(1, len(batches) // 8) == 0:
             run.display.say(
-                f"step {step + 1} of {len(batches)}: loss {metrics['loss']:.3f} nats a pair, "
+                f"{step + 1} of {len(batches)} steps: loss {metrics['loss']:.3f} nats a pair, "
                 f"{metrics['accuracy']:.0%} in the right order"
             )
     if held_out:

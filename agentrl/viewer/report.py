@@ -154,4 +154,13 @@ def _fates(run: RunFolder, index: EpisodeIndex) -> dict[str, Any]:
 def _config(run: RunFolder) -> dict[str, Any]:
     origins = run.origins()
     every = [(name, shortened(in_yaml(value)), origins.get(name, "")) for name, value in sorted(run.settings().items())]
-    return {"every": every, "chosen": [row for row in every if row[2] not in ("", "default")]}
+    changes = [
+        (row["step"], row["config"], [f"{key}: {_arrow(pair)}" for key, pair in row["changed"].items()])
+        for row in run.changes()
+        if row["changed"]
+    ]
+    return {"changes": changes, "every": every, "chosen": [row for row in every if row[2] not in ("", "default")]}
+
+
+def _arrow(pair: Any) -> str:
+    return " → ".join(shortened(str(value)) for value in pair) if isinstance(pair, list) else shortened(str(pair))

@@ -92,9 +92,9 @@ def test_the_picture_has_everything_that_one_wants_to_know():
     progress, _ = made_up()
     shown = drawn(progress)
     for expected in (
-        "runs/made_up", "step 40 of 100", "13:25, about 19:55 left", "train for 5 s; 11 of 16 groups ready",
+        "runs/made_up", "40 of 100 steps", "13:25, about 19:55 left", "train for 5 s; 11 of 16 groups ready",
         "96 of 128 slots taken", "reward 0.390", "61.3% succeed after 30 steps", "[red]sokoban 1.3 s a step",
-        "train-000412 ([red]sokoban) 1:15", "engine 1, environment 3", "step 40: the gradient was zero",
+        "train-000412 ([red]sokoban) 1:15", "engine 1, environment 3", "step 39: the gradient was zero",
     ):  # fmt: skip
         assert expected in shown
     assert any("\u2800" < character <= "\u28ff" for character in shown)
@@ -144,7 +144,7 @@ def test_what_is_no_terminal_gets_a_line_for_each_step_and_no_control_characters
             display.step(step, metrics(step / 2))
         display.warn(2, "[red] is no colour")
     lines = file.getvalue().splitlines()
-    assert [line[:9] for line in lines[:3]] == ["step    1", "step    2", "step    3"]
+    assert [line[:9] for line in lines[:3]] == ["step    0", "step    1", "step    2"]
     assert "reward 0.500" in lines[1]
     assert "failures 2 environment" in lines[1]
     assert "  left " in lines[1]
@@ -219,7 +219,7 @@ def test_a_real_run_draws_its_picture_in_a_real_terminal(tmp_path):
     )
     child.logfile_read = io.StringIO()
     child.expect("groups ready")
-    child.expect("step .*2.* of 2")
+    child.expect("2.* of 2 steps")
     child.expect(pexpect.EOF)
     child.close()
     assert child.exitstatus == 0, child.logfile_read.getvalue()

@@ -81,7 +81,7 @@ def test_an_alarm_names_the_metrics_that_it_is_about() -> None:
 def test_an_environment_that_ignores_its_seed_is_named_at_once() -> None:
     rows = [{**GOOD, "different_starts": share} for share in (0.0, 0.5, 1.0, 1.0, 1.0)]
     (text,) = warnings(silence(), *rows)
-    assert text.startswith("in step 2: in 50% of the groups, members began with different prompts")
+    assert text.startswith("in step 1: in 50% of the groups, members began with different prompts")
     assert "ignores its seed" in text
 
 
@@ -124,7 +124,7 @@ def test_a_run_prints_its_warnings_and_keeps_them_in_the_summary(tmp_path: Path)
             run.metrics.append({"step": step, **row})
             run._warn({"step": step, **row})
         asyncio.run(run.finish())
-    assert "warning: in 3 steps in a row, up to step 3: 100% of the answers were cut" in printed.getvalue()
+    assert "warning: in 3 steps in a row, up to step 2: 100% of the answers were cut" in printed.getvalue()
     (kept,) = json.loads((tmp_path / "run" / "summary.json").read_text())["warnings"]
     assert "rollout.sampling.max_tokens=3" in kept
 
