@@ -367,6 +367,7 @@ def test_trackers_are_a_list_of_names_with_settings_and_a_saved_config_says_the_
         ("trackers: [{name: wandb, projct: lakes}]", r"trackers.0.projct: no such setting.*Did you mean 'project'\?"),
         ("trackers: [wand]", r"trackers.0.name: no tracker named 'wand'. Did you mean 'wandb'\?"),
         ("trackers: {0: wandb, project: lakes}", r"trackers.project.*in trackers.0.project=NAME; there is 0 is wandb"),
+        ("trackers: [wandb, {name: wandb, project: lakes}]", "trackers: wandb is named twice"),
         ("trackers: 3", "trackers: 3 is no list of trackers.*write \\[\\] for none"),
     ],
 )

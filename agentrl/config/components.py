@@ -163,6 +163,9 @@ def trackers_of(raw: Any, origins: Mapping[str, str]) -> tuple[Component, ...]:
         )
     numbered = raw if isinstance(raw, dict) else {str(number): one for number, one in enumerate(raw)}
     found, problems = _numbered("trackers", "trackers", numbered, origins)
+    names = [tracker.name for tracker in found]
+    if twice := {name for name in names if names.count(name) > 1}:
+        problems.append(f"trackers: {min(twice)} is named twice, and each has one run of its own: leave one out")
     if problems:
         raise ConfigError("\n".join(problems))
     return tuple(found)

@@ -618,11 +618,15 @@ def test_alarms_stand_on_the_charts_that_they_are_about(serve, watched):
 
 
 def test_why_a_run_ended_and_what_is_known_of_it_stand_above_its_curves(serve, watched):
+    with (watched / "watched" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 3, "eval/success": 1.0, "eval/failed": 3.0}) + "\n")
     page = serve(watched)
     page.open("#/run?runs=watched")
     assert page.texts("[aria-label='why the run ended'] p") == [
         "EngineError: out of memory", "It goes on after 2 steps with agentrl train --resume a",
     ]  # fmt: skip
+    figures = dict(zip(page.texts(".facts dt"), page.texts(".facts dd"), strict=True))
+    assert figures["held out"].endswith("(3 failed)")
     facts = dict(zip(page.texts(".about dt"), page.texts(".about dd"), strict=True))
     assert (facts["duration"], facts["host"], facts["commit"]) == ("2 min 5 s", "node-17", "b37b344d3f + changes")
     assert (facts["tags"].strip(), page.texts(".notes")) == ("baseline", ["Longer budget."])

@@ -182,7 +182,8 @@ function statusOf(run, rows, context) {
   if (last) facts.push(["reward", number(last.reward)], ["success", percent(last.success)]);
   if (last?.tokens_per_second) facts.push(["tokens/s", number(last.tokens_per_second)]);
   for (const name of new Set(rows.flatMap(Object.keys).filter((one) => /^eval\/([^/]+\/)?success$|^eval\/preference_accuracy$|^demonstrations\/success$/.test(one)))) {
-    const values = rows.filter((row) => name in row).map((row) => percent(row[name])), [kind, of] = name.split("/");
+    const told = (row) => row[name.replace(/success$/, "failed")] ? `${percent(row[name])} (${row[name.replace(/success$/, "failed")]} failed)` : percent(row[name]);  // failed episodes are in no figure
+    const values = rows.filter((row) => name in row).map(told), [kind, of] = name.split("/");
     facts.push([name === "eval/success" ? "held out" : of === "preference_accuracy" ? "pairs in order" : kind === "eval" ? of : "demonstrations", values.length > 1 ? `${values[0]} → ${values.at(-1)}` : values[0]]);
   }
   if (run.live && run.steps && done && last?.seconds) facts.push(["left", `about ${duration((run.steps - done) * last.seconds)}`]);
