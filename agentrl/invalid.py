@@ -6,6 +6,9 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+DEEPEST = 100
+"""Most levels of lists and mappings in each other. JSON's readers take some 200, counting what is around a value."""
+
 
 class Fault(NamedTuple):
     """One thing that is wrong: where, as a path of fields and numbers, what, and pydantic's name of its kind."""

@@ -18,8 +18,8 @@ from pydantic.fields import FieldInfo
 
 from agentrl.arrays import FloatArray, IntArray, ints, same_fields
 from agentrl.batch import TrainBatch
+from agentrl.invalid import DEEPEST
 from agentrl.trajectory import Completion, Group, Message, Score, Task, Trajectory
-from agentrl.yaml_values import DEEPEST
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,9 +17,7 @@ from typing import Any
 import yaml
 
 from agentrl.errors import ConfigError
-
-DEEPEST = 100
-"""Most levels of lists and mappings in each other. JSON's readers take some 200, counting what is around a value."""
+from agentrl.invalid import DEEPEST
 
 _CORE = "tag:yaml.org,2002:"
 _WORDS = {

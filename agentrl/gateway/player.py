@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from agentrl.arrays import floats, ints
-from agentrl.blame import with_frame
+from agentrl.blame import RAISED_BY_CODE, is_cancellation, with_frame
 from agentrl.errors import EngineError
 from agentrl.protocols import EngineStats, GenerateRequest
 from agentrl.rollout.renderer import TemplateRenderer
@@ -49,7 +49,9 @@ class PlayerEngine:
         try:
             text = self.player(self.renderer.decode(request.prompt_ids), Random(request.seed))
             text = str(await text if isawaitable(text) else text)
-        except Exception as error:
+        except RAISED_BY_CODE as error:
+            if is_cancellation(error):
+                raise
             raise EngineError(f"the player raised {with_frame(error)}") from error
         token_ids = self.renderer.answer_ids(text)
         self._generated += len(token_ids)

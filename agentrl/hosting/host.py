@@ -163,8 +163,13 @@ class LiveEnv:
         """A scripted player's action; the player is called in the process where the environment runs."""
         if isinstance(self.env, ProcessEnv):
             return str(await self._call("step", self.deadlines.step, partial(self.env.consult, player, rng)))
-        action = player(getattr(self.env, "unwrapped", self.env), rng)
-        return await action if inspect.isawaitable(action) else action
+        try:
+            action = player(getattr(self.env, "unwrapped", self.env), rng)
+            return await action if inspect.isawaitable(action) else action
+        except (SystemExit, asyncio.CancelledError) as error:  # else the run would end in silence
+            if is_cancellation(error):
+                raise
+            raise EnvError(f"a player of {self._name} raised {with_frame(error)}") from error
 
     async def close(self) -> None:
         """Close the instance. Errors are only logged, since its episodes are over."""

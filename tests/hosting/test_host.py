@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import random
 import threading
 import time
 from collections.abc import Mapping
@@ -214,6 +215,21 @@ def test_an_env_that_exits_when_it_is_made_costs_its_own_episode() -> None:
         EnvError, match=r"making the environment 'it' raised SystemExit: usage: game.py \(.*in __init__\)"
     ):
         EnvHost({"it": kind}, EnvDeadlines()).acquire("it")
+
+
+@pytest.mark.parametrize("raised", [SystemExit(3), asyncio.CancelledError()], ids=repr)
+def test_a_player_that_exits_or_cancels_is_a_failure_that_is_told(raised: BaseException) -> None:
+    def player(env, rng):
+        raise raised
+
+    async def main() -> None:
+        env = host().acquire("blocking")
+        await env.reset(0, {})
+        with pytest.raises(EnvError, match=rf"a player of Blocking raised {type(raised).__name__}.*in player\)"):
+            await env.consult(player, random.Random(0))
+        await env.close()
+
+    asyncio.run(main())
 
 
 def test_the_end_of_a_run_is_no_failure_of_its_env() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -125,6 +126,23 @@ def test_a_python_that_cannot_host_is_refused_and_says_what_to_install(tmp_path)
     (tmp_path / "old").chmod(0o755)
     with pytest.raises(ConfigError, match=r"is Python 3\.9\.1; agentrl's worker needs 3\.11"):
         find_interpreter(str(tmp_path / "old"))
+
+
+def test_a_workers_modules_need_no_packages_but_those_that_it_is_said_to_need():
+    allowed = {"numpy", "pydantic", "pydantic_core", "annotated_types", "typing_extensions", "typing_inspection"}
+    code = f"""
+import importlib.abc, sys
+class Others(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        top = name.partition(".")[0]
+        if top not in sys.stdlib_module_names | {allowed | {"agentrl"}!r} and not top.startswith("_sysconfigdata"):
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Others())
+import agentrl.hosting.process
+"""
+    assert [re.split("[<>=]", need)[0] for need in interpreter.WORKER_NEEDS] == ["numpy", "pydantic"]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_config_names_the_interpreter_and_does_not_look_for_the_environment_here():

@@ -114,6 +114,11 @@ class ExitsAsync(Sound):
         raise SystemExit(3)
 
 
+class RaisesAtLength(Sound):
+    def step(self, action: str) -> StepResult:
+        raise KeyError("x" * 2000 + " at the end")
+
+
 class LetsACancellationOut(Sound):
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> ResetResult:
         raise asyncio.CancelledError
@@ -305,6 +310,7 @@ BROKEN: list[tuple[str, Callable[[], Any], str]] = [
     ("raises", RaisesLate, "step (turn 4) raised KeyError: 'the door'"),
     ("raises", Exits, "step (turn 1) raised SystemExit: 3 ("),
     ("raises", ExitsAsync, "step (turn 1) raised SystemExit: 3 ("),
+    ("raises", RaisesAtLength, "x at the end' ("),
     ("raises", LetsACancellationOut, "reset raised CancelledError ("),
     ("raises", ExitsWhenMade, "raised SystemExit: usage: game.py ("),
     ("isolation", RunsALoopInline, "on the event loop, where a run plays it, step (turn 1) raised RuntimeError"),
