@@ -45,7 +45,8 @@ def _as_chat(prompt: Any) -> list[Message]:
             raise ValueError("it is empty")
         return [Message("user", prompt)]
     if not isinstance(prompt, list | tuple):
-        raise ValueError(f"write a text, or the messages of a chat, not {prompt!r:.80}")
+        given = "null" if prompt is None else f"{prompt!r:.80}"
+        raise ValueError(f"write a text, or the messages of a chat, not {given}")
     if not prompt:
         raise ValueError("it is a chat without messages")
     chat = read_chat(prompt)

@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-_ENDS = re.compile(r"(?m)^\s*####\s*(?P<final>\S.{0,40}?)\s*$|\\boxed\s*\{")
+_ENDS = re.compile(r"(?m)^\s*####\s*\S.{0,40}?\s*$|\\boxed\s*\{")
 
 
 def check_it_is_no_solution(option: str, gold: Any) -> None:
@@ -15,8 +15,7 @@ def check_it_is_no_solution(option: str, gold: Any) -> None:
     found = _ENDS.search(gold) if isinstance(gold, str) else None
     if found is None or gold.strip() == found[0].strip() or gold.strip().startswith(r"\boxed"):
         return
-    final = f"tasks.answer=\"{{{{ {option}.split('####')[-1] | trim }}}}\" or " if found["final"] else ""
     raise ValueError(
-        "it is a whole solution, and is compared as text, which would pay nothing: write "
-        f"{final}reward=math (or numeric), which reads its last result"
+        f"it is a whole solution, and is compared as text, which would pay nothing: write 'tasks.answer=\"{{{option} | "
+        "final}\"' or reward=math (or numeric), which take its last result"
     )

@@ -18,6 +18,8 @@ _ANSWERS = (
 """Names of columns without capitals and what joins words, those that say most first."""
 _CHOICES = ("choices", "options", "endings", "candidates")
 _CONTEXTS = ("context", "passage", "article", "paragraph", "document", "story", "background")
+_DEPTH = 3
+"""How far into columns of mappings they are looked for."""
 _LISTED = 30
 """Columns that a message names."""
 _LONGEST_NAME = 60
@@ -55,7 +57,8 @@ def _inside(value: Any, path: str, said: str) -> Any:
 
 def listed(columns: Mapping[str, Any]) -> str:
     """The names of columns, for people."""
-    names = [name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}..." for name in columns]
+    short = (name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}..." for name in columns)
+    names = [name or "(one without a name)" for name in short]
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return (", ".join(names[:_LISTED]) or "none") + more
 
@@ -71,10 +74,13 @@ def advice(row: Mapping[str, Any]) -> str:
     answer = _answer(row)
     if template := _template(row):
         also = f" and tasks.columns={{answer: {answer}}}" if answer else ""
-        return f"write tasks.prompt={template}{also}"
+        return f"write 'tasks.prompt={template}'{also}"
     if {"chosen", "rejected"} <= row.keys():
         return "these are preferences, which recipe=dpo learns from (recipe.preferences.path)"
     question = next((path for path, value in _named(row, _QUESTIONS) if isinstance(value, str | list)), None)
+    tables = [name for name, value in row.items() if _holds_rows(value)]
+    if question is None and tables:
+        return f"{tables[0]} is a list of objects, and a task is one row: write a row for each of them"
     if question is None and any(_is_no_name(name) for name in row):
         return "these are no names of columns: a file of fields begins with a line that names them"
     also = f", answer: {answer}" if answer and answer != question else ""
@@ -118,19 +124,24 @@ def _answer(row: Mapping[str, Any]) -> str:
 
 def _named(row: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """(path, value) of the columns with one of these names, in their order: those of the row before those inside."""
-    inner = {
-        f"{outer}.{name}": inside
-        for outer, value in row.items()
-        if isinstance(value, Mapping)
-        for name, inside in value.items()
-    }
-    for columns in (dict(row), inner):
+    columns = dict(row)
+    for _ in range(_DEPTH):
         for wanted in names:
             yield from ((path, value) for path, value in columns.items() if _bare(path) == wanted)
+        columns = {
+            f"{outer}.{name}": inside
+            for outer, value in columns.items()
+            if isinstance(value, Mapping)
+            for name, inside in value.items()
+        }
 
 
 def _bare(path: str) -> str:
     return "".join(filter(str.isalnum, path.rpartition(".")[2].casefold()))
+
+
+def _holds_rows(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)
 
 
 def _is_no_name(name: str) -> bool:

@@ -25,8 +25,8 @@ class RowSettings(Settings):
     """A template of the prompt, over the data's columns: `"{question}\\n{choices | lettered}"`. With `{{` or `{%` it is
     one of Jinja, in a sandbox. By default the prompt is the column `prompt`."""
     answer: str | None = None
-    """The same for the right answer, such as `"{{ answer.split('####')[-1] | trim }}"`; by default the column
-    `answer`."""
+    """The same for the right answer, such as `"{answer | final}"`, the result that a solution ends with; by default the
+    column `answer`."""
 
     @field_validator("prompt", "answer", mode="before")
     @classmethod
@@ -120,5 +120,8 @@ def _seed(seed: Any) -> int | None:
     if isinstance(seed, str) and seed.isdecimal():
         seed = int(seed)
     if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63):
-        raise BadRowError(f"its seed is {seed!r:.80}, not a whole number from 0 to 2^63 - 1")
+        raise BadRowError(
+            f"its seed is {seed!r:.80}, not a whole number from 0 to 2^63 - 1: if this column is something else, name "
+            "the columns that are needed in tasks.columns"
+        )
     return seed

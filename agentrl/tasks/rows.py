@@ -38,6 +38,7 @@ _TABLES = (
     "data", "rows", "examples", "instances", "items", "records", "samples", "questions", "problems", "tasks", *_SPLITS
 )  # fmt: skip
 """Under which names files of one object have their rows."""
+_LFS = b"version https://git-lfs"
 _SEPARATOR = re.compile(r"sep=(.)\s*$")
 _SHARD = re.compile(r"-\d+-of-\d+$")
 _OTHER_FILES = {
@@ -99,6 +100,19 @@ def sources(data: str, split: str, subset: str | None = None, revision: str | No
     Raises:
         ConfigError: there is nothing that can be read.
     """
+    found = _sources(data, split, subset, revision)
+    for source in found:
+        if isinstance(source, Path) and _begins_with(source, _LFS):
+            raise ConfigError(f"{source} is a pointer of Git LFS, whose content was not fetched: run `git lfs pull`")
+    return found
+
+
+def _begins_with(path: Path, begin: bytes) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(begin)) == begin
+
+
+def _sources(data: str, split: str, subset: str | None, revision: str | None) -> list[RowSource]:
     path = Path(data).expanduser()
     if path.is_file():
         if kind_of(path) is None:

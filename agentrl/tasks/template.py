@@ -4,7 +4,8 @@
       data: mmlu.parquet
       prompt: "{question}\\n{choices | lettered}\\nAnswer with a letter."
 
-`{column}` stands for a column, where a dot goes inside. A text with `{{` or `{%` is a template of Jinja, which knows
+`{column}` stands for a column, where a dot goes inside. `lettered` writes choices, and `final` is the result that a
+solution ends with. A text with `{{` or `{%` is a template of Jinja, which knows
 the columns as variables (and as `row["any name"]`) and runs in a sandbox: it reaches no code but what it is made of.
 """
 
@@ -100,7 +101,24 @@ def lettered(choices: Any) -> str:
     return "\n".join(f"{letter}. {_shown(choice)}" for letter, choice in zip(ascii_uppercase, choices, strict=False))
 
 
-_FILTERS = {"lettered": lettered}
+def final(solution: Any) -> str:
+    """The result that a solution ends with: what follows its last `####`, or stands in its last `\\boxed{}`."""
+    text = str(_shown(solution))
+    if "####" in text:
+        return text.rpartition("####")[2].strip()
+    start = text.rfind(_BOX)
+    if start < 0:
+        raise BadRowError(f"`final` finds neither #### nor {_BOX}}} in {text!r:.80}")
+    depth = 0
+    for place, letter in enumerate(text[start:], start):
+        depth += {"{": 1, "}": -1}.get(letter, 0)
+        if letter == "}" and not depth:
+            return text[start + len(_BOX) : place].strip()
+    raise BadRowError(f"`final` finds no end of the last {_BOX}}} in {text!r:.80}")
+
+
+_BOX = r"\boxed{"
+_FILTERS = {"lettered": lettered, "final": final}
 
 
 def _shown(value: Any) -> Any:

@@ -109,7 +109,7 @@ FILES = [
         "MMLU",
         "mmlu.parquet",
         parquet([{"question": "2 + 2?", "subject": "algebra", "choices": CHOICES, "answer": 1}]),
-        r'write tasks.prompt="{question}\n{choices | lettered}" and tasks.columns={answer: answer}',
+        r"""write 'tasks.prompt="{question}\n{choices | lettered}"' and tasks.columns={answer: answer}""",
         LETTERED,
         1,
     ),
@@ -117,7 +117,7 @@ FILES = [
         "MMLU, as CSV with a column for each choice",
         "mmlu.csv",
         text("question,A,B,C,D,answer\n2 + 2?,3,4,5,6,B\n"),
-        r'write tasks.prompt="{question}\nA. {A}\nB. {B}\nC. {C}\nD. {D}" and tasks.columns={answer: answer}',
+        r"""write 'tasks.prompt="{question}\nA. {A}\nB. {B}\nC. {C}\nD. {D}"' and tasks.columns={answer: answer}""",
         LETTERED,
         "B",
     ),
@@ -125,7 +125,7 @@ FILES = [
         "MMLU-Pro",
         "mmlu_pro.parquet",
         parquet([{"question_id": 1, "question": "2 + 2?", "options": CHOICES, "answer": "B", "answer_index": 1}]),
-        r'write tasks.prompt="{question}\n{options | lettered}" and tasks.columns={answer: answer}',
+        r"""write 'tasks.prompt="{question}\n{options | lettered}"' and tasks.columns={answer: answer}""",
         LETTERED,
         "B",
     ),
@@ -142,7 +142,7 @@ FILES = [
                 }
             ]
         ),
-        r'write tasks.prompt="{question}\n{choices.text | lettered}" and tasks.columns={answer: answerKey}',
+        r"""write 'tasks.prompt="{question}\n{choices.text | lettered}"' and tasks.columns={answer: answerKey}""",
         LETTERED,
         "B",
     ),
@@ -150,7 +150,7 @@ FILES = [
         "HellaSwag",
         "hellaswag.jsonl",
         lines([{"ind": 1, "ctx": "A man sits. He", "endings": ["flies.", "stands."], "label": "1"}]),
-        r'write tasks.prompt="{ctx}\n{endings | lettered}" and tasks.columns={answer: label}',
+        r"""write 'tasks.prompt="{ctx}\n{endings | lettered}"' and tasks.columns={answer: label}""",
         "A man sits. He\nA. flies.\nB. stands.",
         "1",
     ),
@@ -158,7 +158,7 @@ FILES = [
         "BoolQ",
         "boolq.jsonl",
         lines([{"question": "is it?", "passage": "It is.", "answer": True}]),
-        r'write tasks.prompt="{passage}\n\n{question}" and tasks.columns={answer: answer}',
+        r"""write 'tasks.prompt="{passage}\n\n{question}"' and tasks.columns={answer: answer}""",
         "It is.\n\nis it?",
         True,
     ),
@@ -176,7 +176,7 @@ FILES = [
                 }
             ]
         ),
-        r'write tasks.prompt="{context}\n\n{question}" and tasks.columns={answer: answer}',
+        r"""write 'tasks.prompt="{context}\n\n{question}"' and tasks.columns={answer: answer}""",
         '{"title": ["Rome"], "sentences": [["It is there."]]}\n\nWhere?',
         "Rome",
     ),
@@ -194,7 +194,7 @@ FILES = [
                 }
             ]
         ),
-        r'write tasks.prompt="{context}\n\n{question}" and tasks.columns={answer: answers.text}',
+        r"""write 'tasks.prompt="{context}\n\n{question}"' and tasks.columns={answer: answers.text}""",
         "It is there.\n\nWhere?",
         ["there"],
     ),
@@ -202,20 +202,20 @@ FILES = [
         "SQuAD's own file, one object with the key data",
         "squad.json",
         text(json.dumps({"version": "2.0", "data": [{"title": "Rome", "paragraphs": [{"context": "x", "qas": []}]}]})),
-        "write tasks.columns={prompt: COLUMN, answer: COLUMN}",
+        "paragraphs is a list of objects, and a task is one row: write a row for each of them",
     ),
     DataFile(
         "Alpaca",
         "alpaca.json",
         text(json.dumps([{"instruction": "Add.", "input": "2 and 2", "output": "4"}], indent=1)),
-        r'write tasks.prompt="{instruction}\n\n{input}" and tasks.columns={answer: output}',
+        r"""write 'tasks.prompt="{instruction}\n\n{input}"' and tasks.columns={answer: output}""",
         "Add.\n\n2 and 2",
     ),
     DataFile(
         "Dolly",
         "dolly.jsonl",
         lines([{"instruction": "2 + 2?", "context": "", "response": "4", "category": "open_qa"}]),
-        r'write tasks.prompt="{context}\n\n{instruction}" and tasks.columns={answer: response}',
+        r"""write 'tasks.prompt="{context}\n\n{instruction}"' and tasks.columns={answer: response}""",
     ),
     DataFile(
         "ShareGPT",
@@ -495,6 +495,18 @@ FILES = [
         text("What is 2 + 2?,3,4,5,6,B\n" * 3),
         "these are no names of columns: a file of fields begins with a line that names them",
     ),
+    DataFile(
+        "a dump of the hub's viewer",
+        "viewer.json",
+        text(json.dumps({"rows": [{"row_idx": 0, "row": {"question": "2 + 2?", "answer": "4"}}]})),
+        named("row.question", "row.answer"),
+    ),
+    DataFile(
+        "a pointer of Git LFS",
+        "lfs.parquet",
+        text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12\n"),
+        "is a pointer of Git LFS, whose content was not fetched: run `git lfs pull`",
+    ),
     DataFile("JSON array", "array.json", text(json.dumps([QA], indent=2))),
     DataFile("JSON array in a file called .jsonl", "array.jsonl", text(json.dumps([QA], indent=2))),
     DataFile("JSON object with the key data", "data.json", text(json.dumps({"version": 1, "data": [QA]}, indent=2))),
@@ -539,8 +551,8 @@ def table() -> str:
     for file in FILES:
         with_settings = ", ".join(f"`tasks.{name}={_written(value)}`" for name, value in file.settings.items())
         taken = f"taken, with {with_settings}" if with_settings else "taken"
-        line = f"refused: `{file.line}`".replace("|", "\\|")
-        rows.append(f"| {file.shape} | {line if file.line else taken} |")
+        ending = file.line.replace("`", "").replace("|", "\\|")
+        rows.append(f"| {file.shape} | {f'refused: `{ending}`' if ending else taken} |")
     return "\n".join(rows) + "\n"
 
 

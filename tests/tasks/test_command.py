@@ -45,7 +45,7 @@ def test_a_reward_that_would_pay_nothing_is_said_and_the_tasks_are_shown_neverth
     assert done.returncode == 1
     assert "user 2 + 2?" in done.stdout
     assert "a run would not start: tasks of qa, with the reward environment" in done.stdout
-    assert "which would pay nothing: write tasks.answer=" in done.stdout
+    assert "which would pay nothing: write 'tasks.answer=" in done.stdout
 
 
 def test_the_prompt_is_shown_as_the_template_of_a_model_writes_it_with_its_tokens(

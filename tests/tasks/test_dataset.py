@@ -511,7 +511,7 @@ SOLUTION = "She has 2 + 2 = <<2+2=4>>4 eggs.\n#### 4"
     [
         ("environment", [{"prompt": "x", "answer": SOLUTION}], "whole solution, .* pay nothing: .*reward=math"),
         ("exact", [{"prompt": "x", "answer": SOLUTION}], "whole solution, .* pay nothing: .*reward=math"),
-        ("environment", [{"prompt": "x", "answer": r"So it is $\boxed{4}$."}], "write reward=math"),
+        ("environment", [{"prompt": "x", "answer": r"So it is $\boxed{4}$."}], r"answer \| final\}\"' or reward=math"),
         ("environment", [{"prompt": "x"}], "there is no right answer, for which env=qa pays"),
         ("environment", [{"prompt": "x", "solution": "4"}], "Write tasks.columns={prompt: prompt, answer: solution}"),
         ("math", [{"prompt": "x", "reward_model": {"ground_truth": "4"}}], "answer: reward_model.ground_truth}"),
@@ -530,9 +530,7 @@ def test_answers_that_nothing_would_be_paid_for_are_said_before_the_run(
     assert len(str(raised.value).splitlines()) <= 2
 
 
-@pytest.mark.parametrize(
-    "extra", ["reward=math", "reward=numeric", "tasks.answer=\"{{ answer.split('####')[-1] | trim }}\""]
-)
+@pytest.mark.parametrize("extra", ["reward=math", "reward=numeric", "tasks.answer={answer | final}"])
 def test_whole_solutions_are_taken_where_they_are_read(tmp_path: Path, extra: str) -> None:
     path = write(tmp_path / "data.jsonl", [{"prompt": f"q{n}", "answer": SOLUTION} for n in range(9)])
     (tmp_path / "run.yaml").write_text(f"env: qa\ntasks: {path}\nmodel: tiny\nevaluation: {{tasks: 2}}\n")

@@ -17,6 +17,8 @@ ROW = {
     "context": {"title": ["Sums"], "text": "é"},
     "Question Text": "Well?",
     "none": None,
+    "gsm8k": "2 + 2 = 4\n#### 4",
+    "math": "It is \\boxed{1} or $\\boxed{\\frac{1}{2}}$.",
     "hostile": "{{ question }} {question} {% for %}",
 }
 
@@ -39,6 +41,7 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("{{ choices }}{{ none }}", '["four", 5, null]'),
         ("{% for one in choices[:2] %}{{ loop.index }}) {{ one }} {% endfor %}", "1) four 2) 5"),
         ('{{ row["Question Text"] | upper }} {{ choices | lettered }}', "WELL? A. four\nB. 5\nC."),
+        ("{gsm8k | final} {math | final}", "4 \\frac{1}{2}"),
         ("{{ question.split()[-1] }}\n\n{{ none }}", "{prime}?"),
     ],
 )
