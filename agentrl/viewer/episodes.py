@@ -2,13 +2,16 @@
 
 import sqlite3
 import threading
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Annotated, Any, Literal
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 from annotated_types import Ge, Le
 
 from agentrl.errors import ConfigError
@@ -128,6 +131,7 @@ class EpisodeIndex:
 
         self._run = run
         self._db = duckdb.connect()
+        self._db.execute("SET temp_directory = ?", [f"{gettempdir()}/agentrl-view"])  # not in the folder that we are in
         self._db.execute(_SCHEMA)
         self._lock = threading.Lock()
         self._known: dict[tuple[str, int], tuple[int, int]] = {}
@@ -211,34 +215,48 @@ class EpisodeIndex:
             self._refresh()
             paths = [path for path in files if _shown(Path(path)) not in self._unreadable]
             rows = self._called(paths)
-        whole = [row for row in rows or () if row["step"] is None]
-        by_step: dict[str | None, list[list[Any]]] = {row["name"]: [] for row in whole[:_DRAWN]}
+        whole = [row for row in rows or () if row["file"] is None]
+        by_step: dict[tuple[Any, int], list[float]] = defaultdict(lambda: [0, 0, 0.0])
         for row in rows or ():
-            if row["step"] is not None and row["name"] in by_step:
-                by_step[row["name"]].append([row[name] for name in ("step", "calls", "failed", "seconds")])
+            if row["file"] is not None:
+                sums = by_step[row["name"], files[row["file"]]]
+                for place, value in enumerate((row["calls"], row["failed"], row["seconds"])):
+                    sums[place] += value
+        steps = sorted(set(files.values()))
+        told = [
+            {
+                **row,
+                "by_step": [[step, *by_step[row["name"], step]] for step in steps if (row["name"], step) in by_step],
+            }
+            for row in whole[:_DRAWN]
+        ]
         return {
-            "tools": [{**row, "by_step": sorted(by_step.get(row["name"], []))} for row in whole[:_NAMED]],
-            "steps": sorted(set(files.values())),
+            "tools": [*told, *({**row, "by_step": []} for row in whole[_DRAWN:_NAMED])],
+            "steps": steps,
             "evaluations": sorted(self._run.evaluations()),
             "unknown": rows is None,
         }
 
     def _called(self, paths: Sequence[str]) -> list[dict[str, Any]] | None:
-        """The calls by name, and by name and step; None if no file tells."""
+        """The calls by name (`file` is None), and by name and file; None if no file tells."""
+        try:
+            return self._count_calls(paths)
+        except self._unread:  # some were written by an earlier release
+            telling = [path for path in paths if "calls" in pq.read_schema(path).names]
+            return self._count_calls(telling) if telling else None
+
+    def _count_calls(self, paths: Sequence[str]) -> list[dict[str, Any]]:
         if not paths:
             return []
-        try:
-            return self._dicts(
-                f"WITH called AS (SELECT {_STEP_OF_FILE} AS step, id, agent, unnest(calls) AS call "
-                "FROM read_parquet(?, filename = true, union_by_name = true)) "
-                "SELECT call.name AS name, step, count(*) AS calls, count(*) FILTER (call.refused) AS failed, "
-                "sum(call.seconds) AS seconds, quantile_cont(call.seconds, 0.5) AS median, "
-                "quantile_cont(call.seconds, 0.99) AS p99, count(DISTINCT (id, agent)) AS episodes "
-                "FROM called GROUP BY GROUPING SETS ((call.name), (call.name, step)) ORDER BY calls DESC, name",
-                [list(paths)],
-            )
-        except self._unread:
-            return None
+        return self._dicts(
+            "WITH called AS (SELECT filename AS file, hash(id, agent) AS episode, unnest(calls) AS call "
+            "FROM read_parquet(?, filename = true)) "
+            "SELECT call.name AS name, file, count(*) AS calls, count(*) FILTER (call.refused) AS failed, "
+            "sum(call.seconds) AS seconds, quantile_cont(call.seconds::FLOAT, 0.5) AS median, "
+            "quantile_cont(call.seconds::FLOAT, 0.99) AS p99, count(DISTINCT episode) AS episodes "
+            "FROM called GROUP BY GROUPING SETS ((call.name), (call.name, file)) ORDER BY calls DESC, name",
+            [list(paths)],
+        )
 
     def named(self, name: str) -> list[dict[str, Any]]:
         """The rows of an episode: one for each agent, and each part that was trained on by itself."""
@@ -450,8 +468,6 @@ def _first_line(error: Exception) -> str:
 
 def _by_columns(files: Sequence[Path]) -> list[tuple[list[str], tuple[str, ...]]]:
     """The files, those with the same columns together: earlier versions wrote fewer."""
-    import pyarrow.parquet as pq
-
     if not files:
         return []
     ends: dict[Literal["first", "last"], tuple[str, ...]] = {

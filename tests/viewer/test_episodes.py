@@ -1,5 +1,8 @@
 """The index of episodes: filters, fates, and runs that go on."""
 
+import tempfile
+from pathlib import Path
+
 import pyarrow.parquet as pq
 import pytest
 
@@ -21,6 +24,13 @@ def made(tmp_path):
 
 def index_of(run: MadeUpRun) -> EpisodeIndex:
     return EpisodeIndex(RunFolder("run", run.folder))
+
+
+def test_what_does_not_fit_into_memory_is_not_written_where_the_user_is(made, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    (folder,) = index_of(made)._db.execute("SELECT current_setting('temp_directory')").fetchone()
+    assert Path(folder).parent == Path(tempfile.gettempdir())
 
 
 def test_each_episode_is_listed_once_with_its_fate_also_those_that_were_never_trained(made):

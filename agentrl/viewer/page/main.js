@@ -101,9 +101,9 @@ function chip(run, chosen) {
 function chooseRuns() {
   const dialog = document.getElementById("choose"), chosen = new Set(context.chosen.map((run) => run.name));
   const list = el("div", { class: "list" });
-  const fill = () => list.replaceChildren(...runs.filter((run) => run.name.toLowerCase().includes(search.value.toLowerCase())).slice(0, 200).map((run) =>
-    el("label", {}, el("input", { type: "checkbox", checked: chosen.has(run.name), onchange: (event) => { if (event.target.checked) chosen.add(run.name); else chosen.delete(run.name); } }), el("span", {}, run.name), run.live ? el("span", { class: "badge trained" }, "live") : null)));
-  const search = el("input", { type: "search", placeholder: "run …", "aria-label": "runs whose name contains", oninput: fill });
+  const fill = () => list.replaceChildren(...runs.filter((run) => [run.name, ...run.about.tags].some((text) => text.toLowerCase().includes(search.value.toLowerCase()))).slice(0, 200).map((run) =>
+    el("label", {}, el("input", { type: "checkbox", checked: chosen.has(run.name), onchange: (event) => { if (event.target.checked) chosen.add(run.name); else chosen.delete(run.name); } }), el("span", {}, run.name), run.live ? el("span", { class: "badge trained" }, "live") : null, run.about.tags.map((tag) => el("span", { class: "badge" }, tag)))));
+  const search = el("input", { type: "search", placeholder: "run …", "aria-label": "runs whose name or tag contains", oninput: fill });
   const show = () => { dialog.close(); if (chosen.size) go(["run", "config"].includes(place().page) ? place().page : "run", {}, [...chosen]); };
   dialog.replaceChildren(el("h2", {}, "Runs"), search, list, el("div", { class: "bar" }, el("button", { onclick: show }, "show these"), el("button", { onclick: () => dialog.close() }, "close")));
   fill();
