@@ -15,7 +15,7 @@ from agentrl.cluster.ray_engine import RayEngine
 from agentrl.cluster.ray_node import RayNode, watched
 from agentrl.cluster.ray_placement import RayPlacement, Unplaced, gpus_of_ray, reserved
 from agentrl.cluster.workers import ClusterSettings, StartWorker
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, StallError
 from agentrl.placement.device_map import DeviceMap
 from agentrl.placement.devices import Inventory
 from agentrl.plugins import Component
@@ -112,6 +112,13 @@ def join_ray(address: str = "", **options: Any) -> None:
             _end_agents_with_us()
     except ConnectionError as error:
         raise ConfigError(f"no Ray cluster at {address!r} (cluster.address): {error}") from error
+    except Exception as error:  # Ray raises plain ones when a process of its node does not come up in time
+        if type(error) is not Exception:
+            raise
+        raise StallError(
+            f"Ray did not start on this machine: {' '.join(str(error).split())} Start the run again, on a "
+            "less busy machine, or look into Ray's logs in session_latest/logs of its temporary folder"
+        ) from error
 
 
 _SPANS_MACHINES = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"

@@ -25,7 +25,7 @@ from agentrl.arrays import Ragged
 from agentrl.cluster.restarts import RESTARTS, START_SECONDS, Restarts, starting
 from agentrl.cluster.roster import Crew
 from agentrl.errors import EngineDeadError, EngineError, LethalRequestError, WeightsError
-from agentrl.flow import Flow, Retries, Suspect, Suspicion, span
+from agentrl.flow import Flow, Retries, Suspect, Suspicion, notice, paused, span
 from agentrl.placement.time_share import Sleeper
 from agentrl.protocols import (
     Engine,
@@ -361,10 +361,13 @@ class Router:
         return self._alive
 
     async def _wait_for_a_replica(self) -> None:
-        """Wait until a replica is alive, if one is being restarted."""
+        """Wait until a replica is alive, if one is being restarted: outside of deadlines, since that may take longer
+        than an answer.
+        """
         while not self._alive and self._factory is not None:
             self._revived.clear()
-            await self._revived.wait()
+            with paused(), notice("all engines are being restarted"):
+                await self._revived.wait()
         self._living()  # raises if none is alive and none will be
 
     def _mark_dead(

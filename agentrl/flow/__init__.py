@@ -3,7 +3,7 @@
 from agentrl.flow.channel import Channel, ChannelClosedError, ChannelStats
 from agentrl.flow.clock import VirtualDeadlockError, VirtualTimeLoop, now, run_virtual
 from agentrl.flow.completion import run_to_completion
-from agentrl.flow.deadline import PendingWait, deadline, waits
+from agentrl.flow.deadline import PendingWait, deadline, paused, waits
 from agentrl.flow.event_log import EventLog
 from agentrl.flow.flow import Flow
 from agentrl.flow.notice_board import Notice, notice, notices
@@ -44,6 +44,7 @@ __all__ = [
     "notice",
     "notices",
     "now",
+    "paused",
     "recorded",
     "run_steadily",
     "run_to_completion",

@@ -11,7 +11,8 @@ are simulated in a minute).
 import asyncio
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -55,12 +56,7 @@ class deadline:  # noqa: N801  used as a keyword, like `asyncio.timeout`
             raise RuntimeError("a deadline must be set inside a task")
         self.task = task
         self._cancelling = task.cancelling()
-        queue = self._queue
-        self.when = self._loop.time() + queue.seconds
-        queue.open[self] = None
-        if not queue.armed:
-            queue.armed = True
-            self._loop.call_at(self.when, queue.fire)
+        self._queue.add(self)
         return self
 
     def __exit__(
@@ -73,6 +69,23 @@ class deadline:  # noqa: N801  used as a keyword, like `asyncio.timeout`
             raise DeadlineError(queue.layer, queue.phase, queue.seconds) from None
 
 
+@contextmanager
+def paused() -> Iterator[None]:
+    """Inside the block, the deadlines of the current task stand still; afterwards, they begin anew.
+
+    For a wait that is nobody's fault who is waited for, as while all engines are restarted.
+    """
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    found = [(queue, one) for queue in _table.known(loop) for one in queue.open if one.task is task]
+    for queue, one in found:
+        del queue.open[one]
+    try:
+        yield
+    finally:
+        for queue, one in found:
+            queue.add(one)
+
+
 class _Queue:
     """The open deadlines of one kind, the next to expire first, and the one timer they share."""
 
@@ -82,6 +95,15 @@ class _Queue:
         self.seconds = seconds
         self.open: OrderedDict[deadline, None] = OrderedDict()
         self.armed = False
+
+    def add(self, one: deadline) -> None:
+        """Let a deadline begin now: it is the last to expire."""
+        loop = asyncio.get_running_loop()
+        one.when = loop.time() + self.seconds
+        self.open[one] = None
+        if not self.armed:
+            self.armed = True
+            loop.call_at(one.when, self.fire)
 
     def fire(self) -> None:
         """Expire the deadlines that are due, and arm the timer for the next one. At most one timer is armed."""

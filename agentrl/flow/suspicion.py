@@ -13,6 +13,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from typing import TYPE_CHECKING
 
 from agentrl.errors import RolloutError
+from agentrl.flow.deadline import paused
 
 logger = logging.getLogger(__name__)
 
@@ -101,8 +102,12 @@ class Suspicion:
 
     @asynccontextmanager
     async def _alone(self, suspect: Suspect) -> "AsyncIterator[None]":
-        async with self._one_at_a_time:
+        with paused():  # the others may take long
+            await self._one_at_a_time.acquire()
+        try:
             if suspect.deaths >= KILLS:
                 yield
                 return
+        finally:
+            self._one_at_a_time.release()
         yield  # meanwhile another one was found to be the reason

@@ -2,14 +2,18 @@
 
 import asyncio
 import socket
+import sys
 import threading
+import types
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from agentrl.cluster import ray_cluster
 from agentrl.cluster.ray_node import RayNode, _listens, watched
-from agentrl.errors import EngineError, NodeDiedError, WorkerDiedError
+from agentrl.errors import EngineError, NodeDiedError, StallError, WorkerDiedError
 from agentrl.flow import now, run_virtual
 
 SENTENCE = r"Ray's node died; resume with `agentrl train --resume RUN`: it burned"
@@ -104,3 +108,14 @@ def test_a_node_that_ray_has_given_up_is_dead() -> None:
         for _ in range(2):
             assert asked.acquire(timeout=60)
         assert "Ray has given up this machine" in str(node.death())
+
+
+def test_a_ray_that_does_not_come_up_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(*arguments: Any, **options: Any) -> None:
+        raise Exception("The current node timed out\nduring startup.")
+
+    ray = types.SimpleNamespace(is_initialized=lambda: False, init=init)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(ray_cluster, "_on_loopback", nullcontext)
+    with pytest.raises(StallError, match="Ray did not start on this machine: The current node timed out during"):
+        ray_cluster.join_ray()

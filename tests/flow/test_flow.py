@@ -18,6 +18,7 @@ from agentrl.flow import (
     VirtualDeadlockError,
     deadline,
     now,
+    paused,
     run_virtual,
 )
 
@@ -279,3 +280,26 @@ def test_a_defect_beside_an_error_of_agentrl_is_not_hidden(virtual):
 
     with pytest.raises(ExceptionGroup):
         virtual(main)
+
+
+def test_paused_deadlines_of_a_task_begin_anew_and_those_of_others_go_on() -> None:
+    async def waiting(seconds: float, pause: float) -> float:
+        with deadline("environment", "episode", 20), deadline("engine", "generate", 10):
+            await asyncio.sleep(4)
+            with paused():
+                await asyncio.sleep(pause)
+            await asyncio.sleep(seconds)
+        return now()
+
+    async def main() -> None:
+        async with Flow("test") as flow:
+            paused_one = flow.start(waiting(9, 1000), name="paused")
+            with pytest.raises(DeadlineError, match=r"generate .* of 10 s"), deadline("engine", "generate", 10):
+                await asyncio.sleep(11)
+            assert now() == 10
+        assert paused_one.result() == 4 + 1000 + 9
+        with pytest.raises(DeadlineError, match="generate"):
+            await waiting(11, 1000)
+        assert now() == 1013 + 4 + 1000 + 10
+
+    run_virtual(main)

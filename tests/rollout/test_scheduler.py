@@ -262,6 +262,41 @@ def test_tasks_that_engines_die_of_are_set_aside_and_the_run_goes_on(lethal, max
     assert all(score.value > 0 for batch in world.batches for group in batch for score in group.scores)
 
 
+@pytest.mark.parametrize("seconds", [45.0, 400.0])
+def test_a_restart_that_takes_longer_than_an_answer_fails_no_episode_and_hides_no_lethal_request(seconds):
+    lethal = {"train-000001"}
+    restarted = []
+
+    class Slow:
+        """An engine that takes minutes to load."""
+
+        def __init__(self, engine):
+            self.engine = engine
+
+        def __getattr__(self, name):
+            return getattr(self.engine, name)
+
+        async def __aenter__(self):
+            await asyncio.sleep(seconds)
+            await self.engine.__aenter__()
+            return self
+
+        async def __aexit__(self, *exc):
+            await self.engine.__aexit__(*exc)
+
+    def again(number):
+        restarted.append(number)
+        return Slow(killed_by(lethal))
+
+    deadlines = Deadlines(reset=30, step=50, generate=50, reward=50, episode=300, stall=6000)
+    world = World(config(deadlines=deadlines), steps=3, engine=Router([killed_by(lethal)], factory=again)).run()
+    assert [count for _, count in why_failed(world.ledger)] == [1]
+    assert "set aside" in why_failed(world.ledger)[0][0]
+    assert world.ledger.task_fates().failed == 1
+    assert world.ledger.task_fates().trained == 12
+    assert len(restarted) <= 4
+
+
 def test_an_engine_that_always_dies_ends_the_run_and_is_not_started_for_ever():
     every = {f"train-{number:06d}" for number in range(1000)}
     restarted = []
