@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from agentrl.cli.arguments import Overrides, Step
 from agentrl.cli.console import console
-from agentrl.cli.run_folders import model_to_evaluate, run_config
+from agentrl.cli.run_folders import model_to_evaluate, output, run_config
 from agentrl.config import load_config
 from agentrl.flow import run_steadily
 from agentrl.trajectory import Trajectory
@@ -43,6 +43,7 @@ def evaluate(  # noqa: PLR0917  typer calls it by name
     steps = int(model.name.removeprefix("step_")) if run.is_dir() else 0
     if report is None and run.is_dir():
         report = run / "evaluations" / f"eval-{datetime.now():%Y%m%d-%H%M%S}"
+    report = output(report, within="evaluations") if report is not None else None
 
     async def play() -> Any:
         async with assemble_rollouts(loaded.config, model) as rollouts:

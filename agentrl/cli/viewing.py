@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from agentrl.cli.console import console
-from agentrl.cli.run_folders import run_config
+from agentrl.cli.run_folders import output, run_config
 from agentrl.errors import ConfigError
 
 
@@ -61,6 +61,7 @@ def show_profile(
     from agentrl.viewer.profile import profile
 
     folder, chosen = run_config(run).parent, _range_of(steps)
+    trace = output(trace) if trace is not None else None
     if live is not None:
         if steps is not None or trace is not None:
             raise ConfigError("--live shows what happens from now on: leave out --steps and --trace")
@@ -79,7 +80,7 @@ def report(
     from agentrl.viewer.report import write_report
 
     folder = run_config(run).parent
-    path = into or Path(f"{folder.resolve().name}.html")
+    path = output(into or Path(f"{folder.resolve().name}.html"))
     write_report(folder, path)
     console.print(f"wrote {path}", highlight=False, soft_wrap=True)
 
@@ -94,7 +95,7 @@ def export_run_episodes(
     """Write the trained episodes of a run for other programs: as ATIF, Harbor's format, JSON lines or a data set."""
     from agentrl.viewer.episode_export import export_episodes
 
-    count = export_episodes(run_config(run).parent, into, step)
+    count = export_episodes(run_config(run).parent, output(into), step)
     console.print(f"wrote {count:,} episodes to {into}", highlight=False, soft_wrap=True)
 
 
