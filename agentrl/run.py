@@ -63,6 +63,7 @@ from agentrl.config import (
     LoadedConfig,
     RunConfig,
     SettingChange,
+    check_options,
     jumps_of_schedules,
     notes_of_schedules,
     refuse_another_run,
@@ -143,6 +144,7 @@ class Run:
         self._check_folder()
         self._changes = self._check_changes(change)
         self._new_model = any(change.key in ("model.name", "model.revision") for change in self._changes)
+        check_options(loaded)
         check_model(self.config, pinned=not self._new_model)
         check_placement(self.config)
         data = fingerprints(self.config)

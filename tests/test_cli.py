@@ -168,7 +168,7 @@ def test_missing_input_is_explained(agentrl, arguments):
     assert done.stderr.startswith("error:")
 
 
-@pytest.mark.parametrize("setting", ["model=nowhere", "trackers=[wandb]"])
+@pytest.mark.parametrize("setting", ["model=nowhere", "trackers=[wandb]", "env.options.sise=4"])
 def test_what_is_missing_is_said_before_the_run_exists(agentrl, tmp_path, setting):
     run = tmp_path / "run"
     done = agentrl("train", "examples/frozen_lake.yaml", setting, f"run_dir={run}")

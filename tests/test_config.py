@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from agentrl.config import RENAMED, load_config
+from agentrl.config import RENAMED, check_options, load_config
 from agentrl.errors import ConfigError, PluginError
 from agentrl.plugins import load
 from agentrl.protocols import Curriculum, Settings
@@ -100,6 +100,33 @@ def test_a_value_of_a_wrong_type_says_what_was_given(path):
     assert "got 'many'" in problem(path, "rollout.group_size=many")
     assert "steps.x (command line): steps is 3, not a section" in problem(path, "steps.x=1")
     assert "write key=value" in problem(path, "steps")
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        (
+            "env.options.sise=4",
+            "env.options.sise: no such setting (command line). Did you mean 'size'? Known here: size",
+        ),
+        ("env.options.size=many", "env.options.size: Input should be a valid integer"),
+        ("env.options.p=7", "env.options.p: Input should be less than or equal to 1"),
+        ("env=[{name: frozen_lake, options: {sise: 4}}, guess_number]", "env.mixture.0.options.sise: no such setting"),
+        (
+            "evaluation.suites=[{name: a, env: {name: frozen_lake, options: {sise: 4}}}]",
+            "evaluation.suites.0.env.options.sise: no such setting (command line). Did you mean 'size'?",
+        ),
+    ],
+)
+def test_a_wrong_option_of_an_environment_is_told_before_anything_starts(path, override, said):
+    with pytest.raises(ConfigError) as caught:
+        check_options(load_config(path, [override]))
+    assert said in str(caught.value)
+
+
+def test_options_that_tasks_or_wrappers_see_to_are_left_to_them(path):
+    check_options(load_config(path, ["env=qa", "tasks=questions.jsonl"]))  # whose prompts come from the rows
+    check_options(load_config(path, ["env.options.mine=4", "env.wrappers=[{name: time_limit, turns: 3}]"]))
 
 
 def test_a_missing_file_names_one_that_exists(path):

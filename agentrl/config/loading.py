@@ -13,6 +13,8 @@ from agentrl.config.run_config import COMPONENTS, HELPERS, RunConfig
 from agentrl.config.source import LISTS
 from agentrl.credentials import refuse_credentials
 from agentrl.errors import ConfigError
+from agentrl.protocols import Settings
+from agentrl.tasks.env_config import OneEnv
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +84,41 @@ def validate_config(values: Mapping[str, Any], origins: Mapping[str, str] | None
         ]
     if problems:
         raise ConfigError("\n".join(problems))
-    for env in config.envs.values():
-        if not env.foreign:
-            plugins.load("envs", env.name)
+    for _, env in _envs_of(config):
+        plugins.load("envs", env.name)
     return LoadedConfig(config, origins)
+
+
+def check_options(loaded: LoadedConfig) -> None:
+    """Check the options of environments that say which they take, as far as these stand in the config.
+
+    Raises:
+        ConfigError: an environment takes no such option, or not this value.
+    """
+    named = _envs_of(loaded.config)
+    if problems := [line for section, env in named for line in _options_problems(section, env, loaded.origins)]:
+        raise ConfigError("\n".join(problems))
+
+
+def _envs_of(config: RunConfig) -> Iterator[tuple[tuple[str, ...], OneEnv]]:
+    """The environments of a run that this interpreter can load, each with the section that names it."""
+    sections: list[tuple[tuple[str, ...], OneEnv | None]] = [(("env",), None if config.env.mixture else config.env)]
+    sections += [(("env", "mixture", str(at)), one) for at, one in enumerate(config.env.mixture)]
+    sections += [
+        (("evaluation", "suites", str(at), "env"), suite.env) for at, suite in enumerate(config.evaluation.suites)
+    ]
+    yield from ((section, env) for section, env in sections if env is not None and not env.foreign)
+
+
+def _options_problems(section: tuple[str, ...], env: OneEnv, origins: Mapping[str, str]) -> Iterator[str]:
+    """What is wrong with the options of an environment. Tasks may add some, and wrappers may take some away."""
+    shape = getattr(plugins.load("envs", env.name), "Options", None)
+    if env.wrappers or not (isinstance(shape, type) and issubclass(shape, Settings)):
+        return
+    try:
+        shape.model_validate(env.options)
+    except ValidationError as error:
+        yield from (line for line, _ in explained(shape, error, (*section, "options"), origins, partial=True))
 
 
 def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -31,10 +31,21 @@ GONE = {
 
 
 def explained(
-    model: type[BaseModel], error: ValidationError, prefix: tuple[str, ...], origins: Mapping[str, str]
+    model: type[BaseModel],
+    error: ValidationError,
+    prefix: tuple[str, ...],
+    origins: Mapping[str, str],
+    *,
+    partial: bool = False,
 ) -> Iterator[tuple[str, str]]:
-    """(one line per problem that also tells the remedy, the problem's top-level section)."""
+    """(one line per problem that also tells the remedy, the problem's top-level section).
+
+    `partial`: others add settings later, so that nothing is missing yet, and what all of them need of each other is
+    not known.
+    """
     for problem in error.errors():
+        if partial and (problem["type"] == "missing" or not problem["loc"]):
+            continue
         keys, known = _locate(model, [str(part) for part in problem["loc"]])
         path = ".".join((*prefix, *keys))
         where = written_at(origins, path)
