@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from agentrl.cli import app
 from agentrl.notebook import metrics_of, plot
+from agentrl.observe.reports import EpisodeResult, EvaluationReport
 from agentrl.rollout.ledger import Ledger
 from agentrl.testing.made_up_run import MadeUpRun
 from agentrl.trajectory import Task
@@ -26,6 +27,9 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     made = MadeUpRun(tmp_path / "made" / "one")
     made.begin()
     made.step()
+    made.evaluate((0.0, 1.0))
+    lake = EpisodeResult("held_out-000000", True, 1.0)
+    EvaluationReport("held_out", 1, {"eval/failed": 0.0}, (lake,)).write(made.folder / "evaluations")
     if request.param == "ended":
         return made.folder
     with Ledger(made.folder / "ledger.sqlite") as ledger:
@@ -41,7 +45,16 @@ def test_the_page_and_notebooks_write_nothing_into_a_run(run):
     page = client.get(f"/api/episodes?run={name}").json()
     assert page["rows"]
     assert page["unreadable"] == []
-    for asked in ("metrics", "config", "choices", "time", f"group?task={page['rows'][0]['task']}&", "gantt?step=0&"):
+    for asked in (
+        "metrics",
+        "config",
+        "choices",
+        "evaluations",
+        "tools",
+        "time",
+        f"group?task={page['rows'][0]['task']}&",
+        "gantt?step=0&",
+    ):
         place = asked if "?" in asked else f"{asked}?"
         assert client.get(f"/api/{place}run={name}").status_code == 200
     assert client.get(f"/api/episode?run={name}&id={page['rows'][0]['id']}").status_code == 200
@@ -58,6 +71,7 @@ def test_the_page_and_notebooks_write_nothing_into_a_run(run):
         ["ledger", "RUN", "train-000000"],
         ["profile", "RUN"],
         ["replay", "RUN"],
+        ["compare", "RUN", "RUN"],
         ["export-episodes", "RUN", "episodes.jsonl"],
     ],
     ids=lambda command: command[0],

@@ -42,7 +42,7 @@ class TensorBoard:
 
     def end(self, how: HowEnded, why: str) -> None:
         """Record how the run has ended, and flush."""
-        self._writer.add_text("ended", f"{how}: {why}")
+        self._writer.add_text("ended", _ending(how, why))
         self.close()
 
     def close(self) -> None:
@@ -119,7 +119,7 @@ class Wandb:
 
     def end(self, how: HowEnded, why: str) -> None:
         """Record how the run has ended, and flush."""
-        self._run.summary["ended"] = f"{how}: {why}"
+        self._run.summary["ended"] = _ending(how, why)
         self._run.finish(exit_code={"completed": 0, "failed": 1, "stopped": 255}[how])  # 255 is wandb's for Ctrl-C
 
     def close(self) -> None:
@@ -192,7 +192,7 @@ class MLflow:
 
     def end(self, how: HowEnded, why: str) -> None:
         """Record how the run has ended, and flush."""
-        self._mlflow.set_tag("ended", f"{how}: {why}"[:5000])
+        self._mlflow.set_tag("ended", _ending(how, why)[:5000])
         self._mlflow.end_run({"completed": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}[how])
 
     def close(self) -> None:
@@ -312,7 +312,7 @@ class Comet:
 
     def end(self, how: HowEnded, why: str) -> None:
         """Record how the run has ended, and flush."""
-        self._experiment.log_other("ended", f"{how}: {why}")
+        self._experiment.log_other("ended", _ending(how, why))
         self._experiment.add_tag(how)
         self.close()
 
@@ -363,6 +363,11 @@ def _has_run(mlflow: Any, run_id: str) -> bool:
         if error.error_code != "RESOURCE_DOES_NOT_EXIST":
             raise
         return False
+
+
+def _ending(how: HowEnded, why: str) -> str:
+    """How and why a run has ended, in a line."""
+    return why if why.startswith(how) else f"{how}: {why}"
 
 
 def _indented(text: str) -> str:
