@@ -19,11 +19,12 @@ export async function showHeldOut(room, context) {
   const which = el("select", { "aria-label": "evaluation", onchange: (event) => context.go("heldout", { name: event.target.value }) }, found.names.map(([name]) => el("option", { value: name, selected: name === found.name }, name.replaceAll("_", " "))));
   const show = el("select", { "aria-label": "tasks", onchange: (event) => change({ show: event.target.value }) }, Object.entries(KINDS).map(([value, title]) => el("option", { value, selected: (given.show || "") === value }, `${title} (${found.counts[value || "all"]})`)));
   const search = el("input", { type: "search", placeholder: "task …  /", value: given.text || "", "aria-label": "tasks whose name contains", onchange: (event) => change({ text: event.target.value }) });
-  const table = el("table", { "aria-label": "held-out tasks" }, el("thead", {}, el("tr", {}, COLUMNS.map(([column, title, kind]) => {
+  const table = el("table", { "aria-label": "held-out tasks" }, el("thead", {}, el("tr", {}, COLUMNS.map(([column, title, kind], i) => {
     const sorted = query.sort === column, up = sorted && query.descending !== "true";
-    return el("th", { class: kind || "", "aria-sort": sorted ? (up ? "ascending" : "descending") : null }, el("button", { onclick: () => change({ sort: column, descending: String(up) }) }, title, sorted ? (up ? " ↑" : " ↓") : ""));
-  }), el("th", {}, "evaluations, by steps made before"))), el("tbody", {},
-    el("tr", { class: "means" }, el("td", { class: "soft" }, "all tasks"), el("td"), el("td"), el("td"), el("td", { class: "wide" }), el("td", { class: "wide" }), el("td", {}, el("div", { class: "cells" }, found.columns.map((one) => headOf(one, found, context))))),
+    const head = el("th", { class: kind || "", "aria-sort": sorted ? (up ? "ascending" : "descending") : null }, el("button", { onclick: () => change({ sort: column, descending: String(up) }) }, title, sorted ? (up ? " ↑" : " ↓") : ""));
+    return i ? head : [head, el("th", {}, "evaluations, by steps before")];
+  }))), el("tbody", {},
+    el("tr", { class: "means" }, el("td", { class: "soft" }, "all tasks"), el("td", {}, el("div", { class: "cells" }, found.columns.map((one) => headOf(one, found, context)))), el("td"), el("td"), el("td"), el("td", { class: "wide" }), el("td", { class: "wide" })),
     found.tasks.map((task) => rowOf(task, found, context))));
   const from = Number(query.offset), turn = (to) => context.go("heldout", { ...given, offset: to || "" });
   add(room, el("h1", { class: "unseen" }, `Held-out tasks of ${run}`),
@@ -57,9 +58,9 @@ function headOf(one, found, context) {
 function rowOf(task, found, context) {
   const value = (pair) => (pair === null ? "–" : [number(pair[0]), " ", el("span", { class: "soft small" }, `after ${pair[1]}`)]);
   return el("tr", {}, el("td", { class: "mono" }, el("span", { class: "id", title: `${task.task}: ${task.env}` }, visible(task.task))),
+    el("td", {}, el("div", { class: "cells" }, task.cells.map((cell, i) => cellOf(cell, task, found, found.columns[i].step, context)))),
     el("td", { class: "number" }, task.first === null ? "–" : `after ${task.first}`), el("td", { class: "number" }, value(task.best)), el("td", { class: "number" }, value(task.worst)),
-    el("td", { class: "number wide" }, number(task.last)), el("td", { class: "number wide" }, task.change === null ? "–" : `${task.change > 0 ? "+" : ""}${number(task.change)}`),
-    el("td", {}, el("div", { class: "cells" }, task.cells.map((cell, i) => cellOf(cell, task, found, found.columns[i].step, context)))));
+    el("td", { class: "number wide" }, number(task.last)), el("td", { class: "number wide" }, task.change === null ? "–" : `${task.change > 0 ? "+" : ""}${number(task.change)}`));
 }
 
 /** What a task did in one evaluation: solved or not, or its score on the scale of all; a link to the episode. */

@@ -6,7 +6,7 @@ import { add, duration, el, middle, number, percent, visible } from "./dom.js";
 
 const DRAWN = 6;
 const COLOURS = ["#3b82c4", "#dd8136", "#37a06f", "#b468c2", "#c2a029", "#4fb0b8"];
-const COLUMNS = [["name", "tool"], ["calls", "calls"], ["failed", "failed"], ["share", "share failed"], ["median", "median time"], ["p99", "99 % within"], ["seconds", "time in all"], ["episodes", "episodes"]];
+const COLUMNS = [["name", "tool", ""], ["calls", "calls", "number"], ["failed", "failed", "number"], ["share", "share failed", "number wide"], ["median", "median time", "number"], ["p99", "99 % within", "number wide"], ["seconds", "time in all", "number wide"], ["episodes", "episodes", "number wide"]];
 const chosen = { by: "calls", up: false };
 
 export async function showTools(room, context) {
@@ -25,7 +25,7 @@ export async function showTools(room, context) {
   function fill() {
     const sign = chosen.up ? 1 : -1, order = (a, b) => (typeof a === "string" || typeof b === "string" ? String(a ?? "").localeCompare(String(b ?? "")) : (a ?? -Infinity) - (b ?? -Infinity));
     body.replaceChildren(...rows.toSorted((a, b) => sign * order(a[chosen.by], b[chosen.by])).map((tool) => rowOf(tool, context, given)));
-    head.replaceChildren(...COLUMNS.map(([column, title]) => el("th", { class: column === "name" ? "" : "number", "aria-sort": chosen.by === column ? (chosen.up ? "ascending" : "descending") : null },
+    head.replaceChildren(...COLUMNS.map(([column, title, kind]) => el("th", { class: kind, "aria-sort": chosen.by === column ? (chosen.up ? "ascending" : "descending") : null },
       el("button", { onclick: () => { chosen.up = chosen.by === column ? !chosen.up : column === "name"; chosen.by = column; fill(); } }, title, chosen.by === column ? (chosen.up ? " ↑" : " ↓") : ""))));
   }
   function draw() {
@@ -39,7 +39,7 @@ export async function showTools(room, context) {
   add(room, el("h1", { class: "unseen" }, `Tools of ${run}`),
     el("p", { class: "lead" }, `${total.toLocaleString("en")} calls of ${found.tools.length.toLocaleString("en")} names, ${percent(failed / total)} of which failed, in the episodes of ${found.steps.length ? `steps ${found.steps[0]} to ${found.steps.at(-1)}` : "no step"}.`),
     el("div", { class: "bar" }, found.evaluations.length ? el("label", {}, "played for", el("select", { onchange: (event) => context.go("tools", { evaluation: event.target.value }) }, el("option", { value: "" }, "training"), found.evaluations.map((name) => el("option", { value: name, selected: name === given.evaluation }, name.replaceAll("_", " "))))) : null, bound("first", "from step"), bound("last", "to step")),
-    el("div", { class: "panel table", tabindex: 0, role: "region", "aria-label": "tools" }, el("table", { "aria-label": "tools" }, el("thead", {}, head), body)),
+    el("div", { class: "panel table tools", tabindex: 0, role: "region", "aria-label": "tools" }, el("table", { "aria-label": "tools" }, el("thead", {}, head), body)),
     el("p", { class: "soft small" }, "A call failed if it could not be read, names no tool, has wrong arguments, or was answered by an error. Times are those of the environment, where it measures them; else the turn's time is shared by its calls."),
     plots);
   return { attached: draw, resized: draw };
@@ -51,6 +51,6 @@ function rowOf(tool, context, given) {
   const to = (more) => context.address("episodes", { evaluation: given.evaluation, tool: tool.name, ...more });
   const known = tool.name !== null;
   return el("tr", {}, el("td", { class: known ? "mono" : "soft" }, known ? el("a", { class: "id", href: to({}), title: tool.name }, nameOf(tool.name)) : nameOf(null)),
-    el("td", { class: "number" }, number(tool.calls)), el("td", { class: "number" }, known && tool.failed ? el("a", { href: to({ refused: "true" }) }, number(tool.failed)) : number(tool.failed)), el("td", { class: "number" }, percent(tool.share)),
-    el("td", { class: "number" }, duration(tool.median)), el("td", { class: "number" }, duration(tool.p99)), el("td", { class: "number" }, duration(tool.seconds)), el("td", { class: "number" }, number(tool.episodes)));
+    el("td", { class: "number" }, number(tool.calls)), el("td", { class: "number" }, known && tool.failed ? el("a", { href: to({ refused: "true" }) }, number(tool.failed)) : number(tool.failed)), el("td", { class: "number wide" }, percent(tool.share)),
+    el("td", { class: "number" }, duration(tool.median)), el("td", { class: "number wide" }, duration(tool.p99)), el("td", { class: "number wide" }, duration(tool.seconds)), el("td", { class: "number wide" }, number(tool.episodes)));
 }
