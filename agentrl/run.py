@@ -269,6 +269,10 @@ class Run:
             self.note(start, text, "lr")
         if not self.resumed:
             self._say_what_is_not_used()
+        elif (self.folder / "demonstrations").exists():
+            late = [change.key for change in self._changes if change.key.startswith("recipe.demonstrations")]
+            if late:
+                self.note(start, f"{', '.join(late)}: changes nothing any more, as demonstrations/ is made already")
 
     def _set_aside_models(self) -> None:
         """Rename what was made of the model that the run had before: it is made again of the new one."""
@@ -299,7 +303,7 @@ class Run:
         """Keep why the run ends. That it cannot be kept must not hide why the run ends."""
         try:
             newest = self.checkpoints.latest()
-            steps = sum("reward" in row for row in self.metrics.rows())
+            steps = _steps_made(self.metrics.rows())
             self._ending = ending = ending_of(error, self.folder, steps=steps, checkpoint=newest[0] if newest else None)
             if error is not None:
                 error.add_note(how_to_go_on(self.folder, ending.checkpoint))
@@ -630,7 +634,7 @@ class Run:
         tested = sorted((row for row in rows if "eval/success" in row), key=_step)  # some come late
         before, after = _ends(tested)
         return {
-            "steps": len(trained),
+            "steps": _steps_made(rows),
             "success_before": before.get("eval/success"),
             "success_before_interval": _interval(before),
             "episodes_before": before.get("eval/episodes"),
@@ -684,6 +688,11 @@ def _ends(tested: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], Mappi
     before = [row for row in tested if _step(row) == 0]
     after = [row for row in tested if _step(row) > 0]
     return before[-1] if before else {}, after[-1] if after else {}
+
+
+def _steps_made(rows: Sequence[Mapping[str, Any]]) -> int:
+    """The steps of a run. Those of recipes that learn from files have no reward."""
+    return sum("reward" in row for row in rows) or sum("loss" in row for row in rows)
 
 
 def _step(row: Mapping[str, Any]) -> int:

@@ -293,6 +293,17 @@ def test_models_that_were_made_before_are_made_again_of_another_model(run: Path)
     assert not (run / "model_commit").exists()
 
 
+def test_a_change_of_demonstrations_that_are_made_already_is_said_to_change_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text(f"{CONFIG}recipe: {{demonstrations: {{player: 'agentrl.envs.frozen_lake:careful_player'}}}}\n")
+    with opened(load_config(path, [f"run_dir={tmp_path / 'run'}"]))[0] as begun:
+        pass
+    assert notes(resumed(begun.folder, "recipe.demonstrations.lr=0.5")) == []
+    (begun.folder / "demonstrations").mkdir()
+    (text,) = notes(resumed(begun.folder, "recipe.demonstrations.lr=0.25"))
+    assert text == "recipe.demonstrations.lr: changes nothing any more, as demonstrations/ is made already"
+
+
 def test_open_tasks_of_an_environment_that_is_gone_are_cancelled(run: Path) -> None:
     with opened(again(run), resume=True)[0] as before:
         before.ledger.admit(0, Task("frozen_lake", 1, {}, "train-0"), 0)
