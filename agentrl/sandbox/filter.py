@@ -77,10 +77,10 @@ _STREAMS = tuple(kind | flags for kind in (1, 5) for flags in (0, 0x800, 0x80000
 _FIOSETOWN, _SIOCSPGRP, _CLOSE_RANGE_UNSHARE = 0x8901, 0x8902, 2
 
 # Commands of fcntl(2). All others are refused: a lease (1024) or a notice (1026) on a file that is shared read-only
-# stalls other processes, and what asks who holds a lock (5, 36) or sets a hint (1036, 1038) passes data between runs.
+# stalls other processes, and a hint (1036, 1038) passes data between runs. Locks do both, so they are asked for.
 _OF_DESCRIPTORS = (0, 1, 2, 3, 4, 9, 11, 16, 1030, 1031, 1032, 1034)  # F_DUPFD to F_SETFL, F_GETOWN, ..., F_GET_SEALS
 _OF_SIGNALS = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX
-_OF_LOCKS = (6, 7, 37, 38)  # F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW
+_OF_LOCKS = (5, 6, 7, 36, 37, 38)  # F_GETLK, F_SETLK, F_SETLKW, and the same of F_OFD_...
 
 # Classic BPF, of linux/filter.h and linux/seccomp.h: load a word, test it and jump (one offset if true, another if
 # false), return.
@@ -139,8 +139,6 @@ def seccomp_filter(alone: int = 0, metered: bool = False) -> bytes:
         "prlimit64": [*_argument(0), *_unless(_EQUAL, (0, alone), no)],  # the server runs as the same user
         # A thread that unshares its files hides them as one that starts with files of its own does.
         "close_range": [*_argument(2), *_where(_ANY_BIT, (_CLOSE_RANGE_UNSHARE,), no)],
-        # Unlike a record lock, this one can be exclusive on a file that is only read, and so on one that is shared.
-        "flock": _refuse(errno.ENOLCK),
         "fcntl": [*_argument(1), *_unless(_EQUAL, (*_OF_DESCRIPTORS, *_OF_SIGNALS, *_OF_LOCKS), no)],
     }  # fmt: skip
     if not alone and not metered:
@@ -153,21 +151,28 @@ def seccomp_filter(alone: int = 0, metered: bool = False) -> bytes:
     if alone:
         about["clone"] += [*_argument(0), *_unless(_ANY_BIT, (_CLONE_THREAD,), no)]
         about |= {name: [*_argument(0), *_unless(_EQUAL, (alone,), no)] for name in ("kill", "tgkill")}
-        # The record locks of a single process never conflict, so they need not be set, on whatever file.
-        about["fcntl"] = [*_argument(1), *_where(_EQUAL, _OF_LOCKS, _refuse(0)), *_unless(_EQUAL, _OF_DESCRIPTORS, no)]
+        allowed = (*_OF_DESCRIPTORS, *_OF_LOCKS)
+        about["fcntl"] = [*_argument(1), *_unless(_EQUAL, allowed, no)]
         about["ioctl"] = [*_argument(1), *_where(_EQUAL, (_FIOSETOWN, _SIOCSPGRP), no)]
     refused = _REFUSED | (_REFUSED_ALONE if alone else {})
     about |= {name: _refuse(errno.EACCES if name == "socket" else errno.EPERM) for name in refused}
     return _compiled(about)
 
 
-def thread_filter() -> bytes:
-    """The filter for a program whose threads are counted: its listener (`kernel.listen`) decides about each new one.
+def asking_filter(*, threads: bool) -> bytes:
+    """The filter whose listener (`kernel.listen`) decides about locks of files and, if `threads`, about new threads.
 
     Raises:
         OSError: the system calls of this machine's architecture are not listed here.
     """
-    return _compiled({"clone": [(_RETURN, 0, 0, _NOTIFY)]})
+    ask: _Code = [(_RETURN, 0, 0, _NOTIFY)]
+    about = {"flock": ask, "fcntl": [*_argument(1), *_where(_EQUAL, _OF_LOCKS, ask)]}
+    return _compiled(about | ({"clone": ask} if threads else {}))
+
+
+def is_clone(number: int) -> bool:
+    """Whether a number of this machine's is that of clone(2), by which threads start."""
+    return number == _NUMBERS["clone"][_ARCHITECTURES[os.uname().machine][0]]
 
 
 def network_filter() -> bytes:

@@ -7,6 +7,7 @@ import ctypes
 import fcntl
 import os
 import struct
+from typing import NamedTuple
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
@@ -116,12 +117,25 @@ def listen(program: bytes) -> int:
     return _syscall("seccomp", _NR[os.uname().machine]["seccomp"], operation, new_listener, ctypes.byref(at))
 
 
-def answer(listener: int, error: int) -> None:
-    """Let the next call that waits go on, or fail with an error if that is not 0."""
+class AskedCall(NamedTuple):
+    """A call that waits for an answer: its id, the thread that makes it, its number and its first argument."""
+
+    id: int
+    thread: int
+    number: int
+    argument: int
+
+
+def question(listener: int) -> AskedCall:
+    """The next call that waits."""
     notice = bytearray(_NOTIF_BYTES)
     fcntl.ioctl(listener, _NOTIF_RECV, notice)
-    (number,) = struct.unpack_from("=Q", notice)
-    fcntl.ioctl(listener, _NOTIF_SEND, struct.pack("=QqiI", number, 0, -error, 0 if error else _CONTINUE))
+    return AskedCall(*struct.unpack_from("=QI4xi12xi", notice))
+
+
+def answer(listener: int, asked: AskedCall, error: int) -> None:
+    """Let a call go on, or fail with an error if that is not 0."""
+    fcntl.ioctl(listener, _NOTIF_SEND, struct.pack("=QqiI", asked.id, 0, -error, 0 if error else _CONTINUE))
 
 
 def landlock_version() -> int:

@@ -36,6 +36,7 @@ from typing import Any
 
 from agentrl.sandbox import kernel
 from agentrl.sandbox.cgroup import ControlGroup
+from agentrl.sandbox.filter import is_clone
 from agentrl.sandbox.order import DONE, HEADER, LARGEST_MESSAGE, Order, pack
 from agentrl.sandbox.walls import WALLS, Walls
 
@@ -214,13 +215,28 @@ class _Run:
             self.poll.unregister(fd)
 
     def _answer(self) -> None:
-        """Let the program start a thread, or refuse it, as RLIMIT_NPROC does.
-
-        One may be under way for each that is counted, so that there may be twice as many for a moment.
-        """
+        """Let the call that waits go on, or refuse it."""
         with suppress(OSError):  # who asks has been killed
-            full = len(os.listdir(f"/proc/{self.child}/task")) >= self.order.processes
-            kernel.answer(self.listener, errno.EAGAIN if full else 0)
+            asked = kernel.question(self.listener)
+            try:
+                error = self._refusal(asked)
+            except OSError as unknown:
+                error = unknown.errno or errno.EPERM
+            kernel.answer(self.listener, asked, error)
+
+    def _refusal(self, asked: kernel.AskedCall) -> int:
+        """The error of a call that is refused, else 0.
+
+        A thread is refused as RLIMIT_NPROC does it. One may be under way for each that is counted, so that there may be
+        twice as many for a moment. A lock is refused on files of others, whom it would stall or tell something.
+        """
+        if is_clone(asked.number):
+            return errno.EAGAIN if len(os.listdir(f"/proc/{self.child}/task")) >= self.order.processes else 0
+        try:
+            path = os.readlink(f"/proc/{asked.thread}/fd/{asked.argument}")
+        except FileNotFoundError:
+            return errno.EBADF
+        return 0 if path.startswith(f"{self.folder}/") else errno.ENOLCK
 
     def _write(self) -> None:
         try:

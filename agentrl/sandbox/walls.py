@@ -14,7 +14,7 @@ from contextlib import suppress
 
 from agentrl.sandbox import kernel
 from agentrl.sandbox.cgroup import ControlGroup
-from agentrl.sandbox.filter import seccomp_filter, thread_filter
+from agentrl.sandbox.filter import asking_filter, seccomp_filter
 from agentrl.sandbox.order import Order
 
 _NOBODY = 65534
@@ -28,6 +28,9 @@ FILES = 10_000
 
 class Walls(ABC):
     """A server calls `enter`; for each run, a supervisor `enclose`, `begin`, `confine` in its child, and `end`."""
+
+    counts_threads = False
+    """Whether each new thread is asked for, because no limit of the kernel's counts them."""
 
     def __init__(self, readable: Sequence[str], scratch: str, group: ControlGroup) -> None:
         """`readable`: paths a program may read and execute. `scratch`: a folder, kept until the server is ready."""
@@ -52,8 +55,9 @@ class Walls(ABC):
         """A fresh empty folder for a run."""
 
     def listen(self) -> int | None:
-        """In the child, before `confine`: the listener that the supervisor has to answer, if these walls need one."""
-        return None
+        """In the child, before `confine`: the listener of calls that the supervisor answers, if it is asked for any."""
+        kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+        return kernel.listen(asking_filter(threads=self.counts_threads))
 
     @abstractmethod
     def confine(self, folder: str, order: Order) -> None:
@@ -167,6 +171,8 @@ class Namespaces(Walls):
 class Landlock(Walls):
     """Landlock and a seccomp filter on a single process, which can open files only in a few places."""
 
+    counts_threads = True
+
     def enter(self) -> None:
         """Check that Landlock is available; the server itself is not confined."""
         if kernel.landlock_version() < 3:
@@ -179,11 +185,6 @@ class Landlock(Walls):
         self._largest = order.disk
         self._sizes: dict[int, int] = {}  # bytes of each file as it was last seen, by inode
         return self.scratch
-
-    def listen(self) -> int:
-        """No limit of the kernel's counts the threads of one process, so each new one is asked for."""
-        kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
-        return kernel.listen(thread_filter())
 
     def confine(self, folder: str, order: Order) -> None:
         """No capabilities, few files, no other process, a system call filter; it dies with the server."""
@@ -256,6 +257,9 @@ class Nothing(Landlock):
 
     def enter(self) -> None:
         """There is nothing to set up."""
+
+    def listen(self) -> None:
+        """Nothing is asked for."""
 
     def confine(self, folder: str, order: Order) -> None:
         """The child dies with the server; nothing else confines it."""

@@ -248,10 +248,16 @@ ended.set()
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_locks_on_a_programs_own_files_work(backend: str) -> None:
     program = """
-import fcntl, sqlite3
-with open("own", "w") as file:
+import fcntl, os, sqlite3
+with open("own", "w") as file, open("own", "w") as again:
     fcntl.lockf(file, fcntl.LOCK_EX)
+    fcntl.flock(file, fcntl.LOCK_EX)
+    try:
+        fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        print("held")
 one, other = sqlite3.connect("data"), sqlite3.connect("data")
+one.execute("pragma journal_mode = wal")
 one.execute("create table t (x)")
 one.commit()
 other.execute("insert into t values (1)")
@@ -260,9 +266,59 @@ print(one.execute("select x from t").fetchall())
 """
 
     async def main(sandbox: Sandbox) -> None:
-        assert ran(await sandbox.run(program)) == "[(1,)]\n"
+        assert ran(await sandbox.run(program)) == "held\n[(1,)]\n"
 
     run(main, SandboxConfig(backend=backend, size=1))
+
+
+def test_processes_of_a_program_exclude_each_other_by_locks_of_its_files() -> None:
+    program = """
+import fcntl, os
+file = open("own", "w")
+fcntl.lockf(file, fcntl.LOCK_EX)
+if os.fork() == 0:
+    try:
+        fcntl.lockf(open("own", "w"), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        print("held", flush=True)
+    os._exit(0)
+os.wait()
+"""
+
+    async def main(sandbox: Sandbox) -> None:
+        assert ran(await sandbox.run(program)) == "held\n"
+
+    run(main, SandboxConfig(backend="namespaces", size=1))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_programs_that_run_at_a_time_tell_each_other_nothing_by_locks(backend: str) -> None:
+    program = """
+import fcntl, os, struct, sys, time
+file = open(os.__file__, "rb")
+free = struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, 7, 1, 0)
+if sys.stdin.read() == "send":
+    for take in (lambda: fcntl.lockf(file, fcntl.LOCK_SH, 1, 7), lambda: fcntl.flock(file, fcntl.LOCK_SH)):
+        try:
+            take()
+            print("sent")
+        except OSError:
+            pass
+    time.sleep(1)
+else:
+    time.sleep(0.5)
+    for ask in (lambda: fcntl.fcntl(file, fcntl.F_GETLK, free) != free, lambda: fcntl.flock(file, fcntl.LOCK_EX | 4)):
+        try:
+            print("received", ask())
+        except OSError:
+            pass
+"""
+
+    async def main(sandbox: Sandbox) -> None:
+        outcomes = await sandbox.run_all([(program, "send"), (program, "receive")])
+        assert [ran(outcome) for outcome in outcomes] == ["", ""]
+
+    run(main, SandboxConfig(backend=backend, size=2))
 
 
 @pytest.mark.parametrize("seed", range(3))
