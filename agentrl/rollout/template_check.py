@@ -11,6 +11,7 @@ import numpy as np
 
 from agentrl.arrays import IntArray, ints
 from agentrl.errors import ConfigError
+from agentrl.rollout.reading import Marks
 from agentrl.rollout.renderer import TemplateRenderer
 from agentrl.rollout.tool_formats import PROBE_CALL
 from agentrl.rollout.tools import parse_tool_calls
@@ -38,6 +39,7 @@ _HARD = ToolCall(
 )
 """Arguments of which parsers lose something."""
 _TURNS = 4
+_THOUGHT = "Hm, 2 + 2."
 _PLACES = {
     "system": "system messages",
     "systems": "several system messages at the beginning",
@@ -79,18 +81,29 @@ def _reasoning(renderer: TemplateRenderer) -> Finding:
     if marks is None:
         of_family = renderer.reasons or "family" in renderer.calls_read_by
         return Finding("reasoning", "as its family writes it" if of_family else "none")
-    begun = renderer.template.header.rstrip().endswith(marks.begin.strip())
-    said, thought = "So it is.", "Hm, 2 + 2."
     asked = renderer.conversation()
     prompt = asked.prompt([Message("user", "Well?")])
-    opening = "" if begun else marks.begin
-    asked.answer(_sampled(renderer, renderer.encode(f"{opening}{thought}{marks.end}\n\n{said}")))
+    asked.answer(_sampled(renderer, renderer.encode(_thinking(renderer, "So it is."))))
     answer = asked.messages[-1]
-    words = f"{marks.begin.strip()} ... {marks.end}, {'begun by the prompt' if begun else 'begun by the model'}"
-    if (answer.content.strip(), answer.reasoning.strip()) == (said, thought):
+    who = "the prompt" if _begins_reasoning(renderer, marks) else "the model"
+    words = f"{marks.begin.strip()} ... {marks.end}, begun by {who}"
+    if (answer.content.strip(), answer.reasoning.strip()) == ("So it is.", _THOUGHT):
         return Finding("reasoning", words)
     tail = renderer.decode(prompt.ids[-12:])
     return Finding("reasoning", f"{words}, and it is not told from the answer after a prompt that ends {tail!r}", False)
+
+
+def _begins_reasoning(renderer: TemplateRenderer, marks: Marks) -> bool:
+    """Whether the template has begun the reasoning where an answer begins."""
+    return renderer.template.header.rstrip().endswith(marks.begin.strip())
+
+
+def _thinking(renderer: TemplateRenderer, said: str) -> str:
+    """An answer after a thought, as the model would write it; the answer alone, if its marks are not known."""
+    marks = renderer.reasoning_marks
+    if marks is None:
+        return said
+    return f"{'' if _begins_reasoning(renderer, marks) else marks.begin}{_THOUGHT}{marks.end}\n\n{said}"
 
 
 def _calls(renderer: TemplateRenderer) -> Iterator[Finding]:
@@ -152,7 +165,7 @@ def _turns(renderer: TemplateRenderer) -> Iterator[Finding]:
             if prompt.ids[: len(seen)].tolist() != seen:
                 yield Finding("turns", f"turn {turn + 1} does not extend the one before", False)
                 return
-            conversation.answer(_sampled(renderer, renderer.encode(f"left {turn}")))
+            conversation.answer(_sampled(renderer, renderer.encode(_thinking(renderer, f"left {turn}"))))
             news = [Message("user", f"Now {turn}: é, 你好")]
             seen = prompt.ids.tolist()
         last = conversation.prompt(news).ids

@@ -66,6 +66,11 @@ def test_the_family_and_what_reads_calls_and_reasoning_are_named(
     assert told["turns"][0].words.startswith("each extends the one before, token for token")
 
 
+def test_a_template_that_strips_earlier_reasoning_is_told() -> None:
+    forks = ", where the template would write earlier turns differently (model.history=template forks)"
+    assert [found(name)["turns"][0].words.endswith(forks) for name in ("qwen3", "qwen2_5")] == [True, False]
+
+
 def test_calls_that_nothing_reads_are_told_with_the_setting_to_write() -> None:
     told = found("lfm2_v2")  # vLLM has a parser for it, which is left out here
     assert told["calls of tools"][0].words.endswith("read by nothing")
