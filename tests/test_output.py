@@ -17,9 +17,10 @@ from agentrl.output import LossyStream
 
 PRINTING = """
 import sys
-from agentrl.cli.console import console
+from rich.console import Console
 from agentrl.output import lossy_output, open_standard_streams
 open_standard_streams()
+console = Console()
 with lossy_output():
     for line in range(2000):
         console.print(f"line {line}")

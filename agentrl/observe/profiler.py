@@ -20,7 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Self
 
-from agentrl.durable import unfinished, write_whole
+from agentrl.durable import remove_left, unfinished, write_whole
 from agentrl.errors import ConfigError
 from agentrl.flow import Span, SpanLog, recorded, span
 from agentrl.observe.span_export import SpanExport
@@ -107,7 +107,7 @@ class Profiler(AbstractContextManager["Profiler"]):
             self._recording = _Recording(request.with_suffix(SUFFIX), seconds)
         except (ConfigError, OSError, ValueError) as error:
             write_whole(request.with_suffix(FAILED), f"{error}\n")
-        request.unlink(missing_ok=True)
+        remove_left(request)
 
     def _stop(self) -> None:
         recording, self._recording = self._recording, None
