@@ -1,4 +1,4 @@
-# Every target works alone on a fresh machine with Python 3.11+ and make: `make install` is the first step of each.
+# Every target works alone on a fresh machine with Python 3.11+ and make: `make install` is the first step of nearly each.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -95,15 +95,15 @@ docs: install
 	$(BIN)/python docs/generate.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-# In dist: what `pip install` takes.
-wheel: install
+# In dist: what `pip install` takes. It needs pip and setuptools, and nothing of agentrl's own.
+wheel:
 	rm -rf dist build/lib build/bdist.*
-	$(BIN)/uv build --quiet --wheel --out-dir dist
+	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 # Whether the wheel works alone: the demo in an environment that has nothing else. OVERRIDES="steps=1 ..." makes it short.
 WHEEL_VENV ?= build/wheel
 OVERRIDES  ?=
-wheel-demo: wheel
+wheel-demo: install wheel
 	rm -rf $(WHEEL_VENV)
 	$(PYTHON) -m venv --without-pip $(WHEEL_VENV)
 	$(BIN)/uv pip install --quiet --python $(WHEEL_VENV)/bin/python $(TORCH_FROM) dist/*.whl

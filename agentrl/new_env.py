@@ -7,12 +7,13 @@ from pathlib import Path
 from agentrl import plugins
 from agentrl.errors import ConfigError
 
-_ENV = '''"""@Class@: an environment for agentrl."""
+_GAME = '''"""@Class@: an environment for agentrl, and a player of it."""
 
+import random
 from collections.abc import Mapping
 from typing import Any
 
-from agentrl.envs.base import TextEnv
+from agentrl.envs.base import TextEnv, plays
 
 
 class @Class@(TextEnv):
@@ -23,6 +24,7 @@ class @Class@(TextEnv):
 
     def start(self, seed: int, options: Mapping[str, Any]) -> str:
         self.secret = self.rng.randint(1, 9)  # `rng` is seeded with the task's seed: use no other randomness
+        self.left = range(1, 10)
         return "Guess."
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
@@ -31,10 +33,18 @@ class @Class@(TextEnv):
             return "Answer with one number from 1 to 9.", 0.0, False, False, {"success": False}
         right = int(guess) == self.secret
         hint = "right" if right else "higher" if int(guess) < self.secret else "lower"
+        self.left = [n for n in self.left if (n > int(guess)) == (hint == "higher")]
         return hint, float(right), right, False, {"success": right}
+
+
+@plays(@Class@)
+def player(env: @Class@, rng: random.Random, skill: float = 0.5) -> str:
+    """Shows a model how to answer: a careful guess with probability `skill`, else any."""
+    careful = rng.random() < skill and env.left
+    return str(env.left[len(env.left) // 2] if careful else rng.randint(1, 9))
 '''
 
-_TEST = '''"""The environment keeps the contract, and rewards only the right answer."""
+_GAME_TEST = '''"""The environment keeps the contract, and rewards only the right answer."""
 
 from @name@ import @Class@
 
@@ -52,6 +62,70 @@ def test_the_right_answer_and_no_other_is_paid() -> None:
     assert paid == {number: float(number == env.secret) for number in range(1, 10)}
 '''
 
+_TOOLS = '''"""@Class@: an environment with tools for agentrl, and a player of it."""
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from agentrl.envs.base import ToolEnv, ToolResult, plays
+from agentrl.trajectory import ToolCall
+
+
+class @Class@(ToolEnv):
+    """Open a safe whose code is a number from 1 to 4. Reward 1 if it opens."""
+
+    system_prompt = "Open the safe. Its code is a number from 1 to 4."
+    isolation = "inline"  # answers in microseconds; use "thread" if it may block, "process" if it may hang or crash
+
+    def start(self, seed: int, options: Mapping[str, Any]) -> str:
+        self.call_shortly(options.get("short_calls", False))
+        self.code = self.rng.randint(1, 4)  # `rng` is seeded with the task's seed: use no other randomness
+        self.left = list(range(1, 5))
+        return "The safe is closed."
+
+    # Each public method is a tool. Its signature is the schema that the model sees, its docstring the description.
+
+    def compare(self, number: int) -> str:
+        """Say whether the code is above a number."""
+        above = self.code > number
+        self.left = [n for n in self.left if (n > number) == above]
+        return "above" if above else "not above"
+
+    def open(self, code: int) -> ToolResult:
+        """Try a code. There is only one try."""
+        right = code == self.code
+        return ToolResult("open" if right else "locked", reward=float(right), terminated=True, success=right)
+
+
+@plays(@Class@)
+def player(env: @Class@, rng: random.Random, skill: float = 0.6) -> str:
+    """Shows a model how to call: with probability `skill` as it should, else it opens with any code."""
+    if rng.random() > skill:
+        return env.written(ToolCall("open", {"code": rng.randint(1, 4)}))
+    if len(env.left) == 1:
+        return env.written(ToolCall("open", {"code": env.left[0]}))
+    return env.written(ToolCall("compare", {"number": env.left[len(env.left) // 2 - 1]}))
+'''
+
+_TOOLS_TEST = '''"""The environment keeps the contract, and rewards only the right code."""
+
+from @name@ import @Class@
+
+from agentrl.testing import check_env
+
+
+def test_it_keeps_the_contract() -> None:
+    check_env(@Class@)
+
+
+def test_the_right_code_and_no_other_is_paid() -> None:
+    env = @Class@()
+    env.reset(seed=0, options={})
+    paid = {number: env.open(number).reward for number in range(1, 5)}
+    assert paid == {number: float(number == env.code) for number in range(1, 5)}
+'''
+
 _PYPROJECT = """[build-system]
 requires = ["setuptools>=77"]
 build-backend = "setuptools.build_meta"
@@ -59,7 +133,7 @@ build-backend = "setuptools.build_meta"
 [project]
 name = "@dashed@"
 version = "0.1.0"
-dependencies = ["agentrl"]
+dependencies = ["agentrl-train"]
 
 [project.entry-points."agentrl.envs"]
 @name@ = "@name@:@Class@"
@@ -68,18 +142,51 @@ dependencies = ["agentrl"]
 py-modules = ["@name@"]
 """
 
-_CONFIG = """# agentrl train @name@.yaml
-env: @name@:@Class@
-steps: 50
+_CONFIG = """# agentrl train @name@.yaml: a tiny model imitates the player, then learns to do better.
+env: @address@
+model: tiny  # or a pretrained one, such as Qwen/Qwen3-0.6B, which needs no demonstrations@hint@
+steps: 16
+recipe:
+  demonstrations:
+    player: @name@:player
+    episodes: 1024
+    episodes_per_step: 8
+    lr: 2e-3
 rollout:
-  groups_per_step: 8
+  groups_per_step: 24
   group_size: 8
-  budget: {turns: 5}
+  budget: {turns: @turns@}
+  sampling: {max_tokens: @tokens@}
+trainer: {lr: @lr@, schedule: cosine, min_lr_ratio: 0.2, minibatches: 4, old_logprobs: engine}
+engine: {max_batch: 192}
+evaluation: {tasks: 100}
 """
 
+_KINDS = {
+    "game": (
+        _GAME,
+        _GAME_TEST,
+        {"@address@": "@name@:@Class@", "@hint@": "", "@turns@": "3", "@tokens@": "8", "@lr@": "1e-3"},
+    ),
+    "tools": (
+        _TOOLS,
+        _TOOLS_TEST,
+        {
+            "@address@": "{name: '@name@:@Class@', options: {short_calls: true}}",
+            "@hint@": "\n# short_calls: `compare 5` in place of JSON, which takes a tiny model long to learn",
+            "@turns@": "3",
+            "@tokens@": "16",
+            "@lr@": "5e-4",
+        },
+    ),
+}
+"""The environment, its test, and what its config says."""
 
-def write_env_package(name: str, parent: Path) -> Path:
+
+def write_env_package(name: str, parent: Path, *, tools: bool = False) -> Path:
     """Write the package `name` into a new folder of that name in `parent`, and return the folder.
+
+    Its environment is a game of text, or one with `tools`. Its config trains a tiny model that learns it.
 
     Raises:
         ConfigError: the name is not valid for a module, is taken, or the folder exists.
@@ -92,13 +199,15 @@ def write_env_package(name: str, parent: Path) -> Path:
         raise ConfigError(f"{folder} exists already: choose another name, or remove it")
     if importlib.util.find_spec(module) or module in {plugin.name for plugin in plugins.installed("envs")}:
         raise ConfigError(f"{module!r} is the name of an installed module or environment: choose another")
+    env, test, of_kind = _KINDS["tools" if tools else "game"]
     words = {
+        **of_kind,
         "@name@": module,
         "@dashed@": module.strip("_").replace("_", "-"),
         "@Class@": class_name(module),
     }
     folder.mkdir(parents=True)
-    files = {f"{module}.py": _ENV, f"test_{module}.py": _TEST, "pyproject.toml": _PYPROJECT, f"{module}.yaml": _CONFIG}
+    files = {f"{module}.py": env, f"test_{module}.py": test, "pyproject.toml": _PYPROJECT, f"{module}.yaml": _CONFIG}
     for file, text in files.items():
         for word, meaning in words.items():
             text = text.replace(word, meaning)  # noqa: PLW2901

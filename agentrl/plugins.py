@@ -21,6 +21,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.machinery import PathFinder
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -213,7 +214,7 @@ def _import(kind: str, address: str, schemes: Iterable[str] = ()) -> Any:
             f"{address!r} would load the file a second time under another name: write 'agentrl.{address}' instead"
         )
     try:
-        module = importlib.import_module(module_name)
+        module = _module(module_name)
     except ImportError as error:
         missing = f" (sys.path begins with {sys.path[0]!r})" if isinstance(error, ModuleNotFoundError) else ""
         listed = sorted(schemes)
@@ -227,6 +228,24 @@ def _import(kind: str, address: str, schemes: Iterable[str] = ()) -> Any:
             "run as a program under `if __name__ == '__main__':`"
         ) from error
     return _attribute(module, attribute, module_name)
+
+
+def _module(name: str) -> ModuleType:
+    """Import a module by name, also where a folder of that name hides it.
+
+    A folder in the path is a package even without `__init__.py`, and comes before what is installed editable, whose
+    finder is asked last: a checkout's own folder hides what was installed from it.
+    """
+    module = importlib.import_module(name)
+    if getattr(module, "__file__", None) is None and "." not in name:
+        finders = (finder for finder in sys.meta_path if finder is not PathFinder)
+        specs = (finder.find_spec(name, None) for finder in finders)
+        for spec in specs:
+            if spec is not None and spec.loader is not None and spec.origin not in (None, "built-in", "frozen"):
+                found = sys.modules[name] = module_from_spec(spec)
+                spec.loader.exec_module(found)
+                return found
+    return module
 
 
 def _registered(kind: str) -> Mapping[str, EntryPoint]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from agentrl.distribution import install_command
 from agentrl.errors import EnvError, PluginError
 
 GLOBAL_RNG_SECONDS = 25.0
@@ -108,7 +109,7 @@ def load_package(name: str) -> ModuleType:
             return importlib.import_module(name)
     except ImportError as error:
         raise PluginError(
-            f"the package {name!r} cannot be imported: {error}. Install it by: pip install 'agentrl[envs]'"
+            f"the package {name!r} cannot be imported: {error}. Install it by: {install_command('envs')}"
         ) from error
 
 

@@ -29,6 +29,7 @@ import numpy as np
 from gymnasium.envs.registration import EnvSpec, load_env_creator, namespace
 from pydantic import Field
 
+from agentrl.distribution import install_command
 from agentrl.envs import minigrid
 from agentrl.envs.base import TextEnv, ToolError, read_options
 from agentrl.envs.foreign import silenced
@@ -265,7 +266,7 @@ def _find(env_id: str) -> EnvSpec:
         except ImportError as error:
             raise ConfigError(
                 f"gymnasium cannot find {env_id!r}: the package {module!r} cannot be imported: {error}. Install it "
-                "(minigrid comes with agentrl[envs])"
+                f"(minigrid comes with {install_command('envs')})"
             ) from error
     failed = () if name in gymnasium.registry else _register_installed()
     if name in gymnasium.registry:

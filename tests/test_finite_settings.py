@@ -32,7 +32,7 @@ def all_settings() -> list[type[Settings]]:
             try:
                 plugins.load(group, plugin.name)
             except PluginError:
-                assert plugin.origin != "agentrl" or plugin.name in {"deepspeed", "vllm"}, plugin
+                assert not plugin.origin.startswith("agentrl-train ") or plugin.name in {"deepspeed", "vllm"}, plugin
     found = {one for one in subclasses(Settings) if one.__module__.startswith("agentrl.")}
     return sorted(found, key=lambda one: (one.__module__, one.__qualname__))
 

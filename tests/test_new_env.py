@@ -1,6 +1,10 @@
 """`agentrl new-env` and `agentrl play`, as an author meets them."""
 
+import json
 import runpy
+import sys
+from importlib.util import spec_from_file_location
+from statistics import fmean
 
 import pytest
 from typer.testing import CliRunner
@@ -9,6 +13,7 @@ from agentrl.cli import app
 from agentrl.config import load_config
 from agentrl.errors import ConfigError
 from agentrl.new_env import write_env_package
+from agentrl.plugins import load
 
 
 def play(*arguments: str, said: str = "") -> str:
@@ -29,8 +34,42 @@ def test_a_new_environment_passes_check_env_and_its_own_test_at_once_and_is_shor
     run = [function() for name, function in tests.items() if name.startswith("test_")]
     assert len(run) == 2
     source = (folder / "my_game.py").read_text().splitlines()
-    assert len([line for line in source if line.strip()]) <= 25
+    assert len([line for line in source if line.strip()]) <= 35
     assert max(map(len, source)) <= 120
+
+
+def test_a_new_environment_with_tools_passes_its_own_test_and_says_how_to_call(tmp_path, monkeypatch):
+    folder = write_env_package("my_safe", tmp_path, tools=True)
+    monkeypatch.syspath_prepend(folder)
+    tests = runpy.run_path(str(folder / "test_my_safe.py"))
+    assert len([function() for name, function in tests.items() if name.startswith("test_")]) == 2
+    config = load_config(folder / "my_safe.yaml").config
+    assert (config.env.name, dict(config.env.options)) == ("my_safe:MySafe", {"short_calls": True})
+
+
+def test_the_folder_of_an_installed_package_does_not_hide_it(tmp_path, monkeypatch):
+    """The folder that holds `my_game/my_game.py` is the current one, and the module was installed editable."""
+    folder = write_env_package("hidden_game", tmp_path)
+
+    class Editable:
+        def find_spec(self, name, path, target=None):
+            return spec_from_file_location(name, folder / "hidden_game.py") if name == "hidden_game" else None
+
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Editable()])
+    monkeypatch.delitem(sys.modules, "hidden_game", raising=False)
+    assert load("envs", "hidden_game:HiddenGame").__name__ == "HiddenGame"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["game", "tools"])
+def test_a_tiny_model_learns_a_new_environment_by_its_config(agentrl, tmp_path, kind):
+    folder = write_env_package(f"learned_{kind}", tmp_path, tools=kind == "tools")
+    done = agentrl("train", f"learned_{kind}.yaml", "steps=8", "seed=1", "evaluation.tasks=10", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (folder / "runs" / f"learned_{kind}" / "metrics.jsonl").open()]
+    rewards = [row["reward"] for row in rows if "reward" in row]
+    assert fmean(rewards[-3:]) > fmean(rewards[:3]) + 0.08
 
 
 def test_its_config_is_valid_and_its_entry_point_names_its_class(tmp_path, monkeypatch):

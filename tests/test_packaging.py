@@ -120,10 +120,10 @@ from importlib.metadata import distribution
 from agentrl import plugins
 for kind in plugins.GROUPS:
     for plugin in plugins.installed(kind):
-        if plugin.origin.startswith("agentrl "):
+        if plugin.origin.startswith("agentrl-train "):
             plugins.load(kind, plugin.name)
 files = {name: module.__file__ for name, module in sys.modules.items() if name.split(".")[0] == "agentrl"}
-print(json.dumps([str(distribution("agentrl").locate_file("")), files]))
+print(json.dumps([str(distribution("agentrl-train").locate_file("")), files]))
 """
 
 

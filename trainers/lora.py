@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from agentrl.distribution import install_command
 from agentrl.errors import ConfigError
 from agentrl.rollout.seeds import derive_seed
 from agentrl.trainers.settings import LoraSettings
@@ -54,7 +55,7 @@ class Adapters:
         try:
             from peft import LoraConfig, inject_adapter_in_model
         except ImportError as error:
-            raise ConfigError(f"trainer.lora needs peft ({error}): pip install 'agentrl[lora]'") from error
+            raise ConfigError(f"trainer.lora needs peft ({error}): {install_command('lora')}") from error
         _check_linear(model)
         targets = _linear_layers(model) if settings.targets == "all-linear" else list(settings.targets)
         if settings.targets != "all-linear":

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from agentrl.distribution import install_command
 from agentrl.errors import ConfigError
 from agentrl.placement.footprint import GRADIENTS_AT_ONCE
 from agentrl.trainers.checkpoint import Moments
@@ -76,7 +77,7 @@ def _deepspeed() -> Any:
     try:
         import deepspeed
     except ImportError as error:
-        raise ConfigError(f"trainer=deepspeed needs DeepSpeed ({error}): pip install 'agentrl[deepspeed]'") from error
+        raise ConfigError(f"trainer=deepspeed needs DeepSpeed ({error}): {install_command('deepspeed')}") from error
     deepspeed.utils.logger.setLevel(logging.ERROR)  # its warnings are about the choices made here
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # about names that DeepSpeed uses
     if on_cpu:  # takes minutes to compile at the first start, and is for inference only

@@ -77,18 +77,23 @@ def _consult(player: Any, env: Any, rng: Any) -> str:
 def new_env(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the package and its folder, such as my_game.")],
     parent: Annotated[Path, typer.Option("--in", metavar="FOLDER", help="Where to write it.")] = Path(),
+    tools: Annotated[
+        bool, typer.Option("--tools", help="An environment with tools, instead of a game of text.")
+    ] = False,
 ) -> None:
-    """Write a package with an environment, its test and its entry point; the environment passes check-env."""
+    """Write a package: an environment, a player, a test, an entry point, and a config by which a tiny model learns."""
     from agentrl.new_env import class_name, write_env_package
 
-    folder = write_env_package(name, parent)
+    folder = write_env_package(name, parent, tools=tools)
     module = folder.name
     address = f"{module}:{class_name(module)}"
     console.print(
-        f"wrote {folder}: the environment, its test, its entry point and a config to train it. Now:\n\n"
+        f"wrote {folder}: an environment with a player, its test and its entry point, and a config that trains a tiny "
+        "model. Now:\n\n"
         f"  cd {folder}\n"
         f"  agentrl check-env {address}\n"
         f"  agentrl play {address}\n"
+        f"  agentrl play {address} --player {module}:player\n"
         f"  agentrl train {module}.yaml\n\n"
         f"After `pip install -e {folder}` its name is {module!r} everywhere.",
         highlight=False,

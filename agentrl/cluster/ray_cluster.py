@@ -15,6 +15,7 @@ from agentrl.cluster.ray_engine import RayEngine
 from agentrl.cluster.ray_node import RayNode, watched
 from agentrl.cluster.ray_placement import RayPlacement, Unplaced, gpus_of_ray, reserved
 from agentrl.cluster.workers import ClusterSettings, StartWorker
+from agentrl.distribution import install_command
 from agentrl.errors import ConfigError, StallError
 from agentrl.placement.device_map import DeviceMap
 from agentrl.placement.devices import Inventory
@@ -97,7 +98,7 @@ def join_ray(address: str = "", **options: Any) -> None:
     try:
         import ray
     except ImportError as error:
-        raise ConfigError(f"cluster=ray needs Ray ({error}): pip install 'agentrl[ray]'") from error
+        raise ConfigError(f"cluster=ray needs Ray ({error}): {install_command('ray')}") from error
     if ray.is_initialized():
         return
     try:

@@ -18,6 +18,7 @@ from pydantic import Field
 from agentrl.arrays import FloatArray, Ragged, floats, ints
 from agentrl.attention_check import check_context, context_limit, rotations
 from agentrl.cluster.workers import LOOPBACK, stay_on_loopback
+from agentrl.distribution import install_command
 from agentrl.engines.admission import KvOnUpdate, check_score, max_new_tokens
 from agentrl.engines.stop_texts import FolderTokenizer
 from agentrl.errors import ConfigError, EngineDeadError, EngineError, FormatError, WeightsError
@@ -351,7 +352,7 @@ class VllmEngine:
         except ImportError as error:
             raise ConfigError(
                 f"engine=vllm needs vLLM 0.32 or later, but importing it failed: {error}. "
-                "Install it with `pip install agentrl[cpu]` (or agentrl[gpu]), or use engine=local"
+                f"Install it with `{install_command('gpu')}` (`cpu` without a GPU: see the README), or use engine=local"
             ) from error
         on_cpu = current_platform.is_cpu()
         if self._config.device not in ("auto", "cpu" if on_cpu else "cuda"):

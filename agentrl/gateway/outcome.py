@@ -67,8 +67,8 @@ def _finite(value: object, name: str) -> float:
         number = math.nan
     if not math.isfinite(number):
         raise EnvError(
-            f"{name} returned {_shown(value)} for its reward: return a finite number, an agentrl.Score, a dict with "
-            "`reward` and `success`, or None if the run has rewards of its own"
+            f"{name} returned {_shown(value)} for its reward: return a finite number, an agentrl.trajectory.Score, a "
+            "dict with `reward` and `success`, or None if the run has rewards of its own"
         )
     return number
 

@@ -33,6 +33,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from agentrl.distribution import install_command
 from agentrl.errors import ConfigError
 from agentrl.flow import Flow
 from agentrl.gateway.anthropic_messages import COUNTED, MESSAGES
@@ -182,7 +183,7 @@ async def serving(desk: Desk, agents: RemoteAgents | None = None) -> AsyncIterat
         ConfigError: it cannot listen there, or the packages of the protocols are missing.
     """
     if missing := [name for name in ("openai", "anthropic") if find_spec(name) is None]:
-        raise ConfigError(f"the gateway needs the packages {' and '.join(missing)}: pip install 'agentrl[gateway]'")
+        raise ConfigError(f"the gateway needs the packages {' and '.join(missing)}: {install_command('gateway')}")
     config = desk.config
     app = create_app(desk, agents, _token(config, agents))
     listener = _listener(config)

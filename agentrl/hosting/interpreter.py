@@ -22,6 +22,7 @@ from pathlib import Path
 
 import agentrl
 from agentrl.caches import cache_folder
+from agentrl.distribution import DISTRIBUTION
 from agentrl.errors import ConfigError
 from agentrl.file_lock import locked
 
@@ -72,7 +73,7 @@ def _check_able(python: str) -> None:
 @functools.cache
 def agentrl_alone() -> Path:
     """A folder with only agentrl and its entry points, to put first on the path of another interpreter."""
-    this = distribution("agentrl")
+    this = distribution(DISTRIBUTION)
     files = {name: this.read_text(name) or "" for name in ("METADATA", "entry_points.txt")}
     package = Path(agentrl.__file__).parent
     folder = cache_folder() / "sources" / _hash([str(package), files])
@@ -80,7 +81,7 @@ def agentrl_alone() -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         unfinished = Path(tempfile.mkdtemp(dir=folder.parent))
         (unfinished / "agentrl").symlink_to(package)
-        info = unfinished / f"agentrl-{this.version}.dist-info"
+        info = unfinished / f"{DISTRIBUTION.replace('-', '_')}-{this.version}.dist-info"
         info.mkdir()
         for name, text in files.items():
             (info / name).write_text(text)

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from agentrl.distribution import install_command
 from agentrl.errors import ConfigError
 from agentrl.flow import Span
 
@@ -40,7 +41,7 @@ class SpanExport:
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
         except ImportError as error:
             raise ConfigError(
-                f"{_VARIABLES[1]} asks for spans by OpenTelemetry: pip install 'agentrl[otel]', or unset it"
+                f"{_VARIABLES[1]} asks for spans by OpenTelemetry: {install_command('otel')}, or unset it"
             ) from error
         about = {"service.name": os.environ.get("OTEL_SERVICE_NAME", "agentrl"), "service.instance.id": run}
         self._run = run

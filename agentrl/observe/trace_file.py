@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, Self
 
+from agentrl.distribution import install_command
 from agentrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -197,5 +198,5 @@ def _protos() -> Any:
     try:
         from perfetto.protos.perfetto.trace import perfetto_trace_pb2
     except ImportError as error:
-        raise ConfigError("profiles are written and read with perfetto: pip install 'agentrl[profile]'") from error
+        raise ConfigError(f"profiles are written and read with perfetto: {install_command('profile')}") from error
     return perfetto_trace_pb2

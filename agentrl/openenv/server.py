@@ -7,13 +7,13 @@ and take one call at a time (`call_tool`). Sessions, limits and the token are th
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator
-from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI, Request, Response, WebSocket, WebSocketDisconnect
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import from_json, to_json
 
+from agentrl.distribution import installed_version
 from agentrl.openenv.protocol import (
     CAPACITY_REACHED,
     EXECUTION_ERROR,
@@ -101,7 +101,7 @@ def _add_descriptions(app: FastAPI, openenv_sessions: OpenEnvSessions, name: str
     @app.get("/metadata", responses=_REFUSALS)
     async def metadata() -> Metadata:
         about = (await openenv_sessions.about()).system_prompt
-        return Metadata(name=name, description=about or f"The environment {name}", version=version("agentrl"))
+        return Metadata(name=name, description=about or f"The environment {name}", version=installed_version())
 
     @app.get("/list_environments")
     async def environments() -> list[str]:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from pydantic_core import from_json
 
+from agentrl.distribution import install_command
 from agentrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -482,7 +483,7 @@ def _of_hub(source: HubDataset) -> Iterator[tuple[str, Mapping[str, Any]]]:
     except ImportError as error:
         raise ConfigError(
             f"{source.name!r} is neither a file nor a folder, and datasets of the hub need the package datasets: "
-            'pip install "agentrl[data]"'
+            f"{install_command('data')}"
         ) from error
     try:
         rows = datasets.load_dataset(source.name, source.subset, split=source.split, revision=source.revision)

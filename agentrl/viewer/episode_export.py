@@ -6,7 +6,6 @@ ATIF is the Agent Trajectory Interchange Format (RFC 0001 of https://github.com/
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from agentrl.distribution import installed_version
 from agentrl.durable import unfinished, write_whole
 from agentrl.errors import ConfigError
 from agentrl.trajectory import Message, ToolCall
@@ -137,7 +137,7 @@ def atif_of(episode: Mapping[str, Any], run: str, model: str | None) -> dict[str
         "schema_version": "ATIF-v1.7",
         "session_id": run,
         "trajectory_id": row["id"] + (f"/{row['agent']}" if row["agent"] else ""),
-        "agent": {"name": row["agent"] or "agentrl", "version": version("agentrl"), "model_name": model},
+        "agent": {"name": row["agent"] or "agentrl", "version": installed_version(), "model_name": model},
         "steps": [{"step_id": number, **step} for number, step in enumerate(steps, 1)],
         "final_metrics": {
             "total_prompt_tokens": sum(len(turn["prompt_ids"]) for turn in played["turns"]),

@@ -8,7 +8,6 @@ environments draw is in frames without scripts, links and requests.
 import math
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
-from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from agentrl.distribution import installed_version
 from agentrl.durable import write_whole
 from agentrl.errors import ConfigError
 from agentrl.rollout.ledger import read_ledger
@@ -57,7 +57,7 @@ def _contents(folder: Path) -> dict[str, Any]:
     rows, status = run.metrics(), run.status()
     return {
         "name": run.name,
-        "version": version("agentrl"),
+        "version": installed_version(),
         "made": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         "state": _state(status, rows),
         "facts": _facts(rows, status, run),

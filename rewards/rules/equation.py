@@ -25,7 +25,7 @@ class Math(AnswerRule):
     have a unit of measure it is the same one: neither 12 m nor 0.12 m answers a question for 12 cm, and 12 does.
 
     sympy can be made to compute for ever by a short text, so this runs in a process with a deadline. Needs the package
-    math-verify (`pip install "agentrl[rewards]"`).
+    math-verify (`pip install "agentrl-train[rewards]"`).
     """
 
     isolation = "process"

@@ -15,7 +15,7 @@ class JsonSchema(AnswerRule):
 
     Schemas hold patterns, so this runs in a process.
 
-    Needs the package jsonschema (`pip install "agentrl[rewards]"`).
+    Needs the package jsonschema (`pip install "agentrl-train[rewards]"`).
     """
 
     isolation = "process"

@@ -64,7 +64,7 @@ def test_without_vllm_the_error_says_what_to_install(tiny_model_dir: Path, monke
     monkeypatch.setenv("VLLM_NO_USAGE_STATS", "1")
 
     async def main() -> None:
-        with pytest.raises(ConfigError, match=r"pip install agentrl\[cpu\]"):
+        with pytest.raises(ConfigError, match=r"pip install 'agentrl-train\[gpu\]'"):
             await VllmEngine(config(), tiny_model_dir).__aenter__()
 
     asyncio.run(main())

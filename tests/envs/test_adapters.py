@@ -24,7 +24,7 @@ from agentrl.testing import check_env
 
 
 def needs(package: str) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(find_spec(package) is None, reason=f"{package} is not installed: agentrl[envs]")
+    return pytest.mark.skipif(find_spec(package) is None, reason=f"{package} is not installed")
 
 
 reasoning_gym, textarena, gem, minigrid = map(needs, ("reasoning_gym", "textarena", "gem", "minigrid"))

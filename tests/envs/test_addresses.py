@@ -103,7 +103,7 @@ def test_a_wrong_address_says_the_way_out(address: str, said: str) -> None:
 )
 def test_a_missing_package_says_what_to_install(address: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(PluginError, match=r"pip install 'agentrl\[envs\]'"):
+    with pytest.raises(PluginError, match=r"pip install 'agentrl-train\[envs\]'"):
         plugins.load("envs", address)
 
 

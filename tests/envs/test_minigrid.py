@@ -14,7 +14,7 @@ from agentrl.errors import EnvError
 from agentrl.protocols import Env
 from agentrl.testing import check_env
 
-needs_minigrid = pytest.mark.skipif(find_spec("minigrid") is None, reason="minigrid is not installed: agentrl[envs]")
+needs_minigrid = pytest.mark.skipif(find_spec("minigrid") is None, reason="minigrid is not installed")
 
 BOARD = """\
 Mission: use the key to open the door and then get to the goal

@@ -13,7 +13,7 @@ from agentrl.envs.pettingzoo import PettingZoo, random_player
 from agentrl.errors import ConfigError, EnvError, PluginError
 from agentrl.testing import check_env
 
-pytestmark = pytest.mark.skipif(find_spec("pettingzoo") is None, reason="pettingzoo is not installed: agentrl[envs]")
+pytestmark = pytest.mark.skipif(find_spec("pettingzoo") is None, reason="pettingzoo is not installed")
 
 
 def begun(name: str, seed: int = 0, **options: Any) -> tuple[PettingZoo, str, dict[str, Any]]:

@@ -338,7 +338,7 @@ def test_a_dataset_of_the_hub_is_read_once_and_then_remembered(monkeypatch: pyte
         return questions(20, start=0 if split == "train" else 100)
 
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match=r'pip install "agentrl\[data\]"'):
+    with pytest.raises(ConfigError, match=r"pip install 'agentrl-train\[data\]'"):
         tasks("someone/sums")
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     source = tasks("someone/sums", held_out="test", subset="main")
