@@ -28,7 +28,9 @@ _EXAMPLES = {"rewards": "weight=0.5", "trackers": "project=NAME"}
 
 def component_of(section: str, kind: str, raw: Any, origins: Mapping[str, str]) -> Component:
     raw = section_of(section, raw, origins)
-    name = raw.pop("name", _DEFAULT_NAMES.get(section.rpartition(".")[2]))
+    kind_of_section = section.rpartition(".")[2]
+    by_default = "dataset" if kind_of_section == "tasks" and "data" in raw else _DEFAULT_NAMES.get(kind_of_section)
+    name = raw.pop("name", by_default)
     if name is None:
         raise ConfigError(f"{section}.name: missing{written_at(origins, section)}. {_installed(kind)}")
     if not isinstance(name, str):

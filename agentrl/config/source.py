@@ -64,6 +64,8 @@ class Source:
             value = {"name": "dataset", "data": value}
         if isinstance(value, str) and _is_named(tuple(path)):
             path = (*path, "name")
+        if _is_template(path) and isinstance(value, dict) and [*value.values()] == [None]:
+            value = f"{{{next(iter(value))}}}"  # YAML takes the template `{question}` for a mapping
         if isinstance(value, dict) and value:
             for key, inner in value.items():
                 self.set((*path, str(key)), inner, origin)
@@ -115,6 +117,10 @@ class Source:
         node.pop(path[-1], None)
         gone = f"{'.'.join(path)}."
         self.origins = {key: origin for key, origin in self.origins.items() if not f"{key}.".startswith(gone)}
+
+
+def _is_template(path: Sequence[str]) -> bool:
+    return path[-1] in ("prompt", "answer") and _is_tasks(tuple(path[:-1]))
 
 
 def _is_part(path: tuple[str, ...]) -> bool:

@@ -286,12 +286,16 @@ def is_lines(path: Path) -> bool:
         return False
     with path.open("rb") as file:
         first = file.read(1 << 12)
-    return _encoding(first) != "utf-16" and not first.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+    return _encoding(first) == "utf-8-sig" and not first.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 
 
 def _encoding(first: bytes) -> str:
-    """How a text with these first bytes is written: in UTF-8, with a mark or without, or in UTF-16 (Excel, Windows)."""
-    return "utf-16" if first[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8-sig"
+    """How a text with these first bytes is written: in UTF-8 or UTF-16 (Excel, Windows), with a mark or without."""
+    if first[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+        return "utf-16"
+    if first[:1] and b"\0" in first[:2]:  # the first character is one of ASCII
+        return "utf-16-be" if first[:1] == b"\0" else "utf-16-le"
+    return "utf-8-sig"
 
 
 @contextmanager

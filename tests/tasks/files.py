@@ -487,6 +487,7 @@ FILES = [
     DataFile("CSV with a mark of UTF-8 (Excel)", "excel.csv", text("prompt;answer\r\n2 + 2?;4\r\n", "utf-8-sig")),
     DataFile("CSV with a line sep=", "sep.csv", text("sep=;\r\nprompt;answer\r\n2 + 2?;4\r\n")),
     DataFile("Excel's Unicode text, UTF-16 with tabs", "excel.tsv", text("prompt\tanswer\r\n2 + 2?\t4\r\n", "utf-16")),
+    DataFile("TSV in UTF-16 without a mark", "no_mark.tsv", text("prompt\tanswer\n2 + 2?\t4\n", "utf-16-le")),
     DataFile("CSV in UTF-16", "utf16.csv", text("prompt,answer\r\n2 + 2?,4\r\n", "utf-16")),
     DataFile("JSON lines in UTF-16 (PowerShell)", "utf16.jsonl", lines([QA], "utf-16")),
     DataFile(

@@ -92,6 +92,11 @@ def test_templates_are_settings_of_tasks_and_suites_in_files_and_on_the_command_
     options = task_source(loaded, "train").task(0).options
     assert options["prompt"][1:] == "?\nA. x\nB. y"
     assert options["answer"] == "B"
+    (tmp_path / "data.yaml").write_text(
+        f'env: qa\ntasks: {{data: {tmp_path}/data.csv, prompt: "{{a}}", answer: "B", held_out: 0}}\nmodel: tiny\n'
+    )
+    written = load_config(tmp_path / "data.yaml", ["tasks.prompt={question}", "evaluation.tasks=0"]).config
+    assert task_source(written, "train").task(0).options["prompt"][1:] == "?"
     loaded = config(tmp_path, "tasks.prompt={question}", "tasks.columns={answer: key}", "tasks.held_out=0")
     assert set(task_source(loaded, "train").task(0).options) == {"prompt", "answer"}
     suite = f'evaluation.suites=[{{name: s, data: {tmp_path}/data.csv, prompt: "Is {{question}}", answer: "B"}}]'
