@@ -230,6 +230,7 @@ def test_the_load_of_gpus_is_read_where_there_are_any(monkeypatch):
         nvmlDeviceGetCount=lambda: 2,
         nvmlDeviceGetHandleByIndex=lambda number: number,
         nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=40 + handle),
+        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(used=1, total=4),
     )
     monkeypatch.setitem(__import__("sys").modules, "pynvml", stand_in)
     assert Usage().gpus() == {"GPU 0": 40.0, "GPU 1": 41.0}
@@ -242,6 +243,6 @@ def test_the_load_of_gpus_is_read_where_there_are_any(monkeypatch):
 
 
 def test_without_its_packages_a_run_with_a_profile_is_refused_before_it_starts(tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "psutil", None)
+    monkeypatch.setitem(__import__("sys").modules, "perfetto.protos.perfetto.trace", None)
     with pytest.raises(ConfigError, match=r"agentrl\[profile\]"), Profiler(tmp_path, always=True):
         pass
