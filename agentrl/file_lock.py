@@ -84,6 +84,11 @@ class FileLock:
             _warn(os.stat(self._path).st_dev, self._path.parent, error.strerror)
             return self._mark(wait)
         self._descriptor = descriptor
+        while self._is_marked():  # by a process that has no locks, as in another container
+            if not wait:
+                self.release()
+                return False
+            self._released.wait(_ASK_AGAIN_SECONDS)
         return True
 
     def release(self) -> None:
@@ -105,6 +110,9 @@ class FileLock:
     def holder(self) -> Holder | None:
         """Who has made the marker; None if there is none, as where the kernel has locks."""
         return _holder_in(self._marker)
+
+    def _is_marked(self) -> bool:
+        return self._marker.exists() and _lives(self.holder(), self._marker)
 
     def _mark(self, wait: bool) -> bool:
         """Make the marker, when no other process that lives has."""

@@ -564,7 +564,12 @@ class Run:
                 raise
 
     async def begin_checkpoint(self, step: int, state: Savable) -> None:
-        """Save the state after `step` steps in the background; it may change when this returns."""
+        """Save the state after `step` steps in the background; it may change when this returns. It is begun also if the
+        run is stopped meanwhile.
+        """
+        await run_to_completion(self._begin_checkpoint(step, state))
+
+    async def _begin_checkpoint(self, step: int, state: Savable) -> None:
         if self._begun is not None:
             await self._begun
         self.begin_phase(step, "checkpoint")

@@ -45,6 +45,10 @@ with RunLock(folder), Ledger(folder / "ledger.sqlite") as ledger:
 """
 
 
+def unsupported(descriptor: object, operation: int) -> None:
+    raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+
+
 @pytest.fixture(params=NO_LOCKS, ids=errno.errorcode.get)
 def no_locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     def flock(descriptor: object, operation: int) -> None:
@@ -83,6 +87,22 @@ def test_the_file_of_a_dead_holder_does_not_count(tmp_path: Path, holder: Holder
     lock.release()
     assert marker.exists() == (not free)
     assert {path.name for path in tmp_path.iterdir()} <= {"lock", "lock.holder"}
+
+
+def test_a_process_that_has_locks_spares_what_one_without_them_holds(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(fcntl, "flock", unsupported)
+        other = FileLock(tmp_path / "lock")
+        assert other.acquire(wait=False)
+        store = WeightStore.open(tmp_path)
+    assert not FileLock(tmp_path / "lock").acquire(wait=False)
+    sweep(tmp_path)
+    assert store.folder.exists()
+    other.release()
+    store.close()
+    lock = FileLock(tmp_path / "lock")
+    assert lock.acquire()
+    lock.release()
 
 
 @pytest.mark.usefixtures("no_locks")

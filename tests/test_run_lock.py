@@ -157,3 +157,31 @@ def test_a_data_json_that_cannot_be_read_is_one_sentence(tmp_path: Path, written
     (folder / "data.json").write_text(written)
     with pytest.raises(ConfigError, match=r"data.json cannot be read, .*: restore it from a copy, or remove it"):
         run_in(folder, resume=True)
+
+
+def test_a_checkpoint_that_has_begun_is_finished_when_the_run_is_stopped_meanwhile(tmp_path: Path) -> None:
+    class Slow:
+        def __init__(self) -> None:
+            self.saving = asyncio.Event()
+
+        async def save(self, folder: Path) -> None:
+            self.saving.set()
+            await asyncio.sleep(0.01)
+            await asyncio.to_thread(folder.mkdir)
+
+    async def stopped(run: Run) -> None:
+        state = Slow()
+
+        async def trains() -> None:
+            async with run.writing_checkpoints():
+                await run.begin_checkpoint(2, state)
+
+        training = asyncio.get_running_loop().create_task(trains())
+        await state.saving.wait()
+        training.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await training
+
+    with run_in(tmp_path / "run", resume=False) as run:
+        asyncio.run(stopped(run))
+        assert sorted(run.checkpoints.all()) == [2]

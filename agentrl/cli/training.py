@@ -163,7 +163,10 @@ class _Stopping:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, KeyboardInterrupt):
             self._by = self.by
-            return  # the process ends, and others of them change nothing
+            for number in self._before:  # the process ends, and others of them change nothing, also not its status
+                if number is not signal.SIGINT:
+                    signal.signal(number, signal.SIG_IGN)
+            return
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

@@ -103,7 +103,8 @@ async def train(
                     await run.record_step(step, groups, metrics, clock.seconds, rollouts.take_untrained())
                     if (step + 1) % config.checkpoint.every == 0 or step + 1 == config.steps:
                         await run.begin_checkpoint(step + 1, parts)
-                    await evaluating.evaluate(step + 1, due=True)
+                    async with run.saved_if_stopped(step + 1, parts):
+                        await evaluating.evaluate(step + 1, due=True)
             await evaluating.evaluate(config.steps)
         await run.finish()
 
