@@ -6,7 +6,7 @@ import { add, duration, el, lasting, middle, number, percent, visible } from "./
 import { liveState } from "./live.js";
 
 const FIRST = ["reward", "success", "preference_loss", "accuracy", "margin", "demonstrations/success", "entropy", "mixed_groups", "health/effective_sample_size", "health/ratio_p99", "staleness/mean", "logprob_gap_mean", "turns", "sampled_tokens", "truncated", "grad_norm", "kl", "tokens_per_second", "seconds"];
-const [FEW_METRICS, FEW_WARNINGS, OTHER] = [24, 3, "Others"];
+const [FEW_METRICS, FEW_WARNINGS, FEW_RUNS, OTHER] = [24, 3, 3, "Others"];
 const settings = { smooth: 0, log: false, zoom: null, filter: "", every: false, differences: false, warnings: null };
 let meanings = null;
 
@@ -177,6 +177,7 @@ function statusOf(run, rows, context) {
   const how = { completed: "complete", stopped: "stopped", failed: "failed", killed: "killed" }[run.ended?.how];
   const ended = how || run.summary && Object.keys(run.summary).length > 0, played = run.phase || last;
   const doing = run.live ? (run.phase ? `step ${run.step}: ${run.phase} for ${lasting(since)}` : "no step has begun") : ended ? (how && how !== "complete" && run.phase ? `${how} in step ${run.step}, ${run.phase}` : how || "ended") : run.phase ? `stopped in step ${run.step}, ${run.phase}` : rows.length ? "not running" : "not running, nothing recorded";
+  const few = context.chosen.length <= FEW_RUNS;  // else the charts would stand far below what is said of each run
   // `steps` is about steps with episodes: recipes that learn from files make as many as they need.
   const facts = [["steps", run.steps && played ? `${done} of ${run.steps}` : String(done)]];
   if (last) facts.push(["reward", number(last.reward)], ["success", percent(last.success)]);
@@ -188,9 +189,9 @@ function statusOf(run, rows, context) {
   }
   if (run.live && run.steps && done && last?.seconds) facts.push(["left", `about ${duration((run.steps - done) * last.seconds)}`]);
   return el("section", { class: "panel status", "data-run": run.name },
-    el("h3", {}, el("i", { class: `dot${run.live ? " live" : ""}`, style: { background: context.colour(run.name) } }), el("b", { class: "name", title: run.name }, middle(run.name, 48)), el("span", { class: "soft small" }, doing)),
+    el("h3", {}, el("i", { class: `dot${run.live ? " live" : ""}`, style: { background: context.colour(run.name) } }), el("b", { class: "name", title: run.name }, middle(run.name, 48)), el("span", { class: "soft small", title: run.ended?.why }, doing)),
     el("dl", { class: "facts" }, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, el("b", {}, value))))),
-    aboutOf(run), liveState(run), endOf(run.ended),
+    few ? aboutOf(run) : null, liveState(run), few ? endOf(run.ended) : null,
     run.steps && played ? el("progress", { max: run.steps, value: Math.min(done, run.steps), "aria-label": `steps done of ${run.name}` }) : null);
 }
 
