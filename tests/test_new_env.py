@@ -65,11 +65,20 @@ def test_the_folder_of_an_installed_package_does_not_hide_it(tmp_path, monkeypat
 @pytest.mark.parametrize("kind", ["game", "tools"])
 def test_a_tiny_model_learns_a_new_environment_by_its_config(agentrl, tmp_path, kind):
     folder = write_env_package(f"learned_{kind}", tmp_path, tools=kind == "tools")
-    done = agentrl("train", f"learned_{kind}.yaml", "steps=8", "seed=1", "evaluation.tasks=10", cwd=folder)
+    done = agentrl(
+        "train",
+        f"learned_{kind}.yaml",
+        "steps=7",
+        "seed=1",
+        "evaluation.tasks=10",
+        "recipe.demonstrations.episodes=768",
+        cwd=folder,
+    )
     assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in (folder / "runs" / f"learned_{kind}" / "metrics.jsonl").open()]
+    metrics = (folder / "runs" / f"learned_{kind}" / "metrics.jsonl").read_text()
+    rows = [json.loads(line) for line in metrics.splitlines()]
     rewards = [row["reward"] for row in rows if "reward" in row]
-    assert fmean(rewards[-3:]) > fmean(rewards[:3]) + 0.08
+    assert fmean(rewards[-2:]) > fmean(rewards[:2]) + 0.08, rewards
 
 
 def test_its_config_is_valid_and_its_entry_point_names_its_class(tmp_path, monkeypatch):

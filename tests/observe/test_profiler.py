@@ -244,5 +244,5 @@ def test_the_load_of_gpus_is_read_where_there_are_any(monkeypatch):
 
 def test_without_its_packages_a_run_with_a_profile_is_refused_before_it_starts(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "perfetto.protos.perfetto.trace", None)
-    with pytest.raises(ConfigError, match=r"agentrl\[profile\]"), Profiler(tmp_path, always=True):
+    with pytest.raises(ConfigError, match=r"agentrl-train\[profile\]"), Profiler(tmp_path, always=True):
         pass

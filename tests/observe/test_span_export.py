@@ -76,5 +76,5 @@ def test_nothing_is_exported_unless_the_environment_asks_for_it(monkeypatch):
 def test_without_its_packages_the_way_out_is_said_before_the_run_starts(monkeypatch, tmp_path):
     monkeypatch.setenv(ENDPOINT, "http://127.0.0.1:1")
     monkeypatch.setitem(__import__("sys").modules, "opentelemetry.sdk.trace", None)
-    with pytest.raises(ConfigError, match=r"agentrl\[otel\]"), Profiler(tmp_path, always=True):
+    with pytest.raises(ConfigError, match=r"agentrl-train\[otel\]"), Profiler(tmp_path, always=True):
         pass
