@@ -286,7 +286,7 @@ def test_a_setting_that_is_written_twice_is_refused_with_both_lines(tmp_path: Pa
         load_config(path)
 
 
-SECTIONS = [*RunConfig.model_fields.keys() - {"seed", "steps", "run_dir", "trackers", "env"}]
+SECTIONS = sorted(RunConfig.model_fields.keys() - {"seed", "steps", "run_dir", "trackers", "env"})
 SECTIONS += ["rollout.budget", "rollout.sampling", "env.options", "env.agents", "rollout.deadlines", "trainer.name"]
 
 

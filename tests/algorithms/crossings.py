@@ -13,7 +13,7 @@ from pathlib import Path
 
 from agentrl.algorithms.batch_processing import BatchProcessing
 from agentrl.algorithms.policy_loss import PolicyAlgorithm
-from agentrl.config.loading import load_config
+from agentrl.config import load_config
 from agentrl.config.run_config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.protocols import ActorCritic

@@ -477,5 +477,5 @@ def test_a_library_that_is_not_installed_is_named_with_its_extra(
 
     monkeypatch.setitem(sys.modules, missing, None)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    with pytest.raises(ConfigError, match=rf"agentrl\[({missing}|lora)\]"):
+    with pytest.raises(ConfigError, match=rf"agentrl-train\[({missing}|lora)\]"):
         asyncio.run(enter())
