@@ -136,7 +136,7 @@ def entries_of(raw: Any, at: tuple[str, str], algorithm: Component | None, origi
 
 def rewards_of(raw: Any, origins: Mapping[str, str], section: str = "reward") -> RewardsConfig:
     """Read the section `reward`: a mapping of settings, or of part numbers to the parts' settings."""
-    numbers = [key for key in raw if key.isdigit()] if isinstance(raw, dict) else []
+    numbers = [key for key in raw if key.isdecimal()] if isinstance(raw, dict) else []
     if not numbers:
         if isinstance(raw, list):
             raise ConfigError(f"{section}: the list is empty{written_at(origins, section)}: name at least one part")
@@ -157,7 +157,7 @@ def trackers_of(raw: Any, origins: Mapping[str, str]) -> tuple[Component, ...]:
     Raises:
         ConfigError: there is no such tracker or setting.
     """
-    if isinstance(raw, dict) and not any(key.isdigit() for key in raw):
+    if isinstance(raw, dict) and not any(key.isdecimal() for key in raw):
         return (component_of("trackers", "trackers", raw, origins),)
     if not isinstance(raw, dict | list | tuple):
         raise ConfigError(

@@ -135,7 +135,7 @@ class RequestGate:
         """
         stated = headers.get(b"content-length", b"0")
         far_too_long = 16 * self._max
-        if not stated.isdigit() or int(stated) > far_too_long:
+        if not (stated.isascii() and stated.isdigit()) or int(stated) > far_too_long:
             return None
         body, length = bytearray(), 0
         while True:

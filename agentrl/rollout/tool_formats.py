@@ -131,7 +131,7 @@ def _tokens(text: str) -> Counter[str]:
     """Words, numbers and brackets, in whatever way JSON or Python writes them."""
     plain = _ESCAPED.sub(lambda found: chr(int(found[1], 16)), text.replace("'", '"'))
     words = (word.casefold() for word in _TOKEN.findall(plain))
-    return Counter(repr(float(word)) if word[0].isdigit() else {"none": "null"}.get(word, word) for word in words)
+    return Counter(repr(float(word)) if word[0].isdecimal() else {"none": "null"}.get(word, word) for word in words)
 
 
 def _same(found: Sequence[ToolCall], call: ToolCall) -> bool:

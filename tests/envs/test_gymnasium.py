@@ -16,12 +16,26 @@ from agentrl.testing import check_env
 EYE = spaces.Box(0, 255, (8, 8, 3), "uint8")
 
 
+SPACES: dict[str, spaces.Space[Any]] = {}
+"""Spaces by a name: options are plain values, and `Fixture` takes its spaces as keyword arguments."""
+
+
+def plain(options: Any) -> Any:
+    """The options with names in place of spaces."""
+    if isinstance(options, dict):
+        return {key: plain(value) for key, value in options.items()}
+    if isinstance(options, spaces.Space):
+        SPACES[f"space {len(SPACES)}"] = options
+        return f"space {len(SPACES) - 1}"
+    return options
+
+
 class Fixture(gymnasium.Env[Any, int]):
     """A Gymnasium environment of any spaces: action `good` ends it with reward 1, the others do nothing."""
 
-    def __init__(self, action_space: Any = None, observation_space: Any = None, good: int = 1) -> None:
-        self.action_space = spaces.Discrete(2) if action_space is None else action_space
-        self.observation_space = observation_space or spaces.Discrete(3)
+    def __init__(self, action_space: str = "", observation_space: str = "", good: int = 1) -> None:
+        self.action_space = SPACES.get(action_space, spaces.Discrete(2))
+        self.observation_space = SPACES.get(observation_space, spaces.Discrete(3))
         self.good = good
         self.done: list[int] = []
         self.closed = 0
@@ -55,7 +69,7 @@ def fixture_id() -> Iterator[str]:
 
 def start(env_id: str, seed: int = 0, **options: Any) -> tuple[GymnasiumText, str]:
     env = GymnasiumText()
-    observation, _ = env.reset(seed=seed, options={"id": env_id, **options})  # type: ignore[misc]
+    observation, _ = env.reset(seed=seed, options=plain({"id": env_id, **options}))  # type: ignore[misc]
     return env, observation
 
 
@@ -160,7 +174,7 @@ def test_an_unknown_environment_is_played_by_numbers_from_its_start(fixture_id: 
     assert result[1:] == (1.0, True, False, {"success": True})
     assert [type(value) for value in result[1:4]] == [float, bool, bool]
     for message in ("0.1", "10", "-0", "1-0", "0 or 1"):
-        env.reset(seed=0, options={"id": fixture_id, "kwargs": {"action_space": spaces.Discrete(2)}})
+        env.reset(seed=0, options=plain({"id": fixture_id, "kwargs": {"action_space": spaces.Discrete(2)}}))
         assert "Answer with one of: 0, 1." in env.step(message)[0]
 
 
@@ -236,7 +250,7 @@ def test_observations_of_any_structure_are_written_out(fixture_id: str, space: A
 )
 def test_what_cannot_be_played_says_the_way_out(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as error:
-        GymnasiumText().reset(seed=0, options=options)
+        GymnasiumText().reset(seed=0, options=plain(options))
     assert said in str(error.value)
     assert len(str(error.value)) < 800
 

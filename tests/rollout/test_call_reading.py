@@ -5,7 +5,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from agentrl.rollout import renderer as renderer_module
@@ -118,6 +118,7 @@ def test_arguments_reach_the_environment_as_the_template_writes_them(name: str) 
         assert named(got(one, text)[0]) == [("write", dict(call.arguments)) for call in several]
 
 
+@example(name="gemma4", text="\u00b9")  # a digit, and no number
 @given(
     name=st.sampled_from(WRITERS),
     text=st.lists(st.sampled_from([*HARD, "<", ">", "</parameter>", "<tool_call>", "</arg_value>"]) | st.text()).map(
