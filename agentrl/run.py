@@ -56,6 +56,7 @@ from rich.markup import escape
 
 from agentrl.advisors import CRITIC_FOLDER
 from agentrl.algorithms.samples import TracedBatch
+from agentrl.blame import with_frame
 from agentrl.checkpoint import Checkpoints, Savable, set_aside
 from agentrl.cluster.roster import restart_metrics
 from agentrl.config import (
@@ -97,6 +98,7 @@ from agentrl.rollout.seeds import derive_seed
 from agentrl.rollout.underway import Underway
 from agentrl.run_lock import RunLock
 from agentrl.run_temp import RunTemp
+from agentrl.storage import storage_problem
 from agentrl.task_sources import fingerprints
 from agentrl.tiny_model import SIZES
 from agentrl.trajectory import Group, Message, Score, Task, Trajectory
@@ -305,7 +307,7 @@ class Run:
             newest = self.checkpoints.latest()
             steps = _steps_made(self.metrics.rows())
             self._ending = ending = ending_of(error, self.folder, steps=steps, checkpoint=newest[0] if newest else None)
-            if error is not None:
+            if error is not None and not isinstance(error, ConfigError):  # which says itself what to write
                 error.add_note(how_to_go_on(self.folder, ending.checkpoint))
             self._status["ended"] = ending.as_row()
             write_whole(self.folder / "status.json", json.dumps(self._status) + "\n")
@@ -599,8 +601,9 @@ class Run:
                 self.display.say(f"stopping: saving the state after {step} steps; a second Ctrl-C stops at once")
                 try:
                     await self.save_checkpoint(step, state)
-                except Exception:  # what stops the run may be why
-                    logger.warning("the state after %d steps cannot be saved", step, exc_info=True)
+                except Exception as error:  # what stops the run may be why
+                    why = storage_problem(error) or with_frame(error)
+                    logger.warning("the state after %d steps cannot be saved: %s", step, why)
             raise
 
     @asynccontextmanager
@@ -616,8 +619,9 @@ class Run:
                 path = self.folder / "untrained" / f"step_{step:06d}.parquet"
                 try:
                     await run_to_completion(asyncio.to_thread(write_trajectories, path, left, self._epoch))
-                except Exception:  # what ends the run may be why
-                    logger.warning("the episodes of the step that ends here cannot be kept", exc_info=True)
+                except Exception as error:  # what ends the run may be why
+                    why = storage_problem(error) or with_frame(error)
+                    logger.warning("the episodes of the step that ends here cannot be kept: %s", why)
             raise
 
     def evaluated(self, step: int, suite: str | None = None) -> bool:

@@ -5,9 +5,10 @@ import os
 import socket
 import subprocess
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from agentrl.distribution import installed_version
 
 FILE = "launches.jsonl"
 _GIT_SECONDS = 5.0
@@ -22,7 +23,7 @@ def record_launch(run: Path, *, resumed: bool) -> None:
         "pid": os.getpid(),
         "commit": commit,
         "changed": changed,
-        "version": version("agentrl"),
+        "version": installed_version(),
         "resumed": resumed,
     }
     with (run / FILE).open("a") as file:
