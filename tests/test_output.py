@@ -96,7 +96,9 @@ def test_signals_of_schedulers_and_terminals_stop_a_run_and_the_next_one_keeps_i
             await asyncio.sleep(0.01)
             done.append("saved")
 
-    before = {number: signal.getsignal(number) for number in _STOP}
+    # A job of a shell or of nohup has inherited some of them as ignored, which `_Stopping` respects.
+    usual = dict.fromkeys(_STOP, signal.SIG_DFL) | {signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
     stopping = _Stopping()
     try:
         with pytest.raises(KeyboardInterrupt), stopping:
