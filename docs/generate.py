@@ -169,7 +169,7 @@ def settings_page() -> str:
         lines += [f"## {section}", "", *_table(of_section)]
     for section, kind in KINDS.items():
         lines += [f"## {section}: plug-ins", "", _names_of(section, kind), ""]
-        for plugin in [plugin for plugin in plugins.installed(kind) if plugin.origin.startswith("agentrl ")]:
+        for plugin in [plugin for plugin in plugins.installed(kind) if plugin.origin.startswith("agentrl-train ")]:
             config = plugins.settings_of(plugins.load(kind, plugin.name))
             rows = (
                 []

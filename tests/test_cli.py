@@ -94,7 +94,7 @@ def test_an_option_that_is_no_setting_is_answered_with_the_nearest_one(agentrl):
 
 
 def test_the_version_is_that_of_the_package(agentrl):
-    assert agentrl("--version").stdout == f"agentrl {version('agentrl')}\n"
+    assert agentrl("--version").stdout == f"agentrl {version('agentrl-train')}\n"
 
 
 @pytest.mark.parametrize(
