@@ -1,4 +1,4 @@
-"""Standard output and error that may go away: a pipe that nobody reads any more, a closed terminal, a full disk."""
+"""Standard output and error that may go away: a pipe whose reader has ended, a closed terminal, a full disk."""
 
 import errno
 import logging
@@ -46,7 +46,7 @@ class LossyStream:
 
     def settle(self) -> None:
         """Drop what is left, so that nothing fails when the process ends."""
-        self._failed = True  # nobody is interested any more
+        self._failed = True  # later output is dropped
         try:
             self._stream.flush()
         except (OSError, ValueError):

@@ -8,7 +8,7 @@ from agentrl.errors import StallError
 from agentrl.flow import Retries
 
 RESTARTS = 8
-"""How many restarts in a row may be in vain, by default."""
+"""How many restarts in a row are possible without any work in between, by default."""
 
 START_SECONDS = 1800.0
 """How long an engine, a worker or a trainer may take to start, by default: a large model takes
@@ -18,8 +18,8 @@ minutes to load."""
 class Restarts:
     """The restarts of one engine, worker or trainer.
 
-    `allowed`: how many in a row may be in vain, that is without any work done in between. Whoever
-    owns this calls `progress` when work was done, and `spend` before each restart.
+    `allowed`: how many restarts in a row are possible without any work done in between. The owner
+    calls `progress` when work was done, and `spend` before each restart.
     """
 
     def __init__(self, allowed: int = RESTARTS) -> None:

@@ -71,9 +71,9 @@ class deadline:  # noqa: N801  used as a keyword, like `asyncio.timeout`
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Inside the block, the deadlines of the current task stand still; afterwards, they begin anew.
+    """Inside the block, the deadlines of the current task stand still; afterwards, they start again.
 
-    For a wait that is nobody's fault who is waited for, as while all engines are restarted.
+    For a wait that says nothing about the party waited for, such as a restart of all engines.
     """
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     found = [(queue, one) for queue in _table.known(loop) for one in queue.open if one.task is task]

@@ -3,7 +3,7 @@
 A worker that dies works on several requests, and one of them may be the reason. The one that was
 there at two deaths is set aside: it fails, and so does every later request with the same content.
 Where several were there at both, they are asked one at a time (`turn`), until one of them kills
-alone; whoever cannot ask them so sets aside those that were there at four.
+alone. A caller that cannot ask one at a time sets aside those that were there at four deaths.
 """
 
 import asyncio

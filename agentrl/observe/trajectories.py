@@ -68,8 +68,8 @@ SCHEMA = pa.schema(
 the reason in the status. `started`, `asked` and the times of `scoring`, when rewards worked on the episode, are Unix
 time, in seconds. `num_tokens` are the sampled ones, `oldest_version` that of the new turns. `picture` is HTML: the
 environment's drawing of the state that a turn answers, and of the last one. A message that was `given` came with the
-task: it is nobody's answer, whatever its role. `calls` are those of tools (`agentrl/observe/tool_calls.py`); one
-without a name could not be read.
+task and was not sampled in the episode, whatever its role. `calls` are those of tools
+(`agentrl/observe/tool_calls.py`); one without a name could not be read.
 
 The first `trained_turns` turns were trained on before, in a segment: a row of an earlier step with the same id.
 """
